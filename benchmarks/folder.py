@@ -70,7 +70,7 @@ def stages(source: Path, out: Path, model: nn.Module, size: int) -> dict[str, fl
     out.mkdir(parents=True, exist_ok=True)
     options = RunOptions(model=model)
     network = Network(options, model)
-    images = with_names(find_images([source]))
+    images = with_names(find_images([source]).images)
     tasks = [Task(index, image, ("grad_cam",)) for index, image in enumerate(images)]
     times = [time.process_time()]
     loaded = [network.load(image) for image in images]

@@ -50,7 +50,7 @@ Markdown("\n".join(["| method | summary | cost of a call |", "|---|---|---|", *r
 # `explain_together` runs one forward pass per photo for all of them, and computes each gradient once.
 
 
-# %%
+# %% tags=["warns"]
 FAMILIES = {
     "Class activation maps": ["cam"],
     "Class activation maps with other layers, classes or gradients": ["combined_cam"],
@@ -99,6 +99,8 @@ print(f"{len(single)} methods on {len(PHOTOS)} photos: {sum(map(len, rows))} map
 draw(rows, thumb=140)
 
 # %% [markdown]
+# Excitation backpropagation warns: on this network, most of the shares stay at neurons that only their bias excites.
+#
 # Each map has its own scale. The stronger a value, the brighter and the more opaque is its colour. In the maps in red
 # and blue, red is evidence for the class and blue is evidence against it.
 #

@@ -144,7 +144,8 @@ sheet(model, METHODS, classes)
 
 # %% [markdown]
 # **What to see.** Rollout is the same in both rows. The others move from the circle to the square. Maps from attention
-# have one value per patch of 8 x 8 pixels, which is why they reach beyond the outlines. AttnLRP has a value per pixel.
+# have one value per patch of 8 x 8 pixels, which is why they reach beyond the outlines. AttnLRP, too, is read at the
+# patches.
 #
 # One scene proves little. Over 50 scenes with one object of the class and one distractor of equal size, how much of the
 # positive part of each map is on either?
@@ -169,8 +170,8 @@ axis.legend()
 plt.show()
 
 # %% [markdown]
-# **What to see.** Rollout gives the distractor as much as the object. AttnLRP has the largest share on the object. It
-# also has more on the distractor, 0.16, than the other maps of the class.
+# **What to see.** Rollout gives the distractor as much as the object. AttnLRP has the largest share on the object,
+# and the smallest on the distractor. With `at="pixels"` it has 0.57 on the object, but also 0.16 on the distractor.
 #
 # **What to beware of.** Rollout shows where information can flow. Do not present it as the reason for a class.
 #

@@ -11,9 +11,8 @@
 # %% [markdown]
 # # Which map to believe
 #
-# **A map that looks right can be wrong. How can you tell?** Measure it, and measure maps that know nothing about the
-# prediction beside it. A *trust card* does this for one map: a property is clear only if the map is better than all
-# of these controls by two standard errors.
+# **A map that looks right can be wrong. How can you tell?** Measure it, and maps that ignore the prediction as well. A
+# *trust card* does this for one map: a property is clear only if the map is better than all of these controls.
 
 # %%
 # %matplotlib inline
@@ -29,11 +28,13 @@ cards = {photo.stem: saliency.trust(saliency.GradCAM(model), photo) for photo in
 saliency.draw_trust(cards["coffee"])
 
 # %% [markdown]
-# **What to see.** Each row is one property. The diamond is the map, the grey marks are the controls: a constant, random
-# values, a spot at the centre, the edges of the image. Better values lie to the right. Green means clear.
+# **What to see.** Each row is one property. The diamond is the map, the grey marks are the controls: a constant, a spot
+# at the centre, the map itself at random places (the bar is the range of 19 draws), and for the first three rows noise
+# and the edges of the image. Better values lie to the right. Green means clear, red worse than all controls.
 #
-# The map depends on the weights and on the class, and it is stable under noise. Insertion is not clear: a constant map,
-# which inserts the image row by row from the top, does as well.
+# The properties have two groups. The map *depends on the model*: on the weights and on the class, and it is stable
+# under noise. Whether it *marks what matters* is another question: a flipped map depends on the model just as much.
+# On this photo, all properties are clear.
 #
 # ## Three photos
 #
@@ -60,9 +61,10 @@ for photo, card in cards.items():
     print(f"{photo}: {sum(row.is_clear for row in card)} of {len(card)} properties are clear")
 
 # %% [markdown]
-# **What to see.** The first three rows are clear on all photos: Grad-CAM passes the sanity checks. Of the others, one
-# is clear, on the coffee alone. **What to beware of.** A light cell does not mean that the map is wrong. It says that
-# this measurement cannot tell it from a map that knows nothing.
+# **What to see.** The first three rows are clear on all photos: Grad-CAM passes the sanity checks. Of the others, all
+# are clear on the coffee, and only the agreement with other methods on the rocket. **What to beware of.** A light cell
+# does not mean that the map is wrong. It says that this measurement cannot tell it from a map that ignores the
+# prediction.
 #
 # ## A method that fails
 #

@@ -24,9 +24,10 @@ TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "nu
 class WordTokenizer:
     """As those of open_clip: one token per word, padded with zeros; the end has the highest number."""
 
-    def __call__(self, prompts: list[str]) -> Tensor:
+    def __call__(self, prompts: list[str], context_length: int = 8) -> Tensor:
         rows = [[1, *(WORDS.index(word) for word in prompt.split()), END] for prompt in prompts]
-        return torch.tensor([row + [0] * (8 - len(row)) for row in rows])
+        cut = [[*row[: context_length - 1], END] if len(row) > context_length else row for row in rows]
+        return torch.tensor([row + [0] * (context_length - len(row)) for row in cut])
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(f"{WORDS[token]} " for token in tokens)

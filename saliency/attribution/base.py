@@ -12,6 +12,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import MethodError, NonFiniteError, plural
+from ..errors import MethodError, NonFiniteError, plural, warn
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..hooks.operations import Keep
@@ -34,6 +35,10 @@ from .forward import SharedForward, TargetGradients
 from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOption, RunStats, declared_options
 from .resolved_target import ResolvedTarget, has_batch_statistics, warn_of_coupled_images
 from .spellings import refuse_unknown_keywords
+
+PER_UNIT = "score per unit of normalised input"
+# Units of values that are in proportion to the score.
+_IN_SCORE = ("score", "score, up to a factor", PER_UNIT, "score per attention", "relevance")
 
 METHODS: Registry[type[Attribution]] = Registry("method")
 """All methods by name. A class with a `name` is registered when it is defined."""
@@ -65,8 +70,9 @@ class Attribution(HasOptions, ABC):
         preprocess: The preprocessing of images: a `Preprocess`, a torchvision preset, timm's pretrained
             configuration, an image processor of Hugging Face, or any function from a PIL image to a tensor. By default
             `model.preprocess`.
-        categories: The class names in the order of the output. By default `model.categories`, or `config.id2label` of
-            a Hugging Face model.
+        categories: The class names in the order of the output, or a mapping of index to name, which may have gaps. By
+            default `model.categories`, or `config.id2label` of a Hugging Face model. If the model returns one number
+            per image, the second of two names belongs to the number, and the first to its negative.
         whole: Whether the model sees the whole image instead of a crop: True resizes it to the model's input, "aspect"
             keeps its aspect ratio, for models that take any size. Float tensors are used as they are.
         layout: For tokens and channels whose layout is not recognised, a function from the output of the read layer,
@@ -83,6 +89,8 @@ class Attribution(HasOptions, ABC):
     """Units of the values. Values in score units are drawn as zero if the rounding error of the score exceeds them."""
     is_complete: ClassVar[bool] = True
     """Whether the values and the residual, if any, sum to the score minus a constant, such as a baseline's score."""
+    ignores_sign: ClassVar[bool] = False
+    """Whether a score and its negative have the same map, as for magnitudes and for maps that ignore the target."""
     needs_attention: ClassVar[bool] = False
     """Whether the method only works on networks in which every token attends to all tokens."""
     quick_options: ClassVar[Mapping[str, Any]] = {}
@@ -94,7 +102,7 @@ class Attribution(HasOptions, ABC):
     preprocess: ConvertedOption[PreprocessLike | None, Prepare] = ConvertedOption(
         None, lambda name, like: as_preprocess(like)
     )
-    categories: ConvertedOption[Sequence[str] | None, tuple[str, ...] | None] = ConvertedOption(
+    categories: ConvertedOption[Sequence[str] | Mapping[int, str] | None, tuple[str, ...] | None] = ConvertedOption(
         None, lambda name, like: as_categories(like)
     )
     whole: Option[Whole] = Option(False)
@@ -215,7 +223,7 @@ class Attribution(HasOptions, ABC):
         method = self if baselines is None else self._with_baselines(baselines, images)
         bound = bind_forward_args(forward_args, images)
         with prepared_for_attribution(self.model), bound, bind_layout(self.layout):
-            resolved = [self.explained_target(self.resolve(target, images)) for target in targets]
+            resolved = [self.explained_target(self.resolve(target, batch.tensor)) for target in targets]
             results = method.explain_targets(batch.tensor, resolved)
         return [method.explanation(*pair, batch) for pair in zip(results, resolved, strict=True)]
 
@@ -244,10 +252,10 @@ class Attribution(HasOptions, ABC):
             target: The function from the model's output to scores (N,).
         """
 
-    def resolve(self, target: TargetLike, images: int) -> ResolvedTarget:
+    def resolve(self, target: TargetLike, x: Tensor) -> ResolvedTarget:
         """Return the target of a call on a prepared model, with the embeddings of its texts and reference images."""
-        resolved = ResolvedTarget(target, images, self.categories)
-        resolved.bind(self.model, lambda image: self.read(image).tensor)
+        resolved = ResolvedTarget(target, len(x), self.categories)
+        resolved.bind(self.model, x, lambda image: self.read(image).tensor)
         return resolved
 
     def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
@@ -263,21 +271,25 @@ class Attribution(HasOptions, ABC):
         return read(inputs, self.preprocess, like=reference_tensor(self.model))
 
     def explanation(self, result: BatchAttribution, target: ResolvedTarget, batch: Batch) -> Explanation:
-        """Return a checked result as an explanation.
+        """Return a checked result as an explanation, with its notes.
 
         Raises:
             MethodError: The method returned something else than one map and one score per image.
-            NonFiniteError: Values are NaN or infinite.
+            NonFiniteError: A value is NaN or infinite.
+
+        Warns:
+            SaliencyWarning: A map is 0 everywhere, or below the rounding error of the score.
         """
-        _require_maps(type(self).__name__, result, len(batch.tensor))
+        label = self.name or type(self).__name__
+        _require_maps(label, result, len(batch.tensor))
         values = result.values.detach()
         # If the sum is finite, all values are. Otherwise check them, because a sum of finite values may overflow.
         if not math.isfinite(float(values.sum())) and not torch.isfinite(values).all():
             bad = int((~torch.isfinite(values)).sum())
-            raise NonFiniteError(f"{bad} of {values.numel()} values of {self.name} are NaN or infinite")
-        return Explanation(
+            raise NonFiniteError(f"{bad} of {values.numel()} values of {label} are NaN or infinite")
+        explanation = Explanation(
             **result._replace(values=values, scores=result.scores.detach())._asdict(),
-            method=self.name or type(self).__name__,
+            method=label,
             settings=self.settings,
             target=target.indices,
             target_names=target.names,
@@ -286,6 +298,19 @@ class Attribution(HasOptions, ABC):
             frames=batch.frames,
             sign=self.sign,
         )
+        return replace(explanation, notes=tuple(map(self._note, explanation)))
+
+    def _note(self, explanation: Explanation) -> str:
+        """Return what limits the map of one image, and warn if it shows nothing."""
+        name, largest = explanation.target_names[0], float(explanation.values.abs().max())
+        if largest <= rounding_error(explanation):
+            score = f"the rounding error of a score of {float(explanation.scores[0]):.4g}"
+            what = f"is at most {largest:.2g}, below {score}" if largest else "is 0 everywhere"
+            warn(note := f"the {explanation.method} map for {name} {what}")
+            return note
+        if self.ignores_sign and " rather than " in name:
+            return f"{explanation.method} gives a contrast and its opposite the same map"
+        return ""
 
     def __repr__(self) -> str:
         """Return the method, the model, the layer or layers if given, and the options."""
@@ -368,6 +393,26 @@ def read_one_forward(
     return results
 
 
+def rounding_error(explanation: Explanation) -> float:
+    """Return the rounding error of the score of one image; 0 if its values have other units, or relative errors.
+
+    It was compared with measured errors, float32 against float64, on five networks. The similarity of an image to
+    itself has a gradient of zero. For this score, the largest values of gradients, Grad-CAM and Layer-CAM are at most
+    0.23 times this error. Those of Grad-CAM++ and DeconvNet reach 5 times this error. For a probability of 1 - 1e-6 the
+    maps are still correct, and their largest values are at least 2.8 times this error. float16 and bfloat16 count as
+    float32: the errors of their gradients are relative, and far below the rounding error of the score.
+
+    It is 0 for shares of a ledger, as in LRP. Their errors are relative too: where biases absorb all but 1e-4 of the
+    score, the values at the pixels are still correct to 6e-6 of their largest with z+ and gamma, and to 1e-3 to 7e-2
+    with epsilon and alpha-beta.
+    """
+    units = getattr(METHODS.get(explanation.method), "units", "")
+    if units not in _IN_SCORE or explanation.ledger is not None:
+        return 0.0
+    kind = torch.float64 if explanation.values.dtype == torch.float64 else torch.float32
+    return torch.finfo(kind).eps / 2 * abs(float(explanation.scores[0]))
+
+
 def get_method(name: object) -> type[Attribution]:
     """Return the method with this name. Raises MethodError for another name, with the closest ones."""
     return METHODS.find(name)
@@ -414,7 +459,7 @@ def explain_together(
     batch = first.read(inputs)
     bound = bind_forward_args(forward_args, len(batch.tensor))
     with prepared_for_attribution(first.model), bound, bind_layout(first.layout):
-        resolved = first.resolve(target, len(batch.tensor))
+        resolved = first.resolve(target, batch.tensor)
         pairs = [(method, method.explained_target(resolved)) for method in methods]
         traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is resolved]
         shared = read_one_forward(traced, batch.tensor, [resolved])[0] if traced else []

@@ -67,6 +67,7 @@ class Explanation:
         outliers: (N, h, w) of bool, for methods of attention: the patches whose tokens have an outlying norm. Such
             tokens hold what concerns the whole image, so their values are not evidence for their place. None if the
             tokens are not known.
+        notes: What limits the map of each image, such as that it is 0 everywhere; empty if there is nothing to note.
     """
 
     values: Tensor
@@ -88,6 +89,7 @@ class Explanation:
     ledger: Tensor | None = None
     ledger_names: tuple[str, ...] = ()
     outliers: Tensor | None = None
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -102,7 +104,8 @@ class Explanation:
             for name, tensor in self._tensors().items()
         }
         parts |= {name: tuple(getattr(self, name)[i] for i in rows) for name in ("target", "target_names", "frames")}
-        return replace(self, **parts, effort=tuple(self.effort[i] for i in rows) if self.effort else ())
+        parts |= {name: tuple(own[i] for i in rows) for name in ("effort", "notes") if (own := getattr(self, name))}
+        return replace(self, **parts)
 
     def __iter__(self) -> Iterator[Explanation]:
         """Iterate over the explanations of single images."""
@@ -207,12 +210,20 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
     plain |= {name: tuple(plain[name]) for name in ("target", "target_names", "input_size")}
     plain["coverage"] = Coverage(**plain["coverage"]) if plain["coverage"] else None
     plain["ledger_names"] = tuple(plain.get("ledger_names", ()))
+    plain["notes"] = tuple(plain.get("notes", ()))
     plain["effort"] = tuple(RunStats(**stats) for stats in plain.get("effort", ()))
     plain["frames"] = tuple(
         None if box is None else _frame(tensors[f"picture.{i}"], *box) for i, box in enumerate(plain["frames"])
     )
     stored = {name: tensors.get(name) for name in _TENSORS}
-    per_image = [plain["target"], plain["target_names"], plain["frames"], plain["effort"] or None, *stored.values()]
+    per_image = [
+        plain["effort"] or None,
+        plain["notes"] or None,
+        plain["target"],
+        plain["target_names"],
+        plain["frames"],
+        *stored.values(),
+    ]
     if stored["values"] is None or stored["scores"] is None:
         raise ValueError("the values or the scores are missing")
     if {len(part) for part in per_image if part is not None} != {len(stored["values"])}:

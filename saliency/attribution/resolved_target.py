@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -13,12 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NonFiniteError, TargetError, warn
-from ..hooks.autograd_graph import forward_hook_ids, tensor_version
+from ..hooks.autograd_graph import ends_in_probability, forward_hook_ids, tensor_version
 from ..hooks.dual_encoder import DualEncoder
-from ..hooks.forward_args import bind_forward_args, cache_of
-from ..hooks.model_state import run_model, unique_modules
+from ..hooks.forward_args import bind_forward_args, bind_image, cache_of
+from ..hooks.model_state import leaf, run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
-from ..targets.targets import Categories, FunctionTarget, Prompt, TargetLike, as_target, one_score_each
+from ..targets.targets import (
+    Categories,
+    FunctionTarget,
+    OutputFacts,
+    OutputTarget,
+    Prompt,
+    TargetLike,
+    as_target,
+    one_score_each,
+    output_tensor,
+)
 
 _COUPLED = "one pass at a time: the images of a batch affect each other in this model"
 _UNDIVIDED = "one pass at a time: the output does not show which part of it belongs to which image"
@@ -39,12 +50,14 @@ class ResolvedTarget:
         self.target = as_target(target, images, categories)
         self.probabilities: Tensor | None = None
         self._is_resolved = False
+        self._output_with_graph: Callable[[], Any] | None = None
 
-    def bind(self, model: nn.Module, read: Callable[[Any], Tensor]) -> None:
+    def bind(self, model: nn.Module, x: Tensor, read: Callable[[Any], Tensor]) -> None:
         """Encode the texts and reference images of the target, if it has any.
 
         Args:
             model: The model, in `prepared_for_attribution`.
+            x: (N, C, H, W) the batch.
             read: Returns a reference image as the model's input (1, C, H, W).
         """
 
@@ -58,7 +71,25 @@ class ResolvedTarget:
             with bind_forward_args((), 1), torch.no_grad():
                 return run_model(model, read(image))
 
+        def output_with_graph() -> Any:
+            with bind_image(0), torch.enable_grad():
+                return run_model(model, leaf(x[:1]))
+
         self.target = self.target.bind(encode_text, encode_image)
+        self._output_with_graph = output_with_graph
+
+    def replaced(self, target: OutputTarget) -> ResolvedTarget:
+        """Return another target of the same call, which is not resolved yet."""
+        other = copy.copy(self)
+        other.target, other._is_resolved = target, False
+        return other
+
+    def _is_probability(self, output: Any) -> bool:
+        """Return whether an output ends in a sigmoid or softmax. Without a graph, the model runs once on one image."""
+        scores = output_tensor(output)
+        if not scores.requires_grad and self._output_with_graph is not None:
+            scores = output_tensor(self._output_with_graph())
+        return ends_in_probability(scores)
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,) of an output.
@@ -68,8 +99,8 @@ class ResolvedTarget:
             NonFiniteError: A score is NaN or infinite.
         """
         if not self._is_resolved:
-            self.target = self.target.resolve_from(output)
-            self.probabilities = self.target.probabilities(output, self.images, self.categories)
+            self.target = self.target.resolve_from(output, OutputFacts(self.categories, self._is_probability))
+            self.probabilities = self.target.probabilities(output)
             self._is_resolved = True
         before = _versions(output)
         scores = self.target(output)

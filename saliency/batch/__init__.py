@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,7 +47,7 @@ def batch(
     *,
     weights: str | None = "default",
     preprocess: PreprocessLike | None = None,
-    categories: Sequence[str] | None = None,
+    categories: Sequence[str] | Mapping[int, str] | None = None,
     layer: str | None = None,
     options: Mapping[str, Any] | None = None,
     whole: Whole = False,
@@ -133,7 +133,7 @@ def batch(
     if os.path.exists(folder) and not os.path.isdir(folder):  # noqa: PTH110, PTH112 - unlike Path, never raise
         raise BatchError(f"{folder} is a file, not a folder; choose another one for --out")
     places = [sources] if isinstance(sources, str | os.PathLike) else sources
-    images = find_images(places, recursive=recursive, targets=targets, out=folder)
+    images, left_out = find_images(places, recursive=recursive, targets=targets)
     with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
@@ -144,4 +144,4 @@ def batch(
 
             with open_engine(engine, device, workers, model) as opened:
                 run.execute(opened)
-        return run.finish()
+        return replace(run.finish(), left_out=left_out)

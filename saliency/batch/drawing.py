@@ -27,7 +27,7 @@ from ..errors import ExplanationError, ImageError
 from ..inspection.trust import TrustCard
 from ..io.atomic_write import atomic_write
 from ..io.inputs import encode, open_picture
-from ..io.preprocess import Frame, resize_box, scaled_size
+from ..io.preprocess import Frame, drawable, resize_box, scaled_size
 from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, box_pixels, hatching, outline, paint, scale_map, units
 from ..render.overlay import save_picture
 from .errors import BatchError, Failure, printable, stops_run, unwritable
@@ -40,7 +40,10 @@ from .run_options import OverlayStyle, RunOptions
 PREVIEW_SIDE = 640  # longest side, in pixels, of the preview that the page shows
 PREVIEW_QUALITY, HEAT_QUALITY = 85, 80
 CARD_SUFFIXES = ("html", "png")  # files of a trust card of a run without a manifest
-CARD_FACTS = ("title", "is_clear", "verdict", "value", "error", "controls", "control_errors", "higher_is_better")
+CARD_FACTS = (
+    *("title", "group", "is_clear", "is_worse", "verdict"),
+    *("value", "error", "controls", "control_ranges", "higher_is_better"),
+)
 CELL_PIXELS = 16  # pixels of the heat image per cell of the map; more pixels add no detail
 MAX_COARSENESS = 3  # largest number of preview pixels per heat image pixel, along one side
 
@@ -87,9 +90,10 @@ def write_results(
         yield error_row(loaded.failure, None)
         return
     try:
-        picture = loaded.picture or task.image.open()
-        frame = Frame(picture, loaded.box)
+        frame = loaded.frame(task.image)
+        picture = frame.picture
         facts |= {"width": picture.width, "height": picture.height, "box": list(frame.box)}
+        facts["range"] = loaded.range and list(loaded.range)
         preview = _shrink(picture, PREVIEW_SIDE) if options.with_manifest else None
         if preview is not None:
             name = file_names(task.image, "", "")["photo"]
@@ -371,6 +375,7 @@ def _draw(
     root = str(path.absolute()).removesuffix(f"{MAPS}/{about['id']}.{about['method']}.{MAP_SUFFIX}")
     try:
         picture, is_small = pictures(about["entry"], Path(root) / PREVIEWS)
+        picture = drawable(picture, about["range"])
         frame = Frame(picture, resize_box(about["box"], (about["width"], about["height"]), picture.size))
         scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
         drawing = paint(frame, scaled, style.colormap, style.opacity)

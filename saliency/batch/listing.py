@@ -71,14 +71,14 @@ class ImageEntry:
         return cls(**fields | {name: tuple(fields.get(name, ())) for name in ("folder", "stamp")})
 
     def open(self) -> Image.Image:
-        """Open the image, upright and in RGB. Raises ImageError if it cannot be read."""
+        """Open the image as `saliency.io.inputs.open_image` does. Raises ImageError if it cannot be read."""
         from ..errors import ImageError
-        from ..io.inputs import decode, open_picture
+        from ..io.inputs import decode, open_image
 
         if self.problem:
             raise ImageError(self.problem)
         if self.offset is None:
-            return open_picture(self.path)
+            return open_image(self.path)
         try:
             with open(self.path, "rb") as file:  # noqa: PTH123 - a path may hold undecodable bytes
                 file.seek(self.offset)

@@ -36,6 +36,7 @@ COLUMNS: dict[str, type] = {
     "input_width": int,
     "input_height": int,
     "box": list,
+    "range": list,
     "settings": dict,
     "coverage": str,
     "residual": float,
@@ -168,7 +169,7 @@ def encode(row: Row) -> bytes:
 def write_parquet(rows: Iterable[Row], path: Path) -> None:
     """Write rows as a Parquet table if pyarrow is installed.
 
-    The table has the columns of the manifest: `box` is a list of four numbers, and dictionaries are JSON text.
+    The table has the columns of the manifest: `box` and `range` are lists of numbers, and dictionaries are JSON text.
     """
     if find_spec("pyarrow") is None:
         return

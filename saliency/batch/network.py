@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from ..attribution.base import Attribution, explain_together, get_method
 from ..attribution.explanation import Explanation
 from ..attribution.spellings import option_hint
-from ..errors import LayerError, MethodError, NotApplicableError, TargetError
+from ..errors import LayerError, MethodError, NotApplicableError
 from ..hooks.model_state import is_out_of_memory, reference_tensor
 from ..inspection.trust import TrustCard, trust
-from ..io.preprocess import Box
+from ..io.preprocess import Box, Frame, Range, drawable, locate
 from ..metrics.base import SharedResults
-from ..targets.targets import ClassScore, Target, class_index, class_scores
+from ..targets.targets import Target, class_index
 from ..zoo import load
 from .errors import BatchError
 from .listing import ImageEntry
@@ -63,6 +63,7 @@ class LoadedImage:
         tensor: (C, H, W) input of the model; None after a failure.
         box: Position of the input on the picture.
         picture: The decoded picture; None if it was too large to be kept.
+        range: Pixel values that the preprocessing and the drawing map to black and white in an image of 16 bits.
     """
 
     failure: Exception | None = None
@@ -70,20 +71,11 @@ class LoadedImage:
     tensor: Tensor | None = None
     box: Box = (0.0, 0.0, 0.0, 0.0)
     picture: Image.Image | None = None
+    range: Range | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class NamedClassScore(ClassScore):
-    """Score of a class of a model that has exactly `number` classes, one per given class name."""
-
-    number: int = 0
-
-    def resolve_from(self, output: Any) -> ClassScore:
-        """Return the target with top classes. Raises TargetError if the output has not one class per name."""
-        classes = class_scores(output).shape[1]
-        if classes != self.number:
-            raise TargetError(f"got {self.number} class names for a model of {classes} classes")
-        return ClassScore.resolve_from(self, output)
+    def frame(self, entry: ImageEntry) -> Frame:
+        """Return the frame to draw on. A picture that was not kept is decoded again."""
+        return Frame(drawable(self.picture or entry.open(), self.range), self.box)
 
 
 class Network:
@@ -112,7 +104,6 @@ class Network:
         self.categories = self.methods[0].categories
         own = options.target
         self._target = own if own is None or callable(own) else class_index(own, self.categories)
-        self._named = None if options.categories is None else len(options.categories)
         self._trust, self._seconds = options.trust, options.seconds
         self._separate: set[str] = set()  # methods that do not share the passes of the others
 
@@ -125,7 +116,8 @@ class Network:
             target = self._target if entry.target is None else class_index(entry.target, self.categories)
             picture = entry.open()
             kept = picture if picture.width * picture.height <= most_pixels else None
-            return LoadedImage(None, target, self.preprocess(picture), self.preprocess.box(picture.size), kept)
+            prepare = self.preprocess
+            return LoadedImage(None, target, prepare(picture), locate(prepare, picture), kept, prepare.range)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
             return LoadedImage(error, self._target)
 
@@ -179,8 +171,7 @@ class Network:
         """Run methods on a batch. If that fails, run parts of it."""
         error = None
         try:
-            target = targets if self._named is None else NamedClassScore(targets, self._named)
-            explanations = explain_together(methods, x, target)
+            explanations = explain_together(methods, x, targets)
             return {method.name: list(one.to("cpu")) for method, one in zip(methods, explanations, strict=True)}
         except Exception as caught:  # noqa: BLE001 - any error is a failure of these images
             error = caught

@@ -149,9 +149,15 @@ class OutputFolder:
                     os.unlink(f"{self.path}/{name}")  # noqa: PTH108 - called for every file
 
 
-def is_output(path: str, out: str | None) -> bool:
-    """Return whether a run in the folder `out` writes this file or folder. `out` is a path without links."""
-    if out is None:
+def is_output(path: str) -> bool:
+    """Return whether a run writes this file or folder."""
+    whole = Path(os.path.realpath(path))
+    inside = any(each.name in FOLDERS and _is_run(each.parent) for each in (whole, *whole.parents))
+    return inside or (whole.name in FILES and _is_run(whole.parent))
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        return FORMAT.encode() in (folder / ABOUT).read_bytes()
+    except OSError:
         return False
-    inside = os.path.relpath(os.path.realpath(path), out)
-    return inside.partition(os.sep)[0] in FOLDERS or inside in FILES

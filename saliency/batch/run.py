@@ -17,7 +17,7 @@ from .errors import BatchError, Failure, StoppedError, sentence, writing_to
 from .listing import ImageEntry, merge_listing
 from .manifest import MANIFEST, PARQUET, Manifest, Row, read_rows, write_parquet
 from .output_folder import FORMAT, LISTING, PAGE, OutputFolder
-from .run_options import Progress, RunOptions, Summary
+from .run_options import Progress, RunOptions, Summary, without_address
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -159,12 +159,13 @@ class Run:
                 raise KeyboardInterrupt(f"{len(self._done)} of {self.total} images are done; re-run to resume")
 
     def _describe(self, network: Any) -> None:
-        """Add the methods and the number of classes to the head."""
+        """Add the methods, the preprocessing and the number of classes to the head."""
         described = self._described
         for method in network.methods:
             facts = {"settings": dict(method.settings), "sign": method.sign, "units": method.units}
             described[method.name] = {"name": method.name, **facts}
         self.head["methods"] = list(described.values())
+        self.head["preprocess"] = without_address(network.preprocess)
         self.head["categories"] = None if network.categories is None else len(network.categories)
 
     def _groups(self, size: int) -> Iterator[Sequence[Task]]:

@@ -62,6 +62,7 @@ class Summary:
         changed: Number of images that changed since they were listed and were explained again.
         removed: Sources of the images that no longer exist; their overlays are kept.
         unfinished: Number of images without results, by method; only methods of earlier runs in the same folder.
+        left_out: Number of images in the sources that the toolkit wrote, such as overlays.
     """
 
     folder: Path
@@ -76,6 +77,7 @@ class Summary:
     changed: int = 0
     removed: tuple[str, ...] = ()
     unfinished: Counter[str] = field(default_factory=Counter)
+    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +153,7 @@ class RunOptions:
     model: str | nn.Module
     weights: str | None = "default"
     preprocess: PreprocessLike | None = None
-    categories: Sequence[str] | None = None
+    categories: Sequence[str] | Mapping[int, str] | None = None
     methods: Sequence[str] = ("grad_cam",)
     layer: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -191,12 +193,14 @@ class RunOptions:
 
         A run resumes only if they equal those in the folder. A method that is not in the folder has options of its own.
         """
+        names = self.categories
+        names = list(names) if isinstance(names, Sequence) else names
         values = {
             "model": self.model_name,
             "weights": self._weights(),
             "model source": self._source(),
-            "preprocess": None if self.preprocess is None else re.sub(r" at 0x\w+", "", str(self.preprocess)),
-            "classes": None if self.categories is None else _sha256(str(list(self.categories)).encode()),
+            "preprocess": None if self.preprocess is None else without_address(self.preprocess),
+            "classes": None if names is None else _sha256(str(names).encode()),
             "whole": self.whole,
             "target": self.target,
             **asdict(self.style),
@@ -250,4 +254,9 @@ def _describe(value: object) -> str:
     """Describe an option value that JSON cannot store. A tensor is described by a digest of all its values."""
     import torch
 
-    return _digest({"": value}) if isinstance(value, torch.Tensor) else re.sub(r" at 0x\w+", "", str(value))
+    return _digest({"": value}) if isinstance(value, torch.Tensor) else without_address(value)
+
+
+def without_address(value: object) -> str:
+    """Return a value as text, without the addresses of functions in memory."""
+    return re.sub(r" at 0x\w+", "", str(value))

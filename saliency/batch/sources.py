@@ -12,18 +12,31 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
-from ..io.atomic_write import IMAGE_SUFFIXES
+from ..io.atomic_write import IMAGE_SUFFIXES, is_drawing
 from .errors import BatchError
 from .listing import ImageEntry
 from .output_folder import is_output
 
 LISTS = frozenset((".csv", ".tsv", ".jsonl", ".ndjson", ".txt"))
 
+_OWN = "is a file that saliency wrote, so it is left out"
 _SHARD_SUFFIXES = frozenset(("avif", "bmp", "gif", "jpeg", "jpg", "png", "tif", "tiff", "webp"))
 _PATHS = ("path", "file", "filename", "image", "photo", "source")
 _TARGETS = ("target", "class", "label", "category", "cls")
+
+
+class Found(NamedTuple):
+    """Images of sources.
+
+    Attributes:
+        images: The images, in order.
+        left_out: Number of images that are left out, because the toolkit wrote them.
+    """
+
+    images: list[ImageEntry]
+    left_out: int
 
 
 def find_images(
@@ -31,38 +44,39 @@ def find_images(
     *,
     recursive: bool = False,
     targets: str | os.PathLike[str] | None = None,
-    out: Path | None = None,
-) -> list[ImageEntry]:
+) -> Found:
     """Return the images of all sources, in order. Images of a folder are sorted by name.
 
     An image that occurs in several folders, files or patterns is returned once. In a list, each row is an image.
+    Overlays, contact sheets and trust cards, and the files of `saliency batch`, are left out, except from lists. If
+    there is nothing else, the first of them is an image with a problem.
 
     Args:
         sources: The sources.
         recursive: Whether subfolders are searched. Links to folders are followed, each folder once.
         targets: File with paths and targets, for images that the sources contain without a target.
-        out: Output folder of the run. Its files are skipped.
 
     Raises:
         BatchError: A list cannot be read, or the targets match no image.
     """
-    top = None if out is None else os.path.realpath(out)
     found: dict[tuple[object, ...], ImageEntry] = {}
     for source in map(os.fsdecode, sources):
         is_list = Path(source).suffix.lower() in LISTS
-        for number, image in enumerate(_images_of_source(source, recursive, top)):
+        for number, image in enumerate(_images_of_source(source, recursive)):
             found.setdefault((*image.key, *((source, number) if is_list else ())), image)
-    images = list(found.values())
-    return images if targets is None else _with_targets(images, os.fsdecode(targets))
+    own = [image for image in found.values() if image.problem == _OWN]
+    images = [image for image in found.values() if image.problem != _OWN] or own[:1]
+    return Found(images if targets is None else _with_targets(images, os.fsdecode(targets)), len(own))
 
 
-def _images_of_source(source: str, recursive: bool, out: str | None) -> Iterator[ImageEntry]:
+def _images_of_source(source: str, recursive: bool) -> Iterator[ImageEntry]:
     """Yield the images of a source."""
     suffix = Path(source).suffix.lower()
-    if is_output(source, out):
-        return
     if os.path.isdir(source):  # noqa: PTH112 - unlike Path, never raises
-        yield from _images_of_folder(source, recursive, out)
+        yield from _images_of_folder(source, recursive)
+    elif is_output(source):
+        if suffix in IMAGE_SUFFIXES:
+            yield _entry(source, problem=_OWN)
     elif os.path.isfile(source) and suffix in LISTS:  # noqa: PTH113
         yield from read_list(source)
     elif os.path.isfile(source) and suffix == ".tar":  # noqa: PTH113
@@ -72,9 +86,9 @@ def _images_of_source(source: str, recursive: bool, out: str | None) -> Iterator
         if not matches:
             yield _entry(source, problem="no file matches this pattern")
         for match in matches:
-            yield from _images_of_source(match, recursive, out)
+            yield from _images_of_source(match, recursive)
     else:
-        yield _entry(source)
+        yield _entry(source, problem=_OWN if is_drawing(source) else "")
 
 
 def _entry(path: str, folder: tuple[str, ...] = (), problem: str = "") -> ImageEntry:
@@ -82,7 +96,7 @@ def _entry(path: str, folder: tuple[str, ...] = (), problem: str = "") -> ImageE
     return ImageEntry(os.path.abspath(path), path, folder=folder, label=os.path.basename(path) or path, problem=problem)  # noqa: PTH100, PTH119
 
 
-def _images_of_folder(root: str, recursive: bool, out: str | None) -> Iterator[ImageEntry]:
+def _images_of_folder(root: str, recursive: bool) -> Iterator[ImageEntry]:
     """Yield the images of a folder. Iterative, since a tree may be deeper than the recursion limit of Python."""
     seen: set[tuple[int, int]] = set()
     waiting: list[tuple[str, tuple[str, ...]]] = [(root, ())]
@@ -91,7 +105,7 @@ def _images_of_folder(root: str, recursive: bool, out: str | None) -> Iterator[I
         folder, below = waiting.pop()
         try:
             status = os.stat(folder)  # noqa: PTH116
-            if (status.st_dev, status.st_ino) in seen or is_output(folder, out):
+            if (status.st_dev, status.st_ino) in seen:
                 continue
             seen.add((status.st_dev, status.st_ino))
             with os.scandir(folder) as listed:
@@ -100,11 +114,11 @@ def _images_of_folder(root: str, recursive: bool, out: str | None) -> Iterator[I
             is_empty = False
             yield _entry(folder, below, f"the folder cannot be listed: {error.strerror}")
             continue
-        subfolders = []
+        subfolders, is_own = [], is_output(folder)
         for entry in entries:
             if os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES:  # noqa: PTH122
                 is_empty = False
-                yield _entry(entry.path, below)
+                yield _entry(entry.path, below, _OWN if is_own or is_drawing(entry.path) else "")
             if recursive and os.path.isdir(entry.path):  # noqa: PTH112
                 subfolders.append((entry.path, (*below, entry.name)))
         waiting += reversed(subfolders)

@@ -199,8 +199,8 @@ examples:
   saliency evaluate photos/ --masks masks/ --metrics pointing_game
   saliency evaluate photos/ --boxes boxes.json --metrics relevance_mass
 
-Each method is measured on each image, beside maps that know nothing about the
-prediction. Run the same command again to resume, or with more methods.
+Each method is measured on each image, next to maps that ignore the prediction.
+Run the same command again to resume, or with more methods.
 
 files:
   DIR/evaluation.html  the table, which can be sorted, and all differences;
@@ -221,8 +221,8 @@ examples:
   saliency trust cat.jpg -m guided_backprop --html card.html --png card.png
   saliency trust cat.jpg --json > card.json
 
-Each property is measured beside maps that know nothing about the prediction. It
-is clear only if the heatmap is better than all of them by two standard errors.
+Each property is measured next to maps that ignore the prediction. It is clear
+only if the heatmap is better than all of them.
 
 {_EXIT_CODES}""",
         {

@@ -78,6 +78,7 @@ def _print_summary(summary: Summary, screen: Screen) -> None:
     if summary.removed:
         named = ", ".join(map(visible, summary.removed[:3])) + (", ..." if len(summary.removed) > 3 else "")
         screen.say(f"removed since the last run, overlays kept: {plural(len(summary.removed), 'image')}, {named}")
+    screen.say_left_out(summary.left_out)
     for method, lacking in summary.unfinished.items():
         screen.say(f"{plural(lacking, 'image')} without {method}; to complete: --method {method}")
     if summary.failed:

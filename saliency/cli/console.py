@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import SaliencyError, SaliencyWarning, visible
+from ..errors import SaliencyError, SaliencyWarning, plural, visible
 
 UNLIMITED = 100_000  # width of tables in a pipe or file
 
@@ -58,6 +58,11 @@ class Screen:
         """Print a message on standard error, even if `quiet`."""
         line = Text.assemble(("saliency: ", "bold red"), one_line(message))
         self._err.print(line, soft_wrap=not self._err.is_terminal)
+
+    def say_left_out(self, images: int) -> None:
+        """Print how many images of the sources were left out, if any."""
+        if images:
+            self.say(f"left out, since saliency wrote them: {plural(images, 'image')}")
 
     def table(self, titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
         """Print a table with headers, two spaces between its columns, and no trailing spaces."""

@@ -46,7 +46,10 @@ Outcome = list[Result] | Failure
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Measure the images, print and write the comparison, and return the exit code."""
-    images = _find_images(arguments, arguments.sources, targets=arguments.targets)[: arguments.limit]
+    found, left_out = find_images(
+        read_sources(arguments.sources), recursive=arguments.recursive, targets=arguments.targets
+    )
+    images = merge_listing([], found).images[: arguments.limit]
     evaluation = Evaluation.of(arguments, screen)
     with locked(arguments.out):
         OutputFolder(arguments.out).remove_temporary_files()
@@ -60,6 +63,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     for line in chain.from_iterable(failures):
         screen.error(line)
     failed = sum(map(bool, failures))
+    screen.say_left_out(left_out)
     if failed:
         screen.say(Text(f"{plural(failed, 'image')} with failures; re-run to try again", "red"))
     return 1 if failed or not results else 0
@@ -100,11 +104,6 @@ def _measure_missing(
             raise KeyboardInterrupt("finished methods are kept; re-run to resume")
 
 
-def _find_images(arguments: argparse.Namespace, words: list[str], **options: Any) -> list[ImageEntry]:
-    images = find_images(read_sources(words), recursive=arguments.recursive, out=arguments.out, **options)
-    return merge_listing([], images).images
-
-
 def _create_metrics(names: Sequence[str], settings: Mapping[str, Any]) -> list[Metric]:
     """Create the metrics, each with the options that it accepts."""
     classes = [get_metric(name) for name in dict.fromkeys(names)]
@@ -143,8 +142,10 @@ class Evaluation(RunContext):
             given["target"] = text(arguments.texts[0], against=arguments.texts[1:])
         options = RunOptions(**given | {"options": dict(arguments.settings or ())})
         metrics = _create_metrics(arguments.metrics or METRICS, dict(arguments.metric_settings or ()))
-        masks = _find_images(arguments, [arguments.masks]) if arguments.masks else None
-        named = None if masks is None else {mask.name: mask for mask in masks}
+        named = None
+        if arguments.masks:
+            masks = find_images([arguments.masks], recursive=arguments.recursive).images
+            named = {mask.name: mask for mask in merge_listing([], masks).images}
         about = {"format": FORMAT, "metrics": {each.name: dict(each.settings) for each in metrics}}
         settings = {name: replace(options, methods=[name]).fingerprint() | about for name in options.methods}
         with screen.waiting(f"loading {options.model}"):

@@ -24,10 +24,9 @@ from ..batch.manifest import Row
 from ..batch.network import LoadedImage, Network, Task, find_devices, load_model, move_model
 from ..batch.run import require_sensible_options
 from ..batch.run_options import RunOptions
-from ..batch.sources import find_images
+from ..batch.sources import Found, find_images
 from ..errors import plural, visible
 from ..inspection.trust import TrustCard
-from ..io.preprocess import Frame
 from ..methods import METHODS
 from ..render.blending import shrink
 from ..render.overlay import save_picture
@@ -48,9 +47,11 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """
     methods, more_images = methods_and_images(arguments.methods or [METHOD])
     with tempfile.TemporaryDirectory() as scratch:
-        images = _find_images(arguments, more_images, Path(scratch))
+        images, left_out = _find_images(arguments, more_images, Path(scratch))
         if arguments.out != Path("-"):
-            return _explain(arguments, methods, images, screen)
+            code = _explain(arguments, methods, images, screen)
+            screen.say_left_out(left_out)
+            return code
         if (
             len(images) * len(methods) != 1
             or any((arguments.sheet, arguments.save, arguments.trust))
@@ -64,15 +65,15 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         return code
 
 
-def _find_images(arguments: argparse.Namespace, more: Sequence[str], scratch: Path) -> list[ImageEntry]:
-    """Return the images. The name "-" stands for the image on standard input, which is written to a file."""
+def _find_images(arguments: argparse.Namespace, more: Sequence[str], scratch: Path) -> Found:
+    """Find the images. The name "-" stands for the image on standard input, which is written to a file."""
     names = [*arguments.images, *more]
     if "-" in names:
         (scratch / "stdin").write_bytes(sys.stdin.buffer.read())
     files = [str(scratch / "stdin") if name == "-" else name for name in names]
-    images = find_images(files, recursive=arguments.recursive)
+    images, left_out = find_images(files, recursive=arguments.recursive)
     images = [replace(image, source=image.source.removeprefix(f"{scratch}/")) for image in images]
-    return with_names([one for image in images for one in _once_per_text(image, arguments.texts)])
+    return Found(with_names([one for image in images for one in _once_per_text(image, arguments.texts)]), left_out)
 
 
 def _once_per_text(image: ImageEntry, texts: Sequence[str]) -> list[ImageEntry]:
@@ -120,8 +121,8 @@ def _explain(arguments: argparse.Namespace, methods: list[str], images: Sequence
                     rows.append(row)
                     result, card = results.get(row["method"]), written.get(row["method"])
                     cards += [(row, card)] if isinstance(card, TrustCard) else []
-                    if arguments.sheet and row["overlay"] and isinstance(result, Explanation) and loaded.picture:
-                        frame = shrink(Frame(loaded.picture, loaded.box), THUMB)
+                    if arguments.sheet and row["overlay"] and isinstance(result, Explanation):
+                        frame = shrink(loaded.frame(image), THUMB)
                         sign = options.style.sign or result.sign
                         thumbs[-1][row["method"]] = replace(result, frames=(frame,), sign=sign)
     except KeyboardInterrupt:

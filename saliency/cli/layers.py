@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .._version import __version__
 from ..attribution.resolved_target import ResolvedTarget
 from ..errors import visible
-from ..hooks.model_state import prepared_for_attribution, reference_tensor, run_model
+from ..hooks.model_state import categories_of, prepared_for_attribution, reference_tensor, run_model
 from ..inspection import activation_statistics, gradient_statistics, layer_table
 from ..inspection.layer_table import LayerRow, LayerTable
 from ..inspection.statistics import GradientStatistics, gradient_flow
@@ -27,6 +27,7 @@ from ..inspection.tables import Column, Table, escaped
 from ..io.atomic_write import atomic_write, is_stream
 from ..io.inputs import read
 from ..layers.find import LayerScan, scan_layers
+from ..targets.targets import as_categories
 from ..zoo import load
 from .console import Screen, UsageError
 
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     with screen.waiting(f"loading {arguments.model}"):
         reads_values = arguments.weights != "default" or arguments.stats or arguments.gradients
         model = load(arguments.model, weights=arguments.weights if reads_values else None)  # a table needs no download
-    categories = arguments.categories or getattr(model, "categories", None)
+    categories = as_categories(arguments.categories) if arguments.categories else categories_of(model)
     target = ResolvedTarget(arguments.target, 1, categories)
     preprocess = arguments.preprocess or getattr(model, "preprocess", None)
     if preprocess is None:

@@ -21,7 +21,7 @@ from ..errors import did_you_mean
 MODEL = "efficientnet_lite0"
 METHOD = "grad_cam"
 ALL = "all"  # every method
-SECONDS = 10.0  # for a trust card
+SECONDS = 15.0  # for a trust card
 
 
 class Parser(argparse.ArgumentParser):
@@ -130,7 +130,7 @@ def _explained(parse: Callable[[str], Any], expected: str) -> Callable[[str], An
     return convert
 
 
-def _class_names(file: str) -> list[str]:
+def _class_names(file: str) -> list[str] | dict[int, str]:
     """Read class names: one per line, or JSON: a list, or an object with indices as keys or values, also "id2label"."""
     text = Path(file).read_text("utf-8-sig")
     if Path(file).suffix != ".json":
@@ -138,8 +138,9 @@ def _class_names(file: str) -> list[str]:
     names = json.loads(text)
     if isinstance(names, dict):
         pairs = (pair if pair[0].isdecimal() else pair[::-1] for pair in names.get("id2label", names).items())
-        by_index = {int(index): name for index, name in pairs}
-        names = [by_index[index] for index in range(len(by_index))]
+        by_index = {int(index): name[-1] if isinstance(name, list) else name for index, name in pairs}
+        has_gaps = set(by_index) != set(range(len(by_index)))
+        return by_index if has_gaps else [by_index[index] for index in range(len(by_index))]
     return [name[-1] if isinstance(name, list) else name for name in names]
 
 
@@ -158,11 +159,15 @@ def _preprocess(text: str) -> dict[str, Any]:
 
 
 def _field(text: str) -> tuple[str, Any]:
-    """Parse a field of `Preprocess`: numbers separated by commas, or text. A single size is that of a square."""
+    """Parse a field of `Preprocess`: JSON values separated by commas, or text. A single size is that of a square."""
     name, _, value = text.partition("=")
-    if value.isdecimal() and name in ("size", "resize"):
-        return name, int(value) if name == "resize" else (int(value), int(value))
-    return name, json.loads(f"[{value}]") if value[:1].isdecimal() else value
+    try:
+        values = json.loads(f"[{value}]")
+    except json.JSONDecodeError:
+        return name, value
+    if len(values) == 1 and name in ("size", "resize"):
+        return name, values[0] if name == "resize" else values * 2
+    return name, values
 
 
 # The table -----------------------------------------------------------------------------------------------------
@@ -216,7 +221,7 @@ OPTIONS: dict[str, list[Option]] = {
         _option("--gradients", "also print gradients of the score of one class"),
         _option("--html FILE", "also write everything to an HTML page", type=Path),
         _option("--png FILE", "also draw everything as a figure", type=Path),
-        _option("--seconds NUMBER", "limit of time for a trust card (default: 10)", type=_seconds, default=SECONDS),
+        _option("--seconds NUMBER", "time limit for a trust card (default: 15)", type=_seconds, default=SECONDS),
         _option("--seed N", "seed of all draws (default: 0)", type=int, default=0),
     ],
     "model, method and target": [

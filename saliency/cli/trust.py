@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         SaliencyError: The command line is invalid. Nothing has been written.
     """
     methods, more_images = methods_and_images(arguments.methods or [METHOD])
-    images = find_images([*arguments.images, *more_images])
+    images = find_images([*arguments.images, *more_images]).images
     if len(images) != 1 or len(methods) != 1:
         counts = f"got {plural(len(images), 'image')} and {plural(len(methods), 'method')}"
         raise UsageError(f"a trust card is of one image and one method, {counts}; saliency explain --trust writes many")

@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+ROUNDING = 1e-6
+"""The largest difference of values that count as equal in a rank correlation, as a share of the largest magnitude."""
+
 
 class Estimate:
     """Running mean per pixel over samples, with its standard error, in constant memory.
@@ -135,19 +138,31 @@ class ScoreEstimate(Estimate):
 def rank_correlation(first: Tensor, second: Tensor) -> float:
     """Return Spearman's rank correlation of two maps (..., H, W); leading axes are summed. 1 for constant maps.
 
+    Values that differ by at most `ROUNDING` times the largest magnitude are ties, so that rounding ranks nothing.
+
     Source: Spearman, "The Proof and Measurement of Association between Two Things" (1904).
     """
-    ranks = [tied_ranks(maps.reshape(-1, *maps.shape[-2:]).sum(0).flatten()) for maps in (first, second)]
+    rows = [maps.reshape(-1, *maps.shape[-2:]).sum(0).flatten() for maps in (first, second)]
+    ranks = [tied_ranks(row, ROUNDING * float(row.abs().max())) for row in rows]
     first, second = (rank - rank.mean() for rank in ranks)
     norm = float(first.norm() * second.norm())
     return float(first @ second) / norm if norm else 1.0
 
 
-def tied_ranks(values: Tensor) -> Tensor:
-    """Return the rank of each value (n,), from the lowest; ties get their mean rank."""
+def tied_ranks(values: Tensor, tolerance: float = 0.0) -> Tensor:
+    """Return the rank of each value (n,), from the lowest; ties get their mean rank.
+
+    Values in steps of at most the tolerance are ties, as long as they span less than it; longer runs are cut.
+    """
     array = values.detach().cpu().numpy()
     order = np.argsort(array)  # four times as fast as PyTorch's
-    starts = np.flatnonzero(np.diff(array[order], prepend=np.nan) != 0)
+    is_start = ~(np.diff(array[order], prepend=np.nan) <= tolerance)
+    if tolerance:
+        # Cut from the start of each run: the cells of a fixed grid would separate equal values at their borders.
+        starts = np.maximum.accumulate(np.where(is_start, np.arange(len(array)), 0))
+        cells = (array[order] - array[order][starts]) // tolerance
+        is_start |= np.diff(cells, prepend=0) != 0
+    starts = np.flatnonzero(is_start)
     ends = np.append(starts[1:], len(array))
     ranks = np.empty(len(array))
     ranks[order] = np.repeat((starts + ends + 1) / 2, ends - starts)

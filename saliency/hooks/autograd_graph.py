@@ -131,6 +131,8 @@ def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
 
 # Class of the node of a part that is checkpointed with `use_reentrant=True`.
 CHECKPOINT_NODE: type = CheckpointFunction._backward_cls
+# Class of a node that only calls the full backward hooks of a module, and passes on the gradient of each tensor.
+_HOOK_NODE: type = BackwardHookFunction._backward_cls
 
 
 def saved(node: Any, name: str, *default: Any) -> Any:
@@ -184,11 +186,6 @@ def is_python_function(node: Any) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
-def is_module_hook(node: Any) -> bool:
-    """Return whether a node only calls a full backward hook of a module."""
-    return isinstance(node, BackwardHookFunction._backward_cls)
-
-
 def wrapped_node(node: Any) -> Node | None:
     """Return the in-place operation on a view whose result this node copies into the viewed tensor; else None."""
     return cast("Node | None", getattr(node, "_wrapped_node", None))
@@ -203,6 +200,31 @@ def hides_operation(node: Any) -> bool:
         return False
     others = node.next_functions[1:]
     return len(others) != 1 or others[0][0] is None
+
+
+_PROBABILITIES = ("Sigmoid", "Softmax", "SafeSoftmax")
+# Operations that leave numbers of 0 to 1 what they are.
+_TRANSPARENT = (
+    *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Select", "Slice", "Split", "Unbind", "Alias"),
+    *("Clone", "ToCopy", "Permute", "Transpose", "T", "Expand", "Index", "Cat", "Stack"),
+    *("Clamp", "ClampMin", "ClampMax"),
+    *("UpsampleBilinear2D", "UpsampleNearest2D"),
+)
+
+
+def ends_in_probability(tensor: Tensor) -> bool:
+    """Return whether a sigmoid or softmax computed all numbers of a tensor, which only moved since then."""
+    if not tensor.requires_grad:
+        return False
+    ends = [source_edge(tensor)[0]]
+    while ends:
+        node = ends.pop()
+        kind = node.name().partition("Backward")[0]
+        if kind in _TRANSPARENT:
+            ends += [function for function, _ in next_functions(node) if function is not None]
+        elif kind not in _PROBABILITIES:
+            return False
+    return True
 
 
 # Operators.
@@ -261,14 +283,31 @@ Gradients = tuple[Tensor | None, ...]  # of the operands, or of the results, of 
 def next_functions(node: Any) -> tuple[tuple[Node | None, int], ...]:
     """Return the operations to which a node passes its gradient, with the index of their result.
 
+    Full backward hooks of modules are stepped over.
+
     Call this for every node that Python code accesses. PyTorch frees a graph without recursion, except for nodes with a
     Python object: a deep graph of these would overflow the stack. Therefore the metadata of a node holds the next
     nodes: Python frees nested dictionaries and tuples of any depth.
     """
     functions: tuple[tuple[Node | None, int], ...] = node.metadata.get("saliency.next_functions", ())
     if not functions and (functions := node.next_functions):
+        if _HOOK_NODE in [type(function) for function, _ in functions]:
+            functions = tuple(_without_hook(*edge) for edge in functions)
         node.metadata["saliency.next_functions"] = functions
     return functions
+
+
+def _without_hook(node: Node | None, at: int) -> tuple[Node | None, int]:
+    return next_functions(node)[at] if isinstance(node, _HOOK_NODE) else (node, at)
+
+
+def source_edge(tensor: Tensor) -> tuple[Node, int]:
+    """Return the operation that computed a tensor, with the index of its result. The tensor requires a gradient.
+
+    Full backward hooks of modules are stepped over.
+    """
+    source = get_gradient_edge(tensor)
+    return cast("tuple[Node, int]", _without_hook(source.node, source.output_nr))
 
 
 class InputEdge(NamedTuple):
@@ -323,7 +362,8 @@ def input_edges(outputs: Iterable[Tensor], inputs: Sequence[GradientEdge | None]
             continue
         seen.add(node)
         operands: dict[int, list[int]] = {}
-        for operand, (function, number) in enumerate(next_functions(node)):
+        next_functions(node)
+        for operand, (function, number) in enumerate(node.next_functions):  # the call may begin with a hook
             if function is None:
                 continue
             for at in wanted.get((function, number), ()):

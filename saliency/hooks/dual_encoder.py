@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import ModelError
+from ..errors import ModelError, plural, warn
 from ..targets.targets import Prompt
 from .autograd_graph import tensor_version
 from .model_state import model_attribute, prepared_for_attribution
 
+_MOST_QUOTED = 60  # characters of a text in a warning
 # By model: the state of its weights, and the embeddings of its prompts in that state.
 _encoded: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, Tensor]]] = WeakKeyDictionary()
 
@@ -80,9 +81,14 @@ class DualEncoder(nn.Module):
         return float(self.model.get_parameter("logit_scale").detach().exp())
 
     def tokenize(self, prompt: str) -> dict[str, Tensor]:
-        """Return the arguments of the text tower for one prompt; the first is its token ids (1, L)."""
+        """Return the arguments of the text tower for one prompt; the first is its token ids (1, L).
+
+        Warns:
+            SaliencyWarning: The prompt has too many tokens, and is cut.
+        """
         if not hasattr(self.model, "get_text_features"):
             tokens = {"text": self.tokenizer([prompt])}
+            cut = self._cut_tokens(prompt, tokens["text"][0])
         else:
             # SigLIP was trained with padding to this length; in CLIP, padding has no influence.
             length = self.model.config.text_config.max_position_embeddings
@@ -90,8 +96,19 @@ class DualEncoder(nn.Module):
             tokens = dict(self.tokenizer([prompt], **options))
             if self.model.config.model_type.startswith("siglip"):
                 tokens.pop("attention_mask", None)  # SigLIP was trained to attend to the padding
+            cut = len(self.tokenizer([prompt], verbose=False)["input_ids"][0]) - length
+        if cut > 0:
+            start = prompt if len(prompt) <= _MOST_QUOTED else f"{prompt[:_MOST_QUOTED]}..."
+            warn(f'the model ignores the last {plural(cut, "token")} of the text "{start}", which is too long')
         device = next(self.model.parameters()).device
         return {name: values.to(device) for name, values in tokens.items()}
+
+    def _cut_tokens(self, prompt: str, kept: Tensor) -> int:
+        """Return how many tokens of a prompt a tokenizer of open_clip cut, which returns those that it kept (L,)."""
+        if "context_length" not in inspect.signature(self.tokenizer).parameters:
+            return 0
+        whole = self.tokenizer([prompt], context_length=len(kept) + len(prompt.encode()) + 1)[0]  # ends in padding
+        return int((whole != whole[-1]).nonzero().max() - (kept != whole[-1]).nonzero().max())
 
     def encode_tokens(self, tokens: dict[str, Tensor]) -> Tensor:
         """Return the embedding (K, D) of tokens, not normalised."""

@@ -28,7 +28,7 @@ class _Bound(NamedTuple):
     values: Mapping[int | str, Any]  # by position or name
     images: int
     image: int | None
-    caches: dict[int, dict[Any, Any]]
+    caches: dict[tuple[int, int | None], dict[Any, Any]]
 
     def rows(self, value: Any, x: Tensor) -> Any:
         """Return the rows of an argument for a batch (k, C, H, W); an argument without rows as it is."""
@@ -75,6 +75,11 @@ def bind_image(image: int) -> AbstractContextManager[None]:
     return bound_value(_bound, bound._replace(image=image) if bound is not None and bound.image is None else bound)
 
 
+def has_forward_args() -> bool:
+    """Return whether extra arguments are bound."""
+    return _bound.get() is not None
+
+
 def forward_args(x: Tensor) -> tuple[list[Any], dict[str, Any]]:
     """Return the extra arguments for a batch (k, C, H, W), by position and by name."""
     bound = _bound.get()
@@ -86,4 +91,5 @@ def forward_args(x: Tensor) -> tuple[list[Any], dict[str, Any]]:
 def cache_of(caches: WeakKeyDictionary[nn.Module, dict[Any, Any]], model: nn.Module) -> dict[Any, Any]:
     """Return the cache of a model; that of the call alone if it has extra arguments, on which results may depend."""
     bound = _bound.get()
-    return caches.setdefault(model, {}) if bound is None else bound.caches.setdefault(id(caches), {})
+    own = None if bound is None else bound.caches.setdefault((id(caches), bound.image), {})
+    return caches.setdefault(model, {}) if own is None else own

@@ -18,18 +18,18 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.weak import TensorWeakRef
 
 from .autograd_graph import (
     DispatchMode,
     OpOverload,
     current_sequence_nr,
-    edge,
     free_saved,
     is_python_function,
     operator_schema,
     sequence_nr,
+    source_edge,
     tensor_version,
 )
 from .manager import HookManager
@@ -101,7 +101,7 @@ class Operation:
 
     def repeat(self, /, **changed: Any) -> Any:
         """Run the operation again with some other arguments, not in place."""
-        return _out_of_place(self.op)(**self._values({**self.kept_args, **changed}))
+        return out_of_place(self.op)(**self._values({**self.kept_args, **changed}))
 
     def _values(self, args: dict[str, Any]) -> dict[str, Any]:
         return cast("dict[str, Any]", tree_map(args, WeakResult, WeakResult.value)) if self.is_weak else args
@@ -192,7 +192,16 @@ PLAIN = {
     *("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_nearest_exact2d", "_upsample_bicubic2d_aa"),
     *("_upsample_bilinear2d_aa", "index", "index_select", "gather", "index_put", "roll", "flip", "repeat", "where"),
     *("masked_fill", "im2col", "col2im", "unfold", "cumsum", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
-    *("native_channel_shuffle", "select_scatter", "as_strided", "slice_scatter", "tril", "triu", "native_dropout"),
+    *(
+        "native_channel_shuffle",
+        "unsafe_split",
+        "select_scatter",
+        "as_strided",
+        "slice_scatter",
+        "tril",
+        "triu",
+        "native_dropout",
+    ),
     "roi_align",
 }
 """Linear operations without weights that are not views."""
@@ -204,19 +213,24 @@ HOMOGENEOUS = {
 
 
 @cache
-def _out_of_place(op: Op) -> Op:
+def out_of_place(op: Op) -> Op:
     """Return the form of an operation that writes to none of its arguments; the same one if there is no other."""
     return cast("Op", getattr(getattr(torch.ops.aten, operator_name(op), None), op._overloadname, op))
 
 
 @cache
+def is_elementwise(op: Op) -> bool:
+    """Return whether an operation computes each number of its result from one number of each operand."""
+    # PyTorch does not tag these.
+    untagged = ("hardswish", "leaky_relu", "_prelu_kernel", "_to_copy")
+    return torch.Tag.pointwise in out_of_place(op).tags or operator_name(op) in untagged
+
+
+@cache
 def is_pointwise(op: Op) -> bool:
     """Return whether an operation computes each number of its result from one number of its first operand."""
-    name = operator_name(op)
-    if name in ("mul", "div", "clone", "neg", "addcdiv", "maximum", "minimum", *ADDITIVE):
-        return False
-    # PyTorch does not tag these.
-    return torch.Tag.pointwise in _out_of_place(op).tags or name in ("hardswish", "leaky_relu", "_prelu_kernel")
+    others = ("mul", "div", "clone", "_to_copy", "neg", "addcdiv", "maximum", "minimum", *ADDITIVE)
+    return is_elementwise(op) and operator_name(op) not in others
 
 
 @cache
@@ -311,7 +325,9 @@ class OperationRecord(DispatchMode):
             self._dependent.difference_update({*_addresses(result)} - {*_addresses(args)})
             return result
         number = current_sequence_nr() - 1
-        kept, writes = _kept(op, self.keep), writes_operand(op)
+        # Without gradients there is no node, as in a hook of saved tensors, which runs inside another operation.
+        has_node, writes = torch.is_grad_enabled(), writes_operand(op)
+        kept = has_node and _kept(op, self.keep)
         kept = kept and not (self.keep == Keep.CHANGES and self._is_linear(op, args))
         operation = Operation(op, is_weak=self.keep == Keep.ALL)
         if operation.is_weak:
@@ -323,14 +339,15 @@ class OperationRecord(DispatchMode):
         if writes:
             number = self._before_write(operation, args[0], number)
         result = op(*args, **kwargs)
-        self._clone = (number, args[0], result) if op is torch.ops.aten.clone.default else None
         addresses = [] if is_view(op) else _addresses(result)
         self._dependent.update(addresses)
         if kept:
             operation.kept_result = self._kept_result(operation, result)
             for address in {*addresses, *_addresses(args)}:
                 self._holders[address].append(operation)
-        self._operations.setdefault(number, operation)
+        if has_node:
+            self._clone = (number, args[0], result) if op is torch.ops.aten.clone.default else None
+            self._operations.setdefault(number, operation)
         return result
 
     def _kept_result(self, operation: Operation, result: Any) -> Any:
@@ -369,9 +386,9 @@ class OperationRecord(DispatchMode):
         """Return an operand as it is kept: weakly if it is the unchanged result of a recorded operation."""
         if tensor.is_leaf or tensor_version(tensor) or not self._depends(tensor):
             return tensor
-        start = cast("GradientEdge", edge(tensor))
-        source = self.operation(start.node)
-        return tensor if source is None or is_fixed(source.op) else WeakResult(tensor, source, start.output_nr)
+        node, at = source_edge(tensor)
+        source = self.operation(node)
+        return tensor if source is None or is_fixed(source.op) else WeakResult(tensor, source, at)
 
     def _depends(self, argument: Any) -> bool:
         """Return whether an argument is or holds a tensor that depends on the image."""

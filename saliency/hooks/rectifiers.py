@@ -206,7 +206,7 @@ def nodes_between(score: Tensor, x: Tensor) -> list[Node]:
         if not reaching.isdisjoint(successors):
             reaching.add(node)
             order.append(node)
-    if score.grad_fn not in reaching:
+    if not order:
         raise TargetError(INDEPENDENT)
     return order[::-1]
 
@@ -216,7 +216,7 @@ def _postorder(score: Tensor) -> Iterator[tuple[Node, list[Node]]]:
     if score.grad_fn is None:
         return
     entered: set[Node] = set()
-    stack: list[tuple[Node, list[Node] | None]] = [(score.grad_fn, None)]
+    stack: list[tuple[Node, list[Node] | None]] = [(graph.source_edge(score)[0], None)]
     while stack:
         node, successors = stack.pop()
         if successors is not None:
@@ -302,8 +302,7 @@ def _opaque(node: Any) -> str:
     require_visible(node)
     name = node.name()
     if isinstance(node, torch.autograd.function.BackwardCFunction):
-        known = graph.is_module_hook(node) or "_torchvision_" in name
-        return "" if known else name.removesuffix("Backward")
+        return "" if "_torchvision_" in name else name.removesuffix("Backward")
     if graph.hides_operation(node):
         hint = f"torch>=2.14 shows which one it is (this is {torch.__version__})"
         raise NotApplicableError(f"an operation, possibly a ReLU, {_VIEW}; {hint}")

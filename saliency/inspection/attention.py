@@ -104,7 +104,7 @@ def attention(
     backwards = int(target is not None)
     with prepared_for_attribution(model), bind_forward_args(forward_args, len(batch)):
         resolved = ResolvedTarget(target, len(batch), categories_of(model))
-        resolved.bind(model, lambda reference: read_images(reference).tensor)
+        resolved.bind(model, batch, lambda reference: read_images(reference).tensor)
         forward = SharedForward(model, batch, backwards=backwards, traced=names, reads_attention=True)
         grads = TargetGradients(forward, resolved)
         if not grads.attention:

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from ..attribution.base import Attribution, require_methods
 from ..attribution.explanation import Explanation
+from ..engine.estimates import tied_ranks
 from ..errors import ImageError, MethodError, plural
 from ..io.atomic_write import atomic_write
 from ..io.inputs import ImageLike, open_picture
-from ..metrics.base import Measurement, Metric, SharedResults, measure, resolve_metrics
+from ..metrics.base import ABSOLUTE, RELATIVE, Measurement, Metric, SharedResults, measure, resolve_metrics
 from ..targets.targets import TargetLike
 from ..validation import check_choice
 from .tables import Column, Table, number
@@ -36,6 +37,9 @@ LEVEL = 0.05
 
 DRAWS = 2000
 """Bootstrap draws of the images for the ranges of ranks."""
+
+RANDOM_CONTROLS = 3
+"""Random controls of each map. The mean over the images needs fewer of them than the verdict on one image."""
 
 CURVE_POINTS = 49
 """Points of a curve in a result, so that curves of images of any size have a mean."""
@@ -55,7 +59,7 @@ class Result:
         method: The method.
         metric: The metric.
         value: The value; None where the metric is not defined.
-        controls: The values of maps that know nothing about the prediction, by their names; None as for `value`.
+        controls: The values of maps that ignore the prediction, by their names; None as for `value`.
         higher_is_better: None if neither is better.
         seconds: Duration of the method.
         curves: The scores on which the value is based: of the map ("map") and of each control, at the places "at".
@@ -77,10 +81,11 @@ class ComparisonRow:
     """One method, or one control, by one metric.
 
     Attributes:
-        name: The method, or "random", "constant", "centre" and the like: the mean over the controls of all methods.
+        name: The method, or "constant", "centre" and the like: the mean over the controls of all methods.
         metric: The metric.
         mean: The mean over the images.
         error: The standard error of the mean over the images; None for one image.
+        random: The mean of the method's own random controls; None for controls.
         better: "higher" or "lower"; empty if neither is better.
         rank: The place among the methods, from 1; None for controls, and if neither is better.
         rank_low, rank_high: The range that contains 95 % of the ranks if the images are drawn again (bootstrap).
@@ -93,6 +98,7 @@ class ComparisonRow:
     metric: str
     mean: float
     error: float | None
+    random: float | None
     better: str
     rank: int | None = None
     rank_low: int | None = None
@@ -143,6 +149,7 @@ _ROW: tuple[Column[ComparisonRow], ...] = (
     Column("method", lambda row: row.name, "left"),
     Column("mean", lambda row: number(row.mean), hint="over the images"),
     Column("error", lambda row: number(row.error), hint="standard error over the images"),
+    Column("random", lambda row: number(row.random), hint="mean of the method's own random controls"),
     Column("rank", lambda row: str(row.rank or "")),
     Column("95 %", _range, hint="range of the rank if the images are drawn again"),
     Column("better than", _beaten, "left", hint="significantly"),
@@ -171,6 +178,7 @@ class Comparison(Table[ComparisonRow]):
     Attributes:
         differences: The paired differences between the methods, and of each from its controls, with their p-values, by
             each metric of which higher or lower is better.
+        agreement: Kendall's W of the metrics, as of `concordance`.
         results: The values of all methods, images and metrics.
 
     Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure" (1979), https://www.jstor.org/stable/4615733.
@@ -181,9 +189,13 @@ class Comparison(Table[ComparisonRow]):
         names = dict.fromkeys(result.metric for result in self.results)
         metrics = [_MetricValues([each for each in self.results if each.metric == name]) for name in names]
         measured = [metric for metric in metrics if metric.images]
-        differences = _tested([metric for metric in measured if metric.higher is not None], seed)
+        ranked = [metric for metric in measured if metric.higher is not None]
+        differences = _tested(ranked, seed)
         rows = [row for metric in measured for row in metric.rows(differences, seed)]
-        super().__init__(rows, _ROW, "Comparison of methods", _notes(metrics, len(differences)))
+        means = [(1 if metric.higher else -1) * metric.values.mean(1) for metric in ranked]
+        self.agreement = concordance(np.stack(means)) if len(means) > 1 else None
+        notes = _notes(metrics, len(differences), self.agreement)
+        super().__init__(rows, _ROW, "Comparison of methods", notes)
         self.differences = Table(differences, _DIFFERENCE, "Paired differences")
         self._curves = [row for metric in measured for row in metric.mean_curves()]
 
@@ -210,7 +222,13 @@ class Comparison(Table[ComparisonRow]):
         for result in results:
             del result["curves"]
         differences = [asdict(row) | {"is_significant": row.is_significant} for row in self.differences]
-        content = {"rows": rows, "differences": differences, "notes": self.notes, "curves": self._curves}
+        content: dict[str, Any] = {
+            "rows": rows,
+            "differences": differences,
+            "notes": self.notes,
+            "curves": self._curves,
+        }
+        content["agreement"] = self.agreement
         content["results"] = results
         return json.dumps(content, indent=1) + "\n"
 
@@ -283,12 +301,16 @@ class _MetricValues:
         ]
         ranks = rank_ranges(sign * self.values, seed) if better else [(None, None, None)] * len(self.methods)
         rows, count = [], len(self.images)
-        for name, values, rank, seconds in zip(self.methods, self.values, ranks, self.seconds, strict=True):
+        random = self.controls["random"].mean(1).tolist() if "random" in self.controls else [None] * len(self.methods)
+        for name, values, own, rank, seconds in zip(
+            self.methods, self.values, random, ranks, self.seconds, strict=True
+        ):
             beaten = tuple(worse for winner, worse in wins if winner == name)
-            rows.append(ComparisonRow(name, self.name, *_mean(values), better, *rank, beaten, count, seconds))
+            rows.append(ComparisonRow(name, self.name, *_mean(values), own, better, *rank, beaten, count, seconds))
         rows.sort(key=lambda row: row.rank or 0)
         for name, values in self.controls.items():
-            rows.append(ComparisonRow(name, self.name, *_mean(values.mean(0)), better, images=count))
+            if name != "random":
+                rows.append(ComparisonRow(name, self.name, *_mean(values.mean(0)), None, better, images=count))
         return rows
 
 
@@ -305,7 +327,7 @@ def _tested(metrics: Sequence[_MetricValues], seed: int) -> list[DifferenceRow]:
 
 def _difference(first: _Array, second: _Array) -> _Array:
     """Return the difference of values (n,), and zero where only rounding tells them apart."""
-    return np.where(np.isclose(first, second, rtol=1e-9, atol=1e-12), 0.0, first - second)
+    return np.where(np.isclose(first, second, rtol=RELATIVE, atol=ABSOLUTE), 0.0, first - second)
 
 
 def _mean(values: _Array) -> tuple[float, float | None]:
@@ -314,7 +336,27 @@ def _mean(values: _Array) -> tuple[float, float | None]:
     return float(values.mean()), error
 
 
-def _notes(metrics: Sequence[_MetricValues], count: int) -> list[str]:
+def concordance(values: _Array) -> float | None:
+    """Return Kendall's coefficient of concordance W of m metrics for n methods: 1 if all rank the methods alike.
+
+    The mean over unrelated metrics is 1 / m. None if there is only one method, or no metric tells them apart.
+
+    Args:
+        values: (m, n) the values of the methods by each metric, higher is better.
+
+    Source: Kendall and Babington Smith, "The Problem of m Rankings" (1939), https://doi.org/10.1214/aoms/1177732186.
+    """
+    metrics, methods = values.shape
+    ranks = np.stack([tied_ranks(torch.from_numpy(row)).numpy() for row in values])
+    ties = sum(
+        float((counts**3 - counts).sum()) for counts in (np.unique(row, return_counts=True)[1] for row in values)
+    )
+    most = metrics**2 * (methods**3 - methods) - metrics * ties
+    total = ranks.sum(0)
+    return float(12 * np.square(total - total.mean()).sum() / most) if most else None
+
+
+def _notes(metrics: Sequence[_MetricValues], count: int, agreement: float | None) -> list[str]:
     """Return what the numbers mean, and which images and metrics are left out."""
     notes = [
         f"{metric.name}: {plural(left, 'image')} left out, for which not all methods and controls have a value"
@@ -329,6 +371,12 @@ def _notes(metrics: Sequence[_MetricValues], count: int) -> list[str]:
     if count and count * 2.0 ** (1 - images) > LEVEL:
         least = math.ceil(1 + math.log2(count / LEVEL))
         notes.append(f"with {plural(images, 'image')} no difference can be significant; {least} or more are needed")
+    if agreement is not None:
+        ranked = sum(metric.higher is not None and bool(metric.images) for metric in metrics)
+        notes.append(
+            f"agreement of the {ranked} metrics on the order of the methods: Kendall's W = {number(agreement)} (1 if "
+            f"equal, {number(1 / ranked)} on average if unrelated)"
+        )
     return notes
 
 
@@ -403,7 +451,7 @@ def compare(
     """Compare methods by several metrics over images: which one should be used for this model?
 
     The metrics of an image and method share their passes, and so do the methods where nothing depends on the map:
-    random patches, the image without any pixel, and the order of controls with the resolution of the map.
+    random patches, the image without any pixel, and the controls "constant" and "centre" of maps of one resolution.
 
     Args:
         methods: Methods, such as `GradCAM(model)`. Methods of one name are named with their options, and numbered if
@@ -411,8 +459,8 @@ def compare(
         images: The images, or a batch of them (N, C, H, W).
         targets: One target for all images, a list with one for each image, or None for the top class of each image.
         metrics: Metrics, or their names in `METRICS`. Metrics of one name are named with their options. Deletion and
-            insertion each run about 1,800 forwards per image, and 220 for each further method with maps of the same
-            resolution; `Deletion(steps=28)` runs about 220 and 27.
+            insertion each run about 1,340 forwards per image, and 890 for each further method with maps of the same
+            resolution; `Deletion(steps=28)` runs about 160 and 110.
         masks: For each image where the object is, for metrics of localisation: a path or a PIL image of the size of the
             image, in which the object is not black; or a tensor (H, W) as the model sees it. None for an image without.
         boxes: Instead of a mask, the box of the object in each image, (x0, y0, x1, y1) in pixels of the upright image;
@@ -491,7 +539,7 @@ def measure_image(
     shown = mask if boxes is None else _box_mask(boxes, explanation)
     seen = None if shown is None else _mask_as_seen(shown, explanation)
     context = {"method": method, "inputs": image, "target": target, "masks": seen, **options}
-    measurements = measure(metrics, explanation, **context)
+    measurements = measure(metrics, explanation, **{"draws": RANDOM_CONTROLS, **context})
     results = []
     for metric, each in zip(unique_names(metrics), measurements, strict=True):
         value, controls = _known(each.values), {control: _known(own.values) for control, own in each.controls.items()}

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from ..attribution.explanation import Explanation
 from ..errors import RenderError
 from ..render.blending import as_drawing, method_titles
 from ..render.heatmap import single_images
-from ..render.sheet import INK, PAPER, SOFT_INK, ellipsised
+from ..render.sheet import INK, PAPER, SOFT_INK, ellipsised, font_for
 from .tables import Column, Table, number
 
 POSITIVE, NEGATIVE, RULE = "#c8352b", "#2b62c8", "#d5d8dd"
@@ -119,7 +119,7 @@ def draw_ledger(explanations: Explanation | Iterable[Explanation]) -> Image.Imag
     ends = [end for ledger in ledgers for span in _spans(ledger) for end in span]
     picture = Image.new("RGB", (WIDTH, LINE * sum(len(ledger) + 2 for ledger in ledgers)), PAPER)
     pen = ImageDraw.Draw(picture)
-    pen.font = font = ImageFont.load_default(size=TEXT)
+    pen.font = font = font_for((ledger[0].target for ledger in ledgers), TEXT)
     y = LINE
     for ledger in ledgers:
         heading = ellipsised(f"{ledger[0].method}: {ledger[0].target}", font, WIDTH - 2 * MARGIN)

@@ -20,14 +20,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..errors import ImageError, LayerError, RenderError, TargetError, plural
-from ..hooks.autograd_graph import this_backward
+from ..hooks.autograd_graph import ends_in_probability, this_backward
 from ..hooks.manager import HookManager
 from ..hooks.model_state import categories_of, leaf
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..hooks.rectifiers import differentiate
-from ..layers.layout import Grid, layout_from
+from ..layers.layout import layout_from
+from ..layers.positions import Grid
 from ..render.figure import new_figure
-from ..targets.targets import Categories, OutputTarget, TargetLike, as_target
+from ..targets.targets import Categories, OutputFacts, OutputTarget, TargetLike, as_target, output_tensor
 from .arguments import Batches, LayersLike, ModelCall
 from .moments import Moments, moments, real_values
 from .record import Call, Recording
@@ -312,7 +313,7 @@ class _ActivationCollector(_Collector):
         elif shape[1:] in self._axes:
             return self._axes[shape[1:]]
         else:
-            layout = layout_from(shape, images, size, ()) if axes == 4 and size is not None else None
+            layout = layout_from(shape, images, size) if axes == 4 and size is not None else None
             return axes - 1 if axes == 3 or (layout is not None and layout.kind == "NHWC") else 1
         self._axes.setdefault(shape[1:], axis)
         return axis
@@ -429,7 +430,8 @@ def _objective(loss_or_target: Any, categories: Categories, output: Any, batch: 
         name, value = "loss", loss_or_target(output, *labels)
     else:
         target = as_target(loss_or_target, batch.size, categories)
-        name, value = "score", target.resolve_from(output)(output)
+        facts = OutputFacts(categories, lambda output: ends_in_probability(output_tensor(output)))
+        name, value = "score", target.resolve_from(output, facts)(output)
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape not in ((), (1,), (batch.size,)):
         got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise TargetError(f"the {name} is {got}; expected one float, or one for each of {plural(batch.size, 'image')}")
@@ -653,7 +655,7 @@ def gradient_flow(statistics: GradientStatistics, *, size: tuple[float, float] =
     axes.set_ylabel("norm of the gradient")
     columns = max(20, round(11 * size[0]))
     xlabel = f"layers, from the input to the output; the gradient of the {statistics.of} flows from right to left"
-    axes.set_xlabel(textwrap.fill(xlabel, columns))
+    axes.set_xlabel(textwrap.fill(xlabel, columns), parse_math=False)
     axes.set_title(textwrap.fill(_title(points), columns), loc="left", fontsize="medium", parse_math=False)
     return drawing
 

@@ -1,4 +1,4 @@
-"""The trust card of a map: is it any good, with errors and beside maps that know nothing about the prediction?"""
+"""The trust card of a map: its properties, each measured next to maps that ignore the prediction."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..attribution.base import METHODS, Attribution, explain_together
 from ..attribution.explanation import Explanation
 from ..errors import LayerError, MethodError, NotApplicableError
-from ..io.atomic_write import atomic_write
+from ..io.atomic_write import SOFTWARE, atomic_write
 from ..io.inputs import ImagesLike
 from ..metrics.agreement import RankCorrelation
-from ..metrics.base import Control, Measurement, Metric, SharedResults, Subject, measure
+from ..metrics.base import DRAWS, Measurement, Metric, Outcome, SharedResults, Subject, measure, measurement
 from ..metrics.faithfulness import Deletion, Infidelity, Insertion
 from ..metrics.randomisation import MPRT, RandomLogit
 from ..metrics.road import ROAD
@@ -39,10 +38,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GREY, GREEN, INK = "#8a8f98", "#1a8a4a", "#202430"
+GREY, GREEN, RED, INK = "#8a8f98", "#1a8a4a", "#c0392b", "#202430"
 MARKERS = {"constant": "s", "centre": "o", "random": "x", "edges": "^"}
 
-UNCLEAR = "cannot be told from chance with this budget"
+UNCLEAR = "cannot be told from chance"
+WORSE = "worse than all controls"
 OTHERS = ("grad_cam", "layer_cam", "input_x_gradient")
 GRADIENTS = ("input_x_gradient", "vanilla_gradient")
 """The methods with which a map is compared; on a model without a layer for CAMs, the first other one of `GRADIENTS`."""
@@ -59,6 +59,12 @@ PROPERTIES = {
 }
 """The title and the verdict of each metric of a card."""
 
+GROUPS = {
+    "depends on the model": ("mprt", "random_logit", "noise_margin"),
+    "marks what matters": ("deletion", "insertion", "road", "infidelity", "rank_correlation"),
+}
+"""The metrics of each group of a card. A map of the right model can still be at the wrong place."""
+
 SLIGHT = 0.05
 """Rank correlations, and their falls, below this number are called slight, even if they are clear."""
 
@@ -69,28 +75,36 @@ class Property:
 
     Attributes:
         name: The metric.
+        group: The group of `GROUPS`.
         title: What the map does if it has the property, and the metric.
         value: Its value.
         error: The standard error of the value; NaN if the metric does not sample.
-        controls: The value of each map that knows nothing about the prediction.
-        control_errors: The standard error of the difference to each of them.
+        controls: The mean value of each map that ignores the prediction.
+        control_ranges: The range of each of them, as of `saliency.metrics.Control`.
         higher_is_better: Whether higher values are better.
-        verdict: One sentence, or `UNCLEAR` unless the value beats all controls by two standard errors.
+        verdict: One sentence; `UNCLEAR` unless the value is outside of the ranges of all controls; `WORSE` if it is at
+            the wrong end.
     """
 
     name: str
+    group: str
     title: str
     value: float
     error: float
     controls: dict[str, float]
-    control_errors: dict[str, float]
+    control_ranges: dict[str, tuple[float, float]]
     higher_is_better: bool
     verdict: str
 
     @property
     def is_clear(self) -> bool:
-        """Whether the value beats all controls by two standard errors."""
-        return self.verdict != UNCLEAR
+        """Whether the value is better than the ranges of all controls."""
+        return self.verdict not in (UNCLEAR, WORSE)
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the value is worse than the ranges of all controls."""
+        return self.verdict == WORSE
 
 
 def _plus_minus(value: float, error: float) -> str:
@@ -98,17 +112,22 @@ def _plus_minus(value: float, error: float) -> str:
 
 
 def _controls(row: Property) -> str:
-    pairs = ((name, _plus_minus(value, row.control_errors[name])) for name, value in row.controls.items())
-    return ", ".join(f"{name} {text}" for name, text in pairs)
+    return ", ".join(f"{name} {_range(value, *row.control_ranges[name])}" for name, value in row.controls.items())
+
+
+def _range(value: float, low: float, high: float) -> str:
+    return number(value) if low == high else f"{number(value)} ({number(low)} to {number(high)})"
 
 
 _COLUMNS: tuple[Column[Property], ...] = (
     Column("the map ...", lambda row: row.title, "left"),
-    Column("clear", lambda row: "yes" if row.is_clear else "?", "left", "better than all controls by two errors"),
+    Column(
+        "clear", lambda row: "yes" if row.is_clear else "worse" if row.is_worse else "?", "left", "than all controls"
+    ),
     Column("verdict", lambda row: row.verdict, "left"),
     Column("value", lambda row: _plus_minus(row.value, row.error), hint="with its standard error, if it samples"),
     Column("better", lambda row: "higher" if row.higher_is_better else "lower", "left"),
-    Column("controls", _controls, "left", "with the standard error of the difference to the value"),
+    Column("controls", _controls, "left", "with the ranges of their draws or samples"),
 )
 
 
@@ -129,11 +148,19 @@ class TrustCard(Table[Property]):
 
     @property
     def summary(self) -> str:
-        """One line: how many properties are clear, and which are not or were not measured."""
-        unclear = [row.title for row in self if not row.is_clear]
-        others = {"cannot be told from chance": unclear, "not measured": _missing(self.measurements)}
-        rest = [f"; {why}: {', '.join(titles)}" for why, titles in others.items() if titles]
-        return f"{len(self) - len(unclear)} of {len(self)} properties are clear{''.join(rest)}"
+        """One line: how many properties of each group are clear, and which are not, are worse or were not measured."""
+        others = {
+            WORSE: [row.title for row in self if row.is_worse],
+            UNCLEAR: [row.title for row in self if row.verdict == UNCLEAR],
+            "not measured": _missing(self.measurements),
+        }
+        rest = [f"{why}: {', '.join(titles)}" for why, titles in others.items() if titles]
+        return "; ".join([*(f"{group}: {self.clear_in(group)}" for group in GROUPS), *rest])
+
+    def clear_in(self, group: str) -> str:
+        """Return how many measured properties of a group of `GROUPS` are clear."""
+        rows = [row for row in self if row.group == group]
+        return f"{sum(row.is_clear for row in rows)} of {len(rows)} clear"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the card as .json, .html or .png, atomically, and return the path.
@@ -153,11 +180,17 @@ class TrustCard(Table[Property]):
     def to_json(self) -> str:
         """Return the card as JSON, with the settings of each metric. NaN and infinite numbers are null."""
         rows = [
-            {**asdict(row), "is_clear": row.is_clear, "settings": dict(self.measurements[row.name].settings)}
+            {
+                **asdict(row),
+                "is_clear": row.is_clear,
+                "is_worse": row.is_worse,
+                "settings": dict(self.measurements[row.name].settings),
+            }
             for row in self
         ]
         card = {
             "title": self.title,
+            "summary": self.summary,
             "seed": self.seed,
             "seconds": self.seconds,
             "notes": self.notes,
@@ -173,7 +206,7 @@ class TrustCard(Table[Property]):
 
     def _png(self) -> bytes:
         png = io.BytesIO()
-        draw_trust(self).savefig(png, format="png", dpi=1.5 * SCREEN_DPI)
+        draw_trust(self).savefig(png, format="png", dpi=1.5 * SCREEN_DPI, metadata={"Software": SOFTWARE})
         return png.getvalue()
 
     def _page(self) -> str:
@@ -202,15 +235,16 @@ def trust(
 ) -> TrustCard:
     """Measure whether a map of one image can be believed.
 
-    Each property is measured beside maps that know nothing about the prediction. A verdict is given only where the map
-    beats all of them by two standard errors.
+    Each property is measured next to maps that ignore the prediction. It is clear only where the map is better than all
+    of them: for deletion, insertion, ROAD, infidelity and agreement, these are a constant, a spot at the centre and 19
+    copies of the map at random places.
 
     Args:
         method: The method.
         image: One image, as for `Attribution.attribute`.
         target: As for `Attribution.attribute`.
         seconds: A limit of time. Fewer samples are drawn if more would not fit, and metrics that call the method are
-            left out if two calls would not fit. Without it, the card is the same for the same seed: about 210
+            left out if two calls would not fit. Without it, the card is the same for the same seed: about 240
             forwards and 20 calls of the method.
         seed: The seed of all draws.
         shared: The scores of perturbed images that cards of other methods in the same call share with this one.
@@ -245,12 +279,12 @@ def trust(
 
 def _metrics(subject: Subject, seconds: float | None) -> list[Metric]:
     """Return the metrics of a card, with as many samples as fit into the time."""
-    draws, steps, samples = 5, 8, 60
+    draws, steps, samples = 5, 4, 60
     if seconds is not None:
         call = _seconds_of(lambda: subject.method.attribute(subject.images, subject.explained_target))
         forward = _seconds_of(lambda: subject.scores_of(subject.images))
         draws = min(draws, int(0.4 * seconds / call / 5))
-        steps = max(2, min(steps, int(0.4 * seconds / forward / 20)))
+        steps = max(2, min(steps, int(0.4 * seconds / forward / (2 * DRAWS))))
         samples = max(20, min(samples, int(0.1 * seconds / forward)))
     metrics: list[Metric] = []
     if draws >= 2:
@@ -258,7 +292,7 @@ def _metrics(subject: Subject, seconds: float | None) -> list[Metric]:
         metrics += [MPRT(layers=1, draws=draws), *([RandomLogit(draws=draws)] if is_class else [])]
         metrics.append(NoiseMargin(samples=draws, draws=draws))
     curves = [Deletion(steps=steps), Insertion(steps=steps)]
-    return [*metrics, *curves, ROAD(shares=(0.2, 0.4, 0.6, 0.8)), Infidelity(samples=samples)]
+    return [*metrics, *curves, ROAD(shares=(0.2, 0.5)), Infidelity(samples=samples)]
 
 
 def _seconds_of(run: Callable[[], object]) -> float:
@@ -281,36 +315,29 @@ def _agreement(subject: Subject) -> Measurement:
     except (LayerError, NotApplicableError):  # no layer for a CAM
         references = explained(gradients[:1])
     metric = RankCorrelation()
-    each = [metric.measure(subject.explanation, reference=other, seed=subject.seed) for other in references]
-    controls = {name: Control(*_means(one.controls[name] for one in each)) for name in each[0].controls}
-    return replace(each[0], values=torch.stack([one.values for one in each]).mean(0), controls=controls)
+    each = [Subject(subject.explanation, reference=other, seed=subject.seed) for other in references]
+    values = torch.stack([metric.outcome(one).values for one in each]).mean(0)
+    return measurement(metric, subject, Outcome(values))
 
 
-def _means(controls: Iterable[Control]) -> Iterable[Tensor]:
-    """Return the mean values and errors of controls; the errors of one image's maps are not independent."""
-    return (torch.stack(parts).mean(0) for parts in zip(*controls, strict=True))
-
-
-def property_of(measurement: Measurement) -> Property:
+def property_of(measured: Measurement) -> Property:
     """Return the property that a measurement of one image shows."""
-    clear = bool(measurement.beats_controls[0])
-    controls = {name: float(control.values[0]) for name, control in measurement.controls.items()}
-    errors = {name: float(control.error[0]) for name, control in measurement.controls.items()}
-    title, verdict = PROPERTIES[measurement.metric]
-    if (
-        measurement.metric in ("mprt", "random_logit", "noise_margin", "rank_correlation")
-        and measurement.values < SLIGHT
-    ):
+    title, verdict = PROPERTIES[measured.metric]
+    if not measured.beats_controls:
+        verdict = WORSE if measured.loses_to_controls else UNCLEAR
+    elif measured.metric in (*GROUPS["depends on the model"], "rank_correlation") and measured.values < SLIGHT:
         verdict += ", but only slightly"
+    controls = measured.controls.items()
     return Property(
-        measurement.metric,
+        measured.metric,
+        next(group for group, metrics in GROUPS.items() if measured.metric in metrics),
         title,
-        float(measurement.values[0]),
-        math.nan if measurement.error is None else float(measurement.error[0]),
-        controls,
-        errors,
-        bool(measurement.higher_is_better),
-        verdict if clear else UNCLEAR,
+        float(measured.values),
+        math.nan if measured.error is None else float(measured.error),
+        {name: float(control.values) for name, control in controls},
+        {name: (float(control.low), float(control.high)) for name, control in controls},
+        bool(measured.higher_is_better),
+        verdict,
     )
 
 
@@ -325,9 +352,10 @@ def _missing(measured: Collection[str]) -> list[str]:
 
 def _notes(explanation: Explanation, measured: Collection[str]) -> list[str]:
     notes = [
-        "clear: better by two standard errors than all controls, maps that know nothing about the prediction: a "
-        "constant, random values, a spot at the centre, the edges of the image",
-        "±: a standard error; for a control, that of its difference to the value",
+        "clear: better than all controls, maps that ignore the prediction: a constant, a spot at the centre, and the "
+        "map itself at 19 random places; for the first three rows a constant, noise and the edges of the image",
+        "worse: worse than all of them; ±: a standard error; in brackets: the range of 90 % of the draws, or two "
+        "standard errors of the difference if the metric samples",
     ]
     if missing := _missing(measured):
         notes.append(f"not measured: {', '.join(missing)}")
@@ -342,7 +370,8 @@ def _notes(explanation: Explanation, measured: Collection[str]) -> list[str]:
 def draw_trust(card: TrustCard) -> Figure:
     """Draw a trust card: the overlay, and each property on an axis of its own, on which better values lie to the right.
 
-    The bars are two standard errors. The controls are grey. The value is green if it beats all of them by two errors.
+    The bar of the map is two standard errors, those of the controls, in grey, their ranges. The map is green where it
+    is better than all controls, and red where it is worse.
 
     Args:
         card: The result of `trust`.
@@ -351,19 +380,25 @@ def draw_trust(card: TrustCard) -> Figure:
         A matplotlib Figure, which a notebook shows.
     """
     rows = list(card)
-    drawing = new_figure(10, 0.6 * len(rows) + 1)
+    drawing = new_figure(10, 0.6 * len(rows) + 1.4)
     grid = drawing.add_gridspec(len(rows), 2, width_ratios=(1, 2))
     picture = drawing.add_subplot(grid[:, 0])
     picture.imshow(np.asarray(overlay(framed(card.explanation))))
     picture.set_axis_off()
+    groups = set[str]()
     for number_of_row, row in enumerate(rows):
-        _draw_property(drawing.add_subplot(grid[number_of_row, 1]), row)
-    drawing.suptitle(card.title, fontsize=TITLE_SIZE + 2)
+        axes = drawing.add_subplot(grid[number_of_row, 1])
+        _draw_property(axes, row)
+        if row.group not in groups:
+            groups.add(row.group)
+            title = f"{row.group}: {card.clear_in(row.group)}\n"
+            axes.set_title(title, x=0, ha="left", weight="bold", fontsize=TEXT_SIZE + 1)
+    drawing.suptitle(card.title, fontsize=TITLE_SIZE + 2, parse_math=False)
     from matplotlib.lines import Line2D  # takes a second to import
 
     names = dict.fromkeys(name for row in rows for name in row.controls)
     keys = [Line2D([], [], color=GREY, marker=MARKERS[name], linestyle="", label=name) for name in names]
-    title = "better values lie to the right; grey: maps that know nothing about the prediction"
+    title = "better values lie to the right; grey: maps that ignore the prediction"
     drawing.legend(
         handles=keys,
         title=title,
@@ -379,10 +414,11 @@ def draw_trust(card: TrustCard) -> Figure:
 def _draw_property(axes: Axes, row: Property) -> None:
     """Draw the value and the controls of a property on one line."""
     for name, value in row.controls.items():
-        spread = 2 * row.control_errors[name]
-        axes.errorbar(value, 0, xerr=spread, color=GREY, marker=MARKERS[name], markersize=5, alpha=0.8)
+        axes.plot(row.control_ranges[name], (0, 0), color=GREY, alpha=0.8)
+        axes.plot(value, 0, color=GREY, marker=MARKERS[name], markersize=5, alpha=0.8)
     error = 0.0 if math.isnan(row.error) else 2 * row.error
-    axes.errorbar(row.value, 0, xerr=error, color=GREEN if row.is_clear else INK, marker="D", markersize=7)
+    color = GREEN if row.is_clear else RED if row.is_worse else INK
+    axes.errorbar(row.value, 0, xerr=error, color=color, marker="D", markersize=7)
     axes.set_title(f"{row.title}: {row.verdict}", loc="left", fontsize=TEXT_SIZE)
     axes.set_yticks([])
     axes.xaxis.set_major_formatter(lambda value, place: f"{value:.4g}")

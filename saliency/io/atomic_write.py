@@ -1,4 +1,4 @@
-"""Write files atomically, and list the suffixes of image files."""
+"""Write files atomically, list the suffixes of image files, and recognise the drawings of the toolkit."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 # an error. A file that is given by its path is read regardless of its suffix.
 _SUFFIXES = ".avif .bmp .gif .heic .heif .j2k .jp2 .jpeg .jpg .jxl .pbm .pgm .png .pnm .ppm .tif .tiff .webp"
 IMAGE_SUFFIXES = frozenset(_SUFFIXES.split())
+
+SOFTWARE = "saliency-toolkit drawing"
+"""The software that the metadata of drawings name."""
+_REACH = 1024  # bytes at the start of a file (PNG, JPEG) or at its end (WebP) that contain the metadata
 
 
 @contextmanager
@@ -48,6 +52,23 @@ def is_stream(path: Path) -> bool:
     absolute = path.absolute()
     is_device = absolute.is_relative_to("/proc") or absolute.parent in (Path("/dev"), Path("/dev/fd"))
     return is_device or (path.exists() and not path.is_file() and not path.is_dir())
+
+
+def is_drawing(path: str) -> bool:
+    """Return whether a file is an overlay, a contact sheet or a trust card, from its metadata.
+
+    Only files with such names, like NAME.METHOD.png or sheet.png, are opened.
+    """
+    stem = os.path.splitext(os.path.basename(path))[0]  # noqa: PTH119, PTH122 - called for every image
+    if ("." not in stem and stem != "sheet") or not os.path.isfile(path):  # noqa: PTH113 - a FIFO would block
+        return False
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - a path may hold undecodable bytes
+            start = file.read(_REACH)
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _REACH))
+            return SOFTWARE.encode() in start + file.read()
+    except OSError:
+        return False
 
 
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> None:

@@ -1,4 +1,4 @@
-"""Read images of any kind as upright RGB images, and as one batch with the position of each on its original image."""
+"""Read images of any kind, upright, and as one batch with the position of each on its original image."""
 
 from __future__ import annotations
 
@@ -19,7 +19,16 @@ from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
 from ..errors import ImageError, NonFiniteError, warn
-from .preprocess import Frame, Preprocess, PreprocessLike, TransformPreprocess, as_preprocess
+from .preprocess import (
+    Frame,
+    Preprocess,
+    PreprocessLike,
+    TransformPreprocess,
+    as_preprocess,
+    drawable,
+    is_deep,
+    locate,
+)
 
 Bytes = bytes | bytearray | memoryview
 ImageLike = str | os.PathLike[str] | Bytes | IO[bytes] | Image.Image | np.ndarray[Any, Any] | Tensor
@@ -37,16 +46,21 @@ _HEIC = re.compile(rb"....ftyp(heic|heix|heim|heis|hevc|hevx)", re.DOTALL)
 
 
 def open_picture(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Open an image as a new upright RGB image.
+    """Open an image as a new upright RGB image, to draw on; see `open_image` and `drawable`."""
+    return drawable(open_image(image, max_pixels=max_pixels))
 
-    The EXIF orientation is applied, transparency is composited over white, and 16 bits are scaled to 8. Of an animation
-    the first frame is read. The format of a file is detected from its content, not from its name: AVIF, BMP, GIF, JPEG,
-    JPEG 2000, PNG, PPM, TIFF or WebP.
+
+def open_image(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Open an image as a new upright image: RGB, or one channel of 16 or 32 bits as it is (mode I;16, I or F).
+
+    The EXIF orientation is applied, and transparency is composited over white. Of an animation the first frame is read.
+    The format of a file is detected from its content, not from its name: AVIF, BMP, GIF, JPEG, JPEG 2000, PNG, PPM,
+    TIFF or WebP.
 
     Args:
         image: A path, the bytes of a file, a file open in binary mode, a PIL image, a uint8 or uint16 array (H, W, 3),
-            (H, W, 4), (H, W, 1) or (H, W), or a uint8 tensor (C, H, W). A file is read from its start if it is
-            seekable, and keeps its position; it is not closed.
+            (H, W, 4), (H, W, 1) or (H, W), an array (H, W, 1) or (H, W) of int16, int32, float32 or float64, or a uint8
+            tensor (C, H, W). A file is read from its start if it is seekable, and keeps its position; it is not closed.
         max_pixels: A larger image is refused before it is decoded.
 
     Raises:
@@ -100,7 +114,7 @@ def _open_file(file: IO[bytes], max_pixels: int) -> Image.Image:
 
 
 def decode(file: IO[bytes], name: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Decode an open file as an upright RGB image.
+    """Decode an open file as `open_image` does.
 
     Pillow's readers are called directly, so that the size is checked before anything is decoded. `Image.open` only
     warns above a global limit, and warnings cannot be configured for a single thread.
@@ -131,14 +145,14 @@ def encode(picture: Image.Image, format: str, **options: int) -> bytes:
 
 
 def _decode_checked(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
-    """Check the size, then decode and convert to upright RGB. Every Pillow error becomes an ImageError."""
+    """Check the size, then decode and convert. Every Pillow error becomes an ImageError."""
     width, height = image.size
     if width < 1 or height < 1:
         raise ImageError(f"{name} has no pixels: it is {width} x {height}")
     if width * height > max_pixels:
         raise ImageError(f"{name} has {width} x {height} pixels, more than the limit of {max_pixels}; resize it first")
     try:
-        return _as_rgb(_apply_orientation(image))
+        return _without_metadata(_apply_orientation(image))
     except ImageError as error:
         raise ImageError(f"{name}: {error}") from error
     except Exception as error:
@@ -157,29 +171,18 @@ def _apply_orientation(image: Image.Image) -> Image.Image:
         return image
 
 
-def _as_rgb(image: Image.Image) -> Image.Image:
-    """Return a new RGB image without metadata, so that its orientation is not applied twice."""
-    if image.mode.startswith("I"):
-        image = _to_8_bits(image)
-    if image.mode == "F":
-        raise ImageError("floating-point pixels have no agreed range; save it with 8 bits, or pass a uint8 array")
+def _without_metadata(image: Image.Image) -> Image.Image:
+    """Return a new image, in RGB unless it is deep, without metadata, so that its orientation is not applied twice."""
+    if is_deep(image):
+        new = image.copy()
+        new.info = {name: value for name, value in image.info.items() if name == "transparency"}
+        return new
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
         colour = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", colour.size, "white"), colour)
     rgb = image.convert("RGB")  # a copy, even if it is RGB already
     rgb.info.clear()
     return rgb
-
-
-def _to_8_bits(image: Image.Image) -> Image.Image:
-    values = np.asarray(image).astype(np.int64)
-    low, high = int(values.min()), int(values.max())
-    if low < 0 or high > 65535:
-        raise ImageError(f"its pixels lie in {low}..{high}, expected 0..65535; save the image with 8 bits")
-    transparent = image.info.get("transparency")
-    if isinstance(transparent, int):
-        values[values == transparent] = 65535
-    return Image.fromarray(_scale_16_to_8_bits(values))
 
 
 def _scale_16_to_8_bits(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -190,18 +193,23 @@ def _scale_16_to_8_bits(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 # Arrays and tensors
 
 
+_GREY_TYPES = (np.int16, np.int32, np.float32, np.float64)
 _OR_INPUT = "Or pass the model's own normalised input as a float tensor (C, H, W)"
 
 
 def _array_to_image(array: np.ndarray[Any, Any]) -> Image.Image:
-    has_image_shape = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3, 4))
-    if not has_image_shape or array.dtype not in (np.uint8, np.uint16):
-        expected = "uint8 in 0..255 or uint16 in 0..65535, of shape (H, W), (H, W, 1), (H, W, 3) or (H, W, 4)"
+    array = array[..., 0] if array.shape[2:] == (1,) else array
+    has_image_shape = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
+    if not has_image_shape or array.dtype not in (np.uint8, np.uint16, *(_GREY_TYPES if array.ndim == 2 else ())):
+        expected = (
+            "uint8 in 0..255 or uint16 in 0..65535, of shape (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), or one channel "
+            "of int16, int32 or floats with Preprocess(range=(low, high))"
+        )
         hint = "array.transpose(1, 2, 0) moves the channels, list(array) is several images; scale and round other types"
         came = f"an array of shape {array.shape} and type {array.dtype}"
         raise ImageError(f"{came} is not an image; expected {expected}. {hint}. {_OR_INPUT}")
-    array = _scale_16_to_8_bits(array) if array.dtype == np.uint16 else array
-    return Image.fromarray(np.ascontiguousarray(array[..., 0] if array.shape[2:] == (1,) else array))
+    array = _scale_16_to_8_bits(array) if array.ndim == 3 and array.dtype == np.uint16 else array
+    return Image.fromarray(np.ascontiguousarray(array))
 
 
 def _tensor_to_array(tensor: Tensor) -> np.ndarray[Any, Any]:
@@ -302,13 +310,14 @@ def _is_input(image: ImageLike) -> TypeGuard[Tensor]:
 def _preprocess_image(image: ImageLike, prepare: Prepare, name: str) -> tuple[Frame, Tensor]:
     """Return the frame of one image, and its tensor (1, 3, H, W)."""
     try:
-        picture = open_picture(image)
+        opened = open_image(image)
         if prepare is None:
             described = "saliency.Preprocess(size=..., resize=..., mean=..., std=...)"
             known = f"weights.transforms() of torchvision, an image processor of Hugging Face, or {described}"
             wanted = f"pass a float tensor, or the preprocessing of its training as preprocess=: {known}"
             raise ImageError(f"this model has no preprocessing; {wanted}")
-        return Frame(picture, prepare.box(picture.size)), prepare(picture)[None]
+        box, values = locate(prepare, opened), prepare(opened)
+        return Frame(drawable(opened, prepare.range), box), values[None]
     except ImageError as error:
         raise ImageError(f"{name}{error}") from error
 

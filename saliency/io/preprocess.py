@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ..errors import ImageError
+from ..errors import ImageError, NonFiniteError, warn
 from ..validation import check_choice, is_integer, is_pair, is_real
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels of the image
+Range = tuple[float, float]  # pixel values that become 0 and 1
 Fit = Literal["stretch", "cover", "contain"]
 Whole = bool | Literal["aspect"]
 WHOLE: tuple[Whole, ...] = (False, True, "aspect")
@@ -58,6 +59,74 @@ def resize_box(box: Box, size: tuple[int, int], new_size: tuple[int, int]) -> Bo
     return box[0] * scale_x, box[1] * scale_y, box[2] * scale_x, box[3] * scale_y
 
 
+# Images of one channel with more than 8 bits
+
+_DEEPEST = 65535
+_DARK = _DEEPEST // 8  # an image with a lower maximum has at most 13 of its 16 bits, and is almost black
+
+
+def is_deep(image: Image.Image) -> bool:
+    """Return whether an image has one channel of 16 or 32 bits."""
+    return image.mode.startswith("I") or image.mode == "F"
+
+
+def scaled_grey(image: Image.Image, range: Range | None) -> Image.Image:
+    """Return a deep image with its range, by default 0..65535, as 0..255: in mode F, clamped.
+
+    Raises:
+        ImageError: There is no range, and a pixel is a floating-point number or outside 0..65535.
+        NonFiniteError: A pixel is NaN.
+
+    Warns:
+        SaliencyWarning: There is no range, and the image uses less than an eighth of 0..65535.
+    """
+    values = np.array(image, np.float32)
+    least, most = float(values.min()), float(values.max())
+    if math.isnan(least):
+        raise NonFiniteError("the image holds NaN")
+    if range is None:
+        hint = "state the range of the pixels, preprocess=saliency.Preprocess(range=(low, high))"
+        if image.mode == "F":
+            raise ImageError(f"the image has floating-point pixels, which have no agreed range; {hint}")
+        if least < 0 or most > _DEEPEST:
+            raise ImageError(f"the image has pixels in {least:.0f}..{most:.0f}, expected 0..{_DEEPEST}; {hint}")
+        if least < most < _DARK:
+            warn(
+                f"a 16-bit image lies below {_DARK} of {_DEEPEST}, so the model sees it almost black; {hint}, for "
+                f"example range=(0, {_highest(most)})"
+            )
+    low, high = range or (0, _DEEPEST)
+    scaled = ((values - low) * (255 / (high - low))).clip(0, 255)
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        scaled[values == transparent] = 255
+    return Image.fromarray(scaled)
+
+
+def drawable(image: Image.Image, range: Range | None = None) -> Image.Image:
+    """Return an image to draw on, in RGB. A deep image shows its range, as for the model.
+
+    Without a range, an image that uses less than an eighth of 0..65535 is stretched to its minimum and maximum.
+    """
+    if not is_deep(image):
+        return image
+    values = np.asarray(image)
+    least, most = float(values.min()), float(values.max())
+    is_dark = image.mode != "F" and 0 <= least < most < _DARK
+    grey = scaled_grey(image, (least, most) if range is None and is_dark else range)
+    return _rounded(grey)
+
+
+def _rounded(grey: Image.Image) -> Image.Image:
+    """Return an image of mode F, with values in 0..255, in RGB."""
+    return Image.fromarray(np.uint8(np.asarray(grey) + 0.5)).convert("RGB")
+
+
+def _highest(value: float) -> int:
+    """Return the highest value of as many bits as a value has, at least 8 and at most 16."""
+    return int(min(max(2 ** int(value).bit_length() - 1, 255), _DEEPEST))
+
+
 @dataclass(frozen=True, slots=True)
 class Preprocess:
     """Preprocessing of most image models: resize, centre crop, scale to 0..1, normalise.
@@ -66,25 +135,30 @@ class Preprocess:
 
     Args:
         size: (h, w) of the model's input; None keeps the whole resized image. A smaller image is padded.
-        resize: The length of the shorter edge, or (h, w); None keeps the size of the image.
+        resize: The length of the shorter edge, or (h, w); by default `size`. False keeps the size of the image, so that
+            `size` is a pure crop.
         mean, std: One number per channel, for values in 0..1: three for RGB, or one for greyscale. Images are then
             converted to greyscale, and overlays still show them in colour.
         interpolation: One of nearest, box, bilinear, hamming, bicubic, lanczos.
         fit: How an image is resized if `resize` is (h, w): "stretch" changes its aspect ratio; "cover" keeps it and
-            covers (h, w); "contain" keeps it and fits into (h, w).
+            covers (h, w); "contain" keeps it and fits into (h, w). By default "stretch", or "cover" without `resize`.
         fill: The colour of the padding.
+        range: The pixel values that become 0 and 1 in images of one channel with more than 8 bits, such as (0, 4095)
+            for 12 bits; values outside are clamped. It is applied before resizing, in floating point. By default
+            (0, 65535). Images of 8 bits always have 0..255.
 
     Raises:
         ImageError: An option is invalid.
     """
 
     size: tuple[int, int] | None = None
-    resize: int | tuple[int, int] | None = None
+    resize: int | tuple[int, int] | Literal[False] | None = None
     mean: tuple[float, ...] = _IMAGENET_MEAN
     std: tuple[float, ...] = _IMAGENET_STD
     interpolation: str = "bilinear"
-    fit: Fit = "stretch"
+    fit: Fit | None = None
     fill: tuple[int, ...] = (0, 0, 0)
+    range: Range | None = None
 
     def __post_init__(self) -> None:
         for name in ("mean", "std"):
@@ -100,16 +174,26 @@ class Preprocess:
         if not _are_numbers(self.fill, (3,), lambda value: is_integer(value, least=0)) or max(self.fill) > 255:
             raise ImageError(f"fill={self.fill!r}: expected three whole numbers from 0 to 255, a colour in RGB")
         check_choice("interpolation", self.interpolation, tuple(_FILTERS), error=ImageError)
-        check_choice("fit", self.fit, get_args(Fit), error=ImageError)
+        if self.range is not None:
+            if not _are_numbers(self.range, (2,), is_real) or self.range[0] == self.range[1]:
+                raise ImageError(f"range={self.range!r}: expected two different pixel values, such as (0, 4095)")
+            object.__setattr__(self, "range", tuple(map(float, self.range)))
         for name, edge in (("size", ""), ("resize", "the length of the shorter edge, or ")):
             edges = getattr(self, name)
             if is_pair(edges):
                 edges = tuple(map(int, edges))
             elif edge and is_integer(edges):
                 edges = int(edges)
-            elif edges is not None:
-                raise ImageError(f"{name}={edges!r}: expected {edge}(height, width), at least one pixel each, or None")
+            elif edges is not None and not (edge and edges is False):
+                expected = f"{edge}(height, width), at least one pixel each, or None"
+                raise ImageError(f"{name}={edges!r}: expected {expected}{', or False' * bool(edge)}")
             object.__setattr__(self, name, edges)  # without lists and NumPy's integers
+        fit: Fit = "stretch"
+        if self.resize is None and self.size is not None:
+            object.__setattr__(self, "resize", self.size)
+            fit = "cover"
+        chosen = fit if self.fit is None else check_choice("fit", self.fit, get_args(Fit), error=ImageError)
+        object.__setattr__(self, "fit", chosen)
 
     @classmethod
     def from_torchvision(cls, transform: Any) -> Preprocess:
@@ -124,7 +208,7 @@ class Preprocess:
         resize, crop = getattr(transform, "resize_size", None), getattr(transform, "crop_size", None)
         return cls(
             size=None if crop is None else (crop[0], crop[-1]),
-            resize=resize[0] if resize is not None and len(resize) == 1 else resize,
+            resize=False if resize is None else resize[0] if len(resize) == 1 else resize,
             # A detection preset only scales to 0..1.
             mean=getattr(transform, "mean", (0.0, 0.0, 0.0)),
             std=getattr(transform, "std", (1.0, 1.0, 1.0)),
@@ -189,9 +273,16 @@ class Preprocess:
         """Return the model's input for one image: (3, H, W), or (1, H, W) for greyscale, float32 on the CPU.
 
         Raises:
-            ImageError: The image is so long and thin that resizing it would take all memory.
+            ImageError: The image is so long and thin that resizing it would take all memory; or its pixels have no
+                agreed range, and there is no `range`.
+            NonFiniteError: A pixel is NaN.
+
+        Warns:
+            SaliencyWarning: A 16-bit image uses less than an eighth of its range, and there is no `range`.
         """
         mode = "RGB" if len(self.mean) == 3 else "L"
+        if is_deep(picture):
+            picture, mode = scaled_grey(picture, self.range), "F"
         picture = picture if picture.mode == mode else picture.convert(mode)
         resized = self._resized(picture.size)
         if resized != picture.size:
@@ -227,7 +318,7 @@ class Preprocess:
     def _resized(self, picture_size: tuple[int, int]) -> tuple[int, int]:
         """Return the size (w, h) of an image after resizing, rounded as in torchvision and timm."""
         width, height = picture_size
-        if self.resize is None:
+        if not self.resize:
             return picture_size
         if isinstance(self.resize, int):
             longer = int(self.resize * max(width, height) / min(width, height))
@@ -256,11 +347,14 @@ class TransformPreprocess:
 
     Args:
         transform: Takes an RGB image and returns a float tensor (C, H, W), or an image processor of Hugging Face. It
-            must be deterministic.
+            must be deterministic. Images of one channel with more than 8 bits are passed as they are, in the mode I;16,
+            I or F of Pillow.
     """
 
+    range: ClassVar[None] = None  # that of a deep image is up to the function
+
     transform: Callable[[Image.Image], Tensor]
-    _boxes: dict[tuple[int, int], Box] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _boxes: dict[tuple[object, ...], Box] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __call__(self, picture: Image.Image) -> Tensor:
         """Return the model's input for one image: (C, H, W), floating point.
@@ -269,7 +363,9 @@ class TransformPreprocess:
             ImageError: The callable returned something else.
         """
         transform: Any = self.transform
-        if "pixel_values" in getattr(transform, "model_input_names", ()):  # an image processor of Hugging Face
+        if self.is_processor:
+            if is_deep(picture):  # it reads images of 8 bits only
+                picture = _rounded(scaled_grey(picture, None))
             tensor = transform(images=picture, return_tensors="pt")["pixel_values"][0]
         else:
             tensor = transform(picture)
@@ -281,27 +377,55 @@ class TransformPreprocess:
             raise ImageError(f"the preprocessing returned {came}; expected floating-point values of shape (C, H, W)")
         return tensor.detach()
 
+    @property
+    def is_processor(self) -> bool:
+        """Whether this is an image processor of Hugging Face."""
+        return "pixel_values" in getattr(self.transform, "model_input_names", ())
+
     @cached_property
     def input_range(self) -> tuple[float, float]:
         """Lowest and highest value of transformed black and white images."""
         ends = torch.stack([self(Image.new("RGB", (256, 256), color)) for color in ("black", "white")])
         return float(ends.min()), float(ends.max())
 
-    def box(self, picture_size: tuple[int, int]) -> Box:
+    def box(self, picture_size: tuple[int, int], highest: int | None = None) -> Box:
         """Return the box of the model's input on an image of (w, h) pixels, accurate to one pixel.
+
+        Args:
+            picture_size: The size of the image.
+            highest: The highest pixel value of images of mode I;16; None for RGB images.
 
         Raises:
             ImageError: The callable is random, flips, rotates or warps the image, or changes its colours other than by
                 a scale and an offset.
         """
         with _box_lock:
-            if picture_size not in self._boxes:
-                _require_repeatable(self, picture_size)
+            if (picture_size, highest) not in self._boxes:
+                _require_repeatable(self, picture_size, highest)
                 # In transformed grey ramps, each output pixel gives a coordinate of the image.
-                probe = _Probe(self, picture_size)
+                probe = _Probe(self, picture_size, highest)
                 (left, right), (top, bottom) = probe.span(axis=2), probe.span(axis=1)
-                self._boxes[picture_size] = (left, top, right, bottom)
-            return self._boxes[picture_size]
+                self._boxes[picture_size, highest] = (left, top, right, bottom)
+            return self._boxes[picture_size, highest]
+
+
+def locate(prepare: Preprocess | TransformPreprocess, image: Image.Image) -> Box:
+    """Return the box of the model's input on an image.
+
+    Warns:
+        SaliencyWarning: A crop keeps less than half of the image's shorter edge.
+    """
+    if isinstance(prepare, TransformPreprocess) and is_deep(image) and not prepare.is_processor:
+        box = prepare.box(image.size, _highest(float(np.asarray(image).max())))
+    else:
+        box = prepare.box(image.size)
+    left, top, right, bottom = box
+    if min(right - left, bottom - top) < min(image.size) / 2:
+        warn(
+            "the preprocessing keeps less than half of the image's shorter edge: a crop around the centre, without "
+            "resizing. To show the model more of the image, resize it first, or use whole=True (--whole)"
+        )
+    return box
 
 
 PreprocessLike = Preprocess | TransformPreprocess | Callable[[Image.Image], Tensor] | Mapping[str, Any]
@@ -388,21 +512,27 @@ _Array = NDArray[np.floating[Any]]
 _NO_BOX = "the preprocessing {} the image; only resizing, cropping and padding can be detected"
 
 
-def _transform_grey(preprocess: TransformPreprocess, values: Any, size: tuple[int, int]) -> _Array:
-    """Transform a grey image of (w, h) pixels with values in 0..1. Returns (C, h, w)."""
-    grey = np.round(255 * np.asarray(values, np.float64)).astype(np.uint8)
-    picture = np.ascontiguousarray(np.broadcast_to(grey[..., None], (size[1], size[0], 3)))
-    return np.asarray(preprocess(Image.fromarray(picture)).to(device="cpu", dtype=torch.float64).numpy())
+def _transform_grey(preprocess: TransformPreprocess, values: Any, size: tuple[int, int], highest: int | None) -> _Array:
+    """Transform a grey image of (w, h) pixels with values in 0..1. Returns (C, h, w).
+
+    It is an RGB image, or one of mode I;16 if there is a highest pixel value.
+    """
+    grey = np.round((highest or 255) * np.asarray(values, np.float64))[..., None]
+    picture = np.broadcast_to(grey, (size[1], size[0], 1 if highest else 3))
+    picture = picture[..., 0].astype(np.uint16) if highest else picture.astype(np.uint8)
+    return np.asarray(
+        preprocess(Image.fromarray(np.ascontiguousarray(picture))).to(device="cpu", dtype=torch.float64).numpy()
+    )
 
 
-def _require_repeatable(preprocess: TransformPreprocess, size: tuple[int, int]) -> None:
+def _require_repeatable(preprocess: TransformPreprocess, size: tuple[int, int], highest: int | None) -> None:
     """Raise ImageError if eight transforms of one asymmetric image differ.
 
     A random flip with probability 1/2 is missed in 1 of 128 cases.
     """
     edges = (min(size[0], 640), min(size[1], 640))  # large enough to crop, small enough to be quick
     ramp = np.add.outer(np.linspace(0, 0.3, edges[1]), np.linspace(0, 0.6, edges[0]))
-    first, *others = (_transform_grey(preprocess, ramp, edges) for _ in range(8))
+    first, *others = (_transform_grey(preprocess, ramp, edges, highest) for _ in range(8))
     if not all(np.array_equal(other, first, equal_nan=True) for other in others):
         raise ImageError("the preprocessing is random; pass the transform for evaluation, which has no random part")
 
@@ -414,16 +544,19 @@ class _Probe:
     same value. The images are grey, so neither the order of the channels nor a conversion to grey matters.
     """
 
-    def __init__(self, preprocess: TransformPreprocess, picture_size: tuple[int, int]) -> None:
-        self.preprocess, self.picture_size = preprocess, picture_size
-        self.black = _transform_grey(preprocess, [[0]], picture_size)
-        self.scale = _transform_grey(preprocess, [[1]], picture_size) - self.black
+    def __init__(self, preprocess: TransformPreprocess, picture_size: tuple[int, int], highest: int | None) -> None:
+        self.preprocess, self.picture_size, self.highest = preprocess, picture_size, highest
+        self.black = self._transformed([[0]])
+        self.scale = self._transformed([[1]]) - self.black
         if not np.isfinite(self.scale).all() or not self.scale.any():
             problem = "the preprocessing gives equal or non-finite values for black and white, so its crop is unknown"
             raise ImageError(f"{problem}; describe it with saliency.Preprocess, or pass float tensors")
         usual = [np.median(channel[channel != 0]) for channel in self.scale]
         deviation = np.abs(self.scale / np.reshape(usual, (-1, 1, 1)) - 1)
         self.content = (deviation < 0.02).all(axis=0)  # (h, w)
+
+    def _transformed(self, values: Any) -> _Array:
+        return _transform_grey(self.preprocess, values, self.picture_size, self.highest)
 
     def span(self, axis: int) -> tuple[float, float]:
         """Return where the output begins and ends on the image, along one axis of (C, h, w)."""
@@ -442,7 +575,7 @@ class _Probe:
         """Return the denormalised values of a transformed ramp along an axis; NaN in the padding."""
         values = ramp[:, None] if axis == 1 else ramp[None, :]
         with np.errstate(divide="ignore", invalid="ignore"):
-            restored = (_transform_grey(self.preprocess, values, self.picture_size) - self.black) / self.scale
+            restored = (self._transformed(values) - self.black) / self.scale
         lines = np.ma.masked_array(restored, np.broadcast_to(~self.content, restored.shape))
         if np.ma.max(np.ma.ptp(lines, axis=(0, 3 - axis))) > 0.03:
             raise ImageError(_NO_BOX.format("rotates or warps"))

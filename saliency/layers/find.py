@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,15 +11,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from ..errors import LayerError, TargetError, closest, warn
+from ..errors import LayerError, TargetError, closest
 from ..hooks.autograd_graph import unique_modules
-from ..hooks.forward_args import bind_image, cache_of
+from ..hooks.forward_args import bind_image, cache_of, has_forward_args
 from ..hooks.manager import HookManager
-from ..hooks.model_state import run_model
-from ..hooks.pytree import first_tensor
+from ..hooks.model_state import leaf, run_model
+from ..hooks.pytree import first_tensor, tree_tensors
 from ..targets.targets import output_tensor
-from .layout import GIVE_LAYOUT, Grid, Layout, given_layout, is_channels_first, is_channels_first_map, layout_from
+from .layout import GIVE_LAYOUT, Layout, given_layout, is_channels_first, layout_from, token_layout, traced_layout
+from .positions import Grid, PositionTrace
 
 LayerLike = str | nn.Module | list[str | nn.Module] | None
 """A dotted name, the module itself, a list with one of these, or None for the default layer."""
@@ -67,37 +70,53 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
 
     Raises:
         LayerError: The output has no spatial extent.
-
-    Warns:
-        SaliencyWarning: The cells of the layer are not in the order of the image.
     """
     shape, size = tuple(tensor.shape), (int(x.shape[-2]), int(x.shape[-1]))
     known = is_channels_first(model.get_submodule(name))
     if not known and (given := given_layout(tensor.detach())) is not None:
         return given
-    layout, scan = layout_from(shape, len(x), size, (), channels_first=known), None
+    layout = layout_from(shape, len(x), size, channels_first=known)
     if layout is None or layout.kind != "NCHW":
-        scan = scan_layers(model, x)
-        layout = layout_from(shape, len(x), size, scan.grids)
-        spatial = {layer.name: layer for layer in scan.spatial if layer.shape[1:] == shape[1:]}
-        layout = spatial[name].layout if name in spatial else layout
+        spatial = {layer.name: layer for layer in trace_layers(model, x).spatial if layer.shape[1:] == shape[1:]}
+        if name in spatial and shape[0] != len(x):
+            problem = f'layer "{name}" returns {shape[0]} rows for {len(x)} images, so the model runs them in parts'
+            raise LayerError(f"{problem}; explain one image at a time")
+        layout = spatial[name].layout if name in spatial else None
     if layout is None:
-        problem = f"has shape {shape}, which has no spatial extent for an input of {size[0]}x{size[1]}"
+        problem = f'the output of layer "{name}" has shape {shape}, which has no spatial extent'
         hint = "choose a layer with an output (N, K, h, w), (N, h, w, K) or (N, tokens, K)"
-        raise LayerError(f'the output of layer "{name}" {problem}; {hint}, or {GIVE_LAYOUT}')
-    if scan is not None and name in scan.scrambled_layers:
-        warn(f'the cells of layer "{name}" are not in the order of the image, so the map may be scrambled')
+        if len(shape) > 2:
+            problem, hint = f'the output of layer "{name}" has shape {shape}, {_UNKNOWN_ORDER}', _FIX_ORDER
+        raise LayerError(f"{problem} for an input of {size[0]}x{size[1]}; {hint}, or {GIVE_LAYOUT}")
     return layout
 
 
+def attention_layout(model: nn.Module, tokens: int, x: Tensor) -> Layout:
+    """Return the layout of the tokens that attend to each other, as that of a layer.
+
+    Args:
+        model: The model, inside `prepared_for_attribution`.
+        tokens: The number of tokens.
+        x: (N, C, H, W) the batch.
+
+    Raises:
+        LayerError: The tokens are not a grid of patches that covers the image.
+    """
+    if (given := given_layout(x.new_zeros(len(x), tokens, 1))) is not None:
+        return given
+    layout = trace_layers(model, x).attention.get(tokens)
+    if layout is None:
+        problem = f"the attention of {type(model).__name__} has {tokens} tokens, {_UNKNOWN_ORDER}"
+        raise LayerError(f"{problem} for an input of {x.shape[-2]}x{x.shape[-1]}; {_FIX_ORDER}, or {GIVE_LAYOUT}")
+    return layout
+
+
+_UNKNOWN_ORDER = "which its operations do not show to be one for each patch of the image"
+_FIX_ORDER = 'do not drop or shuffle patches (ViTMAE: mask_ratio=0 and forward_args={"noise": ...} in ascending order)'
+
 _Score = Callable[[Any], Tensor]
 
-# Centres of the patches that are changed, as fractions of height and width: no two in the same row, column or quadrant.
-_CENTRES = ((0.2, 0.3), (0.3, 0.8), (0.7, 0.15), (0.85, 0.65))
-_PATCH = 1 / 8  # of the height and width
-_PROJECTIONS = 3
 _POOLING_OR_INACTIVE = (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.Identity, nn.Dropout, nn.Dropout2d, nn.Softmax)
-_MIN_RELATIVE_CHANGE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +132,20 @@ _Layers = tuple[SpatialLayer, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerScan:
-    """Layers of a model, found in one forward of one image."""
+class LayerTrace:
+    """Layers of a model and tokens of its attention, with their positions in the image, from one forward."""
 
-    grids: tuple[Grid, ...]  # (h, w) of all maps with channels first
-    spatial: tuple[SpatialLayer, ...]  # in the order in which they finished
-    candidates: tuple[SpatialLayer, ...]  # for the default layer
-    scrambled_layers: frozenset[str]  # outputs have the shape of maps, but their cells are not in image order
+    spatial: _Layers  # in the order in which they finished
+    candidates: _Layers  # for the default layer
+    attention: Mapping[int, Layout | None]  # by the number of tokens; None if they are not those of patches
+
+
+@dataclass(frozen=True, slots=True)
+class LayerScan:
+    """The default layer of a model, and its candidates."""
+
+    spatial: _Layers  # in the order in which they finished
+    candidates: _Layers  # for the default layer
     default: str | None  # None also if it depends on the target, as for a detector
     has_gradient: bool  # whether the score has a gradient at the default layer
 
@@ -132,7 +158,7 @@ class LayerScan:
         for layer in self.candidates[: names.index(self.default) + 1]:
             known = last.get(layer.layout.grid)
             is_outer = known is None or layer.name.count(".") <= known.name.count(".")
-            if layer.name == self.default or (is_outer and layer.name not in self.scrambled_layers):
+            if layer.name == self.default or is_outer:
                 last[layer.layout.grid] = layer
         coarse_first = sorted(last.items(), key=lambda item: item[0][0] * item[0][1])
         return tuple(layer.name for _, layer in reversed(coarse_first[:3]))
@@ -140,10 +166,11 @@ class LayerScan:
 
 # By model, then by the shape of an image and the ids of all modules. The ids differ after a module was replaced.
 _scans: WeakKeyDictionary[nn.Module, dict[Hashable, LayerScan]] = WeakKeyDictionary()
+_traces: WeakKeyDictionary[nn.Module, dict[Hashable, LayerTrace]] = WeakKeyDictionary()
 
 
 def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> LayerScan:
-    """Scan the layers of a model; the result is cached per model and input shape.
+    """Find the default layer of a model; the result is cached per model and input shape.
 
     The forward runs on noise in the shape of `x`, so that the default layer does not depend on the first image. A
     detector finds nothing in noise, and its output does not show which tensor holds the scores. For such an output, the
@@ -152,8 +179,7 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
     Raises:
         TargetError: The target has no gradient at any layer, or does not fit the model's output.
     """
-    shape, scans = tuple(x.shape[1:]), cache_of(_scans, model)
-    key = (shape, tuple(map(id, unique_modules(model))))
+    scans, key = cache_of(_scans, model), _key(model, x)
     scan: LayerScan | None = scans.get(key)
     if scan is not None and (scan.default is not None or target is None):
         return scan
@@ -161,7 +187,7 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
     with HookManager(exclusive=True), torch.enable_grad():
         if scan is None:
             with bind_image(0):
-                scan = _scan(model, _noise(1, *shape).to(x))
+                scan = _scan(model, _noise(1, *x.shape[1:]).to(x), trace_layers(model, x))
         # Do not cache a scan without gradients, such as for a zero head: a later call may find a better layer.
         if scan.has_gradient:
             scans[key] = scan
@@ -174,6 +200,22 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
                 )
             return replace(scan, default=last.name)
     return scan
+
+
+def trace_layers(model: nn.Module, x: Tensor) -> LayerTrace:
+    """Trace the positions of the layers and of the attention in one forward of noise, cached as in `scan_layers`."""
+    traces, key = cache_of(_traces, model), _key(model, x)
+    if key not in traces:
+        # Extra arguments, such as an order of the patches, may differ between the images.
+        noise = _noise(len(x) if has_forward_args() else 1, *x.shape[1:]).to(x)
+        with HookManager(exclusive=True):
+            traces[key] = _trace(model, noise)
+    trace: LayerTrace = traces[key]
+    return trace
+
+
+def _key(model: nn.Module, x: Tensor) -> Hashable:
+    return tuple(x.shape[1:]), tuple(map(id, unique_modules(model)))
 
 
 def _noise(*shape: int) -> Tensor:
@@ -189,44 +231,52 @@ def _observe(model: nn.Module, x: Tensor, names: Iterable[str], callback: Callab
             callback(name, tensor)
 
     modules = dict(model.named_modules())
-    with HookManager() as hooks, torch.no_grad():
+    # With gradients, as in the call itself: without, nn.TransformerEncoder runs fused kernels. The graph saves nothing.
+    forget = saved_tensors_hooks(lambda tensor: None, lambda packed: packed)
+    with HookManager() as hooks, torch.enable_grad(), forget:
         for name in names:
             hooks.observe(modules[name], partial(on_output, name))
-        return run_model(model, x)
+        return run_model(model, leaf(x))
 
 
-def _scan(model: nn.Module, x: Tensor) -> LayerScan:
+def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
     modules = {name: module for name, module in model.named_modules() if name}
-    shapes: dict[str, tuple[int, ...]] = {}
+    outputs: dict[str, tuple[weakref.ref[Tensor], tuple[int, ...], Tensor | None]] = {}
 
-    def store_shape(name: str, output: Tensor) -> None:
-        shapes.pop(name, None)  # the last call counts
-        shapes[name] = tuple(output.shape)
+    def store(name: str, output: Tensor) -> None:
+        outputs.pop(name, None)  # the last call counts
+        positions = trace.positions(output) if output.dim() in (3, 4) else None
+        places = None if positions is None else positions.nanmean(-1).expand(2, *output.shape[:-1])
+        outputs[name] = weakref.ref(output), tuple(output.shape), places
 
-    output = _observe(model, x, modules, store_shape)
-    size = (int(x.shape[-2]), int(x.shape[-1]))
-    grids = tuple(dict.fromkeys((s[2], s[3]) for s in shapes.values() if is_channels_first_map(s, size)))
+    with PositionTrace(x) as trace:
+        final = _observe(model, x, modules, store)
     # The output of a convolution is channels first, and so is every output of the same shape.
-    channels_first = {shape for name, shape in shapes.items() if is_channels_first(modules[name])}
+    channels_first = {shape for name, (_, shape, _) in outputs.items() if is_channels_first(modules[name])}
     layouts = {
-        name: layout_from(shape, 1, size, grids, channels_first=shape in channels_first)
-        for name, shape in shapes.items()
+        name: traced_layout(shape, x, positions, channels_first=shape in channels_first)
+        for name, (_, shape, positions) in outputs.items()
     }
-    spatial = tuple(SpatialLayer(name, shapes[name], layout) for name, layout in layouts.items() if layout is not None)
-    final = first_tensor(output)
-    classes = final.shape[1] if final is not None and final.dim() == 4 else None
-    candidates = _candidates(model, spatial, classes)
-    scrambled = _scrambled_layers(model, x, [layer for layer in candidates if layer.layout.kind != "NCHW"])
-    ordered = tuple(layer for layer in candidates if layer.name not in scrambled)
-    # With random weights, tokens may be mixed so much that a change appears in any cell. Then keep all candidates.
-    candidates = ordered if any(layer.layout.kind != "NCHW" for layer in ordered) else candidates
-    scan = LayerScan(grids, spatial, candidates, scrambled, None, True)
+    spatial = tuple(SpatialLayer(name, outputs[name][1], layout) for name, layout in layouts.items() if layout)
+    ends = list(tree_tensors(final))
+    inner = tuple(layer for layer in spatial if not any(outputs[layer.name][0]() is end for end in ends))
+    classes = ends[0].shape[1] if ends and ends[0].dim() == 4 else None
+    attention: dict[int, Layout | None] = {}
+    for queries in trace.queries:  # (2, ..., tokens), of all heads
+        tokens = queries.shape[-1]
+        layout = token_layout(queries.reshape(2, len(x), -1, tokens)[:, :, 0], x)
+        attention[tokens] = layout if attention.get(tokens, layout) == layout else None
+    return LayerTrace(spatial, _candidates(model, inner, classes), attention)
+
+
+def _scan(model: nn.Module, x: Tensor, trace: LayerTrace) -> LayerScan:
+    candidates = trace.candidates
     try:
         last = _last_with_gradient(model, x, candidates, lambda output: output_tensor(output).flatten().max(0).values)
     except TargetError:
-        return replace(scan, candidates=ordered)
+        return LayerScan(trace.spatial, candidates, None, has_gradient=True)
     default = last or (candidates[-1] if candidates else None)
-    return replace(scan, default=default.name if default else None, has_gradient=last is not None)
+    return LayerScan(trace.spatial, candidates, default.name if default else None, has_gradient=last is not None)
 
 
 def _candidates(model: nn.Module, spatial: _Layers, classes: int | None) -> _Layers:
@@ -293,63 +343,3 @@ def _is_one_of_parallel_calls(calls: list[Tensor]) -> bool:
     if first.shape == last.shape or not first.requires_grad:
         return False
     return torch.autograd.grad(last.sum(), first, retain_graph=True, allow_unused=True)[0] is None
-
-
-def _scrambled_layers(model: nn.Module, x: Tensor, layers: Sequence[SpatialLayer]) -> frozenset[str]:
-    """Return the names of the layers whose strongest change is not at the position where the image was changed.
-
-    Some networks reorder their tokens, and some outputs without positions have the shape of maps. The shapes
-    do not show this. The check runs one forward of the image, and one for each of four patches. The model must be in
-    `prepared_for_attribution`.
-
-    Args:
-        model: The model.
-        x: (1, C, H, W) an image of noise.
-        layers: The layers to check; the forward runs all of them.
-    """
-    if not layers:
-        return frozenset()
-    before = _signatures(model, x, layers)
-    scrambled: set[str] = set()
-    for centre in _CENTRES:
-        after = _signatures(model, _change_patch(x, centre), layers)
-        scrambled |= {name for name, maps in after.items() if not _is_near(maps - before[name], centre)}
-    return frozenset(scrambled)
-
-
-def _change_patch(x: Tensor, centre: tuple[float, float]) -> Tensor:
-    """Return the noise image with more noise of the same kind added in a patch."""
-    height, width = x.shape[-2:]
-    rows, columns = max(1, round(height * _PATCH)), max(1, round(width * _PATCH))
-    top, left = round(centre[0] * height - rows / 2), round(centre[1] * width - columns / 2)
-    changed = x.clone()
-    changed[..., top : top + rows, left : left + columns] += _noise(*x.shape[:2], rows, columns).to(x)
-    return changed
-
-
-def _signatures(model: nn.Module, x: Tensor, layers: Sequence[SpatialLayer]) -> dict[str, Tensor]:
-    """Return a few random projections (P, h, w) of each layer's channels, which are small but show any change."""
-    layouts = {layer.name: layer.layout for layer in layers}
-    signatures: dict[str, Tensor] = {}
-
-    def project(name: str, output: Tensor) -> None:
-        maps = layouts[name](output.detach())[0].float()  # (K, h, w)
-        signatures[name] = torch.einsum("pk,khw->phw", _noise(_PROJECTIONS, len(maps)).to(maps), maps)
-
-    _observe(model, x, layouts, project)
-    return signatures
-
-
-def _is_near(change: Tensor, centre: tuple[float, float]) -> bool:
-    """Return whether the change near the patch is comparable to the strongest change.
-
-    Near means within about one cell, or an eighth of the image. Networks that mix all positions spread a change over
-    the map; a network that reorders its positions shows no change near the patch.
-    """
-    strength = change.square().sum(0).sqrt()
-    height, width = strength.shape
-    rows = (torch.arange(height, device=strength.device) + 0.5) / height - centre[0]
-    columns = (torch.arange(width, device=strength.device) + 0.5) / width - centre[1]
-    near = (rows.abs() <= max(1.6 / height, 0.125))[:, None] & (columns.abs() <= max(1.6 / width, 0.125))
-    strongest = strength.max()
-    return bool(strongest > 0) and bool(strength[near].max() >= _MIN_RELATIVE_CHANGE * strongest)

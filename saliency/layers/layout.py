@@ -1,19 +1,20 @@
-"""Layout of a layer's output in memory: channels first, channels last, or tokens with a prefix."""
+"""Layout of a layer's output in memory: channels first, channels last, or tokens."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import LayerError, MethodError
 from ..hooks.forward_args import bound_value
+from .positions import Grid, grid_of
 
-Grid = tuple[int, int]
 LayoutFunction = Callable[[Tensor], Tensor]
 """A function from the output of a layer to maps (N, K, h, w), which only selects and rearranges its values."""
 
@@ -25,13 +26,13 @@ _POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool
 class Layout:
     """Layout of a layer's output in memory, and its conversion to maps.
 
-    `kind` is "NCHW", "NHWC", "NTC" (tokens) or "given", with the user's `function`; `prefix` is the number of tokens
-    without a position (class, distillation and register tokens).
+    `kind` is "NCHW", "NHWC", "NTC" (tokens) or "given", with the user's `function`; `tokens` are the numbers of the
+    tokens of all cells, in rows. Others have no position (class, distillation and register tokens, prompts).
     """
 
     kind: str
     grid: Grid
-    prefix: int = 0
+    tokens: Sequence[int] = ()
     function: LayoutFunction | None = None
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -42,8 +43,11 @@ class Layout:
             return tensor
         if self.kind == "NHWC":
             return tensor.permute(0, 3, 1, 2)
-        cells = tensor[:, self.prefix :].transpose(1, 2)  # (N, K, h * w)
-        return cells.reshape(*cells.shape[:2], *self.grid)
+        if isinstance(self.tokens, range):
+            cells = tensor[:, self.tokens.start : self.tokens.stop]
+        else:
+            cells = tensor[:, torch.tensor(self.tokens, device=tensor.device)]
+        return cells.transpose(1, 2).reshape(len(cells), -1, *self.grid)  # (N, K, h, w)
 
 
 GIVE_LAYOUT = "pass layout=, a function from this output to maps (N, K, h, w)"
@@ -80,26 +84,48 @@ def given_layout(tensor: Tensor) -> Layout | None:
     return Layout("given", (maps.shape[2], maps.shape[3]), function=function)
 
 
-def layout_from(
-    shape: tuple[int, ...], images: int, size: Grid, grids: Iterable[Grid], *, channels_first: bool = False
-) -> Layout | None:
-    """Return the layout of an output of this shape; None if it has no spatial extent.
+def layout_from(shape: tuple[int, ...], images: int, size: Grid, *, channels_first: bool = False) -> Layout | None:
+    """Return the layout of an output of this shape; None if its shape is not that of maps.
 
     Args:
         shape: The shape of the output.
         images: The number of images in the batch.
         size: (H, W) of the input; the grid must have its aspect ratio.
-        grids: Grids of other layers of the model, for tokens.
         channels_first: Whether the layer is known to be channels first, regardless of the aspect ratio.
     """
-    if len(shape) not in (3, 4) or shape[0] != images or 0 in shape:
+    if len(shape) != 4 or shape[0] != images or 0 in shape:
         return None
-    if len(shape) == 4:
-        first, last = _misfit(shape[2:], size), _misfit(shape[1:3], size)
-        if channels_first or first <= last:
-            return Layout("NCHW", (shape[2], shape[3])) if channels_first or first <= 2 else None
-        return Layout("NHWC", (shape[1], shape[2])) if last <= 2 else None
-    return _token_layout(shape[1], size, grids)
+    first, last = _misfit(shape[2:], size), _misfit(shape[1:3], size)
+    if channels_first or first <= last:
+        return Layout("NCHW", (shape[2], shape[3])) if channels_first or first <= 2 else None
+    return Layout("NHWC", (shape[1], shape[2])) if last <= 2 else None
+
+
+def traced_layout(
+    shape: tuple[int, ...], x: Tensor, positions: Tensor | None, *, channels_first: bool
+) -> Layout | None:
+    """Return the layout of an output in a traced forward; None if it has no spatial extent.
+
+    Args:
+        shape: The shape of the output.
+        x: (N, C, H, W) the batch.
+        positions: The positions of the output, (2, N, tokens) or (2, N, h, w); None if they are not known.
+        channels_first: As for `layout_from`.
+    """
+    layout = layout_from(shape, len(x), (int(x.shape[-2]), int(x.shape[-1])), channels_first=channels_first)
+    if (layout is not None and layout.kind == "NCHW") or positions is None or shape[0] != len(x):
+        return layout if layout is not None and layout.kind == "NCHW" else None
+    tokens = token_layout(positions.flatten(2), x)
+    if len(shape) == 3 or tokens is None:
+        return tokens
+    is_in_rows = tokens.grid == shape[1:3] and tokens.tokens == range(math.prod(tokens.grid))
+    return Layout("NHWC", tokens.grid) if is_in_rows else None
+
+
+def token_layout(positions: Tensor, x: Tensor) -> Layout | None:
+    """Return the layout of tokens at positions (2, N, tokens); None if they are not a grid that covers the image."""
+    found = grid_of(positions, (int(x.shape[-2]), int(x.shape[-1])))
+    return None if found is None else Layout("NTC", *found)
 
 
 def is_channels_first(module: nn.Module) -> bool:
@@ -113,31 +139,3 @@ def _misfit(grid: tuple[int, ...], size: Grid) -> float:
     if h > height or w > width:
         return math.inf
     return min(abs(h - w * height / width), abs(w - h * width / height))
-
-
-def is_channels_first_map(shape: tuple[int, ...], size: Grid) -> bool:
-    """Return whether an output of this shape is channels first, with the aspect ratio of the input."""
-    return len(shape) == 4 and shape[2] * shape[3] > 1 and _misfit(shape[2:], size) <= 2
-
-
-def _token_layout(tokens: int, size: Grid, grids: Iterable[Grid]) -> Layout | None:
-    """Return the layout of a number of tokens: a grid of cells after a short prefix.
-
-    The grid of another layer is preferred; otherwise the cells are square and the prefix is the shortest possible. More
-    tokens than the finest grid has, such as those of objects, have no layout.
-    """
-    sizes = [(tokens - h * w, (h, w)) for h, w in grids]
-    known = [(prefix, grid) for prefix, grid in sizes if 0 <= prefix <= 16]
-    if known:
-        prefix, grid = min(known)
-        return Layout("NTC", grid, prefix)
-    if sizes and min(sizes)[0] > 16:
-        return None
-    for prefix in range(min(17, tokens)):
-        cells = tokens - prefix
-        divisors = [h for h in range(1, math.isqrt(cells) + 1) if cells % h == 0]
-        pairs = [(h, cells // h) for h in divisors] + [(cells // h, h) for h in divisors]
-        grid = min(pairs, key=lambda pair: _misfit(pair, size))
-        if cells > 1 and _misfit(grid, size) < 1:
-            return Layout("NTC", grid, prefix)
-    return None

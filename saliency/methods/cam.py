@@ -285,8 +285,9 @@ class EigenCAM(LayerCombination):
     Values: (N, 1, h, w), in units of activation, the same for every class: the target changes only the score.
 
     Warns:
-        SaliencyWarning: The activations are signed and the map correlates weakly with their norm, so it may be high at
-            the background. Use `EigenGradCAM` or `GradCAM`, or choose a layer after a ReLU.
+        SaliencyWarning: The layer returns tokens, or its activations are signed and the map correlates weakly with
+            their norm. Then the map may be high at the background. Use `EigenGradCAM` or `GradCAM`, or choose a layer
+            after a ReLU.
 
     Raises:
         LayerError: The layer does not exist, is not run, or has no spatial output.
@@ -295,24 +296,35 @@ class EigenCAM(LayerCombination):
     """
 
     name = "eigen_cam"
+    ignores_sign = True
     units = "activation"
     gradients = "none"
     cost = "1 forward"
 
+    def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+        """Compute the map of the layer, and warn if it may show the background."""
+        result = super().explain_gradients(grads, layers)
+        is_of_tokens = grads.forward.layers[layers[0]].dim() == 3
+        if is_of_tokens or self._is_uncertain(grads.activation(layers[0]), result.values):
+            reason = "are tokens" if is_of_tokens else "are signed and the map correlates weakly with their norm"
+            warn(
+                f"{self.name}: the activations of this layer {reason}, so the map may be high at the background; use "
+                "eigen_grad_cam or grad_cam, or choose a layer after a ReLU"
+            )
+        return result
+
     def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
         """Return the projection of the activations on their first singular vector."""
+        return principal_map(activation, torch.linalg.vector_norm(activation, dim=1))
+
+    @staticmethod
+    def _is_uncertain(activation: Tensor, values: Tensor) -> bool:
+        """Return whether the sign of a map is uncertain."""
         strength = torch.linalg.vector_norm(activation, dim=1)
-        values = principal_map(activation, strength)
         centred = [flat - flat.mean(1, keepdim=True) for flat in (values.flatten(1), strength.flatten(1))]
         correlation = torch.linalg.vecdot(*centred)
         is_certain = correlation >= CERTAIN_CORRELATION * centred[0].norm(dim=1) * centred[1].norm(dim=1)
-        if bool((~is_certain & is_signed(activation)).any()):
-            warn(
-                f"{self.name}: the activations of this layer are signed and the map correlates weakly with their norm, "
-                "so its sign is uncertain and it may be high at the background; use eigen_grad_cam or grad_cam, or "
-                "choose a layer after a ReLU"
-            )
-        return values
+        return bool((~is_certain & is_signed(activation)).any())
 
 
 class EigenGradCAM(LayerCombination):

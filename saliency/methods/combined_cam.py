@@ -18,7 +18,7 @@ from ..attribution.resolved_target import ResolvedTarget
 from ..errors import LayerError, NotApplicableError
 from ..hooks.autograd_graph import PlainAttention
 from ..layers.find import find, scan_layers
-from ..targets.targets import ClassScore, class_probabilities, class_scores
+from ..targets.targets import ClassScore, class_scores
 from ..validation import check_choice, check_integer, check_number
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, XGradCAM, weighted_sum
 from .gradient import GuidedBackprop, Smooth
@@ -317,10 +317,9 @@ class ShapleyCAM(LayerAttribution):
 
     def _utility(self, output: Any, target: ResolvedTarget) -> Tensor:
         """The expanded number of each image (N,)."""
-        score = target(output)
-        if not isinstance(target.target, ClassScore) or class_scores(output).shape[1] == 1:
+        score, own = target(output), target.target
+        if not isinstance(own, ClassScore) or own.link is None:
             return score
-        scores = class_scores(output)
-        if class_probabilities(output) is scores:
-            return score + score.clamp(min=torch.finfo(score.dtype).tiny).log()
-        return score + target.target(scores.log_softmax(1))
+        if own.link == "softmax":
+            return score + own(class_scores(output).log_softmax(1))
+        return score + own.probability(output).clamp(min=torch.finfo(score.dtype).tiny).log()

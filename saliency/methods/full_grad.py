@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections import Counter
@@ -21,12 +20,12 @@ from ..attribution.options import RunStats
 from ..attribution.resolved_target import ResolvedTarget, output_rows
 from ..engine.multi_pass import ImageAttribution, stack_images
 from ..errors import warn
-from ..hooks.autograd_graph import Gradients, is_module_hook, next_functions, result_shape
+from ..hooks.autograd_graph import Gradients, next_functions, result_shape
 from ..hooks.forward_args import bind_image
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
 from ..hooks.operations import ACTIVATIONS, HOMOGENEOUS, PLAIN, Keep, Operation, is_batch_norm, is_view
-from ..layers.find import scan_layers
+from ..layers.find import trace_layers
 from ..layers.layout import layout_from
 from ..relevance.propagation import constant_part, holds_constant, kind_of
 
@@ -64,6 +63,7 @@ class FullGrad(Attribution):
     """
 
     name = "full_grad"
+    ignores_sign = True
     cost = "1 forward, 1 backward"
     units = "shares of each layer's largest"
     sign = "absolute"
@@ -114,7 +114,7 @@ class _Terms:
         self._used_as = {used: result_shape(node) for node in grads.nodes for used, _ in next_functions(node)}
         with HookManager() as hooks:
             self.values = torch.zeros((), device=grads.x.device, dtype=at_least_float32(grads.x).dtype)
-            for node in itertools.filterfalse(is_module_hook, grads.nodes):
+            for node in grads.nodes:
                 hooks.at_node(node, partial(self._add, node))
             product = _product(grads.input_gradient(), grads.x)
         self.residual = float(grads.scores) - self._total - float(product.sum())
@@ -140,9 +140,12 @@ class _Terms:
             term = term.reshape(used_as)
         x = self._grads.x
         size = (int(x.shape[-2]), int(x.shape[-1]))
-        grids = scan_layers(self._model, x).grids if term.dim() == 3 else ()
         is_channels_first = operation.name in ("convolution", "native_group_norm") or is_batch_norm(operation.op)
-        layout = layout_from(term.shape, 1, size, grids, channels_first=is_channels_first)
+        layout = layout_from(term.shape, 1, size, channels_first=is_channels_first)
+        if term.dim() == 3:
+            layers = trace_layers(self._model, x).spatial
+            layouts = {layer.layout for layer in layers if len(layer.shape) == 3 and layer.shape[1] == term.shape[1]}
+            layout = layouts.pop() if len(layouts) == 1 else None
         if layout is not None and layout.grid != (1, 1):
             resized = F.interpolate(_scaled(layout(term)), size, mode="bilinear", align_corners=False)
             self.values = self.values + resized

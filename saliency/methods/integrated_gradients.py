@@ -13,7 +13,9 @@ from ..attribution.options import Option
 from ..attribution.resolved_target import ResolvedTarget
 from ..engine.estimates import Estimate, generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, SteppedAttribution, from_estimate
-from ..targets.targets import ClassScore, OutputTarget, Probability, class_scores
+from ..errors import warn
+from ..targets.embedding import Similarity, TextSimilarity
+from ..targets.targets import ClassScore, FunctionTarget, OutputFacts, OutputTarget, Probability
 from ..validation import check_choice, check_integer, check_number
 from .baselines import BaselineOption, Diffusion, baselines
 
@@ -117,6 +119,9 @@ class IDGI(SteppedAttribution):
     Values: (N, C, H, W), signed, in units of the probability, or of the target's score; they sum to that of the image
     less that of the baseline.
 
+    Warns:
+        SaliencyWarning: The target is a function or a similarity: then the map often shows the border of the image.
+
     Raises:
         MethodError: An option is invalid, or a baseline does not fit.
         TargetError: The target does not fit the model's output, or does not depend on the input.
@@ -133,9 +138,14 @@ class IDGI(SteppedAttribution):
 
     def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
         """Return the probability of a class instead of its logit."""
+        if isinstance(target.target, FunctionTarget | Similarity | TextSimilarity):
+            warn(
+                f"{self.name}: only classes are explained by their probability; this map may show stripes at "
+                "the border of the image; use integrated_gradients"
+            )
         if not isinstance(target.target, ClassScore):
             return target
-        return ResolvedTarget(_ProbabilityIfAny((target.target,)), target.images, target.categories)
+        return target.replaced(_ProbabilityIfAny((target.target,)))
 
     def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Divide the rise of each step in proportion to the squared gradient at its start."""
@@ -159,10 +169,10 @@ class IDGI(SteppedAttribution):
 class _ProbabilityIfAny(Probability):
     """Probability of a class, or the score itself if the model returns one number per image."""
 
-    def resolve_from(self, output: Any) -> OutputTarget:
+    def resolve_from(self, output: Any, facts: OutputFacts) -> OutputTarget:
         """Resolve the top class, if no class was named."""
-        score = self.scores[0].resolve_from(output)
-        return score if class_scores(output).shape[1] == 1 else Probability((score,))
+        score = self.scores[0].resolve_from(output, facts)
+        return score if score.link is None else Probability((score,))
 
 
 def _squared_shares(gradients: Tensor) -> Tensor:

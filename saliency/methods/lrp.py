@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,25 @@ from ..attribution.explanation import Sign
 from ..attribution.forward import TargetGradients, at_least_float32, no_gradient_message
 from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..errors import LayerError, MethodError, did_you_mean, warn
-from ..hooks.operations import Keep
+from ..hooks.autograd_graph import Gradients, result_spec
+from ..hooks.operations import LINEAR, SOFTMAX, Keep, Operation
 from ..hooks.rectifiers import Coverage, nodes_between
 from ..io.preprocess import Preprocess
-from ..layers.find import LayerLike, scan_layers
+from ..layers.find import LayerLike, named_layers, scan_layers, trace_layers
+from ..layers.layout import given_layout
 from ..relevance.composites import COMPOSITES
-from ..relevance.propagation import Composite, Propagation, Unknown, has_attention
-from ..relevance.rules import Contrast, Gamma, Rule, ZBox, divided
-from ..relevance.walk import Walk, has_ambiguous_shapes
+from ..relevance.propagation import (
+    Composite,
+    Propagation,
+    Unknown,
+    attention_nodes,
+    embeds_patches,
+    first_linear,
+    following,
+    linear_weight,
+)
+from ..relevance.rules import Contrast, Excitation, Gamma, LinearOperation, Passed, Rule, ZBox, divided
+from ..relevance.walk import Visit, Walk, has_ambiguous_shapes
 from ..validation import check_choice, check_flag, check_number, is_integer
 from .cam import default_layer, layer_name
 
@@ -32,6 +43,9 @@ _ROUNDING = 1e-5
 
 MAX_MISSING_SHARE = 1e-3
 """The share of the score that may be missing from the ledger without a warning."""
+
+MIN_SHARE = 0.5
+"""The share of 1 that a layer receives in excitation backpropagation without a warning."""
 
 CompositeLike = str | Composite | Mapping[str, Rule]
 Through = Mapping[str, Sequence[int]]
@@ -74,6 +88,7 @@ class RelevancePropagation(TracedAttribution):
 
     backwards = 1
     keep = Keep.LINEAR
+    propagation: ClassVar[type[Propagation]] = Propagation
 
     layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
     through: Option[Through | None] = Option(None, _as_channels)
@@ -100,9 +115,16 @@ class RelevancePropagation(TracedAttribution):
         for name in layers:
             if grads.forward.layers[name].grad_fn not in grads.nodes:
                 raise LayerError(no_gradient_message(name))
-        walk = self.walk(grads)
         layer = layers[-1] if len(layers) > len(self._through) else None
-        values, ledger = (walk.relevance, walk.ledger) if layer is None else _read(walk, grads, layer)
+        patches = self.patches(grads) if layer is None else None
+        walk = self.walk(grads, patches)
+        if layer is not None:
+            values, ledger = _read(walk, grads, layer)
+        elif patches is not None:
+            layer = patches.layer
+            values, ledger = _read_patches(walk, grads, patches)
+        else:
+            values, ledger = walk.relevance, walk.ledger
         return BatchAttribution(
             values,
             grads.scores,
@@ -113,29 +135,37 @@ class RelevancePropagation(TracedAttribution):
             ledger_names=tuple(ledger),
         )
 
-    def walk(self, grads: TargetGradients) -> Walk:
-        """Return the walk of this method from the scores of one forward; methods with the same rules share it."""
-        composite = self.rules(grads)
-        return grads.shared((composite, self._through, self.unknown), lambda: self._checked_walk(grads, composite))
+    def patches(self, grads: TargetGradients) -> _Patches | None:
+        """Return the patches at which relevance is read if no layer is given; None for the input."""
+        return None
 
-    def _checked_walk(self, grads: TargetGradients, composite: Composite) -> Walk:
+    def walk(self, grads: TargetGradients, patches: _Patches | None = None) -> Walk:
+        """Return the walk of this method from the scores of one forward; methods with the same rules share it."""
+        composite, first = self.rules(grads), patches and patches.node
+        key = composite, self._through, self.unknown, first
+        return grads.shared(key, lambda: self._checked_walk(grads, composite, first))
+
+    def _checked_walk(self, grads: TargetGradients, composite: Composite, first: Node | None) -> Walk:
         """Return a walk, and warn if its ledger does not hold the whole score."""
         frees, is_ambiguous = grads.forward.count_backward(), has_ambiguous_shapes(grads)
-        walk = self._new_walk(grads, composite, frees=frees and not is_ambiguous)
+        walk = self._new_walk(grads, composite, first, frees=frees and not is_ambiguous)
         missing = _missing(walk, grads)
         if is_ambiguous and bool(missing.abs().max() > 10 * missing.sum().abs() + _ROUNDING * grads.scores.abs().max()):
             # The ledger mixes images, since some length is a multiple of their number.
-            walk = self._new_walk(grads, composite, length_first=True, frees=frees)
+            walk = self._new_walk(grads, composite, first, length_first=True, frees=frees)
         share = float((_missing(walk, grads).abs() / grads.scores.abs().clamp(min=1e-6)).max())
         rounding = 16 * torch.finfo(grads.scores.dtype).eps
-        if share > max(MAX_MISSING_SHARE, rounding) and self.unknown == "refuse":
+        # This comparison is false for NaN.
+        if not share <= max(MAX_MISSING_SHARE, rounding) and self.unknown == "refuse":
             warn(f"{self.name}: {share:.1g} of the score is missing from the ledger")
         return walk
 
-    def _new_walk(self, grads: TargetGradients, composite: Composite, **options: bool) -> Walk:
-        rules = Propagation(composite, composite.layers(self.model), self.unknown)
+    def _new_walk(self, grads: TargetGradients, composite: Composite, first: Node | None, **options: bool) -> Walk:
+        rules = self.propagation(composite, composite.layers(self.model), self.unknown, first)
         changes = {name: partial(_restricted, grads, name, kept) for name, kept in self._through.items()}
-        return Walk(grads, rules, grads.forward.layers, changes, **options)
+        walk = Walk(grads, rules, grads.forward.layers, changes, **options)
+        composite.check_layers(rules.treated_layers)
+        return walk
 
 
 def _missing(walk: Walk, grads: TargetGradients) -> Tensor:
@@ -153,8 +183,54 @@ def _read(walk: Walk, grads: TargetGradients, layer: str) -> tuple[Tensor, dict[
     values = at_least_float32(layout(relevance.detach())).sum(1, keepdim=True)
     above = [*nodes_between(grads.scores_in_graph, tensor), cast("Node", tensor.grad_fn)]
     ledger = {"layer": walk.per_image(values), **walk.absorbed(above)}
-    if layout.prefix:
-        ledger["tokens"] = ledger.get("tokens", 0) + walk.per_image(relevance[:, : layout.prefix])
+    if layout.kind == "NTC" and len(layout.tokens) < relevance.shape[1]:
+        others = [token for token in range(relevance.shape[1]) if token not in layout.tokens]
+        ledger["tokens"] = ledger.get("tokens", 0) + walk.per_image(
+            relevance[:, torch.tensor(others, device=relevance.device)]
+        )
+    ledger["other paths"] = _total(walk.ledger) - _total(ledger)
+    return values, ledger
+
+
+class _Patches(NamedTuple):
+    """The output of the first convolution or linear layer.
+
+    Attributes:
+        node: The operation.
+        layer: The name of the module; None if its weights are those of none.
+        shape: The shape of the module's output for one image; None for a convolution.
+        layout: The layout of the output in this shape.
+    """
+
+    node: Node
+    layer: str | None
+    shape: tuple[int, ...] | None
+    layout: Callable[[Tensor], Tensor]
+
+
+def _find_patches(model: nn.Module, grads: TargetGradients, node: Node) -> _Patches | None:
+    """Return the output of a linear operation as patches; None if it has no spatial extent."""
+    operation = cast("Operation", grads.forward.operations.operation(node))
+    address = linear_weight(operation).data_ptr()
+    weights = ((name, getattr(module, "weight", None)) for name, module in named_layers(model).items())
+    name = next((name for name, own in weights if isinstance(own, Tensor) and own.data_ptr() == address), None)
+    if operation.name == "convolution":
+        shape = result_spec(node, 0).shape
+        is_map = len(shape) == 4 and shape[0] == len(grads.x)  # not patches of patches, as in TNT
+        return _Patches(node, name, None, lambda maps: maps) if is_map else None
+    layers = {layer.name: layer for layer in trace_layers(model, grads.x).spatial} if name is not None else {}
+    if name not in layers:
+        return None
+    layer = layers[name]
+    return _Patches(node, name, layer.shape, given_layout(grads.x.new_zeros(layer.shape)) or layer.layout)
+
+
+def _read_patches(walk: Walk, grads: TargetGradients, patches: _Patches) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the relevance of patches (N, 1, h, w), and the shares of the score (N,) from them on."""
+    relevance = cast("Tensor", cast("Propagation", walk.rule).relevance)
+    relevance = relevance if patches.shape is None else relevance.reshape(len(grads.x), *patches.shape[1:])
+    values = patches.layout(relevance).sum(1, keepdim=True)
+    ledger = {"layer": walk.per_image(values), **walk.absorbed(following(walk.nodes, patches.node))}
     ledger["other paths"] = _total(walk.ledger) - _total(ledger)
     return values, ledger
 
@@ -182,14 +258,41 @@ def _bounded(composite: Composite, preprocess: Any) -> Composite:
     return replace(composite, rules=rules)
 
 
-class LRP(RelevancePropagation):
+class PixelRelevance(RelevancePropagation):
+    """Base class of relevance propagation that is read at pixels or patches.
+
+    Args:
+        model: As for every method.
+        at: As for `LRP`.
+        layer: As for `LRP`.
+        through: As for `LRP`.
+        unknown: As for `LRP`.
+        **options: As for `saliency.Attribution`.
+    """
+
+    at: Option[At | None] = Option(None, check_choice, get_args(At))
+
+    def patches(self, grads: TargetGradients) -> _Patches | None:
+        """Return the patches at which relevance is read; None for the input."""
+        first = first_linear(grads)
+        is_default = self.at is None and first is not None and embeds_patches(grads, first)
+        if self.at != "patches" and not is_default:
+            return None
+        patches = None if first is None else _find_patches(self.model, grads, first)
+        if patches is None and self.at == "patches":
+            raise LayerError('at="patches": the first convolution or linear layer has no spatial output; pass layer=')
+        return patches
+
+
+class LRP(PixelRelevance):
     """Layer-wise relevance propagation: the score, divided among the inputs of each operation by a rule.
 
     Works on the autograd graph of the call, so residual connections, functions, reused modules and operations in place
     need no preparation of the model. Batch norm is merged into the convolution or matrix product before it if nothing
     else reads that; the weights are not changed. Other operations: activations pass their relevance; normalisations
     pass it with their deviation as a constant; each factor of a product gets half, or all if the other one is a
-    deviation; fused attention gives half to the value and a quarter each to query and key.
+    deviation; a product of functions of the same value, such as x * sigmoid(x), is an activation; fused attention gives
+    half to the value and a quarter each to query and key.
 
     The ledger accounts for the score: relevance of the input, and what biases, tokens, the softmax of attention,
     activations of zero, and the stabiliser absorb.
@@ -200,7 +303,11 @@ class LRP(RelevancePropagation):
             "epsilon_alpha2_beta1", ...), or a mapping from an operation kind ("conv", "linear", "first",
             "last"), a layer's name, or a pattern of names to a rule of `saliency.relevance`. None takes "epsilon_plus",
             or "attn_lrp" for networks with attention.
-        layer: The layer at which relevance is read, summed over its channels; None for the input. The ledger is then
+        at: "pixels"; or "patches" to read relevance at the output of the first convolution or linear layer, such as the
+            patch embedding. None is "patches" if that is a patch embedding, whose results are the tokens of attention;
+            else "pixels". Within a patch, relevance of both signs is often much larger than its sum, so pixels show
+            noise. The rule of this operation itself counts at pixels only. An option `layer` precedes it.
+        layer: The layer at which relevance is read, summed over its channels; None for `at`. The ledger is then
             that of the layer: what the operations after it absorb, and the rest, which takes other paths. If a module
             is called several times, the last call counts. At a convolution that is merged with its batch norm, it is
             the relevance of the merged output.
@@ -241,10 +348,10 @@ class LRP(RelevancePropagation):
 
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the given composite; by default that of the network's kind."""
-        return self._composite or COMPOSITES["attn_lrp" if has_attention(grads) else "epsilon_plus"]
+        return self._composite or COMPOSITES["attn_lrp" if attention_nodes(grads) else "epsilon_plus"]
 
 
-class AttnLRP(RelevancePropagation):
+class AttnLRP(PixelRelevance):
     """LRP of transformers: plain gradients of linear operations, rules for attention, norms, activations and products.
 
     The relevance of attention reaches query and key through the gradient of the softmax. Fused attention stays fused.
@@ -252,9 +359,9 @@ class AttnLRP(RelevancePropagation):
     Args:
         model: As for every method.
         gamma: The gamma of linear layers, at least 0; the authors use 0.01 to 0.05. With 0, they pass their gradient.
-        conv_gamma: The gamma of convolutions, such as the patch embedding; the authors use 0.1 to 0.25.
-        at: "pixels"; or "patches" to read relevance at the output of the first convolution or linear layer, such as the
-            patch embedding, which is less noisy. An option `layer` precedes it.
+        conv_gamma: The gamma of convolutions; the authors use 0.1 to 0.25. That of the patch embedding counts with
+            at="pixels".
+        at: As for `LRP`.
         layer: As for `LRP`.
         through: As for `LRP`.
         unknown: As for `LRP`.
@@ -279,7 +386,6 @@ class AttnLRP(RelevancePropagation):
     cost = "1 forward, 1 backward"
     constant_gates: ClassVar[bool] = False
 
-    at: Option[At] = Option("pixels", check_choice, get_args(At))
     gamma: Option[float] = Option(0.0, check_number, least=0)
     conv_gamma: Option[float] = Option(0.0, check_number, least=0)
 
@@ -289,16 +395,6 @@ class AttnLRP(RelevancePropagation):
         rules: dict[str, Rule] = {kind: Gamma(gamma) for kind, gamma in gammas.items() if gamma}
         self.keep = Keep.LINEAR if rules else Keep.ACTIVATIONS
         self._composite = Composite(rules, constant_gates=self.constant_gates)
-
-    def read_layer(self, x: Tensor, target: Callable[[Any], Tensor]) -> str | None:
-        """Return the layer of the option, or that of the patches."""
-        if self.layer is not None or self.at == "pixels":
-            return self.layer
-        modules = {layer.name: self.model.get_submodule(layer.name) for layer in scan_layers(self.model, x).spatial}
-        for name, module in modules.items():
-            if isinstance(module, nn.Conv2d | nn.Linear):
-                return name
-        raise LayerError('at="patches": no convolution or linear layer has a spatial output; pass layer=...')
 
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the rules of the options."""
@@ -337,12 +433,48 @@ class CPLRP(AttnLRP):
     constant_gates = True
 
 
+class _Excitation(Propagation):
+    """The rules of excitation backpropagation: biases receive nothing, and relevance starts before a final softmax.
+
+    Attributes:
+        total: What the positive parts of the top layers receive in each image (N,).
+    """
+
+    shift_receives = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.total: Tensor | float = 0.0
+        self._below: set[Node | None] = set()  # the nodes from which a linear operation is computed
+
+    def __call__(self, visit: Visit) -> Gradients:
+        """Return G at the operands of a node."""
+        name, is_below = visit.known.name if visit.operation else "", visit.node in self._below
+        if is_below or name in LINEAR:
+            self._below.update(operand for operand, _ in visit.walk.next[visit.node])
+        if is_below or name not in ("_log_softmax", *SOFTMAX):
+            return super().__call__(visit)
+        logits, probabilities = visit.known.args["self"], visit.known.result
+        visit.absorb("softmax", torch.where(visit.grad == 0, 0, (probabilities - logits) * visit.grad))
+        return visit.grads
+
+    def passed(self, visit: Visit, rule: Rule, op: LinearOperation, grad: Tensor) -> Passed:
+        """Return what a rule passes to the input of a linear operation, given G at its output."""
+        passed = rule.propagate(op, grad)
+        if isinstance(rule, Excitation):
+            shares = op.input * cast("Tensor", passed.grad)
+            self.total = self.total + visit.walk.per_image(shares.clamp(min=0), visit.node)
+        return passed
+
+
 class ExcitationBackprop(RelevancePropagation):
     """Share of the score that reaches each location through excitatory connections: positive inputs and weights.
 
     Each neuron divides its share among its inputs in proportion to the positive parts of its input; biases receive
-    nothing. Contrastive: the shares of the negated weights of the top layer are subtracted, which cancels what all
-    classes have in common, and the positive part is kept. One walk computes both, because the rules are linear.
+    nothing. The score is a neuron above the last linear layers, whose weights are its gradient there. So the map of the
+    negative score is another one, and constants in the score do not matter. Probabilities and their logarithms count
+    as their logits. Contrastive: the shares of the negated weights of this neuron are subtracted, which cancels what
+    all classes have in common, and the positive part is kept. One walk computes both, because the rules are linear.
 
     Args:
         model: As for every method.
@@ -357,7 +489,8 @@ class ExcitationBackprop(RelevancePropagation):
         each neuron has a positive input; those of a contrastive map sum to less.
 
     Warns:
-        SaliencyWarning: Shares are negative and exceed 1, because the network adds signed activations.
+        SaliencyWarning: Shares are negative or exceed 1, because the network adds signed activations; or they sum to
+            less than half.
 
     Raises:
         NotApplicableError: An operation of the model has no rule.
@@ -369,10 +502,12 @@ class ExcitationBackprop(RelevancePropagation):
     """
 
     name = "excitation_backprop"
+    ignores_sign = True
     cost = "1 forward, 1 to 1.5 backward"
     sign: ClassVar[Sign] = "positive"
     units = "share of 1"
     is_complete = False
+    propagation = _Excitation
 
     contrastive: Option[bool] = Option(False, check_flag)
 
@@ -385,18 +520,33 @@ class ExcitationBackprop(RelevancePropagation):
 
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the rules of excitation backpropagation."""
-        composite = COMPOSITES[self.name]
-        return replace(composite, rules={**composite.rules, "last": Contrast()}) if self.contrastive else composite
+        top = Contrast() if self.contrastive else Excitation()
+        return Composite({**COMPOSITES[self.name].rules, "last": top})
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
-        """Return the relevance at the layer as shares of the score."""
+        """Return the relevance at the layer as shares of what the top layers receive."""
         result = super().explain_gradients(grads, layers)
-        shares = divided(result.values, grads.scores[:, None, None, None])
-        total, most = float(shares.abs().sum((1, 2, 3)).max()), 2 if self.contrastive else 1
-        if total > most + MAX_MISSING_SHARE:
-            warn(
-                f"{self.name}: the shares at {result.layer} add up to {total:.1f}, expected at most {most}: the "
-                "network adds signed activations, but the method assumes positive ones; use lrp"
-            )
+        total = torch.zeros_like(grads.scores) + cast("_Excitation", self.walk(grads).rule).total
+        shares = divided(result.values, total[:, None, None, None])
+        self._check(shares, result.layer)
         values = shares.clamp(min=0) if self.contrastive else shares
         return result._replace(values=values, residual=None, ledger=None, ledger_names=())
+
+    def _check(self, shares: Tensor, layer: str | None) -> None:
+        """Warn of shares (N, 1, h, w) that are not probabilities."""
+        sums, most = shares.flatten(1).abs().sum(1), 2 if self.contrastive else 1
+        lowest = float(divided(shares.flatten(1).amin(1), shares.flatten(1).amax(1)).min())
+        is_negative = lowest < -MAX_MISSING_SHARE and not self.contrastive
+        if is_negative or float(sums.max()) > most + MAX_MISSING_SHARE:
+            sizes = (
+                f"are as low as {lowest:.1g} of the largest" if is_negative else f"add up to {float(sums.max()):.1f}"
+            )
+            warn(
+                f"{self.name}: the shares at {layer} {sizes}, expected at least 0 and a sum of at most {most}: the "
+                "network adds signed activations, but the method assumes positive ones; use lrp"
+            )
+        elif float(sums.min()) < MIN_SHARE and not self.contrastive:
+            warn(
+                f"{self.name}: the shares at {layer} add up to {float(sums.min()):.2g} instead of 1: the rest stays at "
+                "neurons without a positive input, or takes other paths; use lrp to account for all of the score"
+            )

@@ -166,6 +166,7 @@ class SmoothGradSquared(NoisyAttribution):
     """
 
     name = "smooth_grad_squared"
+    ignores_sign = True
     units = "those of the wrapped method, squared"
     sign = "positive"
 
@@ -199,6 +200,7 @@ class VarGrad(NoisyAttribution):
     """
 
     name = "var_grad"
+    ignores_sign = True
     units = "those of the wrapped method, squared"
     sign = "positive"
 

@@ -191,6 +191,7 @@ class Sobol(GridAttribution):
     """
 
     name = "sobol"
+    ignores_sign = True
     units = "share of the score's variance"
     cost = "2112 forwards"
     rows: ClassVar[int] = 32
@@ -262,6 +263,7 @@ class HSIC(GridAttribution):
     """
 
     name = "hsic"
+    ignores_sign = True
     units = "dependence, 0 for none"
     cost = "1500 forwards"
     samples = 1500

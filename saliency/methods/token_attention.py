@@ -18,11 +18,12 @@ from ..attribution.base import BatchAttribution, TracedAttribution
 from ..attribution.explanation import Sign
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..attribution.options import Option
-from ..errors import LayerError, NotApplicableError
+from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_passages, fuse_heads, is_chain
 from ..hooks.autograd_graph import result_shape, saved
 from ..hooks.rectifiers import Coverage
-from ..layers.layout import GIVE_LAYOUT, Layout, given_layout, layout_from
+from ..layers.find import attention_layout
+from ..layers.layout import Layout
 from ..validation import check_choice, check_number
 
 HeadFusion = Literal["mean", "max", "min"]
@@ -70,7 +71,7 @@ class TokenAttention:
         is_encoder = all(call.shape[3] == self.tokens for call in calls) and self.crosses in ([], [self.pooling])
         is_known = is_encoder or (decoders and self._has_decoder())
         if images != len(grads.x) or not self.blocks or not is_known or not is_chain(calls):
-            kinds = "windows, stages, channels, parallel branches, pooling of patches only"
+            kinds = "windows, stages, channels, parallel branches, pooling of patches only, images in parts"
             problem = f"the attention of {model} is not among all tokens in each block ({kinds})"
             raise NotApplicableError(f"{method}: {problem}, for which the method is not defined; {_INSTEAD}")
 
@@ -87,24 +88,12 @@ class TokenAttention:
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of the tokens: the grid of patches, and the number of tokens without a position.
+        """The layout of the tokens: the grid of patches, and the token of each cell.
 
         Raises:
-            LayerError: The tokens are not a grid of patches after a few tokens without a position.
+            LayerError: The tokens are not a grid of patches that covers the image.
         """
-        x = self.grads.x
-        if (given := given_layout(x.new_zeros(len(x), self.tokens, 1))) is not None:
-            return given
-        size = (int(x.shape[-2]), int(x.shape[-1]))
-        # The patches have the grid of a convolution, such as the patch embedding, if there is one.
-        shapes = [result_shape(node) for node in self.grads.nodes if node.name() == "ConvolutionBackward0"]
-        grids = [(shape[2], shape[3]) for shape in shapes if len(shape) == 4]
-        layout = layout_from((len(x), self.tokens, 1), len(x), size, grids)
-        if layout is None:
-            model = type(self.grads.forward.model).__name__
-            problem = f"the {self.tokens} tokens of {model} are not a grid of patches"
-            raise LayerError(f"{problem} for an input of {size[0]}x{size[1]}; {GIVE_LAYOUT}")
-        return layout
+        return attention_layout(self.grads.forward.model, self.tokens, self.grads.x)
 
     @cached_property
     def outliers(self) -> Tensor | None:
@@ -210,6 +199,7 @@ class AttentionRollout(AttentionMap):
     """
 
     name = "attention_rollout"
+    ignores_sign = True
     cost = "1 forward"
     units = "share of 1"
 
@@ -260,6 +250,7 @@ class GradientRollout(AttentionRollout):
     """
 
     name = "gradient_rollout"
+    ignores_sign = False
     cost = "1 forward, 1 backward"
     backwards = 2
 
@@ -324,6 +315,9 @@ class GradECLIP(AttentionMap):
     The relevance of a patch is the gradient at the result of the tokens that the head reads, times the value of the
     patch, times the cosine of query and key, scaled to 0..1 over the patches. The cosine takes the place of the
     softmax, which is too sparse in CLIP.
+
+    The authors' code for CLIP computes the last attention again with a single head, and takes the cosine of query and
+    key after the output projection. Here the attention is the model's own, and query and key are those of its heads.
 
     Args:
         model: As for every method.

@@ -28,6 +28,9 @@ class CheferLRP(CheferAttention):
     connection, both branches are scaled so that opposite relevance does not grow. The map is the row of the tokens that
     the head reads, without their own share.
 
+    Relevance that starts with both signs, as for a contrast or a probability, cancels in this scaling, so that only
+    rounding errors are left. Such targets are refused.
+
     Args:
         model: As for every method.
         **options: As for `saliency.Attribution`.
@@ -35,8 +38,8 @@ class CheferLRP(CheferAttention):
     Values: (N, 1, h, w), at least 0, in no unit of their own.
 
     Raises:
-        NotApplicableError: The network has no attention, or not among all tokens in each block; or an operation has no
-            rule.
+        NotApplicableError: The network has no attention, or not among all tokens in each block; an operation has no
+            rule; or the score rises with some outputs of the last linear layer and falls with others.
         LayerError: The tokens are not a grid of patches.
         TargetError: The target does not fit the model's output.
 
@@ -57,6 +60,11 @@ class CheferLRP(CheferAttention):
         except NotApplicableError as error:
             problem = str(error).partition(";")[0]  # the rest names an option of LRP
             raise NotApplicableError(f"{self.name}: {problem}; chefer_attention needs no rules") from error
+        if bool((rules.rises & rules.falls).any()):
+            raise NotApplicableError(
+                f"{self.name}: relevance starts with both signs, as for a contrast or a probability, and cancels; use "
+                "attn_lrp or chefer_attention, or explain a single class or text"
+            )
         return rules.weights.pop
 
 
@@ -79,11 +87,11 @@ class _PositiveParts(ZPlus):
 
 @dataclass(frozen=True)
 class _Start(_PositiveParts):
-    """The rule of the last linear layer: its output has as relevance the gradient of the score."""
+    """The rule of the last linear layer: its output has as relevance the size of the gradient of the score."""
 
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to the input, given G at the output."""
-        return super().propagate(op, divided(grad, op.output))
+        return super().propagate(op, divided(grad.abs(), op.output))
 
 
 class _Rules(Propagation):
@@ -94,6 +102,8 @@ class _Rules(Propagation):
 
     Attributes:
         weights: The positive part of relevance times gradient of each call, averaged over the heads.
+        rises: Whether the score of each image (N,) rises with an output of the last linear layers.
+        falls: Whether it falls with one.
     """
 
     def __init__(self, attention: TokenAttention) -> None:
@@ -103,6 +113,7 @@ class _Rules(Propagation):
         self._calls = {call.node: call for call in attention.calls}
         self._gradients = {call: attention.grads.node_gradient(call.node) for call in attention.calls}
         self._length_first = (attention.tokens, len(attention.grads.x))
+        self.rises, self.falls = (torch.zeros_like(attention.grads.scores, dtype=torch.bool) for _ in range(2))
 
     def __call__(self, visit: Visit) -> Gradients:
         """Return G at the operands of a node; none after the first attention."""
@@ -113,6 +124,9 @@ class _Rules(Propagation):
             return (None,)
         if name in NORMS or (name in SOFTMAX and self.weights):  # the softmax of a target has a gradient
             return self._unchanged(visit)
+        if visit.node in self._first_and_last(visit.walk)[1]:
+            self.rises |= visit.walk.per_image(visit.grad > 0, visit.node) > 0
+            self.falls |= visit.walk.per_image(visit.grad < 0, visit.node) > 0
         # The sum of two heads (N, classes) is not a residual connection: relevance of opposite signs would cancel.
         is_residual = name == "add" and visit.on_path == [True, True] and visit.grad.dim() > 2
         return self._residual(visit) if is_residual else super().__call__(visit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
@@ -16,7 +17,7 @@ from ..attribution.forward import at_least_float32
 from ..attribution.options import Option
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
-from ..hooks.autograd_graph import DispatchMode, is_module_hook, next_functions, result_shape, saved
+from ..hooks.autograd_graph import DispatchMode, next_functions, result_shape, saved
 from ..hooks.model_state import leaf
 from ..hooks.operations import Keep, Operation, WeakResult, as_results
 from ..hooks.pytree import tree_map
@@ -80,10 +81,40 @@ class TokenStream:
         """Return the operation whose result is the tokens to which the result of a call is added."""
         return [node for node in self._passages if self._order[node] < self._order[call.node]][-1]
 
+    def skip_gradients(self) -> dict[AttentionCall, Tensor]:
+        """Return the gradients at the results of the blocks' attention that run along skip connections only.
+
+        The gradient at the tokens after the last block is that at the sum of each branch, since no branch passes it on
+        to the tokens before it. From the sum, it reaches the attention of the branch.
+
+        Raises:
+            NotApplicableError: A block has no skip connection from the tokens before it to a sum.
+        """
+        gradients: dict[AttentionCall, Tensor] = {}
+        grad: Tensor | None = None
+        for node, before in pairwise(self._passages):
+            is_sum = node.name() == "AddBackward0" and before in [operand for operand, _ in next_functions(node)]
+            if grad is None and is_sum and self._attention.tokens in result_shape(node)[:2]:
+                grad = self._attention.grads.gradient_at(node)
+            if grad is None:
+                continue  # in the head
+            if len(gradients) == len(self._attention.blocks):
+                break
+            inside = range(self._order[node], self._order[before])
+            calls = [call for call in self._attention.blocks if self._order[call.node] in inside and is_sum]
+            if calls or not is_sum:
+                ends = [GradientEdge(end, 0) for end in ([call.node for call in calls] or [before])]
+                passed = differentiate(GradientEdge(node, 0), ends, grad, retain_graph=True)
+                gradients |= cast("dict[AttentionCall, Tensor]", dict(zip(calls, passed, strict=False)))
+                grad = grad if calls else passed[0]
+        if len(gradients) < len(self._attention.blocks):
+            model = type(self._attention.grads.forward.model).__name__
+            problem = f"not every block of {model} adds its attention to the tokens before it"
+            raise NotApplicableError(f"{self._method}: {problem}; use chefer_attention")
+        return gradients
+
     def result(self, node: Node) -> Tensor:
         """Return the result of an operation, in the shape of the model."""
-        while is_module_hook(node):
-            node = cast("Node", next_functions(node)[0][0])
         result: Tensor = as_results(self._operation(node).result)[0]
         return result.detach()
 
@@ -136,6 +167,9 @@ class LeGrad(AttentionMap):
     The score of a layer is that of the tokens after it, read by the model's own pooling, norm and head. Its positive
     gradient at the attention is averaged over heads and queries. The attention itself is not a factor. In a network
     with a pooling head, the attention of the head is used for each layer.
+
+    The authors' code for CLIP reads the mean of all tokens after each layer. Here the model's own pooling does, such as
+    the class token, as in the paper.
 
     Args:
         model: As for every method.
@@ -245,6 +279,7 @@ class AttentionGradCAM(AttentionMap):
 class AGCAM(AttentionMap):
     """Positive gradient at the attention times the sigmoid of the attention logits, summed over heads and blocks.
 
+    As in the paper, the gradient runs along skip connections only: it passes no attention and no MLP of a later block.
     The sum is that of the tokens that the head reads, such as the class token. With a pooling head, it is the mean over
     all tokens, plus that of the pooling head.
 
@@ -255,7 +290,8 @@ class AGCAM(AttentionMap):
     Values: (N, 1, h, w), at least 0, in score units.
 
     Raises:
-        NotApplicableError: The network has no attention, or not among all tokens in each block.
+        NotApplicableError: The network has no attention, or not among all tokens in each block; or a block has no skip
+            connection around its attention.
         LayerError: The tokens are not a grid of patches.
         TargetError: The target does not fit the model's output.
 
@@ -265,25 +301,24 @@ class AGCAM(AttentionMap):
 
     name = "ag_cam"
     cost = "1 forward, 1 backward"
-    backwards = 2
+    backwards = None
     keep = Keep.ALL
 
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the sum over the blocks of the gated gradient at all tokens."""
-        read = attention.read_queries
-        # Before the backward pass frees what they are computed from. Those of fused kernels need not be kept.
-        logits = {call: _logits(attention, call) for call in attention.calls if call.softmax is not None}
+        gradients = TokenStream(attention, self.name).skip_gradients()
 
-        def gated(call: AttentionCall, read: Tensor) -> Tensor:
+        def gated(call: AttentionCall, grad: Tensor, read: Tensor) -> Tensor:
             """Return the mean over the queries that are read, and the sum over the heads, of the gated gradient."""
-            gates = (logits.pop(call) if call in logits else call.logits()).sigmoid()
-            return (read @ gates.mul_(attention.gradient(call).clamp_(min=0)).sum(1))[:, 0]
+            gates = (call.logits() if call.softmax is None else _logits(attention, call)).sigmoid()
+            return (read @ (gates * call.gradient(grad).clamp_(min=0)).sum(1))[:, 0]
 
-        maps = gated(attention.pooling or attention.blocks[-1], read)
-        if attention.pooling is not None:
-            read = maps.new_full((1, 1, attention.tokens), 1 / attention.tokens)
-        others = attention.blocks if attention.pooling is not None else attention.blocks[:-1]
-        return sum((gated(call, read) for call in others), maps)
+        read = attention.read_queries
+        if attention.pooling is None:
+            return torch.stack([gated(*block, read) for block in gradients.items()]).sum(0)
+        own = gated(attention.pooling, attention.grads.gradient_at(attention.pooling.node), read)
+        mean = own.new_full((1, 1, attention.tokens), 1 / attention.tokens)
+        return own + torch.stack([gated(*block, mean) for block in gradients.items()]).sum(0)
 
 
 class AttCAT(AttentionMap):

@@ -1,4 +1,4 @@
-"""Measure how good a map is: metrics with standard errors, each beside maps that know nothing about the prediction."""
+"""Measure how good a map is: metrics with standard errors, each next to maps that ignore the prediction."""
 
 from importlib import import_module
 from pkgutil import walk_packages

@@ -1,10 +1,8 @@
-"""Metrics of axioms: completeness, non-sensitivity and input invariance; and ARCC, which combines three metrics."""
+"""Metrics of axioms: completeness, non-sensitivity and input invariance."""
 
 from __future__ import annotations
 
 import copy
-
-import torch
 
 from ..attribution.options import Option
 from ..hooks.manager import HookManager
@@ -13,7 +11,7 @@ from ..validation import check_number
 from .base import Outcome
 from .faithfulness import MonotonicityCorrelation
 from .method_metric import Maps, MethodMetric
-from .perturbed import PerturbationMetric, PerturbedImage, correlation, scaled_to_one
+from .perturbed import PerturbationMetric, PerturbedImage
 from .robustness import norm, relative
 
 
@@ -93,31 +91,3 @@ class InputInvariance(MethodMetric):
             hooks.revise_input(method.model, lambda x: x - self.shift)
             shifted = maps(maps.subject.images + self.shift, method)
         return Outcome(relative(norm(shifted - maps.own), norm(maps.own)))
-
-
-class ARCC(MethodMetric):
-    """Harmonic mean of coherency, low complexity and low average drop; higher is better.
-
-    Values: (N,), 0 to 1: of Pearson's correlation of the map with that of the image multiplied by the map, 1 less the
-    mean of the map scaled to 0..1, and 1 less the average drop. 0 if one of them is not above 0.
-
-    Source: Poppi et al., "Revisiting The Evaluation of Class Activation Mapping for Explainability" (2021),
-        https://arxiv.org/abs/2104.10252.
-    """
-
-    name = "arcc"
-    higher_is_better = True
-
-    def measure_maps(self, maps: Maps) -> Outcome:
-        """Compute the means of the images."""
-        subject = maps.subject
-        own = subject.resized(maps.own)
-        shown = scaled_to_one(own)
-        images = subject.images * shown[:, None]
-        again = subject.resized(maps(images))
-        is_equal = (own == again).flatten(1).all(1)
-        coherency = torch.where(is_equal, 1.0, correlation(own.flatten(1), again.flatten(1)))
-        before, after = (subject.scores_of(each) for each in (subject.images, images))
-        drop = ((before - after) / before.abs().clamp(min=1e-30)).clamp(min=0)
-        parts = torch.stack([coherency, 1 - shown.flatten(1).mean(1).double(), 1 - drop.double()]).clamp(min=0)
-        return Outcome(torch.where((parts > 0).all(0), 3 / (1 / parts.clamp(min=1e-30)).sum(0), 0.0))

@@ -21,30 +21,35 @@ from ..io.inputs import ImagesLike
 from ..methods.gradient import VanillaGradient
 from ..render.heatmap import reduced_maps, require_explanation, resized
 from ..targets.targets import TargetLike, probability
-from ..validation import Registry, check_choice
+from ..validation import Registry, check_choice, check_integer
 
 Score = Literal["probability", "explained"]
 _T = TypeVar("_T")
 
-RANDOM_MAPS = 5
-"""The number of random maps among the controls."""
+DRAWS = 19
+"""The number of random controls."""
+
+SPREAD = 1.645
+"""The standard deviations above their mean that 5 % of normal draws exceed; for error rates see docs/trust.md."""
 
 CENTRE_WIDTH = 0.25
 """The standard deviation of the Gaussian control, as a share of each edge."""
 
-CONTROLS = ("constant", "centre", *["random"] * RANDOM_MAPS)
-"""The controls of a map, in the order of `control_maps`."""
-
+RELATIVE, ABSOLUTE = 1e-6, 1e-12
+"""The tolerances of `isclose` at which values are called equal."""
 
 METRICS: Registry[type[Metric]] = Registry("metric")
 """All metrics by name. A class with a `name` is registered when it is defined."""
 
 
 class Control(NamedTuple):
-    """Values of a map that knows nothing about the prediction."""
+    """Values of a map that ignores the prediction, or of several draws of such a map."""
 
-    values: Tensor  # (N,)
-    error: Tensor  # (N,) standard error of the difference between the method's value and this one
+    values: Tensor  # (N,) the mean over the draws
+    # The range: the mean and `SPREAD` standard deviations of the draws to each side. For a control without draws its
+    # value, and two standard errors of the difference to the map if the metric samples.
+    low: Tensor  # (N,)
+    high: Tensor  # (N,)
 
 
 class Outcome(NamedTuple):
@@ -56,7 +61,7 @@ class Outcome(NamedTuple):
     curves: Tensor | None = None  # (M, ..., K)
     at: Tensor | None = None  # (K,) where the curve was measured
     passes: int = 0  # of each image: new forwards, or calls of the method
-    controls: tuple[str, ...] = CONTROLS  # the names of the rows after the first; rows of one name are averaged
+    controls: tuple[str, ...] = ()  # the names of the rows after the first, if they are not those of `control_maps`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,9 +73,9 @@ class Measurement:
         settings: The metric's options, with the score and the seed.
         values: (N,) one value per image, NaN where the metric is not defined.
         error: (N,) the standard error of each value, if the metric samples.
-        controls: The values of maps that know nothing about the prediction: "random", the same values at random places
-            (mean of several draws), "constant", and "centre", a Gaussian at the centre of the image. For metrics that
-            call the method: "constant", "random", new noise at each call, and "edges" of the image.
+        controls: The values of maps that ignore the prediction: "constant", "centre", a Gaussian at the centre of the
+            image, and "random", the map itself at random places, several times. For metrics that call the method:
+            "constant", "random", new noise at each call, and "edges" of the image.
         higher_is_better: None if neither is better.
         curve: (N, K) the scores on which the value is based, if the metric has a curve.
         control_curves: (N, K) the same for each control.
@@ -92,12 +97,23 @@ class Measurement:
 
     @property
     def beats_controls(self) -> Tensor:
-        """(N,) of bool: whether the value is better than that of every control by more than two standard errors."""
+        """(N,) of bool: whether the value is better than the range of every control, as of `Control`."""
+        return self._is_beyond(bool(self.higher_is_better))
+
+    @property
+    def loses_to_controls(self) -> Tensor:
+        """(N,) of bool: whether the value is worse than the range of every control."""
+        return self._is_beyond(not self.higher_is_better)
+
+    def _is_beyond(self, above: bool) -> Tensor:
+        """Return whether the values are above, or below, all controls by more than rounding."""
         if self.higher_is_better is None or not self.controls:
             return torch.zeros_like(self.values, dtype=torch.bool)
-        sign = 1 if self.higher_is_better else -1
-        wins = [sign * (self.values - control.values) > 2 * control.error for control in self.controls.values()]
-        return torch.stack(wins).all(0)
+        if above:
+            limit = torch.stack([control.high for control in self.controls.values()]).amax(0)
+            return (self.values > limit) & ~torch.isclose(self.values, limit, rtol=RELATIVE, atol=ABSOLUTE)
+        limit = torch.stack([control.low for control in self.controls.values()]).amin(0)
+        return (self.values < limit) & ~torch.isclose(self.values, limit, rtol=RELATIVE, atol=ABSOLUTE)
 
     def __repr__(self) -> str:
         """Return one line: the mean over the images, and those of the controls."""
@@ -137,7 +153,8 @@ class Subject(SharedResults):
         reference: Another explanation of the same images, for metrics of agreement.
         score: The score that perturbed images get.
         seed: The seed of all draws.
-        controls: Whether maps that know nothing about the prediction are measured too, which takes most of the passes.
+        controls: Whether maps that ignore the prediction are measured too, which takes most of the passes.
+        draws: The number of random controls.
         shared: The scores of perturbed images that other explanations in the same call share with this one.
     """
 
@@ -154,11 +171,13 @@ class Subject(SharedResults):
         score: Score = "probability",
         seed: int = 0,
         controls: bool = True,
+        draws: int = DRAWS,
         shared: SharedResults | None = None,
     ) -> None:
         require_explanation(explanation, "a metric")
         reduced_maps(explanation, None)  # raises for NaN and infinity
         self.explanation, self.seed, self.controls = explanation, seed, controls
+        self.draws = check_integer("draws", draws, least=0)
         self.shared = shared or SharedResults()
         self.score = check_choice("score", score, get_args(Score))
         self._method, self._model, self._inputs, self._target = method, model, inputs, target
@@ -169,19 +188,9 @@ class Subject(SharedResults):
         """The map and the controls at the size of the model's input (M, N, H, W)."""
         return self.controlled(reduced_maps(self.explanation, None))
 
-    @cached_property
-    def orders(self) -> Tensor:
-        """The map and the controls (M, N, H, W) for metrics that only read the order of the pixels.
-
-        The random maps hold 1 to h * w, so that all maps of one resolution have the same controls.
-        """
-        cells = reduced_maps(self.explanation, None)
-        numbers = torch.arange(1, cells[0].numel() + 1, device=cells.device, dtype=cells.dtype).view_as(cells[:1])
-        return torch.cat([self.maps[:1], self.controlled(numbers.expand_as(cells))[1:]])
-
     def controlled(self, cells: Tensor) -> Tensor:
         """Return maps (N, h, w) and their controls in the size of the model's input, (M, N, H, W)."""
-        rows = [cells, *(control_maps(cells, self.seed) if self.controls else ())]
+        rows = [cells, *(control_maps(cells, self.seed, self.draws) if self.controls else ())]
         return torch.stack([resized_within(row, self.explanation.input_size) for row in rows])
 
     def resized(self, values: Tensor) -> Tensor:
@@ -192,7 +201,7 @@ class Subject(SharedResults):
         """Return the scores of other images (N, C, H, W) for the explained targets: (N,)."""
         reader = self.reader
         with prepared_for_attribution(reader.model), torch.no_grad():
-            return reader.resolve(self.scored_target, len(images))(run_model(reader.model, images))
+            return reader.resolve(self.scored_target, images)(run_model(reader.model, images))
 
     @property
     def method(self) -> Attribution:
@@ -267,10 +276,11 @@ def resized_within(maps: Tensor, size: tuple[int, int]) -> Tensor:
     return resized(maps, size).clamp(maps.amin((1, 2), True), maps.amax((1, 2), True))
 
 
-def control_maps(cells: Tensor, seed: int) -> list[Tensor]:
-    """Return the controls of maps (N, h, w): a constant, a Gaussian at the centre, and `RANDOM_MAPS` shuffled maps.
+def control_maps(cells: Tensor, seed: int, draws: int = DRAWS) -> list[Tensor]:
+    """Return the controls of maps (N, h, w): a constant, a Gaussian at the centre, and random draws of `_moved`.
 
-    All have the mean magnitude of the map, so that metrics of scale are fair.
+    All have about the mean magnitude of the map, so that metrics of scale are fair. The Gaussian is scaled by a power
+    of two: rounding does not change the order of its pixels, so that all maps of one resolution share its scores.
     """
     height, width = cells.shape[1:]
     mean = cells.abs().mean((1, 2), keepdim=True)
@@ -279,11 +289,25 @@ def control_maps(cells: Tensor, seed: int) -> list[Tensor]:
         for n in (height, width)
     )
     centre = down[:, None] * across
-    shuffled = []
-    for number in range(RANDOM_MAPS):
-        order = torch.randperm(height * width, generator=generator(seed, number), device="cpu").to(cells.device)
-        shuffled.append(cells.flatten(1)[:, order].view_as(cells))
-    return [mean.expand_as(cells), mean * centre / centre.mean(), *shuffled]
+    scale = (mean / centre.mean()).log2().round().exp2()
+    moved = [_moved(cells, seed, number) for number in range(draws)]
+    return [mean.expand_as(cells), scale * centre, *moved]
+
+
+def _moved(cells: Tensor, seed: int, number: int) -> Tensor:
+    """Return maps (N, h, w) at another place: cyclically shifted by whole cells, and flipped at random.
+
+    All maps get the same shift, as a fraction of the edges. Unless the map is flipped, it is at least a quarter of an
+    edge, as the control would be the map itself.
+    """
+    source = generator(seed, number)
+    while True:
+        draws = torch.rand(4, generator=source, dtype=torch.float64, device="cpu").tolist()
+        flips = [axis for axis, draw in zip((1, 2), draws[2:], strict=True) if draw < 0.5]
+        if flips or any(0.25 <= shift <= 0.75 for shift in draws[:2]):
+            break
+    shifts = [round(shift * edge) for shift, edge in zip(draws[:2], cells.shape[1:], strict=True)]
+    return cells.flip(flips).roll(shifts, (1, 2))
 
 
 class Metric(HasOptions, ABC):
@@ -353,7 +377,7 @@ def measure(
         precision: As for `saliency.MultiPassAttribution`.
         progress: As for `saliency.MultiPassAttribution`.
         **context: What the metrics need to know, as for `Subject`: `method` or `model`, and `inputs`, `target`,
-            `masks`, `reference`, `score`, `seed`, `controls`, `shared`.
+            `masks`, `reference`, `score`, `seed`, `controls`, `draws`, `shared`.
 
     Returns:
         One measurement per metric, in their order.
@@ -371,7 +395,7 @@ def measure(
 
 
 def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measurement:
-    """Return an outcome as a measurement: rows of one name are averaged to one control.
+    """Return an outcome as a measurement: rows of one name are the draws of one control.
 
     Raises:
         MethodError: The metric returned something else than one row of values for the map and for each control.
@@ -379,7 +403,8 @@ def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measureme
     label, expected = type(metric).__name__, "saliency.metrics.Outcome(values)"
     if not isinstance(outcome, Outcome):
         raise MethodError(f"{label}.outcome returned {type(outcome).__name__}; expected {expected}")
-    names = outcome.controls if subject.controls else ()
+    names = outcome.controls or ("constant", "centre", *["random"] * subject.draws)
+    names = names if subject.controls else ()
     shape = (1 + len(names), len(subject.explanation))
     if tuple(outcome.values.shape) != shape:
         got = f"values {tuple(outcome.values.shape)}"
@@ -401,9 +426,11 @@ def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measureme
 
 
 def _control(outcome: Outcome, rows: list[int]) -> Control:
-    """Return the mean of some rows. Its error covers the draws of the samples and how far random maps are apart."""
-    random = [row for row, name in enumerate(outcome.controls, 1) if name == "random"]
-    spread = outcome.values[random].std(0) if len(random) > 1 else torch.zeros_like(outcome.values[0])
-    if outcome.difference_error is not None:
-        spread = torch.hypot(spread, outcome.difference_error[rows].square().mean(0).sqrt())
-    return Control(outcome.values[rows].mean(0), spread)
+    """Return the control that some rows are the draws of. Draws have the same samples as the map."""
+    values = outcome.values[rows]
+    mean = values.mean(0)
+    if len(rows) > 1:
+        spread = SPREAD * values.std(0)
+    else:
+        spread = torch.zeros_like(mean) if outcome.difference_error is None else 2 * outcome.difference_error[rows[0]]
+    return Control(mean, mean - spread, mean + spread)

@@ -263,8 +263,9 @@ class Infidelity(PerturbationMetric):
     Args:
         side: The edge of the squares, as a share of the image's shorter edge.
         samples: The number of squares.
-        scaled: Whether the map is first multiplied by the factor that gives the smallest value. The scale of most maps
-            has no meaning, and no map has the scale of a probability.
+        scaled: Whether the map is first multiplied by the factor of at least 0 that gives the smallest value. The scale
+            of most maps has no meaning, and no map has the scale of a probability. The sign has a meaning: a map that
+            is the wrong way round gets the value of a map of zeros.
         fill: As for `Deletion`.
 
     Values: (N,), in squared units of the score. Relevance in score units per unit of the input is multiplied by the
@@ -301,7 +302,8 @@ class Infidelity(PerturbationMetric):
         def errors(chosen: Tensor) -> Tensor:
             own, fall = sums[:, chosen], falls[chosen]
             norm = own.square().sum(1)
-            factor = (own * fall).sum(1) / torch.where(norm > 0, norm, 1) if self.scaled else torch.ones_like(norm)
+            fitted = ((own * fall).sum(1) / torch.where(norm > 0, norm, 1)).clamp(min=0)
+            factor = fitted if self.scaled else torch.ones_like(norm)
             return (factor[:, None] * own - fall).square().mean(1)
 
         return Outcome(*jackknife(errors, self.samples))

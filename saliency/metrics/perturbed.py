@@ -93,15 +93,10 @@ class PerturbedImage:
         """The number of pixels."""
         return self.x[0, 0].numel()
 
-    @property
-    def orders(self) -> Tensor:
-        """The map and the controls (M, H, W) for metrics that only read the order of the pixels."""
-        return self._subject.orders[:, self._index]
-
     @cached_property
     def ranks(self) -> Tensor:
         """The place of each pixel in the order of falling relevance (M, H, W); ties keep the order of the pixels."""
-        return ranks_of(self.orders.flatten(1)).view_as(self.orders)
+        return ranks_of(self.maps.flatten(1)).view_as(self.maps)
 
     def contributions(self, fill: Fill) -> Tensor:
         """Return the contribution of each pixel to the score, less that of the fill (M, H, W).
@@ -214,7 +209,7 @@ class PerturbedImage:
 
     def segment_ranks(self, segments: Segments) -> Tensor:
         """Return the place of each segment in the order of falling mean relevance (M, segments)."""
-        return ranks_of(self.segment_sums(segments, self.orders) / segments.sizes.cpu())
+        return ranks_of(self.segment_sums(segments, self.maps) / segments.sizes.cpu())
 
     def segment_curves(self, by: ResolvedSegments, fill: Fill) -> Tensor:
         """Return the scores with the segments of highest mean relevance replaced, none to all: (M, segments + 1)."""

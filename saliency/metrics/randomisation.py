@@ -21,7 +21,7 @@ from ..engine.estimates import generator
 from ..errors import MethodError, TargetError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, run_model
-from ..targets.targets import class_probabilities
+from ..targets.targets import OutputFacts, class_scores
 from ..validation import check_choice, check_integer, check_number
 from .base import Outcome
 from .method_metric import SIMILARITIES, Maps, MethodMetric, Similarity, outputs, similarities
@@ -101,7 +101,7 @@ class MPRT(MethodMetric):
         for begin, end in pairwise(ends):
             if self.order == "independent":
                 restore(method.model, subject.method.model)
-            randomise(method.model, names[begin:end], subject.seed + draw)
+            randomise(method.model, names[begin:end], subject.seed, draw)
             yield method
 
 
@@ -170,7 +170,10 @@ class RandomLogit(MethodMetric):
         if None in classes:
             name = subject.explanation.target_names[classes.index(None)]
             raise TargetError(f'the explained target, "{name}", is not a class, so there are no other classes')
-        count = class_probabilities(subject.once("output", outputs, subject.method, images[:1])).shape[1]
+        scores = class_scores(subject.once("output", outputs, subject.method, images[:1]))
+        count = OutputFacts(subject.method.categories).class_count(scores.shape[1])
+        if count < 2:
+            raise TargetError("the model returns one number per image, so there are no other classes")
         draws = torch.rand(count, generator=generator(subject.seed), dtype=torch.float64, device="cpu")
         others = draws.repeat(len(images), 1)
         others[torch.arange(len(images), device="cpu"), torch.tensor(classes, dtype=torch.int64, device="cpu")] = 2
@@ -217,11 +220,17 @@ def _note(began: list[str], name: str, args: object, kwargs: object) -> None:
     began.append(name)
 
 
-def randomise(model: nn.Module, names: list[str], seed: int) -> None:
-    """Permute the values of all parameters and buffers of some modules in place."""
+def randomise(model: nn.Module, names: list[str], *seed: int) -> None:
+    """Permute the values of all parameters and buffers of some modules in place.
+
+    Args:
+        model: The model.
+        names: The names of the modules.
+        *seed: The seed, and the number of the draw if there are several.
+    """
     for name in names:
         for number, tensor in enumerate(_tensors(model.get_submodule(name))):
-            source = generator(seed, *name.encode(), number)
+            source = generator(*seed, *name.encode(), number)
             order = torch.randperm(tensor.numel(), generator=source, device="cpu").to(tensor.device)
             with torch.no_grad():
                 tensor.copy_(tensor.flatten().index_select(0, order).view_as(tensor))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, interpolate, max_pool2d
@@ -10,14 +12,20 @@ from ..attribution.options import Option
 from ..engine.estimates import generator
 from ..validation import check_number
 from .base import Outcome
-from .faithfulness import OrderedMetric
-from .perturbed import PerturbedImage, check_shares, digest
+from .faithfulness import Order, OrderedMetric
+from .perturbed import PerturbationMetric, PerturbedImage, check_shares, digest
 
 TOLERANCE = 1e-4
 """The norm of the residual of the linear equations, relative to that of their right side."""
 
 WEIGHTS = ((1 / 12, 1 / 6, 1 / 12), (1 / 6, 0, 1 / 6), (1 / 12, 1 / 6, 1 / 12))
 """The weights of a pixel's neighbours."""
+
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""The shares of the pixels that are removed by default."""
+
+NOISE = 0.01
+"""The standard deviation of the noise by default."""
 
 
 class ROAD(OrderedMetric):
@@ -42,30 +50,72 @@ class ROAD(OrderedMetric):
 
     name = "road"
 
-    shares: Option[tuple[float, ...]] = Option((0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), check_shares)
-    noise: Option[float] = Option(0.01, check_number, least=0)
+    shares: Option[tuple[float, ...]] = Option(SHARES, check_shares)
+    noise: Option[float] = Option(NOISE, check_number, least=0)
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
         """Compute the mean scores of one image."""
-        counts = [round(share * image.pixels) for share in self.shares]
-        limits = torch.tensor(counts, dtype=torch.int64, device=image.x.device)
-        curves = []
-        for ranks in image.ranks:
-            place = image.pixels - 1 - ranks if self.order == "lerf" else ranks
-
-            def make(start: int, stop: int, place: Tensor = place) -> Tensor:
-                missing = (place < limits[start:stop, None, None])[:, None]
-                noise = self.noise * torch.cat([_noise(image, number) for number in range(start, stop)])
-                return imputed(image.x, missing) + missing * noise
-
-            curves.append(image.scores(("imputed", digest(place), self.shares, self.noise), len(limits), make))
-        values = torch.stack(curves)
-        return Outcome(values.mean(1), curves=values, at=torch.tensor(self.shares, dtype=torch.float64, device="cpu"))
+        return _outcome(_curves(image, self.order, self.shares, self.noise), self.shares)
 
 
-def _noise(image: PerturbedImage, number: int) -> Tensor:
-    source = generator(image.seed, number)
-    return torch.randn(image.x.shape, generator=source, dtype=torch.float32, device="cpu").to(image.x)
+class CombinedROAD(PerturbationMetric):
+    """Mean score without the least relevant pixels, less that without the most relevant ones; higher is better.
+
+    Args:
+        shares: As for `ROAD`.
+        noise: As for `ROAD`.
+
+    Values: (N,), in units of the score: the difference of `ROAD` in both orders. The curve is the difference of both.
+
+    Source: Rong et al. (2022), as for `ROAD`; Gildenblat and contributors (2022),
+        https://github.com/jacobgil/pytorch-grad-cam, who take half of the difference.
+    """
+
+    name = "combined_road"
+    higher_is_better = True
+
+    shares: Option[tuple[float, ...]] = Option(SHARES, check_shares)
+    noise: Option[float] = Option(NOISE, check_number, least=0)
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the differences of one image."""
+        least, most = (_curves(image, order, self.shares, self.noise) for order in ("lerf", "morf"))
+        return _outcome(least - most, self.shares)
+
+
+def _curves(image: PerturbedImage, order: Order, shares: tuple[float, ...], noise: float) -> Tensor:
+    """Return the scores without each share of the pixels, (M, K)."""
+    curves = []
+    for ranks in image.ranks:
+        place = image.pixels - 1 - ranks if order == "lerf" else ranks
+
+        def make(start: int, stop: int, place: Tensor = place) -> Tensor:
+            return removed(image.x, place, shares[start:stop], noise, image.seed, start)
+
+        curves.append(image.scores(("imputed", digest(place), shares, noise), len(shares), make))
+    return torch.stack(curves)
+
+
+def _outcome(curves: Tensor, shares: tuple[float, ...]) -> Outcome:
+    return Outcome(curves.mean(1), curves=curves, at=torch.tensor(shares, dtype=torch.float64, device="cpu"))
+
+
+def removed(x: Tensor, place: Tensor, shares: Sequence[float], noise: float, seed: int, first: int = 0) -> Tensor:
+    """Return an image (1, C, H, W) without the first pixels of an order (H, W), for each share: (k, C, H, W).
+
+    Args:
+        x: The image.
+        place: The place of each pixel in the order, from 0.
+        shares: The shares of the pixels.
+        noise: The standard deviation of the noise on removed pixels.
+        seed: The seed of the noise.
+        first: The number of the first share, on which its noise depends.
+    """
+    limits = torch.tensor([round(share * place.numel()) for share in shares], dtype=torch.int64, device=x.device)
+    missing = (place < limits[:, None, None])[:, None]
+    sources = (generator(seed, first + number) for number in range(len(shares)))
+    drawn = [torch.randn(x.shape, generator=source, dtype=torch.float32, device="cpu") for source in sources]
+    return imputed(x, missing) + missing * noise * torch.cat(drawn).to(x)
 
 
 def imputed(x: Tensor, missing: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from .propagation import Composite as Composite
 from .rules import AlphaBeta as AlphaBeta
 from .rules import Contrast as Contrast
 from .rules import Epsilon as Epsilon
+from .rules import Excitation as Excitation
 from .rules import Flat as Flat
 from .rules import Gamma as Gamma
 from .rules import LinearOperation as LinearOperation

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import NotApplicableError
-from ..hooks.autograd_graph import Gradients, next_functions
+from ..hooks.autograd_graph import Gradients
 from ..hooks.operations import Op, Operation, is_pointwise, operator_name
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .propagation import (
@@ -144,7 +144,7 @@ def _linear(step: Step) -> Gradients:
         return _integrated(step)
     at = visit.on_path.index(True)
     # Unlike the node as a function, the engine computes no gradients of weights.
-    edges = [GradientEdge(visit.node, 0)], [GradientEdge(*cast("Edge", next_functions(visit.node)[at]))]
+    edges = [GradientEdge(visit.node, 0)], [GradientEdge(*cast("Edge", visit.node.next_functions[at]))]
     return (*[None] * at, *torch.autograd.grad(*edges, [visit.grad], retain_graph=True))
 
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,9 @@ from torch.autograd.graph import Node
 
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import MethodError, NotApplicableError, did_you_mean
-from ..hooks.autograd_graph import Gradients, is_module_hook, next_functions, result_spec, saved
+from ..hooks.autograd_graph import Gradients, next_functions, result_spec, saved, sequence_nr
 from ..hooks.operations import (
+    ACTIVATIONS,
     ADDITIVE,
     HOMOGENEOUS,
     LINEAR,
@@ -31,12 +32,13 @@ from ..hooks.operations import (
     Operation,
     is_attention,
     is_batch_norm,
+    is_elementwise,
     is_pointwise,
     is_view,
     operator_name,
 )
 from ..hooks.pytree import tree_map, tree_tensors
-from .rules import Epsilon, LinearOperation, Rule, divided
+from .rules import Epsilon, LinearOperation, Passed, Rule, divided
 from .walk import Edge, Visit, Walk
 
 Unknown = Literal["refuse", "gradient"]
@@ -54,6 +56,8 @@ _GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *SOFTMAX})
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
 _KINDS = ("conv", "linear", "first", "last")
 _GRADIENT = Epsilon(0)
+# Activations, which a patch embedding does not have.
+_ACTIVATIONS = ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
 # What an operand may be in the arguments of an operation, which keep None for some.
 _OPERANDS = (Tensor, type(None))
 # The node that a view gets after an operation in place on it or on what it views.
@@ -110,18 +114,72 @@ class Composite:
             rules |= dict.fromkeys(matches, rule)
         return rules
 
+    def check_layers(self, treated: Iterable[str]) -> None:
+        """Raise MethodError for a pattern that fits none of the layers in which an operation got a rule."""
+        for pattern in self.rules:
+            if pattern not in _KINDS and not fnmatch.filter(treated, pattern):
+                raise MethodError(
+                    f'composite: the rule of "{pattern}" fits no operation: no convolution or matrix product with '
+                    "weights runs there between the input and the score"
+                )
 
-def has_attention(grads: TargetGradients) -> bool:
-    """Return whether the scores depend on the image through attention: fused, or products of two signals."""
-    on_path = {*grads.nodes}
+
+def attention_nodes(grads: TargetGradients) -> list[Node]:
+    """Return the attention on which the scores depend: fused, or products of two signals. The last one comes first."""
+    on_path, found = {*grads.nodes}, []
     for node in grads.nodes:
         operation = grads.forward.operations.operation(node)
         if operation is None:
             continue
         factors = [function in on_path for function, _ in next_functions(node)][-2:]
         if is_attention(operation.op) or (operation.name in ("bmm", "baddbmm") and all(factors)):
-            return True
-    return False
+            found.append(node)
+    return found
+
+
+def first_linear(grads: TargetGradients) -> Node | None:
+    """Return the first convolution or matrix product with weights, such as a patch embedding; None if there is none."""
+    on_path = {*grads.nodes}
+    for node in reversed(grads.nodes):
+        operation = grads.forward.operations.operation(node)
+        factors = [function in on_path for function, _ in next_functions(node)][-2:]
+        if operation is not None and operation.name in LINEAR and not all(factors):
+            return node
+    return None
+
+
+def embeds_patches(grads: TargetGradients, first: Node) -> bool:
+    """Return whether the first linear operation is a patch embedding, whose results are the tokens of attention.
+
+    All other linear operations come after it, and at least one, but no activation, between it and the attention.
+    """
+    attention, record = attention_nodes(grads), grads.forward.operations
+    if not attention:
+        return False
+    names = {node: operation.name for node in grads.nodes if (operation := record.operation(node))}
+    before, after = {attention[-1]}, {first, *following(grads.nodes, first)}
+    for node in grads.nodes:
+        if node in before:
+            before.update(operand for operand, _ in next_functions(node) if operand is not None)
+    linear = {node for node, name in names.items() if name in LINEAR}
+    between = before & after - {*attention}
+    has_activation = any(names.get(node) in _ACTIVATIONS for node in between)
+    return first in between and linear <= after and len(linear & between) > 1 and not has_activation
+
+
+def following(nodes: Sequence[Node], first: Node) -> set[Node]:
+    """Return the nodes, in the order of the backward pass, that depend on the result of one of them."""
+    after = {first}
+    for node in reversed(nodes):
+        if any(operand in after for operand, _ in next_functions(node)):
+            after.add(node)
+    return after - {first}
+
+
+def linear_weight(operation: Operation) -> Tensor:
+    """Return the weights of a convolution or matrix product, perhaps transposed."""
+    names = ("weight",) if operation.name == "convolution" else _FACTORS[operation.name]
+    return cast("Tensor", operation.args[names[-1]])
 
 
 class Propagation:
@@ -131,10 +189,22 @@ class Propagation:
         composite: The rules.
         layers: The rules of modules by name.
         unknown: Whether an operation without a rule is refused ("refuse") or passes its gradient ("gradient").
+        first: A linear operation at whose result relevance is read.
+
+    Attributes:
+        treated_layers: The modules with rules of their own in which an operation got a rule.
+        relevance: The relevance of the result of the operation `first`, in its shape.
     """
 
-    def __init__(self, composite: Composite, layers: Mapping[str, Rule], unknown: Unknown) -> None:
-        self.composite, self.layers, self.unknown = composite, layers, unknown
+    shift_receives: ClassVar[bool] = True
+    """Whether the shift of a batch norm that is not merged receives relevance."""
+
+    def __init__(
+        self, composite: Composite, layers: Mapping[str, Rule], unknown: Unknown, first: Node | None = None
+    ) -> None:
+        self.composite, self.layers, self.unknown, self.first = composite, layers, unknown, first
+        self.treated_layers: set[str] = set()
+        self.relevance: Tensor | None = None
         # By linear operation: the factor and the constant of the batch norm after it, and G at the batch norm's output.
         self._merged: dict[Node, tuple[Tensor, Tensor, Tensor]] = {}
         self._biases: dict[Node, Tensor] = {}
@@ -201,7 +271,7 @@ class Propagation:
         kind = "conv" if operation.name == "convolution" else "linear"
         rule = self._rule(visit, kind)
         walk.treated[f"{kind} by {rule.name}"] += 1
-        passed = rule.propagate(op, grad)
+        passed = self.passed(visit, rule, op, grad)
         grads: list[Tensor | None] = [None] * len(visit.on_path)
         grads[at + offset] = None if passed.grad is None else passed.grad.to(visit.grad.dtype)
         if passed.relevance is not None and visit.node in self._first_and_last(walk)[0]:
@@ -217,10 +287,16 @@ class Propagation:
             visit.absorb("stabiliser", passed.lost)
         return tuple(grads)
 
+    def passed(self, visit: Visit, rule: Rule, op: LinearOperation, grad: Tensor) -> Passed:
+        """Return what a rule passes to the input of a linear operation, given G at its output."""
+        if visit.node is self.first:
+            self.relevance = op.relevance(grad)
+        return rule.propagate(op, grad)
+
     def _rule(self, visit: Visit, kind: str) -> Rule:
         """Return the rule of a linear operation: by the innermost named layer, by "first", or by kind."""
-        names = visit.walk.record.modules(visit.node)
-        named = [name for name in names if name in self.layers]
+        named = [name for name in visit.walk.record.modules(visit.node) if name in self.layers]
+        self.treated_layers.update(named)
         if named:
             return self.layers[max(named, key=len)]
         rules = self.composite.rules
@@ -259,8 +335,9 @@ class Propagation:
             return (y_grad, None, None)
         walk.treated["batch_norm by |z|"] += 1
         part = x * scale
-        shares = divided((part + shift) * y_grad, part.abs() + shift.abs())
-        visit.absorb("biases", shares * shift.abs())
+        relevance = (part + shift) * y_grad
+        shares = divided(relevance, part.abs() + shift.abs() * self.shift_receives)
+        visit.absorb("biases", relevance - shares * part.abs())
         return (shares * scale.abs() * x.sign(), None, None)
 
     def _merged_edges(self, visit: Visit) -> list[Edge]:
@@ -293,9 +370,8 @@ class Propagation:
     def _activation(self, visit: Visit) -> Gradients:
         """Pass G * (f(x) - f(0)) / x; f(0) absorbs the rest."""
         operation = visit.known
-        name = next(iter(operation.args))
-        x = operation.args[name]
-        at_zero = operation.repeat(**{name: x.new_zeros(())})
+        x = operation.args[_operand(operation)]
+        at_zero = _at_zero(operation)
         if sum(visit.on_path) > 1 or not bool(torch.isfinite(at_zero).all()):
             return without_rule(visit, self.unknown)
         visit.walk.treated[f"{operation.name} by f(x)/x"] += 1
@@ -313,7 +389,10 @@ class Propagation:
         return self._product(visit) if visit.on_path == [True, True] else visit.plain()
 
     def _product(self, visit: Visit) -> Gradients:
-        """Give each factor of a product half of the relevance, or all to one if the other counts as constant."""
+        """Give each factor of a product half of the relevance, or all to one if the other counts as constant.
+
+        In an activation, such as x * sigmoid(x), all that is not x counts as constant, which is the rule f(x)/x.
+        """
         walk, self._has_product = visit.walk, True
         grads = list(visit.plain())
         factors = [at for at, on_path in enumerate(visit.on_path) if on_path][-2:]  # the first of three is a summand
@@ -321,6 +400,10 @@ class Propagation:
         if len(constants) == 1:
             walk.treated["product with a constant factor"] += 1
             grads[constants[0]] = None
+            return tuple(grads)
+        if (gate := _gate(visit, factors)) is not None:
+            walk.treated["product by f(x)/x"] += 1
+            grads[gate] = None
             return tuple(grads)
         walk.treated["product by halves"] += 1
         for at in factors:
@@ -383,13 +466,67 @@ class Propagation:
         return tuple(grads)
 
 
+def _gate(visit: Visit, factors: Sequence[int]) -> int | None:
+    """Return the place of the gate in an activation that is the product of two pointwise functions of one value.
+
+    The other factor is one that is 0 at 0, such as the value itself. None in a product of two signals.
+    """
+    walk, edges = visit.walk, [cast("Edge", next_functions(visit.node)[at]) for at in factors]
+    above = {*edges}
+    while len(above) > 1:
+        latest = max(above, key=lambda edge: sequence_nr(edge[0]) if edge[0] in walk.next else -1)
+        operands = _pointwise_operands(walk, latest)
+        if not operands:
+            return None
+        above = (above - {latest}).union(operands)
+    is_zero = [_is_zero_at_zero(walk, edge, above) for edge in edges]
+    return factors[1 - is_zero.index(True)] if any(is_zero) else None
+
+
+def _pointwise_operands(walk: Walk, edge: Edge) -> list[Edge]:
+    """Return the operands that depend on the image, if the operation changes each number by itself; else []."""
+    operation = walk.record.operation(edge[0])
+    if operation is None or not is_elementwise(operation.op) or type(edge[0]).__name__ == "CopySlices":
+        return []
+    operands = [cast("Edge", operand) for operand in next_functions(edge[0]) if operand[0] in walk.on_path]
+    shape = result_spec(*edge).shape
+    return operands if all(result_spec(*operand).shape == shape for operand in operands) else []
+
+
+def _is_zero_at_zero(walk: Walk, edge: Edge, sources: set[Edge]) -> bool:
+    """Return whether a pointwise function of a value is 0 where the value is."""
+    if edge in sources:
+        return True
+    operation = cast("Operation", walk.record.operation(edge[0]))
+    operands = [_is_zero_at_zero(walk, operand, sources) for operand in _pointwise_operands(walk, edge)]
+    if operation.name == "mul":
+        return any(operands)
+    on_path = [function in walk.on_path for function, _ in next_functions(edge[0])]
+    if holds_constant(_constants(Visit(walk, edge[0], operation, (), on_path))):
+        return False
+    is_shifted = kind_of(operation.op) == "activation" and bool(_at_zero(operation).any())
+    return all(operands) and not is_shifted
+
+
+def _operand(operation: Operation) -> str:
+    """Return the name of the operand of a pointwise operation: the exponent in 2 ** x."""
+    return next(name for name, value in operation.args.items() if isinstance(value, Tensor))
+
+
+def _at_zero(operation: Operation) -> Tensor:
+    """Return the value of a pointwise operation at 0."""
+    name = _operand(operation)
+    return cast("Tensor", operation.repeat(**{name: operation.args[name].new_zeros(())}))
+
+
 def _outermost(walk: Walk, nodes: Iterable[Node], following: Mapping[Any, Sequence[Node | None]]) -> set[Node]:
     """Return the linear operations that come before all others on each path, given the nodes after each node."""
     outermost: set[Node] = set()
     covered: set[Node | None] = set()
     for node in nodes:
         operation = walk.record.operation(node)
-        is_linear = operation is not None and operation.name in LINEAR
+        is_product = all(operand in walk.on_path for operand, _ in walk.next[node][-2:])  # of two signals
+        is_linear = operation is not None and operation.name in LINEAR and not is_product
         if is_linear and node not in covered:
             outermost.add(node)
         if is_linear or node in covered:
@@ -399,7 +536,7 @@ def _outermost(walk: Walk, nodes: Iterable[Node], following: Mapping[Any, Sequen
 
 def without_rule(visit: Visit, unknown: Unknown) -> Gradients:
     """Pass the gradient of an operation without a rule, or refuse it."""
-    if is_module_hook(visit.node) or visit.node.name() == _VIEW_AFTER_WRITE:
+    if visit.node.name() == _VIEW_AFTER_WRITE:
         return visit.plain()
     name = visit.operation.name if visit.operation else visit.node.name()
     name += " in place on a part of a tensor" if writes_part(visit) else ""
@@ -547,7 +684,7 @@ def attention_logits(operation: Operation) -> Tensor:
 
 def derivative(operation: Operation, point: Tensor) -> Tensor:
     """Return the derivative of a pointwise operation."""
-    name = next(iter(operation.args))
+    name = _operand(operation)
     with torch.enable_grad():
         point = point.detach().requires_grad_()
         (slope,) = torch.autograd.grad(operation.repeat(**{name: point}).sum(), point)

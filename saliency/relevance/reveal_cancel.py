@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from ..attribution.forward import TargetGradients
 from ..errors import NotApplicableError
-from ..hooks.autograd_graph import next_functions
+from ..hooks.autograd_graph import next_functions, source_edge
 from ..hooks.operations import Operation, is_pointwise
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .propagation import OF_DEGREE_ONE, batch_norm_scale, kind_of, linear_operation
@@ -43,8 +42,7 @@ def reveal_cancel(grads: TargetGradients, base: TargetGradients) -> tuple[Tensor
     """
     change = grads.x - base.x
     parts = Parts(change.clamp(min=0).requires_grad_(), change.clamp(max=0).requires_grad_())
-    end, start = get_gradient_edge(grads.forward.x), get_gradient_edge(grads.scores_in_graph)
-    known: dict[Edge, Parts] = {(end.node, end.output_nr): parts}
+    known: dict[Edge, Parts] = {source_edge(grads.forward.x): parts}
     records = grads.forward.operations, base.forward.operations
     treated = Counter[str]()
     for node, other in zip(reversed(grads.nodes), reversed(base.nodes), strict=True):
@@ -57,7 +55,7 @@ def reveal_cancel(grads: TargetGradients, base: TargetGradients) -> tuple[Tensor
         if kind_of(operation.op) != "plain" or is_pointwise(operation.op):
             treated[operation.name.removeprefix("_")] += 1
         known |= {(node, at): result for at, result in enumerate(results)}
-    total = torch.stack(known[start.node, start.output_nr]).sum()
+    total = torch.stack(known[source_edge(grads.scores_in_graph)]).sum()
     multipliers = torch.autograd.grad(total, parts)
     return torch.addcmul(parts.rise * multipliers[0], parts.fall, multipliers[1]).detach(), dict(treated)
 

@@ -362,27 +362,45 @@ class ZPlus(AlphaBeta):
 
 
 @dataclass(frozen=True)
-class Contrast(AlphaBeta):
-    """Positive parts a w share the relevance, and negative parts its negative, so that nothing passes in total.
+class Excitation(_GradientRule):
+    """The rule of the top layer in excitation backpropagation: the score is one neuron above it.
 
-    This is the rule of the top layer in contrastive excitation backpropagation.
+    The weights of this neuron are the gradient of the score at the input of the layer, so that constants in the score
+    and its sign at a photo do not matter. The positive parts of the input times these weights are the relevance.
+
+    Source: Zhang et al., "Top-down Neural Attention by Excitation Backprop" (2016), https://arxiv.org/abs/1608.00507.
+    """
+
+    name: ClassVar[str] = "excitation"
+
+    def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
+        """Return what the rule passes to the input, given G at the output."""
+        weights = op.back(op.scaled(grad.clone()))
+        parts = op.input * weights
+        passed = torch.where(parts > 0, weights, weights * self.inhibition(parts, op.dims))
+        lost = op.relevance(grad).sum(op.dims, keepdim=True) - (op.input * passed).sum(op.dims, keepdim=True)
+        return Passed(passed, lost=lost)
+
+    def inhibition(self, parts: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """Return the factor of negative parts."""
+        return parts.new_zeros(())
+
+
+@dataclass(frozen=True)
+class Contrast(Excitation):
+    """The rule of the top layer in contrastive excitation backpropagation: negative parts receive relevance too.
+
+    They are scaled to the sum of the positive ones, so that nothing passes in total.
 
     Source: Zhang et al., "Top-down Neural Attention by Excitation Backprop" (2016), https://arxiv.org/abs/1608.00507.
     """
 
     name: ClassVar[str] = "contrast"
-    alpha: float = 1.0
-    beta: float = 1.0
-    bias: bool = False
 
-    def __post_init__(self) -> None:
-        """Accept alpha = beta."""
-
-    def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
-        """Return what the rule passes to the input, given G at the output."""
-        passed = super().propagate(op, grad)
-        relevance = op.relevance(grad)
-        return passed._replace(lost=relevance if passed.lost is None else relevance.add_(passed.lost))
+    def inhibition(self, parts: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """Return the factor of negative parts."""
+        up, down = (signed.clamp(min=0).sum(dims, keepdim=True) for signed in (parts, -parts))
+        return divided(up, down)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import NotApplicableError
-from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_count, result_spec
+from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_count, result_spec, source_edge
 from ..hooks.operations import ADDITIVE, Operation, OperationRecord, is_pointwise, is_view
 
 Edge = tuple[Node, int]
@@ -85,6 +85,7 @@ class Walk:
         gradient: G at the image (N, C, H, W); None if nothing arrives.
         at: The relevance of the watched tensors, by name, in their shapes.
         watched: The names of the watched tensors by edge.
+        rule: The rule.
         ledger: The shares (N,) of the scores, by name: of the input, and of what absorbs relevance.
         treated: The number of operations by kind and rule.
     """
@@ -110,15 +111,15 @@ class Walk:
         self.at: dict[str, Tensor] = {}
         self._absorbed: list[tuple[str, Node, Tensor]] = []
         self.treated: Counter[str] = Counter()
-        self._rule, self._changes, self._length_first = rule, changes or {}, length_first
+        self.rule, self._changes, self._length_first = rule, changes or {}, length_first
         self._tensors = {name: tensor for name, tensor in (watched or {}).items() if tensor.requires_grad}
         edges = {name: get_gradient_edge(tensor) for name, tensor in self._tensors.items()}
         self.watched = {(edge.node, edge.output_nr): name for name, edge in edges.items()}
         self._arrived: dict[Edge, Tensor] = {}
         self._fixed: dict[Edge, Tensor] = {}  # relevance that has no G
         self._interleaved: set[Node] = set()
-        start = get_gradient_edge(score)
-        self._arrived[start.node, start.output_nr] = torch.ones_like(score)
+        self._arrived[source_edge(score)] = torch.ones_like(score)
+        self._image: dict[Node, int | None] = {}  # of nodes that compute something for one image alone
         with torch.no_grad():
             for node in self.nodes:
                 self._visit(node)
@@ -138,7 +139,7 @@ class Walk:
         on_path = [function in self.on_path for function, _ in self.next[node]]
         visit = Visit(self, node, self.record.operation(node), grads, on_path)
         if any(grad is not None for grad in grads):
-            self._pass_on(visit, self._rule(visit), self._arrived)
+            self._pass_on(visit, self.rule(visit), self._arrived)
         if any(part is not None for part in fixed):
             visit = visit._replace(grads=fixed)
             moved = _moved(visit)
@@ -165,9 +166,15 @@ class Walk:
         return grad
 
     def _pass_on(self, visit: Visit, grads: Gradients, arrived: dict[Edge, Tensor]) -> None:
-        for (node, at), on_path, grad in zip(self.next[visit.node], visit.on_path, grads, strict=False):
+        # A target may compute the score of each image alone, and then put the scores together.
+        is_join = visit.operation is not None and visit.operation.name in ("cat", "stack")
+        is_joint = is_join and visit.grad.shape == (self.images,) == (len(grads),)
+        edges = zip(self.next[visit.node], visit.on_path, grads, strict=False)
+        for operand, ((node, at), on_path, grad) in enumerate(edges):
             if node is None or not on_path or grad is None:
                 continue
+            image = operand if is_joint else self._image.get(visit.node)
+            self._image[node] = image if self._image.get(node, image) == image else None
             # Like the engine of autograd: an operation leaves the sum over broadcast dimensions to its caller.
             fitted = result_spec(node, at).fitted(grad)
             known = arrived.get((node, at))
@@ -211,13 +218,15 @@ class Walk:
         values = at_least_float32(values)
         if self.images == 1:
             return values.sum().reshape(1)
+        if node is not None and (image := self._image.get(node)) is not None:
+            return values.new_zeros(self.images).index_fill(0, torch.tensor(image, device=values.device), values.sum())
         if node in self._interleaved:
             return values.reshape(-1, self.images, values[0].numel()).sum((0, 2))
         if node is not None and self._is_length_first(values.shape):
             values = values.transpose(0, 1)
-        if len(values) == 1:  # a product of the rows of all images at once, as in einsum
+        if values.shape[:1] == (1,):  # a product of the rows of all images at once, as in einsum
             values = values[0]
-        if len(values) % self.images:
+        if not values.dim() or len(values) % self.images:
             raise NotApplicableError(
                 f"the ledger cannot divide values {tuple(values.shape)} among {self.images} images, as in detectors or "
                 "einsum; explain one image at a time"

@@ -163,7 +163,7 @@ def _panels(drawing: Figure, heights: Sequence[float], columns: int) -> Any:
 
 def _show(axes: Axes, picture: Image.Image, names: Sequence[str]) -> None:
     axes.imshow(picture)
-    axes.set_title("\n".join(names), fontsize=TITLE_SIZE, pad=4)
+    axes.set_title("\n".join(names), fontsize=TITLE_SIZE, pad=4, parse_math=False)
 
 
 def _add_bar(drawing: Figure, axes: Axes, scaled: ScaledMap, colormap: str | None, label: str) -> None:

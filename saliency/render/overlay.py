@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
 from ..attribution.explanation import Explanation, Sign
 from ..errors import RenderError
-from ..io.atomic_write import atomic_write
+from ..io.atomic_write import SOFTWARE, atomic_write
 from ..io.inputs import ImageLike
 from ..validation import check_integer, check_number
 from .blending import Opacity, Plane, cut_out, frame_of, paint, require_one, scale_map, shrink
@@ -147,7 +147,7 @@ def save_picture(picture: Image.Image, path: str | os.PathLike[str]) -> Path:
     """Write an image in the format of the path's suffix, and return the path.
 
     The file is written atomically: under a temporary name, and then renamed. PNG is lossless, and written several
-    times faster than by Pillow; JPEG and WebP have quality 90.
+    times faster than by Pillow; JPEG and WebP have quality 90. The metadata name the toolkit; see `is_drawing`.
 
     Raises:
         RenderError: `picture` is not a PIL image, or the suffix is not .png, .jpg, .jpeg or .webp.
@@ -158,13 +158,15 @@ def save_picture(picture: Image.Image, path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if path.suffix.lower() not in PICTURE_SUFFIXES:
         raise RenderError(f'cannot write "{path.name}": its suffix must be one of {", ".join(PICTURE_SUFFIXES)}')
+    exif = Image.Exif()
+    exif[ExifTags.Base.Software] = SOFTWARE
     with atomic_write(path) as temporary:
         if path.suffix.lower() == ".png":
             temporary.write_bytes(_png(picture))
         elif path.suffix.lower() == ".webp":
-            picture.save(temporary, format="WEBP", quality=WEBP_QUALITY)
+            picture.save(temporary, format="WEBP", quality=WEBP_QUALITY, exif=exif)
         else:
-            picture.convert("RGB").save(temporary, format="JPEG", quality=JPEG_QUALITY)
+            picture.convert("RGB").save(temporary, format="JPEG", quality=JPEG_QUALITY, exif=exif)
     return path
 
 
@@ -182,7 +184,13 @@ def _png(picture: Image.Image) -> bytes:
     np.subtract(rows[1:], rows[:-1], out=lines[1:, 1:])
     encoder = zlib.compressobj(1, strategy=zlib.Z_RLE)
     header = struct.pack(">2I5B", *picture.size, 8, PNG_COLOR_TYPES[picture.mode], 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", encoder.compress(lines.data) + encoder.flush()), (b"IEND", b""))
+    text = f"Software\0{SOFTWARE}".encode()
+    chunks = (
+        (b"IHDR", header),
+        (b"tEXt", text),
+        (b"IDAT", encoder.compress(lines.data) + encoder.flush()),
+        (b"IEND", b""),
+    )
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
     )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import string
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -20,8 +23,6 @@ SOFT_INK = "#767b84"
 
 SMALLEST_THUMB = 32
 ELLIPSIS = "…"
-
-Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 def contact_sheet(
@@ -98,7 +99,7 @@ class _Sheet:
     def __init__(self, rows: Sequence[_Row], thumb: int) -> None:
         self.rows, self.thumb = rows, thumb
         font_size = max(10, thumb / 15)
-        self.font = ImageFont.load_default(size=font_size)
+        self.font = font_for((each.target_names[0] for row in rows for each in row.explanations), font_size)
         self.line = round(font_size * 1.35)
         self.gap, self.margin, self.indent = max(4, thumb // 20), max(8, thumb // 9), thumb // 12
         titles = [row.explanations[0].target_names[0] for row in rows if row.has_one_class]
@@ -164,7 +165,34 @@ class _Sheet:
         self.pen.text((x, top + self.line // 2), text, fill=ink, font=self.font, anchor=anchor)
 
 
-def ellipsised(text: str, font: Font, width: float) -> str:
+def font_for(texts: Iterable[str], size: float) -> ImageFont.FreeTypeFont:
+    """Return DejaVu Sans; if it lacks letters of the texts, such as Chinese ones, the installed font that has most."""
+    return ImageFont.truetype(_font_file(frozenset("".join(texts) + string.printable + ELLIPSIS)), size)
+
+
+@lru_cache
+def _font_file(letters: frozenset[str]) -> str:
+    from matplotlib import get_data_path
+    from matplotlib.ft2font import FT2Font
+
+    visible = [ord(letter) for letter in letters if letter.isprintable()]
+
+    def missing(file: str) -> int:
+        font = FT2Font(file)
+        return sum(font.get_char_index(code) == 0 for code in visible)
+
+    own = str(Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"))
+    if not missing(own):
+        return own
+    from matplotlib.font_manager import fontManager
+
+    regular = [font for font in fontManager.ttflist if font.style == "normal" and font.weight in (400, "normal")]
+    # Fonts of last resort have a box for every letter.
+    files = [font.fname for font in regular if "lastresort" not in font.name.replace(" ", "").lower()]
+    return min([own, *sorted(file for file in files if Path(file).exists())], key=missing)
+
+
+def ellipsised(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
     """Return the text, or the longest beginning of it that fits into the width with an ellipsis."""
     text = " ".join(text.split())
     if font.getlength(text) <= width:
@@ -175,7 +203,7 @@ def ellipsised(text: str, font: Font, width: float) -> str:
     return text[:length].rstrip() + ELLIPSIS
 
 
-def wrapped(text: str, font: Font, width: float, max_lines: int = 3) -> list[str]:
+def wrapped(text: str, font: ImageFont.FreeTypeFont, width: float, max_lines: int = 3) -> list[str]:
     """Return the text in at most `max_lines` lines of whole words; a line that is too long ends in an ellipsis."""
     lines: list[str] = []
     words = text.split()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import TargetError, plural
 from ..validation import check_choice
-from .targets import Categories, EncodeImage, EncodeText, OutputTarget, Prompt, Target, embedding
+from .targets import Categories, EncodeImage, EncodeText, OutputFacts, OutputTarget, Prompt, Target, embedding
 
 Measure = Literal["cosine", "dot", "distance"]
 _MOST_NAMED = 3  # with more other texts, a name has only their number
@@ -26,7 +26,7 @@ class _EmbeddingTarget(OutputTarget):
 
     embeddings: Tensor | None = field(default=None, kw_only=True)
 
-    def resolve_from(self, output: Any) -> Self:
+    def resolve_from(self, output: Any, facts: OutputFacts) -> Self:
         """Return the target unchanged. Raises TargetError unless all embeddings have one length."""
         own, others = self.pair(output)
         if own.shape[1] != others.shape[1]:
@@ -64,7 +64,7 @@ class TextSimilarity(_EmbeddingTarget):
         scores = F.linear(F.normalize(own, dim=1), others)  # (N, K)
         return scores[:, 0] - scores[:, 1:].logsumexp(1) if self.against else scores[:, 0]
 
-    def probabilities(self, output: Any, images: int, categories: Categories) -> Tensor | None:
+    def probabilities(self, output: Any) -> Tensor | None:
         """Return the softmax probabilities (N,) of the text among all texts; None without others."""
         return self(output).detach().sigmoid() if self.against else None
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -37,9 +37,51 @@ EncodeText = Callable[[Sequence[Prompt]], tuple[Tensor, float]]
 EncodeImage = Callable[[Any], Any]
 """An image -> the model's output."""
 
+Link = Literal["softmax", "sigmoid", "identity"] | None
+"""Function from scores to probabilities; None for a single number per image that may mean anything."""
+
 _EMBEDDINGS = ("image_embeds", "image_features", "pooler_output")  # names of transformers and open_clip
 _MOST_LISTED = 20  # class names in an error, if no name is similar
 _MOST_OFFERED = 6  # similar class names in an error
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFacts:
+    """What a target has to know about an output besides its values.
+
+    Attributes:
+        categories: The class names.
+        is_probability: Returns whether the last operation of an output with values of 0 to 1 is a sigmoid or softmax.
+    """
+
+    categories: Categories = None
+    is_probability: Callable[[Any], bool] = lambda output: False
+
+    def class_count(self, outputs: int) -> int:
+        """Return the number of classes of an output with this many scores: two for a single one with two names.
+
+        Raises:
+            TargetError: The number of class names is another one.
+        """
+        names = outputs if self.categories is None else len(self.categories)
+        if (outputs, names) == (1, 2):
+            return 2
+        if names != outputs and not (names < outputs and isinstance(self.categories, PartialNames)):
+            classes = f"{outputs} classes" if outputs > 1 else "1 class"
+            hint = "pass one name per class, or a mapping {index: name}, which may have gaps"
+            raise TargetError(f"got {plural(names, 'class name')} for a model of {classes}; {hint}")
+        return outputs
+
+    def link(self, output: Any, scores: Tensor) -> Link:
+        """Return the function from the scores (N, classes, ...) of an output to probabilities."""
+        known = scores.detach().float()
+        if known.numel() and float(known.min()) >= 0:
+            sums_to_one = scores.shape[1] > 1 and bool(((known.sum(1) - 1).abs() < 1e-3).all())
+            if sums_to_one or (float(known.max()) <= 1 and self.is_probability(output)):
+                return "identity"
+        if scores.shape[1] > 1:
+            return "softmax" if scores.is_floating_point() else "identity"
+        return "sigmoid" if self.class_count(1) == 2 else None
 
 
 class OutputTarget(ABC):
@@ -57,7 +99,7 @@ class OutputTarget(ABC):
         """Return the target with the embeddings of its texts and reference images, if it has any."""
         return self
 
-    def resolve_from(self, output: Any) -> OutputTarget:
+    def resolve_from(self, output: Any, facts: OutputFacts) -> OutputTarget:
         """Return the target with everything fixed that depends on the output, such as the top class."""
         return self
 
@@ -69,18 +111,9 @@ class OutputTarget(ABC):
         """Return what the target reads of an output for one image, in an output for one image."""
         return output_tensor(output)[image : image + 1]
 
-    def probabilities(self, output: Any, images: int, categories: Categories) -> Tensor | None:
-        """Return the probabilities (N,) of the classes; None without classes, or for a single number per image.
-
-        Raises:
-            TargetError: There are more class names than classes.
-        """
-        indices = self.indices(images)
-        if None in indices or (classes := class_scores(output).shape[1]) == 1:
-            return None
-        if categories is not None and len(categories) > classes:
-            raise TargetError(f"got {len(categories)} class names for a model of {classes} classes")
-        return ClassScore(indices)(class_probabilities(output).detach().float())
+    def probabilities(self, output: Any) -> Tensor | None:
+        """Return the probabilities (N,) of the classes; None without classes, or if they are unknown."""
+        return None
 
     def repeated(self, image: int, count: int) -> OutputTarget:
         """Return the resolved target of one image, for an output whose rows are `count` passes of that image."""
@@ -99,10 +132,18 @@ class OutputTarget(ABC):
 class ClassScore(OutputTarget):
     """The model's output for a class: a logit, if the model returns logits.
 
-    `classes` is an index or name, None for the top class, or one of them per image.
+    If the model returns one number per image and has two class names, the number is the score of class 1, and its
+    negative that of class 0.
+
+    Attributes:
+        classes: A class index or name, None for the top class, or one of them per image.
+        link: The function from the scores of all classes to probabilities.
+        is_binary: Whether the two classes have one number.
     """
 
     classes: Any = None
+    link: Link = field(default=None, repr=False)
+    is_binary: bool = field(default=False, repr=False)
 
     def resolve(self, images: int, categories: Categories) -> ClassScore:
         """Return the target with class indices instead of names.
@@ -114,31 +155,54 @@ class ClassScore(OutputTarget):
         classes = tuple(None if label is None else class_index(label, categories) for label in labels)
         return replace(self, classes=classes)
 
-    def resolve_from(self, output: Any) -> ClassScore:
+    def resolve_from(self, output: Any, facts: OutputFacts) -> ClassScore:
         """Return the target, with the top class of each image for which no class was given.
 
         Raises:
-            TargetError: The output does not fit the classes or the number of images.
+            TargetError: The output does not fit the classes, the class names or the number of images.
         """
         scores = class_scores(output)
         if len(scores) != len(self.classes):
             rows = f"{len(scores)} rows of scores for {plural(len(self.classes), 'image')}"
             raise TargetError(f"the model returned {rows}; pass a function of the output as the target")
-        top = scores.detach().argmax(1).tolist() if None in self.classes else self.classes
+        count, link = facts.class_count(scores.shape[1]), facts.link(output, scores)
+        is_binary = count > scores.shape[1]
+        top = self.classes
+        if None in top:
+            best = scores.detach()[:, 0] > threshold(link) if is_binary else scores.detach().argmax(1)
+            top = best.long().tolist()
         classes = tuple(best if index is None else index for index, best in zip(self.classes, top, strict=True))
         for index in classes:
-            require_class(index, scores.shape[1])
-        return ClassScore(classes)
+            require_class(index, count)
+        return ClassScore(classes, link, is_binary)
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,), in the units of the model's output."""
         scores = class_scores(output)
-        index = torch.tensor(self.classes, device=scores.device)
-        return scores.gather(1, index[:, None]).squeeze(1)
+        if self.is_binary:
+            return scores[:, 0] if all(self.classes) else scores[:, 0] * (2 * self._index(scores) - 1)
+        return scores.gather(1, self._index(scores)[:, None]).squeeze(1)
+
+    def _index(self, scores: Tensor) -> Tensor:
+        return torch.tensor(self.classes, device=scores.device)
+
+    def probability(self, output: Any) -> Tensor:
+        """Return the probabilities (N,) of the classes, with their graph."""
+        scores = class_scores(output)
+        if self.link == "softmax":
+            return self(scores.softmax(1))
+        if self.link == "sigmoid":
+            return self(scores).sigmoid()
+        is_plain = not self.is_binary or all(self.classes)
+        return self(scores) if is_plain else self(scores) + (1 - self._index(scores))
+
+    def probabilities(self, output: Any) -> Tensor | None:
+        """Return the probabilities (N,) of the classes; None for a single number that may mean anything."""
+        return None if self.link is None else self.probability(output).detach().float()
 
     def repeated(self, image: int, count: int) -> ClassScore:
         """Return the target for the class of one image."""
-        return ClassScore((self.classes[image],) * count)
+        return replace(self, classes=(self.classes[image],) * count)
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return the class names; `class 7` if the model has none."""
@@ -159,9 +223,13 @@ class _ClassTarget(OutputTarget):
         """Return the target with class indices instead of names."""
         return replace(self, scores=tuple(score.resolve(images, categories) for score in self.scores))
 
-    def resolve_from(self, output: Any) -> OutputTarget:
+    def resolve_from(self, output: Any, facts: OutputFacts) -> OutputTarget:
         """Return the target, with the top class if no class was given."""
-        return replace(self, scores=tuple(score.resolve_from(output) for score in self.scores))
+        return replace(self, scores=tuple(score.resolve_from(output, facts) for score in self.scores))
+
+    def probabilities(self, output: Any) -> Tensor | None:
+        """Return the probabilities (N,) of the explained class."""
+        return self.scores[0].probabilities(output)
 
     def repeated(self, image: int, count: int) -> Self:
         """Return the target for the classes of one image."""
@@ -175,9 +243,20 @@ class _ClassTarget(OutputTarget):
 class Probability(_ClassTarget):
     """Probability of a class; see `probability`."""
 
+    def resolve_from(self, output: Any, facts: OutputFacts) -> OutputTarget:
+        """Return the target, with the top class if no class was given. Raises TargetError without a probability."""
+        score = self.scores[0].resolve_from(output, facts)
+        if score.link is None:
+            problem = "the model returns one number per image, whose probability is unknown"
+            hint = "pass the names of both classes as categories= if it is the logit of the second"
+            raise TargetError(
+                f"{problem}; {hint}, or explain the number itself: saliency.value(0), or saliency.value()"
+            )
+        return replace(self, scores=(score,))
+
     def __call__(self, output: Any) -> Tensor:
         """Return the probabilities (N,), 0 to 1."""
-        return self.scores[0](class_probabilities(output))
+        return self.scores[0].probability(output)
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return names such as `probability of espresso`."""
@@ -187,9 +266,9 @@ class Probability(_ClassTarget):
 class Contrast(_ClassTarget):
     """Difference of the scores of two classes; see `contrast`."""
 
-    def resolve_from(self, output: Any) -> OutputTarget:
+    def resolve_from(self, output: Any, facts: OutputFacts) -> OutputTarget:
         """Return the target, with the top class if no class was given. Raises TargetError if both classes are equal."""
-        first, second = (score.resolve_from(output) for score in self.scores)
+        first, second = (score.resolve_from(output, facts) for score in self.scores)
         for index, other in zip(first.classes, second.classes, strict=True):
             if index == other:
                 raise TargetError(f"contrast compares class {index} with itself; pass another class as `against`")
@@ -211,18 +290,25 @@ class Region(OutputTarget):
 
     label: int | str
     where: Tensor | None = None
+    is_binary: bool = False  # as in `ClassScore`
 
     def resolve(self, images: int, categories: Categories) -> Region:
         """Return the target with a class index instead of a name."""
         return replace(self, label=class_index(self.label, categories))
 
-    def resolve_from(self, output: Any) -> Region:
+    def resolve_from(self, output: Any, facts: OutputFacts) -> Region:
         """Return the target with the pixels that the model assigns to the class, if none were given."""
         scores, index = self._scores(output), int(self.label)
-        require_class(index, scores.shape[1])
+        count = facts.class_count(scores.shape[1])
+        require_class(index, count)
+        is_binary = count > scores.shape[1]
         shape = (len(scores), *scores.shape[2:])
         if self.where is None:
-            where = scores.detach().argmax(1) == index
+            if scores.shape[1] == 1:
+                foreground = scores.detach()[:, 0] > threshold(facts.link(output, scores))
+                where = ~foreground if is_binary and not index else foreground
+            else:
+                where = scores.detach().argmax(1) == index
             problem = f"the model assigns no pixel to class {index} in image {{}}; pass them: region({index}, where)"
         else:
             where = self.where.to(scores.device).bool()
@@ -233,14 +319,16 @@ class Region(OutputTarget):
         is_empty = ~where.flatten(1).any(1)
         if is_empty.any():
             raise TargetError(problem.format(int(is_empty.nonzero()[0])))
-        return replace(self, where=where)
+        return replace(self, where=where, is_binary=is_binary)
 
     def __call__(self, output: Any) -> Tensor:
         """Return the mean scores (N,) of the class over its pixels."""
-        scores = self._scores(output)[:, int(self.label)]
+        index = int(self.label)
+        scores = self._scores(output)[:, 0 if self.is_binary else index]
         assert self.where is not None  # noqa: S101 - resolve_from() runs first
         # Index instead of multiplying by a mask: such a product looks like a hand-written ReLU in the graph.
-        return torch.stack([image[where].mean() for image, where in zip(scores, self.where, strict=True)])
+        means = torch.stack([image[where].mean() for image, where in zip(scores, self.where, strict=True)])
+        return -means if self.is_binary and not index else means
 
     def repeated(self, image: int, count: int) -> Region:
         """Return the target for the pixels of one image."""
@@ -266,7 +354,7 @@ class Value(OutputTarget):
 
     index: tuple[int, ...]
 
-    def resolve_from(self, output: Any) -> Value:
+    def resolve_from(self, output: Any, facts: OutputFacts) -> Value:
         """Return the target unchanged. Raises TargetError if the index is outside the output."""
         shape = tuple(output_tensor(output).shape[1:])
         inside = len(self.index) == len(shape) and all(0 <= i < n for i, n in zip(self.index, shape, strict=True))
@@ -315,29 +403,25 @@ class TargetList(OutputTarget):
         """Return the targets with the embeddings of their texts and reference images."""
         return TargetList(tuple(target.bind(encode_text, encode_image) for target in self.targets))
 
-    def resolve_from(self, output: Any) -> TargetList:
+    def resolve_from(self, output: Any, facts: OutputFacts) -> TargetList:
         """Return the targets with everything fixed that depends on the output."""
-        own = (target.resolve_from(target.part(output, image)) for image, target in enumerate(self.targets))
+        own = (target.resolve_from(target.part(output, image), facts) for image, target in enumerate(self.targets))
         return TargetList(tuple(own))
 
     def __call__(self, output: Any) -> Tensor:
-        """Return the score of each image (N,) by its own target."""
-        return torch.cat([self._score(output, image) for image in range(len(self.targets))])
+        """Return the score of each image (N,) by its own target.
 
-    def probabilities(self, output: Any, images: int, categories: Categories) -> Tensor | None:
+        Each target reads the rows of all images, so that relevance finds N rows in every operation.
+        """
+        images = len(self.targets)
+        own = (target.repeated(0, images)(output) for target in self.targets)
+        return torch.stack([one_score_each(scores, images)[image] for image, scores in enumerate(own)])
+
+    def probabilities(self, output: Any) -> Tensor | None:
         """Return the probabilities (N,), if each target has one."""
-        own = ((target, target.part(output, image)) for image, target in enumerate(self.targets))
-        parts = [target.probabilities(part, 1, categories) for target, part in own]
+        parts = [target.probabilities(target.part(output, image)) for image, target in enumerate(self.targets)]
         known = [part for part in parts if part is not None]
         return torch.cat(known) if len(known) == len(parts) else None
-
-    def _score(self, output: Any, image: int) -> Tensor:
-        """Return the score (1,) of one image."""
-        target = self.targets[image]
-        scores = target(target.part(output, image))
-        if not isinstance(target, FunctionTarget):
-            return scores
-        return one_score_each(scores, len(self.targets))[image : image + 1]
 
     def repeated(self, image: int, count: int) -> OutputTarget:
         """Return the target of one image."""
@@ -361,9 +445,11 @@ def one_score_each(scores: Any, images: int) -> Tensor:
 
 
 def probability(target: Any = None) -> Target:
-    """Explain the softmax probability of a class, 0 to 1, instead of its logit.
+    """Explain the probability of a class, 0 to 1, instead of its logit.
 
-    Unlike the logit, the probability compares the class with all others. Its gradient vanishes if the model is certain.
+    It is the softmax of the scores; or the score itself, if the model's last operation is a sigmoid or a softmax. If
+    the model returns one number per image and has two class names, it is the sigmoid of that number for class 1. Unlike
+    the logit, a softmax compares the class with all others. Its gradient vanishes if the model is certain.
 
     Args:
         target: A class index or name, one of them per image, or None for the top class.
@@ -387,7 +473,9 @@ def region(label: int | str, where: Any = None) -> Target:
     Args:
         label: The class, by index or name.
         where: (H, W) or (N, H, W), true at the pixels to average, in the size of the output. None takes the pixels that
-            the model assigns to the class.
+            the model assigns to the class. With one channel, these are the pixels with a logit above 0, or with a
+            probability above 0.5 if the model's last operation is a sigmoid. With two class names, the channel belongs
+            to class 1, and its negative to class 0.
 
     Raises:
         TargetError: `where` is not an array.
@@ -486,17 +574,26 @@ def _example_target(output: Any) -> str:
     return f"output[{key!r}].flatten(1).sum(1)"
 
 
+class PartialNames(tuple[str, ...]):
+    """Class names from a mapping with gaps. The names of other classes are as `class 7`."""
+
+
 def as_categories(like: Any) -> tuple[str, ...]:
     """Convert a sequence of names, or a mapping of index to name, to class names in the order of the output.
 
     Raises:
         TargetError: `like` is neither, or contains something other than names.
     """
-    if isinstance(like, Mapping) and all(isinstance(key, int) for key in like):
-        like = [like[key] for key in sorted(like)]
+    if isinstance(like, PartialNames):
+        return like
+    kind: type[tuple[str, ...]] = tuple
+    if isinstance(like, Mapping) and like and all(is_integer(key, least=0) for key in like):
+        size = max(like) + 1
+        kind = tuple if len(like) == size else PartialNames
+        like = [like.get(index, f"class {index}") for index in range(size)]
     if isinstance(like, str) or not isinstance(like, Sequence) or not all(isinstance(name, str) for name in like):
         raise TargetError(f"expected a list of class names, or a mapping {{index: name}}, got {type(like).__name__}")
-    return tuple(like)
+    return kind(like)
 
 
 def class_scores(output: Any) -> Tensor:
@@ -514,20 +611,9 @@ def class_scores(output: Any) -> Tensor:
     raise TargetError(f"the output has shape {tuple(scores.shape)}, not (N, classes); pass {target} as the target")
 
 
-def class_probabilities(output: Any) -> Tensor:
-    """Return the probabilities (N, classes): the softmax of the scores, or the scores if they are probabilities.
-
-    Raises:
-        TargetError: The output is not (N, classes), or has only one class, so its softmax would be 1.
-    """
-    scores = class_scores(output)
-    if scores.shape[1] == 1:
-        hint = "explain the number itself: saliency.value(0), or saliency.value() for an output of shape (N,)"
-        raise TargetError(f"the model returns one number per image, whose softmax is always 1; {hint}")
-    known = scores.detach().float()
-    sums_to_one = float(known.min()) >= 0 and bool(((known.sum(1) - 1).abs() < 1e-3).all())
-    is_distribution = sums_to_one or not scores.is_floating_point()
-    return scores if is_distribution else scores.softmax(1)
+def threshold(link: Link) -> float:
+    """Return the score above which a single number per image or pixel stands for its class."""
+    return 0.5 if link == "identity" else 0.0
 
 
 def per_image(classes: Any, images: int) -> list[Any]:
@@ -551,7 +637,7 @@ def class_index(label: Any, categories: Categories) -> int:
     """
     if not isinstance(label, str):
         index = class_number(label)
-        if categories is not None:
+        if categories is not None and not isinstance(categories, PartialNames):
             require_class(index, len(categories), "the model's class names")
         return index
     matches = _named(label, categories or ())

@@ -12,6 +12,7 @@ import random
 import re
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..attribution.base import METHODS, Attribution, explain_together, source, summary
 from ..attribution.explanation import Explanation, Sign
@@ -67,6 +69,35 @@ def _compiled(case: MethodCase) -> Explanation:
     return case.explain(compiled)
 
 
+def _observed(observe: Callable[[nn.Module], object], case: MethodCase) -> Explanation:
+    model = case.model()
+    for module in model.modules():
+        if "inplace" in vars(module):
+            vars(module)["inplace"] = False  # PyTorch refuses backward hooks on modules in place
+        observe(module)
+    before = Snapshot(model=model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        explanation = case.explain(model)
+    require(not before.changes(), f"observers changed: {', '.join(before.changes())}")
+    return explanation
+
+
+def _ignore(*_: object) -> None:
+    """Observe nothing."""
+
+
+def _with_saved_tensor_hooks(module: nn.Module) -> None:
+    opened: list[saved_tensors_hooks] = []
+
+    def open_hooks(*_: object) -> None:
+        opened.append(saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor))
+        opened[-1].__enter__()
+
+    module.register_forward_pre_hook(open_hooks)
+    module.register_forward_hook(lambda *_: opened.pop().__exit__(None, None, None))
+
+
 def _other_default_dtype() -> ExitStack:
     undo = ExitStack()
     undo.callback(torch.set_default_dtype, torch.get_default_dtype())
@@ -88,6 +119,16 @@ _VARIANTS: dict[str, dict[str, Variant]] = {
         "a model that returns a dictionary with logits": _returning(lambda y: {"logits": y, "hidden": y[:, :1]}),
         "a model that returns a dictionary with one tensor": _returning(lambda y: {"anything": y, "loss": None}),
         "a model that returns a tuple of one tensor": _returning(lambda y: (y,)),
+    },
+    "observers": {
+        "full backward hooks on all layers": partial(
+            _observed, lambda layer: layer.register_full_backward_hook(_ignore)
+        ),
+        "full backward pre-hooks on all layers": partial(
+            _observed, lambda layer: layer.register_full_backward_pre_hook(_ignore)
+        ),
+        "forward hooks on all layers": partial(_observed, lambda layer: layer.register_forward_hook(_ignore)),
+        "saved-tensor hooks on all layers": partial(_observed, _with_saved_tensor_hooks),
     },
     "wrapped_model": {
         "a model wrapped by torch.compile": _compiled,

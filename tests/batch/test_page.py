@@ -57,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report(folder(tmp_path_factory.mktemp("run") / "out", rows, pictures=True))
 
 
-CURVES = {"at": [0.0, 1.0], "map": [0.9, 0.1], "random": [0.9, 0.4]}
+CURVES = {"at": [0.0, 1.0], "map": [0.9, 0.1], "centre": [0.9, 0.4], "random": [0.9, 0.4]}
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,13 @@ def compared(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     results = []
     for at, (method, shift) in product(range(12), {"grad_cam": 0.5, "layer_cam": 0.1, "lrp": -0.2}.items()):
         value = shift + at * 7 % 12 / 100
-        deletion = Result(f"photo-{at}", method, "deletion", value, {"random": 0.3}, False, shift + 1, CURVES)
-        results += [deletion, Result(f"photo-{at}", method, "gini", -value, {"random": 0.0}, None, shift + 1)]
+        deletion = Result(
+            f"photo-{at}", method, "deletion", value, {"centre": 0.3, "random": 0.3}, False, shift + 1, CURVES
+        )
+        results += [
+            deletion,
+            Result(f"photo-{at}", method, "gini", -value, {"centre": 0.0, "random": 0.0}, None, shift + 1),
+        ]
     Comparison(results).save(out / "evaluation.json")
     return report(out)
 
@@ -286,23 +291,37 @@ def test_the_large_view_shows_the_trust_card_of_each_method(opened: Visit, tmp_p
         "error": 0.05,
         "higher_is_better": False,
         "controls": {"random": 0.6},
-        "control_errors": {"random": 0.1},
+        "control_ranges": {"random": [0.4, 0.8]},
+        "group": "marks what matters",
+        "is_worse": False,
     }
-    unclear = {**deletion, "is_clear": False, "verdict": "cannot be told from chance", "value": 0.8, "error": None}
-    files: Row = {"card": "trust/photo-0.grad_cam.html", "trust": {"deletion": deletion, "road": unclear}}
+    worse = {**deletion, "is_clear": False, "is_worse": True, "verdict": "worse", "value": 0.8, "error": None}
+    unclear = {**worse, "is_worse": False, "verdict": "cannot be told from chance", "group": "depends on the model"}
+    files: Row = {
+        "card": "trust/photo-0.grad_cam.html",
+        "trust": {"mprt": unclear, "deletion": deletion, "road": worse},
+    }
     lacking = {"error": "no trust card: out of memory", "error_kind": "OutOfMemoryError"}
     out = folder(tmp_path / "out", [row(0, **files), row(0, "layer_cam", **lacking)], pictures=True)
     page = opened.go(report(out), "#photo=0")
     card = page.locator(".trust")
-    assert card.locator("h4").inner_text() == "Trust card: 1 of 2 properties are clear"
+    assert card.locator("h5").all_inner_texts() == [
+        "depends on the model: 0 of 1 clear",
+        "marks what matters: 1 of 2 clear",
+    ]
     missing = card.locator(".legend").nth(1).inner_text()
-    assert missing.startswith("Not measured: depends on the weights (MPRT), depends on the class (random logit)")
+    assert missing.startswith("Not measured: depends on the class (random logit), stable under noise")
     assert "ROAD" not in missing
-    assert card.locator(".verdict").all_inner_texts() == ["the score falls faster", "cannot be told from chance"]
-    assert card.locator(".name").all_inner_texts() == ["✓ needed (deletion)\n0.1 ± 0.05", "? needed (deletion)\n0.8"]
-    assert page.get_by_role("img", name="random 0.6 ± 0.1, map 0.1 ± 0.05").count() == 1
+    assert card.locator(".verdict").all_inner_texts() == [
+        "cannot be told from chance",
+        "the score falls faster",
+        "worse",
+    ]
+    names = ["? needed (deletion)\n0.8", "✓ needed (deletion)\n0.1 ± 0.05", "✗ needed (deletion)\n0.8"]
+    assert card.locator(".name").all_inner_texts() == names
+    assert page.get_by_role("img", name="random 0.6 (0.4 to 0.8), map 0.1 (0 to 0.2)").count() == 1
     lefts = "[...document.querySelectorAll('.mark')].map(each => parseFloat(each.style.left))"
-    assert page.evaluate(lefts) == pytest.approx([25, 87.5, 50, 0])  # better values lie to the right
+    assert page.evaluate(lefts) == pytest.approx([50, 0, 25, 87.5, 50, 0])  # better values lie to the right
     assert page.get_by_role("link", name="Trust card").get_attribute("href") == "./trust/photo-0.grad_cam.html"
     # A method whose card failed keeps its overlay.
     assert page.locator(".panel.failed").count() == 0
@@ -325,14 +344,18 @@ def test_the_comparison_is_a_table_that_any_column_sorts(opened: Visit, compared
     until(page, "document.documentElement.dataset.tab === 'comparison'")
     assert not page.locator(".card").first.is_visible()
     methods = page.locator("#comparison tbody th")
-    assert methods.all_inner_texts() == ["lrp", "layer_cam", "grad_cam", "random"]
+    assert methods.all_inner_texts() == ["lrp", "layer_cam", "grad_cam", "centre"]
     first = page.locator("#comparison tbody tr").first.locator("td").all_inner_texts()
-    assert [" ".join(each.split()) for each in first] == ["−0.145 ± 0.0104 rank 1", "0.145 ± 0.0104", "0.8"]
+    assert [" ".join(each.split()) for each in first] == [
+        "−0.145 ± 0.0104 rank 1, random 0.3",
+        "0.145 ± 0.0104 random 0",
+        "0.8",
+    ]
     assert "sign-flip test" in page.locator("#comparison p").nth(2).inner_text()
     for column, expected in {
-        "deletion": ["lrp", "layer_cam", "random", "grad_cam"],
-        "Method": ["grad_cam", "layer_cam", "lrp", "random"],
-        "Seconds": ["lrp", "layer_cam", "grad_cam", "random"],
+        "deletion": ["lrp", "layer_cam", "centre", "grad_cam"],
+        "Method": ["centre", "grad_cam", "layer_cam", "lrp"],
+        "Seconds": ["lrp", "layer_cam", "grad_cam", "centre"],
     }.items():
         head = page.get_by_role("columnheader", name=column)
         head.get_by_role("button").press("Enter")
@@ -349,7 +372,7 @@ def test_a_cell_leads_to_its_curves_and_to_its_images_worst_first(opened: Visit,
     page = opened.go(compared, "#tab=comparison")
     page.locator("tr[data-name=grad_cam] a").first.press("Enter")
     dialog = page.get_by_role("dialog", name="grad_cam by deletion")
-    assert dialog.get_by_role("img", name="Curves of layer_cam, lrp, random, grad_cam").count() == 1
+    assert dialog.get_by_role("img", name="Curves of layer_cam, lrp, centre, random, grad_cam").count() == 1
     assert dialog.locator(".chart .own").get_attribute("points") == "2.0,4.0 338.0,148.0"
     assert dialog.locator(".chart span").all_inner_texts() == ["0.9", "0.1", "0", "1"]
     difference = dialog.locator("table tbody tr").first.inner_text().split()

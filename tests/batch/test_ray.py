@@ -92,7 +92,7 @@ def on_cluster(source: Path, out: Path, model: Any, workers: int = 1, **options:
     out.mkdir(exist_ok=True)
     run_options = RunOptions(model=model, **{"methods": METHODS, "batch_size": 4, **options})
     with locked(out):
-        run = Run(run_options, find_images([source]), out)
+        run = Run(run_options, find_images([source]).images, out)
         with open_ray("cpu", workers) as engine:
             run.execute(engine)
         run.finish()

@@ -7,15 +7,22 @@ import json
 import os
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
-from saliency.batch import BatchError, batch
+from saliency.batch import BatchError, batch, sources
 from saliency.batch.errors import printable
 from saliency.batch.listing import ImageEntry
-from saliency.batch.sources import find_images, parse_target
+from saliency.batch.output_folder import FORMAT
+from saliency.batch.sources import parse_target
 from saliency.errors import ImageError
+from saliency.render.overlay import save_picture
+
+
+def find_images(*places: Any, **options: Any) -> list[ImageEntry]:
+    return sources.find_images(*places, **options).images
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -87,13 +94,39 @@ def test_patterns_are_expanded_unless_a_file_has_that_name(tmp_path: Path) -> No
     assert "no file matches" in find_images([f"{tmp_path}/z*.png"])[0].problem
 
 
-def test_the_files_of_the_run_are_skipped(tmp_path: Path) -> None:
-    made = ("out/overlays/b.png", "out/manifest.json", "out/listing.jsonl", "out/manifest.jsonl", "out/index.html")
-    touch(tmp_path, "a.png", *made, "out/c.png")
-    each_named = [f"{tmp_path}/{name}" for name in ("a.png", *made, "out")]
-    for words in ([str(tmp_path)], [f"{tmp_path}/**/*.*"], each_named):
-        found = find_images(words, recursive=True, out=tmp_path / "out")
-        assert names(found, tmp_path) == ["a.png", "out/c.png"]
+def test_the_files_of_a_run_are_left_out(tmp_path: Path) -> None:
+    made = ("out/overlays/b.png", "out/heat/x/b.webp", "out/photos/b.jpg")
+    others = ("out/manifest.json", "out/listing.jsonl", "out/manifest.jsonl", "out/index.html")
+    touch(tmp_path, "a.png", *made, *others, "out/c.png", "photos/d.png", "site/photos/e.png", "site/manifest.json")
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps({"format": FORMAT}))
+    kept = ["a.png", "out/c.png", "photos/d.png", "site/photos/e.png"]
+    each_named = [f"{tmp_path}/{name}" for name in ("a.png", *made, *others, "out", "photos", "site/photos")]
+    for words in ([str(tmp_path)], [f"{tmp_path}/**/*.*g", f"{tmp_path}/**/*.webp"], each_named):
+        found, left_out = sources.find_images(words, recursive=True)
+        assert names(found, tmp_path) == kept
+        assert left_out == len(made)
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
+def test_overlays_are_recognised_by_their_metadata_in_every_format(tmp_path: Path, suffix: str) -> None:
+    drawing = Image.effect_noise((90, 60), 90).convert("RGB")
+    save_picture(drawing, tmp_path / f"cat.grad_cam.{suffix}")
+    save_picture(drawing, tmp_path / f"sheet.{suffix}")
+    for name in ("cat", "my.cat", "sheet.of.music"):
+        drawing.save(tmp_path / f"{name}.{suffix}")
+    touch(tmp_path, "empty.image.png")
+    os.mkfifo(tmp_path / "no.file.png")  # opening it would block
+    found, left_out = sources.find_images([tmp_path])
+    assert names(found, tmp_path) == sorted(
+        [f"{name}.{suffix}" for name in ("cat", "my.cat", "sheet.of.music")] + ["empty.image.png", "no.file.png"]
+    )
+    assert left_out == 2
+    shell = [str(path) for path in tmp_path.iterdir()]  # as a shell expands a pattern
+    assert sources.find_images(shell).left_out == 2
+    (alone,), left_out = sources.find_images([tmp_path / f"cat.grad_cam.{suffix}"])
+    assert left_out == 1
+    with pytest.raises(ImageError, match="is a file that saliency wrote"):
+        alone.open()
 
 
 @pytest.mark.parametrize("word", ["photos", "photos/a.jpg", "photos/*", "."])

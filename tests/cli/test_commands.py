@@ -207,6 +207,12 @@ def test_class_names_come_from_files_of_any_kind(tmp_path: Path, name: str, text
     assert arguments.categories == ["ant", "bee", "cat", "dog", "emu"]
 
 
+def test_class_names_from_a_file_may_have_gaps(tmp_path: Path) -> None:
+    (tmp_path / "names.json").write_text('{"1": "ant", "4": "bee"}')
+    arguments = command_parser("explain").parse(["--classes", str(tmp_path / "names.json")])
+    assert arguments.categories == {1: "ant", 4: "bee"}
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -218,6 +224,8 @@ def test_class_names_come_from_files_of_any_kind(tmp_path: Path, name: str, text
                 size=(8, 9), resize=(10, 12), mean=(0.5,) * 3, std=(1,) * 3, interpolation="bicubic", fit="cover"
             ),
         ),
+        ("size=224,resize=false", saliency.Preprocess(size=(224, 224), resize=False)),
+        ("range=-160,240.5,size=8", saliency.Preprocess(size=(8, 8), range=(-160, 240.5))),
         ({"size": [8, 9], "resize": 10}, saliency.Preprocess(size=(8, 9), resize=10)),
         (
             {"input_size": [3, 8, 8], "crop_pct": 1},
@@ -270,9 +278,7 @@ def test_an_own_model_is_explained_with_own_classes_and_preprocessing(run: Calla
     assert (kept.target_names, kept.input_size) == (("d",), (32, 32))
     assert run("layers", *model[1:], "--gradients", "--target", "d").code == 0
     (tmp_path / "names.txt").write_text("a\nb")
-    assert (
-        explain(run, tmp_path / "out", COFFEE, *model).err == "saliency: got 2 class names for a model of 5 classes\n"
-    )
+    assert "got 2 class names for a model of 5 classes; pass" in explain(run, tmp_path / "out", COFFEE, *model).err
     answer = explain(run, tmp_path / "out", COFFEE, *model[:4], "--preprocess", "sise=3")
     assert "fields of saliency.Preprocess: size, resize" in answer.err
     answer = explain(run, tmp_path / "out", COFFEE, "--preprocess", "imagent")
@@ -569,6 +575,20 @@ def test_control_c_and_sigterm_end_with_130_and_leave_no_partial_file(tmp_path: 
 
 
 # Names ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", [(), ("--sheet",), ("-m", "layer_cam")])
+def test_its_own_drawings_are_never_explained(run: Callable[..., Run], tmp_path: Path, style: tuple[str, ...]) -> None:
+    copies(tmp_path, "coffee.jpg", "my.cup.png")
+    first = explain(run, tmp_path, tmp_path, "--sheet")
+    assert (first.code, first.err) == (0, "")
+    assert "left out" not in first.out
+    again = explain(run, tmp_path, tmp_path, *style)
+    assert (again.code, again.err) == (0, "")
+    assert again.out.endswith("left out, since saliency wrote them: 3 images\n")
+    assert "2 overlays of 2 images" in again.out
+    alone = explain(run, tmp_path, tmp_path / "sheet.png")
+    assert (alone.code, "sheet.png is a file that saliency wrote" in alone.err) == (1, True)
 
 
 def test_files_of_photos_that_differ_in_the_suffix_or_the_folder_do_not_collide(

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,13 @@ from saliency.batch import OverlayStyle, StoppedError, batch
 from saliency.batch.drawing import encode_map, read_map, redraw
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import make_row, write_parquet
+from saliency.batch.network import Network, trust_card
+from saliency.batch.run_options import RunOptions
+from saliency.batch.sources import find_images
 from saliency.cli import batch as batching
 from saliency.cli import command_parser, main
 from saliency.cli.console import Screen
+from saliency.inspection.trust import TrustCard
 from tests.batchwork import Tiny, assert_same, noise, photos, quick, rows
 from tests.commandline import forked_command
 from tests.dual_encoders import for_photos
@@ -73,6 +78,18 @@ def test_a_run_says_how_much_was_done_and_where(run: Run, source: Path, tmp_path
     code, out, _ = run(source, "--out", tmp_path / "out", "-m", "grad_cam", "layer_cam", "--resume")
     assert code == 0
     assert "5 of 5 images done by earlier runs" in out
+
+
+def test_the_output_folder_may_be_that_of_the_photos(run: Run, source: Path) -> None:
+    out = run(source, "--recursive", "--out", source)[1]
+    assert "left out" not in out
+    code, out, err = run(source, "--recursive", "--out", source / "new", "-m", "vanilla_gradient", "--format", "jpg")
+    assert (code, err) == (0, "")
+    assert "5 of 5 images done, 5 in this run" in out
+    assert "left out, since saliency wrote them: 15 images" in out  # overlays, photos and heat
+    code, out, err = run(source, "--recursive", "--out", source)
+    assert "5 of 5 images done by earlier runs" in out
+    assert "left out, since saliency wrote them: 30 images" in out
 
 
 @pytest.mark.parametrize("separator", [b"\n", b"\r\n", b"\0"])
@@ -259,6 +276,47 @@ def test_a_finished_run_is_found_finished_without_torch(source: Path, tmp_path: 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
     assert done.stdout.splitlines()[-1] == "0 []"
+
+
+def scan(path: Path) -> Path:
+    """Write a 16-bit image of 12 bits."""
+    values = np.asarray(Image.open(noise(path, 7)).convert("L"), np.uint16) * np.uint16(8)
+    Image.fromarray(values + np.uint16(100)).save(path)
+    return path
+
+
+def test_16_bits_are_drawn_with_their_range_in_all_files(run: Run, render: Run, tmp_path: Path) -> None:
+    path = scan(tmp_path / "in" / "scan.png")
+    fields = "size=16,mean=0.5,0.5,0.5,std=0.5,0.5,0.5,range=0,4095"
+    code, _, err = run(path.parent, "--out", tmp_path / "out", "--maps", "--preprocess", fields, "--opacity", 0)
+    assert (code, err) == (0, "")
+    assert rows(tmp_path / "out")[0]["range"] == [0, 4095]
+    head = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert "resize=(16, 16)" in head["preprocess"]
+    assert "range=(0.0, 4095.0)" in head["preprocess"]
+    expected = np.asarray(Image.open(path), np.float64) * (255 / 4095)
+    with Image.open(tmp_path / "out" / "overlays" / "scan.grad_cam.png") as overlay:
+        assert np.abs(np.asarray(overlay)[..., 0] - expected).max() <= 0.51
+    with Image.open(tmp_path / "out" / "photos" / "scan.jpg") as photo:
+        assert np.abs(np.asarray(photo)[..., 0] - expected).max() <= 12
+    assert render(tmp_path / "out", "--out", tmp_path / "again", "--opacity", 0)[0] == 0
+    again = (tmp_path / "again" / "scan.grad_cam.png").read_bytes()
+    assert again == (tmp_path / "out" / "overlays" / "scan.grad_cam.png").read_bytes()
+
+
+def test_trust_cards_and_saved_explanations_are_of_the_16_bits_that_the_model_sees(tmp_path: Path) -> None:
+    path = scan(tmp_path / "scan.png")
+    model = Tiny()
+    model.preprocess = replace(model.preprocess, range=(0, 4095))
+    explanation = saliency.GradCAM(model).attribute(path)
+    network, (entry,) = Network(RunOptions(model=model), model), find_images([path]).images
+    card = trust_card(network.methods[0], entry, network.load(entry), 0.1)
+    assert isinstance(card, TrustCard)
+    assert torch.equal(card.explanation.values, explanation.values)
+    loaded = saliency.Explanation.load(explanation.save(tmp_path / "e.safetensors"))
+    quick(path, tmp_path / "out", model=model)
+    with Image.open(tmp_path / "out" / "overlays" / "scan.grad_cam.png") as drawn:
+        assert saliency.overlay(loaded).tobytes() == drawn.tobytes()
 
 
 # saliency render -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,10 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
+from saliency import METHODS
+from saliency.attribution.base import Attribution
 from saliency.engine.estimates import Estimate, rank_correlation
+from saliency.testing import images, tiny_model_for
 
 
 def samples(count: int, seed: int = 0, *, offset: float = 0.0) -> torch.Tensor:
@@ -79,6 +82,31 @@ def test_rank_correlation_is_spearmans_with_ties(levels: int) -> None:
     first, second = (draw.integers(0, levels, (6, 7)).astype(float) for _ in range(2))
     found = rank_correlation(torch.tensor(first), torch.tensor(second))
     assert found == pytest.approx(spearmanr(first.ravel(), second.ravel()).statistic, abs=1e-12)
+
+
+@pytest.mark.parametrize("noise", [1e-13, 1e-8])
+def test_rounding_ranks_nothing(noise: float) -> None:
+    draw = np.random.default_rng(1)
+    first, second = (torch.tensor(draw.integers(-3, 4, (40, 30)) / 6) for _ in range(2))
+    rounded = (maps + noise * torch.tensor(draw.standard_normal((40, 30))) for maps in (first, second))
+    assert rank_correlation(*rounded) == rank_correlation(first, second)
+
+
+def test_continuous_maps_keep_their_ranks() -> None:
+    first, second = (torch.tensor(np.random.default_rng(seed).standard_normal((224, 224))) for seed in range(2))
+    second += first / 4
+    found = rank_correlation(first, second)
+    assert found == pytest.approx(spearmanr(first.flatten(), second.flatten()).statistic, abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:kernel_shap. 12 passes do not determine")
+@pytest.mark.parametrize("method", [cls for cls in METHODS.values() if "passes" in cls.options()])
+def test_the_agreement_of_few_passes_does_not_depend_on_the_chunks(method: type[Attribution]) -> None:
+    model, x = tiny_model_for(method)().double(), images(2, (32, 32), dtype=torch.float64)
+    options = {**method.quick_options, "passes": 12}
+    found = [method(model, chunk=chunk, **options).attribute(x, [0, 1]).agreement for chunk in (1, 5)]
+    first, second = (agreement if agreement is None else agreement.tolist() for agreement in found)
+    assert first == pytest.approx(second, abs=1e-9)
 
 
 def test_constant_maps_agree() -> None:

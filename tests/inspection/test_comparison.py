@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from saliency import GradCAM, InputXGradient, LayerCAM, MethodError, VanillaGradient, compare
 from saliency.errors import ImageError
-from saliency.inspection.comparison import Comparison, Result, holm, rank_ranges, sign_flip_test
+from saliency.inspection.comparison import Comparison, Result, concordance, holm, rank_ranges, sign_flip_test
 from saliency.metrics import measure
 from saliency.metrics.base import Metric
 from saliency.metrics.faithfulness import Deletion, Infidelity, Insertion, PixelFlipping
@@ -47,7 +47,7 @@ def results(
 ) -> list[Result]:
     """Return the results of one metric, by method."""
     return [
-        Result(str(image), method, "metric", value, {"random": control}, higher, 0.5)
+        Result(str(image), method, "metric", value, {"constant": control}, higher, 0.5)
         for method, row in values.items()
         for image, value in enumerate(row)
     ]
@@ -104,15 +104,15 @@ def test_a_rank_that_all_images_agree_on_is_certain_and_a_coin_toss_is_not(rando
 def test_rows_are_means_over_the_images_with_their_errors_and_controls_come_last() -> None:
     low, high = [1.0, 2.0, 3.0, 6.0], [2.0, 3.0, 4.5, 7.0]
     table = Comparison(results({"low": low, "high": high}, control=0.5))
-    assert [row.name for row in table] == ["high", "low", "random"]
+    assert [row.name for row in table] == ["high", "low", "constant"]
     assert table["low"].mean == 3
     assert table["low"].error == pytest.approx(np.std(low, ddof=1) / 2)
     assert (table["high"].rank, table["high"].rank_low, table["high"].rank_high) == (1, 1, 1)
-    assert (table["random"].mean, table["random"].rank, table["random"].seconds) == (0.5, None, None)
+    assert (table["constant"].mean, table["constant"].rank, table["constant"].seconds) == (0.5, None, None)
     assert table["low"].seconds == 0.5
     difference = table.differences.rows[0]
     assert (difference.name, difference.other, difference.mean) == ("low", "high", -1.125)
-    assert [(row.name, row.other) for row in table.differences][1:] == [("low", "random"), ("high", "random")]
+    assert [(row.name, row.other) for row in table.differences][1:] == [("low", "constant"), ("high", "constant")]
 
 
 @pytest.mark.parametrize("higher", [True, False])
@@ -121,7 +121,7 @@ def test_significant_differences_name_the_better_method(higher: bool, random: np
     table = Comparison(results({"a": list(base), "b": list(base + 1)}, higher=higher, control=9 if higher else -9))
     better, worse = ("b", "a") if higher else ("a", "b")
     assert table[better].better_than == (worse,)
-    assert table[worse].better_than == table["random"].better_than == ()
+    assert table[worse].better_than == table["constant"].better_than == ()
     assert all(row.is_significant and row.p == pytest.approx(3 * 2 / 2**12) for row in table.differences)
 
 
@@ -167,6 +167,37 @@ def test_an_image_counts_where_all_controls_have_a_value_and_files_have_no_nan(t
     json.loads(table.save(tmp_path / "table.json").read_bytes(), parse_constant=fail)
 
 
+def test_each_method_has_its_own_random_controls() -> None:
+    both = [Result("0", name, "metric", 1.0, {"random": value}, True, 0.5) for name, value in (("a", 0.2), ("b", 0.4))]
+    table = Comparison(both)
+    assert [(row.name, row.random) for row in table] == [("a", 0.2), ("b", 0.4)]
+    assert ("a", "random") in [(row.name, row.other) for row in table.differences]
+
+
+def test_the_agreement_of_metrics_is_kendalls_w() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    values = np.array([[1.0, 2.0, 3.0, 4.0], [2.0, 1.0, 3.0, 4.0], [4.0, 1.0, 2.0, 3.0]])
+    friedman = stats.friedmanchisquare(*values.T).statistic  # m (n - 1) W
+    assert concordance(values) == pytest.approx(friedman / (3 * 3))
+    values[0, 1] = values[2, 3] = 1.0
+    assert concordance(values) == pytest.approx(stats.friedmanchisquare(*values.T).statistic / (3 * 3))
+    assert concordance(np.stack([values[0], values[0]])) == pytest.approx(1)
+    assert concordance(np.ones((2, 3))) is None
+
+
+def test_the_table_states_whether_its_metrics_agree(tmp_path: Path) -> None:
+    rows = [
+        Result("0", method, metric, value, {"constant": 0.0}, higher, 0.5)
+        for metric, higher, values in (("up", True, (1.0, 2.0, 3.0)), ("down", False, (1.0, 2.0, 3.0)))
+        for method, value in zip("abc", values, strict=True)
+    ]
+    table = Comparison(rows)
+    assert table.agreement == 0
+    assert "Kendall's W = 0 (1 if equal, 0.500 on average if unrelated)" in table.notes[-1]
+    assert json.loads(table.save(tmp_path / "x.json").read_text())["agreement"] == 0
+    assert Comparison(rows[:3]).agreement is None
+
+
 def test_too_few_images_are_announced() -> None:
     differences = {"a": [1.0] * 5, "b": [2.0] * 5}
     table = Comparison(results(differences))
@@ -185,9 +216,9 @@ def test_values_are_those_of_measure() -> None:
     images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     methods = [VanillaGradient(model), InputXGradient(model)]
     table = compare(methods, images, torch.tensor([0, 1]), [Deletion(steps=4), "gini"], seed=3)
-    assert [row.metric for row in table] == [*["deletion"] * 5, *["gini"] * 5]
+    assert [row.metric for row in table] == [*["deletion"] * 4, *["gini"] * 4]
     explanation = methods[1].attribute(images[1], 1)
-    expected = measure([Deletion(steps=4)], explanation, method=methods[1], inputs=images[1], seed=3)[0]
+    expected = measure([Deletion(steps=4)], explanation, method=methods[1], inputs=images[1], seed=3, draws=3)[0]
     (own,) = [
         each for each in table.results if (each.image, each.method, each.metric)[1:] == ("input_x_gradient", "deletion")
     ][1:]
@@ -208,9 +239,9 @@ def test_methods_share_the_passes_of_what_does_not_depend_on_them_and_no_value_c
 
     forwards(metrics)  # finds out once what the model allows
     explained = forwards(["gini"]) + len(methods)  # and the score of the image, once for each method
-    # The orders of four maps, a constant, and the Gaussian and five random maps at 16 x 16 and at 8 x 8; and the empty
-    # image. With a cache for each method, these were 2 x 4 x 8 x 5 = 320.
-    assert forwards(metrics[:2]) == explained + 2 * (3 * (4 + 1 + 2 * 6) + 1)
+    # The orders of four maps and of their random controls, a constant, and the Gaussian at 16 x 16 and at 8 x 8; and
+    # the empty image.
+    assert forwards(metrics[:2]) == explained + 2 * (3 * (4 * (1 + 3) + 1 + 2) + 1)
     assert forwards(metrics[2:]) == explained + 10
     table = compare(methods, [image], 0, metrics)
     apart = [each for method in methods for each in compare([method], [image], 0, metrics).results]
@@ -328,11 +359,11 @@ def test_curves_are_means_over_the_images_that_count() -> None:
 def test_files_hold_the_rows_the_differences_and_the_values(tmp_path: Path) -> None:
     table = Comparison(results({"a": [1.0, 2.0], "b": [2.0, 4.0]}))
     content = json.loads(table.save(tmp_path / "x.json").read_text())
-    assert [row["name"] for row in content["rows"]] == ["b", "a", "random"]
+    assert [row["name"] for row in content["rows"]] == ["b", "a", "constant"]
     assert Comparison(Result(**each) for each in content["results"]).rows == table.rows
     assert len(content["differences"]) == 3
     rows = list(csv.DictReader(table.save(tmp_path / "x.csv").read_text().splitlines()))
-    assert [(row["name"], row["mean"]) for row in rows] == [("b", "3.0"), ("a", "1.5"), ("random", "0.0")]
+    assert [(row["name"], row["mean"]) for row in rows] == [("b", "3.0"), ("a", "1.5"), ("constant", "0.0")]
     page = table.save(tmp_path / "x.html").read_text()
     assert page.count("<table>") == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.csv", "x.html", "x.json"]
@@ -350,7 +381,7 @@ def test_columns_of_the_page_are_sorted_by_number_and_back(tmp_path: Path) -> No
         window.page.goto(path.as_uri())
         table = window.page.locator("table").first
         names = table.locator("td:nth-child(3)")
-        for expected in (["b", "random", "c", "a"], ["a", "c", "random", "b"]):
+        for expected in (["b", "constant", "c", "a"], ["a", "c", "constant", "b"]):
             table.get_by_text("mean", exact=True).click()
             assert names.all_text_contents() == expected
 
@@ -358,4 +389,4 @@ def test_columns_of_the_page_are_sorted_by_number_and_back(tmp_path: Path) -> No
 def test_a_dataframe_has_a_row_per_method_and_metric() -> None:
     pytest.importorskip("pandas")
     frame = Comparison(results({"a": [1.0, 2.0]})).dataframe()
-    assert list(frame["name"]) == ["a", "random"]
+    assert list(frame["name"]) == ["a", "constant"]

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.text import Text
 from torch import Tensor, nn
 
 import saliency
 from saliency import InputXGradient, MethodError, VanillaGradient
 from saliency.attribution.base import Attribution, BatchAttribution
 from saliency.attribution.resolved_target import ResolvedTarget
-from saliency.inspection.trust import UNCLEAR, TrustCard, draw_trust, property_of, trust
+from saliency.inspection.trust import GROUPS, UNCLEAR, WORSE, TrustCard, draw_trust, property_of, trust
+from saliency.io.atomic_write import is_drawing
 from saliency.metrics import Control
 from saliency.metrics.agreement import RankCorrelation
 from saliency.testing import Snapshot, images, tiny_model
@@ -34,16 +36,49 @@ def card() -> TrustCard:
     return trust(VanillaGradient(tiny_model()), images(1), 1)
 
 
-def test_a_verdict_needs_to_beat_all_controls_by_two_errors(card: TrustCard) -> None:
+def test_a_verdict_needs_to_beat_all_draws_of_all_controls(card: TrustCard) -> None:
     assert any(row.is_clear for row in card)
     for row in card:
-        sign = 1 if row.higher_is_better else -1
-        margins = [sign * (row.value - value) - 2 * row.control_errors[name] for name, value in row.controls.items()]
-        assert row.is_clear == (min(margins) > 0)
+        ends = [end for ends in row.control_ranges.values() for end in ends]
+        above, below = row.value > max(ends), row.value < min(ends)
+        assert (row.is_clear, row.is_worse) == ((above, below) if row.higher_is_better else (below, above))
 
 
 def test_a_constant_map_gets_no_verdict() -> None:
     assert [row.verdict for row in trust(Constant(tiny_model()), images(1), 1)] == [UNCLEAR] * 8
+
+
+class Signed(Attribution):
+    """Input x gradient, or its negative, which depends on the model and marks what matters least."""
+
+    sign_of_values = 1
+
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+        with torch.enable_grad():
+            leaf = x.clone().requires_grad_()
+            scores = target(self.model(leaf))
+        (gradient,) = torch.autograd.grad(scores.sum(), leaf)
+        return BatchAttribution(self.sign_of_values * x * gradient, scores.detach())
+
+
+class Negated(Signed):
+    sign_of_values = -1
+
+
+def test_a_map_with_the_wrong_sign_depends_on_the_model_and_is_worse_than_the_controls() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 256, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.2 * torch.rand(parameter.shape, generator=generator) - 0.1)
+    x = torch.rand(1, 3, 16, 16, generator=generator) - 0.5
+    right, wrong = (trust(method(model), x, 1) for method in (Signed, Negated))
+    order = ("deletion", "insertion", "infidelity")
+    assert all(right[name].is_clear for name in order)
+    assert all(wrong[name].is_worse and wrong[name].verdict == WORSE for name in order[:2])
+    assert wrong["mprt"].is_clear
+    assert wrong["mprt"].group == "depends on the model"
+    assert "; worse than all controls: needed for the score (deletion), enough" in wrong.summary
 
 
 def test_the_seed_determines_the_card(card: TrustCard) -> None:
@@ -75,7 +110,9 @@ def test_the_card_prints_and_saves(card: TrustCard, tmp_path: Path) -> None:
     assert "deletion" in str(card)
     saved: Any = json.loads(card.save(tmp_path / "card.json").read_text("utf-8"))
     assert [row["name"] for row in saved["properties"]] == [row.name for row in card]
-    assert card.save(tmp_path / "card.png").read_bytes()[1:4] == b"PNG"
+    drawn = card.save(tmp_path / "cat.rise.trust.png")
+    assert drawn.read_bytes()[1:4] == b"PNG"
+    assert is_drawing(str(drawn))
     with pytest.raises(MethodError, match=r'"card.pdf": the suffix must be .json, .html or .png'):
         card.save(tmp_path / "card.pdf")
 
@@ -88,12 +125,13 @@ def test_the_page_has_the_figure_and_the_table_in_one_file(card: TrustCard, tmp_
 
 def test_the_card_names_properties_in_plain_words_and_counts_the_clear_ones(card: TrustCard) -> None:
     assert "depends on the weights (MPRT)" in str(card)
-    count = sum(row.is_clear for row in card)
-    assert card.summary.startswith(f"{count} of 8 properties are clear")
+    counts = [[row.is_clear for row in card if row.group == group].count(True) for group in GROUPS]
+    expected = f"depends on the model: {counts[0]} of 3 clear; marks what matters: {counts[1]} of 5 clear; "
+    assert card.summary.startswith(expected)
 
 
 def test_a_slight_dependence_is_called_slight(card: TrustCard) -> None:
-    controls = {"constant": Control(torch.zeros(1), torch.full((1,), 1e-4))}
+    controls = {"constant": Control(torch.zeros(1), torch.full((1,), -1e-4), torch.full((1,), 1e-4))}
     for value, ending in ((0.002, "class, but only slightly"), (0.2, "class")):
         measurement = replace(card.measurements["random_logit"], values=torch.tensor([value]), controls=controls)
         assert property_of(measurement).verdict == f"the map changes with the explained {ending}"
@@ -114,6 +152,8 @@ def test_the_card_draws_each_property_on_an_axis() -> None:
     method = VanillaGradient(model)
     card = trust(method, photo)
     drawing = draw_trust(card)
+    (title,) = [each for each in drawing.findobj(Text) if each.get_text() == card.title]
+    assert not title.get_parse_math()  # it names the class
     assert len(drawing.axes) == 1 + len(card)
     assert drawing.axes[1].get_title(loc="left")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from torchvision.transforms.functional import to_tensor
 
 import saliency
 from saliency.errors import ImageError
+from saliency.io.inputs import read
 from saliency.io.preprocess import Box, Preprocess, TransformPreprocess, as_preprocess, without_crop
 
 TIMM_DATA: Any = importlib.import_module("timm.data")  # it declares no types
@@ -168,7 +171,7 @@ def test_the_box_is_where_a_ramp_says_to_a_pixel(config: dict[str, Any], size: t
 
 
 def test_a_smaller_picture_lies_inside_its_box() -> None:
-    preprocess = Preprocess((224, 224), None)
+    preprocess = Preprocess((224, 224), resize=False)
     assert preprocess.box((100, 50)) == (-62, -87, 162, 137)
     assert preprocess.box((101, 51)) == (-61, -86, 163, 138)
     assert torch.equal(
@@ -179,7 +182,48 @@ def test_a_smaller_picture_lies_inside_its_box() -> None:
 
 def test_a_picture_as_it_comes_is_its_own_box() -> None:
     assert Preprocess(None, None).box((640, 480)) == (0, 0, 640, 480)
-    assert Preprocess((480, 640), None).box((640, 480)) == (0, 0, 640, 480)
+    assert Preprocess((480, 640), resize=False).box((640, 480)) == (0, 0, 640, 480)
+
+
+@pytest.mark.parametrize("size", [(224, 224), (100, 224), (224, 100)])
+@pytest.mark.parametrize("picture_size", [(300, 200), (200, 300), (150, 150)])
+def test_a_size_alone_covers_the_input_with_as_little_resizing_as_possible(
+    size: tuple[int, int], picture_size: tuple[int, int]
+) -> None:
+    preprocess = Preprocess(size=size)
+    left, top, right, bottom = preprocess.box(picture_size)
+    assert (right - left) / (bottom - top) == pytest.approx(size[1] / size[0], rel=0.02)
+    assert ((left, right) == (0, picture_size[0])) or ((top, bottom) == (0, picture_size[1]))
+    assert "resize=False" not in repr(preprocess)  # the resolved value, for the manifest
+    if size == (224, 224):
+        assert torch.equal(preprocess(noise(picture_size)), Preprocess(size, resize=224)(noise(picture_size)))
+    contained = Preprocess(size=size, fit="contain").box(picture_size)
+    assert contained[0] <= 0
+    assert contained[1] <= 0
+
+
+def test_a_preset_that_only_crops_keeps_its_crop() -> None:
+    from torchvision.transforms._presets import SemanticSegmentation
+
+    preset = SemanticSegmentation(resize_size=None)
+    assert as_preprocess(preset).box((500, 400)) == (0, 0, 500, 400)
+
+    class CropOnly(models.ResNet18_Weights.DEFAULT.transforms.func):  # type: ignore[misc]
+        """A preset without resizing."""
+
+        def __init__(self) -> None:
+            super().__init__(crop_size=20)
+            self.resize_size = None
+
+    assert as_preprocess(CropOnly()) == Preprocess((20, 20), resize=False)
+    assert Preprocess((20, 20), resize=False).box((60, 40)) == (20, 10, 40, 30)
+
+
+@pytest.mark.parametrize("prepare", [Preprocess((20, 20), resize=False), v2.Compose([v2.CenterCrop(20), to_tensor])])
+def test_a_crop_of_less_than_half_of_the_shorter_edge_is_said(prepare: Any) -> None:
+    with pytest.warns(saliency.errors.SaliencyWarning, match="less than half of the image's shorter edge"):
+        read(noise((60, 41)), prepare)
+    read(noise((60, 40)), prepare)
 
 
 def test_a_strip_that_would_fill_the_memory_is_refused() -> None:
@@ -198,6 +242,7 @@ CROPS = [
     Preprocess(size=(20, 20), resize=(24, 24), fit="stretch"),
     Preprocess(size=(20, 20), resize=(24, 24), fit="contain"),
     Preprocess(size=(20, 20)),
+    Preprocess(size=(20, 20), resize=False),
 ]
 
 
@@ -287,6 +332,9 @@ def test_a_resolved_test_size_is_taken() -> None:
         (lambda: Preprocess((224, 224), 256, std=(0.5, 0.0, 0.5)), "divide by zero"),
         (lambda: Preprocess((0, 224), 256), "at least one pixel"),
         (lambda: Preprocess(size=128, resize=128), r"size=128: expected \(height, width\)"),  # type: ignore[arg-type]
+        (lambda: Preprocess(range=(0, 0)), r"range=\(0, 0\): expected two different pixel values"),
+        (lambda: Preprocess(range=4095), "range=4095"),  # type: ignore[arg-type]
+        (lambda: Preprocess(size=False), "size=False: expected"),  # type: ignore[arg-type]
         (lambda: Preprocess((8, 8), resize=True), "resize=True: expected the length of the shorter edge"),
         (lambda: Preprocess((8, 8), resize=(8, 8.5)), "resize=.* at least one pixel"),  # type: ignore[arg-type]
         (lambda: Preprocess(mean=0.5), "mean=0.5: expected one finite number per channel"),  # type: ignore[arg-type]
@@ -424,7 +472,8 @@ def test_one_number_per_channel_describes_a_greyscale_model() -> None:
     assert torch.equal(GREY(colour.convert("L")), GREY(colour.convert("L").convert("RGB")))
     assert GREY.input_range == (-2.0, 2.0)
     assert torch.allclose(GREY.denormalise(GREY(colour)), GREY(colour) / 4 + 0.5)
-    padded = Preprocess(size=(4, 4), mean=(0.0,), std=(1.0,), fill=(255, 255, 255))(Image.new("RGB", (2, 2)))
+    bare = Preprocess(size=(4, 4), resize=False, mean=(0.0,), std=(1.0,), fill=(255, 255, 255))
+    padded = bare(Image.new("RGB", (2, 2)))
     assert padded.tolist()[0] == [[1, 1, 1, 1], [1, 0, 0, 1], [1, 0, 0, 1], [1, 1, 1, 1]]
 
 
@@ -468,3 +517,121 @@ def test_a_processor_of_hugging_face_is_a_preprocessing() -> None:
     assert torch.equal(prepare(picture), processor(picture, "pt")["pixel_values"][0])
     assert prepare.box((40, 30)) == pytest.approx((0, 0, 40, 30), abs=1)
     assert prepare == as_preprocess(processor)  # methods of one model share it
+
+
+# One channel of 16 or 32 bits
+
+SCAN = np.random.default_rng(0).integers(900, 3026, (40, 60)).astype(np.uint16)  # 12 bits
+TWELVE = Preprocess((32, 32), range=(0, 4095))
+DARK = "a 16-bit image lies below 8191 of 65535.*range=\\(0, 4095\\)"
+
+
+def test_a_range_keeps_more_than_8_bits_for_the_model() -> None:
+    prepare = Preprocess(range=(0, 4095), mean=(0.0,), std=(1.0,))
+    expected = SCAN / 4095
+    assert np.allclose(prepare(Image.fromarray(SCAN))[0].numpy(), expected, atol=1e-6)
+    assert len(np.unique(prepare(Image.fromarray(SCAN)))) > 1000
+    with pytest.warns(saliency.errors.SaliencyWarning, match=DARK):
+        assert np.allclose(replace(prepare, range=None)(Image.fromarray(SCAN))[0].numpy(), SCAN / 65535, atol=1e-6)
+
+
+def test_a_range_applies_before_resizing_and_clamps() -> None:
+    low, high = 1500, 2500
+    clamped = Image.fromarray(((np.float32(SCAN) - low) / (high - low)).clip(0, 1))
+    expected = np.asarray(clamped.resize((48, 32), Image.Resampling.BILINEAR))
+    prepare = Preprocess(resize=32, range=(low, high), mean=(0.0,) * 3, std=(1.0,) * 3)
+    got = prepare(Image.fromarray(SCAN)).numpy()
+    assert got.shape == (3, 32, 48)
+    assert np.allclose(got, expected, atol=1e-5)
+    inverted = replace(prepare, range=(high, low))(Image.fromarray(SCAN)).numpy()
+    assert np.allclose(inverted, 1 - expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("range", [None, (0, 255 * 257)])
+def test_16_bits_of_which_8_are_used_equal_8_bits(range: Any) -> None:
+    grey = noise((60, 41)).convert("L")
+    deep = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
+    for prepare in (Preprocess((32, 32), range=range), Preprocess((64, 90), resize=False, range=range)):
+        assert torch.allclose(prepare(deep), prepare(grey), atol=0.005 / 0.22)  # 8 bits are rounded after resizing
+        assert prepare.box(deep.size) == prepare.box(grey.size)
+        (frame,) = read(deep, prepare).frames
+        assert frame is not None
+        assert frame.picture.tobytes() == grey.convert("RGB").tobytes()
+
+
+@pytest.mark.parametrize("kind", ["png", "tiff", "array", "array with a channel", "int16", "int32", "float64", "PIL"])
+def test_the_reader_equals_the_preprocessing_called_by_hand(tmp_path: Path, kind: str) -> None:
+    deep = Image.fromarray(SCAN)
+    deep.save(tmp_path / "a.png")
+    deep.save(tmp_path / "a.tiff")
+    images: dict[str, Any] = {"array": SCAN, "array with a channel": SCAN[..., None], "PIL": deep}
+    images |= {"png": tmp_path / "a.png", "tiff": tmp_path / "a.tiff"}
+    image = images[kind] if kind in images else SCAN.astype(kind)
+    batch = read(image, TWELVE)
+    assert torch.equal(batch.tensor[0], TWELVE(deep))
+    (frame,) = batch.frames
+    assert frame is not None
+    assert frame.picture.mode == "RGB"
+    assert np.abs(np.asarray(frame.picture)[..., 0] - SCAN * (255 / 4095)).max() <= 0.51
+
+
+def test_hounsfield_units_are_shown_through_a_window() -> None:
+    hounsfield = SCAN.astype(np.float64) - 1024
+    centre, width = 40, 400
+    batch = read(hounsfield, Preprocess(range=(centre - width / 2, centre + width / 2), mean=(0.0,), std=(1.0,)))
+    assert np.allclose(batch.tensor[0, 0], ((hounsfield + 160) / 400).clip(0, 1), atol=1e-6)
+
+
+def test_only_a_dark_image_without_a_range_is_stretched_for_drawing_and_named() -> None:
+    prepare = replace(TWELVE, range=None)
+    with pytest.warns(saliency.errors.SaliencyWarning, match=DARK) as caught:
+        (dark,) = read(SCAN, prepare).frames
+    (bright,) = read(SCAN + np.uint16(6000), prepare).frames  # a maximum of 9025
+    assert len(caught) == 1
+    assert dark is not None
+    assert bright is not None
+    assert dark.picture.getextrema() == ((0, 255),) * 3
+    assert bright.picture.getextrema()[0] == (round(6900 / 257), round(9025 / 257))
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.LazyLinear(3)).eval()
+    model(torch.zeros(1, 3, 32, 32))
+    explanation = saliency.VanillaGradient(model, preprocess=TWELVE).attribute(SCAN, 1)
+    assert np.ptp(np.asarray(saliency.overlay(explanation, SCAN, opacity=0))) == 255  # without a warning
+
+
+def test_a_function_receives_the_image_in_its_own_mode() -> None:
+    modes = []
+
+    def function(image: Image.Image) -> Tensor:
+        modes.append(image.mode)
+        values = np.asarray(image, np.float32)
+        return torch.from_numpy(values.clip(0, 4095) / 4095)[None, 4:36, 10:42]
+
+    batch = read(SCAN, function)
+    assert set(modes) == {"I;16"}
+    assert np.allclose(batch.tensor[0, 0], SCAN[4:36, 10:42] / 4095)
+    (frame,) = batch.frames
+    assert frame is not None
+    assert frame.box == pytest.approx((10, 4, 42, 36), abs=1)
+    assert frame.picture.getextrema() == ((0, 255),) * 3
+
+
+def test_an_image_processor_of_hugging_face_receives_8_bits() -> None:
+    processor: Any = Processor()
+    with pytest.warns(saliency.errors.SaliencyWarning, match=DARK) as caught:
+        batch = read(SCAN, processor)
+    assert len(caught) == 1
+    assert batch.tensor.shape == (1, 3, 16, 16)
+    assert batch.frames[0] is not None
+    assert batch.frames[0].box == pytest.approx((0, 0, 60, 40), abs=1)
+    assert torch.equal(read(SCAN * np.uint16(16), processor).tensor, as_preprocess(processor)(drawn(SCAN * 16.0))[None])
+
+
+def drawn(values: Any) -> Image.Image:
+    return Image.fromarray(np.uint8(values / 257 + 0.5)).convert("RGB")
+
+
+def test_nan_in_an_image_is_refused() -> None:
+    values = SCAN.astype(np.float32)
+    values[3, 3] = np.nan
+    with pytest.raises(saliency.errors.NonFiniteError, match="holds NaN"):
+        read(values, TWELVE)

@@ -54,10 +54,13 @@ def second_object(output: Tensor) -> Tensor:
     return output[:, 1, 2]
 
 
-@pytest.mark.parametrize("method", [AttentionRollout, lambda model: GradCAM(model, "blocks.1.norm2")])
-def test_tokens_of_objects_are_not_taken_for_patches(method: Any) -> None:
-    with pytest.raises(LayerError, match=r"pass layout=, a function from this output to maps \(N, K, h, w\)"):
-        method(detector()).attribute(X, second_object)
+@pytest.mark.parametrize("cls", [AttentionRollout, GradCAM])
+def test_tokens_of_objects_are_not_taken_for_patches(cls: Any) -> None:
+    layer = {"layer": "blocks.1.norm2"} if cls is GradCAM else {}
+    found, wanted = (
+        cls(detector(), **layer, **given).attribute(X, second_object) for given in ({}, {"layout": patches})
+    )
+    torch.testing.assert_close(found.values, wanted.values)
 
 
 def test_attention_is_read_by_the_given_function() -> None:

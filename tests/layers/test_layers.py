@@ -231,32 +231,32 @@ CASES: dict[str, Case] = {
     ),
     "torchvision swin_t": Case(small_swin, (96, 160), "permute", Layout("NCHW", (3, 5))),
     "torchvision vit": Case(
-        vision_transformer, (32, 48), "encoder.layers.encoder_layer_1.ln_1", Layout("NTC", (4, 6), 1)
+        vision_transformer, (32, 48), "encoder.layers.encoder_layer_1.ln_1", Layout("NTC", (4, 6), range(1, 25))
     ),
     "vit_tiny": Case(
         lambda: timm_model("vit_tiny_patch16_224", img_size=(96, 160), depth=3),
         (96, 160),
         "blocks.2.norm1",
-        Layout("NTC", (6, 10), 1),
+        Layout("NTC", (6, 10), range(1, 61)),
     ),
     "deit_tiny_distilled": Case(
         lambda: timm_model("deit_tiny_distilled_patch16_224", img_size=(160, 96), depth=3),
         (160, 96),
         "blocks.2.norm1",
-        Layout("NTC", (10, 6), 2),
+        Layout("NTC", (10, 6), range(2, 62)),
     ),
     "dinov2 with registers": Case(
         lambda: timm_model("vit_small_patch14_reg4_dinov2", img_size=70, depth=3),
         (70, 70),
         "blocks.2.norm1",
-        Layout("NTC", (5, 5), 5),
+        Layout("NTC", (5, 5), range(5, 30)),
     ),
     "dinov2 with registers, not square": Case(
         # 45 tokens are 5 and 5 x 8; 5 x 9 would fit the input nearly as well.
         lambda: timm_model("vit_small_patch14_reg4_dinov2", img_size=(70, 112), depth=3),
         (70, 112),
         "blocks.2.norm1",
-        Layout("NTC", (5, 8), 5),
+        Layout("NTC", (5, 8), range(5, 45)),
     ),
     "swin_tiny": Case(
         lambda: timm_model("swin_tiny_patch4_window7_224", img_size=(96, 160), embed_dim=24, depths=(2, 2, 2, 2)),
@@ -264,7 +264,9 @@ CASES: dict[str, Case] = {
         "norm",
         Layout("NHWC", (3, 5)),
     ),
-    "mixer_s16": Case(lambda: timm_model("mixer_s16_224", img_size=96), (96, 96), "norm", Layout("NTC", (6, 6))),
+    "mixer_s16": Case(
+        lambda: timm_model("mixer_s16_224", img_size=96), (96, 96), "norm", Layout("NTC", (6, 6), range(36))
+    ),
     "convnext_atto": Case(lambda: timm_model("convnext_atto"), (96, 160), "stages", Layout("NCHW", (3, 5))),
     "efficientnet_lite0": Case(
         lambda: timm_model("tf_efficientnet_lite0"), (160, 256), "bn2", Layout("NCHW", (5, 8)), 2
@@ -316,7 +318,7 @@ def test_the_layer_that_is_found_by_itself_is_read_as_it_lies_in_memory(name: st
     case = CASES[name]
     found = look(made(name), torch.randn(1, 3, *case.size))
     assert found.default == case.layer
-    assert next(each.layout for each in found.spatial if each.name == found.default) == case.layout
+    assert next(each.layout for each in found.candidates if each.name == found.default) == case.layout
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -347,7 +349,7 @@ def test_the_map_of_the_layer_is_not_empty_and_fits_the_input(name: str) -> None
 class Unrolled(nn.Module):
     """Two stages of tokens in the order of Hiera: the four of each later cell lie apart, so that pooling is a maximum.
 
-    Only behind the pooling does the order of the tokens follow the picture.
+    Only after the pooling does the order of the tokens follow the picture.
     """
 
     def __init__(self) -> None:
@@ -366,12 +368,12 @@ class Unrolled(nn.Module):
         return out
 
 
-def test_tokens_in_an_order_of_their_own_are_not_taken_for_a_map() -> None:
+def test_tokens_in_an_order_of_their_own_are_read_in_that_of_the_image() -> None:
     model = Unrolled().eval()
     found = look(model, torch.randn(1, 3, 64, 64))
     assert found.default == "stage2"
-    assert misplaced(model, "stage2", (64, 64), 0) == []
-    assert "stage1" not in found.last_per_resolution()
+    assert found.last_per_resolution() == ("stage1", "stage2")
+    assert [each for stage in ("stage1", "stage2") for each in misplaced(model, stage, (64, 64), 0)] == []
 
 
 class Tabled(Small):
@@ -428,7 +430,7 @@ def test_a_layout_moves_no_place() -> None:
     assert torch.equal(Layout("NHWC", (3, 5))(places.permute(0, 2, 3, 1)), places)
     for prefix in (0, 1, 2, 5):
         tokens = torch.cat([torch.full((2, prefix, 4), -1.0), places.flatten(2).transpose(1, 2)], 1)
-        assert torch.equal(Layout("NTC", (3, 5), prefix)(tokens), places)
+        assert torch.equal(Layout("NTC", (3, 5), range(prefix, prefix + 15))(tokens), places)
 
 
 @pytest.mark.parametrize("size", [(64, 64), (64, 96), (96, 64), (64, 256), (256, 64), (70, 112)])

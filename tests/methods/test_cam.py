@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,16 @@ from saliency import (
     HiResCAM,
     LayerCAM,
     LayerError,
+    MethodError,
     NotApplicableError,
     SaliencyWarning,
     XGradCAM,
     probability,
     value,
 )
-from saliency.methods.cam import principal_map
+from saliency.methods.cam import LayerCombination, principal_map
+from saliency.testing import images, tiny_model, tiny_transformer
+from saliency.testing.case import tiny_model_for
 from tests.models import OwnForward, PooledNet, small_vit
 
 CLASSES = [3, 0]
@@ -473,11 +476,53 @@ def test_the_sign_on_signed_activations_is_that_of_their_strength() -> None:
 def test_a_sign_that_the_strength_does_not_decide_is_a_warning() -> None:
     torch.manual_seed(1)
     model = Signed(1.5)  # the object is stronger, but the background is larger and has the principal direction
-    with pytest.warns(SaliencyWarning, match=r"sign is uncertain.*grad_cam"):
+    with pytest.warns(SaliencyWarning, match=r"correlates weakly.*grad_cam"):
         EigenCAM(model, "features").attribute(model.image, 0)
     for act in (nn.ReLU(), nn.Softplus()):  # no activation is negative
         model = Signed(1.5, act=act)
         assert (EigenCAM(model, "features").attribute(model.image, 0).values >= 0).all()
+
+
+def test_eigen_cam_on_tokens_always_warns() -> None:
+    """On photos it showed the background, also where the sign was certain."""
+    with pytest.warns(SaliencyWarning, match=r"are tokens.*background.*grad_cam"):
+        EigenCAM(tiny_transformer()).attribute(images(1), 0)
+
+
+class InParts(nn.Module):
+    """A model that runs two images at a time, as in micro-batches."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.inner(part) for part in x.chunk(2)])
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.filterwarnings("ignore::saliency.SaliencyWarning")
+def test_a_model_that_runs_a_batch_in_parts_gets_a_map_for_each_image_or_an_error(name: str) -> None:
+    method, targets = METHODS[name], [0, 1, 2, 0]
+    inner = tiny_model_for(method)()
+    in_parts = method(InParts(inner), **method.quick_options)
+    if issubclass(method, LayerCombination):
+        with pytest.raises(LayerError, match="2 rows for 4 images, so the model runs them in parts; explain one image"):
+            in_parts.attribute(images(4), targets)
+        return
+    with suppress(LayerError, NotApplicableError):
+        found = in_parts.attribute(images(4), targets).values
+        wanted = method(inner, **method.quick_options).attribute(images(4), targets).values
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_a_method_of_the_users_must_return_a_map_for_each_image() -> None:
+    class One(LayerCombination):
+        def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
+            return activation[:1, :1]
+
+    with pytest.raises(MethodError, match=r"One returned values \(1, 1, 8, 8\) and scores \(4,\) for 4 images"):
+        One(tiny_model(), "relu").attribute(images(4), 0)
 
 
 @pytest.mark.parametrize("width", [MORE_CHANNELS, MORE_PLACES])

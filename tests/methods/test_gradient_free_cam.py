@@ -262,7 +262,7 @@ def plainly(model: nn.Module, layer: str, small: Tensor, factors: Tensor, target
                 changed = first * factor.permute(1, 2, 0)
             else:
                 places = factor.flatten(1).T.expand(-1, first.shape[2])
-                changed = first * torch.cat([torch.ones(at.prefix, first.shape[2]).to(first), places])
+                changed = first * torch.cat([torch.ones(at.tokens[0], first.shape[2]).to(first), places])
             return tree_map_tensors(output, lambda each: changed if each is first else each)
 
         with HookManager() as hooks, torch.no_grad():

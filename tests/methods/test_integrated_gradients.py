@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from saliency import METHODS, GradCAM, SmoothGrad, contrast, explain_together, probability, value
-from saliency.errors import MethodError, NotApplicableError
+from saliency import METHODS, GradCAM, SmoothGrad, contrast, explain_together, probability, similarity, value
+from saliency.errors import MethodError, NotApplicableError, SaliencyWarning
 from saliency.methods.baselines import blurred
 from saliency.methods.integrated_gradients import (
     FIRST_NODES,
@@ -252,9 +252,12 @@ def test_idgi_explains_a_class_by_its_probability_and_any_other_target_as_it_is(
     for target, score in (
         (value(1), output[:, 1]),
         (contrast(1, 3), output[:, 1] - output[:, 3]),
-        (lambda output: output[:, 1], output[:, 1]),
     ):
         torch.testing.assert_close(method.attribute(x, target).scores, score)
+    with pytest.warns(SaliencyWarning, match="stripes at the border"):
+        torch.testing.assert_close(method.attribute(x, lambda output: output[:, 1]).scores, output[:, 1])
+    with pytest.warns(SaliencyWarning, match="stripes at the border"):
+        method.attribute(x, similarity(x[:1]))
 
 
 def expected_names(model: nn.Module, x: Tensor) -> tuple[str, ...]:

@@ -239,6 +239,93 @@ def test_patches_are_the_output_of_the_first_linear_operation(name: str, cls: ty
     )
 
 
+@pytest.mark.parametrize("cls", [LRP, AttnLRP, CPLRP])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_of_a_patch_embedding_are_the_default(name: str, cls: type[LRP | AttnLRP]) -> None:
+    """Convolutional networks, and those whose attention reads features of convolutions, are read at pixels."""
+    model, x = MODELS[name]()
+    found, patches, pixels = (
+        cls(model, at=at, unknown="gradient").attribute(x, 1) for at in (None, "patches", "pixels")
+    )
+    is_convolutional = name in ("timm ConvNeXt", "timm MaxViT")
+    expected = pixels if is_convolutional else patches
+    assert pixels.values.shape == x.shape
+    assert (found.layer is None) == is_convolutional
+    assert torch.equal(found.values, expected.values)
+    assert torch.equal(cast("Tensor", found.ledger), cast("Tensor", expected.ledger))
+    assert found.ledger_names == expected.ledger_names
+
+
+def token_network(embedding: Callable[[Any, Tensor], Tensor], **modules: nn.Module) -> nn.Module:
+    """A network of attention among the tokens (N, 16, 8) of an embedding of (N, 3, 16, 16)."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        tokens = embedding(m, x)
+        out: Tensor = m.head((tokens + m.mix(tokens, tokens, tokens, need_weights=False)[0]).mean(1))
+        return out
+
+    mix = nn.MultiheadAttention(8, 2, batch_first=True)
+    return OwnForward(forward, mix=mix, head=nn.Linear(8, 5), **modules).double().eval()
+
+
+def unfolded(m: Any, x: Tensor) -> Tensor:
+    return cast("Tensor", m.embed(F.unfold(x, 4, stride=4).mT))
+
+
+def stemmed(m: Any, x: Tensor) -> Tensor:
+    return cast("Tensor", m.second(m.first(x).relu()).flatten(2).mT)
+
+
+def projected(m: Any, x: Tensor) -> Tensor:
+    return x.flatten(2).mT[:, :16].repeat(1, 1, 3)[..., :8]
+
+
+def two_scales(m: Any, x: Tensor) -> Tensor:
+    return torch.cat([m.coarse(x).flatten(2).mT, m.fine(x).flatten(2).mT[:, :12]], 1)
+
+
+def test_a_linear_patch_embedding_is_one() -> None:
+    model, x = token_network(unfolded, embed=nn.Linear(48, 8)), images(2, 16)
+    nn.init.zeros_(cast("Any", model).embed.bias)
+    patches, pixels = (AttnLRP(model, at=at).attribute(x, 1) for at in (None, "pixels"))
+    assert patches.layer == "embed"
+    assert_same(patches.values, F.avg_pool2d(pixels.values.sum(1, keepdim=True), 4) * 16)
+    given = AttnLRP(model, layout=lambda tokens: tokens.mT.reshape(len(tokens), -1, 4, 4).flip(3)).attribute(x, 1)
+    assert_same(given.values, patches.values.flip(3))
+
+
+@pytest.mark.parametrize(
+    ("embedding", "modules"),
+    [
+        (stemmed, {"first": nn.Conv2d(3, 6, 2, 2), "second": nn.Conv2d(6, 8, 2, 2)}),
+        (projected, {}),
+        (two_scales, {"coarse": nn.Conv2d(3, 8, 8, 8), "fine": nn.Conv2d(3, 8, 4, 4)}),
+    ],
+    ids=["a stem with an activation", "no embedding", "two embeddings"],
+)
+def test_tokens_of_anything_else_are_read_at_pixels(embedding: Any, modules: dict[str, nn.Module]) -> None:
+    model, x = token_network(embedding, **modules), images(2, 16)
+    found = AttnLRP(model).attribute(x, 1)
+    assert found.layer is None
+    assert found.values.shape == x.shape
+
+
+def test_patches_and_pixels_run_the_model_once() -> None:
+    model, x = small_vit().eval(), torch.randn(1, 3, 32, 32)
+    calls = []
+    model.register_forward_hook(lambda module, args, output: calls.append(1))
+    patches, pixels = saliency.explain_together([AttnLRP(model), AttnLRP(model, at="pixels")], x, 1)
+    assert patches.values.shape == (1, 1, 4, 4)
+    assert pixels.values.shape == x.shape
+    assert len(calls) == 1
+
+
+def test_patches_without_a_spatial_output_are_an_error() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
+    with pytest.raises(saliency.LayerError, match='at="patches": the first convolution or linear layer has no spatial'):
+        LRP(net, at="patches").attribute(torch.randn(1, 3, 2, 2), 1)
+
+
 def test_a_patch_has_the_relevance_of_its_pixels() -> None:
     model = cast("Any", small_vit().double().eval())
     nn.init.zeros_(model.conv_proj.bias)
@@ -404,11 +491,26 @@ def test_the_innermost_name_counts() -> None:
         ({"conv": Gamma}, "expected a composite's name"),
         ({"hed": Gamma()}, r'no layer "hed"; did you mean "head".*the kinds are conv, linear, first, last'),
         ({"blocks.*": Gamma()}, r'no layer "blocks\.\*"'),
+        ({"conv*": ZPlus(), "bn*": ZPlus()}, r'the rule of "bn\*" fits no operation'),
+        ({"conv": ZPlus(), "relu": ZPlus()}, 'the rule of "relu" fits no operation'),
     ],
 )
 def test_a_composite_that_does_not_fit_is_an_error(composite: Any, fact: str) -> None:
     with pytest.raises(saliency.MethodError, match=fact):
         LRP(residual(), composite=composite).attribute(images(), 1)
+
+
+class NotANumber(Epsilon):
+    """Gives the biases NaN."""
+
+    def propagate(self, op: saliency.relevance.LinearOperation, grad: Tensor) -> saliency.relevance.rules.Passed:
+        return super().propagate(op, grad)._replace(biases=torch.full_like(grad, torch.nan))
+
+
+def test_nan_in_the_ledger_warns() -> None:
+    with pytest.warns(saliency.SaliencyWarning, match="nan of the score is missing from the ledger"):
+        found = LRP(residual(), composite={"last": NotANumber()}).attribute(images(), 1)
+    assert found.values.isfinite().all()
 
 
 def test_settings_name_the_composite() -> None:
@@ -503,6 +605,103 @@ def test_the_contrastive_map_is_the_positive_difference_to_negated_weights() -> 
         assert_same(found.values, difference.clamp(min=0))
     assert found.coverage is not None
     assert found.coverage.treated["linear by contrast"] == 1
+
+
+def with_head(body: nn.Sequential, weight: Tensor) -> nn.Sequential:
+    """The body with a linear layer of these weights (1, 16)."""
+    head = nn.Linear(16, 1).double()
+    head.weight.data = weight
+    return nn.Sequential(*body, head).eval()
+
+
+@pytest.mark.parametrize("contrastive", [False, True])
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda logits: logits[:, 3] - 20,
+        lambda logits: 0.1 * logits[:, 3] + 7,
+        lambda logits: logits.log_softmax(1)[:, 3],
+        lambda logits: logits.softmax(1)[:, 3],
+        lambda logits: logits[:, 3].sigmoid(),
+        saliency.probability(3),
+    ],
+    ids=["minus a constant", "scaled", "log-softmax", "softmax", "sigmoid", "probability"],
+)
+def test_constants_and_the_last_softmax_do_not_change_an_excitation(score: Any, contrastive: bool) -> None:
+    net, x = chain(), images()
+    method = ExcitationBackprop(net, layer="2", contrastive=contrastive)
+    assert_same(method.attribute(x, score).values, method.attribute(x, 3).values)
+    for last in (nn.LogSoftmax(1), nn.Softmax(1)):
+        model = nn.Sequential(*net, last).eval()
+        found = ExcitationBackprop(model, layer="2", contrastive=contrastive).attribute(x, 3)
+        assert_same(found.values, method.attribute(x, 3).values)
+
+
+@pytest.mark.parametrize("contrastive", [False, True])
+def test_the_score_is_one_neuron_above_the_last_layer(contrastive: bool) -> None:
+    """So the excitation of a negative score, or of a difference of scores, is that of the weights of this neuron."""
+    net, x = chain(), images()
+    weight = cast("nn.Linear", net[9]).weight.detach()
+    for target, own in {
+        (lambda output: -output[:, 3]): -weight[3:4],
+        saliency.contrast(3, 1): weight[3:4] - weight[1:2],
+        saliency.contrast(1, 3): weight[1:2] - weight[3:4],
+    }.items():
+        alone = with_head(net[:9], own)
+        found, expected = (
+            ExcitationBackprop(model, layer="2", contrastive=contrastive).attribute(x, score).values
+            for model, score in ((net, target), (alone, 0))
+        )
+        assert_same(found, expected)
+        assert not torch.allclose(found, ExcitationBackprop(net, layer="2").attribute(x, 3).values, rtol=0.1)
+
+
+def test_the_excitations_of_several_heads_are_those_of_one() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        hidden = m.hidden(x)
+        out: Tensor = (m.one(hidden) + m.other(hidden)) / 2
+        return out
+
+    net, x = chain(), images()
+    heads = {name: nn.Linear(16, 5).double() for name in ("one", "other")}
+    both = OwnForward(forward, hidden=net[:9], **heads).eval()
+    alone = with_head(net[:9], heads["one"].weight.detach()[1:2])
+    other = with_head(net[:9], heads["other"].weight.detach()[1:2])
+    found = ExcitationBackprop(both, layer="hidden.2").attribute(x, 1).values
+    parts = [ExcitationBackprop(model, layer="2").attribute(x, 0).values for model in (alone, other)]
+    # Each head has the share of its positive parts.
+    hidden = net[:9](x).detach()
+    sizes = [(hidden * head.weight[1]).clamp(min=0).sum(1).view(2, 1, 1, 1).detach() for head in heads.values()]
+    expected = sum(part * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
+    assert_same(found, cast("Tensor", expected))
+    torch.testing.assert_close(found.sum((1, 2, 3)), torch.ones(2, dtype=torch.float64))
+
+
+def test_excitation_starts_below_a_last_product_of_two_signals() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        hidden = m.hidden(x).flatten(2)  # (N, 8, 16)
+        out: Tensor = (m.scores(hidden.mT).mT @ m.weights(hidden.mT).softmax(1))[..., 0]
+        return out
+
+    net = chain()
+    parts = {"scores": nn.Linear(8, 5).double(), "weights": nn.Linear(8, 1).double()}
+    found = ExcitationBackprop(OwnForward(forward, hidden=net[:5], **parts).eval(), layer="hidden.2")
+    assert 0.9 < float(found.attribute(images(), 1).values.sum((1, 2, 3)).min()) < 1.1
+
+
+def test_the_shift_of_a_batch_norm_receives_no_excitation() -> None:
+    norm, x = nn.BatchNorm2d(3), images().abs()
+    nn.init.ones_(norm.bias)
+    net = nn.Sequential(nn.Identity(), norm, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 5)).double().eval()
+    found = ExcitationBackprop(net, layer="0").attribute(x, 1).values
+    torch.testing.assert_close(found.sum((1, 2, 3)), torch.ones(2, dtype=torch.float64))
+
+
+def test_excitation_warns_of_shares_that_are_lost() -> None:
+    net, x = saliency.load("efficientnet_lite0"), torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(saliency.SaliencyWarning, match=r"add up to 0\.\d+ instead of 1: the rest stays at neurons"):
+        found = ExcitationBackprop(net).attribute(x, 1)
+    assert float(found.values.sum()) < 0.5
 
 
 def test_excitation_is_read_at_the_resolution_before_the_last() -> None:

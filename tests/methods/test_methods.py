@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import saliency
 from saliency import METHODS, Attribution, GradCAM
 from saliency.attribution.base import get_method
-from saliency.testing import checks
+from saliency.testing import checks, images, tiny_model_for
 
 pytestmark = pytest.mark.usefixtures("_registry_restored")
 
@@ -42,6 +42,64 @@ def test_every_method_keeps_every_promise(check: Callable[[], None]) -> None:
 def test_the_promises_hold_for_other_options_too(cls: type[Attribution], options: dict[str, Any]) -> None:
     for _, check in checks(cls, **options):
         check()
+
+
+@pytest.mark.filterwarnings("ignore::saliency.SaliencyWarning")
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_that_gives_a_contrast_and_its_opposite_one_map_says_so(name: str) -> None:
+    cls = METHODS[name]
+    method = cls(tiny_model_for(cls)(), **cls.quick_options)
+    try:
+        one, opposite = (method.attribute(images(2), saliency.contrast(*pair)) for pair in ((0, 1), (1, 0)))
+    except saliency.NotApplicableError:
+        return
+    if "rounding error" in one.notes[0]:
+        return
+    is_same = torch.allclose(one.values, opposite.values, rtol=1e-3, atol=1e-3 * float(one.values.abs().max()))
+    assert is_same == cls.ignores_sign
+    assert one.notes == (f"{name} gives a contrast and its opposite the same map" if is_same else "",) * 2
+    assert method.attribute(images(2), 1).notes == ("", "")
+
+
+class Flat(nn.Module):
+    """A model whose classes have a constant score, or nearly so."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.features = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1000 + self.scale * self.features(x).relu().mean((2, 3))
+
+
+@pytest.mark.parametrize("name", ["grad_cam", "vanilla_gradient", "input_x_gradient", "layer_cam", "hires_cam"])
+@pytest.mark.parametrize(
+    ("scale", "message"), [(0.0, "is 0 everywhere"), (1e-9, r"is at most .*, below the rounding error")]
+)
+def test_a_map_of_rounding_errors_or_zeros_warns(scale: float, message: str, name: str) -> None:
+    method = METHODS[name](Flat(scale).eval(), **METHODS[name].quick_options)
+    with pytest.warns(saliency.SaliencyWarning, match=f"the {name} map for class 1 {message}"):
+        explanation = method.attribute(images(1), 1)
+    assert f"the {name} map for class 1" in explanation.notes[0]
+    assert explanation[0].notes == explanation.notes
+
+
+@pytest.mark.filterwarnings("error::saliency.SaliencyWarning")
+@pytest.mark.filterwarnings("ignore:.*(no ReLU|biases|the shares|converge|varied|steps|residual)")
+@pytest.mark.parametrize(
+    ("name", "target"),
+    # For a probability, the relevance of CheferLRP sums to 0, so that its map is of rounding errors.
+    [(n, t) for n in METHODS for t in (1, saliency.probability(1)) if (n, t == 1) != ("chefer_lrp", False)],
+)
+def test_a_map_of_a_normal_network_is_not_called_rounding(target: Any, name: str) -> None:
+    cls = METHODS[name]
+    method = cls(tiny_model_for(cls)(), **cls.quick_options)
+    try:
+        explanation = method.attribute(images(2), target)
+    except saliency.NotApplicableError:
+        return
+    assert not any(explanation.notes)
 
 
 class TinyTokens(nn.Module):

@@ -70,7 +70,7 @@ def through_sum(a: Tensor, b: Tensor, relevance: Tensor) -> tuple[Tensor, Tensor
     return at_a * factors[0], at_b * factors[1]
 
 
-def expected_map(model: Any, x: Tensor, target: int) -> Tensor:
+def expected_map(model: Any, x: Tensor, target: int, sign: float = 1) -> Tensor:
     patches = model.patches(x[None])[0].flatten(1).T
     start, traces = torch.cat([model.token.weight, patches]), []
     for block in model.blocks:
@@ -79,7 +79,7 @@ def expected_map(model: Any, x: Tensor, target: int) -> Tensor:
     normed = model.norm(start)[:1]
     scores = model.head(normed)[0]
     torch.testing.assert_close(scores, model(x[None])[0])
-    grads = torch.autograd.grad(scores[target], [trace.weights for trace in traces])
+    grads = torch.autograd.grad(sign * scores[target], [trace.weights for trace in traces])
     relevance = torch.zeros_like(start)
     relevance[:1] = through_linear(normed, model.head.weight, F.one_hot(torch.tensor([target]), 5).double())
     product = torch.eye(len(start), dtype=torch.float64)
@@ -103,6 +103,45 @@ def test_the_map_is_that_of_the_papers_formulas() -> None:
     found = CheferLRP(model).attribute(X, targets)
     wanted = torch.stack([expected_map(model, x, target) for x, target in zip(X, targets, strict=True)])
     torch.testing.assert_close(found.values[:, 0], wanted)
+
+
+def test_what_lowers_a_score_is_not_what_raises_it() -> None:
+    model = tiny_transformer().double()
+    found = CheferLRP(model).attribute(X, lambda output: -output[:, 4])
+    wanted = torch.stack([expected_map(model, x, 4, sign=-1) for x in X])
+    torch.testing.assert_close(found.values[:, 0], wanted)
+
+
+def log_probability(output: Tensor) -> Tensor:
+    return output.log_softmax(1)[:, 1]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [saliency.contrast(1, 0), saliency.contrast(0, 1), saliency.probability(1), log_probability, [log_probability] * 3],
+)
+def test_relevance_that_starts_with_both_signs_is_refused(target: Any) -> None:
+    """It cancels: the map would be rounding noise."""
+    model = tiny_transformer().double()
+    with pytest.raises(NotApplicableError, match=r"both signs.*attn_lrp or chefer_attention"):
+        CheferLRP(model).attribute(X, target)
+    assert CheferAttention(model).attribute(X, target).values.any()
+
+
+def test_a_text_against_another_is_refused() -> None:
+    towers, scenes = saliency.load("shapes_two_tower"), saliency.testbed.draw_scenes(1, seed=1_000_000)
+    one, other = scenes.captions()[0][:2]
+    with pytest.raises(NotApplicableError, match=r"both signs.*explain a single class or text"):
+        CheferLRP(towers).attribute(scenes.images, saliency.text(one, against=other))
+    assert float(CheferLRP(towers).attribute(scenes.images, saliency.text(one)).values.max()) > 1e-4
+
+
+def test_images_with_targets_of_opposite_signs_are_not_confused() -> None:
+    model = tiny_transformer().double()
+    targets = [lambda output: output[:, 1], lambda output: -output[:, 1], lambda output: output[:, :2].sum(1)]
+    together = CheferLRP(model).attribute(X, targets).values
+    alone = [CheferLRP(model).attribute(x[None], target).values for x, target in zip(X, targets, strict=True)]
+    torch.testing.assert_close(together, torch.cat(alone))
 
 
 def test_unfused_attention_gives_the_same_map() -> None:

@@ -128,11 +128,23 @@ def test_attention_grad_cam_weights_each_head_by_its_mean_gradient(unfused: Unfu
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
-def test_ag_cam_gates_the_positive_gradient_by_the_logits(unfused: Unfused, fused: bool) -> None:
-    """Also where a softmax of the model computed the probabilities, from which the logits cannot be computed."""
+def test_ag_cam_gates_the_positive_gradient_along_skip_connections_by_the_logits(unfused: Unfused, fused: bool) -> None:
+    """As in the authors' code, where attention and MLP detach their input.
+
+    Also where a softmax of the model computed the probabilities, from which the logits cannot be computed.
+    """
+    model = unfused.model
+    norms = [norm for block in model.blocks for norm in (block.norm1, block.norm2)]
+    detached = [norm.register_forward_hook(lambda module, args, output: output.detach()) for norm in norms]
+    attention: list[Tensor] = []
+    for block in model.blocks:
+        block.attn.fused_attn = False
+        detached.append(block.attn.attn_drop.register_forward_pre_hook(lambda _, args: attention.append(args[0])))
+    gradients = torch.autograd.grad(model(unfused.x)[[0, 1], TARGETS].sum(), attention)
+    for handle in detached:
+        handle.remove()
     total = torch.zeros(())
-    gradients = unfused.gradients(unfused.scores, unfused.attention)
-    for block, tokens, gradient in zip(unfused.model.blocks, unfused.inputs, gradients, strict=False):
+    for block, tokens, gradient in zip(model.blocks, unfused.inputs, gradients, strict=False):
         query, key, _ = unfused.qkv(block, tokens)
         gates = (query @ key.mT * block.attn.scale).sigmoid()
         total = total + unfused.read(gradient.clamp(min=0) * gates).sum(1)

@@ -25,7 +25,7 @@ from saliency import (
 from saliency.attribution.base import Attribution, BatchAttribution
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.metrics import METRICS, Measurement, measure
-from saliency.metrics.randomisation import layers_from_the_top, randomise, restore
+from saliency.metrics.randomisation import MPRT, layers_from_the_top, randomise, restore
 from saliency.testing import Snapshot, images, tiny_model
 
 from .test_base import Linear
@@ -54,6 +54,18 @@ def test_a_constant_method_keeps_its_map_and_a_gradient_does_not(order: str, com
     assert not constant.beats_controls.any()
     gradient = measured("mprt", VanillaGradient(tiny_model()), images(2), order=order, compare=compare)
     assert gradient.beats_controls.all()
+
+
+def test_seeds_share_no_draw_of_the_weights() -> None:
+    method = VanillaGradient(tiny_model())
+    explanation = method.attribute(images(1), 0)
+
+    def fall(draws: int, seed: int) -> float:
+        metric = MPRT(layers=1, draws=draws)
+        return float(metric.measure(explanation, method=method, inputs=images(1), seed=seed, controls=False).values)
+
+    second = 2 * fall(2, seed=0) - fall(1, seed=0)
+    assert abs(second - fall(1, seed=1)) > 1e-4  # the first draw of the next seed
 
 
 def test_guided_backprop_depends_less_on_the_weights_than_the_gradient() -> None:

@@ -52,7 +52,7 @@ def assert_same(found: Tensor, expected: Tensor, tolerance: float = 1e-9) -> Non
 def test_a_vision_transformer_is_the_one_spelled_out(method: type[AttnLRP]) -> None:
     model, x, target = vit(), images(), [1, 3]
     expected = ExplicitViT(model, constant_attention=method is CPLRP).explain(x, torch.tensor(target))
-    found = method(model).attribute(x, target)
+    found = method(model, at="pixels").attribute(x, target)
     assert_same(found.scores, expected.scores)
     assert_same(found.values, expected.values, 1e-6)
 
@@ -72,7 +72,7 @@ def test_the_ledger_of_a_vision_transformer_is_the_one_spelled_out(method: type[
     expected = ExplicitViT(model, constant_attention=method is CPLRP).explain(x, torch.tensor(target))
     total = expected.values.sum((1, 2, 3)) + sum(expected.ledger.values())
     assert_same(total, expected.scores)  # the reference loses nothing
-    found = shares(method(model).attribute(x, target))
+    found = shares(method(model, at="pixels").attribute(x, target))
     for name, share in {"softmax": torch.zeros(2).double(), **expected.ledger}.items():
         torch.testing.assert_close(found[name], share)
 
@@ -355,8 +355,8 @@ def test_the_probability_of_a_class_is_not_an_attention_weight() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_gammas_of_zero_are_gradients(method: type[AttnLRP]) -> None:
     model, x = vit(), images()
-    plain = method(model).attribute(x, 1).values
-    assert_same(method(model, gamma=1e-9, conv_gamma=1e-9).attribute(x, 1).values, plain, 1e-5)
+    plain = method(model, at="pixels").attribute(x, 1).values
+    assert_same(method(model, at="pixels", gamma=1e-9, conv_gamma=1e-9).attribute(x, 1).values, plain, 1e-5)
 
 
 def test_timm_is_the_same_fused_and_not_fused() -> None:

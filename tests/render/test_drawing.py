@@ -268,6 +268,14 @@ def test_two_thin_lines_mark_the_crop_if_the_opacity_follows_the_map() -> None:
     assert (pixels_of(overlay(explained(hot(30, 30, 15, 15), whole(photo))))[:20] == 90).all()
 
 
+@pytest.mark.parametrize("size", [(4000, 480), (480, 4000), (600, 480)])
+def test_the_lines_follow_the_shorter_edge_of_the_crop(size: tuple[int, int]) -> None:
+    left, top = ((edge - 480) // 2 for edge in size)
+    frame = Frame(Image.new("RGB", size, (90, 90, 90)), (left, top, left + 480.0, top + 480.0))
+    drawn = pixels_of(overlay(explained(hot(3, 3, 1, 1), frame)))[top : top + 480, left : left + 480, 0]
+    assert (drawn[10, :5] == [45, 45, 172, 172, 90]).all()
+
+
 def test_smoothing_averages_what_is_drawn_and_leaves_the_values() -> None:
     explanation = explained(hot(200, 200, 100, 100), whole(Image.new("RGB", (200, 200))))
     kept = explanation.values.clone()

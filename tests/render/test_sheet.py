@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from PIL import Image, ImageFont
+from PIL import Image
 
-from saliency import contact_sheet, figure
+from saliency import contact_sheet, draw_ledger, figure
 from saliency.attribution.explanation import Explanation
 from saliency.errors import RenderError, SaliencyWarning
 from saliency.io.preprocess import Frame, Preprocess
 from saliency.render.blending import color_table
-from saliency.render.sheet import ellipsised, wrapped
+from saliency.render.sheet import ellipsised, font_for, wrapped
 from tests.drawing import explained, hot, noise, pixels_of, whole
 
 
@@ -109,7 +109,7 @@ def test_titles_name_the_settings_in_which_maps_of_one_method_differ() -> None:
 
 
 def test_titles_are_shortened_by_an_ellipsis_to_the_width() -> None:
-    font = ImageFont.load_default(size=16)
+    font = font_for([], 16)
     assert ellipsised("espresso", font, 500) == "espresso"
     cut = ellipsised("Egyptian cat on a mat", font, 80)
     assert cut.endswith("…")
@@ -117,6 +117,29 @@ def test_titles_are_shortened_by_an_ellipsis_to_the_width() -> None:
     lines = wrapped("great white shark, white shark, man-eater, man-eating shark", font, 110)
     assert len(lines) == 3
     assert all(font.getlength(each) <= 110 for each in lines)
+
+
+@pytest.mark.parametrize("name", ["Straße", "Ελλάδα", "Жук", "žlutý kůň", "ℊ"])  # the last one is not in DejaVu Sans
+def test_letters_of_other_alphabets_are_drawn_on_sheets_and_ledgers(name: str) -> None:
+    unassigned = "".join("\u0378" if not letter.isascii() else letter for letter in name)  # drawn as boxes
+
+    def drawn(name: str) -> list[bytes]:
+        explanation = explained(torch.ones(1, 2, 2).cumsum(2), whole(noise(50, 50)), name=name)
+        ledger: dict[str, Any] = {"ledger": torch.ones(1, 1), "ledger_names": ("input",), "residual": torch.zeros(1)}
+        return [contact_sheet([[explanation]]).tobytes(), draw_ledger(replace(explanation, **ledger)).tobytes()]
+
+    for shown, boxes in zip(drawn(name), drawn(unassigned), strict=True):
+        assert shown != boxes
+    font = font_for([name], 20)
+    masks = {bytes(font.getmask(letter)) for letter in (*name.replace(" ", ""), "\u0378", "R")}
+    assert len(masks) == len({*name.replace(" ", ""), "\u0378", "R"})
+
+
+@pytest.mark.parametrize("name", ["$5 or $6", r"$\frac{1}$ x", "a_b^c", "100 %"])
+def test_names_in_figures_are_not_read_as_tex(name: str, tmp_path: Path) -> None:
+    made = figure([explained(hot(3, 3, 1, 1), whole(noise(40, 30)), name=name, probability=None)])
+    made.savefig(tmp_path / "figure.svg")
+    assert f">{name}</text>" in (tmp_path / "figure.svg").read_text()
 
 
 def test_a_sheet_that_does_not_fit_together_is_an_error() -> None:

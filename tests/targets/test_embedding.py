@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import saliency
-from saliency import DualEncoder, GradCAM, ModelError, TargetError, VanillaGradient, similarity, text
+from saliency import DualEncoder, GradCAM, ModelError, SaliencyWarning, TargetError, VanillaGradient, similarity, text
 from saliency.inspection import gradient_statistics
 from saliency.testing import Snapshot
 from tests.dual_encoders import MODELS, TOWER, config, tokenizer
@@ -134,6 +135,20 @@ def test_a_prompt_is_encoded_once_until_the_weights_change(name: str, monkeypatc
 
 
 @BY_NAME
+def test_a_text_that_is_too_long_warns_with_the_number_of_tokens_that_are_cut(name: str) -> None:
+    model, x = copy.deepcopy(MODELS[name]())
+    fits, too_long = "a photo of a red bus", "a photo of a red bus a cat a"  # six words, a start and an end
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scores = GradCAM(model).attribute(x, text(fits)).scores
+    with pytest.warns(SaliencyWarning, match='ignores the last 3 tokens of the text "a photo of a red bus a cat a"'):
+        cut = GradCAM(model).attribute(x, text(too_long)).scores
+    torch.testing.assert_close(cut, scores)
+    with pytest.warns(SaliencyWarning, match="ignores the last 1 token of"):
+        saliency.explain_text(model, x[:1], f"{fits} dog", "input_x_gradient")
+
+
+@BY_NAME
 def test_the_text_tower_gets_no_gradient_and_keeps_its_state(name: str) -> None:
     model, x = MODELS[name]()
     model.train()
@@ -161,6 +176,7 @@ def test_each_image_of_a_batch_may_have_its_own_text(name: str) -> None:
 
 
 NEED_CLASSES = {"cam", "finer_cam"}
+NEED_ONE_SIGN = {"chefer_lrp"}
 NEED_RELU = {"guided_backprop", "deconvnet", "rectgrad", "guided_grad_cam"}
 
 
@@ -171,7 +187,7 @@ def test_every_method_explains_a_text_and_a_reference(name: str, method: str) ->
     model, x = MODELS[name]()
     cls = saliency.METHODS[method]
     options = {**cls.quick_options, **({"progress": False} if "progress" in cls.options() else {})}
-    refused = NEED_CLASSES | (NEED_RELU if name == "transformers CLIP" else set())
+    refused = NEED_CLASSES | NEED_ONE_SIGN | (NEED_RELU if name == "transformers CLIP" else set())
     if cls.needs_attention and name == "open_clip ResNet":
         pytest.skip("the image has a single patch there")
     targets: list[Any] = [text("a cat", against=OTHERS), similarity(x[1], by="distance")]

@@ -6,6 +6,7 @@ import re
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,20 +16,25 @@ from torch import Tensor, nn
 
 from saliency import (
     METHODS,
+    Explanation,
     NonFiniteError,
-    NotApplicableError,
+    SaliencyError,
+    SmoothGrad,
     TargetError,
     VanillaGradient,
     contrast,
     probability,
     region,
+    similarity,
+    text,
     value,
 )
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.targets.targets import as_target, output_tensor
-from saliency.testing import tiny_model_for
+from saliency.testing import tiny_model, tiny_model_for
 from saliency.testing.case import images
-from tests.models import LinearModel
+from tests import dual_encoders
+from tests.models import LinearModel, Packed
 
 NAMES = ["ant", "crane", "tiger cat", "crane", "Tabby"]
 
@@ -266,22 +272,108 @@ def test_the_models_own_categories_count(x: Tensor) -> None:
     assert VanillaGradient(model, categories=list("vwxyz")).attribute(x, "z").target == (4, 4)
 
 
-def test_more_names_than_outputs_are_told_apart(x: Tensor) -> None:
-    method = VanillaGradient(LinearModel(), categories=[*NAMES, "one too many"])
-    with pytest.raises(TargetError, match=r"class 5 is outside 0\.\.4, the classes of the model's output"):
-        method.attribute(x, "one too many")
-
-
 def test_more_names_than_outputs_are_refused_for_every_class(x: Tensor) -> None:
     method = VanillaGradient(LinearModel(), categories=["background", *NAMES])
-    for target in (None, 1, "ant"):
+    for target in (None, 1, "ant", "Tabby", 5):
         with pytest.raises(TargetError, match="6 class names for a model of 5 classes"):
             method.attribute(x, target)
 
 
-def test_fewer_names_than_outputs_leave_the_others_without(x: Tensor) -> None:
-    method = VanillaGradient(LinearModel(lambda scores: scores * 0 + torch.arange(5.0)), categories=["ant"])
-    assert method.attribute(x).target_names == ("class 4", "class 4")
+@pytest.mark.parametrize("target", [None, 1, "ant", probability(1), contrast(0, 1)], ids=repr)
+def test_fewer_names_than_outputs_are_refused(target: Any, x: Tensor) -> None:
+    with pytest.raises(TargetError, match=r"2 class names for a model of 5 classes; pass one name per class"):
+        VanillaGradient(LinearModel(), categories=["ant", "crane"]).attribute(x, target)
+
+
+def test_a_mapping_of_names_may_have_gaps(x: Tensor) -> None:
+    method = VanillaGradient(LinearModel(), categories={3: "crane", 1: "ant"})
+    assert method.attribute(x, "crane").target == (3, 3)
+    assert [method.attribute(x, index).target_names[0] for index in (1, 2, 4)] == ["ant", "class 2", "class 4"]
+    assert SmoothGrad(method, passes=2).attribute(x, "ant").target == (1, 1)
+    with pytest.raises(TargetError, match="7 class names for a model of 5 classes"):
+        VanillaGradient(LinearModel(), categories={6: "crane"}).attribute(x, 0)
+
+
+def test_names_are_not_compared_with_numbers_that_are_no_classes(x: Tensor) -> None:
+    assert VanillaGradient(LinearModel(), categories=["ant"]).attribute(x, value(4)).target_names[0] == "value 4"
+
+
+# One number for two classes.
+
+PACKS: dict[str, Callable[[Tensor], Any]] = {
+    "(N, 1)": lambda scores: scores[:, :1],
+    "(N,)": lambda scores: scores[:, 0],
+    "logits": lambda scores: {"logits": scores[:, :1], "hidden": scores},
+}
+TWO_NAMES = ["healthy", "sick"]
+
+
+@pytest.mark.parametrize("pack", PACKS.values(), ids=PACKS)
+def test_a_number_with_two_names_is_the_logit_of_the_second(pack: Callable[[Tensor], Any], x: Tensor) -> None:
+    model = LinearModel(pack)
+    logit = LinearModel()(x)[:, 0].detach()
+    method = VanillaGradient(model, categories=TWO_NAMES)
+    for target, sign, index in (("sick", 1, 1), ("healthy", -1, 0), (0, -1, 0)):
+        found = method.attribute(x, target)
+        assert torch.equal(found.scores, sign * logit)
+        assert torch.equal(found.values, sign * rows(model, 0, 0))
+        assert found.target_names == (TWO_NAMES[index],) * 2
+        torch.testing.assert_close(found.probabilities, (sign * logit).sigmoid())
+        likely = method.attribute(x, probability(target))
+        torch.testing.assert_close(likely.scores, (sign * logit).sigmoid())
+        torch.testing.assert_close(likely.probabilities, likely.scores)
+    top = method.attribute(x)
+    assert top.target == tuple((logit > 0).long().tolist())
+    assert torch.equal(top.scores, logit.abs())
+
+
+@pytest.mark.filterwarnings("ignore:full_grad. 7 biases")  # a sigmoid is not piecewise linear
+@pytest.mark.parametrize("pack", PACKS.values(), ids=PACKS)
+@pytest.mark.parametrize(
+    "name", ["vanilla_gradient", "rise", "eigen_cam", "occlusion", "input_x_gradient", "full_grad"]
+)
+def test_a_sigmoid_is_a_probability_with_and_without_a_graph(name: str, pack: Callable[[Tensor], Any]) -> None:
+    x, model = images(2), Packed(lambda scores: pack((scores - 0.3).sigmoid())).eval()
+    expected = (tiny_model()(x)[:, 0] - 0.3).sigmoid().detach()
+    method = METHODS[name](model, categories=TWO_NAMES, **METHODS[name].quick_options)
+    first, second = method.attribute(x, "healthy"), method.attribute(x, "sick")
+    torch.testing.assert_close(second.scores, expected)
+    torch.testing.assert_close(first.scores, -expected)
+    torch.testing.assert_close(second.probabilities, expected)
+    torch.testing.assert_close(first.probabilities, 1 - expected)
+    torch.testing.assert_close(method.attribute(x, probability("healthy")).scores, 1 - expected)
+    assert method.attribute(x).target == tuple((expected > 0.5).long().tolist())
+    nameless = METHODS[name](model, **METHODS[name].quick_options).attribute(x, probability())
+    torch.testing.assert_close(nameless.scores, expected)
+
+
+def test_a_logit_of_0_to_1_is_no_probability() -> None:
+    x, model = images(2), Packed(lambda scores: (scores - 0.3)[:, :1].sigmoid() * 1.0)
+    for name in ("vanilla_gradient", "rise"):
+        found = METHODS[name](model.eval(), categories=TWO_NAMES, **METHODS[name].quick_options).attribute(x, 1)
+        torch.testing.assert_close(found.probabilities, found.scores.sigmoid())
+
+
+def test_sigmoids_of_several_classes_are_their_probabilities() -> None:
+    x, model = images(2), Packed(Tensor.sigmoid)
+    expected = tiny_model()(x).sigmoid()[:, 2].detach()
+    for name in ("vanilla_gradient", "rise"):
+        method = METHODS[name](model.eval(), **METHODS[name].quick_options)
+        torch.testing.assert_close(method.attribute(x, 2).probabilities, expected)
+        torch.testing.assert_close(method.attribute(x, [probability(2), probability(2)]).scores, expected)
+
+
+@pytest.mark.parametrize("categories", [None, ["sick"]])
+def test_the_probability_of_a_number_without_two_names_is_refused(categories: Any, x: Tensor) -> None:
+    method = VanillaGradient(LinearModel(lambda scores: scores[:, 0]), categories=categories)
+    assert method.attribute(x).probabilities is None
+    with pytest.raises(TargetError, match=r"one number per image.*names of both classes.*saliency\.value\(0\)"):
+        method.attribute(x, probability())
+
+
+def test_three_names_for_one_number_are_refused(x: Tensor) -> None:
+    with pytest.raises(TargetError, match="3 class names for a model of 1 class;"):
+        VanillaGradient(LinearModel(lambda scores: scores[:, 0]), categories=list("abc")).attribute(x)
 
 
 # A function of the output.
@@ -451,6 +543,35 @@ def test_a_class_that_the_model_sees_nowhere_has_no_region_of_its_own() -> None:
         VanillaGradient(model).attribute(x, region(3))
 
 
+@pytest.mark.parametrize("name", ["vanilla_gradient", "occlusion"])
+@pytest.mark.parametrize("is_sigmoid", [False, True])
+@pytest.mark.parametrize("categories", [None, ["ground", "road"]])
+def test_the_region_of_one_channel_is_its_foreground(categories: Any, is_sigmoid: bool, name: str) -> None:
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+    def mask(scores: dict[str, Tensor]) -> Tensor:
+        logits = scores["out"][:, :1] + 0.2
+        return logits.sigmoid() if is_sigmoid else logits
+
+    model = Packed(mask, Segmenter()).eval()
+    output = model(x)[:, 0].detach()
+    foreground = output > (0.5 if is_sigmoid else 0)
+    assert foreground.any()
+    assert not foreground.all()
+    method = METHODS[name](model, categories=categories, **METHODS[name].quick_options)
+    found = method.attribute(x, region("road" if categories else 0))
+    means = [rows[where].mean() for rows, where in zip(output, foreground, strict=True)]
+    torch.testing.assert_close(found.scores, torch.stack(means))
+    if categories:
+        rest = [-rows[~where].mean() for rows, where in zip(output, foreground, strict=True)]
+        torch.testing.assert_close(method.attribute(x, region("ground")).scores, torch.stack(rest))
+
+
+def test_names_of_a_region_are_counted(x: Tensor) -> None:
+    with pytest.raises(TargetError, match="3 class names for a model of 4 classes"):
+        VanillaGradient(Segmenter(), categories=list("abc")).attribute(x, region(1))
+
+
 def test_a_region_of_a_classifier_is_refused(x: Tensor) -> None:
     with pytest.raises(TargetError, match=r"needs an output of shape \(N, classes, H, W\); this model's is \(2, 5\)"):
         VanillaGradient(LinearModel()).attribute(x, region(1))
@@ -606,19 +727,73 @@ def total(output: Tensor) -> Tensor:
     return output.sum(1)
 
 
-@pytest.mark.filterwarnings("ignore:excitation_backprop. the shares")  # of a softmax
+class Halves(nn.Module):
+    """A small classifier of two classes, one for each half of an output (N, 2, 4, 4)."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.weights = torch.linspace(0.5, 1, 16).reshape(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.inner(x)[:, :2, None, None] * self.weights
+        return scores
+
+
+def each_row_alone(output: Tensor) -> Tensor:
+    """The probability of class 0 of each image, by operations on single numbers."""
+    return torch.stack([1 / (1 + (row[1] - row[0]).exp()) for row in output])
+
+
+LEFT = torch.tensor([1, 1, 0, 0]).expand(4, 4)
+# Two images, and an output of two classes: the number of rows does not tell one from the other.
+TWO = partial(Packed, lambda scores: scores[:, :2])
+LISTS: dict[str, tuple[Callable[[nn.Module], nn.Module], list[Any]]] = {
+    "values": (TWO, [value(0), value(1)]),
+    "functions": (TWO, [first_probability, total]),
+    "functions of single rows": (TWO, [each_row_alone, each_row_alone]),
+    "contrasts": (TWO, [contrast(0, 1), contrast(1, 0)]),
+    "probabilities": (TWO, [probability(0), probability(1)]),
+    "probabilities of five classes": (nn.Sequential, [probability(0), probability(1)]),
+    "a mixture": (TWO, [probability(0), contrast(1, 0)]),
+    "regions": (Halves, [region(0, LEFT), region(1, 1 - LEFT)]),
+    "texts": (nn.Sequential, [text("a cat", "a dog"), text("a red bus", "a cat")]),
+    "similarities": (nn.Sequential, [similarity(torch.arange(8.0)), similarity(torch.arange(8.0), torch.ones(8))]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::saliency.SaliencyWarning")
 @pytest.mark.parametrize("name", sorted(METHODS))
-def test_each_image_has_its_own_function_in_every_method(name: str) -> None:
-    cls = METHODS[name]
-    x, method = images(2), cls(tiny_model_for(cls)(), **cls.quick_options)
+@pytest.mark.parametrize("kind", LISTS)
+def test_each_image_has_its_own_target_in_every_method(kind: str, name: str) -> None:
+    cls, (wrap, targets) = METHODS[name], LISTS[kind]
+    if kind in ("texts", "similarities"):
+        model, x = dual_encoders.MODELS["open_clip ViT"]()
+    else:
+        model, x = wrap(tiny_model_for(cls)()).eval(), images(2)
+    method = cls(model, **cls.quick_options)
     try:
-        batch = method.attribute(x, [first_probability, total])
-    except NotApplicableError:
-        assert name in ("cam", "finer_cam")  # these explain classes only
+        batch = method.attribute(x, targets)
+    except SaliencyError as error:
+        with pytest.raises(type(error)):  # the reason is not the list
+            [method.attribute(image, target) for image, target in zip(x, targets, strict=True)]
         return
-    alone = method.attribute(x[1], total)
-    torch.testing.assert_close(batch[1].values, alone.values, atol=1e-5 * float(alone.values.abs().max()), rtol=0)
-    assert batch.target_names == ("first_probability", "total")
+    for own, image, target in zip(batch, x, targets, strict=True):
+        alone = method.attribute(image, target)
+        rounding = 1e-4 * float(alone.values.abs().max()) + 1e-7 * float(alone.scores.abs())
+        torch.testing.assert_close(own.values, alone.values, atol=rounding, rtol=0)
+        assert own.target_names == alone.target_names
+        shares, expected = shares_of(own), shares_of(alone)
+        for share in {*shares, *expected}:
+            difference = shares.get(share, 0.0) - expected.get(share, 0.0)
+            assert abs(difference) < 1e-5 * (1 + abs(float(alone.scores))), share
+
+
+def shares_of(explanation: Explanation) -> dict[str, float]:
+    """The ledger and the residual of one image; a batch also names shares that other images have."""
+    ledger, residual = explanation.ledger, explanation.residual
+    shares = dict(zip(explanation.ledger_names, () if ledger is None else ledger[0].tolist(), strict=True))
+    return shares if residual is None else {**shares, "residual": float(residual[0])}
 
 
 def test_a_list_may_mix_the_toolkits_targets_each_of_which_sees_its_image_only() -> None:

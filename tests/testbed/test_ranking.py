@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -48,7 +49,7 @@ def scores(case: Case, method: str) -> Tensor:
     else:
         model, targets = saliency.load(case.network), testbed.targets_of(case.task, scenes)
         maps = testbed.maps_of(method, model, scenes, targets, **QUICK.get(method, {}))
-    return testbed.values_of(case, scenes, maps)[case.score]
+    return testbed.values_of(case, scenes, maps)[case.ranked_by("energy")]
 
 
 def is_better(one: Tensor, other: Tensor) -> bool:
@@ -80,6 +81,40 @@ def test_lrp_finds_the_watermark_first_on_every_image_of_the_network_that_relies
     targets = testbed.targets_of("shortcut", scenes)
     assert testbed.first(scenes, testbed.maps_of("lrp", saliency.load("shapes_shortcut"), scenes, targets)).all()
     assert is_better(scores(SHORTCUT, "lrp"), scores(Case("shortcut", "shapes_cnn"), "lrp"))
+
+
+def test_methods_of_up_to_50_passes_run_with_their_defaults() -> None:
+    for name, options in testbed.SLOW.items():
+        passes = re.findall(r"\d+", METHODS[name].cost)
+        is_many = (
+            "for each" in METHODS[name].cost or max(map(int, passes)) > 51
+        )  # of the image itself, and of 50 others
+        assert is_many or not options, name
+
+
+def test_only_what_holds_by_all_scores_is_claimed() -> None:
+    means = {  # by energy, rank accuracy and AUC
+        "lrp": (0.9, 0.9, 0.9),
+        "grad_cam": (0.2, 0.7, 0.8),
+        "deconvnet": (0.0, 0.0, 0.0),
+        **dict.fromkeys(CONTROLS, (0.3, 0.3, 0.5)),
+    }
+    scores = {
+        score: {PLANTED: {name: torch.full((8,), own[number], dtype=torch.float64) for name, own in means.items()}}
+        for number, score in enumerate(testbed.SCORES)
+    }
+    judged = testbed.verdicts_in(PLANTED, scores)
+    assert [testbed.agreed(judged[name]) for name in ("lrp", "grad_cam", "deconvnet")] == [
+        "better",
+        "worse by energy, better by rank, better by AUC",
+        "worse",
+    ]
+    _, _, half, quarter, after, better, case = testbed.claims("Ranks", scores).splitlines()
+    assert half.endswith("in the first half of 7: `LRP`.")
+    assert quarter.endswith("last quarter: `DeconvNet`.")
+    assert after.endswith("best control: `DeconvNet`.")
+    assert better.endswith("each case: `LRP`.")
+    assert case.endswith("worse than the best control: `DeconvNet`. Better by no score: `DeconvNet`.")
 
 
 def test_the_results_have_every_method_and_control_and_the_reasons_of_the_refused() -> None:

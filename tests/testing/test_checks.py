@@ -572,9 +572,9 @@ def test_a_method_of_many_passes_that_returns_a_tensor_is_told_what_to_return() 
 @pytest.mark.parametrize(
     ("outcome", "message"),
     [
-        (torch.zeros(8, 2), "Constant.outcome returned Tensor; expected saliency.metrics.Outcome"),
-        (Outcome(torch.zeros(())), r"returned values \(\); expected \(8, 2\), a row for the map and for each control"),
-        (Outcome(torch.zeros(2)), r"returned values \(2,\); expected \(8, 2\)"),
+        (torch.zeros(22, 2), "Constant.outcome returned Tensor; expected saliency.metrics.Outcome"),
+        (Outcome(torch.zeros(())), r"returned values \(\); expected \(22, 2\), a row for the map and for each control"),
+        (Outcome(torch.zeros(2)), r"returned values \(2,\); expected \(22, 2\)"),
     ],
 )
 def test_a_metric_that_returns_something_else_is_told_what_to_return(outcome: Any, message: str) -> None:

@@ -36,7 +36,7 @@ function fillComparison() {
     make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, heads)), body)),
     ...[
       "Mean and standard error over the images; rank among the methods, with the range of 95 % if the images are drawn again.",
-      "Select a cell for its curves and its images. Grey rows: maps that know nothing about the prediction.",
+      "Select a cell for its curves and its images. Grey rows, and random: maps that ignore the prediction; random is the method's own map at random places, or noise.",
       ...comparison.notes,
     ].map((note) => make("p", {}, note)),
   );
@@ -84,9 +84,9 @@ function methodRow(name) {
 function cell(row) {
   if (!row) return null;
   const text = make("span", {}, make("b", {}, shortNumber(row.mean)), row.error == null ? null : ` ± ${shortNumber(row.error)}`);
-  if (row.seconds == null) return text;
+  if (isControl(row.name)) return text;
   const href = addressOf({ tab: "comparison", cell: cellKey(row.metric, row.name), photo: null });
-  return make("a", { href, class: row.rank === 1 ? "best" : null }, text, make("small", {}, rankText(row)));
+  return make("a", { href, class: row.rank === 1 ? "best" : null }, text, make("small", {}, [rankText(row), `random ${shortNumber(row.random)}`].filter(Boolean).join(", ")));
 }
 
 const rankText = (row) => (row.rank == null ? "" : `rank ${row.rank}${row.rank_low < row.rank_high ? ` (${row.rank_low} to ${row.rank_high})` : ""}`);
@@ -99,6 +99,7 @@ function openCell(row) {
     facts({
       mean: `${plusMinus(row.mean, row.error)}, ${directionOf(row.metric)}`,
       rank: rankText(row).replace("rank ", ""),
+      random: shortNumber(row.random),
       "better than": row.better_than.join(", ") || (row.rank == null ? null : "nothing, significantly"),
     }),
     ...chart(row),

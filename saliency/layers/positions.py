@@ -1,0 +1,346 @@
+"""Trace from where in the image the numbers of a forward come, so that no layout is guessed from a shape.
+
+A dispatch mode follows positions through the operations of a model: an operation moves numbers (a reshape, a
+concatenation, a gather), combines numbers of one position (a sum), or mixes positions (a matrix product).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial, reduce
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..hooks.autograd_graph import DispatchMode
+from ..hooks.operations import (
+    NORMS,
+    SOFTMAX,
+    Op,
+    as_results,
+    is_attention,
+    is_batch_norm,
+    is_elementwise,
+    named_arguments,
+    operator_name,
+    out_of_place,
+    writes_operand,
+)
+from ..hooks.pytree import tree_map_tensors, tree_tensors
+
+Grid = tuple[int, int]
+
+_MOVING = {
+    *("cat", "stack", "index", "index_select", "gather", "scatter", "roll", "flip", "repeat", "constant_pad_nd"),
+    *("index_put", "select_scatter", "slice_scatter", "masked_scatter", "im2col", "pixel_shuffle", "pixel_unshuffle"),
+    *("reflection_pad2d", "replication_pad2d", "native_channel_shuffle"),
+}
+_IN_PLACE = NORMS | SOFTMAX | {"clone", "_to_copy", "_log_softmax", "native_dropout"}
+_REDUCTIONS = {"mean", "sum", "amax", "amin", "max", "min", "logsumexp", "var", "std", "var_mean", "linalg_vector_norm"}
+_RESAMPLING = ("convolution", "max_pool", "avg_pool", "adaptive", "_adaptive", "upsample", "_upsample")
+_FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
+_SAME = 0.25  # of a pixel: positions that differ by less are the same
+
+
+class _Geometry(NamedTuple):
+    """Which numbers of a memory a tensor holds."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Geometry:
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def view(self, memory: Tensor) -> Tensor:
+        """Return the part (2, *shape) of a memory (2, numbers)."""
+        return memory.as_strided((2, *self.shape), (memory.shape[1], *self.strides), self.offset)
+
+
+class _Memory:
+    """Positions of the numbers in the memory of a tensor and its views.
+
+    Those of known tensors are kept without the dimensions along which all are equal, such as the channels.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._numbers, self._device = storage.nbytes() // tensor.element_size(), tensor.device
+        self._known: dict[_Geometry, Tensor] = {}
+        self._whole: Tensor | None = None  # (2, numbers), once a tensor is not known
+
+    def is_freed(self) -> bool:
+        """Return whether the memory is that of no tensor any more."""
+        return bool(self._storage.expired())  # type: ignore[no-untyped-call]
+
+    def read(self, geometry: _Geometry) -> Tensor:
+        """Return the positions of a tensor in this memory, which expand to (2, *shape)."""
+        return self._known[geometry] if geometry in self._known else geometry.view(self._all())
+
+    def write(self, geometry: _Geometry, positions: Tensor) -> None:
+        """Change the positions of a tensor in this memory."""
+        if self._whole is None and self._known.keys() <= {geometry}:
+            self._known = {geometry: _compact(positions)}
+            return
+        self._whole = self._all().clone()  # results may be views of it
+        geometry.view(self._whole).copy_(positions.expand(2, *geometry.shape))
+        self._known = {}
+
+    def add_view(self, geometry: _Geometry, positions: Tensor) -> None:
+        """Keep the positions of a view."""
+        self._known.setdefault(geometry, positions)
+
+    def _all(self) -> Tensor:
+        if self._whole is None:
+            self._whole = torch.full((2, self._numbers), torch.nan, device=self._device, dtype=torch.float32)
+            for geometry, positions in list(self._known.items())[:1]:  # the others are its views
+                geometry.view(self._whole).copy_(positions.expand(2, *geometry.shape))
+        return self._whole
+
+
+class PositionTrace(DispatchMode):
+    """Mode that follows the positions of an image's pixels through the operations of this thread.
+
+    A position is a row and a column in pixels: that of a pixel, or the centre of several. A parameter, such as a class
+    token, has no position. Nor have numbers whose order depends on the values of the image or on random numbers.
+
+    Args:
+        x: The batch (N, C, H, W).
+
+    Attributes:
+        queries: The positions (2, ..., queries) of the queries of each attention call.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.queries: list[Tensor] = []
+        self._memories: dict[int, _Memory] = {}  # by address
+        rows, columns = (torch.arange(length, device=x.device, dtype=torch.float32) for length in x.shape[-2:])
+        size = x.shape[-2:]
+        self._place(x, torch.stack([rows[:, None].expand(size), columns.expand(size)])[:, None, None])
+
+    def positions(self, tensor: Tensor) -> Tensor | None:
+        """Return rows and columns (2, ...) of the numbers of a tensor, NaN for those without; None for constants.
+
+        A dimension along which all are equal may have length 1.
+        """
+        memory = self._memory(tensor)
+        return None if memory is None else memory.read(_Geometry.of(tensor))
+
+    def _memory(self, tensor: Tensor) -> _Memory | None:
+        memory = self._memories.get(_address(tensor))
+        return None if memory is None or memory.is_freed() else memory
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and place its results."""
+        kwargs = kwargs or {}
+        result = op(*args, **kwargs)
+        operands = list(filter(_is_plain, tree_tensors((args, kwargs))))
+        addresses = {_address(tensor) for tensor in operands}
+        is_traced = any(map(self._memory, operands)) or torch.Tag.nondeterministic_seeded in op.tags
+        named = named_arguments(op, args, kwargs)
+        for number, tensor in enumerate(as_results(result)):
+            if not isinstance(tensor, Tensor) or not _is_plain(tensor):
+                continue
+            if _address(tensor) in addresses and not writes_operand(op):
+                self._view(op, named, number, tensor)
+            elif is_traced:
+                self._place(tensor, None if number else self._of_result(op, named, tensor.shape))
+        return result
+
+    def _place(self, tensor: Tensor, positions: Tensor | None) -> None:
+        """Store the positions of a result; None if they are not known."""
+        memory = self._memory(tensor)
+        if memory is None:
+            self._memories = {at: memory for at, memory in self._memories.items() if not memory.is_freed()}
+            self._memories[_address(tensor)] = memory = _Memory(tensor)
+        memory.write(_Geometry.of(tensor), _unknown(tensor) if positions is None else positions)
+
+    def _view(self, op: Op, named: dict[str, Any], number: int, view: Tensor) -> None:
+        """Store the positions of a view, if they follow without a copy of those of the viewed tensor."""
+        operand = next(tree_tensors(named))
+        memory = self._memory(operand)
+        if memory is not None and "stride" not in named:  # which is that of the memory
+            positions = memory.read(_Geometry.of(operand))
+            planes = positions.expand(2, *operand.shape)
+            with suppress(RuntimeError):  # the view needs positions along which all are equal
+                views = [as_results(op(**{**named, next(iter(named)): plane}))[number] for plane in planes]
+                memory.add_view(_Geometry.of(view), torch.stack(list(map(_compact, views))))
+
+    def _of_result(self, op: Op, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
+        """Return the positions of the first result of an operation, which expand to (2, *shape); None if unknown."""
+        name = operator_name(op)
+        known = [part for part in map(self.positions, filter(_is_plain, tree_tensors(named))) if part is not None]
+        if not known or name in ("fill", "zero"):
+            return None
+        if name == "copy":
+            return self.positions(named["src"])
+        if name in _MOVING:
+            return self._moved(op, named)
+        if name in _FACTORS or name.startswith(("linear", "mkldnn_linear")):
+            factors = [named[key] for key in _FACTORS[name]] if name in _FACTORS else [next(tree_tensors(named))]
+            return self._of_product(factors)
+        if is_attention(op):
+            query = self.positions(named["query"])
+            return None if query is None else self._of_queries(query, named["query"].shape)
+        if name in SOFTMAX:
+            self._of_queries(known[0], shape)
+        if name in _REDUCTIONS:
+            return _reduced(known[0], named.get("dim"), keeps=len(shape) == known[0].dim() - 1)
+        if name.startswith(_RESAMPLING) and len(shape) == known[0].dim() - 1 > 2:
+            return _several(_resampled(known[0].nanmean(2, keepdim=True), shape[2:]))
+        if name in _IN_PLACE or is_batch_norm(op) or is_elementwise(op):
+            return reduce(_merged, [_ranked(part, len(shape)) for part in known])
+        return None
+
+    def _of_queries(self, positions: Tensor, shape: torch.Size) -> Tensor:
+        """Return the positions of the results of attention: those of its queries."""
+        rows = positions.nanmean(-1, keepdim=True)
+        self.queries.append(rows[..., 0].expand(2, *shape[:-1]))
+        return rows
+
+    def _moved(self, op: Op, named: dict[str, Any]) -> Tensor | None:
+        """Return the positions after an operation that moves numbers, by running it on the positions."""
+        if any(self.positions(part) is not None for part in tree_tensors(named) if not part.is_floating_point()):
+            return None  # the order depends on the image
+        if operator_name(op) == "constant_pad_nd":
+            named = {**named, "value": torch.nan}
+
+        def axis(number: int, operand: Tensor) -> Tensor:
+            if not operand.is_floating_point():
+                return operand
+            positions = self.positions(operand)
+            known = positions if positions is not None else _unknown(operand)
+            return known.expand(2, *operand.shape)[number]
+
+        axes = (tree_map_tensors(named, partial(axis, number)) for number in (0, 1))
+        return torch.stack([out_of_place(op)(**operands) for operands in axes])
+
+    def _of_product(self, factors: Sequence[Tensor]) -> Tensor | None:
+        """Return the positions of a matrix product: those of the rows of the first factor, else of the columns."""
+        for factor, mixed in zip(factors, (-1, -2), strict=False):
+            positions = self.positions(factor)
+            ends = None if positions is None else _several(positions.nanmean(mixed, keepdim=True))
+            if ends is not None:
+                return ends
+        return None
+
+
+def grid_of(positions: Tensor, size: Grid) -> tuple[Grid, Sequence[int]] | None:
+    """Return the grid (h, w) of tokens that cover the image, and the token of each cell in rows; None if they do not.
+
+    Args:
+        positions: (2, N, tokens) of all images; tokens without a position are left out.
+        size: (H, W) of the image.
+    """
+    first = positions[:, 0]
+    tokens = (~first[0].isnan()).nonzero()[:, 0]
+    is_shared = torch.allclose(positions, first[:, None].expand_as(positions), rtol=0, atol=_SAME, equal_nan=True)
+    if len(tokens) < 2 or not is_shared:
+        return None  # there are no patches, or each image has an order of its own
+    axes = [_cells(values, length) for values, length in zip(first[:, tokens], size, strict=True)]
+    if any(cells is None for cells in axes):
+        return None
+    (rows, height), (columns, width) = cast("list[tuple[Tensor, int]]", axes)
+    numbers = rows * width + columns
+    order = numbers.argsort()
+    if height * width != len(tokens) or not torch.equal(
+        numbers[order], torch.arange(len(tokens), device=numbers.device)
+    ):
+        return None
+    cells = tokens[order].tolist()
+    is_range = cells == list(range(cells[0], cells[0] + len(cells)))
+    return (height, width), range(cells[0], cells[-1] + 1) if is_range else tuple(cells)
+
+
+def _cells(values: Tensor, length: int) -> tuple[Tensor, int] | None:
+    """Return the cell of each position along an axis, and the number of cells; None if they do not cover the image."""
+    ordered, order = values.sort()
+    cell = torch.cat([ordered.new_zeros(1), (ordered.diff() > _SAME).float()]).cumsum(0).long()
+    count = int(cell[-1]) + 1
+    even = (cell + 0.5) * (length / count) - 0.5
+    if float((ordered - even).abs().max()) > 0.5 * length / count:
+        return None
+    return torch.empty_like(cell).scatter_(0, order, cell), count
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _unknown(like: Tensor) -> Tensor:
+    return torch.full([1] * (like.dim() + 1), torch.nan, device=like.device, dtype=torch.float32)
+
+
+def _ranked(positions: Tensor, dims: int) -> Tensor:
+    """Return positions as those of a tensor with more dimensions."""
+    return positions.reshape(-1, *[1] * (dims + 1 - positions.dim()), *positions.shape[1:])
+
+
+def _compact(positions: Tensor) -> Tensor:
+    """Return positions without repetitions along the dimensions that were expanded."""
+    return positions[tuple(slice(None if stride else 1) for stride in positions.stride())]
+
+
+def _several(positions: Tensor) -> Tensor | None:
+    """Return the positions if there are several; None for a single one, as after a mean over the image."""
+    flat = positions.reshape(len(positions), -1)
+    known = flat[:, ~flat[0].isnan()]
+    return positions if known.shape[1] and bool((known.amax(1) - known.amin(1) > _SAME).any()) else None
+
+
+def _reduced(positions: Tensor, dims: int | Sequence[int] | None, *, keeps: bool) -> Tensor | None:
+    """Return the mean positions over some dimensions."""
+    listed = [dims] if isinstance(dims, int) else dims or range(positions.dim() - 1)
+    reduced = [dim % (positions.dim() - 1) + 1 for dim in listed]
+    return _several(positions.nanmean(reduced, keepdim=keeps))
+
+
+def _resampled(positions: Tensor, size: Sequence[int]) -> Tensor:
+    """Return positions (2, N, 1, ...) on another grid of the same extent, such as that of a convolution's result."""
+    for dim, count in enumerate(size, 3):
+        old = positions.shape[dim]
+        if old == count or old == 1:
+            continue
+        at = (torch.arange(count, device=positions.device) + 0.5) * (old / count) - 0.5
+        lower = at.floor().clamp(0, old - 2).long()
+        share = (at - lower).view(-1, *[1] * (positions.dim() - dim - 1))
+        low, high = positions.index_select(dim, lower), positions.index_select(dim, lower + 1)
+        between = low + (high - low) * share
+        between = torch.where(between.isnan(), low, between)  # at a padding
+        positions = torch.where(between.isnan(), high, between)
+    return positions
+
+
+def _merged(first: Tensor, second: Tensor) -> Tensor:
+    """Return the positions of a combination of two operands (2, ...).
+
+    Where they differ by more than a cell, the operand of more positions counts: a gate or a mean has fewer. Of two with
+    as many positions, none counts.
+    """
+    merged = torch.where(first.isnan(), second, first)
+    distance = (first - second).abs().amax(0).nan_to_num(0)
+    if not bool((distance > _SAME).any()):
+        return merged
+    counts, cells = zip(*map(_resolution, (first, second)), strict=True)
+    if counts[0] == counts[1]:
+        return torch.where(distance > max(cells), torch.nan, merged)
+    return torch.where(second.isnan(), first, second) if counts[1] > counts[0] else merged
+
+
+def _resolution(positions: Tensor) -> tuple[int, float]:
+    """Return the number of different positions, and the length of a cell in pixels."""
+    known = positions.flatten(1)[:, ~positions[0].isnan().flatten()]
+    rows, columns = (known / _SAME).round().double()
+    count = len((rows * 2**20 + columns).unique())
+    extent = float((known.amax(1) - known.amin(1) + 1).prod())
+    return count, (extent / count) ** 0.5

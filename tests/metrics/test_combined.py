@@ -1,0 +1,124 @@
+"""ADCC and ARCC are the harmonic means that their authors compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from saliency.attribution.base import Attribution, BatchAttribution
+from saliency.attribution.resolved_target import ResolvedTarget
+from saliency.metrics import METRICS, measure
+from saliency.testing import Snapshot
+
+CLASSES = [0, 1]
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+WEIGHT = random(3, 10, 10, seed=2)
+X = random(2, 3, 10, 10, seed=1).abs() + WEIGHT.clamp(min=0)
+
+
+class Scaled(Attribution):
+    """Fixed weights times the image, scaled to 0..1, as a CAM is."""
+
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+        return BatchAttribution(self.map(x)[:, None], target(self.model(x)))
+
+    def map(self, x: Tensor) -> Tensor:
+        maps = (x.sin() * WEIGHT.to(x)).sum(1)
+        low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
+        return (maps - low) / (high - low)
+
+
+class Negative(Scaled):
+    """A map of the image by itself that is the opposite of the map of the image times this map."""
+
+    def map(self, x: Tensor) -> Tensor:
+        maps = super().map(X.to(x))
+        return maps if torch.equal(x, X) else 1 - maps
+
+
+def network() -> nn.Module:
+    head = nn.Linear(300, 3, bias=False).double()
+    head.weight.data.copy_(torch.stack([WEIGHT, 0.9 * WEIGHT, -WEIGHT]).flatten(1) / 8)
+    return nn.Sequential(nn.Flatten(), head)
+
+
+def measured(name: str, method: Attribution, **options: Any) -> Tensor:
+    metric = METRICS[name](**options)
+    return metric.measure(method.attribute(X, CLASSES), method=method, inputs=X).values
+
+
+def parts(method: Scaled) -> tuple[np.ndarray, np.ndarray]:
+    """Coherency and low complexity, by NumPy."""
+    own = method.map(X)
+    again = method.map(X * own[:, None])
+    r = [np.corrcoef(a.flatten(), b.flatten())[0, 1] for a, b in zip(own.numpy(), again.numpy(), strict=True)]
+    return (np.array(r) + 1) / 2, 1 - own.mean((1, 2)).numpy()
+
+
+def probabilities(model: nn.Module, x: Tensor) -> np.ndarray:
+    found: np.ndarray = model(x).softmax(1)[range(2), CLASSES].detach().numpy()
+    return found
+
+
+def test_adcc_is_the_harmonic_mean_of_coherency_low_complexity_and_low_drop() -> None:
+    model = network()
+    method = Scaled(model)
+    coherency, sparsity = parts(method)
+    before, after = (probabilities(model, x) for x in (X, X * method.map(X)[:, None]))
+    drop = np.maximum(before - after, 0) / before
+    assert (drop > 0).any()
+    expected = 3 / (1 / coherency + 1 / sparsity + 1 / (1 - drop))
+    assert measured("adcc", method).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_arcc_is_the_harmonic_mean_with_combined_road() -> None:
+    method = Scaled(network())
+    road = METRICS["combined_road"](shares=(0.2, 0.4, 0.6, 0.8))  # type: ignore[call-arg] # it has the option
+    effect = road.measure(method.attribute(X, CLASSES), method=method, inputs=X).values
+    assert (effect > 0).all()
+    coherency, sparsity = parts(method)
+    expected = 3 / (1 / coherency + 1 / sparsity + 1 / effect.numpy())
+    assert measured("arcc", method).tolist() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+def test_arcc_is_that_of_its_authors(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = pytest.importorskip("pytorch_grad_cam.metrics.arcc")
+    road = pytest.importorskip("pytorch_grad_cam.metrics.road")
+    monkeypatch.setattr(road.NoisyLinearImputer, "__init__", lambda self: setattr(self, "noise", 0))
+    model = network()
+    method = Scaled(model)
+
+    def again(input_tensor: Tensor, targets: Any) -> np.ndarray:
+        found: np.ndarray = method.map(input_tensor).numpy()
+        return found
+
+    own = method.map(X).numpy()
+    targets = [lambda row, number=number: row.softmax(0)[number] for number in CLASSES]
+    expected = theirs.ARCC(again)(X.float(), own.astype(np.float32), targets, model.float())
+    model.double()
+    assert measured("arcc", method, noise=0).tolist() == pytest.approx(expected, rel=5e-3)
+    assert (expected > 0.1).all()
+
+
+def test_a_map_of_opposite_explanations_has_no_coherency() -> None:
+    for name in ("adcc", "arcc"):
+        assert measured(name, Negative(network())).tolist() == pytest.approx([0, 0], abs=1e-12)
+
+
+def test_both_share_the_map_of_the_image_times_the_map() -> None:
+    method = Scaled(network())
+    before = Snapshot(model=method.model, method=method, x=X)
+    results = measure(["adcc", "arcc"], method.attribute(X, CLASSES), method=method, inputs=X)
+    assert [result.passes for result in results] == [1, 0]
+    assert not before.changes()
