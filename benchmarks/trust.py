@@ -200,7 +200,7 @@ def measured(case: Case, shared: SharedResults) -> Record:
         "shared": shared,
     }
     few, usual = (Controlled(case.explanation, draws=draws, **context) for draws in (0, DRAWS))
-    rows = {}
+    rows: Record = {}
     for metric, one in CURVES[0].together(CURVES, few).items():
         own, *fixed = one.values[:3, 0].tolist() if metric.name in HIGHER else (-one.values[:3, 0]).tolist()
         if own > max(fixed) or case.group == "altered":

@@ -50,7 +50,7 @@ class ResolvedTarget:
         self.target = as_target(target, images, categories)
         self.probabilities: Tensor | None = None
         self._is_resolved = False
-        self._output_with_graph: Callable[[], Any] | None = None
+        self._ends_in_probability: Callable[[], bool] | None = None
 
     def bind(self, model: nn.Module, x: Tensor, read: Callable[[Any], Tensor]) -> None:
         """Encode the texts and reference images of the target, if it has any.
@@ -71,12 +71,8 @@ class ResolvedTarget:
             with bind_forward_args((), 1), torch.no_grad():
                 return run_model(model, read(image))
 
-        def output_with_graph() -> Any:
-            with bind_image(0), torch.enable_grad():
-                return run_model(model, leaf(x[:1]))
-
         self.target = self.target.bind(encode_text, encode_image)
-        self._output_with_graph = output_with_graph
+        self._ends_in_probability = partial(_ends_in_probability, model, x)
 
     def replaced(self, target: OutputTarget) -> ResolvedTarget:
         """Return another target of the same call, which is not resolved yet."""
@@ -85,10 +81,10 @@ class ResolvedTarget:
         return other
 
     def _is_probability(self, output: Any) -> bool:
-        """Return whether an output ends in a sigmoid or softmax. Without a graph, the model runs once on one image."""
+        """Return whether an output ends in a sigmoid or softmax."""
         scores = output_tensor(output)
-        if not scores.requires_grad and self._output_with_graph is not None:
-            scores = output_tensor(self._output_with_graph())
+        if not scores.requires_grad and self._ends_in_probability is not None:
+            return self._ends_in_probability()
         return ends_in_probability(scores)
 
     def __call__(self, output: Any) -> Tensor:
@@ -268,8 +264,7 @@ _serial_reasons: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, str]] = wea
 
 def cached_serial_reason(model: nn.Module, x: Tensor) -> str:
     """Return why passes cannot run together for a class, cached for the modules, their hooks and the image's shape."""
-    modules = tuple((id(module), *forward_hook_ids(module)) for module in unique_modules(model))
-    key = tuple(x.shape[1:]), x.dtype, x.device, _dtype_of(x), modules
+    key = tuple(x.shape[1:]), x.dtype, x.device, _dtype_of(x), _identity(model)
     known: dict[Hashable, str] = cache_of(_serial_reasons, model)
     if key in known:
         return known[key]
@@ -277,6 +272,26 @@ def cached_serial_reason(model: nn.Module, x: Tensor) -> str:
     if reason in ("", _COUPLED):  # an error of the model, such as out of memory, may not recur
         known[key] = reason
     return reason
+
+
+_probabilities: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, bool]] = weakref.WeakKeyDictionary()
+
+
+def _ends_in_probability(model: nn.Module, x: Tensor) -> bool:
+    """Return whether the output of a model for images x (N, C, H, W) ends in a sigmoid or softmax.
+
+    The model runs once on one image; the answer is cached for its modules and their hooks.
+    """
+    key, known = _identity(model), cache_of(_probabilities, model)
+    if key not in known:
+        with bind_image(0), torch.enable_grad():
+            known[key] = ends_in_probability(output_tensor(run_model(model, leaf(x[:1]))))
+    return bool(known[key])
+
+
+def _identity(model: nn.Module) -> Hashable:
+    """Return what identifies the modules of a model and their hooks."""
+    return tuple((id(module), *forward_hook_ids(module)) for module in unique_modules(model))
 
 
 def has_batch_statistics(model: nn.Module) -> bool:

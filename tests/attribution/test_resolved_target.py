@@ -118,7 +118,8 @@ def test_a_norm_that_is_swapped_is_seen_in_the_next_call() -> None:
 
 def test_a_black_image_does_not_hide_that_images_affect_each_other() -> None:
     model = batch_coupled()
-    saliency.RISE(model, passes=8, chunk=4).attribute(torch.zeros(SHAPE), 1)
+    with pytest.warns(saliency.SaliencyWarning, match="the rise map for class 1 is 0 everywhere"):
+        saliency.RISE(model, passes=8, chunk=4).attribute(torch.zeros(SHAPE), 1)
     found = saliency.RISE(model, passes=8, chunk=4).attribute(one_image(), 1)
     assert torch.equal(found.values, saliency.RISE(model, passes=8, chunk=1).attribute(one_image(), 1).values)
 

@@ -522,6 +522,7 @@ def summed(key: str) -> Callable[[Any], Tensor]:
     return lambda output: torch.stack([each[key].sum() for each in output])
 
 
+@pytest.mark.filterwarnings("ignore:.*below the rounding error of a score")
 @pytest.mark.parametrize("key", ["scores", "boxes"])
 @pytest.mark.parametrize("name", ["retinanet", "faster_rcnn"])
 @pytest.mark.parametrize("method", [GradCAM, FusedCAM])

@@ -91,6 +91,7 @@ def written_into(patches: Tensor) -> Tensor:
     return tokens
 
 
+@pytest.mark.filterwarnings("ignore:.* is 0 everywhere:saliency.SaliencyWarning")
 @pytest.mark.parametrize("move", [None, flipped, in_windows, by_index, written_into])
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_peak_lies_on_the_only_patch_that_the_score_depends_on(order: str, move: Move | None) -> None:
@@ -105,6 +106,7 @@ def test_the_peak_lies_on_the_only_patch_that_the_score_depends_on(order: str, m
     assert set(peaks) == {PATCH}
 
 
+@pytest.mark.filterwarnings("ignore:.* is 0 everywhere:saliency.SaliencyWarning")
 @pytest.mark.parametrize("name", [name for name, cls in METHODS.items() if cls.needs_attention])
 def test_maps_from_attention_do_not_depend_on_the_order_of_the_tokens(name: str) -> None:
     one, other = one_patch("class patches prompts"), one_patch("prompts patches class", in_windows)

@@ -139,7 +139,8 @@ def test_controls_without_a_draw_have_no_error_and_those_with_draws_have_their_r
     deletion, infidelity = measure(["deletion", "infidelity"], explanation, method=method, inputs=x)
     for name in ("constant", "centre"):
         assert torch.equal(deletion.controls[name].low, deletion.controls[name].high)
-        assert (infidelity.controls[name].low < infidelity.controls[name].high).all()  # the squares are sampled
+        # The squares are sampled; the fitted factor may be 0.
+        assert (infidelity.controls[name].low < infidelity.controls[name].high).any()
     random = deletion.controls["random"]
     assert (random.low < random.values).all()
     assert (random.values < random.high).all()
