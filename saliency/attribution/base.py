@@ -320,7 +320,7 @@ class Attribution(HasOptions, ABC):
 
 
 def _require_maps(name: str, result: Any, images: int) -> None:
-    """Raise MethodError unless a method returned one map (C, H, W) and one score for each image."""
+    """Raise MethodError unless a method returned one map (C, H, W), one score and one row of all else per image."""
     expected = "saliency.BatchAttribution(values, scores) with values (N, C, H, W) or (N, 1, h, w) and scores (N,)"
     if not isinstance(result, BatchAttribution):
         raise MethodError(f"{name} returned {type(result).__name__}; expected {expected}")
@@ -328,6 +328,10 @@ def _require_maps(name: str, result: Any, images: int) -> None:
     if len(shapes[0]) != 4 or shapes[0][0] != images or shapes[1] != (images,):
         got = f"values {shapes[0]} and scores {shapes[1]} for {plural(images, 'image')}"
         raise MethodError(f"{name} returned {got}; expected {expected}")
+    for part, rows in result._asdict().items():
+        if isinstance(rows, Tensor) and tuple(rows.shape[:1]) != (images,):
+            got = f"{part} {tuple(rows.shape)} for {plural(images, 'image')}"
+            raise MethodError(f"{name} returned {got}; expected one row for each")
 
 
 class TracedAttribution(Attribution):

@@ -146,6 +146,11 @@ def test_a_text_that_is_too_long_warns_with_the_number_of_tokens_that_are_cut(na
     torch.testing.assert_close(cut, scores)
     with pytest.warns(SaliencyWarning, match="ignores the last 1 token of"):
         saliency.explain_text(model, x[:1], f"{fits} dog", "input_x_gradient")
+    with pytest.warns(SaliencyWarning, match="ignores the last") as caught:
+        GradCAM(model).attribute(x, text([fits, f"{fits} a", f"{fits} dog cat"], against=["a dog", [f"{fits} cat"]]))
+    assert [str(warning.message).split('"')[1] for warning in caught] == [
+        f"{fits} {end}" for end in ("a", "dog cat", "cat")
+    ]
 
 
 @BY_NAME
@@ -294,6 +299,7 @@ MEASURES: dict[str, Any] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the vanilla_gradient map")  # of an image that is compared with itself
 @pytest.mark.parametrize("by", MEASURES)
 def test_the_score_of_a_reference_is_its_measure(clip: tuple[Any, Tensor], by: Any) -> None:
     model, x = clip

@@ -287,7 +287,7 @@ class PretendsToBeComplete(Honest):
 class HidesAResidual(Honest):
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         values, scores = self.gradient(x, target)
-        return BatchAttribution(values, scores, residual=torch.zeros(()))
+        return BatchAttribution(values, scores, residual=torch.zeros(len(x), 1))
 
 
 class KeepsAFalseLedger(Honest):
@@ -402,7 +402,7 @@ BROKEN: list[tuple[type[Attribution], str, str]] = [
     (ReportsAnotherScore, "result", "the scores against the model's output: differs by"),
     (PretendsToBeComplete, "residual", "do not equal the score"),
     (KeepsAFalseLedger, "residual", "ledger plus residual against the score: differs by up to"),
-    (HidesAResidual, "residual", r"a residual of shape \(\)"),
+    (HidesAResidual, "residual", r"a residual of shape \(4, 1\)"),
     (PicksTheLowestClass, "top_class", "without a target"),
     (AnswersOneTargetForAll, "several_targets", "attribute_classes against attribute"),
     (KeepsItsInputInTheClass, "nested_in_the_target", "differs by"),
@@ -548,6 +548,7 @@ class Returns(saliency.VanillaGradient):
         (lambda result: result._replace(values=result.values.sum(1)), r"values \(2, 16, 16\) and scores \(2,\) for 2"),
         (lambda result: result._replace(values=result.values[:1]), r"values \(1, 3, 16, 16\)"),
         (lambda result: result._replace(scores=result.scores.sum()), r"scores \(\) for 2 images"),
+        (lambda result: result._replace(residual=result.scores.sum()), r"residual \(\) for 2 images; expected one row"),
     ],
 )
 def test_a_method_that_returns_something_else_is_told_what_to_return(
