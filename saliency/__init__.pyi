@@ -1,7 +1,10 @@
+from . import batch as batch
 from . import inspection as inspection
 from . import metrics as metrics
 from . import relevance as relevance
 from . import testbed as testbed
+from . import testing as testing
+from . import zoo as zoo
 from ._version import __version__ as __version__
 from .attribution.base import Attribution as Attribution
 from .attribution.base import BatchAttribution as BatchAttribution

@@ -185,7 +185,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 @pytest.mark.slow
 def test_every_public_name_together_load_nothing_heavy() -> None:
     names = "for name in saliency.__all__: getattr(saliency, name)"
-    loaded = loaded_by(f"import saliency, saliency.zoo, saliency.inspection.statistics\n{names}")
+    loaded = loaded_by(f"import saliency, saliency.inspection.statistics\n{names}")
     assert not loaded & set(HEAVY)
     assert "torch" in loaded
 
@@ -280,6 +280,11 @@ def test_all_is_what_is_visible_and_sorted() -> None:
 def test_every_public_name_shadows_no_module() -> None:
     shadowed = set(PUBLIC) & {name for name in MODULES if "." not in name}
     assert all(getattr(saliency, name) is importlib.import_module(f"saliency.{name}") for name in shadowed)
+
+
+@pytest.mark.parametrize("name", ["batch", "inspection", "metrics", "relevance", "testbed", "testing", "zoo"])
+def test_a_package_with_public_functions_needs_no_import_of_its_own(name: str) -> None:
+    assert name in PUBLIC
 
 
 def test_the_stub_names_what_it_takes_and_from_where() -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from benchmarks.methods_table import PAGE, with_table
-from saliency import Attribution
+from saliency import LRP, Attribution
 from saliency.methods import METHODS
-from saliency.testing import check_method
+from saliency.relevance import Epsilon
+from saliency.testing import check_method, check_metric, images, tiny_model
 from tests.integrations import stand_in
 from tests.registry import restored_registry
 
@@ -92,6 +95,17 @@ def methods_of_the_page() -> dict[str, type[Attribution]]:
         for block in blocks(EXTENDING):
             exec(block, session)  # noqa: S102
         return {name: cls for name, cls in METHODS.items() if name not in before}
+
+
+def test_the_rule_and_the_metric_of_the_page_keep_their_promises() -> None:
+    session: dict[str, Any] = {}
+    for block in blocks(EXTENDING):
+        exec(block, session)  # noqa: S102
+    check_metric(session["BorderShare"])
+    model, x = tiny_model(), images(2)
+    found = LRP(model, composite={"conv": session["SquaredParts"](), "linear": Epsilon(0)}).attribute(x, 1)
+    assert found.residual is not None
+    torch.testing.assert_close(found.residual, torch.zeros(2), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", sorted(methods_of_the_page()))

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import nn
 
 import saliency
+from saliency.attribution.spellings import _ABSENT, public_hint
 from tests.models import OwnForward, PooledNet
 
 TEXT = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()
@@ -81,6 +82,17 @@ def test_every_row_runs_and_agrees_where_it_says_so(row: str, names: dict[str, A
 def test_the_table_covers_the_toolkits_that_are_installed_for_the_tests() -> None:
     for peer in PEERS:
         assert sum(" | equal" in row and row.startswith(f"`{peer}.") for row in ROWS) >= 2
+
+
+def test_the_section_of_absent_things_is_the_answer_to_absent_names() -> None:
+    section = TEXT.split("## What does not exist here")[1].split("\n## ")[0]
+    rows = {
+        text: names.replace("`", "") for names, text in re.findall(r"^\| (`.*?) \| (.*) \|$", section, re.MULTILINE)
+    }
+    assert rows == {text: ", ".join(names.split()) for text, names in _ABSENT.items()}
+    for text, names in rows.items():
+        for name in names.split(", "):
+            assert public_hint(name, dir(saliency)) == f"; the nearest here: {text}"
 
 
 def test_the_function_for_quantus_returns_maps_as_an_array(names: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import MethodError, NonFiniteError, warn
+from ..errors import MethodError, NonFiniteError, plural, warn
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..hooks.operations import Keep
@@ -160,6 +160,16 @@ class Attribution(HasOptions, ABC):
         name = type(self).__name__
         raise TypeError(f"{name} is called by its method attribute: {name}(model).attribute(inputs, target)")
 
+    def __enter__(self) -> NoReturn:
+        """Raise TypeError: hooks last for one call."""
+        name = type(self).__name__
+        raise TypeError(
+            f"{name} needs no with block, its hooks last for one call: {name}(model).attribute(inputs, target)"
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Do nothing; a with block ends at its start."""
+
     @refuse_unknown_keywords
     def attribute(
         self, inputs: ImagesLike, target: TargetLike = None, *, baselines: Any = None, forward_args: ForwardArgs = ()
@@ -264,23 +274,22 @@ class Attribution(HasOptions, ABC):
         """Return a checked result as an explanation, with its notes.
 
         Raises:
-            MethodError: There is not one map for each score.
+            MethodError: The method returned something else than one map and one score per image.
             NonFiniteError: A value is NaN or infinite.
 
         Warns:
             SaliencyWarning: A map is 0 everywhere, or below the rounding error of the score.
         """
+        label = self.name or type(self).__name__
+        _require_maps(label, result, len(batch.tensor))
         values = result.values.detach()
-        if len(values) != len(result.scores):
-            problem = f"{self.name or type(self).__name__} returned values {tuple(values.shape)}"
-            raise MethodError(f"{problem} for {len(result.scores)} images; expected one map for each")
         # If the sum is finite, all values are. Otherwise check them, because a sum of finite values may overflow.
         if not math.isfinite(float(values.sum())) and not torch.isfinite(values).all():
             bad = int((~torch.isfinite(values)).sum())
-            raise NonFiniteError(f"{bad} of {values.numel()} values of {self.name} are NaN or infinite")
+            raise NonFiniteError(f"{bad} of {values.numel()} values of {label} are NaN or infinite")
         explanation = Explanation(
             **result._replace(values=values, scores=result.scores.detach())._asdict(),
-            method=self.name or type(self).__name__,
+            method=label,
             settings=self.settings,
             target=target.indices,
             target_names=target.names,
@@ -297,16 +306,32 @@ class Attribution(HasOptions, ABC):
         if largest <= rounding_error(explanation):
             score = f"the rounding error of a score of {float(explanation.scores[0]):.4g}"
             what = f"is at most {largest:.2g}, below {score}" if largest else "is 0 everywhere"
-            warn(note := f"the {self.name} map for {name} {what}")
+            warn(note := f"the {explanation.method} map for {name} {what}")
             return note
         if self.ignores_sign and " rather than " in name:
-            return f"{self.name} gives a contrast and its opposite the same map"
+            return f"{explanation.method} gives a contrast and its opposite the same map"
         return ""
 
     def __repr__(self) -> str:
-        """Return the method, the model and the options."""
-        options = "".join(f", {name}={value!r}" for name, value in self.settings.items())
+        """Return the method, the model, the layer or layers if given, and the options."""
+        read = {name: value for name in ("layer", "layers") if (value := getattr(self, name, None))}
+        options = "".join(f", {name}={value!r}" for name, value in (read | dict(self.settings)).items())
         return f"{type(self).__name__}({type(self.model).__name__}{options})"
+
+
+def _require_maps(name: str, result: Any, images: int) -> None:
+    """Raise MethodError unless a method returned one map (C, H, W), one score and one row of all else per image."""
+    expected = "saliency.BatchAttribution(values, scores) with values (N, C, H, W) or (N, 1, h, w) and scores (N,)"
+    if not isinstance(result, BatchAttribution):
+        raise MethodError(f"{name} returned {type(result).__name__}; expected {expected}")
+    shapes = [tuple(getattr(part, "shape", ())) for part in result[:2]]
+    if len(shapes[0]) != 4 or shapes[0][0] != images or shapes[1] != (images,):
+        got = f"values {shapes[0]} and scores {shapes[1]} for {plural(images, 'image')}"
+        raise MethodError(f"{name} returned {got}; expected {expected}")
+    for part, rows in result._asdict().items():
+        if isinstance(rows, Tensor) and tuple(rows.shape[:1]) != (images,):
+            got = f"{part} {tuple(rows.shape)} for {plural(images, 'image')}"
+            raise MethodError(f"{name} returned {got}; expected one row for each")
 
 
 class TracedAttribution(Attribution):
@@ -443,7 +468,9 @@ def explain_together(
         traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is resolved]
         shared = read_one_forward(traced, batch.tensor, [resolved])[0] if traced else []
         by_id = dict(zip(map(id, traced), shared, strict=True))
-        results = [by_id.get(id(method)) or method.explain(batch.tensor, own) for method, own in pairs]
+        results = [
+            by_id[id(method)] if id(method) in by_id else method.explain(batch.tensor, own) for method, own in pairs
+        ]
     return [method.explanation(result, own, batch) for result, (method, own) in zip(results, pairs, strict=True)]
 
 

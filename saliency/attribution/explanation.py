@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from ..io.atomic_write import atomic_write, save_tensors
 from ..io.inputs import decode, encode
 from ..io.preprocess import Frame
 from .options import RunStats
+from .spellings import result_hint
 
 Sign = Literal["positive", "signed", "absolute"]
 Setting = str | int | float | bool | None | list[Any] | dict[str, Any]
@@ -109,6 +110,12 @@ class Explanation:
     def __iter__(self) -> Iterator[Explanation]:
         """Iterate over the explanations of single images."""
         return (self[i] for i in range(len(self)))
+
+    if not TYPE_CHECKING:  # type checkers know the attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError, with the function that draws or the attribute that has the values."""
+            raise AttributeError(f'Explanation has no "{name}"{result_hint(name)}', name=name, obj=self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """Return the values as an array (N, C, H, W)."""

@@ -24,6 +24,7 @@ from ..targets.targets import (
     FunctionTarget,
     OutputFacts,
     OutputTarget,
+    Prompt,
     TargetLike,
     as_target,
     one_score_each,
@@ -60,7 +61,7 @@ class ResolvedTarget:
             read: Returns a reference image as the model's input (1, C, H, W).
         """
 
-        def encode_text(texts: Sequence[str]) -> tuple[Tensor, float]:
+        def encode_text(texts: Sequence[Prompt]) -> tuple[Tensor, float]:
             if not isinstance(model, DualEncoder):
                 hint = "use a DualEncoder, such as saliency.load('open_clip/ViT-B-32')"
                 raise TargetError(f"{type(model).__name__} has no text encoder, so it cannot explain a text; {hint}")

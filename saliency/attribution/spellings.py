@@ -14,7 +14,7 @@ _R = TypeVar("_R")
 
 # Of captum, grad-cam, torchcam, zennit, tf-explain and the authors' code; the first entry that fits is shown.
 _OPTIONS = {
-    "model": "forward_func net network",
+    "model": "forward_func net network nn_module",
     "layer": "target_layer target_layers layer_name conv_layer",
     "layers": "target_layer target_layers layer_names",
     "draws": "num_samples",
@@ -24,13 +24,13 @@ _OPTIONS = {
     "baseline": "baselines baseline_fn x_baseline",
     "references": "baselines",
     "fill": "baselines occlusion_fn",
-    "window": "sliding_window_shapes patch_size window_size",
+    "window": "sliding_window_shapes patch_size window_size mask_size",
     "stride": "strides",
     "segments": "feature_mask n_segments num_segments",
     "cam": "base_method",
     "inner": "attribution_method base_method",
     "max_distance": "max_dist",
-    "chunk": "batch_size internal_batch_size nt_samples_batch_size perturbations_per_eval",
+    "chunk": "batch_size n_batch internal_batch_size nt_samples_batch_size perturbations_per_eval",
     "progress": "show_progress",
     "seed": "random_state",
     "layout": "reshape_transform",
@@ -47,19 +47,62 @@ _INSTEAD = {
     "explanation.residual is this difference, with the opposite sign": "return_convergence_delta",
     'the values keep their sign; pass sign="absolute" or "positive" to overlay': "abs relu_attributions",
     "overlay normalises and resizes the values where it draws them": "interpolate_mode normalized use_rgb image_weight",
-    "SmoothGrad(method) averages over noisy images": "aug_smooth",
+    "it averages over flips and factors of the image; SmoothGrad(method) averages over noisy images": "aug_smooth",
     "use EigenGradCAM": "eigen_smooth",
     "use SmoothGrad, SmoothGradSquared or VarGrad": "nt_type",
     "rules of layers are methods here, such as GuidedBackprop": "composite",
 }
+_DIFFERENCES = {"stdevs": ", as a share of the range of each image instead of in units of the input"}
 _PUBLIC = {
-    "VanillaGradient": "Saliency Gradient Backpropagation",
+    "VanillaGradient": "Saliency Gradient Backpropagation VanillaGrad",
     "DeconvNet": "Deconvolution",
-    "ExpectedGradients": "GradientShap",
+    "GuidedBackprop": "GuidedBackpropGrad",
+    "DeepSHAP": "DeepLiftShap DeepExplainer",
+    "ExpectedGradients": "GradientShap GradientExplainer",
+    "KernelSHAP": "KernelExplainer",
     "SmoothGrad": "NoiseTunnel",
     "GradCAM": "LayerGradCam",
-    "overlay": "show_cam_on_image overlay_mask visualize_image_attr",
+    "HiResCAM": "LayerGradientXActivation",
+    "Occlusion": "OcclusionSensitivity",
+    "overlay": "show_cam_on_image overlay_mask visualize_image_attr image_plot",
     "probability": "ClassifierOutputSoftmaxTarget",
+}
+# The section "What does not exist here" of docs/migration.md has the same rows.
+_ABSENT = {
+    "HiResCAM(model, layer) multiplies gradients and activations; LRP(model, layer=layer) reads the relevance": (
+        "LayerConductance LayerIntegratedGradients InternalInfluence LayerDeepLift LayerDeepLiftShap LayerGradientShap"
+    ),
+    "AblationCAM(model, layer) and ScoreCAM(model, layer) switch channels": "LayerFeatureAblation",
+    "LRP(model, layer=layer)": "LayerLRP",
+    "inspection.record(model) keeps the outputs of layers": "LayerActivation ActivationsAndGradients",
+    "LRP(model, through={layer: [channel]}) is the relevance through a channel": (
+        "NeuronGradient NeuronConductance NeuronIntegratedGradients NeuronDeepLift NeuronFeatureAblation"
+    ),
+    "inspection.extract_features(model, images) gives the activations to which a concept's classifier is fitted": (
+        "TCAV Concept DeepFeatureFactorization"
+    ),
+    "EigenCAM(model, layer) is the linear principal component": "KPCA_CAM",
+    "GradCAMPlusPlus(model, layer) or EigenCAM(model, layer)": "FEM",
+    "Occlusion(model) or FeatureAblation(model); nothing is permuted within a batch": "FeaturePermutation",
+    "KernelSHAP(model) or ShapleySampling(model) divides the score among segments": "PartitionExplainer",
+    "the influence of training images is not explained": "TracInCP TracInCPFast SimilarityInfluence",
+    "LRP(model, composite=...) takes a name or rules of relevance": (
+        "Composite EpsilonPlus EpsilonPlusFlat EpsilonGammaBox EpsilonAlpha2Beta1 EpsilonAlpha2Beta1Flat"
+    ),
+    "batch norms are merged and sums shared on the graph of the call": (
+        "Canonizer SequentialMergeBatchNorm ResNetCanonizer VGGCanonizer"
+    ),
+    "AttnLRP(model) needs no change of the model": "monkey_patch",
+    "metrics.measure(names, explanation) measures one map": (
+        "ROADCombined ROADMostRelevantFirst CamMultImageConfidenceChange infidelity sensitivity_max"
+    ),
+}
+_RESULT = {
+    "saliency.overlay(explanation) draws it; a notebook shows it as it is": "show plot visualize",
+    "saliency.heatmap(explanation) is one number per pixel (N, H, W)": "heatmap map",
+    "saliency.overlay(explanation) draws it": "overlay image",
+    "saliency.figure(explanation) draws it": "figure",
+    "explanation.values are the attributions": "attributions attribution shape numpy cpu detach",
 }
 
 
@@ -67,7 +110,7 @@ def option_hint(name: str, known: Collection[str]) -> str:
     """Return the end of an error about an unknown option, such as `; it is called steps here`."""
     for ours in _matches(name, _OPTIONS):
         if ours in known:
-            return f"; it is called {ours} here"
+            return f"; it is called {ours} here{_DIFFERENCES.get(name, '')}"
     for advice in _matches(name, _INSTEAD):
         return f"; {advice}"
     return did_you_mean(name, known) or (f"; the options are {', '.join(known)}" if known else "")
@@ -99,7 +142,14 @@ def public_hint(name: str, known: Collection[str]) -> str:
     """Return the end of an error about an unknown public name, such as `; did you mean "GradCAM"?`."""
     for ours in _matches(name, _PUBLIC):
         return f"; it is called {ours} here"
+    for nearest in _matches(name, _ABSENT):
+        return f"; the nearest here: {nearest}"
     return did_you_mean(name, known)
+
+
+def result_hint(name: str) -> str:
+    """Return the end of an error about an unknown attribute of an explanation."""
+    return next((f"; {advice}" for advice in _matches(name, _RESULT)), "")
 
 
 def _matches(name: str, table: Mapping[str, str]) -> list[str]:

@@ -61,7 +61,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     if html and (html.is_dir() or is_stream(html) or not os.access(html.parent, os.W_OK)):
         raise UsageError(f"--html {html} cannot be written; choose a file in an existing, writable folder")
     with screen.waiting(f"loading {arguments.model}"):
-        model = load(arguments.model, weights=arguments.weights)
+        reads_values = arguments.weights != "default" or arguments.stats or arguments.gradients
+        model = load(arguments.model, weights=arguments.weights if reads_values else None)  # a table needs no download
     categories = as_categories(arguments.categories) if arguments.categories else categories_of(model)
     target = ResolvedTarget(arguments.target, 1, categories)
     preprocess = arguments.preprocess or getattr(model, "preprocess", None)

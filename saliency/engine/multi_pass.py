@@ -527,12 +527,14 @@ def from_estimate(estimate: Estimate, like: Tensor, layer: str | None = None) ->
     return ImageAttribution(estimate.mean.to(like.dtype), error, estimate.agreement, layer=layer)
 
 
-def stack_images(images: Sequence[ImageAttribution], scores: Tensor, stats: tuple[RunStats, ...]) -> BatchAttribution:
+def stack_images(images: Sequence[Any], scores: Tensor, stats: tuple[RunStats, ...]) -> BatchAttribution:
     """Stack the attributions of single images into that of a batch."""
     for image in images:
-        if image.values.dim() != 3:
-            shape = tuple(image.values.shape)
-            raise MethodError(f"explain_image returned values {shape}; expected (C, H, W), or (1, h, w) at a layer")
+        if not isinstance(image, ImageAttribution) or image.values.dim() != 3:
+            is_other = not isinstance(image, ImageAttribution)
+            got = type(image).__name__ if is_other else f"values {tuple(image.values.shape)}"
+            expected = "saliency.ImageAttribution(values) with values (C, H, W), or (1, h, w) at a layer"
+            raise MethodError(f"explain_image returned {got}; expected {expected}")
     errors = [image.error for image in images if image.error is not None]
     return BatchAttribution(
         torch.stack([image.values for image in images]),

@@ -9,11 +9,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ModelError, plural, warn
+from ..targets.targets import Prompt
 from .autograd_graph import tensor_version
-from .model_state import prepared_for_attribution
+from .model_state import model_attribute, prepared_for_attribution
 
 _MOST_QUOTED = 60  # characters of a text in a warning
 # By model: the state of its weights, and the embeddings of its prompts in that state.
@@ -29,23 +31,36 @@ class DualEncoder(nn.Module):
     Args:
         model: A model of open_clip or OpenAI's clip, with `encode_image` and `encode_text`; or one of transformers with
             `get_image_features` and `get_text_features`, such as CLIPModel and SiglipModel. It is not changed.
-        tokenizer: The tokenizer of the model: `open_clip.get_tokenizer(...)`, or `AutoTokenizer` of transformers.
+        tokenizer: The tokenizer of the model: `open_clip.get_tokenizer(...)`, or `AutoTokenizer` of transformers. Of a
+            processor of transformers, such as CLIPProcessor, the image processor becomes `preprocess`.
 
     Raises:
-        ModelError: The model has none of these methods.
+        ModelError: The model has none of these methods, or does not take images (N, C, H, W).
 
     Example:
-        >>> network, _, transform = open_clip.create_model_and_transforms("ViT-B-32", "openai")  # doctest: +SKIP
+        >>> network = open_clip.create_model("ViT-B-32", "openai")  # doctest: +SKIP
         >>> model = saliency.DualEncoder(network, open_clip.get_tokenizer("ViT-B-32"))  # doctest: +SKIP
-        >>> model.preprocess = transform  # doctest: +SKIP
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any) -> None:
         super().__init__()
         self.model: Any = model
         self.tokenizer = tokenizer
-        if not hasattr(model, "get_text_features") and not hasattr(model, "encode_text"):
-            raise ModelError(f"{type(model).__name__} has no text encoder: neither encode_text nor get_text_features")
+        preprocess = model_attribute("preprocess", model)
+        if hasattr(tokenizer, "image_processor"):  # a processor of transformers
+            self.tokenizer, preprocess = tokenizer.tokenizer, tokenizer.image_processor
+        if preprocess is not None:
+            self.preprocess = preprocess
+        name = type(model).__name__
+        for kind in ("text", "image"):
+            if not hasattr(model, f"get_{kind}_features") and not hasattr(model, f"encode_{kind}"):
+                videos = ", but one of videos" if hasattr(model, "get_video_features") else ""
+                wanted = f"neither encode_{kind} nor get_{kind}_features"
+                raise ModelError(f"{name} has no {kind} encoder{videos}: {wanted}")
+        encode: Any = getattr(model, "get_image_features", None)
+        if encode is not None and "spatial_shapes" in inspect.signature(encode).parameters:
+            hint = "load weights of one size, such as hf/google/siglip2-base-patch16-224"
+            raise ModelError(f"{name} takes lists of patches (NaFlex) instead of images (N, C, H, W); {hint}")
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Return the embeddings of images."""
@@ -79,6 +94,8 @@ class DualEncoder(nn.Module):
             length = self.model.config.text_config.max_position_embeddings
             options = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "pt"}
             tokens = dict(self.tokenizer([prompt], **options))
+            if self.model.config.model_type.startswith("siglip"):
+                tokens.pop("attention_mask", None)  # SigLIP was trained to attend to the padding
             cut = len(self.tokenizer([prompt], verbose=False)["input_ids"][0]) - length
         if cut > 0:
             start = prompt if len(prompt) <= _MOST_QUOTED else f"{prompt[:_MOST_QUOTED]}..."
@@ -99,23 +116,28 @@ class DualEncoder(nn.Module):
             return self._encoded("text", **tokens)
         return self._encoded("text", *tokens.values())
 
-    def encode_text(self, prompts: Sequence[str]) -> Tensor:
+    def encode_text(self, prompts: Sequence[Prompt]) -> Tensor:
         """Return the embeddings (K, D) of prompts, not normalised, without gradient.
 
-        Each prompt is encoded once, until the weights change.
+        That of a tuple is the mean of its normalised embeddings. Each prompt is encoded once, until the weights change.
         """
         tensors = chain(self.model.parameters(), self.model.buffers())
         state = tuple((tensor.data_ptr(), tensor_version(tensor)) for tensor in tensors)
         if _encoded.get(self, (None,))[0] != state:
             _encoded[self] = (state, {})
         known = _encoded[self][1]
-        for prompt in prompts:
+        for prompt in chain.from_iterable([one] if isinstance(one, str) else one for one in prompts):
             if prompt not in known:
                 known[prompt] = self._encode(prompt)
-        return torch.cat([known[prompt] for prompt in prompts])
+        rows = [[known[each] for each in ([one] if isinstance(one, str) else one)] for one in prompts]
+        return torch.cat([_mean(row) if len(row) > 1 else row[0] for row in rows])
 
     def _encode(self, prompt: str) -> Tensor:
         tokens = self.tokenize(prompt)
         kind = next(iter(tokens.values())).device.type
         with prepared_for_attribution(self), torch.no_grad(), torch.autocast(kind, enabled=False):
             return self.encode_tokens(tokens)
+
+
+def _mean(embeddings: list[Tensor]) -> Tensor:
+    return F.normalize(torch.cat(embeddings), dim=1).mean(0, keepdim=True)

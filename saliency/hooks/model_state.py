@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -51,14 +52,32 @@ _ATTRIBUTES: dict[str, tuple[Any, ...]] = {
 def model_attribute(name: str, model: nn.Module) -> Any:
     """Return the preprocessing, the class names or the layout of a model or of the model in its wrapper; else None.
 
-    A model of Hugging Face has its class names in `config.id2label`, unless they are "LABEL_0", "LABEL_1", ...
+    A model of Hugging Face has its class names in `config.id2label`, unless they are "LABEL_0", "LABEL_1", ... Models
+    of timm and open_clip carry the configuration of their preprocessing, and detectors of torchvision normalise images
+    themselves.
     """
     values = [getattr(owner, name, None) for owner in (model, unwrap(model))]
     if name == "categories":
         labels = getattr(getattr(unwrap(model), "config", None), "id2label", None)  # of Hugging Face
         has_names = isinstance(labels, Mapping) and labels != {key: f"LABEL_{key}" for key in labels}
         values.append(labels if has_names else None)
+    if name == "preprocess":
+        values.append(_carried_preprocess(unwrap(model)))
     return next((value for value in values if isinstance(value, _ATTRIBUTES[name])), None)
+
+
+def _carried_preprocess(model: nn.Module) -> Mapping[str, Any] | None:
+    timm: Any = getattr(model, "pretrained_cfg", None)
+    if isinstance(timm, Mapping) and (timm.get("input_size") or (0,))[0] in (1, 3):
+        return timm
+    open_clip: Any = getattr(getattr(model, "visual", None), "preprocess_cfg", None)
+    if isinstance(open_clip, Mapping):
+        size = open_clip["size"] if isinstance(open_clip["size"], Sequence) else (open_clip["size"],) * 2
+        mode = {"shortest": "center"}.get(open_clip["resize_mode"], open_clip["resize_mode"])
+        return {**open_clip, "input_size": size, "crop_pct": 1.0, "crop_mode": mode}
+    if hasattr(getattr(model, "transform", None), "image_mean"):  # of torchvision; it also resizes
+        return {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    return None
 
 
 def categories_of(model: nn.Module) -> tuple[str, ...] | None:
@@ -168,11 +187,23 @@ def prepared_for_attribution(model: nn.Module) -> Iterator[None]:
 def run_model(model: nn.Module, x: Tensor) -> Any:
     """Return the model's output for a batch and the bound `forward_args`. The model may change its input in place.
 
+    The image is the first argument; of a model of Hugging Face that takes `input_ids` first, it is `pixel_values`.
+
     Raises:
         ModelError: As for `call`.
     """
     args, kwargs = forward_args(x)
+    kind: Any = type(model)
+    if _takes_words_first(kind):
+        return call(model, tuple(args), {**kwargs, "pixel_values": x.clone()})
     return call(model, (x.clone(), *args), kwargs)
+
+
+@lru_cache
+def _takes_words_first(kind: Any) -> bool:
+    forward = getattr(kind, "forward", None)  # a ScriptModule's belongs to the object
+    names = [] if forward is None else list(inspect.signature(forward).parameters)
+    return names[1:2] == ["input_ids"] and "pixel_values" in names
 
 
 def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Any:

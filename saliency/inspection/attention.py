@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Literal, get_args
 
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 
 from ..attribution.forward import SharedForward, TargetGradients
 from ..attribution.resolved_target import ResolvedTarget
-from ..errors import NotApplicableError, TargetError
+from ..errors import NotApplicableError, TargetError, plural, warn
 from ..hooks.attention import AttentionCall, fuse_heads
+from ..hooks.autograd_graph import sequence_nr
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.manager import is_hookable
 from ..hooks.model_state import categories_of, model_attribute, prepared_for_attribution, reference_tensor, unwrap
@@ -84,6 +86,9 @@ def attention(
     Returns:
         One item per call of attention on which the scores depend, in their order.
 
+    Warns:
+        SaliencyWarning: Some modules named after attention compute it in another way.
+
     Raises:
         NotApplicableError: No attention was found.
         MethodError: `reduce` is unknown.
@@ -109,4 +114,24 @@ def attention(
             )
         grad = {call: None if target is None else grads.node_gradient(call.node) for call in grads.attention}
         layers = {call: max(forward.operations.modules(call.node), key=len, default="") for call in grads.attention}
+        _warn_of_others(model, forward, grads)
     return [LayerAttention(layers[call], call, grad[call], reduce) for call in grads.attention]
+
+
+def _warn_of_others(model: nn.Module, forward: SharedForward, grads: TargetGradients) -> None:
+    """Warn of innermost modules named after attention on which the scores depend and whose attention is not read."""
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    named = [name for name, kind in kinds.items() if re.search("(?i)att(entio)?n", kind)]
+    innermost = [name for name in named if not any(other.startswith(f"{name}.") for other in named)]
+    read = {name for call in grads.attention for name in forward.operations.modules(call.node)}
+    numbers = {sequence_nr(node) for node in grads.nodes}
+    others = [
+        name
+        for name in innermost
+        if name not in read
+        and any(number in call for call in forward.operations.calls.get(name, ()) for number in numbers)
+    ]
+    if others:
+        count, total = len(grads.attention), plural(len(others) + len(grads.attention), "layer")
+        others_are = f'the others, such as "{others[0]}" ({kinds[others[0]]}), compute it by a formula of their own'
+        warn(f"attention was read in {count} of {total}; {others_are}")

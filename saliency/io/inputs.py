@@ -8,7 +8,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeGuard
@@ -32,7 +32,8 @@ from .preprocess import (
 
 Bytes = bytes | bytearray | memoryview
 ImageLike = str | os.PathLike[str] | Bytes | IO[bytes] | Image.Image | np.ndarray[Any, Any] | Tensor
-ImagesLike = ImageLike | Sequence[ImageLike]
+ImagesLike = ImageLike | Sequence[ImageLike] | Mapping[str, Any]
+"""An image, several, or a BatchFeature of Hugging Face."""
 Prepare = Preprocess | TransformPreprocess | None
 
 MAX_PIXELS = 178_956_970  # half a gigabyte of decoded pixels
@@ -274,6 +275,8 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
 
 def _as_items(images: ImagesLike) -> list[ImageLike]:
     """Split the images into items: a uint8 tensor (N, C, H, W) is N items, a float tensor is one item."""
+    if isinstance(images, Mapping):
+        return [_pixel_values(images)]
     if isinstance(images, Sequence) and not isinstance(images, str | Bytes):
         if any(isinstance(image, list | tuple) for image in images):
             raise ImageError("a list inside the list of images; expected one flat list")
@@ -287,6 +290,18 @@ def _as_items(images: ImagesLike) -> list[ImageLike]:
     return items
 
 
+def _pixel_values(features: Mapping[str, Any]) -> Tensor:
+    """Return the model's input of a BatchFeature, which processors of Hugging Face return."""
+    if "pixel_values" not in features:
+        raise ImageError(f"{type(features).__name__} is not an image; expected pixel_values in it, or no mapping")
+    others = [name for name in features if name != "pixel_values"]
+    if others:
+        hint = "pass pixel_values as the image, and the rest that the model needs as forward_args={name: value}"
+        raise ImageError(f"a {type(features).__name__} that also has {', '.join(others)}; {hint}")
+    values = features["pixel_values"]
+    return values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values), device="cpu")
+
+
 def _is_input(image: ImageLike) -> TypeGuard[Tensor]:
     """Return whether an image is the model's own input."""
     return isinstance(image, Tensor) and image.is_floating_point()
@@ -297,8 +312,10 @@ def _preprocess_image(image: ImageLike, prepare: Prepare, name: str) -> tuple[Fr
     try:
         opened = open_image(image)
         if prepare is None:
-            hint = "preprocess=saliency.Preprocess(size=(224, 224), resize=256)"
-            raise ImageError(f"this model has no preprocessing; pass for example {hint}, or a float tensor")
+            described = "saliency.Preprocess(size=..., resize=..., mean=..., std=...)"
+            known = f"weights.transforms() of torchvision, an image processor of Hugging Face, or {described}"
+            wanted = f"pass a float tensor, or the preprocessing of its training as preprocess=: {known}"
+            raise ImageError(f"this model has no preprocessing; {wanted}")
         box, values = locate(prepare, opened), prepare(opened)
         return Frame(drawable(opened, prepare.range), box), values[None]
     except ImageError as error:

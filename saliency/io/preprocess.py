@@ -465,7 +465,7 @@ def without_crop(like: PreprocessLike | None, whole: Whole) -> Preprocess:
     if isinstance(prepare, Preprocess):
         return prepare.without_crop(whole)
     came = "this model has no preprocessing" if prepare is None else "the preprocessing is a function"
-    hint = "describe it, for example by preprocess=saliency.Preprocess(size=(224, 224), resize=256)"
+    hint = "describe it: preprocess=saliency.Preprocess(size=..., resize=..., mean=..., std=...)"
     raise ImageError(f"whole={whole!r}: {came}, so no crop can be taken out of it; {hint}")
 
 

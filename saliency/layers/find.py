@@ -23,8 +23,8 @@ from ..targets.targets import output_tensor
 from .layout import GIVE_LAYOUT, Layout, given_layout, is_channels_first, layout_from, token_layout, traced_layout
 from .positions import Grid, PositionTrace
 
-LayerLike = str | nn.Module | None
-"""A dotted name, the module itself, or None for the default layer."""
+LayerLike = str | nn.Module | list[str | nn.Module] | None
+"""A dotted name, the module itself, a list with one of these, or None for the default layer."""
 
 
 def named_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -29,9 +29,12 @@ CERTAIN_CORRELATION = 0.5
 """The sign of a principal component is certain if it correlates this much with the norm of the activations."""
 
 
-def layer_name(method: Attribution, layer: str | nn.Module) -> str:
-    """Return the name of a layer of a method's model. Raises LayerError if there is none."""
-    return find(method.model, layer)[0]
+def layer_name(method: Attribution, layer: str | nn.Module | list[str | nn.Module]) -> str:
+    """Return the name of a layer of a method's model, also of a list with one layer. Raises LayerError for others."""
+    if isinstance(layer, list) and len(layer) != 1:
+        name = type(method).__name__
+        raise LayerError(f"{name} reads one layer, got {len(layer)}; FusedCAM(model, layers=[...]) fuses several")
+    return find(method.model, layer[0] if isinstance(layer, list) else layer)[0]
 
 
 class LayerAttribution(TracedAttribution):
@@ -39,10 +42,11 @@ class LayerAttribution(TracedAttribution):
 
     Args:
         model: As for every method.
-        layer: A dotted name, the module itself, or None for the last layer with spatial output at which the score has a
-            gradient. That layer is found by one forward of noise, or of the images if only the target can read the
-            scores (a detector). If a module is called several times, the last call counts. Tokens (vision transformers
-            with any number of leading tokens) and channels-last layouts (Swin) are read as maps.
+        layer: A dotted name, the module itself, a list with one of these, or None for the last layer with spatial
+            output at which the score has a gradient. That layer is found by one forward of noise, or of the images if
+            only the target can read the scores (a detector). If a module is called several times, the last call counts.
+            Tokens (vision transformers with any number of leading tokens) and channels-last layouts (Swin) are read as
+            maps.
         **options: As for `saliency.Attribution`.
     """
 

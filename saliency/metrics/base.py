@@ -395,10 +395,21 @@ def measure(
 
 
 def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measurement:
-    """Return an outcome as a measurement: rows of one name are the draws of one control."""
+    """Return an outcome as a measurement: rows of one name are the draws of one control.
+
+    Raises:
+        MethodError: The metric returned something else than one row of values for the map and for each control.
+    """
+    label, expected = type(metric).__name__, "saliency.metrics.Outcome(values)"
+    if not isinstance(outcome, Outcome):
+        raise MethodError(f"{label}.outcome returned {type(outcome).__name__}; expected {expected}")
     names = outcome.controls or ("constant", "centre", *["random"] * subject.draws)
+    names = names if subject.controls else ()
+    shape = (1 + len(names), len(subject.explanation))
+    if tuple(outcome.values.shape) != shape:
+        got = f"values {tuple(outcome.values.shape)}"
+        raise MethodError(f"{label}.outcome returned {got}; expected {shape}, a row for the map and for each control")
     rows = {name: [row for row, other in enumerate(names, 1) if other == name] for name in names}
-    rows = rows if subject.controls else {}
     curves = outcome.curves
     return Measurement(
         metric.name or type(metric).__name__,

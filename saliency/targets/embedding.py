@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import TargetError
+from ..errors import TargetError, plural
 from ..validation import check_choice
-from .targets import Categories, EncodeImage, EncodeText, OutputFacts, OutputTarget, Target, embedding
+from .targets import Categories, EncodeImage, EncodeText, OutputFacts, OutputTarget, Prompt, Target, embedding
 
 Measure = Literal["cosine", "dot", "distance"]
 _MOST_NAMED = 3  # with more other texts, a name has only their number
@@ -50,8 +50,8 @@ class _EmbeddingTarget(OutputTarget):
 class TextSimilarity(_EmbeddingTarget):
     """Similarity to a text, or its log-odds against other texts; see `text`."""
 
-    prompt: str
-    against: tuple[str, ...] = ()
+    prompt: Prompt
+    against: tuple[Prompt, ...] = ()
 
     def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> TextSimilarity:
         """Return the target with the embeddings of its texts: of unit length, or scaled to give logits."""
@@ -71,8 +71,12 @@ class TextSimilarity(_EmbeddingTarget):
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return names such as `a photo of a cat rather than a photo of a dog`."""
         number = len(self.against)
-        others = " or ".join(self.against) if number <= _MOST_NAMED else f"{number} other texts"
-        return (f"{self.prompt} rather than {others}" if others else self.prompt,) * images
+        others = " or ".join(map(_name, self.against)) if number <= _MOST_NAMED else f"{number} other texts"
+        return (_name(self.prompt) + (f" rather than {others}" if others else ""),) * images
+
+
+def _name(prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else f"{prompt[0]} (mean of {plural(len(prompt), 'text')})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +89,7 @@ class Similarity(_EmbeddingTarget):
     def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> Similarity:
         """Return the target with the embeddings of its references."""
         rows = [
-            torch.as_tensor(one, device="cpu")[None] if getattr(one, "ndim", 0) == 1 else embedding(encode_image(one))
+            torch.as_tensor(one, device="cpu").reshape(1, -1) if _is_embedding(one) else embedding(encode_image(one))
             for one in self.references
         ]
         return replace(self, embeddings=torch.cat([row.detach().to(rows[0]) for row in rows]))
@@ -107,7 +111,7 @@ class Similarity(_EmbeddingTarget):
         return (f"similarity to {' rather than '.join(names)}",) * images
 
 
-def text(prompt: str, against: str | Sequence[str] = ()) -> Target:
+def text(prompt: str | Sequence[str], against: str | Sequence[str | Sequence[str]] = ()) -> Target:
     """Explain the similarity of an image to a text, for a model with a text encoder: a `DualEncoder`.
 
     Without `against`, the score is the cosine similarity, -1 to 1. With `against`, it is the log-odds of the text in
@@ -116,25 +120,35 @@ def text(prompt: str, against: str | Sequence[str] = ()) -> Target:
     does not vanish if the model is certain.
 
     Args:
-        prompt: The text.
-        against: Other texts, from which it is to be told apart.
+        prompt: The text. A list of texts is an ensemble: its embedding is the mean of their normalised embeddings.
+        against: Other texts, from which it is to be told apart. Each may be a list too.
 
     Raises:
-        TargetError: A text is not a string.
+        TargetError: A text is not a string, or an ensemble is empty.
     """
-    others = [against] if isinstance(against, str) else list(against)
-    for one in (prompt, *others):
-        if not isinstance(one, str):
-            raise TargetError(f"expected a text, got {type(one).__name__}")
-    return TextSimilarity(prompt, tuple(others))
+    others = [against] if isinstance(against, str) else against
+    return TextSimilarity(_as_prompt(prompt), tuple(map(_as_prompt, others)))
+
+
+def _as_prompt(prompt: str | Sequence[str]) -> Prompt:
+    texts = (prompt,) if isinstance(prompt, str) else tuple(prompt) if isinstance(prompt, list | tuple) else ()
+    if not texts or not all(isinstance(one, str) for one in texts):
+        raise TargetError(f"expected a text or a list of texts, got {prompt!r}")
+    return prompt if isinstance(prompt, str) else texts
+
+
+def _is_embedding(reference: Any) -> bool:
+    """Return whether a reference is an embedding (D,) or (1, D); an image of one row has whole numbers."""
+    shape: tuple[int, ...] = getattr(reference, "shape", ())
+    return len(shape) == 1 or (len(shape) == 2 and shape[0] == 1 and "float" in str(reference.dtype))
 
 
 def similarity(reference: Any, against: Any = None, by: Measure = "cosine") -> Target:
     """Explain the similarity of an image to a reference, for a model that returns one embedding per image.
 
     Args:
-        reference: An image, as `attribute` takes it, or an embedding (D,). An image is encoded at each call, without
-            the `forward_args` of the call.
+        reference: An image, as `attribute` takes it, or an embedding (D,) or (1, D). An image is encoded at each call,
+            without the `forward_args` of the call.
         against: Another reference. The score is then the difference of the two similarities.
         by: "cosine", "dot" for the inner product, or "distance" for minus the Euclidean distance.
 

@@ -28,7 +28,10 @@ Target = Callable[[Any], Tensor]
 TargetLike = int | str | Sequence[int | None] | Sequence[str | None] | Tensor | Target | Sequence[Target] | None
 """A class index or name, None for the top class, a function of the output, or one of them per image."""
 
-EncodeText = Callable[[Sequence[str]], tuple[Tensor, float]]
+Prompt = str | tuple[str, ...]
+"""A text, or texts whose embeddings are averaged."""
+
+EncodeText = Callable[[Sequence[Prompt]], tuple[Tensor, float]]
 """Texts -> their embeddings (K, D), and the model's factor from cosine similarities to logits."""
 
 EncodeImage = Callable[[Any], Any]

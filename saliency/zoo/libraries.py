@@ -9,7 +9,7 @@ import traceback
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -237,13 +237,9 @@ class OpenClip:
 
     def facts(self, model: nn.Module, name: str, _weights: str) -> ModelInfo:
         """Return the preprocessing of the model's `preprocess_cfg`, and its tokenizer."""
-        config: Any = model.get_submodule("visual").preprocess_cfg
-        size = config["size"] if isinstance(config["size"], Sequence) else (config["size"],) * 2
-        mode = {"shortest": "center"}.get(config["resize_mode"], config["resize_mode"])
-        preprocess = {**config, "input_size": size, "crop_pct": 1.0, "crop_mode": mode}
         with downloading(name, None):  # some tokenizers are on the hub
             tokenizer = _open_clip().get_tokenizer(name)
-        return ModelInfo(preprocess, None, None, tokenizer)
+        return ModelInfo(model_attribute("preprocess", model), None, None, tokenizer)
 
 
 class HuggingFace:
@@ -459,7 +455,8 @@ def downloading(model: str, url: str | None) -> Iterator[None]:
         # The libraries raise whatever their network, cache and file readers raise.
         raise ModelError(
             f"the pretrained weights of {model} could not be loaded: {type(error).__name__}: {error}; with no network, "
-            f'use weights=None, a local file as in weights="{model}.safetensors", or the model "efficientnet_lite0"'
+            f'use weights=None (--weights none), a local file as in weights="{model}.safetensors", or the model '
+            '"efficientnet_lite0"'
         ) from error
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
+import re
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -31,7 +35,8 @@ X = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
         ("occlusion", "sliding_window_shapes", "it is called window here"),
         ("occlusion", "baselines", "it is called fill here"),
         ("smooth_grad", "nt_samples", "it is called passes here"),
-        ("smooth_grad", "stdevs", "it is called noise here"),
+        ("smooth_grad", "stdevs", "it is called noise here, as a share of the range of each image"),
+        ("grad_cam", "aug_smooth", "it averages over flips and factors of the image; SmoothGrad(method)"),
         ("ss_cam", "num_samples", "it is called draws here"),
         ("grad_cam", "target_layers", "it is called layer here"),
         ("fused_cam", "target_layers", "it is called layers here"),
@@ -58,8 +63,11 @@ def test_every_spelling_leads_to_an_option_or_a_public_name() -> None:
     options = {option for method in METHODS.values() for option in method.parameters()}
     assert set(spellings._OPTIONS) <= options | set(inspect.signature(saliency.Attribution.attribute).parameters)
     assert set(spellings._PUBLIC) <= set(dir(saliency))
-    for text in (*spellings._OPTIONS.values(), *spellings._PUBLIC.values()):
+    for text in (*spellings._OPTIONS.values(), *spellings._PUBLIC.values(), *spellings._ABSENT.values()):
         assert not set(text.split()) & set(dir(saliency))
+    for text in (*spellings._ABSENT, *spellings._RESULT):
+        for name in re.findall(r"(?:saliency\.)?([\w.]+)\(", text):
+            attrgetter(name)(saliency)
     # Several options may share a spelling of others, but a method answers it with one of them.
     assert "is called steps here" in option_hint("n_iter", saliency.IntegratedGradients.parameters())
     assert "is called passes here" in option_hint("n_iter", saliency.SmoothGrad.parameters())
@@ -138,6 +146,9 @@ def test_a_method_that_is_called_shows_the_call() -> None:
         ("IntegratedGradient", 'did you mean "IntegratedGradients"'),
         ("Saliency", "it is called VanillaGradient here"),
         ("show_cam_on_image", "it is called overlay here"),
+        ("DeepExplainer", "it is called DeepSHAP here"),
+        ("LayerConductance", "the nearest here: HiResCAM"),
+        ("KPCA_CAM", "the nearest here: EigenCAM"),
     ],
 )
 def test_an_unknown_public_name_is_answered_by_the_closest(name: str, hint: str) -> None:
@@ -148,6 +159,34 @@ def test_an_unknown_public_name_is_answered_by_the_closest(name: str, hint: str)
     assert getattr(saliency, name, None) is None
     with pytest.raises(ImportError, match=name):
         exec(f"from saliency import {name}")  # noqa: S102
+
+
+def test_a_with_block_shows_the_call() -> None:
+    with pytest.raises(TypeError, match=r"no with block.*GradCAM\(model\)\.attribute"), saliency.GradCAM(MODEL):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("show", r"saliency\.overlay\(explanation\)"), ("heatmap", r"saliency\.heatmap\(explanation\)"), ("zzz", "$")],
+)
+def test_a_drawing_method_of_a_result_is_answered_by_the_function(name: str, hint: str) -> None:
+    explanation = saliency.GradCAM(MODEL).attribute(X, 1)
+    with pytest.raises(AttributeError, match=f'Explanation has no "{name}".*{hint}'):
+        getattr(explanation, name)
+    assert not hasattr(explanation, name)
+    assert pickle.loads(pickle.dumps(explanation)).method == copy.copy(explanation).method == "grad_cam"
+
+
+def test_a_list_with_one_layer_is_that_layer_and_is_shown() -> None:
+    forms: list[Any] = [MODEL.features, "features", [MODEL.features], ["features"]]
+    for layer in forms:
+        assert repr(saliency.GradCAM(MODEL, layer)) == "GradCAM(PooledNet, layer='features')"
+    assert "layers=('features',)" in repr(saliency.FusedCAM(MODEL, layers=["features"]))
+    several: list[Any] = [[], ["features", "head"]]
+    for layers in several:
+        with pytest.raises(saliency.LayerError, match=r"reads one layer, got [02]; FusedCAM"):
+            saliency.GradCAM(MODEL, layers)
 
 
 def test_a_name_like_no_other_has_no_suggestion() -> None:

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from saliency import ModelError
 from saliency._version import __version__
 from saliency.cli import layers as inspecting
 from saliency.cli import main
@@ -51,6 +52,19 @@ def names(text: str) -> list[str]:
 
 
 # The layer table -----------------------------------------------------------------------------------------------
+
+
+def test_a_table_needs_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str | None] = []
+
+    def stop(name: str, weights: str | None) -> nn.Module:
+        given.append(weights)
+        raise ModelError("enough")
+
+    monkeypatch.setattr(inspecting, "load", stop)
+    for options in ((), ("--stats",), ("--gradients",), ("--weights", "mine.pt")):
+        assert main(["layers", "resnet18", *options]) == 2
+    assert given == [None, "default", "default", "mine.pt"]
 
 
 def test_the_layer_that_cams_read_is_marked_and_named(answer: Callable[..., str]) -> None:

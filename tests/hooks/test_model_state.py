@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -543,3 +544,43 @@ def test_a_model_of_hugging_face_brings_its_class_names() -> None:
     assert GradCAM(model).attribute(images(1), 1).target_names == ("mine 1",)
     generic = HuggingFace({index: f"LABEL_{index}" for index in range(classes)}).eval()
     assert GradCAM(generic).attribute(images(1), 1).target_names == ("class 1",)
+
+
+def of_timm() -> nn.Module:
+    return pytest.importorskip("timm").create_model("vit_tiny_patch16_224", depth=1).eval()  # type: ignore[no-any-return]
+
+
+def of_open_clip() -> nn.Module:
+    open_clip = pytest.importorskip("open_clip")
+    sizes = {"layers": 1, "width": 16, "head_width": 8, "patch_size": 8, "image_size": 32}
+    model = open_clip.CLIP(8, sizes, {"context_length": 8, "vocab_size": 50, "width": 16, "heads": 2, "layers": 1})
+    open_clip.set_model_preprocess_cfg(
+        model, {"size": 32, "resize_mode": "squash", "mean": (0.4,) * 3, "std": (0.2,) * 3}
+    )
+    return saliency.DualEncoder(model, None)
+
+
+def detector() -> nn.Module:
+    detection = pytest.importorskip("torchvision").models.detection
+    return detection.fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None).eval()  # type: ignore[no-any-return]
+
+
+CARRIED = {
+    of_timm: saliency.Preprocess((224, 224), 248, (0.5,) * 3, (0.5,) * 3, "bicubic"),
+    of_open_clip: saliency.Preprocess((32, 32), (32, 32), (0.4,) * 3, (0.2,) * 3, "bicubic"),
+    detector: saliency.Preprocess(mean=(0, 0, 0), std=(1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("build", CARRIED)
+def test_the_preprocessing_that_a_model_carries_is_used(build: Callable[[], nn.Module]) -> None:
+    model: Any = build()
+    assert VanillaGradient(model).preprocess == CARRIED[build]
+    model.preprocess = saliency.Preprocess((8, 8), 8)
+    assert VanillaGradient(model).preprocess == model.preprocess
+
+
+def test_a_model_without_preprocessing_is_offered_no_constants() -> None:
+    with pytest.raises(ImageError, match="the preprocessing of its training") as caught:
+        GradCAM(PooledNet()).attribute(np.zeros((16, 16, 3), np.uint8))
+    assert "mean=..., std=..." in str(caught.value)

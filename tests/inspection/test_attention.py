@@ -242,6 +242,12 @@ def test_what_is_not_attention_is_not_taken_for_it() -> None:
             saliency.attention(model.eval(), images(1))
 
 
+def test_layers_whose_attention_is_not_read_are_counted() -> None:
+    model = timm.create_model("cait_xxs24_224", img_size=32, embed_dim=48, depth=3).eval()  # talking heads
+    with pytest.warns(saliency.SaliencyWarning, match=r'2 of 5 layers; .* "blocks.0.attn" \(TalkingHeadAttn\)'):
+        assert len(saliency.attention(model, torch.randn(1, 3, 32, 32))) == 2
+
+
 def test_attention_of_transformers_is_read_in_half_precision() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 96}

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import warnings
 import zlib
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -530,7 +531,7 @@ def test_what_makes_no_batch_is_refused_in_words(images: Any, words: str) -> Non
 
 
 def test_a_picture_without_preprocessing_is_an_error_that_names_the_cure() -> None:
-    with pytest.raises(ImageError, match=r"pass for example preprocess=saliency.Preprocess"):
+    with pytest.raises(ImageError, match=r"as preprocess=: .*saliency\.Preprocess\(size=..., "):
         read(gradient())
 
 
@@ -547,7 +548,17 @@ def test_in_memory_and_on_disk_are_the_same_picture(tmp_path: Path) -> None:
     assert open_picture(Image.open(buffer)).tobytes() == open_picture(path).tobytes()
 
 
-# Open files and bytes.
+# Open files and bytes, and what processors return.
+
+
+def test_the_features_of_a_processor_are_the_models_input() -> None:
+    values = torch.randn(2, 3, 8, 8)
+    for features in ({"pixel_values": values}, UserDict(pixel_values=list(values.numpy()))):
+        assert torch.equal(read(features, PLAIN).tensor, values)
+    with pytest.raises(ImageError, match=r"UserDict that also has pixel_mask; .*forward_args="):
+        read(UserDict(pixel_values=values, pixel_mask=torch.ones(2, 8, 8)))
+    with pytest.raises(ImageError, match="dict is not an image"):
+        read({"image": values})
 
 
 def encoded() -> bytes:

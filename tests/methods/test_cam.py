@@ -521,7 +521,7 @@ def test_a_method_of_the_users_must_return_a_map_for_each_image() -> None:
         def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
             return activation[:1, :1]
 
-    with pytest.raises(MethodError, match=r"One returned values \(1, 1, 8, 8\) for 4 images"):
+    with pytest.raises(MethodError, match=r"One returned values \(1, 1, 8, 8\) and scores \(4,\) for 4 images"):
         One(tiny_model(), "relu").attribute(images(4), 0)
 
 

@@ -20,7 +20,7 @@ import saliency
 from saliency import DualEncoder, GradCAM, ModelError, SaliencyWarning, TargetError, VanillaGradient, similarity, text
 from saliency.inspection import gradient_statistics
 from saliency.testing import Snapshot
-from tests.dual_encoders import MODELS
+from tests.dual_encoders import MODELS, TOWER, config, tokenizer
 from tests.models import Packed, PooledNet
 
 BY_NAME = pytest.mark.parametrize("name", MODELS)
@@ -102,6 +102,23 @@ def test_many_others_are_counted_in_the_name(clip: tuple[Any, Tensor]) -> None:
 
 
 @BY_NAME
+def test_a_list_of_texts_is_their_mean_direction(name: str) -> None:
+    model: Any
+    model, x = MODELS[name]()
+    dogs = ["a photo of a dog", "a dog"]
+    found = GradCAM(model).attribute(x, text(["a photo of a cat", "a cat"], against=[dogs, "a bus"]))
+    encoded = {one: model.encode_tokens(model.tokenize(one)) for one in ("a photo of a cat", "a cat", *dogs, "a bus")}
+    cat, dog, bus = (
+        F.normalize(torch.stack([F.normalize(encoded[one]) for one in several]).sum(0))
+        for several in (["a photo of a cat", "a cat"], dogs, ["a bus"])
+    )
+    logits = model.logit_scale * F.normalize(model(x)["image_embeds"]) @ torch.cat([cat, dog, bus]).mT
+    torch.testing.assert_close(found.probabilities, logits.softmax(1)[:, 0].detach(), atol=1e-5, rtol=1e-4)
+    names = "a photo of a cat (mean of 2 texts) rather than a photo of a dog (mean of 2 texts) or a bus"
+    assert found.target_names[0] == names
+
+
+@BY_NAME
 def test_a_prompt_is_encoded_once_until_the_weights_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = copy.deepcopy(MODELS[name]()[0])
     _, x = MODELS[name]()
@@ -129,6 +146,11 @@ def test_a_text_that_is_too_long_warns_with_the_number_of_tokens_that_are_cut(na
     torch.testing.assert_close(cut, scores)
     with pytest.warns(SaliencyWarning, match="ignores the last 1 token of"):
         saliency.explain_text(model, x[:1], f"{fits} dog", "input_x_gradient")
+    with pytest.warns(SaliencyWarning, match="ignores the last") as caught:
+        GradCAM(model).attribute(x, text([fits, f"{fits} a", f"{fits} dog cat"], against=["a dog", [f"{fits} cat"]]))
+    assert [str(warning.message).split('"')[1] for warning in caught] == [
+        f"{fits} {end}" for end in ("a", "dog cat", "cat")
+    ]
 
 
 @BY_NAME
@@ -218,6 +240,55 @@ def test_targets_and_models_are_pickled(name: str) -> None:
     assert torch.equal(found.values, GradCAM(model).attribute(x, target).values)
 
 
+# Models of Hugging Face.
+
+
+def processor(**options: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    crop = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    return transformers.CLIPProcessor(transformers.CLIPImageProcessor(**crop), tokenizer())
+
+
+def test_a_processor_gives_the_tokenizer_and_the_preprocessing() -> None:
+    both, photo = processor(), Image.new("RGB", (40, 40), "red")
+    network = pytest.importorskip("transformers").CLIPModel(config())
+    model: Any = DualEncoder(network, both)
+    expected = DualEncoder(network, both.tokenizer)
+    x = both.image_processor(images=photo, return_tensors="pt")
+    found = [GradCAM(each).attribute(image, text("a cat")) for each, image in ((model, photo), (expected, x))]
+    assert torch.equal(found[0].values, found[1].values)
+
+
+def test_an_image_and_words_are_passed_by_name_to_a_model_that_takes_the_words_first() -> None:
+    network, x = pytest.importorskip("transformers").CLIPModel(config()).eval(), torch.randn(2, 3, 32, 32)
+    words = tokenizer()(["a cat", "a dog"], return_tensors="pt")["input_ids"]
+    expected = VanillaGradient(DualEncoder(network, tokenizer())).attribute(x, [text("a cat"), text("a dog")])
+    for args in ((words,), {"input_ids": words}):
+        found = VanillaGradient(network).attribute(x, lambda out: out.logits_per_image.diagonal(), forward_args=args)
+        scale = float(network.logit_scale.detach().exp())
+        torch.testing.assert_close(found.scores, scale * expected.scores, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found.values, scale * expected.values, atol=1e-4, rtol=1e-3)
+
+
+def test_the_text_tower_of_siglip_attends_to_the_padding() -> None:
+    model: Any = MODELS["transformers SigLIP"]()[0]
+    assert list(model.tokenize("a cat")) == ["input_ids"]
+
+
+def test_models_that_do_not_take_images_are_refused_with_the_reason() -> None:
+    transformers = pytest.importorskip("transformers")
+    text_tower = {**TOWER, "vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "projection_size": 16}
+    clip_of_videos = transformers.XCLIPConfig(
+        text_config=text_tower,
+        vision_config={**TOWER, "image_size": 32, "patch_size": 8, "mit_hidden_size": 16, "mit_num_attention_heads": 2},
+    )
+    naflex = transformers.Siglip2Config(text_config=text_tower, vision_config={**TOWER, "patch_size": 8})
+    with pytest.raises(ModelError, match="XCLIPModel has no image encoder, but one of videos"):
+        DualEncoder(transformers.XCLIPModel(clip_of_videos), tokenizer())
+    with pytest.raises(ModelError, match=r"patches \(NaFlex\).*load weights of one size"):
+        DualEncoder(transformers.Siglip2Model(naflex), tokenizer())
+
+
 # References.
 
 
@@ -235,6 +306,10 @@ def test_the_score_of_a_reference_is_its_measure(clip: tuple[Any, Tensor], by: A
     embeddings = model(x)["image_embeds"].detach()
     first = VanillaGradient(model).attribute(x, similarity(x[1], by=by))
     torch.testing.assert_close(first.scores, MEASURES[by](embeddings, embeddings[1:]))
+    forms = (embeddings[1], embeddings[1:], embeddings[1:].numpy())
+    found = [VanillaGradient(model).attribute(x, similarity(form, by=by)).values for form in forms]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
     second = VanillaGradient(model).attribute(x, similarity(torch.ones(8), by=by))
     both = VanillaGradient(model).attribute(x, similarity(x[1], against=np.ones(8, np.float32), by=by))
     torch.testing.assert_close(both.scores, first.scores - second.scores)
@@ -285,7 +360,7 @@ def test_what_cannot_be_compared_is_refused(clip: tuple[Any, Tensor]) -> None:
             GradCAM(model).attribute(x, target)
     with pytest.raises(TargetError, match=r"\(N, D\); this model's is \(2, 6, 14, 14\)"):
         VanillaGradient(plain.features[0]).attribute(torch.randn(2, 3, 16, 16), similarity(torch.ones(6)))
-    with pytest.raises(TargetError, match="expected a text, got int"):
+    with pytest.raises(TargetError, match="expected a text or a list of texts, got 3"):
         text("a cat", against=[3])  # type: ignore[list-item]
     with pytest.raises(TargetError, match="cosine"):
         similarity(torch.ones(3), by="euclid")  # type: ignore[arg-type]

@@ -19,7 +19,8 @@ from saliency.attribution.base import BatchAttribution, get_method, source, summ
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.hooks.model_state import leaf, run_model
 from saliency.methods.cam import WeightedCAM
-from saliency.testing import check_method, checks, tiny_model
+from saliency.metrics import Metric, Outcome
+from saliency.testing import check_method, checks, images, tiny_model
 
 pytestmark = pytest.mark.usefixtures("_registry_restored")
 
@@ -286,7 +287,7 @@ class PretendsToBeComplete(Honest):
 class HidesAResidual(Honest):
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         values, scores = self.gradient(x, target)
-        return BatchAttribution(values, scores, residual=torch.zeros(()))
+        return BatchAttribution(values, scores, residual=torch.zeros(len(x), 1))
 
 
 class KeepsAFalseLedger(Honest):
@@ -401,7 +402,7 @@ BROKEN: list[tuple[type[Attribution], str, str]] = [
     (ReportsAnotherScore, "result", "the scores against the model's output: differs by"),
     (PretendsToBeComplete, "residual", "do not equal the score"),
     (KeepsAFalseLedger, "residual", "ledger plus residual against the score: differs by up to"),
-    (HidesAResidual, "residual", r"a residual of shape \(\)"),
+    (HidesAResidual, "residual", r"a residual of shape \(4, 1\)"),
     (PicksTheLowestClass, "top_class", "without a target"),
     (AnswersOneTargetForAll, "several_targets", "attribute_classes against attribute"),
     (KeepsItsInputInTheClass, "nested_in_the_target", "differs by"),
@@ -525,3 +526,63 @@ def test_more_backward_passes_than_declared_are_named() -> None:
 
     with pytest.raises(AssertionError, match=r"result: RuntimeError: more backward passes than .*`backwards`"):
         check_method(TwoBackwards)
+
+
+# Methods and metrics that return something else.
+
+
+class Returns(saliency.VanillaGradient):
+    """A gradient method whose result is changed by `change`."""
+
+    name = ""
+    change: ClassVar[Any] = None
+
+    def explain_gradients(self, grads: Any, layers: tuple[str, ...]) -> Any:
+        return type(self).change(super().explain_gradients(grads, layers))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda result: result.values, "Returns returned Tensor; expected saliency.BatchAttribution"),
+        (lambda result: result._replace(values=result.values.sum(1)), r"values \(2, 16, 16\) and scores \(2,\) for 2"),
+        (lambda result: result._replace(values=result.values[:1]), r"values \(1, 3, 16, 16\)"),
+        (lambda result: result._replace(scores=result.scores.sum()), r"scores \(\) for 2 images"),
+        (lambda result: result._replace(residual=result.scores.sum()), r"residual \(\) for 2 images; expected one row"),
+    ],
+)
+def test_a_method_that_returns_something_else_is_told_what_to_return(
+    change: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Returns, "change", staticmethod(change))
+    with pytest.raises(saliency.MethodError, match=message):
+        Returns(tiny_model()).attribute(images(2), 1)
+    with pytest.raises(saliency.MethodError, match=message):
+        saliency.explain_together([Returns(tiny_model())], images(2), 1)
+
+
+def test_a_method_of_many_passes_that_returns_a_tensor_is_told_what_to_return() -> None:
+    class OnePass(saliency.MultiPassAttribution):
+        def explain_image(self, passes: Any, score: Tensor) -> Any:
+            return passes.x[0]
+
+    with pytest.raises(saliency.MethodError, match="explain_image returned Tensor"):
+        OnePass(tiny_model()).attribute(images(2), 1)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [
+        (torch.zeros(22, 2), "Constant.outcome returned Tensor; expected saliency.metrics.Outcome"),
+        (Outcome(torch.zeros(())), r"returned values \(\); expected \(22, 2\), a row for the map and for each control"),
+        (Outcome(torch.zeros(2)), r"returned values \(2,\); expected \(22, 2\)"),
+    ],
+)
+def test_a_metric_that_returns_something_else_is_told_what_to_return(outcome: Any, message: str) -> None:
+    class Constant(Metric):
+        def outcome(self, subject: Any) -> Any:
+            return outcome
+
+    explanation = saliency.VanillaGradient(tiny_model()).attribute(images(2), 1)
+    with pytest.raises(saliency.MethodError, match=message):
+        Constant().measure(explanation)
