@@ -200,7 +200,7 @@ def values_of(case: Case, scenes: Scenes, maps: Tensor) -> dict[str, Tensor]:
 
 
 def class_sensitivity(scenes: Scenes, maps: Tensor, score: LocalisationMetric) -> Tensor:
-    """Return by how much the score on an object is higher for the map of its class than for that of the other: (N,)."""
+    """Return the score on an object for the map of its class, minus the score for the other map: (N,)."""
     first, second = (score.compare(maps, scenes.masks[:, each]).double() for each in range(2))  # (2, N): by class
     return (first[0] - first[1] + second[1] - second[0]) / 2
 

@@ -53,7 +53,7 @@ RIGHT: dict[str, dict[str, Any]] = {
 """The methods whose maps are right, with their options."""
 
 ALTERED = ("shuffled", "negated", "inverted", "flipped", "upside down")
-"""What is done to maps of Grad-CAM, so that they are wrong."""
+"""Changes that make a map of Grad-CAM wrong."""
 
 EDGE = 224
 Record = dict[str, Any]
@@ -231,11 +231,11 @@ HIGHER = ("insertion", "rank_correlation")
 """The metrics of which higher values are better."""
 
 RULES = ("1.645 deviations", "1.645 deviations, and the edges", "2 deviations", "all draws")
-"""Rules for random controls; the first is that of the card. The second has the edges of the image as a control."""
+"""Rules for random controls. The card uses the first; the second adds the edges of the image as a control."""
 
 
 def verdict(metric: str, row: Record, rule: str = RULES[0]) -> str:
-    """Return "clear", "worse" or "" for a row, by one of `RULES`. The values are those of the map and its controls."""
+    """Return "clear", "worse" or "" for the values of a map and its controls, by one of `RULES`."""
     values = np.array(row["values"]) * (1 if metric in HIGHER else -1)
     errors = np.zeros(len(values)) if row["errors"] is None else 2 * np.array(row["errors"])
     own, random = values[0], values[3 : 3 + DRAWS]

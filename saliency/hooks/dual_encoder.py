@@ -126,10 +126,11 @@ class DualEncoder(nn.Module):
         if _encoded.get(self, (None,))[0] != state:
             _encoded[self] = (state, {})
         known = _encoded[self][1]
-        for prompt in chain.from_iterable([one] if isinstance(one, str) else one for one in prompts):
-            if prompt not in known:
-                known[prompt] = self._encode(prompt)
-        rows = [[known[each] for each in ([one] if isinstance(one, str) else one)] for one in prompts]
+        members = [[prompt] if isinstance(prompt, str) else prompt for prompt in prompts]
+        for text in chain.from_iterable(members):
+            if text not in known:
+                known[text] = self._encode(text)
+        rows = [[known[text] for text in texts] for texts in members]
         return torch.cat([_mean(row) if len(row) > 1 else row[0] for row in rows])
 
     def _encode(self, prompt: str) -> Tensor:

@@ -192,17 +192,8 @@ PLAIN = {
     *("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_nearest_exact2d", "_upsample_bicubic2d_aa"),
     *("_upsample_bilinear2d_aa", "index", "index_select", "gather", "index_put", "roll", "flip", "repeat", "where"),
     *("masked_fill", "im2col", "col2im", "unfold", "cumsum", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
-    *(
-        "native_channel_shuffle",
-        "unsafe_split",
-        "select_scatter",
-        "as_strided",
-        "slice_scatter",
-        "tril",
-        "triu",
-        "native_dropout",
-    ),
-    "roi_align",
+    *("native_channel_shuffle", "select_scatter", "as_strided", "slice_scatter", "tril", "triu", "native_dropout"),
+    *("roi_align", "unsafe_split"),
 }
 """Linear operations without weights that are not views."""
 HOMOGENEOUS = {
