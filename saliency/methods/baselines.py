@@ -214,7 +214,7 @@ class Filler:
         Source: Bertalmio et al., "Navier-Stokes, Fluid Dynamics, and Image and Video Inpainting" (2001),
             https://doi.org/10.1109/CVPR.2001.990497. OpenCV's implementation depends on a range of 0 to 255.
         """
-        cv2 = optional_import("cv2", "inpaint", 'fill="inpaint"')
+        cv2 = optional_import("cv2", "all", 'fill="inpaint"')
         image = self.x[0]
         if bool(hidden.all()):
             return torch.zeros_like(image)

@@ -1,8 +1,4 @@
-"""Quantus as an oracle where it is right, and its differences, each with its cause.
-
-Quantus requires `opencv-python`, which overwrites the files of `opencv-python-headless`. So the extra `test` does not
-have it: `make test` installs it without its requirements. Where it is missing, these tests are skipped.
-"""
+"""Quantus as an oracle where it is right, and its differences, each with its cause."""
 
 from __future__ import annotations
 
