@@ -25,11 +25,11 @@ from torch import Tensor, nn
 import saliency
 from benchmarks.timing import interleaved, ratio
 from saliency import Attribution, GradCAM, VanillaGradient
+from saliency.attribution.heatmap import heatmap
 from saliency.metrics import Metric
 from saliency.metrics.faithfulness import Infidelity, PixelFlipping
 from saliency.metrics.randomisation import MPRT, layers_from_the_top
 from saliency.metrics.road import ROAD
-from saliency.render.heatmap import heatmap
 
 ASSETS = Path(__file__).parent.parent / "assets"
 STEPS, PATCH, RUNS = 168, 56, 12

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import saliency
 from saliency import METHODS, Explanation, generator
+from saliency.attribution.heatmap import reduced_maps
 from saliency.inspection.trust import OTHERS
 from saliency.metrics import Metric
 from saliency.metrics.agreement import RankCorrelation
@@ -29,7 +30,7 @@ from saliency.metrics.base import ABSOLUTE, DRAWS, RELATIVE, SPREAD, SharedResul
 from saliency.metrics.faithfulness import Deletion, Infidelity, Insertion
 from saliency.metrics.randomisation import layers_from_the_top, randomise
 from saliency.metrics.road import ROAD
-from saliency.render.heatmap import reduced_maps, smoothed
+from saliency.render.scaling import smoothed
 
 ASSETS, CACHE = Path(__file__).parent.parent / "assets", Path("build/trust")
 PHOTOS = ("camera", "chelsea", "coffee", "rocket", "astronaut")

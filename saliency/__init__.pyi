@@ -11,6 +11,9 @@ from .attribution.base import BatchAttribution as BatchAttribution
 from .attribution.base import TracedAttribution as TracedAttribution
 from .attribution.base import explain_together as explain_together
 from .attribution.explanation import Explanation as Explanation
+from .attribution.heatmap import heatmap as heatmap
+from .attribution.heatmap import significance as significance
+from .attribution.heatmap import standard_error as standard_error
 from .attribution.options import Option as Option
 from .engine.allocator import keep_memory as keep_memory
 from .engine.estimates import Estimate as Estimate
@@ -114,12 +117,9 @@ from .methods.token_sampling import TIS as TIS
 from .methods.token_sampling import ViTCX as ViTCX
 from .methods.xrai import XRAI as XRAI
 from .render.figure import figure as figure
-from .render.heatmap import heatmap as heatmap
-from .render.heatmap import shared_limit as shared_limit
-from .render.heatmap import significance as significance
-from .render.heatmap import standard_error as standard_error
 from .render.overlay import cutout as cutout
 from .render.overlay import overlay as overlay
+from .render.scaling import shared_limit as shared_limit
 from .render.sheet import contact_sheet as contact_sheet
 from .targets.embedding import similarity as similarity
 from .targets.embedding import text as text

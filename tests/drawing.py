@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from saliency import METHODS
 from saliency.attribution.explanation import Explanation, Sign
 from saliency.io.preprocess import Frame
 
@@ -40,6 +41,8 @@ def explained(
         input_size=(224, 224),
         frames=(frame,),
         sign=sign,
+        title=METHODS[method].__name__ if method in METHODS else "",
+        units=METHODS[method].units if method in METHODS else "",
     )
 
 

@@ -43,9 +43,6 @@ LAYERS = [
     "__main__",
 ]
 
-# A notebook asks a result for its picture: the only import that goes up, inside a function.
-PICTURE_OF_A_RESULT = ("attribution.explanation", "render.notebook")
-
 PUBLIC: list[str] = vars(saliency)["__all__"]
 
 
@@ -101,7 +98,7 @@ def layer(name: str) -> int:
 def below(name: str) -> set[str]:
     """The modules of this package that a module imports, also inside functions."""
     reached = {own(imported) for imported in imports(name)}
-    return {each for each in reached if each not in (None, name) and (name, each) != PICTURE_OF_A_RESULT}
+    return {each for each in reached if each not in (None, name)}
 
 
 def test_every_package_has_its_layer() -> None:
@@ -121,12 +118,6 @@ def test_no_module_imports_itself_through_others() -> None:
         for name in leaves:
             del after[name]
     assert not after, f"a cycle among {sorted(after)}"
-
-
-def test_the_one_import_that_goes_up_is_inside_a_function() -> None:
-    above, drawing = PICTURE_OF_A_RESULT
-    assert drawing in {own(imported) for imported in imports(above)}
-    assert drawing not in {own(imported) for imported in imports(above, lazy=False)}
 
 
 def test_the_walk_sees_an_import_that_goes_up(monkeypatch: pytest.MonkeyPatch) -> None:

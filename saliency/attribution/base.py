@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self
@@ -32,13 +32,10 @@ from ..targets.targets import TargetLike, as_categories
 from ..validation import Registry, check_choice
 from .explanation import Explanation, Setting, Sign
 from .forward import SharedForward, TargetGradients
+from .heatmap import rounding_errors
 from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOption, RunStats, declared_options
 from .resolved_target import ResolvedTarget, has_batch_statistics, warn_of_coupled_images
 from .spellings import refuse_unknown_keywords
-
-PER_UNIT = "score per unit of normalised input"
-# Units of values that are in proportion to the score.
-_IN_SCORE = ("score", "score, up to a factor", PER_UNIT, "score per attention", "relevance")
 
 METHODS: Registry[type[Attribution]] = Registry("method")
 """All methods by name. A class with a `name` is registered when it is defined."""
@@ -297,20 +294,24 @@ class Attribution(HasOptions, ABC):
             input_size=(int(batch.tensor.shape[-2]), int(batch.tensor.shape[-1])),
             frames=batch.frames,
             sign=self.sign,
+            title=type(self).__name__,
+            units=self.units,
         )
-        return replace(explanation, notes=tuple(map(self._note, explanation)))
+        return replace(explanation, notes=tuple(self._notes(explanation)))
 
-    def _note(self, explanation: Explanation) -> str:
-        """Return what limits the map of one image, and warn if it shows nothing."""
-        name, largest = explanation.target_names[0], float(explanation.values.abs().max())
-        if largest <= rounding_error(explanation):
-            score = f"the rounding error of a score of {float(explanation.scores[0]):.4g}"
-            what = f"is at most {largest:.2g}, below {score}" if largest else "is 0 everywhere"
-            warn(note := f"the {explanation.method} map for {name} {what}")
-            return note
-        if self.ignores_sign and " rather than " in name:
-            return f"{explanation.method} gives a contrast and its opposite the same map"
-        return ""
+    def _notes(self, explanation: Explanation) -> Iterator[str]:
+        """Yield for each image what limits its map, and warn if it shows nothing."""
+        largest = explanation.values.abs().flatten(1).amax(1)
+        shows_nothing = (largest <= rounding_errors(explanation)).tolist()
+        for index, name in enumerate(explanation.target_names):
+            note = ""
+            if shows_nothing[index]:
+                below = f"below the rounding error of a score of {float(explanation.scores[index]):.4g}"
+                what = f"is at most {float(largest[index]):.2g}, {below}" if largest[index] else "is 0 everywhere"
+                warn(note := f"the {explanation.method} map for {name} {what}")
+            elif self.ignores_sign and " rather than " in name:
+                note = f"{explanation.method} gives a contrast and its opposite the same map"
+            yield note
 
     def __repr__(self) -> str:
         """Return the method, the model, the layer or layers if given, and the options."""
@@ -395,26 +396,6 @@ def read_one_forward(
             results.append([m.explain_gradients(grads, names) for m, names in zip(methods, layers, strict=True)])
         grads.forget()
     return results
-
-
-def rounding_error(explanation: Explanation) -> float:
-    """Return the rounding error of the score of one image; 0 if its values have other units, or relative errors.
-
-    It was compared with measured errors, float32 against float64, on five networks. The similarity of an image to
-    itself has a gradient of zero. For this score, the largest values of gradients, Grad-CAM and Layer-CAM are at most
-    0.23 times this error. Those of Grad-CAM++ and DeconvNet reach 5 times this error. For a probability of 1 - 1e-6 the
-    maps are still correct, and their largest values are at least 2.8 times this error. float16 and bfloat16 count as
-    float32: the errors of their gradients are relative, and far below the rounding error of the score.
-
-    It is 0 for shares of a ledger, as in LRP. Their errors are relative too: where biases absorb all but 1e-4 of the
-    score, the values at the pixels are still correct to 6e-6 of their largest with z+ and gamma, and to 1e-3 to 7e-2
-    with epsilon and alpha-beta.
-    """
-    units = getattr(METHODS.get(explanation.method), "units", "")
-    if units not in _IN_SCORE or explanation.ledger is not None:
-        return 0.0
-    kind = torch.float64 if explanation.values.dtype == torch.float64 else torch.float32
-    return torch.finfo(kind).eps / 2 * abs(float(explanation.scores[0]))
 
 
 def get_method(name: object) -> type[Attribution]:

@@ -6,10 +6,10 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -68,6 +68,8 @@ class Explanation:
             tokens hold what concerns the whole image, so their values are not evidence for their place. None if the
             tokens are not known.
         notes: What limits the map of each image, such as that it is 0 everywhere; empty if there is nothing to note.
+        title: The name of the method's class; by default `method`.
+        units: The units of the values; by default "<title> value".
     """
 
     values: Tensor
@@ -90,6 +92,16 @@ class Explanation:
     ledger_names: tuple[str, ...] = ()
     outliers: Tensor | None = None
     notes: tuple[str, ...] = ()
+    title: str = ""
+    units: str = ""
+
+    draw_png: ClassVar[Callable[[Explanation], bytes | None] | None] = None
+    """Returns the picture that a notebook shows. `saliency.render` sets it, since nothing below draws."""
+
+    def __post_init__(self) -> None:
+        """Fill in the title and the units of a method that has none."""
+        object.__setattr__(self, "title", self.title or self.method)
+        object.__setattr__(self, "units", self.units or f"{self.title} value")
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -131,9 +143,8 @@ class Explanation:
 
     def _repr_png_(self) -> bytes | None:
         """Return the picture that a notebook shows; None if it cannot be drawn, then it shows the text."""
-        from ..render.notebook import notebook_png  # the one import of drawing below `render`
-
-        return notebook_png(self)
+        draw = type(self).draw_png
+        return None if draw is None else draw(self)
 
     def to(self, device: torch.device | str) -> Explanation:
         """Return the explanation with its tensors on another device."""

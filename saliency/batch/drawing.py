@@ -28,7 +28,7 @@ from ..inspection.trust import TrustCard
 from ..io.atomic_write import atomic_write
 from ..io.inputs import encode, open_picture
 from ..io.preprocess import Frame, drawable, resize_box, scaled_size
-from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, box_pixels, hatching, outline, paint, scale_map, units
+from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, box_pixels, hatching, outline, paint, scale_map
 from ..render.overlay import save_picture
 from .errors import BatchError, Failure, printable, stops_run, unwritable
 from .listing import ImageEntry
@@ -150,7 +150,7 @@ def _write_method(
         "residual": None if residual is None else float(residual[0]),
         "ledger": None if ledger is None else dict(zip(explanation.ledger_names, ledger[0].tolist(), strict=True)),
         "sign": scaled.sign,
-        "units": units(explanation),
+        "units": explanation.units,
         "limit": scaled.limit,
         "colormap": style.colormap or (DIVERGING if scaled.sign == "signed" else SEQUENTIAL),
     }
@@ -248,7 +248,8 @@ def encode_map(explanation: Explanation, facts: Row, image: ImageEntry) -> bytes
     values = explanation.values[0].detach().double().cpu().numpy()
     largest = float(np.abs(values).max(initial=0.0))
     scale = math.ldexp(1.0, math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
-    about = {**facts, "format": FORMAT, "entry": image.to_json(), "scale": scale, "sign": explanation.sign}
+    about = {**facts, "format": FORMAT, "entry": image.to_json(), "scale": scale}
+    about |= {"sign": explanation.sign, "title": explanation.title}
     tensors = {"values": (values / scale).astype(np.float16)}
     if explanation.outliers is not None and explanation.outliers.any():
         tensors["outliers"] = explanation.outliers[0].cpu().numpy()
@@ -283,6 +284,8 @@ def read_map(path: Path) -> tuple[Explanation, dict[str, Any]]:
             frames=(None,),
             sign=about["sign"],
             outliers=outliers,
+            title=about["title"],
+            units=about["units"],
         )
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ExplanationError(f"{path} cannot be read as a map: {error}") from error

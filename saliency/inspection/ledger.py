@@ -11,9 +11,9 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from ..attribution.explanation import Explanation
+from ..attribution.heatmap import single_images
 from ..errors import RenderError
 from ..render.blending import as_drawing, method_titles
-from ..render.heatmap import single_images
 from ..render.sheet import INK, PAPER, SOFT_INK, ellipsised, font_for
 from .tables import Column, Table, number
 

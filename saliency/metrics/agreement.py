@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
+from ..attribution.heatmap import reduced_maps
 from ..attribution.options import Option
 from ..engine.estimates import precise_type
 from ..errors import MethodError
-from ..render.heatmap import reduced_maps
 from ..validation import check_number
 from .base import Metric, Outcome, Subject, resized_within
 from .perturbed import correlation, ranks_of, row_ranks

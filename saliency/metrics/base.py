@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from ..attribution.base import Attribution, as_setting
 from ..attribution.explanation import Explanation, Setting
+from ..attribution.heatmap import reduced_maps, require_explanation, resized
 from ..attribution.options import Chunk, HasOptions, Precision, declared_options
 from ..engine.estimates import generator
 from ..errors import MethodError
 from ..hooks.model_state import prepared_for_attribution, run_model
 from ..io.inputs import ImagesLike
 from ..methods.gradient import VanillaGradient
-from ..render.heatmap import reduced_maps, require_explanation, resized
 from ..targets.targets import TargetLike, probability
 from ..validation import Registry, check_choice, check_integer
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..attribution.base import Attribution
+from ..attribution.heatmap import resized
 from ..engine.estimates import generator
 from ..hooks.model_state import prepared_for_attribution, run_model
-from ..render.heatmap import resized
 from ..targets.targets import TargetLike
 from .agreement import WINDOW, ssim
 from .base import Metric, Outcome, SharedResults, Subject

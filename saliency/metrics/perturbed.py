@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
 from ..attribution.base import METHODS
+from ..attribution.heatmap import reduced_maps
 from ..engine.estimates import generator, tied_ranks
 from ..engine.multi_pass import ImageAttribution, MakeInputs, MultiPassAttribution, PassRunner
 from ..errors import MethodError
 from ..methods.baselines import Fill, Filler, GivenImages
 from ..methods.segments import ResolvedSegments, Segments, segmented
-from ..render.heatmap import reduced_maps
 from ..validation import check_number
 from .base import Metric, Outcome, SharedResults, Subject
 

@@ -14,14 +14,13 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from PIL import Image, ImageColor
 
-from ..attribution.base import PER_UNIT, rounding_error
 from ..attribution.explanation import Explanation, Sign
+from ..attribution.heatmap import PER_UNIT, limits, reduced_maps, require_explanation, rounding_errors
 from ..errors import RenderError, did_you_mean, warn
 from ..io.inputs import ImageLike, open_picture
 from ..io.preprocess import Frame, resize_box, scaled_size
-from ..methods import METHODS
 from ..validation import check_number
-from .heatmap import Percentile, drawn_maps, limits, reduced_maps, require_explanation, resolve_percentile, smoothed
+from .scaling import Percentile, drawn_maps, resolve_percentile, smoothed
 
 Opacity = float | Literal["map"]
 Pixels = NDArray[np.uint8]
@@ -133,9 +132,9 @@ def scale_map(
         limit = check_number("limit", limit, least=0, hint=", the map value at full colour", error=RenderError)
     if low == high:
         warn(_why_flat(explanation, high, sign))
-    elif max(-low, high) <= rounding_error(explanation):
+    elif max(-low, high) <= float(rounding_errors(explanation)[0]):
         # A gradient depends on the units and the size of the input, so a small one may be correct.
-        is_zeroed = units(explanation) != PER_UNIT
+        is_zeroed = explanation.units != PER_UNIT
         warn(
             f"{_map_label(explanation)} {'is drawn as zero' if is_zeroed else 'may show rounding errors only'}: "
             f"{max(-low, high):.2g} at most, below the rounding error of a score of {float(explanation.scores[0]):.4g}"
@@ -377,12 +376,6 @@ def probability(explanation: Explanation) -> list[str]:
     return [f"{100 * float(explanation.probabilities[0]):.1f} %"]
 
 
-def method_title(explanation: Explanation) -> str:
-    """Return the name of the method's Python class, or its registered name if this installation lacks the method."""
-    method = METHODS.get(explanation.method)
-    return method.__name__ if method else explanation.method
-
-
 def method_titles(explanations: Sequence[Explanation]) -> list[str]:
     """Return the title of each method, with the settings and the layer in which methods of one name differ."""
     facts = [{"layer": each.layer, **each.settings} for each in explanations]
@@ -394,10 +387,5 @@ def method_titles(explanations: Sequence[Explanation]) -> list[str]:
             for name, value in own.items()
             if value is not None and any(other.get(name) != value for other in same)
         ]
-        titles.append(" ".join([method_title(explanation), *words]))
+        titles.append(" ".join([explanation.title, *words]))
     return titles
-
-
-def units(explanation: Explanation) -> str:
-    """Return the units of the map, if the method declares `units`; else "<method> value"."""
-    return getattr(METHODS.get(explanation.method), "units", "") or f"{method_title(explanation)} value"

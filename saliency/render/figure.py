@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from ..attribution.explanation import Explanation
+from ..attribution.heatmap import single_images
 from ..errors import RenderError
 from ..io.preprocess import Frame
 from ..validation import check_integer
-from .blending import HATCHED, Opacity, ScaledMap, frame_of, method_titles, paint, probability, scale_map, shrink, units
-from .heatmap import SMOOTHING, shared_limit, single_images
+from .blending import HATCHED, Opacity, ScaledMap, frame_of, method_titles, paint, probability, scale_map, shrink
+from .scaling import SMOOTHING, shared_limit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -119,7 +120,7 @@ def figure(
             scaled = scale_map(image, limit=limit, smoothing=smoothing)
             names = [titles[number - 1], *([] if has_one_class else [_class_title(image)])]
             _show(axes, paint(frame, scaled, colormap, opacity), names)
-            _add_bar(drawing, axes, scaled, colormap, label or units(image))
+            _add_bar(drawing, axes, scaled, colormap, label or image.units)
     return drawing
 
 

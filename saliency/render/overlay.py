@@ -13,12 +13,13 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from ..attribution.explanation import Explanation, Sign
+from ..attribution.heatmap import significance, single_images
 from ..errors import RenderError
 from ..io.atomic_write import SOFTWARE, atomic_write
 from ..io.inputs import ImageLike
 from ..validation import check_integer, check_number
 from .blending import Opacity, Plane, cut_out, frame_of, paint, require_one, scale_map, shrink
-from .heatmap import SMOOTHING, Percentile, significance, single_images
+from .scaling import SMOOTHING, Percentile
 
 PICTURE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
 JPEG_QUALITY = 90

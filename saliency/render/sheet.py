@@ -15,7 +15,7 @@ from ..attribution.explanation import Explanation
 from ..errors import RenderError
 from ..validation import check_integer
 from .blending import HATCHED, Opacity, Thumbnail, as_drawing, method_titles, probability, require_one
-from .heatmap import SMOOTHING, Percentile
+from .scaling import SMOOTHING, Percentile
 
 PAPER = "#ffffff"
 INK = "#1d1f23"

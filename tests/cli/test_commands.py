@@ -27,11 +27,11 @@ from saliency import Preprocess, batch, cli, zoo
 from saliency._version import __version__
 from saliency.attribution.base import explain_together
 from saliency.attribution.forward import SharedForward
+from saliency.attribution.heatmap import SIGNS
 from saliency.cli import command_parser, main, options
 from saliency.cli.completion import SCRIPTS, candidates, method_names
 from saliency.io.preprocess import as_preprocess
 from saliency.methods import METHODS
-from saliency.render.heatmap import SIGNS
 from saliency.render.overlay import overlay, save_picture
 from saliency.testing import tiny_model
 from tests.commandline import ASSETS, COFFEE, copies, forked_command, loaded, share_models, started

@@ -14,12 +14,13 @@ from PIL import Image
 
 from saliency import contact_sheet, draw_ledger, figure
 from saliency.attribution.explanation import Explanation, Sign
+from saliency.attribution.heatmap import heatmap, significance, standard_error
 from saliency.errors import RenderError
 from saliency.inspection import ledger_table
 from saliency.io.preprocess import Frame
 from saliency.render.blending import Opacity, blend, color_table
-from saliency.render.heatmap import heatmap, shared_limit, significance, standard_error
 from saliency.render.overlay import cutout, overlay, save_picture
+from saliency.render.scaling import shared_limit
 from tests.drawing import explained, hot, noise, pixels_of, whole
 
 # The photo -----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from saliency.errors import SaliencyWarning
 from saliency.io.preprocess import Frame
 from saliency.methods.token_attention import TokenAttention
 from saliency.render.blending import Opacity
-from saliency.render.heatmap import shared_limit
+from saliency.render.scaling import shared_limit
 from saliency.testing import tiny_transformer
 from tests.batchwork import photos, quick
 from tests.drawing import explained, noise, pixels_of, whole

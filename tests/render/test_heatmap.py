@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from saliency.attribution.explanation import Explanation, Sign
+from saliency.attribution.heatmap import heatmap, limits
 from saliency.errors import NonFiniteError, RenderError
-from saliency.render.heatmap import heatmap, limits, shared_limit
+from saliency.render.scaling import shared_limit
 
 
 def explained(values: Tensor, sign: Sign = "signed", size: tuple[int, int] | None = None) -> Explanation:

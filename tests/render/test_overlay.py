@@ -20,7 +20,7 @@ from saliency.attribution.explanation import Explanation, Sign
 from saliency.errors import NonFiniteError, RenderError, SaliencyWarning
 from saliency.io.preprocess import Box, Frame, Preprocess
 from saliency.render.blending import CENTRE, Opacity, box_pixels, color_table, resize_to_pixels
-from saliency.render.heatmap import shared_limit
+from saliency.render.scaling import shared_limit
 from tests.drawing import explained, hot, noise, pixels_of, whole
 
 # Geometry ------------------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def test_small_values_of_a_small_score_and_in_other_units_are_drawn() -> None:
         overlay(small)
     overlay(replace(small, scores=torch.full((1,), 1e-6)))
     overlay(replace(small, values=small.values.double()))
-    overlay(replace(small, method="refine_cam"))
+    overlay(replace(small, units=saliency.RefineCAM.units))
 
 
 def test_nan_is_an_error() -> None:

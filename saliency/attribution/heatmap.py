@@ -1,12 +1,8 @@
 """Convert an explanation to one number per pixel, in the method's own units, and measure its significance.
 
 The order is fixed: channels are reduced, the sign is applied, outliers are clipped, and then the map is resized.
-Nothing is normalised. All drawing takes its maps and limits from here. The defaults are:
-
-    sign        `Explanation.sign`, as in the paper of the method
-    channels    their sum; for magnitudes the largest of them (Simonyan 2013)
-    smoothing   none here; drawing averages values over about 0.5 % of the map's longer edge (`smoothed`)
-    saturation  `resolve_percentile`: 99 with a value per colour channel or at a layer, otherwise none
+Nothing is normalised. By default, the sign is `Explanation.sign`, as in the paper of the method, and channels are
+summed; of magnitudes, the largest channel counts (Simonyan 2013).
 """
 
 from __future__ import annotations
@@ -14,24 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from ..attribution.explanation import Explanation, Sign
-from ..attribution.forward import at_least_float32
 from ..errors import NonFiniteError, RenderError
 from ..validation import check_choice, check_number, is_pair
-
-Percentile = float | Literal["auto"] | None
+from .explanation import Explanation, Sign
+from .forward import at_least_float32
 
 SIGNS: tuple[Sign, ...] = get_args(Sign)
-
-SPECKLED_PERCENTILE = 99.0
-SMOOTHING = 0.005
-LEAST_SIGMA = 0.3  # cells; a narrower Gaussian takes less than 1 % from the neighbours of a cell
+PER_UNIT = "score per unit of normalised input"
+# Units of values that are in proportion to the score.
+_IN_SCORE = ("score", "score, up to a factor", PER_UNIT, "score per attention", "relevance")
 
 
 def heatmap(
@@ -86,12 +79,6 @@ def reduced_maps(explanation: Explanation, sign: Sign | None) -> Tensor:
     return maps.clamp(min=0) if used == "positive" else maps
 
 
-def drawn_maps(explanation: Explanation, sign: Sign | None) -> Tensor:
-    """Return the maps that are drawn, (N, h, w): as `reduced_maps`, but zero at the outliers, which are no evidence."""
-    maps = reduced_maps(explanation, sign)
-    return maps if explanation.outliers is None else maps.masked_fill(explanation.outliers, 0)
-
-
 def limits(maps: Tensor, percentile: float | None) -> Tensor:
     """Return the magnitude that `percentile` % of each map's pixels do not exceed: (N,); the largest for None.
 
@@ -113,57 +100,6 @@ def limits(maps: Tensor, percentile: float | None) -> Tensor:
     return torch.where(limit > 0, limit, largest)
 
 
-def shared_limit(
-    explanations: Explanation | Iterable[Explanation],
-    *,
-    sign: Sign | None = None,
-    percentile: Percentile = "auto",
-    smoothing: float = SMOOTHING,
-) -> float:
-    """Return one limit for several images: the largest of their map values at full colour, in the maps' units.
-
-    Pass it as `limit=` to several drawings to give them one scale: equal colours then mean equal values.
-
-    Args:
-        explanations: Any number of explanations, of one or more images.
-        sign: As in `heatmap`; by default each explanation's own.
-        percentile: As in `heatmap`; "auto" is the default of drawing, `resolve_percentile`.
-        smoothing: As in `overlay`.
-
-    Raises:
-        NonFiniteError: A value is NaN or infinite.
-        RenderError: There is no explanation, or an option is unknown.
-    """
-    largest = []
-    for explanation in several(explanations, "shared_limit"):
-        maps = smoothed(drawn_maps(explanation, sign), smoothing)
-        largest.append(float(limits(maps, resolve_percentile(explanation, percentile)).max()))
-    return max(largest)
-
-
-def smoothed(maps: Tensor, smoothing: float) -> Tensor:
-    """Average maps (N, h, w) with a Gaussian whose standard deviation is `smoothing` times their longer edge.
-
-    Maps with cells larger than the Gaussian are returned unchanged.
-
-    Raises:
-        RenderError: The smoothing is not between 0 and 0.1.
-    """
-    hint = ", a share of the map's longer edge"
-    smoothing = check_number("smoothing", smoothing, least=0, most=0.1, hint=hint, error=RenderError)
-    sigma = smoothing * max(maps.shape[1:])
-    if sigma < LEAST_SIGMA:
-        return maps
-    rows, columns = (_gaussian(length, sigma, maps) for length in maps.shape[1:])
-    return rows @ maps @ columns.T
-
-
-def _gaussian(length: int, sigma: float, like: Tensor) -> Tensor:
-    """Return the weights of all cells of a line in the average at each of them: (length, length)."""
-    cells = torch.arange(length, dtype=like.dtype, device=like.device)
-    return (-0.5 * ((cells - cells[:, None]) / sigma) ** 2).softmax(dim=1)
-
-
 def several(explanations: Explanation | Iterable[Explanation], name: str) -> list[Explanation]:
     """Return one explanation, or any number of them, as a list. Raises RenderError if it is empty."""
     is_one = isinstance(explanations, Explanation | Tensor) or not isinstance(explanations, Iterable)
@@ -178,20 +114,6 @@ def several(explanations: Explanation | Iterable[Explanation], name: str) -> lis
 def single_images(explanations: Explanation | Iterable[Explanation], name: str) -> list[Explanation]:
     """Return the explanations of single images, in order. Raises RenderError if there is none."""
     return [image for explanation in several(explanations, name) for image in explanation]
-
-
-def resolve_percentile(explanation: Explanation, percentile: Percentile) -> float | None:
-    """Return the percentile; for "auto", 99 for values per colour channel and for maps of a layer, otherwise None.
-
-    Gradients at the input and maps of early layers are far larger at a few places, which would leave all others dark.
-    A map of 7 x 7 cells is not clipped: its 99th percentile is its largest cell. Other maps with one channel
-    (occlusion, RISE) are smooth, and their peak is significant.
-    """
-    if not isinstance(percentile, str):
-        return percentile
-    check_choice("percentile", percentile, ("auto",), error=RenderError)
-    is_speckled = explanation.values.shape[1] > 1 or explanation.layer is not None
-    return SPECKLED_PERCENTILE if is_speckled else None
 
 
 def _require_finite(maps: Tensor, explanation: Explanation) -> None:
@@ -271,3 +193,21 @@ def _require_error(explanation: Explanation, name: str) -> Tensor:
             "such as smooth_grad, rise and kernel_shap, have one"
         )
     return explanation.error
+
+
+def rounding_errors(explanation: Explanation) -> Tensor:
+    """Return the rounding error of each score (N,); 0 if the values have other units, or relative errors.
+
+    It was compared with measured errors, float32 against float64, on five networks. The similarity of an image to
+    itself has a gradient of zero. For this score, the largest values of gradients, Grad-CAM and Layer-CAM are at most
+    0.23 times this error. Those of Grad-CAM++ and DeconvNet reach 5 times this error. For a probability of 1 - 1e-6 the
+    maps are still correct, and their largest values are at least 2.8 times this error. float16 and bfloat16 count as
+    float32: the errors of their gradients are relative, and far below the rounding error of the score.
+
+    It is 0 for shares of a ledger, as in LRP. Their errors are relative too: where biases absorb all but 1e-4 of the
+    score, the values at the pixels are still correct to 6e-6 of their largest with z+ and gamma, and to 1e-3 to 7e-2
+    with epsilon and alpha-beta.
+    """
+    is_in_score = explanation.units in _IN_SCORE and explanation.ledger is None
+    kind = torch.float64 if explanation.values.dtype == torch.float64 else torch.float32
+    return explanation.scores.abs() * (torch.finfo(kind).eps / 2 if is_in_score else 0)
