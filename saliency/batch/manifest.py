@@ -44,6 +44,7 @@ COLUMNS: dict[str, type] = {
     "trust": dict,
     "sign": str,
     "units": str,
+    "floor": float,
     "limit": float,
     **dict.fromkeys(FILES, str),
     "colormap": str,

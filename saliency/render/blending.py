@@ -21,7 +21,16 @@ from ..io.inputs import ImageLike, open_picture
 from ..io.preprocess import Frame, resize_box, scaled_size
 from ..methods import METHODS
 from ..validation import check_number
-from .heatmap import Percentile, drawn_maps, limits, reduced_maps, require_explanation, resolve_percentile, smoothed
+from .heatmap import (
+    Percentile,
+    drawn_maps,
+    floor_of,
+    limits,
+    reduced_maps,
+    require_explanation,
+    resolve_percentile,
+    smoothed,
+)
 
 Opacity = float | Literal["map"]
 Pixels = NDArray[np.uint8]
@@ -72,11 +81,12 @@ def color_table(name: str, centred: bool = False) -> Pixels:
 
 @dataclass(frozen=True, slots=True)
 class ScaledMap:
-    """Map of one image, divided by its limit: -1..1 if it is signed, else 0..1."""
+    """Map of one image as a share of the way from its floor to its limit: -1..1 if it is signed, else 0..1."""
 
     values: Plane  # (h, w)
     sign: Sign
-    limit: float  # the map value at full colour, in the map's units
+    floor: float  # the map value at no colour, in the map's units: 0, or the minimum of a map without zeros
+    limit: float  # the map value at full colour
     is_saturated: bool  # whether a value exceeds the limit
     outliers: Plane | None  # (h, w), 1 at cells that are hatched and 0 at others; None if there are none
 
@@ -116,7 +126,9 @@ def scale_map(
     limit: float | None = None,
     smoothing: float = 0.0,
 ) -> ScaledMap:
-    """Return the map of one image, smoothed, divided by its limit and clipped.
+    """Return the map of one image, smoothed, scaled from its floor to its limit, and clipped.
+
+    The floor is 0 with a given limit, so that maps with one limit have one scale.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
@@ -141,15 +153,22 @@ def scale_map(
             f"{max(-low, high):.2g} at most, below the rounding error of a score of {float(explanation.scores[0]):.4g}"
         )
         maps = torch.zeros_like(maps) if is_zeroed else maps
+    floor = 0.0 if limit is not None or sign == "signed" else floor_of(maps, explanation.outliers)
     maps = smoothed(maps, smoothing)
     if limit is None:
-        limit = float(limits(maps, resolve_percentile(explanation, percentile))[0])
+        limit = float(limits(maps, resolve_percentile(explanation, percentile, floor))[0])
     values = maps[0].double().cpu().numpy()
-    scaled = np.clip(values, -limit, limit) / limit if limit > 0 else np.sign(values)
+    scaled = between(values, floor, limit)
     is_saturated = bool((np.abs(values) > limit).any())
     marks = explanation.outliers
     outliers = marks[0].float().cpu().numpy() if marks is not None and marks.any() else None
-    return ScaledMap(scaled.astype(np.float32), sign, limit, is_saturated, outliers)
+    return ScaledMap(scaled.astype(np.float32), sign, floor, limit, is_saturated, outliers)
+
+
+def between(values: Plane, floor: float, limit: float) -> Plane:
+    """Return values as shares of the way from a floor to a limit, clipped to -1..1, or to 0..1 with a floor."""
+    span, least = limit - floor, -1 if floor == 0 else 0
+    return np.clip((values - floor) / span if span > 0 else np.sign(values - floor), least, 1)
 
 
 def _map_label(explanation: Explanation) -> str:
@@ -253,7 +272,7 @@ class Thumbnail(NamedTuple):
     """A small image, and the map of an explanation at its pixels."""
 
     frame: Frame
-    map: ScaledMap  # divided by the largest value
+    map: ScaledMap  # scaled up to the largest value
     limit: float  # the map value at full colour on its own scale
 
     @classmethod
@@ -266,16 +285,17 @@ class Thumbnail(NamedTuple):
         marks = largest.outliers
         if marks is not None:
             marks = resize_to_pixels(marks, frame, area, Image.Resampling.NEAREST)
-        share = limits(torch.from_numpy(values)[None], resolve_percentile(explanation, percentile))
+        share = limits(torch.from_numpy(values)[None], resolve_percentile(explanation, percentile, largest.floor))
         box = (float(columns.start), float(rows.start), float(columns.stop), float(rows.stop))
         own = replace(largest, values=values, outliers=marks)
-        return cls(Frame(frame.picture, box), own, largest.limit * float(share))
+        return cls(Frame(frame.picture, box), own, largest.floor + (largest.limit - largest.floor) * float(share))
 
-    def painted(self, limit: float, colormap: str | None, opacity: Opacity) -> Image.Image:
-        """Return the overlay in which a map value has the full colour."""
-        gain = np.float32(self.map.limit / limit if limit else 1.0)
-        scaled = replace(self.map, values=np.clip(self.map.values * gain, -1, 1))
-        return paint(self.frame, scaled, colormap, opacity)
+    def painted(self, limit: float | None, colormap: str | None, opacity: Opacity) -> Image.Image:
+        """Return the overlay on its own scale, or from 0 to a limit that others share."""
+        own = self.map
+        values = own.floor + (own.limit - own.floor) * own.values
+        scale = (own.floor, self.limit) if limit is None else (0.0, limit)
+        return paint(self.frame, replace(own, values=between(values, *scale)), colormap, opacity)
 
 
 def cut_out(frame: Frame, scaled: ScaledMap, keep: float | None, background: str) -> Image.Image:
@@ -294,7 +314,8 @@ def cut_out(frame: Frame, scaled: ScaledMap, keep: float | None, background: str
     weight = np.abs(resize_to_pixels(scaled.values, frame, area))
     if keep is not None:
         hidden = weight.size - max(1, round(weight.size * keep))
-        weight = ((weight >= np.partition(weight, hidden, axis=None)[hidden]) & (weight > 0)).astype(np.float32)
+        is_strong = weight >= np.partition(weight, hidden, axis=None)[hidden]
+        weight = (is_strong & (scaled.floor + weight > 0)).astype(np.float32)
     try:
         color = ImageColor.getcolor(str(background), "RGB")
     except ValueError as error:

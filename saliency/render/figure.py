@@ -175,7 +175,7 @@ def _add_bar(drawing: Figure, axes: Axes, scaled: ScaledMap, colormap: str | Non
     is_signed = scaled.sign == "signed"
     limit = scaled.limit or 1.0  # a map of zeros has no scale of its own, and a bar needs one
     colors = scaled.colors(colormap)[int(is_signed) :]
-    scale = ScalarMappable(Normalize(-limit if is_signed else 0.0, limit), ListedColormap(colors / 255))
+    scale = ScalarMappable(Normalize(-limit if is_signed else scaled.floor, limit), ListedColormap(colors / 255))
     extend = ("both" if is_signed else "max") if scaled.is_saturated else "neither"
     numbers = ScalarFormatter()
     numbers.set_powerlimits((-3, 4))

@@ -6,7 +6,8 @@ Nothing is normalised. All drawing takes its maps and limits from here. The defa
     sign        `Explanation.sign`, as in the paper of the method
     channels    their sum; for magnitudes the largest of them (Simonyan 2013)
     smoothing   none here; drawing averages values over about 0.5 % of the map's longer edge (`smoothed`)
-    saturation  `resolve_percentile`: 99 with a value per colour channel or at a layer, otherwise none
+    saturation  `resolve_percentile`: 99 with a value per colour channel, at a layer or with a floor, otherwise none
+    floor       none here; drawing begins at the minimum of a map without zeros (`floor_of`)
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ SIGNS: tuple[Sign, ...] = get_args(Sign)
 
 SPECKLED_PERCENTILE = 99.0
 SMOOTHING = 0.005
+LEAST_RANGE = 0.05  # of the maximum; the colours of a more even map begin at 0
 LEAST_SIGMA = 0.3  # cells; a narrower Gaussian takes less than 1 % from the neighbours of a cell
 
 
@@ -113,6 +115,16 @@ def limits(maps: Tensor, percentile: float | None) -> Tensor:
     return torch.where(limit > 0, limit, largest)
 
 
+def floor_of(maps: Tensor, outliers: Tensor | None) -> float:
+    """Return the value of a map (1, h, w) at which its colours begin: its minimum if that is positive, otherwise 0.
+
+    Maps of attention, for example, have a floor that says nothing. Outliers do not count. The colours of a nearly even
+    map begin at 0: a range of less than a twentieth of its maximum would look like evidence.
+    """
+    low, high = map(float, (maps if outliers is None else maps[~outliers]).aminmax())
+    return low if 0 < low < (1 - LEAST_RANGE) * high else 0.0
+
+
 def shared_limit(
     explanations: Explanation | Iterable[Explanation],
     *,
@@ -180,8 +192,8 @@ def single_images(explanations: Explanation | Iterable[Explanation], name: str) 
     return [image for explanation in several(explanations, name) for image in explanation]
 
 
-def resolve_percentile(explanation: Explanation, percentile: Percentile) -> float | None:
-    """Return the percentile; for "auto", 99 for values per colour channel and for maps of a layer, otherwise None.
+def resolve_percentile(explanation: Explanation, percentile: Percentile, floor: float = 0.0) -> float | None:
+    """Return the percentile; for "auto", 99 for values per colour channel, at a layer or with a floor, otherwise None.
 
     Gradients at the input and maps of early layers are far larger at a few places, which would leave all others dark.
     A map of 7 x 7 cells is not clipped: its 99th percentile is its largest cell. Other maps with one channel
@@ -190,7 +202,7 @@ def resolve_percentile(explanation: Explanation, percentile: Percentile) -> floa
     if not isinstance(percentile, str):
         return percentile
     check_choice("percentile", percentile, ("auto",), error=RenderError)
-    is_speckled = explanation.values.shape[1] > 1 or explanation.layer is not None
+    is_speckled = explanation.values.shape[1] > 1 or explanation.layer is not None or floor > 0
     return SPECKLED_PERCENTILE if is_speckled else None
 
 

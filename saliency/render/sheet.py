@@ -59,12 +59,12 @@ def contact_sheet(
     thumb = check_integer("thumb", thumb, least=SMALLEST_THUMB, error=RenderError)
     _require_columns(rows)
     table = [[Thumbnail.of(explanation, thumb, percentile, smoothing) for explanation in row] for row in rows]
-    column_limits = [max(cell.limit for cell in column) for column in zip(*table, strict=True)]
+    column_limits = [max(cell.limit for cell in column) if shared else None for column in zip(*table, strict=True)]
     drawn = []
     for explanations, cells in zip(rows, table, strict=True):
         thumbs = [cells[0].frame.picture]
         for cell, limit in zip(cells, column_limits, strict=True):
-            thumbs.append(cell.painted(limit if shared else cell.limit, colormap, opacity))
+            thumbs.append(cell.painted(limit, colormap, opacity))
         drawn.append(_Row(explanations, thumbs))
     return as_drawing(_Sheet(drawn, thumb).draw(["photo", *method_titles(rows[0])]))
 

@@ -173,6 +173,28 @@ def test_one_limit_gives_equal_values_equal_colours() -> None:
     assert np.array_equal(drawn[1], color_table("inferno")[255])
 
 
+@pytest.mark.parametrize("sign", ["positive", "absolute"])
+def test_a_map_without_zeros_is_drawn_above_its_minimum(sign: Sign) -> None:
+    values, picture = hot(7, 7, 2, 4), noise(70, 70)
+    plain, raised = (replace(explained(each, whole(picture)), sign=sign) for each in (values, values + 0.5))
+    assert np.array_equal(pixels_of(overlay(raised, percentile=None)), pixels_of(overlay(plain, percentile=None)))
+    sheets = [pixels_of(contact_sheet([[each]], percentile=None)) for each in (raised, plain)]
+    assert np.array_equal(*sheets)
+    bars = [figure(each).axes[1].child_axes[0].get_xlim() for each in (raised, plain)]
+    assert bars == [(0.5, pytest.approx(1.5)), (0, 1)]
+
+
+def test_signed_shared_and_nearly_even_maps_are_drawn_from_zero() -> None:
+    picture = noise(70, 70)
+    raised = explained(hot(7, 7, 2, 4) + 0.5, whole(picture))
+    full = saliency.overlay(raised, limit=shared_limit(raised))
+    signed = overlay(replace(raised, sign="signed"), colormap="inferno")
+    even = overlay(replace(raised, values=raised.values + 30))
+    for drawing in (full, signed, even):
+        corner = pixels_of(drawing)[60:, :10].astype(int) - pixels_of(picture)[60:, :10]
+        assert np.abs(corner).max() > 30  # the lowest values are coloured too
+
+
 def test_speckled_maps_saturate_below_their_peak_and_smooth_ones_at_it() -> None:
     values = torch.linspace(0, 1, 10000).view(1, 100, 100)
     photo = Image.new("RGB", (100, 100))

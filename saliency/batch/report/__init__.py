@@ -32,7 +32,7 @@ COLOURS = 17  # colours per colour bar; the browser interpolates between them
 _PHOTO = ("index", "source", "id", "width", "height", "input_width", "input_height", "box", "photo")
 _ROW = (
     *("target", "name", "probability", "score", "layer", "settings", "coverage", "residual", "ledger"),
-    *("sign", "units", "limit", "colormap", "heat", "overlay", "trust", "card", "error", "error_kind"),
+    *("sign", "units", "floor", "limit", "colormap", "heat", "overlay", "trust", "card", "error", "error_kind"),
 )
 _FILES = ("photo", "heat", "overlay", "card")
 
