@@ -94,7 +94,7 @@ def figure(
         RenderError: There is no explanation, an explanation has no image, or an option is invalid.
 
     Warns:
-        SaliencyWarning: A map is constant, or below the rounding error, which is drawn as zero.
+        SaliencyWarning: A map is nearly even, or below the rounding error, and is drawn as zero.
     """
     images = single_images(explanations, "figure")
     limit = shared_limit(images, smoothing=smoothing) if shared else None

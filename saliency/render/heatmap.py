@@ -7,7 +7,7 @@ Nothing is normalised. All drawing takes its maps and limits from here. The defa
     channels    their sum; for magnitudes the largest of them (Simonyan 2013)
     smoothing   none here; drawing averages values over about 0.5 % of the map's longer edge (`smoothed`)
     saturation  `resolve_percentile`: 99 with a value per colour channel, at a layer or with a floor, otherwise none
-    floor       none here; drawing begins at the minimum of a map without zeros (`floor_of`)
+    floor       none here; drawing begins at the minimum of a positive map (`scale_map`)
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ SIGNS: tuple[Sign, ...] = get_args(Sign)
 
 SPECKLED_PERCENTILE = 99.0
 SMOOTHING = 0.005
-LEAST_RANGE = 0.05  # of the maximum; the colours of a more even map begin at 0
 LEAST_SIGMA = 0.3  # cells; a narrower Gaussian takes less than 1 % from the neighbours of a cell
 
 
@@ -113,16 +112,6 @@ def limits(maps: Tensor, percentile: float | None) -> Tensor:
     rank = max(1, math.ceil(pixels * percentile / 100 - 1e-9))
     limit = magnitudes.topk(pixels - rank + 1, dim=1).values[:, -1]
     return torch.where(limit > 0, limit, largest)
-
-
-def floor_of(maps: Tensor, outliers: Tensor | None) -> float:
-    """Return the value of a map (1, h, w) at which its colours begin: its minimum if that is positive, otherwise 0.
-
-    Maps of attention, for example, have a floor that says nothing. Outliers do not count. The colours of a nearly even
-    map begin at 0: a range of less than a twentieth of its maximum would look like evidence.
-    """
-    low, high = map(float, (maps if outliers is None else maps[~outliers]).aminmax())
-    return low if 0 < low < (1 - LEAST_RANGE) * high else 0.0
 
 
 def shared_limit(

@@ -75,10 +75,11 @@ def overlay(
             the middle.
         sign: As in `heatmap`; by default as in the paper of the method.
         percentile: Colours saturate at this percentile of the map's magnitudes. None is the largest magnitude; "auto"
-            is 99 for gradients at the input and for maps of a layer, and otherwise the largest magnitude.
+            is 99 for gradients at the input, for maps of a layer and for positive maps, which are drawn above their
+            minimum, and otherwise the largest magnitude.
         smoothing: Each drawn value is an average with a Gaussian, whose standard deviation is this share of the map's
             longer edge: 0.005 is about one pixel of an input of 224. Coarse maps do not change. 0 draws the values.
-        limit: The map value at full colour, instead of a percentile, such as a `shared_limit`.
+        limit: The map value at full colour, instead of a percentile, such as a `shared_limit`. The colours begin at 0.
         min_significance: Fade pixels whose value is within this many standard errors of zero. With 2, pixels that may
             be due to chance are faded. Only for methods that sample; see `significance`.
 
@@ -87,7 +88,7 @@ def overlay(
         RenderError: There is no explanation, no image to draw on, or an invalid option.
 
     Warns:
-        SaliencyWarning: A map is constant, or below the rounding error, which is drawn as zero.
+        SaliencyWarning: A map is nearly even, or below the rounding error, and is drawn as zero.
     """
     drawn: list[Image.Image] = []
     for image in single_images(explanations, "overlay"):
@@ -133,13 +134,13 @@ def cutout(
         RenderError: There is more than one image, no image to draw on, or an invalid option.
 
     Warns:
-        SaliencyWarning: The map is constant, or below the rounding error, which counts as zero.
+        SaliencyWarning: The map is nearly even, or below the rounding error, which counts as zero.
     """
     require_one(explanation, "cutout")
     if keep is not None:
         keep = check_number("keep", keep, above=0, most=1, hint=", a share of the pixels, or None", error=RenderError)
     frame = frame_of(explanation, picture)
-    scaled = scale_map(explanation, sign, "auto" if keep is None else None)
+    scaled = scale_map(explanation, sign, "auto" if keep is None else None, from_zero=keep is not None)
     return cut_out(frame, scaled, keep, background)
 
 

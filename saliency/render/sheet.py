@@ -54,17 +54,17 @@ def contact_sheet(
         RenderError: The rows are empty or do not match, an explanation has no image, or an option is invalid.
 
     Warns:
-        SaliencyWarning: A map is constant, or below the rounding error, which is drawn as zero.
+        SaliencyWarning: A map is nearly even, or below the rounding error, and is drawn as zero.
     """
     thumb = check_integer("thumb", thumb, least=SMALLEST_THUMB, error=RenderError)
     _require_columns(rows)
-    table = [[Thumbnail.of(explanation, thumb, percentile, smoothing) for explanation in row] for row in rows]
-    column_limits = [max(cell.limit for cell in column) if shared else None for column in zip(*table, strict=True)]
+    table = [[Thumbnail.of(each, thumb, percentile, smoothing, from_zero=shared) for each in row] for row in rows]
+    column_limits = [max(cell.limit for cell in column) for column in zip(*table, strict=True)]
     drawn = []
     for explanations, cells in zip(rows, table, strict=True):
         thumbs = [cells[0].frame.picture]
         for cell, limit in zip(cells, column_limits, strict=True):
-            thumbs.append(cell.painted(limit, colormap, opacity))
+            thumbs.append(cell.painted(limit if shared else cell.limit, colormap, opacity))
         drawn.append(_Row(explanations, thumbs))
     return as_drawing(_Sheet(drawn, thumb).draw(["photo", *method_titles(rows[0])]))
 

@@ -184,13 +184,15 @@ def test_a_map_without_zeros_is_drawn_above_its_minimum(sign: Sign) -> None:
     assert bars == [(0.5, pytest.approx(1.5)), (0, 1)]
 
 
-def test_signed_shared_and_nearly_even_maps_are_drawn_from_zero() -> None:
+def test_signed_maps_and_maps_of_one_scale_are_drawn_from_zero() -> None:
     picture = noise(70, 70)
     raised = explained(hot(7, 7, 2, 4) + 0.5, whole(picture))
-    full = saliency.overlay(raised, limit=shared_limit(raised))
+    full = overlay(raised, limit=shared_limit(raised))
     signed = overlay(replace(raised, sign="signed"), colormap="inferno")
-    even = overlay(replace(raised, values=raised.values + 30))
-    for drawing in (full, signed, even):
+    sheet = pixels_of(contact_sheet([[raised]], shared=True, thumb=70))
+    alone = pixels_of(contact_sheet([[raised]], thumb=70))
+    assert np.abs(sheet.astype(int) - alone).max() > 30
+    for drawing in (full, signed):
         corner = pixels_of(drawing)[60:, :10].astype(int) - pixels_of(picture)[60:, :10]
         assert np.abs(corner).max() > 30  # the lowest values are coloured too
 
@@ -238,10 +240,19 @@ def test_a_map_that_the_relu_emptied_names_the_cure() -> None:
         overlay(explained(-torch.rand(1, 4, 4) - 1, whole(noise(9, 9))))
 
 
-def test_a_constant_map_is_drawn_at_full_colour_with_a_word() -> None:
-    with pytest.warns(SaliencyWarning, match=r"constant \(0.25\)"):
-        drawn = overlay(explained(torch.full((1, 4, 4), 0.25), whole(noise(9, 9))), opacity=1)
-    assert (pixels_of(drawn) == color_table("inferno")[255]).all()
+@pytest.mark.parametrize("sign", ["positive", "signed", "absolute"])
+@pytest.mark.parametrize(
+    ("spread", "text"), [(0.0, r"constant \(0.25\)"), (0.01, r"nearly even \(0.25 to 0.26\), so it highlights nothing")]
+)
+def test_a_nearly_even_map_is_drawn_as_zero_with_a_word(sign: Sign, spread: float, text: str) -> None:
+    picture = noise(70, 70)
+    even = explained(0.25 + spread * hot(7, 7, 2, 4), whole(picture), sign)
+    with pytest.warns(SaliencyWarning, match=text):
+        drawn = overlay(even)
+    assert np.array_equal(pixels_of(drawn), pixels_of(picture))
+    with pytest.warns(SaliencyWarning, match="so it highlights nothing"):
+        shared = pixels_of(overlay(even, opacity=1, limit=0.25))  # equal values have equal colours
+    assert (shared == color_table("bwr" if sign == "signed" else "inferno", sign == "signed")[255]).all()
 
 
 def test_a_map_of_one_cell_names_the_cure() -> None:
