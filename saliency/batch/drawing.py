@@ -151,6 +151,7 @@ def _write_method(
         "ledger": None if ledger is None else dict(zip(explanation.ledger_names, ledger[0].tolist(), strict=True)),
         "sign": scaled.sign,
         "units": explanation.units,
+        "floor": scaled.floor,
         "limit": scaled.limit,
         "colormap": style.colormap or (DIVERGING if scaled.sign == "signed" else SEQUENTIAL),
     }

@@ -20,6 +20,7 @@ from ..errors import RenderError, did_you_mean, warn
 from ..io.inputs import ImageLike, open_picture
 from ..io.preprocess import Frame, resize_box, scaled_size
 from ..validation import check_number
+from .contours import checked_levels, draw_contours
 from .scaling import Percentile, drawn_maps, resolve_percentile, smoothed
 
 Opacity = float | Literal["map"]
@@ -35,6 +36,8 @@ DIVERGING = "bwr"  # its ends are bright, and stay visible on dark images
 HATCHED = "hatched: tokens with an outlying norm"  # legend
 
 CENTRE = 128  # the entry of zero in a centred table
+
+LEAST_RANGE = 0.05  # of the largest magnitude; a map with a smaller range is nearly even
 
 
 MOST_OPACITY = 0.8  # of opacity="map"; the image stays visible under the strongest values
@@ -71,11 +74,12 @@ def color_table(name: str, centred: bool = False) -> Pixels:
 
 @dataclass(frozen=True, slots=True)
 class ScaledMap:
-    """Map of one image, divided by its limit: -1..1 if it is signed, else 0..1."""
+    """Map of one image, scaled from its floor to its limit: -1..1 if it is signed, else 0..1."""
 
     values: Plane  # (h, w)
     sign: Sign
-    limit: float  # the map value at full colour, in the map's units
+    floor: float  # the map value without colour, in the map's units: 0, or the minimum of a positive map
+    limit: float  # the map value at full colour
     is_saturated: bool  # whether a value exceeds the limit
     outliers: Plane | None  # (h, w), 1 at cells that are hatched and 0 at others; None if there are none
 
@@ -114,58 +118,70 @@ def scale_map(
     percentile: Percentile = "auto",
     limit: float | None = None,
     smoothing: float = 0.0,
+    *,
+    from_zero: bool = False,
 ) -> ScaledMap:
-    """Return the map of one image, smoothed, divided by its limit and clipped.
+    """Return the map of one image, smoothed, scaled from its floor to its limit, and clipped.
+
+    With a given limit, or `from_zero`, the floor is 0, so that several maps can have one scale.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
         RenderError: The limit is negative or not finite, or an option is unknown.
 
     Warns:
-        SaliencyWarning: The map is constant, so the drawing shows nothing; or its values are below the rounding error.
-            Such values are drawn as zero, except for gradients. The warning states the reason.
+        SaliencyWarning: The map is constant or nearly even; or its values are below the rounding error. It is drawn as
+            zero, except on a shared scale, and for gradients below the rounding error. The warning states the reason.
     """
     sign = explanation.sign if sign is None else sign
-    maps = drawn_maps(explanation, sign)
-    low, high = map(float, maps.aminmax())
+    maps, marks = drawn_maps(explanation, sign), explanation.outliers
+    low, high = map(float, (maps if marks is None or marks.all() else maps[~marks]).aminmax())
+    largest = max(-low, high)
     if limit is not None:
         limit = check_number("limit", limit, least=0, hint=", the map value at full colour", error=RenderError)
-    if low == high:
-        warn(_why_flat(explanation, high, sign))
-    elif max(-low, high) <= float(rounding_errors(explanation)[0]):
+        from_zero = True
+    is_zeroed = False
+    if high - low <= LEAST_RANGE * largest:
+        is_zeroed = not from_zero
+        warn(_why_flat(explanation, low, high, sign))
+    elif largest <= float(rounding_errors(explanation)[0]):
         # A gradient depends on the units and the size of the input, so a small one may be correct.
         is_zeroed = explanation.units != PER_UNIT
         warn(
             f"{_map_label(explanation)} {'is drawn as zero' if is_zeroed else 'may show rounding errors only'}: "
-            f"{max(-low, high):.2g} at most, below the rounding error of a score of {float(explanation.scores[0]):.4g}"
+            f"{largest:.2g} at most, below the rounding error of a score of {float(explanation.scores[0]):.4g}"
         )
-        maps = torch.zeros_like(maps) if is_zeroed else maps
+    floor = 0.0 if is_zeroed or from_zero or sign == "signed" else low
+    if is_zeroed:
+        maps = torch.zeros_like(maps)
+    elif floor:  # outliers are zero, and stay it
+        maps = (maps - floor).clamp(min=0)
     maps = smoothed(maps, smoothing)
     if limit is None:
-        limit = float(limits(maps, resolve_percentile(explanation, percentile))[0])
+        limit = float(limits(maps, resolve_percentile(explanation, percentile, floor))[0])
     values = maps[0].double().cpu().numpy()
     scaled = np.clip(values, -limit, limit) / limit if limit > 0 else np.sign(values)
     is_saturated = bool((np.abs(values) > limit).any())
-    marks = explanation.outliers
     outliers = marks[0].float().cpu().numpy() if marks is not None and marks.any() else None
-    return ScaledMap(scaled.astype(np.float32), sign, limit, is_saturated, outliers)
+    return ScaledMap(scaled.astype(np.float32), sign, floor, floor + limit, is_saturated, outliers)
 
 
 def _map_label(explanation: Explanation) -> str:
     return f"the {explanation.method} map for {explanation.target_names[0]}"
 
 
-def _why_flat(explanation: Explanation, value: float, sign: Sign) -> str:
+def _why_flat(explanation: Explanation, low: float, high: float, sign: Sign) -> str:
     label = _map_label(explanation)
     if sign == "positive" and (reduced_maps(explanation, "signed") < 0).any():
         return f'{label} is zero everywhere: all values are negative; sign="signed" shows them'
     if explanation.values.shape[-2:].numel() == 1:
         return f"{label} is a single cell, like the output of the layer; choose an earlier layer"
-    if value == 0 and reduced_maps(explanation, sign).any():
+    if low == high == 0 and reduced_maps(explanation, sign).any():
         return f"{label} is zero except at tokens with an outlying norm, which are hatched"
-    if value == 0:
+    if low == high == 0:
         return f"{label} is zero everywhere: according to this method, no part of the image affects the score"
-    return f"{label} is constant ({value:.3g}), so it highlights nothing"
+    even = f"constant ({high:.3g})" if low == high else f"nearly even ({low:.3g} to {high:.3g})"
+    return f"{label} is {even}, so it highlights nothing"
 
 
 def shrink(frame: Frame, thumb: int) -> Frame:
@@ -221,12 +237,18 @@ def resize_to_pixels(
 
 
 def paint(
-    frame: Frame, scaled: ScaledMap, colormap: str | None, opacity: Opacity, visibility: Plane | None = None
+    frame: Frame,
+    scaled: ScaledMap,
+    colormap: str | None,
+    opacity: Opacity,
+    visibility: Plane | None = None,
+    contours: Sequence[float] = (),
 ) -> Image.Image:
     """Return the frame's image with the map over its box, in RGB; unchanged outside the box and at opacity 0.
 
     With opacity "map", two thin lines mark the box, unless it covers the image. `visibility` (h, w) scales the opacity
-    of each cell, 0 to 1; None leaves it unchanged. Outliers have stripes instead of colours.
+    of each cell, 0 to 1; None leaves it unchanged. Outliers have stripes instead of colours. Lines surround the
+    magnitudes above each of `contours`, shares of the full colour.
     """
     if not isinstance(opacity, str) or opacity != "map":
         opacity = check_number("opacity", opacity, least=0, most=1, hint=', or "map"', error=RenderError)
@@ -245,34 +267,39 @@ def paint(
     if isinstance(opacity, str):
         for tone, edge in outline(pixels, area):
             edge[:] = edge // 2 + tone // 2
-    return as_drawing(Image.fromarray(pixels))
+    picture = Image.fromarray(pixels)
+    for level in checked_levels(contours):
+        draw_contours(picture, values, area, level)
+    return as_drawing(picture)
 
 
 class Thumbnail(NamedTuple):
     """A small image, and the map of an explanation at its pixels."""
 
     frame: Frame
-    map: ScaledMap  # divided by the largest value
-    limit: float  # the map value at full colour on its own scale
+    map: ScaledMap  # scaled up to the largest value
+    limit: float  # the map value at full colour on its own scale, above the floor
 
     @classmethod
-    def of(cls, explanation: Explanation, longest: int, percentile: Percentile, smoothing: float) -> Thumbnail:
+    def of(
+        cls, explanation: Explanation, longest: int, percentile: Percentile, smoothing: float, *, from_zero: bool
+    ) -> Thumbnail:
         """Return a thumbnail with a longest edge in pixels. Its limit is that of the values at its pixels."""
         frame = shrink(frame_of(explanation), longest)
         rows, columns = area = box_pixels(frame)
-        largest = scale_map(explanation, percentile=None, smoothing=smoothing)
+        largest = scale_map(explanation, percentile=None, smoothing=smoothing, from_zero=from_zero)
         values = resize_to_pixels(largest.values, frame, area)
         marks = largest.outliers
         if marks is not None:
             marks = resize_to_pixels(marks, frame, area, Image.Resampling.NEAREST)
-        share = limits(torch.from_numpy(values)[None], resolve_percentile(explanation, percentile))
+        share = limits(torch.from_numpy(values)[None], resolve_percentile(explanation, percentile, largest.floor))
         box = (float(columns.start), float(rows.start), float(columns.stop), float(rows.stop))
         own = replace(largest, values=values, outliers=marks)
-        return cls(Frame(frame.picture, box), own, largest.limit * float(share))
+        return cls(Frame(frame.picture, box), own, (largest.limit - largest.floor) * float(share))
 
     def painted(self, limit: float, colormap: str | None, opacity: Opacity) -> Image.Image:
-        """Return the overlay in which a map value has the full colour."""
-        gain = np.float32(self.map.limit / limit if limit else 1.0)
+        """Return the overlay in which a map value above the floor has the full colour."""
+        gain = np.float32((self.map.limit - self.map.floor) / limit if limit else 1.0)
         scaled = replace(self.map, values=np.clip(self.map.values * gain, -1, 1))
         return paint(self.frame, scaled, colormap, opacity)
 

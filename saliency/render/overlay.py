@@ -36,6 +36,7 @@ class _Style(TypedDict, total=False):
     smoothing: float
     limit: float | None
     min_significance: float | None
+    contours: Sequence[float]
 
 
 @overload
@@ -58,6 +59,7 @@ def overlay(
     smoothing: float = SMOOTHING,
     limit: float | None = None,
     min_significance: float | None = None,
+    contours: Sequence[float] = (),
 ) -> Image.Image | list[Image.Image]:
     """Draw the map in colours over the original, uncropped image: RGB, in the size of the image.
 
@@ -76,26 +78,29 @@ def overlay(
             the middle.
         sign: As in `heatmap`; by default as in the paper of the method.
         percentile: Colours saturate at this percentile of the map's magnitudes. None is the largest magnitude; "auto"
-            is 99 for gradients at the input and for maps of a layer, and otherwise the largest magnitude.
+            is 99 for gradients at the input, for maps of a layer and for positive maps, which are drawn above their
+            minimum, and otherwise the largest magnitude.
         smoothing: Each drawn value is an average with a Gaussian, whose standard deviation is this share of the map's
             longer edge: 0.005 is about one pixel of an input of 224. Coarse maps do not change. 0 draws the values.
-        limit: The map value at full colour, instead of a percentile, such as a `shared_limit`.
+        limit: The map value at full colour, instead of a percentile, such as a `shared_limit`. The colours begin at 0.
         min_significance: Fade pixels whose value is within this many standard errors of zero. With 2, pixels that may
             be due to chance are faded. Only for methods that sample; see `significance`.
+        contours: Draw lines around the regions whose magnitude exceeds these shares of the full colour, such as
+            (0.5, 0.8); with `opacity=0` only the lines, for print.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
         RenderError: There is no explanation, no image to draw on, or an invalid option.
 
     Warns:
-        SaliencyWarning: A map is constant, or below the rounding error, which is drawn as zero.
+        SaliencyWarning: A map is nearly even, or below the rounding error, and is drawn as zero.
     """
     drawn: list[Image.Image] = []
     for image in single_images(explanations, "overlay"):
         scaled = scale_map(image, sign, percentile, limit, smoothing)
         frame = frame_of(image, picture)
         frame = frame if size is None else shrink(frame, check_integer("size", size, least=1, error=RenderError))
-        drawn.append(paint(frame, scaled, colormap, opacity, _visibility(image, sign, min_significance)))
+        drawn.append(paint(frame, scaled, colormap, opacity, _visibility(image, sign, min_significance), contours))
     return drawn[0] if isinstance(explanations, Explanation) and len(drawn) == 1 else drawn
 
 
@@ -134,13 +139,13 @@ def cutout(
         RenderError: There is more than one image, no image to draw on, or an invalid option.
 
     Warns:
-        SaliencyWarning: The map is constant, or below the rounding error, which counts as zero.
+        SaliencyWarning: The map is nearly even, or below the rounding error, which counts as zero.
     """
     require_one(explanation, "cutout")
     if keep is not None:
         keep = check_number("keep", keep, above=0, most=1, hint=", a share of the pixels, or None", error=RenderError)
     frame = frame_of(explanation, picture)
-    scaled = scale_map(explanation, sign, "auto" if keep is None else None)
+    scaled = scale_map(explanation, sign, "auto" if keep is None else None, from_zero=keep is not None)
     return cut_out(frame, scaled, keep, background)
 
 

@@ -81,8 +81,8 @@ def _gaussian(length: int, sigma: float, like: Tensor) -> Tensor:
     return (-0.5 * ((cells - cells[:, None]) / sigma) ** 2).softmax(dim=1)
 
 
-def resolve_percentile(explanation: Explanation, percentile: Percentile) -> float | None:
-    """Return the percentile; for "auto", 99 for values per colour channel and for maps of a layer, otherwise None.
+def resolve_percentile(explanation: Explanation, percentile: Percentile, floor: float = 0.0) -> float | None:
+    """Return the percentile; for "auto", 99 for values per colour channel, at a layer or with a floor, otherwise None.
 
     Gradients at the input and maps of early layers are far larger at a few places, which would leave all others dark.
     A map of 7 x 7 cells is not clipped: its 99th percentile is its largest cell. Other maps with one channel
@@ -91,5 +91,5 @@ def resolve_percentile(explanation: Explanation, percentile: Percentile) -> floa
     if not isinstance(percentile, str):
         return percentile
     check_choice("percentile", percentile, ("auto",), error=RenderError)
-    is_speckled = explanation.values.shape[1] > 1 or explanation.layer is not None
+    is_speckled = explanation.values.shape[1] > 1 or explanation.layer is not None or floor > 0
     return SPECKLED_PERCENTILE if is_speckled else None

@@ -54,11 +54,11 @@ def contact_sheet(
         RenderError: The rows are empty or do not match, an explanation has no image, or an option is invalid.
 
     Warns:
-        SaliencyWarning: A map is constant, or below the rounding error, which is drawn as zero.
+        SaliencyWarning: A map is nearly even, or below the rounding error, and is drawn as zero.
     """
     thumb = check_integer("thumb", thumb, least=SMALLEST_THUMB, error=RenderError)
     _require_columns(rows)
-    table = [[Thumbnail.of(explanation, thumb, percentile, smoothing) for explanation in row] for row in rows]
+    table = [[Thumbnail.of(each, thumb, percentile, smoothing, from_zero=shared) for each in row] for row in rows]
     column_limits = [max(cell.limit for cell in column) for column in zip(*table, strict=True)]
     drawn = []
     for explanations, cells in zip(rows, table, strict=True):

@@ -34,8 +34,12 @@ def marks() -> Tensor:
 
 
 def hatched(frame: Frame, *, zeroed: bool = False) -> Explanation:
-    """Return an explanation whose largest value by far is at an outlier; with a plain zero there if `zeroed`."""
+    """Return an explanation whose largest value by far is at an outlier; with a plain zero there if `zeroed`.
+
+    Another value is zero, so the colours begin at zero.
+    """
     values = torch.rand(1, 4, 5, generator=torch.Generator().manual_seed(1))
+    values[0, 0, 0] = 0
     values[0, ROW, COLUMN] = 0 if zeroed else 50
     return replace(explained(values, frame), outliers=None if zeroed else marks())
 
@@ -61,6 +65,15 @@ def test_a_marked_cell_has_stripes_and_the_others_the_colours_of_a_map_with_zero
 def test_at_opacity_0_a_marked_cell_is_the_image() -> None:
     picture = noise(60, 40)
     assert np.array_equal(pixels_of(overlay(hatched(whole(picture)), opacity=0)), pixels_of(picture))
+
+
+def test_the_floor_of_a_map_is_that_of_its_other_cells() -> None:
+    """The colours are those of the map without its minimum, with zero in the place of the outlier."""
+    raised, plain = (hatched(whole(noise(60, 40)), zeroed=zeroed) for zeroed in (False, True))
+    raised = replace(raised, values=raised.values + 3)
+    y, x = np.mgrid[:40, :60]
+    others = (y // 10 != ROW) | (x // 12 != COLUMN)
+    assert np.abs(pixels_of(overlay(raised)).astype(int) - pixels_of(overlay(plain)))[others].max() <= 1
 
 
 def test_marks_that_are_all_false_change_nothing() -> None:

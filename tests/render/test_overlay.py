@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,6 +174,55 @@ def test_one_limit_gives_equal_values_equal_colours() -> None:
     assert np.array_equal(drawn[1], color_table("inferno")[255])
 
 
+@pytest.mark.parametrize("sign", ["positive", "absolute"])
+def test_a_map_without_zeros_is_drawn_above_its_minimum(sign: Sign) -> None:
+    values, picture = hot(7, 7, 2, 4), noise(70, 70)
+    plain, raised = (replace(explained(each, whole(picture)), sign=sign) for each in (values, values + 0.5))
+    assert np.array_equal(pixels_of(overlay(raised, percentile=None)), pixels_of(overlay(plain, percentile=None)))
+    sheets = [pixels_of(contact_sheet([[each]], percentile=None)) for each in (raised, plain)]
+    assert np.array_equal(*sheets)
+    bars = [figure(each).axes[1].child_axes[0].get_xlim() for each in (raised, plain)]
+    assert bars == [(0.5, pytest.approx(1.5)), (0, 1)]
+
+
+def test_signed_maps_and_maps_of_one_scale_are_drawn_from_zero() -> None:
+    picture = noise(70, 70)
+    raised = explained(hot(7, 7, 2, 4) + 0.5, whole(picture))
+    full = overlay(raised, limit=shared_limit(raised))
+    signed = overlay(replace(raised, sign="signed"), colormap="inferno")
+    sheet = pixels_of(contact_sheet([[raised]], shared=True, thumb=70))
+    alone = pixels_of(contact_sheet([[raised]], thumb=70))
+    assert np.abs(sheet.astype(int) - alone).max() > 30
+    for drawing in (full, signed):
+        corner = pixels_of(drawing)[60:, :10].astype(int) - pixels_of(picture)[60:, :10]
+        assert np.abs(corner).max() > 30  # the lowest values are coloured too
+
+
+@pytest.mark.parametrize("value", [1.0, -1.0])
+def test_contours_surround_the_values_above_a_share_of_the_full_colour(value: float) -> None:
+    values = torch.zeros(1, 10, 10)
+    values[0, 3:7, 3:7] = value
+    picture = noise(200, 100)
+    explanation = explained(values, Frame(picture, (50.0, 0.0, 150.0, 100.0)), sign="signed")
+    drawn = overlay(explanation, opacity=0, smoothing=0, contours=(0.25, 0.5))
+    changed = (pixels_of(drawn) != pixels_of(picture)).any(2)
+    rows, columns = np.nonzero(changed)
+    # Between the centres of two cells, 35 and 25, the value falls linearly from 1 to 0: to 0.25 at 27.5.
+    assert abs(rows.min() - 27.5) <= 2
+    assert abs(rows.max() - 72.5) <= 2
+    assert abs(columns.min() - 77.5) <= 2
+    assert abs(columns.max() - 122.5) <= 2
+    assert not changed[36:64, 86:114].any()
+    at_the_edge = explained(torch.ones(1, 4, 4) - hot(4, 4, 3, 3)[0], whole(picture))
+    assert (pixels_of(overlay(at_the_edge, opacity=0, contours=(0.5,))) != pixels_of(picture)).any(2)[0].all()
+
+
+@pytest.mark.parametrize("contours", [0.5, "0.5", (0,), (1,), (0.5, None)])
+def test_contours_are_levels_between_0_and_1(contours: Any) -> None:
+    with pytest.raises(RenderError, match="contours"):
+        overlay(explained(hot(4, 4, 1, 1), whole(noise(9, 9))), contours=contours)
+
+
 def test_speckled_maps_saturate_below_their_peak_and_smooth_ones_at_it() -> None:
     values = torch.linspace(0, 1, 10000).view(1, 100, 100)
     photo = Image.new("RGB", (100, 100))
@@ -216,10 +266,19 @@ def test_a_map_that_the_relu_emptied_names_the_cure() -> None:
         overlay(explained(-torch.rand(1, 4, 4) - 1, whole(noise(9, 9))))
 
 
-def test_a_constant_map_is_drawn_at_full_colour_with_a_word() -> None:
-    with pytest.warns(SaliencyWarning, match=r"constant \(0.25\)"):
-        drawn = overlay(explained(torch.full((1, 4, 4), 0.25), whole(noise(9, 9))), opacity=1)
-    assert (pixels_of(drawn) == color_table("inferno")[255]).all()
+@pytest.mark.parametrize("sign", ["positive", "signed", "absolute"])
+@pytest.mark.parametrize(
+    ("spread", "text"), [(0.0, r"constant \(0.25\)"), (0.01, r"nearly even \(0.25 to 0.26\), so it highlights nothing")]
+)
+def test_a_nearly_even_map_is_drawn_as_zero_with_a_word(sign: Sign, spread: float, text: str) -> None:
+    picture = noise(70, 70)
+    even = explained(0.25 + spread * hot(7, 7, 2, 4), whole(picture), sign)
+    with pytest.warns(SaliencyWarning, match=text):
+        drawn = overlay(even)
+    assert np.array_equal(pixels_of(drawn), pixels_of(picture))
+    with pytest.warns(SaliencyWarning, match="so it highlights nothing"):
+        shared = pixels_of(overlay(even, opacity=1, limit=0.25))  # equal values have equal colours
+    assert (shared == color_table("bwr" if sign == "signed" else "inferno", sign == "signed")[255]).all()
 
 
 def test_a_map_of_one_cell_names_the_cure() -> None:

@@ -102,7 +102,7 @@ function colourBar(row) {
   if (typeof row.limit !== "number") return null;
   const signed = row.sign === "signed";
   const bar = make("div", { class: "bar-colours", role: "img" });
-  const low = signed ? shortNumber(-row.limit) : "0";
+  const low = signed ? shortNumber(-row.limit) : shortNumber(row.floor ?? 0);
   bar.setAttribute("aria-label", `Colours from ${low} to ${shortNumber(row.limit)} ${row.units ?? ""}, ${row.colormap ?? ""}`);
   if (row.bar) bar.style.backgroundImage = `linear-gradient(to right, ${row.bar.join(", ")})`;
   const ticks = make("div", { class: "ticks", "aria-hidden": "true" }, make("span", {}, low), signed ? make("span", {}, "0") : null, make("span", {}, shortNumber(row.limit)));
