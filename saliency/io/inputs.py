@@ -44,7 +44,7 @@ for _plugin in ("Avif", "Bmp", "Gif", "Jpeg", "Jpeg2K", "Png", "Ppm", "Tiff", "W
     importlib.import_module(f"PIL.{_plugin}ImagePlugin")  # registers the format in Image.OPEN
 
 _HEIC = re.compile(rb"....ftyp(heic|heix|heim|heis|hevc|hevx)", re.DOTALL)
-_SVG = re.compile(rb"(\xef\xbb\xbf)?\s*<(svg|\?xml)")
+_XML = re.compile(rb"(\xef\xbb\xbf)?\s*<(svg|\?xml)")
 
 
 def open_picture(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -132,7 +132,7 @@ def decode(file: IO[bytes], name: str, max_pixels: int = MAX_PIXELS) -> Image.Im
     if not accepting:
         problem = "is not an AVIF, BMP, GIF, JPEG, JPEG 2000, PNG, PPM, TIFF or WebP image" if head else "is empty"
         hint = " but HEIC, the photo format of many phones; save it as JPEG or PNG" if _HEIC.match(head) else ""
-        hint = " but SVG, a drawing; save it as PNG" if _SVG.match(head) else hint
+        hint = " but XML, as SVG drawings are; save it as PNG" if _XML.match(head) else hint
         raise ImageError(f"{name!r} {problem}{hint}")
     file.seek(0)
     try:

@@ -98,9 +98,9 @@ def figure(
     Warns:
         SaliencyWarning: A map is nearly even, or below the rounding error, and is drawn as zero.
     """
-    items: list[Any] = [explanations] if isinstance(explanations, Explanation) else list(explanations)
-    has_rows = bool(items) and all(isinstance(item, list | tuple) for item in items)
-    given = [single_images(row, "figure") for row in (items if has_rows else [items])]
+    items: list[Any] = list(explanations) if isinstance(explanations, list | tuple) else []
+    has_rows = bool(items) and all(isinstance(row, list | tuple) for row in items)
+    given = [single_images(row, "figure") for row in (items if has_rows else [explanations])]
     limit = shared_limit(chain.from_iterable(given), smoothing=smoothing) if shared else None
     photos = [group for row in given for group in _by_photo(row)]
     most = 1 + max(map(len, photos))

@@ -155,7 +155,6 @@ def test_images_of_one_name_are_told_apart_by_the_folders_that_differ(opened: Vi
     sources = ["data/a/1/scan00.png", "data/b/1/scan00.png", "data/b/2/scan00.png", "data/b/2/other.png"]
     rows = [row(at, source=source) for at, source in enumerate([*sources, "data/b/2/twice.png", "data/b/2/twice.png"])]
     page = opened.go(report(folder(tmp_path / "out", rows, pictures=True)))
-    page.screenshot(path="/tmp/w-files-page.png")
     assert names(page) == ["a/1/scan00.png", "b/1/scan00.png", "2/scan00.png", "other.png", *["data/b/2/twice.png"] * 2]
 
 

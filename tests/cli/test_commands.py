@@ -439,7 +439,7 @@ def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_
         (["--layer", "classifier"], 'the output of layer "classifier" has shape (1, 1000)'),
         (["--layer", "bn2", "-m", "vanilla_gradient"], "vanilla_gradient reads no layer"),
         (["--set", "smoth=positive", "-m", "deconvnet"], 'no option "smoth" of deconvnet; did you mean "smooth"'),
-        (["--set", "foo=1", "-m", "rise"], 'no option "foo" of rise; the options are cells'),
+        (["--set", "foo=1", "-m", "rise"], 'no option "foo" of rise; the options are grid'),
         (["--set", "foo=1"], 'no option "foo" of grad_cam; there are no options'),
         (["--set", "n_steps=3", "-m", "idgi"], 'no option "n_steps" of idgi; it is called steps here'),
         (["--target", "cat"], 'no class "cat" among 1000 classes; did you mean "tiger cat" or "Persian cat"'),

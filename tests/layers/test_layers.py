@@ -604,7 +604,7 @@ def test_the_layers_of_a_network_that_averages_over_flips_are_no_default(dims: t
             return (self.net(x) + self.net(x.flip(dims))) / 2
 
     model = Flips().eval()
-    with pytest.raises(LayerError, match="no layer of Flips has a spatial output, not mirrored, .*the network inside"):
+    with pytest.raises(LayerError, match=r"no layer of Flips has a spatial output, not mirrored, .*the network inside"):
         GradCAM(model).attribute(images(1), 0)
     assert GradCAM(model.net).attribute(images(1), 0).layer
     assert GradCAM(model, "net.last").attribute(images(1), 0).layer == "net.last"
