@@ -40,7 +40,9 @@ PER_UNIT = "score per unit of normalised input"
 # Units of values that are in proportion to the score.
 _IN_SCORE = ("score", "score, up to a factor", PER_UNIT, "score per attention", "relevance")
 
-METHODS: Registry[type[Attribution]] = Registry("method")
+METHODS: Registry[type[Attribution]] = Registry(
+    "method", {"att_cat": "chefer_attention", "attention_grad_cam": "gradient_rollout", "token_tm": "chefer_attention"}
+)
 """All methods by name. A class with a `name` is registered when it is defined."""
 
 
@@ -347,8 +349,6 @@ class TracedAttribution(Attribution):
 
     keep: Keep = Keep.NOTHING
     """Values of the forward's operations that the method reads."""
-    reads_tokens: ClassVar[bool] = False
-    """Whether the method reads the gradient at the tokens between the blocks of a vision transformer."""
 
     def layer_names(self, x: Tensor, target: ResolvedTarget) -> tuple[str, ...]:
         """Return the names of the layers that the method reads on a batch, for a target; none by default."""
@@ -385,8 +385,8 @@ def read_one_forward(
     keeps = {method.keep for method in methods}
     keep = Keep.ALL if keeps > {Keep.CHANGES} else max(keeps)  # another method may read the graph's values
     traced = dict.fromkeys(name for method in methods for name in method.traced_modules())
-    reads = [any(getattr(method, name) for method in methods) for name in ("needs_attention", "reads_tokens")]
-    forward = SharedForward(methods[0].model, x, chain(*layers), deepest, max_backwards, keep, traced, *reads)
+    reads_attention = any(method.needs_attention for method in methods)
+    forward = SharedForward(methods[0].model, x, chain(*layers), deepest, max_backwards, keep, traced, reads_attention)
     results = []
     for target in targets:
         grads = TargetGradients(forward, target)

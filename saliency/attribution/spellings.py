@@ -81,6 +81,9 @@ _ABSENT = {
     "inspection.extract_features(model, images) gives the activations to which a concept's classifier is fitted": (
         "TCAV Concept DeepFeatureFactorization"
     ),
+    "CheferAttention(model) and GradientRollout(model) weigh attention by its gradient": (
+        "AttCAT AttentionGradCAM TokenTM"
+    ),
     "EigenCAM(model, layer) is the linear principal component": "KPCA_CAM",
     "GradCAMPlusPlus(model, layer) or EigenCAM(model, layer)": "FEM",
     "Occlusion(model) or FeatureAblation(model); nothing is permuted within a batch": "FeaturePermutation",
@@ -143,7 +146,7 @@ def public_hint(name: str, known: Collection[str]) -> str:
     for ours in _matches(name, _PUBLIC):
         return f"; it is called {ours} here"
     for nearest in _matches(name, _ABSENT):
-        return f"; the nearest here: {nearest}"
+        return f"; not offered here; nearest: {nearest}"
     return did_you_mean(name, known)
 
 
