@@ -1,13 +1,11 @@
-"""The manifest: one row per image and method, as JSON lines and as Parquet."""
+"""The manifest: one row per image and method, as JSON lines."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections.abc import Container, Iterable, Iterator, Sequence
-from importlib.util import find_spec
-from itertools import compress, islice
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,6 @@ from ..io.atomic_write import atomic_write
 Row = dict[str, Any]
 
 MANIFEST = "manifest.jsonl"
-PARQUET = "manifest.parquet"
-PARQUET_ROWS = 10_000
-"""Rows per Parquet row group."""
 
 FILES = ("overlay", "photo", "heat", "map", "card", "card_json")
 COLUMNS: dict[str, type] = {
@@ -164,23 +159,3 @@ def read_rows(path: Path) -> Iterator[tuple[Row, bytes]]:
 def encode(row: Row) -> bytes:
     """Encode a row as a line."""
     return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
-
-
-def write_parquet(rows: Iterable[Row], path: Path) -> None:
-    """Write rows as a Parquet table if pyarrow is installed.
-
-    The table has the columns of the manifest: `box` and `range` are lists of numbers, and dictionaries are JSON text.
-    """
-    if find_spec("pyarrow") is None:
-        return
-    arrow = importlib.import_module("pyarrow")
-    parquet = importlib.import_module("pyarrow.parquet")
-    types = {int: arrow.int64(), float: arrow.float64(), list: arrow.list_(arrow.float64())}
-    schema = arrow.schema([(name, types.get(kind, arrow.string())) for name, kind in COLUMNS.items()])
-    plain = (
-        row | {name: json.dumps(value, sort_keys=True) for name, value in row.items() if isinstance(value, dict)}
-        for row in rows
-    )
-    with atomic_write(path) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
-        while group := list(islice(plain, PARQUET_ROWS)):
-            writer.write_table(arrow.Table.from_pylist(group, schema=schema))

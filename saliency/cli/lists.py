@@ -19,8 +19,6 @@ from ..methods import METHODS
 from ..zoo import models as zoo_models
 from .console import Screen, UsageError
 
-_WEIGHTS = {"here": "here", "download": "to download", "pip install": "pip install", "none": "none, random only"}
-
 
 def methods(arguments: argparse.Namespace, screen: Screen) -> int:
     """List all methods with a one-sentence description, cost and paper; or describe one method with its options."""
@@ -99,9 +97,7 @@ def models(arguments: argparse.Namespace, screen: Screen) -> int:
         raise UsageError(f'no model matches "{pattern}"{hint}')
     bundled_only = arguments.pattern is None and not arguments.all
     shown = [model for model in matching if model.source == "bundled" or not bundled_only]
-    screen.table(
-        ["model", "source", "weights"], [(model.name, model.source, _WEIGHTS[model.weights]) for model in shown]
-    )
+    screen.table(["model", "source"], [(model.name, model.source) for model in shown])
     if bundled_only:
         counts = Counter(model.source for model in known if model.source != "bundled")
         rest = " and ".join(f"{count} of {library}" for library, count in counts.items())
