@@ -65,7 +65,8 @@ class BatchAttribution(NamedTuple):
 class Attribution(HasOptions, ABC):
     """Base class of all methods, which attribute a score to the pixels.
 
-    A subclass with a `name` is registered, and so appears in the command line, the tables and the tests.
+    A subclass with a `name` is registered, and so appears in the command line, the tables and the tests. Its docstring
+    describes its own options and errors; those below are added to it.
 
     Args:
         model: Any `torch.nn.Module`. It is unchanged after each call, bit for bit.
@@ -80,6 +81,10 @@ class Attribution(HasOptions, ABC):
         layout: For tokens and channels whose layout is not recognised, a function from the output of the read layer,
             such as (N, tokens, K), to maps (N, K, h, w). It only selects and rearranges. By default `model.layout`. The
             outputs of convolutions need none.
+
+    Raises:
+        MethodError: An option is invalid.
+        TargetError: The target does not fit the model's output, or has no gradient and the method needs one.
     """
 
     name: ClassVar[str] = ""

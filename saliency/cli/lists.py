@@ -50,9 +50,9 @@ def describe(cls: type[Attribution]) -> dict[str, Any]:
 
 
 def _meaning(cls: type[Attribution], option: str) -> str:
-    """Return what the docstrings of a class say about an option; "As for `X`" is replaced by what those of X say."""
-    docs = "\n".join(inspect.cleandoc(base.__doc__ or "") for base in cls.__mro__)
-    found = re.search(rf"^ {{4}}(?:\w+, )*{option}(?:, \w+)*: (.*(?:\n {{8}}.*)*)", docs, re.MULTILINE)
+    """Return what the docstring of a class says about an option; "As for `X`" is replaced by what that of X says."""
+    pattern = rf"^ {{4}}(?:\w+, )*{option}(?:, \w+)*: (.*(?:\n {{8}}.*)*)"
+    found = re.search(pattern, inspect.getdoc(cls) or "", re.MULTILINE)
     text = " ".join(found[1].split()) if found else ""
     if other := re.match(r"As for `(\w+)`", text):
         named = {each.__name__: each for each in METHODS.values()}

@@ -38,10 +38,8 @@ class DeepLIFT(TracedAttribution):
     between both points.
 
     Args:
-        model: As for every method.
         baseline: As for `IntegratedGradients`.
         unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
-        **options: As for `saliency.Attribution`.
 
     Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less that of the baseline.
 
@@ -52,7 +50,6 @@ class DeepLIFT(TracedAttribution):
     Raises:
         NotApplicableError: An operation of the model has no rule, or the model runs other operations for the baseline.
         MethodError: An option is invalid, or a baseline does not fit.
-        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Shrikumar et al., "Learning Important Features Through Propagating Activation Differences" (2017),
         https://arxiv.org/abs/1704.02685.
@@ -134,12 +131,9 @@ class DeepSHAP(DeepLIFT):
     additive models, the values are the Shapley values whose missing pixels come from the baselines.
 
     Args:
-        model: As for every method.
         baseline: "colours", or several baselines as for `IntegratedGradients`: a list, or a float tensor (K, C, H, W).
         samples: The number of random colours.
         seed: The seed of the colours, which are the same for all images.
-        unknown: As for `DeepLIFT`.
-        **options: As for `saliency.Attribution`.
 
     Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less the baselines' mean score.
 
@@ -148,8 +142,6 @@ class DeepSHAP(DeepLIFT):
 
     Raises:
         NotApplicableError: An operation of the model has no rule, or the model runs other operations for a baseline.
-        MethodError: An option is invalid, or a baseline does not fit.
-        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Lundberg and Lee, "A Unified Approach to Interpreting Model Predictions" (2017),
         https://arxiv.org/abs/1705.07874.

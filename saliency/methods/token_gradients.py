@@ -154,18 +154,13 @@ class LeGrad(AttentionMap):
     the class token, as in the paper.
 
     Args:
-        model: As for every method.
         score: "layer" is the layer's own score. "final" is the model's score, which costs less.
-        **options: As for `saliency.Attribution`.
 
     Values: (N, 1, h, w), at least 0, in score units per unit of attention.
 
     Raises:
         NotApplicableError: The network has no attention, or not among all tokens in each block. For layers' own scores
             also: its last two blocks differ, or its head contains a function in Python.
-        LayerError: The tokens are not a grid of patches.
-        MethodError: An option is out of range.
-        TargetError: The target does not fit the model's output.
 
     Source: Bousselham et al., "LeGrad: An Explainability Method for Vision Transformers via Feature Formation
         Sensitivity" (2024), https://arxiv.org/abs/2404.03214.
@@ -230,17 +225,11 @@ class AGCAM(AttentionMap):
     The sum is that of the tokens that the head reads, such as the class token. With a pooling head, it is the mean over
     all tokens, plus that of the pooling head.
 
-    Args:
-        model: As for every method.
-        **options: As for `saliency.Attribution`.
-
     Values: (N, 1, h, w), at least 0, in score units.
 
     Raises:
         NotApplicableError: The network has no attention, or not among all tokens in each block; or a block has no skip
             connection around its attention.
-        LayerError: The tokens are not a grid of patches.
-        TargetError: The target does not fit the model's output.
 
     Source: Leem and Seo, "Attention Guided CAM: Visual Explanations of Vision Transformer Guided by Self-Attention"
         (2024), https://arxiv.org/abs/2402.04563.

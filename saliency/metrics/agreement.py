@@ -68,9 +68,6 @@ class FeatureAgreement(AgreementMetric):
 class RankAgreement(FeatureAgreement):
     """Share of the k pixels of largest magnitude that have the same rank in both maps.
 
-    Args:
-        share: As for `FeatureAgreement`.
-
     Values: (N,), from 0 to 1. Ties keep the order of the pixels.
 
     Source: Krishna et al. (2022), as for `FeatureAgreement`.
