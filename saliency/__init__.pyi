@@ -109,10 +109,7 @@ from .methods.token_attention import GradECLIP as GradECLIP
 from .methods.token_attention import GradientRollout as GradientRollout
 from .methods.token_attention_lrp import CheferLRP as CheferLRP
 from .methods.token_gradients import AGCAM as AGCAM
-from .methods.token_gradients import AttCAT as AttCAT
-from .methods.token_gradients import AttentionGradCAM as AttentionGradCAM
 from .methods.token_gradients import LeGrad as LeGrad
-from .methods.token_gradients import TokenTM as TokenTM
 from .methods.token_sampling import TIS as TIS
 from .methods.token_sampling import ViTCX as ViTCX
 from .methods.xrai import XRAI as XRAI

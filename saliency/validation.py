@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import NoReturn, SupportsFloat, SupportsInt, TypeGuard, TypeVar
+from typing import Any, NoReturn, SupportsFloat, SupportsInt, TypeGuard, TypeVar
 
 from .errors import MethodError, SaliencyError, did_you_mean
 
@@ -18,11 +18,12 @@ class Registry(dict[str, _Entry]):
 
     Args:
         noun: What the classes are, for errors: "method".
+        nearest: For names that other toolkits or earlier versions have, the nearest names.
     """
 
-    def __init__(self, noun: str) -> None:
+    def __init__(self, noun: str, nearest: Mapping[str, str]) -> None:
         super().__init__()
-        self._noun = noun
+        self._noun, self.nearest = noun, nearest
 
     def __missing__(self, name: object) -> NoReturn:
         raise KeyError(self._missing(name))
@@ -33,7 +34,9 @@ class Registry(dict[str, _Entry]):
             raise MethodError(self._missing(name))
         return self[name]
 
-    def _missing(self, name: object) -> str:
+    def _missing(self, name: Any) -> str:
+        if name in self.nearest:
+            return f'no {self._noun} "{name}"; not offered here; nearest: {self.nearest[name]}'
         hint = did_you_mean(str(name), self) or f"; the {self._noun}s are {', '.join(self)}"
         return f'no {self._noun} "{name}"{hint}'
 

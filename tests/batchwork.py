@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,6 @@ from saliency.batch.report import report
 
 IMPORTED: list[object] = [mpl, LocalEngine, report]
 """What a run imports lazily, imported before the processes that the tests kill."""
-with suppress(ImportError):
-    IMPORTED.append(importlib.import_module("pyarrow.parquet"))
 
 WHITE, BLACK = (255, 255, 255), (0, 0, 0)
 
@@ -101,7 +97,7 @@ def contents(out: Path) -> dict[str, object]:
     found: dict[str, object] = {}
     for path in sorted(out.rglob("*")):
         name = path.relative_to(out).as_posix()
-        if path.is_dir() or name in (".lock", "manifest.parquet"):
+        if path.is_dir() or name == ".lock":
             continue
         if name == "manifest.jsonl":
             found[name] = [{**row, "seconds": None} for row in rows(out)]

@@ -92,7 +92,7 @@ def test_the_section_of_absent_things_is_the_answer_to_absent_names() -> None:
     assert rows == {text: ", ".join(names.split()) for text, names in _ABSENT.items()}
     for text, names in rows.items():
         for name in names.split(", "):
-            assert public_hint(name, dir(saliency)) == f"; the nearest here: {text}"
+            assert public_hint(name, dir(saliency)) == f"; not offered here; nearest: {text}"
 
 
 def test_the_function_for_quantus_returns_maps_as_an_array(names: dict[str, Any]) -> None:

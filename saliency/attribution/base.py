@@ -37,7 +37,9 @@ from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOp
 from .resolved_target import ResolvedTarget, has_batch_statistics, warn_of_coupled_images
 from .spellings import refuse_unknown_keywords
 
-METHODS: Registry[type[Attribution]] = Registry("method")
+METHODS: Registry[type[Attribution]] = Registry(
+    "method", {"att_cat": "chefer_attention", "attention_grad_cam": "gradient_rollout", "token_tm": "chefer_attention"}
+)
 """All methods by name. A class with a `name` is registered when it is defined."""
 
 
@@ -60,7 +62,8 @@ class BatchAttribution(NamedTuple):
 class Attribution(HasOptions, ABC):
     """Base class of all methods, which attribute a score to the pixels.
 
-    A subclass with a `name` is registered, and so appears in the command line, the tables and the tests.
+    A subclass with a `name` is registered, and so appears in the command line, the tables and the tests. Its docstring
+    describes its own options and errors; those below are added to it.
 
     Args:
         model: Any `torch.nn.Module`. It is unchanged after each call, bit for bit.
@@ -75,6 +78,10 @@ class Attribution(HasOptions, ABC):
         layout: For tokens and channels whose layout is not recognised, a function from the output of the read layer,
             such as (N, tokens, K), to maps (N, K, h, w). It only selects and rearranges. By default `model.layout`. The
             outputs of convolutions need none.
+
+    Raises:
+        MethodError: An option is invalid.
+        TargetError: The target does not fit the model's output, or has no gradient and the method needs one.
     """
 
     name: ClassVar[str] = ""
@@ -348,8 +355,6 @@ class TracedAttribution(Attribution):
 
     keep: Keep = Keep.NOTHING
     """Values of the forward's operations that the method reads."""
-    reads_tokens: ClassVar[bool] = False
-    """Whether the method reads the gradient at the tokens between the blocks of a vision transformer."""
 
     def layer_names(self, x: Tensor, target: ResolvedTarget) -> tuple[str, ...]:
         """Return the names of the layers that the method reads on a batch, for a target; none by default."""
@@ -386,8 +391,8 @@ def read_one_forward(
     keeps = {method.keep for method in methods}
     keep = Keep.ALL if keeps > {Keep.CHANGES} else max(keeps)  # another method may read the graph's values
     traced = dict.fromkeys(name for method in methods for name in method.traced_modules())
-    reads = [any(getattr(method, name) for method in methods) for name in ("needs_attention", "reads_tokens")]
-    forward = SharedForward(methods[0].model, x, chain(*layers), deepest, max_backwards, keep, traced, *reads)
+    reads_attention = any(method.needs_attention for method in methods)
+    forward = SharedForward(methods[0].model, x, chain(*layers), deepest, max_backwards, keep, traced, reads_attention)
     results = []
     for target in targets:
         grads = TargetGradients(forward, target)

@@ -40,7 +40,6 @@ class SharedForward:
         keep: The values of the forward's operations that are recorded, for methods that walk the graph.
         traced: The names of the modules whose operations such a method tells apart.
         reads_attention: Whether the attention of the forward is read.
-        reads_tokens: Whether the gradient at the tokens between blocks is read too.
         backwards: The maximum number of backward passes. The last one frees the graph as it runs, which is up to 10 %
             faster than keeping it. None keeps the graph and sets no maximum.
     """
@@ -55,11 +54,10 @@ class SharedForward:
         keep: Keep = Keep.NOTHING,
         traced: Iterable[str] = (),
         reads_attention: bool = False,
-        reads_tokens: bool = False,
     ) -> None:
         self.model = model
         self.recorded = gradients
-        self.reads_attention, self.reads_tokens = reads_attention, reads_tokens
+        self.reads_attention = reads_attention
         self._backwards_left = backwards
         kind = x.device.type
         self.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -186,10 +184,7 @@ class TargetGradients:
         return at_least_float32(layout(self._shared_gradients[layer]))
 
     def node_gradient(self, node: Node) -> Tensor:
-        """Return the gradient at the result of an attention call, or at its `token_nodes` if the forward reads tokens.
-
-        It has the shape of the result.
-        """
+        """Return the gradient at the result of an attention call, in the shape of the result."""
         return self._shared_gradients[node]
 
     def gradient_at(self, node: Node) -> Tensor:
@@ -201,8 +196,7 @@ class TargetGradients:
     def _shared_gradients(self) -> dict[str | Node, Tensor]:
         """The gradients at all kept layers and attention calls, from one backward pass."""
         kept = self.forward.layers
-        tokens = self.token_nodes if self.forward.reads_tokens else []
-        nodes = list(dict.fromkeys([*(call.node for call in self.attention), *tokens]))
+        nodes = [call.node for call in self.attention]
         gradients = self._gradients([*kept.values(), *(GradientEdge(node, 0) for node in nodes)])
         if all(gradient is None for gradient in gradients):
             raise LayerError(no_gradient_message(*kept))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from inspect import Parameter, Signature, getattr_static
 from typing import Any, Generic, Literal, Self, TypeVar, dataclass_transform, overload
 
+from .docstrings import complete_docstring
 from .spellings import option_hint
 
 Chunk = int | Literal["auto"]
@@ -118,6 +119,7 @@ class HasOptions:
         inherited = getattr_static(cls, "__init__")
         if inherited is object.__init__ or hasattr(inherited, "__signature__"):
             setattr(cls, "__init__", _constructor(cls))  # noqa: B010 - type checkers derive it from the options
+        cls.__doc__ = complete_docstring(cls, declared_options(cls).keys())
 
     def set_options(self, values: dict[str, Any]) -> None:
         """Store the values of all options, those of the base classes first."""

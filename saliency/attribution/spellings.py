@@ -12,12 +12,12 @@ from ..errors import did_you_mean
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# Of captum, grad-cam, torchcam, zennit, tf-explain and the authors' code; the first entry that fits is shown.
+# Of captum, grad-cam, torchcam, zennit, tf-explain and the authors' code; the first entry that fits is shown. Each row
+# answers an option of captum, grad-cam or zennit, or an argument of `attribute`, so none can go.
 _OPTIONS = {
     "model": "forward_func net network nn_module",
     "layer": "target_layer target_layers layer_name conv_layer",
     "layers": "target_layer target_layers layer_names",
-    "draws": "num_samples",
     "passes": "n_samples nt_samples num_samples nsamples n_iter num_masks n_masks",
     "steps": "n_steps num_steps x_steps n_iter max_iter num_samples",
     "noise": "noise_level stdevs std stdev_spread",
@@ -29,10 +29,8 @@ _OPTIONS = {
     "segments": "feature_mask n_segments num_segments",
     "cam": "base_method",
     "inner": "attribution_method base_method",
-    "max_distance": "max_dist",
     "chunk": "batch_size n_batch internal_batch_size nt_samples_batch_size perturbations_per_eval",
     "progress": "show_progress",
-    "seed": "random_state",
     "layout": "reshape_transform",
     "inputs": "image images input input_tensor",
     "forward_args": "additional_forward_args",
@@ -46,7 +44,6 @@ _INSTEAD = {
     "integrals are computed by the Gauss-Legendre rule": "method",
     "explanation.residual is this difference, with the opposite sign": "return_convergence_delta",
     'the values keep their sign; pass sign="absolute" or "positive" to overlay': "abs relu_attributions",
-    "overlay normalises and resizes the values where it draws them": "interpolate_mode normalized use_rgb image_weight",
     "it averages over flips and factors of the image; SmoothGrad(method) averages over noisy images": "aug_smooth",
     "use EigenGradCAM": "eigen_smooth",
     "use SmoothGrad, SmoothGradSquared or VarGrad": "nt_type",
@@ -80,6 +77,9 @@ _ABSENT = {
     ),
     "inspection.extract_features(model, images) gives the activations to which a concept's classifier is fitted": (
         "TCAV Concept DeepFeatureFactorization"
+    ),
+    "CheferAttention(model) and GradientRollout(model) weigh attention by its gradient": (
+        "AttCAT AttentionGradCAM TokenTM"
     ),
     "EigenCAM(model, layer) is the linear principal component": "KPCA_CAM",
     "GradCAMPlusPlus(model, layer) or EigenCAM(model, layer)": "FEM",
@@ -143,7 +143,7 @@ def public_hint(name: str, known: Collection[str]) -> str:
     for ours in _matches(name, _PUBLIC):
         return f"; it is called {ours} here"
     for nearest in _matches(name, _ABSENT):
-        return f"; the nearest here: {nearest}"
+        return f"; not offered here; nearest: {nearest}"
     return did_you_mean(name, known)
 
 

@@ -9,7 +9,7 @@ The output folder contains:
     photos/, heat/        images of the gallery page
     maps/                 saved maps (with `maps=True`)
     trust/                trust cards (with `trust=True`)
-    manifest.jsonl        a row per image and method; the same table as manifest.parquet
+    manifest.jsonl        a row per image and method
     manifest.json         model, options and state of the run
     listing.jsonl         the numbered images
     index.html            the gallery page

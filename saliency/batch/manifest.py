@@ -1,16 +1,13 @@
-"""The manifest: one row per image and method, as JSON lines and as Parquet."""
+"""The manifest: one row per image and method, as JSON lines."""
 
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import os
 from collections.abc import Container, Iterable, Iterator, Sequence
-from importlib.util import find_spec
-from itertools import compress, islice
+from itertools import compress
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 from ..io.atomic_write import atomic_write
@@ -19,10 +16,7 @@ Row = dict[str, Any]
 
 MANIFEST = "manifest.jsonl"
 CSV = "manifest.csv"
-PARQUET = "manifest.parquet"
 _ERRORS = "backslashreplace"  # for undecodable bytes of paths
-PARQUET_ROWS = 10_000
-"""Rows per Parquet row group."""
 
 FILES = ("overlay", "photo", "heat", "map", "card", "card_json")
 COLUMNS: dict[str, type] = {
@@ -179,27 +173,9 @@ def write_csv(folder: Path) -> Path:
     ):
         table = csv.DictWriter(file, COLUMNS)
         table.writeheader()
-        table.writerows(_plain(row, dict | list) for row, _ in read_rows(folder / MANIFEST))
+        for row, _ in read_rows(folder / MANIFEST):
+            parts = {
+                name: json.dumps(each, sort_keys=True) for name, each in row.items() if isinstance(each, dict | list)
+            }
+            table.writerow(row | parts)
     return folder / CSV
-
-
-def _plain(row: Row, kinds: UnionType | type) -> Row:
-    """Return a row whose values of some kinds are JSON text."""
-    return {name: json.dumps(each, sort_keys=True) if isinstance(each, kinds) else each for name, each in row.items()}
-
-
-def write_parquet(rows: Iterable[Row], path: Path) -> None:
-    """Write rows as a Parquet table if pyarrow is installed.
-
-    The table has the columns of the manifest: `box` and `range` are lists of numbers, and dictionaries are JSON text.
-    """
-    if find_spec("pyarrow") is None:
-        return
-    arrow = importlib.import_module("pyarrow")
-    parquet = importlib.import_module("pyarrow.parquet")
-    types = {int: arrow.int64(), float: arrow.float64(), list: arrow.list_(arrow.float64())}
-    schema = arrow.schema([(name, types.get(kind, arrow.string())) for name, kind in COLUMNS.items()])
-    plain = (_plain(row, dict) for row in rows)
-    with atomic_write(path) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
-        while group := list(islice(plain, PARQUET_ROWS)):
-            writer.write_table(arrow.Table.from_pylist(group, schema=schema))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .._version import DISTRIBUTION
 from .errors import BatchError, Failure, StoppedError, sentence, writing_to
 from .listing import ImageEntry, merge_listing
-from .manifest import MANIFEST, PARQUET, Manifest, Row, read_rows, write_parquet
+from .manifest import MANIFEST, Manifest, Row, read_rows
 from .output_folder import FORMAT, LISTING, PAGE, OutputFolder
 from .run_options import Progress, RunOptions, Summary, without_address
 
@@ -200,7 +200,7 @@ class Run:
             options.on_progress(Progress(len(self._done), self.total, self._fresh, len(self._failed)))
 
     def finish(self) -> Summary:
-        """Sort the manifest, write the Parquet table and the page, and return the summary."""
+        """Sort the manifest, write the page, and return the summary."""
         manifest, failures = self.manifest, self.manifest.failures(self.options.methods)
         lacking = Counter(
             method for index in range(self.total) for method in self.methods if self._lacks(index, method)
@@ -214,7 +214,6 @@ class Run:
 
             with writing_to(self.folder.path):
                 manifest.sort()
-                write_parquet((row for row, _ in read_rows(manifest.path)), self.folder.path / PARQUET)
                 report(self.folder.path)
                 # Write this last: an interrupted update is then repeated.
                 self.folder.write_head(self.head | {"counts": counts, "finished": complete})

@@ -23,6 +23,8 @@ LISTS = frozenset((".csv", ".tsv", ".jsonl", ".ndjson", ".txt"))
 
 _OWN = "is a file that saliency wrote, so it is left out"
 _SHARD_SUFFIXES = frozenset(("avif", "bmp", "gif", "jpeg", "jpg", "png", "tif", "tiff", "webp"))
+# Without these common names, a list with the header "image,label" would be read as one without a header, whose first
+# image is missing. The JSON files of shards have such names too.
 _PATHS = ("path", "file", "filename", "image", "photo", "source")
 _TARGETS = ("target", "class", "label", "category", "cls")
 

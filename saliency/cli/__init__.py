@@ -197,7 +197,7 @@ examples:
   saliency evaluate photos/ -m grad_cam layer_cam lrp --out measured
   saliency evaluate photos/ -m grad_cam rise --set-metric steps=28
   saliency evaluate photos/ --masks masks/ --metrics pointing_game
-  saliency evaluate photos/ --boxes boxes.json --metrics relevance_mass
+  saliency evaluate photos/ --boxes boxes.json --metrics iou
 
 Each method is measured on each image, next to maps that ignore the prediction.
 Run the same command again to resume, or with more methods.

@@ -19,8 +19,6 @@ from ..methods import METHODS
 from ..zoo import models as zoo_models
 from .console import Screen, UsageError
 
-_WEIGHTS = {"here": "here", "download": "to download", "pip install": "pip install", "none": "none, random only"}
-
 
 def methods(arguments: argparse.Namespace, screen: Screen) -> int:
     """List all methods with a one-sentence description, cost and paper; or describe one method with its options."""
@@ -52,9 +50,9 @@ def describe(cls: type[Attribution]) -> dict[str, Any]:
 
 
 def _meaning(cls: type[Attribution], option: str) -> str:
-    """Return what the docstrings of a class say about an option; "As for `X`" is replaced by what those of X say."""
-    docs = "\n".join(inspect.cleandoc(base.__doc__ or "") for base in cls.__mro__)
-    found = re.search(rf"^ {{4}}(?:\w+, )*{option}(?:, \w+)*: (.*(?:\n {{8}}.*)*)", docs, re.MULTILINE)
+    """Return what the docstring of a class says about an option; "As for `X`" is replaced by what that of X says."""
+    pattern = rf"^ {{4}}(?:\w+, )*{option}(?:, \w+)*: (.*(?:\n {{8}}.*)*)"
+    found = re.search(pattern, inspect.getdoc(cls) or "", re.MULTILINE)
     text = " ".join(found[1].split()) if found else ""
     if other := re.match(r"As for `(\w+)`", text):
         named = {each.__name__: each for each in METHODS.values()}
@@ -99,9 +97,7 @@ def models(arguments: argparse.Namespace, screen: Screen) -> int:
         raise UsageError(f'no model matches "{pattern}"{hint}')
     bundled_only = arguments.pattern is None and not arguments.all
     shown = [model for model in matching if model.source == "bundled" or not bundled_only]
-    screen.table(
-        ["model", "source", "weights"], [(model.name, model.source, _WEIGHTS[model.weights]) for model in shown]
-    )
+    screen.table(["model", "source"], [(model.name, model.source) for model in shown])
     if bundled_only:
         counts = Counter(model.source for model in known if model.source != "bundled")
         rest = " and ".join(f"{count} of {library}" for library, count in counts.items())

@@ -386,7 +386,6 @@ class MultiPassAttribution(Attribution):
     The options change the speed, the rounding and the random draws, but not the estimated quantity.
 
     Args:
-        model: As for every method.
         chunk: The number of passes that run at once; "auto" chooses it by the size of the image.
             Chunks of different sizes round differently.
         precision: "exact" runs the model itself. "fast" runs a private copy with batch norms folded into convolutions
@@ -396,8 +395,6 @@ class MultiPassAttribution(Attribution):
         on_interrupt: "raise" propagates Ctrl-C; "return" returns what was computed so far; for images that were not
             started, only the first chunk is computed.
         seed: The seed of all random draws of a call. Every image gets the same draws.
-        preprocess: As for every method.
-        categories: As for every method.
     """
 
     chunk: Option[Chunk] = Option("auto", check_chunk)
@@ -452,9 +449,8 @@ class TimedAttribution(MultiPassAttribution):
     """Base of the methods that can do less in less time.
 
     Args:
-        model: As for every method.
-        seconds: The maximum time per image, in seconds. If less is done than without it, `effort` says so.
-        **options: As for `MultiPassAttribution`.
+        seconds: The maximum time per image, in seconds: as many steps, channels or other passes as fit. If less is done
+            than without it, `effort` says so.
     """
 
     seconds: Option[float | None] = Option(None, check_number, above=0)
@@ -468,9 +464,7 @@ class SteppedAttribution(TimedAttribution):
     """Base of the methods that take a number of steps, which must be known before the first one.
 
     Args:
-        model: As for every method.
         steps: The number of steps; with `seconds`, as many of them as fit.
-        **options: As for `TimedAttribution`.
     """
 
     steps: Option[int] = Option(50, check_integer)
@@ -497,13 +491,11 @@ class SampledAttribution(TimedAttribution):
     The first limit that is met ends the sampling.
 
     Args:
-        model: As for every method.
         passes: The maximum number of passes per image; by default the method's own number, or 100 000 if a tolerance or
             a time is set.
         seconds: The maximum time per image, in seconds.
         tolerance: The relative error at which sampling stops: the root mean square of the standard errors, divided by
             that of the values.
-        **options: As for `MultiPassAttribution`.
     """
 
     passes: Option[int | None] = Option(None, check_integer)

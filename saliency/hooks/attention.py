@@ -108,10 +108,6 @@ class AttentionCall:
         queries, keys = (F.normalize(part.transpose(1, 2).flatten(2), dim=-1) for part in both)
         return queries @ keys.mT
 
-    def values_of_queries(self) -> Tensor:
-        """Return what the node's result would be if each token attended to itself alone."""
-        return self.by_query(self.value) if self.query is None else _grouped(self.value, self.query)
-
     def by_query(self, result: Tensor) -> Tensor:
         """Return values in the shape of the node's result as (..., queries, d), or the reverse."""
         return result.mT if self.is_transposed else result

@@ -41,13 +41,14 @@ class LayerAttribution(TracedAttribution):
     """Base class of methods that read one layer.
 
     Args:
-        model: As for every method.
         layer: A dotted name, the module itself, a list with one of these, or None for the last layer with spatial
             output at which the score has a gradient. That layer is found by one forward of noise, or of the images if
             only the target can read the scores (a detector). If a module is called several times, the last call counts.
             Tokens (vision transformers with any number of leading tokens) and channels-last layouts (Swin) are read as
             maps.
-        **options: As for `saliency.Attribution`.
+
+    Raises:
+        LayerError: The layer does not exist, is not run, or has no spatial output.
     """
 
     gradients = "layers"
@@ -147,17 +148,8 @@ def warn_if_signed(name: str, activation: Tensor) -> None:
 class GradCAM(WeightedCAM):
     """Activations weighted by the mean gradient of their channel.
 
-    Args:
-        model: As for every method.
-        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
-        **options: As for `saliency.Attribution`.
-
     Values: (N, 1, h, w), signed, in score units. If only pooling and one linear layer follow, the values and the bias
     sum to the logit. The paper keeps the positive part, and so does `heatmap`.
-
-    Raises:
-        LayerError: The layer does not exist, is not run, or has no spatial output.
-        TargetError: The target does not fit the model's output.
 
     Source: Selvaraju et al., "Grad-CAM" (2016), https://arxiv.org/abs/1610.02391.
     """
@@ -184,10 +176,6 @@ class GradCAMPlusPlus(WeightedCAM):
         SaliencyWarning: The activations are signed. The coefficients have a pole where the sum of a channel is
             negative; such a sum counts as 0. Use `GradCAM`, or choose a layer after a ReLU.
 
-    Raises:
-        LayerError: The layer does not exist, is not run, or has no spatial output.
-        TargetError: The target does not fit the model's output.
-
     Source: Chattopadhay et al., "Grad-CAM++" (2017), https://arxiv.org/abs/1710.11063.
     """
 
@@ -213,10 +201,6 @@ class XGradCAM(WeightedCAM):
     Warns:
         SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
 
-    Raises:
-        LayerError: The layer does not exist, is not run, or has no spatial output.
-        TargetError: The target does not fit the model's output.
-
     Source: Fu et al., "Axiom-based Grad-CAM" (2020), https://arxiv.org/abs/2008.02312.
     """
 
@@ -239,10 +223,6 @@ class HiResCAM(LayerCombination):
 
     Values: (N, 1, h, w), signed, in score units.
 
-    Raises:
-        LayerError: The layer does not exist, is not run, or has no spatial output.
-        TargetError: The target does not fit the model's output.
-
     Source: Draelos and Carin, "Use HiResCAM instead of Grad-CAM" (2020), https://arxiv.org/abs/2011.08891.
     """
 
@@ -260,10 +240,6 @@ class LayerCAM(LayerCombination):
     randomised.
 
     Values: (N, 1, h, w), in score units.
-
-    Raises:
-        LayerError: The layer does not exist, is not run, or has no spatial output.
-        TargetError: The target does not fit the model's output.
 
     Source: Jiang et al., "LayerCAM" (2021), https://doi.org/10.1109/TIP.2021.3089943.
     """
@@ -288,9 +264,6 @@ class EigenCAM(LayerCombination):
         SaliencyWarning: The layer returns tokens, or its activations are signed and the map correlates weakly with
             their norm. Then the map may be high at the background. Use `EigenGradCAM` or `GradCAM`, or choose a layer
             after a ReLU.
-
-    Raises:
-        LayerError: The layer does not exist, is not run, or has no spatial output.
 
     Source: Muhammad and Yeasin, "Eigen-CAM" (2020), https://arxiv.org/abs/2008.00299.
     """
@@ -337,10 +310,6 @@ class EigenGradCAM(LayerCombination):
     The map depends little on the class: up to its sign, it hardly changes when the classifier is randomised.
 
     Values: (N, 1, h, w), signed, in score units.
-
-    Raises:
-        LayerError: The layer does not exist, is not run, or has no spatial output.
-        TargetError: The target does not fit the model's output.
 
     Source: Gildenblat and contributors, "PyTorch library for CAM methods" (2021),
         https://github.com/jacobgil/pytorch-grad-cam; the projection of Muhammad and Yeasin (2020), centred.
@@ -389,7 +358,6 @@ class CAM(LayerAttribution):
 
     Raises:
         NotApplicableError: The head is different, or the target is not a class.
-        LayerError: The layer does not exist, is not run, or has no spatial output.
 
     Source: Zhou et al., "Learning Deep Features for Discriminative Localization" (2015),
         https://arxiv.org/abs/1512.04150.

@@ -34,17 +34,12 @@ class GuidedGradCAM(LayerAttribution):
     Both come from one forward and one graph. The CAM's positive part is resized bilinearly to the input.
 
     Args:
-        model: As for every method.
-        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         smooth: As for `GuidedBackprop`.
-        **options: As for `saliency.Attribution`.
 
     Values: (N, C, H, W), signed, in the product of both methods' units.
 
     Raises:
         NotApplicableError: The model calls no ReLU.
-        LayerError: The layer does not exist, is not run, or has no spatial output.
-        TargetError: The target does not fit the model's output.
 
     Source: Selvaraju et al., "Grad-CAM" (2016), https://arxiv.org/abs/1610.02391.
     """
@@ -123,18 +118,15 @@ class FusedCAM(_LayerFusion):
     The result is the maximum at each location. All layers share one forward and one backward.
 
     Args:
-        model: As for every method.
         layers: Names or modules; None for the last layer of each of the last three resolutions, found by one forward.
         cam: The CAM to fuse: "layer_cam" as in the paper, "grad_cam", "grad_cam_plus_plus", "xgrad_cam" or "hires_cam".
         gamma: How strongly weak values are raised; 2 in the paper.
-        **options: As for `saliency.Attribution`.
 
     Values: (N, 1, h, w), 0 to tanh(gamma), without a unit: each layer is scaled by its own maximum, image by image.
 
     Raises:
         MethodError: The CAM does not exist, or gamma is not positive.
         LayerError: A layer does not exist, is not run, or has no spatial output.
-        TargetError: The target does not fit the model's output.
 
     Source: Jiang et al., "LayerCAM" (2021), https://doi.org/10.1109/TIP.2021.3089943, section III-C.
     """
@@ -159,12 +151,10 @@ class RefineCAM(_LayerFusion):
     share one forward and one backward.
 
     Args:
-        model: As for every method.
         layers: Names or modules; None for the last layer of each of the last three resolutions, found by one forward.
         cam: "layer_cam", "grad_cam", "grad_cam_plus_plus", "xgrad_cam" or "hires_cam". The authors' code uses
             "grad_cam_plus_plus", which is not defined for the signed channels at the end of many stages. On the bundled
             network and photos it puts 47 % of the map into the objects' boxes, "layer_cam" 77 %.
-        **options: As for `saliency.Attribution`.
 
     Values: (N, 1, h, w), 0 to 1, without a unit: each layer is scaled by its own maximum, image by image. Zero
         everywhere if a layer has no positive value.
@@ -172,7 +162,6 @@ class RefineCAM(_LayerFusion):
     Raises:
         MethodError: The CAM does not exist.
         LayerError: A layer does not exist, is not run, or has no spatial output.
-        TargetError: The target does not fit the model's output.
 
     Source: Domeniconi et al., "How to Evaluate and Refine your CAM" (2026), https://arxiv.org/abs/2605.14641.
     """
@@ -193,20 +182,14 @@ class FinerCAM(LayerAttribution):
     own, pass a function as the target of the CAM: `lambda output: output[:, 281] - 0.6 * output[:, 282]`.
 
     Args:
-        model: As for every method.
-        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         references: The number of classes to compare with.
         gamma: The weight of the references: 0 is the plain CAM; 0.6 in the paper.
         cam: "grad_cam", "hires_cam", "layer_cam", "grad_cam_plus_plus" or "xgrad_cam".
-        **options: As for `saliency.Attribution`.
 
     Values: (N, 1, h, w), signed, in the units of the CAM.
 
     Raises:
         NotApplicableError: The target is not a class, or the model has only one.
-        MethodError: An option is invalid.
-        LayerError: The layer does not exist, is not run, or has no spatial output.
-        TargetError: The target does not fit the model's output.
 
     Source: Zhang et al., "Finer-CAM" (2025), https://arxiv.org/abs/2501.11309.
     """
@@ -258,16 +241,10 @@ class ShapleyCAM(LayerAttribution):
     The utility of a class is its score plus the logarithm of its probability, as in the authors' code. For any other
     target, such as `saliency.value(281)` for the logit, and for a model of one class, it is the score.
 
-    Args:
-        model: As for every method.
-        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
-        **options: As for `saliency.Attribution`.
-
     Values: (N, 1, h, w), signed, in units of the utility.
 
     Raises:
         LayerError: The layer does not exist, is not run, or has no spatial output, or the score does not depend on it.
-        TargetError: The target does not fit the model's output.
         NotApplicableError: An operation after the layer has no second derivative.
 
     Source: Cai, "CAMs as Shapley Value-based Explainers" (2025), https://arxiv.org/abs/2501.06261.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -17,15 +17,12 @@ from ..hooks.operations import Keep
 from ..hooks.rectifiers import Coverage
 from ..relevance.multipliers import Multipliers
 from ..relevance.propagation import Unknown
-from ..relevance.reveal_cancel import reveal_cancel
 from ..relevance.walk import Walk
 from ..validation import check_choice, check_integer
 from .baselines import BaselineOption, baselines
 
 MAX_MISSING_SHARE = 1e-4
 """The share of the difference of the scores that may be missing from the values without a warning."""
-
-DeepLIFTRule = Literal["rescale", "reveal_cancel"]
 
 
 class DeepLIFT(TracedAttribution):
@@ -41,13 +38,8 @@ class DeepLIFT(TracedAttribution):
     between both points.
 
     Args:
-        model: As for every method.
         baseline: As for `IntegratedGradients`.
-        rule: "rescale", or "reveal_cancel", which passes positive and negative parts of differences apart, and so shows
-            operands that cancel. It is for chains of convolutions, matrix products, batch norms, functions of one
-            number and sums.
         unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
-        **options: As for `saliency.Attribution`.
 
     Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less that of the baseline.
 
@@ -58,7 +50,6 @@ class DeepLIFT(TracedAttribution):
     Raises:
         NotApplicableError: An operation of the model has no rule, or the model runs other operations for the baseline.
         MethodError: An option is invalid, or a baseline does not fit.
-        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Shrikumar et al., "Learning Important Features Through Propagating Activation Differences" (2017),
         https://arxiv.org/abs/1704.02685.
@@ -71,13 +62,12 @@ class DeepLIFT(TracedAttribution):
     """Whether the baselines are a sample, so that their mean has a standard error."""
 
     baseline: BaselineOption = BaselineOption("mean")
-    rule: Option[DeepLIFTRule] = Option("rescale", check_choice, get_args(DeepLIFTRule))
     unknown: Option[Unknown] = Option("refuse", check_choice, get_args(Unknown))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_lean = self.rule == "rescale" and self.unknown == "refuse"  # nothing reads values of linear operations
-        self.keep = Keep.CHANGES if is_lean else Keep.ALL
+        # Only gradients of unknown operations read the values of linear operations.
+        self.keep = Keep.CHANGES if self.unknown == "refuse" else Keep.ALL
 
     def references(self, x: Tensor) -> Tensor:
         """Return the baselines (K, N, C, H, W) of a batch."""
@@ -109,10 +99,7 @@ class DeepLIFT(TracedAttribution):
 
     def _values(self, grads: TargetGradients, base: TargetGradients, frees: bool) -> tuple[Tensor, dict[str, int]]:
         """Return the values (N, C, H, W) against one baseline, and the number of operations by kind."""
-        multipliers = Multipliers(grads, base, self.unknown, frees=frees)
-        if self.rule == "reveal_cancel":
-            return reveal_cancel(grads, base)
-        walk = Walk(grads, multipliers)
+        walk = Walk(grads, Multipliers(grads, base, self.unknown, frees=frees))
         change = at_least_float32(grads.x) - at_least_float32(base.x)
         return change * (0 if walk.gradient is None else walk.gradient), dict(walk.treated)
 
@@ -144,13 +131,9 @@ class DeepSHAP(DeepLIFT):
     additive models, the values are the Shapley values whose missing pixels come from the baselines.
 
     Args:
-        model: As for every method.
         baseline: "colours", or several baselines as for `IntegratedGradients`: a list, or a float tensor (K, C, H, W).
         samples: The number of random colours.
         seed: The seed of the colours, which are the same for all images.
-        rule: As for `DeepLIFT`.
-        unknown: As for `DeepLIFT`.
-        **options: As for `saliency.Attribution`.
 
     Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less the baselines' mean score.
 
@@ -159,8 +142,6 @@ class DeepSHAP(DeepLIFT):
 
     Raises:
         NotApplicableError: An operation of the model has no rule, or the model runs other operations for a baseline.
-        MethodError: An option is invalid, or a baseline does not fit.
-        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Lundberg and Lee, "A Unified Approach to Interpreting Model Predictions" (2017),
         https://arxiv.org/abs/1705.07874.

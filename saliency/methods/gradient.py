@@ -28,9 +28,6 @@ class VanillaGradient(TracedAttribution):
     Values: (N, C, H, W), signed, in score units per unit of the normalised input. At each pixel, the paper draws the
     largest magnitude over the channels, and so does `heatmap`.
 
-    Raises:
-        TargetError: The target does not fit the model's output, or does not depend on the input.
-
     Source: Simonyan et al., "Deep Inside Convolutional Networks" (2013), https://arxiv.org/abs/1312.6034.
     """
 
@@ -54,9 +51,6 @@ class InputXGradient(TracedAttribution):
 
     Values: (N, C, H, W), signed, in score units.
 
-    Raises:
-        TargetError: The target does not fit the model's output, or does not depend on the input.
-
     Source: Shrikumar et al., "Not Just a Black Box" (2016), https://arxiv.org/abs/1605.01713.
     """
 
@@ -76,11 +70,9 @@ class RectifiedGradient(TracedAttribution):
     times, inside scripts and non-reentrant checkpoints. Only the gradient through the rectifier changes.
 
     Args:
-        model: As for every method.
         smooth: The rule of LeakyReLU, PReLU, ELU, GELU, SiLU, Hardswish, Mish and Softplus, for which the paper has
             none: "leave" keeps their derivative, "positive" passes only a positive incoming gradient, times the true
             derivative. In both cases the explanation's coverage counts them.
-        **options: As for `saliency.Attribution`.
     """
 
     cost = "1 forward, 1 backward"
@@ -138,7 +130,6 @@ class GuidedBackprop(RectifiedGradient):
 
     Raises:
         NotApplicableError: The model calls no ReLU, so the result would be the plain gradient.
-        TargetError: The target does not fit the model's output.
 
     Source: Springenberg et al., "Striving for Simplicity" (2014), https://arxiv.org/abs/1412.6806.
     """
@@ -165,7 +156,6 @@ class DeconvNet(RectifiedGradient):
 
     Raises:
         NotApplicableError: The model calls no ReLU, so the result would be the plain gradient.
-        TargetError: The target does not fit the model's output.
 
     Source: Zeiler and Fergus, "Visualizing and Understanding Convolutional Networks" (2013),
         https://arxiv.org/abs/1311.2901.
@@ -191,17 +181,13 @@ class RectGrad(RectifiedGradient):
     classifier is randomised.
 
     Args:
-        model: As for every method.
         percentile: The percentage of blocked units, 0 to 100; 98 in the authors' code.
-        smooth: As for `GuidedBackprop`.
-        **options: As for `saliency.Attribution`.
 
     Values: (N, C, H, W), signed, in score units.
 
     Raises:
         NotApplicableError: The model calls no ReLU, so the result would be the plain gradient times the input.
         MethodError: The percentile is outside 0 to 100.
-        TargetError: The target does not fit the model's output.
 
     Source: Kim et al., "Why are Saliency Maps Noisy? Cause of and Solution to Noisy Saliency Maps" (2019),
         https://arxiv.org/abs/1902.04893.

@@ -69,9 +69,10 @@ class LayerPasses(MultiPassAttribution):
     """Base class of methods that read a layer of one image once, and then run the model many times.
 
     Args:
-        model: As for every method.
         layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
-        **options: The options of the method's other base class.
+
+    Raises:
+        LayerError: The layer does not exist, is not run, or has no spatial output.
     """
 
     sign = "positive"
@@ -203,23 +204,15 @@ class ScoreCAM(LayerPasses, TimedAttribution):
     of the empty image, which takes one forward for all of them.
 
     Args:
-        model: As for every method.
-        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         channels: The number of channels to use, by falling standard deviation; None for all.
         align_corners: Whether masks are resized so that the centres of corner cells lie on the corners of the image, as
             in pytorch-grad-cam. By default the outer corners of these cells do, as in drawn maps and in the authors'
             code.
-        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the channels as fit.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
 
     Warns:
         SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
-
-    Raises:
-        LayerError: The layer does not exist, is not run, or has no spatial output.
-        MethodError: An option is invalid.
-        TargetError: The target does not fit the model's output.
 
     Source: Wang et al., "Score-CAM" (2019), https://arxiv.org/abs/1910.01279.
     """
@@ -270,11 +263,7 @@ class GScoreCAM(ScoreCAM):
     score of 0 for those that it does not run. These then have weight, which they should not.)
 
     Args:
-        model: As for every method.
-        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         channels: The number of channels to use, by falling mean gradient.
-        align_corners: As for `ScoreCAM`.
-        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the channels as fit.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
 
@@ -283,8 +272,6 @@ class GScoreCAM(ScoreCAM):
 
     Raises:
         LayerError: The layer does not exist, is not run, or has no spatial output, or no gradient reaches it.
-        MethodError: An option is invalid.
-        TargetError: The target does not fit the model's output, or has no gradient.
 
     Source: Chen et al., "gScoreCAM: What Objects Is CLIP Looking At?" (2022),
         https://doi.org/10.1007/978-3-031-26316-3_35.
@@ -310,22 +297,12 @@ class ISCAM(ScoreCAM):
     multiply masks by up to (N + 1) / 2, far outside the range of an image.)
 
     Args:
-        model: As for every method.
-        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         steps: The number N of strengths of each mask.
-        channels: The number of channels to use, by falling standard deviation; None for all.
-        align_corners: As for `ScoreCAM`.
-        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the channels as fit.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
 
     Warns:
         SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
-
-    Raises:
-        LayerError: The layer does not exist, is not run, or has no spatial output.
-        MethodError: An option is invalid.
-        TargetError: The target does not fit the model's output.
 
     Source: Naidu et al., "IS-CAM" (2020), https://arxiv.org/abs/2010.03023.
     """
@@ -358,23 +335,13 @@ class SSCAM(ScoreCAM, SampledAttribution):
     scores, to first order.
 
     Args:
-        model: As for every method.
-        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         noise: The standard deviation of the noise; masks without noise range from 0 to 1. The paper uses 2.
         draws: The number of noisy masks of each channel, if no limit is set.
-        channels: The number of channels to use, by falling standard deviation; None for all.
-        align_corners: As for `ScoreCAM`.
-        **options: As for `saliency.SampledAttribution`.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
 
     Warns:
         SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
-
-    Raises:
-        LayerError: The layer does not exist, is not run, or has no spatial output.
-        MethodError: An option is invalid.
-        TargetError: The target does not fit the model's output.
 
     Source: Wang et al., "SS-CAM" (2020), https://arxiv.org/abs/2006.14255.
     """
@@ -446,20 +413,12 @@ class AblationCAM(LayerPasses, TimedAttribution):
     zero everywhere have no effect, and are not run.
 
     Args:
-        model: As for every method.
-        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         channels: The number of channels to remove, by falling energy; None for all.
-        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the channels as fit.
 
     Values: (N, 1, h, w), signed, in units of score times activation.
 
     Warns:
         SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
-
-    Raises:
-        LayerError: The layer does not exist, is not run, or has no spatial output.
-        MethodError: An option is invalid.
-        TargetError: The target does not fit the model's output.
 
     Source: Desai and Ramaswamy, "Ablation-CAM" (2020), https://doi.org/10.1109/WACV45572.2020.9093360.
     """
@@ -538,17 +497,10 @@ class ReciproCAM(LayerPasses):
     Only the part of the model after the layer runs for each location, exactly, regardless of `precision`.
 
     Args:
-        model: As for every method.
-        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         alone: Whether to keep each location unscaled and without its neighbours. If only pooling and one linear layer
             follow, the values are then those of `CAM` divided by the number of locations.
-        **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, 1, h, w), signed, in score units.
-
-    Raises:
-        LayerError: The layer does not exist, is not run, or has no spatial output.
-        TargetError: The target does not fit the model's output.
 
     Source: Byun and Lee, "Recipro-CAM" (2022), https://arxiv.org/abs/2209.14074; for class tokens Byun and Lee,
         "ViT-ReciproCAM" (2023), https://arxiv.org/abs/2310.02588.

@@ -52,7 +52,6 @@ class IntegratedGradients(SteppedAttribution):
     top class on five photos have a cosine of .87 to .98 with those of 256 nodes; with 50 nodes .994 to .999.
 
     Args:
-        model: As for every method.
         baseline: "mean", "black", "white", "blur", "noise" (of the normalised input's mean and standard deviation), a
             number in units of the normalised input, a float tensor, an image or its path. For several, or a tensor
             (K, C, H, W), the mean over all is taken.
@@ -60,13 +59,11 @@ class IntegratedGradients(SteppedAttribution):
         steps: The number of nodes on each path.
         tolerance: The residual at which no more nodes are added, relative to the difference of the score and the
             baseline's score. Nodes are then chosen as described above; `rule` and `steps` are not used.
-        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
 
     Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less that of the baseline.
 
     Raises:
         MethodError: An option is invalid, or a baseline does not fit.
-        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Sundararajan et al., "Axiomatic Attribution for Deep Networks" (2017), https://arxiv.org/abs/1703.01365;
         baselines: Sturmfels et al., "Visualizing the Impact of Feature Attribution Baselines" (2020),
@@ -111,10 +108,8 @@ class IDGI(SteppedAttribution):
     for the logit).
 
     Args:
-        model: As for every method.
         baseline: As for `IntegratedGradients`.
         steps: The number of steps on each path.
-        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
 
     Values: (N, C, H, W), signed, in units of the probability, or of the target's score; they sum to that of the image
     less that of the baseline.
@@ -124,7 +119,6 @@ class IDGI(SteppedAttribution):
 
     Raises:
         MethodError: An option is invalid, or a baseline does not fit.
-        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Yang et al., "IDGI: A Framework to Eliminate Explanation Noise from Integrated Gradients" (2023),
         https://arxiv.org/abs/2303.14242.
@@ -192,16 +186,13 @@ class ExpectedGradients(SampledAttribution):
     distribution of the normalised input, which needs no data; the authors draw training images.
 
     Args:
-        model: As for every method.
         references: "colours", or what baselines are drawn from: a float tensor (K, C, H, W), or a list of images,
             paths, or baselines as for `IntegratedGradients`. For "noise", each sample has its own.
-        **options: As for `saliency.SampledAttribution`.
 
     Values: (N, C, H, W), signed, in score units; their expectation sums to the score less the baselines' mean score.
 
     Raises:
         MethodError: An option is invalid, or a reference does not fit.
-        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Erion et al., "Improving Performance of Deep Learning Models with Axiomatic Attribution Priors and Expected
         Gradients" (2019), https://arxiv.org/abs/1906.10670.
@@ -251,19 +242,16 @@ class GuidedIG(SteppedAttribution):
     Each step starts where the previous one ended, so passes run one by one.
 
     Args:
-        model: As for every method.
         baseline: As for `IntegratedGradients`.
         steps: The number of steps.
         fraction: The share of values that move together, above 0 and at most 1.
         max_distance: The largest distance of a value from the straight path, 0 to 1 as a share of it. 0 gives
             integrated gradients, 1 a free path.
-        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
 
     Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less that of the baseline.
 
     Raises:
         MethodError: An option is invalid, or a baseline does not fit.
-        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Kapishnikov et al., "Guided Integrated Gradients" (2021), https://arxiv.org/abs/2106.09788.
     """
@@ -335,18 +323,12 @@ class BlurIG(SteppedAttribution):
     The baseline is the image under the widest blur, so it differs for each image.
 
     Args:
-        model: As for every method.
         max_sigma: The widest blur's standard deviation, in pixels of the model's input.
         rule: As for `IntegratedGradients`; nodes lie on the standard deviation.
         steps: The number of nodes.
-        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
 
     Values: (N, C, H, W), signed, in score units; they sum to the score less that of the blurred image, up to the
     residual.
-
-    Raises:
-        MethodError: An option is invalid.
-        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Xu et al., "Attribution in Scale and Space" (2020), https://arxiv.org/abs/2004.03383.
     """

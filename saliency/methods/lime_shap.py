@@ -102,14 +102,7 @@ class Coalitions(ScoreEstimate):
 
 
 class CoalitionSampling(SegmentAttribution, SampledAttribution):
-    """Base class of methods that show many combinations of segments.
-
-    Args:
-        model: As for every method.
-        segments: As for `FeatureAblation`.
-        fill: As for `FeatureAblation`.
-        **options: As for `saliency.SampledAttribution`.
-    """
+    """Base class of methods that show many combinations of segments."""
 
     def result(self, estimate: Coalitions, passes: PassRunner, least: int, *, is_complete: bool) -> ImageAttribution:
         """Return the attribution of an estimate; warn about fewer than the `least` passes that determine the values.
@@ -149,22 +142,13 @@ class LIME(CoalitionSampling):
     are then the smallest coefficients that fit.
 
     Args:
-        model: As for every method.
-        segments: As for `FeatureAblation`.
-        fill: As for `FeatureAblation`.
         width: The width of the weights, in units of the cosine distance.
         penalty: The weight of the squared coefficients in a ridge regression, in units of a sample of weight 1. It
             shrinks them, by about 4 penalty / (sum of weights), which the errors do not include. The authors' code
             uses 1; with 0, the default, an additive model is recovered exactly.
-        **options: As for `saliency.SampledAttribution`.
 
     Values: (N, 1, H, W), signed, in score units per pixel: the coefficient of a segment, divided evenly among its
     pixels.
-
-    Raises:
-        DependencyError: Superpixels need scikit-image, which is not installed.
-        MethodError: An option is invalid, or does not fit the image.
-        TargetError: The target does not fit the model's output.
 
     Source: Ribeiro et al., "Why Should I Trust You?" (2016), https://arxiv.org/abs/1602.04938.
     """
@@ -238,19 +222,8 @@ class KernelSHAP(CoalitionSampling):
     many pairs as segments on. With fewer pairs than segments they are None and a warning is issued; the values are then
     the smallest that fit.
 
-    Args:
-        model: As for every method.
-        segments: As for `FeatureAblation`.
-        fill: As for `FeatureAblation`.
-        **options: As for `saliency.SampledAttribution`.
-
     Values: (N, 1, H, W), signed, in score units per pixel: the value of a segment, divided evenly among its pixels.
     They sum to f(x) - f(x').
-
-    Raises:
-        DependencyError: Superpixels need scikit-image, which is not installed.
-        MethodError: An option is invalid, or does not fit the image.
-        TargetError: The target does not fit the model's output.
 
     Source: Lundberg and Lee, "A Unified Approach to Interpreting Model Predictions" (2017),
         https://arxiv.org/abs/1705.07874; Covert and Lee, "Improving KernelSHAP" (2020),
@@ -343,19 +316,8 @@ class ShapleySampling(CoalitionSampling):
 
     The standard errors are those of a mean over independent pairs; None for fewer than two.
 
-    Args:
-        model: As for every method.
-        segments: As for `FeatureAblation`.
-        fill: As for `FeatureAblation`.
-        **options: As for `saliency.SampledAttribution`.
-
     Values: (N, 1, H, W), signed, in score units per pixel: the value of a segment, divided evenly among its pixels.
     They sum to f(x) - f(x').
-
-    Raises:
-        DependencyError: Superpixels need scikit-image, which is not installed.
-        MethodError: An option is invalid, or does not fit the image.
-        TargetError: The target does not fit the model's output.
 
     Source: Castro et al., "Polynomial Calculation of the Shapley Value Based on Sampling" (2009),
         https://doi.org/10.1016/j.cor.2008.04.004; Mitchell et al., "Sampling Permutations for Shapley Value

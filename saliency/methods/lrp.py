@@ -79,11 +79,11 @@ class RelevancePropagation(TracedAttribution):
     """Base class of relevance propagation: one forward, and one walk of its graph with the rules of a composite.
 
     Args:
-        model: As for every method.
-        layer: As for `LRP`.
-        through: As for `LRP`.
-        unknown: As for `LRP`.
-        **options: As for `saliency.Attribution`.
+        through: Channels by layer: only relevance that passes through these channels counts (concept relevance,
+            Achtibat et al. 2023, https://arxiv.org/abs/2206.03208). The ledger holds that of the other channels.
+            Relevance that takes a path around the layer, such as a residual connection, counts too. If a module is
+            called several times, only its last call is restricted.
+        unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
     """
 
     backwards = 1
@@ -262,12 +262,14 @@ class PixelRelevance(RelevancePropagation):
     """Base class of relevance propagation that is read at pixels or patches.
 
     Args:
-        model: As for every method.
-        at: As for `LRP`.
-        layer: As for `LRP`.
-        through: As for `LRP`.
-        unknown: As for `LRP`.
-        **options: As for `saliency.Attribution`.
+        at: "pixels"; or "patches" to read relevance at the output of the first convolution or linear layer, such as the
+            patch embedding. None is "patches" if that is a patch embedding, whose results are the tokens of attention;
+            else "pixels". Within a patch, relevance of both signs is often much larger than its sum, so pixels show
+            noise. The rule of this operation itself counts at pixels only. An option `layer` precedes it.
+        layer: The layer at which relevance is read, summed over its channels; None for `at`. The ledger is then
+            that of the layer: what the operations after it absorb, and the rest, which takes other paths. If a module
+            is called several times, the last call counts. At a convolution that is merged with its batch norm, it is
+            the relevance of the merged output.
     """
 
     at: Option[At | None] = Option(None, check_choice, get_args(At))
@@ -298,25 +300,10 @@ class LRP(PixelRelevance):
     activations of zero, and the stabiliser absorb.
 
     Args:
-        model: As for every method.
         composite: The rules: the name of a composite ("epsilon_plus", "epsilon", "gamma", "epsilon_gamma_box",
             "epsilon_alpha2_beta1", ...), or a mapping from an operation kind ("conv", "linear", "first",
             "last"), a layer's name, or a pattern of names to a rule of `saliency.relevance`. None takes "epsilon_plus",
             or "attn_lrp" for networks with attention.
-        at: "pixels"; or "patches" to read relevance at the output of the first convolution or linear layer, such as the
-            patch embedding. None is "patches" if that is a patch embedding, whose results are the tokens of attention;
-            else "pixels". Within a patch, relevance of both signs is often much larger than its sum, so pixels show
-            noise. The rule of this operation itself counts at pixels only. An option `layer` precedes it.
-        layer: The layer at which relevance is read, summed over its channels; None for `at`. The ledger is then
-            that of the layer: what the operations after it absorb, and the rest, which takes other paths. If a module
-            is called several times, the last call counts. At a convolution that is merged with its batch norm, it is
-            the relevance of the merged output.
-        through: Channels by layer: only relevance that passes through these channels counts (concept relevance,
-            Achtibat et al. 2023, https://arxiv.org/abs/2206.03208). The ledger holds that of the other channels.
-            Relevance that takes a path around the layer, such as a residual connection, counts too. If a module is
-            called several times, only its last call is restricted.
-        unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
-        **options: As for `saliency.Attribution`.
 
     Values: (N, C, H, W) at the input, or (N, 1, h, w) at a layer; signed, in score units.
 
@@ -327,7 +314,6 @@ class LRP(PixelRelevance):
         NotApplicableError: An operation of the model has no rule.
         MethodError: The composite or the channels are invalid, or a rule needs bounds of the input.
         LayerError: A layer does not exist or is not run.
-        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Bach et al., "On Pixel-Wise Explanations for Non-Linear Classifier Decisions by Layer-Wise Relevance
         Propagation" (2015), https://doi.org/10.1371/journal.pone.0130140.
@@ -357,15 +343,9 @@ class AttnLRP(PixelRelevance):
     The relevance of attention reaches query and key through the gradient of the softmax. Fused attention stays fused.
 
     Args:
-        model: As for every method.
         gamma: The gamma of linear layers, at least 0; the authors use 0.01 to 0.05. With 0, they pass their gradient.
         conv_gamma: The gamma of convolutions; the authors use 0.1 to 0.25. That of the patch embedding counts with
             at="pixels".
-        at: As for `LRP`.
-        layer: As for `LRP`.
-        through: As for `LRP`.
-        unknown: As for `LRP`.
-        **options: As for `saliency.Attribution`.
 
     Values: (N, C, H, W) at the input, or (N, 1, h, w) at a layer; signed, in score units.
 
@@ -376,7 +356,6 @@ class AttnLRP(PixelRelevance):
         NotApplicableError: An operation of the model has no rule.
         MethodError: A gamma is negative, or the channels are invalid.
         LayerError: A layer does not exist or is not run.
-        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Achtibat et al., "AttnLRP: Attention-Aware Layer-Wise Relevance Propagation for Transformers" (2024),
         https://arxiv.org/abs/2402.05602.
@@ -404,26 +383,10 @@ class AttnLRP(PixelRelevance):
 class CPLRP(AttnLRP):
     """LRP of transformers with attention weights and gates as constants: the value of attention gets all relevance.
 
-    Args:
-        model: As for every method.
-        gamma: As for `AttnLRP`.
-        conv_gamma: As for `AttnLRP`.
-        at: As for `AttnLRP`.
-        layer: As for `LRP`.
-        through: As for `LRP`.
-        unknown: As for `LRP`.
-        **options: As for `saliency.Attribution`.
-
     Values: (N, C, H, W) at the input, or (N, 1, h, w) at a layer; signed, in score units.
 
     Warns:
         SaliencyWarning: More than a thousandth of the score is missing from the ledger.
-
-    Raises:
-        NotApplicableError: An operation of the model has no rule.
-        MethodError: A gamma is negative, or the channels are invalid.
-        LayerError: A layer does not exist or is not run.
-        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Ali et al., "XAI for Transformers: Better Explanations through Conservative Propagation" (2022),
         https://arxiv.org/abs/2202.07304.
@@ -477,13 +440,9 @@ class ExcitationBackprop(RelevancePropagation):
     all classes have in common, and the positive part is kept. One walk computes both, because the rules are linear.
 
     Args:
-        model: As for every method.
         contrastive: Whether the map is contrastive.
         layer: The layer of the map. By default the last layer of the second-lowest resolution: for most networks, twice
             the grid of a class activation map.
-        through: As for `LRP`.
-        unknown: As for `LRP`.
-        **options: As for `saliency.Attribution`.
 
     Values: (N, 1, h, w), shares of 1, at least 0 in networks with ReLUs. They sum to 1 if all paths pass the layer and
         each neuron has a positive input; those of a contrastive map sum to less.
@@ -496,7 +455,6 @@ class ExcitationBackprop(RelevancePropagation):
         NotApplicableError: An operation of the model has no rule.
         MethodError: The channels are invalid.
         LayerError: The layer does not exist, is not run, or has no spatial output.
-        TargetError: The target does not fit the model's output.
 
     Source: Zhang et al., "Top-down Neural Attention by Excitation Backprop" (2016), https://arxiv.org/abs/1608.00507.
     """

@@ -35,9 +35,7 @@ class OptimisedMask(SteppedAttribution):
     other costs of a mask have the same meaning for logits, probabilities and any other score.
 
     Args:
-        model: As for every method.
         steps: The number of steps of gradient descent for each mask.
-        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
     """
 
     sign = "positive"
@@ -120,18 +118,15 @@ class MeaningfulPerturbation(OptimisedMask):
     224 pixels at each step.
 
     Args:
-        model: As for every method.
         steps: Steps of gradient descent; 300 in the paper.
         sparsity: The cost of hiding, as above; the paper's 0.08 is for probabilities.
         smoothness: The cost of edges; 0.01 in the paper.
         fill: As for `RISE`.
-        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
 
     Values: (N, 1, H, W), 0 to 1: the degree to which each pixel was hidden.
 
     Raises:
         MethodError: An option is not a positive number, or the fill is "inpaint".
-        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Fong and Vedaldi, "Interpretable Explanations of Black Boxes by Meaningful Perturbation" (2017),
         https://arxiv.org/abs/1704.03296.
@@ -219,19 +214,16 @@ class ExtremalPerturbation(OptimisedMask):
     result is one of many good parts: another seed may give another.
 
     Args:
-        model: As for every method.
         areas: The shares of the image that are kept, each between 0 and 1; all steps are run for each.
         steps: Steps of gradient descent, which are larger if there are fewer; 800 in the paper.
         weight: The cost of a wrong area at the first step.
         keep: "best" finds the part that suffices; "worst" the part whose loss lowers the score the most.
-        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
 
     Values: (N, 1, H, W), 0 to 1: the mask, 1 where a pixel belongs to the part; for several areas their mean. Zero
     everywhere if the score does not depend on the mask.
 
     Raises:
         MethodError: An area outside 0 to 1, or an option that is not a positive number.
-        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Fong et al., "Understanding Deep Networks via Extremal Perturbations and Smooth Masks" (2019),
         https://arxiv.org/abs/1910.08485.

@@ -36,7 +36,6 @@ class Occlusion(TimedAttribution):
     rounding. `effort[0].note` reports this.
 
     Args:
-        model: As for every method.
         window: The edge of the window in pixels of the model's input, or (height, width); cropped to the image.
         stride: The step of the window, or (down, across); not more than the window.
         fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0 is the mean
@@ -44,13 +43,11 @@ class Occlusion(TimedAttribution):
             an image (C, H, W) as the model takes it.
         seconds: The maximum time per image, in seconds. The first windows cover the image and are always run; the
             others follow in random order, so fewer windows are averaged where the time ended.
-        **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, 1, H, W), signed, in score units: the fall of the score, positive where the window hides support.
 
     Raises:
         MethodError: An option is invalid, or does not fit the image.
-        TargetError: The target does not fit the model's output.
 
     Source: Zeiler and Fergus, "Visualizing and Understanding Convolutional Networks" (2013),
         https://arxiv.org/abs/1311.2901.

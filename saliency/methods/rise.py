@@ -33,20 +33,17 @@ class RISE(SampledAttribution):
     be negative.
 
     Args:
-        model: As for every method.
         grid: The number of cells of a mask along each edge.
         shown: The probability p with which a cell is shown.
         debiased: See above.
         fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0 is the mean
             colour of its training images), "mean" (of the image), "blur", or an image (C, H, W) as the model takes it.
-        **options: As for `saliency.SampledAttribution`.
 
     Values: (N, 1, H, W), in score units; signed if debiased. The standard errors are those of a mean over independent
     masks. If debiased, they take the mean score as known, which is correct to first order in 1 / N.
 
     Raises:
         MethodError: An option is invalid, or does not fit the image.
-        TargetError: The target does not fit the model's output.
 
     Source: Petsiuk et al., "RISE" (2018), https://arxiv.org/abs/1806.07421; debiased as in Hatakeyama et al.,
         "Visualizing Color-wise Saliency of Black-Box Image Classification Models" (2020),

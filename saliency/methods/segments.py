@@ -147,10 +147,15 @@ class SegmentAttribution(MultiPassAttribution):
     """Base class of methods that hide segments of the image.
 
     Args:
-        model: As for every method.
-        segments: As for `FeatureAblation`.
-        fill: As for `FeatureAblation`.
-        **options: The options of the method's other base class.
+        segments: The approximate number of superpixels (SLIC, by scikit-image), the (rows, columns) of a grid, a label
+            map (H, W) in the size of the model's input, or a function from the image (H, W, C) in 0..1 to a label map.
+        fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0 is the mean
+            colour of its training images), "mean" (of the image), "blur", "inpaint" (from the surrounding pixels), or
+            an image (C, H, W) as the model takes it.
+
+    Raises:
+        DependencyError: Superpixels need scikit-image, which is not installed.
+        MethodError: An option is invalid, or does not fit the image.
     """
 
     units = "score per pixel"
@@ -172,22 +177,8 @@ class FeatureAblation(SegmentAttribution):
     Joint effects are missed, for example if either of two eyes suffices, so the sum of the values has no meaning.
     `KernelSHAP` and `ShapleySampling` divide joint effects among the segments.
 
-    Args:
-        model: As for every method.
-        segments: The approximate number of superpixels (SLIC, by scikit-image), the (rows, columns) of a grid, a label
-            map (H, W) in the size of the model's input, or a function from the image (H, W, C) in 0..1 to a label map.
-        fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0 is the mean
-            colour of its training images), "mean" (of the image), "blur", "inpaint" (from the surrounding pixels), or
-            an image (C, H, W) as the model takes it.
-        **options: As for `saliency.MultiPassAttribution`.
-
     Values: (N, 1, H, W), signed, in score units per pixel: f(x) less the score without the segment, divided evenly
     among the segment's pixels, so that the sum over a segment is the fall of the score.
-
-    Raises:
-        DependencyError: Superpixels need scikit-image, which is not installed.
-        MethodError: An option is invalid, or does not fit the image.
-        TargetError: The target does not fit the model's output.
 
     Source: Zeiler and Fergus, "Visualizing and Understanding Convolutional Networks" (2013),
         https://arxiv.org/abs/1311.2901, with superpixels instead of squares.

@@ -35,7 +35,6 @@ class NoisyAttribution(SampledAttribution):
         inner: The name of the wrapped method, if a model is given.
         inner_options: The options of the wrapped method, if a model is given, including a layer by name.
         noise: The standard deviation of the noise, as a share of the range of the image's values.
-        **options: As for `saliency.SampledAttribution`.
     """
 
     cost = "50 times the wrapped method: 50 forwards, 50 backwards"
@@ -119,19 +118,14 @@ class SmoothGrad(NoisyAttribution):
     The target is resolved on the clean image. Magnitudes are taken when the map is drawn, never before the mean.
 
     Args:
-        model: A model, or the method to wrap.
-        inner: The name of the wrapped method, if a model is given.
-        inner_options: The options of the wrapped method, if a model is given, including a layer by name.
         noise: The standard deviation of the noise, as a share of the range of the image's values; 0.1 to 0.2 in the
             paper.
-        **options: As for `saliency.SampledAttribution`.
 
     Values: as for the wrapped method; for the gradient (N, C, H, W), in score units per unit of the normalised input.
     They are drawn (signed, positive, absolute) as for the wrapped method. The error is that of the mean.
 
     Raises:
         MethodError: The noise is negative, or the wrapped method is given twice or does not exist.
-        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Smilkov et al., "SmoothGrad: removing noise by adding noise" (2017), https://arxiv.org/abs/1706.03825.
     """
@@ -149,17 +143,12 @@ class SmoothGradSquared(NoisyAttribution):
     """The mean of a method's squared values over noisy copies of the image; by default of the plain gradient.
 
     Args:
-        model: As for `SmoothGrad`.
-        inner: As for `SmoothGrad`.
-        inner_options: As for `SmoothGrad`.
         noise: As for `SmoothGrad`.
-        **options: As for `saliency.SampledAttribution`.
 
     Values: of the wrapped method's shape, not negative, in its units squared. The error is that of the mean of squares.
 
     Raises:
         MethodError: The noise is negative, or the wrapped method is given twice or does not exist.
-        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Hooker et al., "A Benchmark for Interpretability Methods in Deep Neural Networks" (2018),
         https://arxiv.org/abs/1806.10758.
@@ -182,18 +171,13 @@ class VarGrad(NoisyAttribution):
     variance: for a linear model the map is zero.
 
     Args:
-        model: As for `SmoothGrad`.
-        inner: As for `SmoothGrad`.
-        inner_options: As for `SmoothGrad`.
         noise: As for `SmoothGrad`.
-        **options: As for `saliency.SampledAttribution`.
 
     Values: of the wrapped method's shape, not negative, in its units squared: the unbiased variance. The error is that
     of a variance, from the second and fourth moments: sqrt((m4 - (n - 3) / (n - 1) * s^4) / n).
 
     Raises:
         MethodError: A single pass, which has no variance; the noise is negative, or the wrapped method does not exist.
-        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Adebayo et al., "Local Explanation Methods for Deep Neural Networks Lack Sensitivity to Parameter Values"
         (2018), https://arxiv.org/abs/1810.03307.
@@ -299,10 +283,7 @@ class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
     product then counts as 0.
 
     Args:
-        model: As for every method.
-        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         noise: The standard deviation of the noise, as a share of the range of the image's values.
-        **options: As for `saliency.SampledAttribution`.
 
     Values: (N, 1, h, w), in score units up to a factor: the coefficients have no unit. The error is that of a jackknife
     over ten groups of samples.
@@ -312,8 +293,6 @@ class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
 
     Raises:
         MethodError: The noise is negative.
-        LayerError: The layer does not exist, is not run, or has no spatial output.
-        TargetError: The target does not fit the model's output.
 
     Source: Omeiza et al., "Smooth Grad-CAM++" (2019), https://arxiv.org/abs/1908.01224.
     """

@@ -128,10 +128,8 @@ class GridAttribution(SampledAttribution):
     """Base class of methods that hide the cells of a grid at random.
 
     Args:
-        model: As for every method.
         grid: The number of cells along each edge.
         fill: As for `FeatureAblation`.
-        **options: As for `saliency.SampledAttribution`.
     """
 
     sign = "positive"
@@ -172,10 +170,7 @@ class Sobol(GridAttribution):
     two more. Passes after the last complete row are not used.
 
     Args:
-        model: As for every method.
-        grid: The number of cells along each edge.
         fill: As for `RISE`.
-        **options: As for `saliency.SampledAttribution`.
 
     Values: (N, 1, H, W), not negative, without a unit: the index of a cell, interpolated like the masks. The error is
     that of a ratio of means over the rows, by the delta method, as if rows were independent. Sobol points are more
@@ -184,7 +179,6 @@ class Sobol(GridAttribution):
     Raises:
         DependencyError: SciPy is not installed.
         MethodError: Fewer passes than two rows of the design, or the fill "inpaint".
-        TargetError: The target does not fit the model's output.
 
     Source: Fel et al., "Look at the Variance! Efficient Black-box Explanations with Sobol-based Sensitivity Analysis"
         (2021), https://arxiv.org/abs/2111.04138.
@@ -244,19 +238,12 @@ class HSIC(GridAttribution):
     score is a Gaussian whose width is the median distance of scores. Bits come from Latin hypercubes of 64 samples,
     half of which show each cell.
 
-    Args:
-        model: As for every method.
-        grid: The number of cells along each edge.
-        fill: As for `FeatureAblation`.
-        **options: As for `saliency.SampledAttribution`.
-
     Values: (N, 1, H, W), without a unit: the criterion less its expectation by chance, so it is about 0, of either
     sign, for a cell that does not affect the score. The error is that of a U-statistic, from the first two terms of its
     Hoeffding decomposition; the width of the kernel is treated as known.
 
     Raises:
         MethodError: Fewer than four passes.
-        TargetError: The target does not fit the model's output.
 
     Source: Novello et al., "Making Sense of Dependence: Efficient Black-box Explanations Using Dependence Measure"
         (2022), https://arxiv.org/abs/2206.06219.

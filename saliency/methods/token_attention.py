@@ -147,9 +147,9 @@ class TokenAttention:
 class AttentionMap(TracedAttribution):
     """Base class of methods that read the self-attention among all tokens of a vision transformer.
 
-    Args:
-        model: As for every method.
-        **options: As for `saliency.Attribution`.
+    Raises:
+        NotApplicableError: The network has no attention, or not among all tokens in each block.
+        LayerError: The tokens are not a grid of patches.
     """
 
     needs_attention = True
@@ -181,19 +181,11 @@ class AttentionRollout(AttentionMap):
     the product over all blocks is the share of each token. It does not depend on the class.
 
     Args:
-        model: As for every method.
         head_fusion: "mean", "max" or "min" over the heads.
         discard_ratio: The share of the smallest attention values of each image that are set to 0, except those of a
             token to itself; from 0 to less than 1.
-        **options: As for `saliency.Attribution`.
 
     Values: (N, 1, h, w), shares of 1. With those of the class token and other tokens, they sum to 1.
-
-    Raises:
-        NotApplicableError: The network has no attention, or not among all tokens in each block.
-        LayerError: The tokens are not a grid of patches.
-        MethodError: An option is out of range.
-        TargetError: The target does not fit the model's output.
 
     Source: Abnar and Zuidema, "Quantifying Attention Flow in Transformers" (2020), https://arxiv.org/abs/2005.00928.
     """
@@ -232,18 +224,7 @@ class GradientRollout(AttentionRollout):
 
     The products are averaged over the heads, and negative means count as 0.
 
-    Args:
-        model: As for every method.
-        discard_ratio: As for `AttentionRollout`.
-        **options: As for `saliency.Attribution`.
-
     Values: (N, 1, h, w), shares of 1. With those of the class token and other tokens, they sum to 1.
-
-    Raises:
-        NotApplicableError: The network has no attention, or not among all tokens in each block.
-        LayerError: The tokens are not a grid of patches.
-        MethodError: An option is out of range.
-        TargetError: The target does not fit the model's output.
 
     Source: Gildenblat, "Exploring Explainability for Vision Transformers" (2020),
         https://jacobgil.github.io/deeplearning/vision-transformer-explainability.
@@ -272,17 +253,11 @@ class CheferAttention(AttentionMap):
     queries that the score reads. Attention that does not depend on the image, as in the first block of a decoder among
     its queries, does not count.
 
-    Args:
-        model: As for every method.
-        **options: As for `saliency.Attribution`.
-
     Values: (N, 1, h, w), at least 0, in no unit of their own.
 
     Raises:
         NotApplicableError: The network has no attention, or not among all tokens in each block; or a decoder has as
             many queries as tokens.
-        LayerError: The tokens are not a grid of patches.
-        TargetError: The target does not fit the model's output.
 
     Source: Chefer et al., "Generic Attention-Model Explainability for Interpreting Bi-Modal and Encoder-Decoder
         Transformers" (2021), https://arxiv.org/abs/2103.15679.
@@ -319,16 +294,10 @@ class GradECLIP(AttentionMap):
     The authors' code for CLIP computes the last attention again with a single head, and takes the cosine of query and
     key after the output projection. Here the attention is the model's own, and query and key are those of its heads.
 
-    Args:
-        model: As for every method.
-        **options: As for `saliency.Attribution`.
-
     Values: (N, 1, h, w), at least 0, in score units up to the scale of the cosine.
 
     Raises:
         NotApplicableError: The network has no fused attention, or not among all tokens in each block.
-        LayerError: The tokens are not a grid of patches.
-        TargetError: The target does not fit the model's output.
 
     Source: Zhao et al., "Gradient-based Visual Explanation for Transformer-based CLIP" (2024),
         https://proceedings.mlr.press/v235/zhao24p.html.

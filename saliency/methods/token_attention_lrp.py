@@ -31,17 +31,11 @@ class CheferLRP(CheferAttention):
     Relevance that starts with both signs, as for a contrast or a probability, cancels in this scaling, so that only
     rounding errors are left. Such targets are refused.
 
-    Args:
-        model: As for every method.
-        **options: As for `saliency.Attribution`.
-
     Values: (N, 1, h, w), at least 0, in no unit of their own.
 
     Raises:
         NotApplicableError: The network has no attention, or not among all tokens in each block; an operation has no
             rule; or the score rises with some outputs of the last linear layer and falls with others.
-        LayerError: The tokens are not a grid of patches.
-        TargetError: The target does not fit the model's output.
 
     Source: Chefer et al., "Transformer Interpretability Beyond Attention Visualization" (2021),
         https://arxiv.org/abs/2012.09838.

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from ..attribution.explanation import Sign
 from ..attribution.forward import at_least_float32
 from ..attribution.options import Option
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
-from ..hooks.autograd_graph import DispatchMode, next_functions, result_shape, saved
+from ..hooks.autograd_graph import DispatchMode, next_functions, result_shape
 from ..hooks.model_state import leaf
 from ..hooks.operations import Keep, Operation, WeakResult, as_results
 from ..hooks.pytree import tree_map
@@ -77,10 +75,6 @@ class TokenStream:
         problem = f"{model} has not two blocks that are alike at its end, so the tokens after the last one are unknown"
         return NotApplicableError(f'{self._method}: {problem}; le_grad with score="final" does not need them')
 
-    def after_attention(self, call: AttentionCall) -> Node:
-        """Return the operation whose result is the tokens to which the result of a call is added."""
-        return [node for node in self._passages if self._order[node] < self._order[call.node]][-1]
-
     def skip_gradients(self) -> dict[AttentionCall, Tensor]:
         """Return the gradients at the results of the blocks' attention that run along skip connections only.
 
@@ -117,18 +111,6 @@ class TokenStream:
         """Return the result of an operation, in the shape of the model."""
         result: Tensor = as_results(self._operation(node).result)[0]
         return result.detach()
-
-    def tokens(self, node: Node) -> Tensor:
-        """Return the tokens that are the result of an operation (N, tokens, channels)."""
-        return self.batch_first(self.result(node))
-
-    def token_gradient(self, node: Node) -> Tensor:
-        """Return the gradient of the scores at the tokens before a block (N, tokens, channels)."""
-        return self.batch_first(self._attention.grads.node_gradient(node))
-
-    def batch_first(self, tokens: Tensor) -> Tensor:
-        """Return tokens in the shape of the model as (N, tokens, channels)."""
-        return at_least_float32(tokens if len(tokens) == len(self._attention.grads.x) else tokens.transpose(0, 1))
 
     def run_again(self, start: Node, result: Tensor, end: Node) -> Tensor:
         """Return the result of an operation if that of an earlier one were another.
@@ -172,18 +154,13 @@ class LeGrad(AttentionMap):
     the class token, as in the paper.
 
     Args:
-        model: As for every method.
         score: "layer" is the layer's own score. "final" is the model's score, which costs less.
-        **options: As for `saliency.Attribution`.
 
     Values: (N, 1, h, w), at least 0, in score units per unit of attention.
 
     Raises:
         NotApplicableError: The network has no attention, or not among all tokens in each block. For layers' own scores
             also: its last two blocks differ, or its head contains a function in Python.
-        LayerError: The tokens are not a grid of patches.
-        MethodError: An option is out of range.
-        TargetError: The target does not fit the model's output.
 
     Source: Bousselham et al., "LeGrad: An Explainability Method for Vision Transformers via Feature Formation
         Sensitivity" (2024), https://arxiv.org/abs/2404.03214.
@@ -241,41 +218,6 @@ class _SkipZeroRows(DispatchMode):
         return result
 
 
-class AttentionGradCAM(AttentionMap):
-    """Attention of the last block, with each head weighted by its mean gradient.
-
-    The attention is that of the tokens that the head reads, such as the class token, or that of a pooling head. The
-    mean gradient is over the patches. Negative sums over the heads count as 0.
-
-    Args:
-        model: As for every method.
-        **options: As for `saliency.Attribution`.
-
-    Values: (N, 1, h, w), at least 0, in score units.
-
-    Raises:
-        NotApplicableError: The network has no attention, or not among all tokens in each block.
-        LayerError: The tokens are not a grid of patches.
-        TargetError: The target does not fit the model's output.
-
-    Source: Chefer et al., "Transformer Interpretability Beyond Attention Visualization" (2021),
-        https://arxiv.org/abs/2012.09838.
-    """
-
-    name = "attention_grad_cam"
-    cost = "1 forward, 1 backward to the last attention"
-    backwards = 2
-
-    def relevance(self, attention: TokenAttention) -> Tensor:
-        """Return the weighted attention to all tokens."""
-        call = attention.pooling or attention.blocks[-1]
-        read = attention.read_queries[:, None]  # (N, 1, 1, queries)
-        gradient = (read @ call.gradient(attention.grads.gradient_at(call.node)))[:, :, 0]  # (N, heads, tokens)
-        weights = attention.layout(gradient.mT).mean((2, 3))  # (N, heads)
-        heads = (read @ call.probabilities())[:, :, 0]
-        return (heads * weights[:, :, None]).mean(1).clamp(min=0)
-
-
 class AGCAM(AttentionMap):
     """Positive gradient at the attention times the sigmoid of the attention logits, summed over heads and blocks.
 
@@ -283,17 +225,11 @@ class AGCAM(AttentionMap):
     The sum is that of the tokens that the head reads, such as the class token. With a pooling head, it is the mean over
     all tokens, plus that of the pooling head.
 
-    Args:
-        model: As for every method.
-        **options: As for `saliency.Attribution`.
-
     Values: (N, 1, h, w), at least 0, in score units.
 
     Raises:
         NotApplicableError: The network has no attention, or not among all tokens in each block; or a block has no skip
             connection around its attention.
-        LayerError: The tokens are not a grid of patches.
-        TargetError: The target does not fit the model's output.
 
     Source: Leem and Seo, "Attention Guided CAM: Visual Explanations of Vision Transformer Guided by Self-Attention"
         (2024), https://arxiv.org/abs/2402.04563.
@@ -319,119 +255,6 @@ class AGCAM(AttentionMap):
         own = gated(attention.pooling, attention.grads.gradient_at(attention.pooling.node), read)
         mean = own.new_full((1, 1, attention.tokens), 1 / attention.tokens)
         return own + torch.stack([gated(*block, mean) for block in gradients.items()]).sum(0)
-
-
-class AttCAT(AttentionMap):
-    """Gradient times the tokens before each block, weighted by the mean attention to each token.
-
-    The attention is averaged over heads and queries, and the products are summed over channels and blocks. The tokens
-    before a block have a gradient also if the head reads the class token alone.
-
-    Args:
-        model: As for every method.
-        **options: As for `saliency.Attribution`.
-
-    Values: (N, 1, h, w), signed, in score units.
-
-    Raises:
-        NotApplicableError: The network has no attention, or not among all tokens in each block; or other layers bypass
-            its blocks, such as a head that reads several blocks.
-        LayerError: The tokens are not a grid of patches.
-        TargetError: The target does not fit the model's output.
-
-    Source: Qiang et al., "AttCAT: Explaining Transformers via Attentive Class Activation Tokens" (2022),
-        https://openreview.net/forum?id=cA8Zor8wFr5.
-    """
-
-    name = "att_cat"
-    cost = "1 forward, 1 backward"
-    sign: ClassVar[Sign] = "signed"
-    keep = Keep.ALL
-    reads_tokens = True
-
-    def relevance(self, attention: TokenAttention) -> Tensor:
-        """Return the sum over the blocks of gradient times tokens times attention."""
-        stream = TokenStream(attention, self.name)
-        tokens = {node: stream.tokens(node) for node in stream.inputs}  # before the backward pass frees them
-        relevance = attention.grads.scores.new_zeros(())
-        for call, node in zip(attention.blocks, stream.inputs, strict=True):
-            products = (stream.token_gradient(node) * tokens[node]).sum(-1)
-            relevance = relevance + products * attention.mean_heads(call).mean(1)
-        return relevance
-
-
-class TokenTM(AttentionMap):
-    """Relevance that flows through attention times its gradient, weighted by how each block transforms the tokens.
-
-    A block passes R = (I + W_mlp)(I + (A W) * gradient+) R, from the lengths of the first block's tokens. The weight W
-    of a token E is |T(E)| / |E| times the softmax over the tokens of cos(E, T(E)). T(E) is the token's value after the
-    output projection for the attention, and what the rest of the block adds to it for W_mlp. A and the positive
-    gradient are averaged over the heads. The map is the row of the tokens that the head reads, without their own share.
-
-    This reading of the paper has not been compared with the authors' code.
-
-    Args:
-        model: As for every method.
-        **options: As for `saliency.Attribution`.
-
-    Values: (N, 1, h, w), at least 0, in no unit of their own.
-
-    Raises:
-        NotApplicableError: The network has no attention, or not among all tokens in each block; or its last two blocks
-            differ.
-        LayerError: The tokens are not a grid of patches.
-        TargetError: The target does not fit the model's output.
-
-    Source: Wu et al., "Token Transformation Matters: Towards Faithful Post-hoc Explanation for Vision Transformer"
-        (2024), https://arxiv.org/abs/2403.14552.
-    """
-
-    name = "token_tm"
-    cost = "1 forward, 1 backward"
-    units = "relevance"
-    backwards = 2
-    keep = Keep.ALL
-
-    def relevance(self, attention: TokenAttention) -> Tensor:
-        """Return the relevance of all tokens to those that the head reads."""
-        stream = TokenStream(attention, self.name)
-        lengths: Tensor = stream.tokens(stream.inputs[0]).norm(dim=-1)
-        blocks = list(zip(attention.blocks, stream.inputs, stream.outputs, strict=True))
-        weights = [_weights(stream, *block) for block in blocks]  # before the backward pass frees the tokens
-        own = attention.read_queries  # (N, 1, queries)
-        relevance = torch.zeros_like(own)
-        if attention.pooling is not None:
-            relevance = own @ _mean_flow(attention, attention.pooling)
-            own = torch.zeros_like(relevance)
-        for call, (mixed, added) in zip(attention.blocks[::-1], weights[::-1], strict=True):
-            relevance, own = relevance * (1 + added), own * (1 + added)
-            relevance = torch.baddbmm(relevance, relevance + own, _mean_flow(attention, call) * mixed)
-        return relevance[:, 0] * lengths
-
-
-def _weights(stream: TokenStream, call: AttentionCall, before: Node, after: Node) -> tuple[Tensor, Tensor]:
-    """Return the weights of the tokens (N, 1, tokens) in the attention of a block, and in what the rest of it adds."""
-    between = stream.after_attention(call)
-    tokens, attended = stream.tokens(before), stream.tokens(between)
-    # Each token attends to itself alone. A fused kernel saves its result, whose layout in memory is that of the model.
-    own = call.values_of_queries()
-    alone = torch.empty_like(saved(call.node, "output", own.contiguous())).copy_(own)
-    with torch.no_grad():
-        projected = stream.batch_first(stream.run_again(call.node, alone, between)) - tokens
-    added = stream.tokens(after) - attended
-    return _transformation(tokens, projected)[:, None], _transformation(attended, added)[:, None]
-
-
-def _mean_flow(attention: TokenAttention, call: AttentionCall) -> Tensor:
-    """Return the mean attention times the mean positive gradient of the heads (N, queries, keys)."""
-    return attention.mean_heads(call) * attention.gradient(call).clamp_(min=0).mean(1)
-
-
-def _transformation(tokens: Tensor, transformed: Tensor) -> Tensor:
-    """Return how long tokens (N, tokens, channels) are after a transformation, times how far they keep direction."""
-    lengths = tokens.norm(dim=-1).clamp(min=torch.finfo(tokens.dtype).tiny)
-    growth: Tensor = transformed.norm(dim=-1) / lengths
-    return growth * F.cosine_similarity(tokens, transformed, -1).softmax(-1)
 
 
 def _logits(attention: TokenAttention, call: AttentionCall) -> Tensor:

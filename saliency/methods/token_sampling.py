@@ -54,10 +54,8 @@ class TIS(TimedAttribution):
     the network's rounding, see docs/transformers.md for bfloat16.
 
     Args:
-        model: As for every method.
         masks: The number of masks. There are at most as many as channels of all blocks.
         shown: The share of the patches that each mask keeps.
-        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the masks as fit.
 
     Values: (N, 1, h, w), signed, in score units; 0 for a patch that no mask keeps.
 
@@ -65,8 +63,6 @@ class TIS(TimedAttribution):
         NotApplicableError: The network has no attention among all tokens in each block, or needs all of its tokens:
             windows, relative position biases, rotary positions.
         LayerError: The tokens are not a grid of patches.
-        MethodError: An option is out of range.
-        TargetError: The target does not fit the model's output, or has no gradient.
         DependencyError: SciPy is not installed.
 
     Source: Englebert et al., "Explaining through Transformer Input Sampling" (2023),
@@ -175,19 +171,14 @@ class ViTCX(LayerPasses, TimedAttribution):
     compare, so the map is 0.
 
     Args:
-        model: As for every method.
         layer: As for `LayerAttribution`. In a vision transformer with a class token, this is the first normalisation of
             the last block, as in the authors' code. Other networks have feature maps too.
         distance: The largest cosine distance of two feature maps of one cluster.
         noise: The standard deviation of the noise, in units of the model's input.
-        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the clusters as fit, largest first.
 
     Values: (N, 1, H, W), signed, in score units; 0 where no mask shows the pixel.
 
     Raises:
-        LayerError: The layer does not exist, is not run, or has no spatial output.
-        MethodError: An option is out of range.
-        TargetError: The target does not fit the model's output.
         DependencyError: SciPy is not installed.
 
     Source: Xie et al., "ViT-CX: Causal Explanation of Vision Transformers" (2023), https://arxiv.org/abs/2211.03064.

@@ -37,17 +37,13 @@ class XRAI(TimedAttribution):
     their value. A segment that adds only a few pixels is dropped, and pixels in no segment get their own mean.
 
     Args:
-        model: As for every method.
         rule: As for `IntegratedGradients`.
         steps: The number of nodes on each of the two paths.
-        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
 
     Values: (N, 1, H, W), in score units per pixel, constant within a region; their order is what counts.
 
     Raises:
         DependencyError: scikit-image is not installed.
-        MethodError: An option is invalid.
-        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Kapishnikov et al., "XRAI: Better Attributions Through Regions" (2019), https://arxiv.org/abs/1906.02825;
         segments: Felzenszwalb and Huttenlocher, "Efficient Graph-Based Image Segmentation" (2004),

@@ -53,7 +53,6 @@ class FeatureAgreement(AgreementMetric):
 
     share: Option[float] = Option(0.05, check_number, above=0, most=1)
     same_rank: ClassVar[bool] = False
-    same_sign: ClassVar[bool] = False
 
     def compare(self, maps: Tensor, reference: Tensor) -> Tensor:
         """Compute the values (M, N) of maps (M, N, H, W) for reference maps (N, H, W)."""
@@ -63,16 +62,11 @@ class FeatureAgreement(AgreementMetric):
         agree = (own < count) & (other < count)
         if self.same_rank:
             agree &= own == other
-        if self.same_sign:
-            agree &= (maps.sign() == reference.sign()).flatten(2)
         return agree.sum(2) / count
 
 
 class RankAgreement(FeatureAgreement):
     """Share of the k pixels of largest magnitude that have the same rank in both maps.
-
-    Args:
-        share: As for `FeatureAgreement`.
 
     Values: (N,), from 0 to 1. Ties keep the order of the pixels.
 
@@ -81,36 +75,6 @@ class RankAgreement(FeatureAgreement):
 
     name = "rank_agreement"
     same_rank = True
-
-
-class SignAgreement(FeatureAgreement):
-    """Share of the k pixels of largest magnitude that both maps have in common with the same sign.
-
-    Args:
-        share: As for `FeatureAgreement`.
-
-    Values: (N,), from 0 to 1. Methods that show magnitudes have no negative values.
-
-    Source: Krishna et al. (2022), as for `FeatureAgreement`.
-    """
-
-    name = "sign_agreement"
-    same_sign = True
-
-
-class SignedRankAgreement(RankAgreement):
-    """Share of the k pixels of largest magnitude that have the same rank and the same sign in both maps.
-
-    Args:
-        share: As for `FeatureAgreement`.
-
-    Values: (N,), from 0 to 1.
-
-    Source: Krishna et al. (2022), as for `FeatureAgreement`.
-    """
-
-    name = "signed_rank_agreement"
-    same_sign = True
 
 
 class RankCorrelation(AgreementMetric):

@@ -45,7 +45,6 @@ class NonSensitivity(MonotonicityCorrelation):
 
     Args:
         segments: As for `MonotonicityCorrelation`.
-        samples: As for `MonotonicityCorrelation`.
         tolerance: The largest change of the score, as a share of it, and the largest relevance, as a share of the
             highest, that count as none.
 

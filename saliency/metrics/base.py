@@ -38,7 +38,15 @@ CENTRE_WIDTH = 0.25
 RELATIVE, ABSOLUTE = 1e-6, 1e-12
 """The tolerances of `isclose` at which values are called equal."""
 
-METRICS: Registry[type[Metric]] = Registry("metric")
+METRICS: Registry[type[Metric]] = Registry(
+    "metric",
+    {
+        "relevance_mass": "energy_pointing_game",
+        "sign_agreement": "feature_agreement",
+        "signed_rank_agreement": "rank_agreement",
+        "effective_complexity": "gini or entropy",
+    },
+)
 """All metrics by name. A class with a `name` is registered when it is defined."""
 
 

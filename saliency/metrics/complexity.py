@@ -7,9 +7,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from ..attribution.options import Option
 from ..engine.estimates import precise_type
-from ..validation import check_number
 from .base import Metric, Outcome, Subject
 
 
@@ -65,24 +63,3 @@ class Entropy(ComplexityMetric):
         shares = torch.where(totals > 0, magnitudes / totals, 1 / magnitudes.shape[2])
         entropies: Tensor = torch.special.entr(shares).sum(2)
         return entropies
-
-
-class EffectiveComplexity(ComplexityMetric):
-    """Number of pixels whose magnitude exceeds a share of the largest one.
-
-    Args:
-        epsilon: The share.
-
-    Values: (N,), in pixels; 0 for a zero map.
-
-    Source: Nguyen and Martínez, "On Quantitative Aspects of Model Interpretability" (2020),
-        https://arxiv.org/abs/2007.07584.
-    """
-
-    name = "effective_complexity"
-
-    epsilon: Option[float] = Option(1e-5, check_number, above=0, below=1)
-
-    def describe(self, magnitudes: Tensor) -> Tensor:
-        """Compute the values (M, N) of magnitudes (M, N, n) of n pixels."""
-        return (magnitudes > self.epsilon * magnitudes.amax(2, keepdim=True)).sum(2)

@@ -104,8 +104,6 @@ class PixelFlipping(OrderedMetric):
     """Area under the score while pixels are replaced in the order of their relevance.
 
     Args:
-        order: "morf" replaces the most relevant pixels first, where lower is better; "lerf" the least relevant first,
-            where higher is better.
         steps: As for `Deletion`.
         fill: As for `Deletion`.
 

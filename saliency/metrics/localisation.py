@@ -67,7 +67,7 @@ class EnergyPointingGame(LocalisationMetric):
     """Share of the positive relevance that lies on the object.
 
     Values: (N,), from 0 to 1. A map without positive values counts as constant: its value is the object's share of the
-    area.
+    area. Also called relevance mass accuracy (Arras et al. 2022).
 
     Source: Wang et al., "Score-CAM: Score-Weighted Visual Explanations for Convolutional Neural Networks" (2020),
         https://arxiv.org/abs/1910.01279.
@@ -79,18 +79,6 @@ class EnergyPointingGame(LocalisationMetric):
         """Compute the values (M, N) of maps (M, N, H, W) for masks (N, H, W)."""
         positive = _positive_part(maps)
         return (positive * masks).sum((2, 3)) / positive.sum((2, 3))
-
-
-class RelevanceMass(EnergyPointingGame):
-    """Relevance mass accuracy: the share of the positive relevance that lies on the object.
-
-    Values: (N,), from 0 to 1, equal to those of `EnergyPointingGame`.
-
-    Source: Arras et al., "CLEVR-XAI: A Benchmark Dataset for the Ground Truth Evaluation of Neural Network
-        Explanations" (2022), https://arxiv.org/abs/2003.07258.
-    """
-
-    name = "relevance_mass"
 
 
 class RelevanceRank(LocalisationMetric):

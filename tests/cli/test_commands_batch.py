@@ -25,7 +25,6 @@ import saliency
 from saliency.batch import OverlayStyle, StoppedError, batch
 from saliency.batch.drawing import encode_map, read_map, redraw
 from saliency.batch.listing import ImageEntry
-from saliency.batch.manifest import make_row, write_parquet
 from saliency.batch.network import Network, trust_card
 from saliency.batch.run_options import RunOptions
 from saliency.batch.sources import find_images
@@ -453,29 +452,3 @@ def test_drawing_again_stops_where_nothing_can_be_written(
     monkeypatch.setattr("saliency.batch.drawing.save_picture", full)
     with pytest.raises(StoppedError, match="free disk space"):
         list(redraw(tmp_path / "run", tmp_path / "again", style=OverlayStyle()))
-
-
-# manifest.parquet ----------------------------------------------------------------------------------------------------
-
-
-def test_the_table_has_the_rows_of_the_manifest(source: Path, tmp_path: Path) -> None:
-    parquet: Any = pytest.importorskip("pyarrow.parquet")
-    (source / "03.png").write_bytes(b"")
-    quick(source, tmp_path / "out")
-    table = parquet.read_table(tmp_path / "out" / "manifest.parquet").to_pylist()
-    for found, row in zip(table, rows(tmp_path / "out"), strict=True):
-        settings = row.pop("settings")
-        assert json.loads(found.pop("settings") or "null") == settings
-        assert found == row
-
-
-def test_a_ledger_is_json_text_in_the_table(tmp_path: Path) -> None:
-    parquet: Any = pytest.importorskip("pyarrow.parquet")
-    write_parquet([make_row(ledger={"input": 1.5}), make_row()], tmp_path / "x.parquet")
-    assert parquet.read_table(tmp_path / "x.parquet")["ledger"].to_pylist() == ['{"input": 1.5}', None]
-
-
-def test_without_pyarrow_there_is_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saliency.batch.manifest.find_spec", lambda name: None)
-    write_parquet([], tmp_path / "x.parquet")
-    assert not (tmp_path / "x.parquet").exists()

@@ -7,7 +7,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +28,6 @@ from saliency.attribution.forward import SharedForward
 from saliency.hooks.autograd_graph import saved
 from saliency.hooks.operations import Keep
 from saliency.hooks.rectifiers import nodes_between
-from saliency.methods.deep_lift import DeepLIFTRule
 from saliency.testing.case import images, tiny_model
 from tests.models import FunctionModel, small_vgg
 from tests.relevance.vision_transformers import MODELS
@@ -132,31 +131,6 @@ def test_a_linear_model_gives_weights_times_difference() -> None:
     found = DeepLIFT(nn.Sequential(nn.Flatten(), linear), baseline=0.5).attribute(x, [0, 2]).values
     weights = linear.weight.detach()[[0, 2]].view_as(x)
     torch.testing.assert_close(found, weights * (x - 0.5))
-
-
-# RevealCancel.
-
-
-def test_reveal_cancel_shows_both_operands_of_a_minimum() -> None:
-    """min(a, b) = a - relu(a - b)."""
-    model = FunctionModel(lambda x: (x[:, 0] - F.relu(x[:, 0] - x[:, 1])).sum((1, 2)))
-    x = torch.tensor([3.0, 2.0, 0.0]).view(1, 3, 1, 1)
-    values = {rule: DeepLIFT(model, rule=rule).attribute(x, 0).values.flatten() for rule in get_args(DeepLIFTRule)}
-    torch.testing.assert_close(values["reveal_cancel"], torch.tensor([1.0, 1.0, 0.0]))
-    torch.testing.assert_close(values["rescale"], torch.tensor([0.0, 2.0, 0.0]))
-
-
-def test_reveal_cancel_is_complete_on_a_network_and_refuses_others() -> None:
-    x = images(2, dtype=torch.float64)
-    found = DeepLIFT(tiny_model().double(), rule="reveal_cancel").attribute(x, [0, 1])
-    rescaled = DeepLIFT(tiny_model().double()).attribute(x, [0, 1])
-    assert found.residual is not None
-    assert float(found.residual.abs().max()) < 1e-12
-    assert not torch.allclose(found.values, rescaled.values)
-    assert found.coverage is not None
-    assert found.coverage == rescaled.coverage
-    with pytest.raises(NotApplicableError, match="reveal_cancel has no rule for the operation max_pool2d"):
-        DeepLIFT(small_vgg().eval(), rule="reveal_cancel").attribute(images(1, (32, 32)), 0)
 
 
 # Baselines.

@@ -86,7 +86,7 @@ def curve(measurement: Measurement) -> Tensor:
     ("name", "metric", "options"),
     [
         ("PointingGame", PointingGame(tolerance=0), {}),
-        ("RelevanceMassAccuracy", "relevance_mass", {}),
+        ("RelevanceMassAccuracy", "energy_pointing_game", {}),
         ("RelevanceRankAccuracy", "relevance_rank", {}),
         ("TopKIntersection", TopKIntersection(share=0.25), {"k": 16}),
         ("AUC", "roc_auc", {}),
@@ -219,14 +219,7 @@ def test_mass_there_sums_negative_relevance_or_magnitudes() -> None:
     np.testing.assert_allclose(theirs("AttributionLocalisation"), inside, rtol=1e-5)
     positive = MAPS.clamp(min=0)
     expected = (positive * MASKS).sum((1, 2)) / positive.sum((1, 2))
-    np.testing.assert_allclose(ours("relevance_mass").values, expected, rtol=1e-5)
-
-
-def test_effective_complexity_there_is_relative_to_the_batch() -> None:
-    maps = torch.stack([1e-6 * MAPS[0].abs().clamp(min=0.1), MAPS[1].abs().clamp(min=0.1)])
-    images: dict[str, Any] = {"x": IMAGES[:2], "masks": MASKS[:2]}
-    assert theirs("EffectiveComplexity", maps, normalise=True, **images).tolist() == [0, 64]
-    assert ours("effective_complexity", maps, inputs=IMAGES[:2], masks=MASKS[:2]).values.tolist() == [64, 64]
+    np.testing.assert_allclose(ours("energy_pointing_game").values, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["PointingGame", "RelevanceMassAccuracy", "Sparseness", "Complexity"])

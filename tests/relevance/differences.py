@@ -122,31 +122,3 @@ def contributions(layers: Sequence[nn.Module], x: Tensor, x0: Tensor, target: in
         else:
             m = m * slope(layer, value)
     return m * values[0].difference
-
-
-def reveal_cancel(layers: Sequence[nn.Linear | nn.ReLU], x: Tensor, x0: Tensor, target: int) -> Tensor:
-    """Contributions (J,) to one output of a chain of one image (J,): positive and negative parts apart."""
-    rise, fall = (x - x0).clamp(min=0), (x - x0).clamp(max=0)
-    value = x0
-    steps: list[tuple[Tensor, Tensor]] = []  # multipliers of the positive and of the negative part
-    for layer in layers:
-        if isinstance(layer, nn.Linear):
-            up, down = layer.weight.detach().clamp(min=0), layer.weight.detach().clamp(max=0)
-            steps.append((up, down))
-            rise, fall = up @ rise + down @ fall, up @ fall + down @ rise
-        else:
-            before = rise, fall
-            alone_up, alone_down = layer(value + rise) - layer(value), layer(value + fall) - layer(value)
-            last_up = layer(value + rise + fall) - layer(value + fall)
-            last_down = layer(value + rise + fall) - layer(value + rise)
-            rise, fall = (alone_up + last_up) / 2, (alone_down + last_down) / 2
-            over = [torch.where(b != 0, y / b, torch.zeros_like(b)) for y, b in zip((rise, fall), before, strict=True)]
-            steps.append((over[0], over[1]))
-        value = layer(value).detach()
-    m_rise = m_fall = torch.eye(len(value), dtype=x.dtype)[target]
-    for layer, (first, second) in zip(reversed(layers), reversed(steps), strict=True):
-        if isinstance(layer, nn.Linear):
-            m_rise, m_fall = first.T @ m_rise + second.T @ m_fall, first.T @ m_fall + second.T @ m_rise
-        else:
-            m_rise, m_fall = first * m_rise, second * m_fall
-    return m_rise * (x - x0).clamp(min=0) + m_fall * (x - x0).clamp(max=0)

@@ -257,18 +257,6 @@ def test_a_vision_transformer_is_complete() -> None:
     torch.testing.assert_close(found.sum((1, 2, 3)), (model(x) - model(x0))[:, 1].detach(), rtol=1e-8, atol=1e-8)
 
 
-# --- RevealCancel
-
-
-def test_reveal_cancel_is_its_definition() -> None:
-    net = nn.Sequential(nn.Linear(126, 9), nn.ReLU(), nn.Linear(9, 8), nn.ReLU(), nn.Linear(8, 3)).double()
-    x, x0 = images(), baseline()
-    layers = [layer for layer in net if isinstance(layer, nn.Linear | nn.ReLU)]
-    expected = [differences.reveal_cancel(layers, each.flatten(), x0.flatten(), 2) for each in x]
-    found = lifted(nn.Sequential(nn.Flatten(), net), x, x0, 2, rule="reveal_cancel")
-    assert_same(found, torch.stack(expected).view_as(x))
-
-
 # --- DeepSHAP
 
 

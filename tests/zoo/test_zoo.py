@@ -79,7 +79,7 @@ def test_the_table_of_models_has_each_name_once_as_load_takes_it() -> None:
     table = zoo.models()
     names = [each.name for each in table]
     assert len(set(names)) == len(names)
-    assert [(each.source, each.weights) for each in table[:1]] == [("bundled", "here")]
+    assert table[0].source == "bundled"
     assert {
         "resnet50",
         "timm/resnet50",
@@ -88,7 +88,6 @@ def test_the_table_of_models_has_each_name_once_as_load_takes_it() -> None:
         "timm/efficientnet_lite0",
     } <= {*names}
     assert {each.source for each in table} == {"bundled", "torchvision", "timm"}
-    assert {each.weights for each in table if each.source == "torchvision"} <= {"here", "download"}
     for each in table[:: len(table) // 40]:
         library, bare = zoo._find(each.name)
         assert (library.source, bare) == (each.source, each.name.rpartition("/")[2])
