@@ -193,6 +193,44 @@ class Rule(ABC):
         return Passed(relevance=self.relevance(op, op.relevance(grad)))
 
 
+@dataclass
+class NonlinearOperation:
+    """An activation or a normalisation of one call.
+
+    Attributes:
+        input: The input.
+        output: The output, in the shape of the input.
+        run: The operation: from a tensor like the input to a new tensor.
+    """
+
+    input: Tensor
+    output: Tensor
+    run: Callable[[Tensor], Tensor]
+
+
+class NonlinearRule(ABC):
+    """Base class of the rules of activations and normalisations.
+
+    Relevance of an input of zero goes no further. The ledger holds what a rule does not pass under "stabiliser".
+
+        class Positive(NonlinearRule):
+            name = "positive"
+
+            def relevance(self, op, relevance):
+                return relevance * (op.input > 0)
+    """
+
+    name: ClassVar[str] = "own rule"
+
+    def __repr__(self) -> str:
+        """Return the name of the class."""
+        return f"{type(self).__name__}()"
+
+    @abstractmethod
+    def relevance(self, op: NonlinearOperation, relevance: Tensor) -> Tensor:
+        """Return the relevance of the input, given the relevance of the output."""
+
+
 class _GradientRule(Rule):
     """Base class of the rules that give no relevance to an input of zero."""
 
@@ -469,8 +507,8 @@ class Flat(WSquare):
 
 
 @dataclass(frozen=True)
-class Pass(Rule):
-    """The relevance passes unchanged. Input and output have the same shape.
+class Pass(Rule, NonlinearRule):
+    """The relevance passes unchanged, also through activations and normalisations. Input and output have one shape.
 
     Raises:
         MethodError: They have different shapes.
@@ -478,7 +516,7 @@ class Pass(Rule):
 
     name: ClassVar[str] = "pass"
 
-    def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
+    def relevance(self, op: LinearOperation | NonlinearOperation, relevance: Tensor) -> Tensor:
         """Return the relevance of the input, given the relevance of the output."""
         if relevance.shape != op.input.shape:
             shapes = f"{tuple(op.input.shape)} to {tuple(relevance.shape)}"
