@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,13 +40,11 @@ from ..hooks.operations import (
 )
 from ..hooks.pytree import tree_map, tree_tensors
 from ..hooks.rectifiers import table
-from .rules import Epsilon, LinearOperation, NonlinearOperation, NonlinearRule, Passed, Rule, divided
+from .rules import AnyRule, Epsilon, LinearOperation, NonlinearOperation, NonlinearRule, Passed, Rule, divided
 from .walk import Edge, Visit, Walk
 
 Unknown = Literal["refuse", "gradient"]
-AnyRule = Rule | NonlinearRule
 RuleKey = str | type[nn.Module]
-_AnyRule = TypeVar("_AnyRule", Rule, NonlinearRule)
 
 aten = torch.ops.aten
 
@@ -290,7 +288,7 @@ class Propagation:
             scale, shift, grad = map(at_least_float32, self._merged.pop(visit.node))
             op = op.merged(scale, shift)
         kind = "conv" if operation.name == "convolution" else "linear"
-        rule = self._rule(visit, kind, Rule) or _GRADIENT
+        rule = cast("Rule | None", self._rule(visit, kind, Rule)) or _GRADIENT
         self.rules[linear_weight(operation).data_ptr()] = rule
         walk.treated[f"{kind} by {rule.name}"] += 1
         passed = self.passed(visit, rule, op, grad)
@@ -319,7 +317,8 @@ class Propagation:
         """Return the given rule of an activation or a normalisation; None for the usual one."""
         name, op = visit.known.name, visit.known.op
         kind = "activation" if name in _ACTIVATIONS else "norm" if name in NORMS or is_batch_norm(op) else ""
-        return self._rule(visit, kind, NonlinearRule) if kind and not writes_part(visit) else None
+        is_whole = kind and not writes_part(visit)
+        return cast("NonlinearRule | None", self._rule(visit, kind, NonlinearRule) if is_whole else None)
 
     def _nonlinear(self, visit: Visit, rule: NonlinearRule) -> Gradients:
         """Apply a given rule of an activation or a normalisation."""
@@ -336,7 +335,7 @@ class Propagation:
         visit.absorb("stabiliser", y * grad - x * passed)
         return (passed.to(visit.grad.dtype), *[None] * (len(visit.on_path) - 1))
 
-    def _rule(self, visit: Visit, kind: str, base: type[_AnyRule]) -> _AnyRule | None:
+    def _rule(self, visit: Visit, kind: str, base: type) -> AnyRule | None:
         """Return the rule of an operation: by the innermost named layer, by "first" or "last", by type, or by kind."""
         rules, modules = self.composite.rules, visit.walk.record.modules(visit.node)
         named, typed = (
@@ -348,8 +347,8 @@ class Propagation:
             return named[max(named, key=len)]
         for at, end in enumerate(("first", "last")):
             if end in rules and base is Rule and visit.node in self._first_and_last(visit.walk)[at]:
-                return cast("_AnyRule", rules[end])
-        return typed[max(typed, key=len)] if typed else cast("_AnyRule | None", rules.get(kind))
+                return rules[end]
+        return typed[max(typed, key=len)] if typed else rules.get(kind)
 
     def check_layers(self) -> None:
         """Raise MethodError for a pattern or type whose rule no operation of its modules got."""

@@ -164,7 +164,17 @@ class Passed(NamedTuple):
     lost: Tensor | None = None
 
 
-class Rule(ABC):
+class AnyRule:
+    """Base class of `Rule` and `NonlinearRule`."""
+
+    name: ClassVar[str] = "own rule"
+
+    def __repr__(self) -> str:
+        """Return the name of the class."""
+        return f"{type(self).__name__}()"
+
+
+class Rule(AnyRule, ABC):
     """Base class of the rules of convolutions and matrix products.
 
     A rule is a class with `relevance`. In layers after the first one, relevance of an input of zero goes no further;
@@ -177,12 +187,6 @@ class Rule(ABC):
                 ones = torch.ones_like(op.weight)
                 return op.transposed(relevance / op.run(torch.ones_like(op.input), ones), ones)
     """
-
-    name: ClassVar[str] = "own rule"
-
-    def __repr__(self) -> str:
-        """Return the name of the class."""
-        return f"{type(self).__name__}()"
 
     @abstractmethod
     def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
@@ -208,7 +212,7 @@ class NonlinearOperation:
     run: Callable[[Tensor], Tensor]
 
 
-class NonlinearRule(ABC):
+class NonlinearRule(AnyRule, ABC):
     """Base class of the rules of activations and normalisations.
 
     Relevance of an input of zero goes no further. The ledger holds what a rule does not pass under "stabiliser".
@@ -219,12 +223,6 @@ class NonlinearRule(ABC):
             def relevance(self, op, relevance):
                 return relevance * (op.input > 0)
     """
-
-    name: ClassVar[str] = "own rule"
-
-    def __repr__(self) -> str:
-        """Return the name of the class."""
-        return f"{type(self).__name__}()"
 
     @abstractmethod
     def relevance(self, op: NonlinearOperation, relevance: Tensor) -> Tensor:

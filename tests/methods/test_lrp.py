@@ -485,7 +485,7 @@ def test_a_norm_may_pass_its_relevance(key: Any) -> None:
     nn.init.normal_(cast("Tensor", net[1].bias))
     found = LRP(net, composite={key: Pass()}).attribute(x, 3)
     inner = net[1](x.flatten(1)).detach()
-    assert_same(found.values.flatten(1), (inner * net[2].weight[3]).detach())  # type: ignore[union-attr, index, operator]
+    assert_same(found.values.flatten(1), (inner * net[2].weight[3]).detach())  # type: ignore[index]
 
 
 def test_a_batch_norm_with_a_rule_is_not_merged() -> None:
