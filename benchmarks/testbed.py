@@ -3,6 +3,7 @@
     python -m benchmarks.testbed                 measure all, and write benchmarks/results/testbed.md; re-run to resume
     python -m benchmarks.testbed shapes_vit xor  only measure some cases
     python -m benchmarks.testbed distractor      print the table of docs/transformers.md, or its rows of some methods
+    python -m benchmarks.testbed gamma           print the table of docs/transformers.md on the gamma of AttnLRP
 
 One process on each core shares the work. The values of each image are kept in build/testbed; delete this folder, or the
 rows of some methods, to measure again.
@@ -592,8 +593,8 @@ def compared() -> list[str]:
     return [*(name for name, cls in METHODS.items() if cls.needs_attention), *WITHOUT_ATTENTION.split()]
 
 
-def shares(network: str, method: str, **options: Any) -> Tensor:
-    """Return the shares of the positive map on the named object and on the distractor, (2, IMAGES).
+def planted_values(network: str, method: str, **options: Any) -> dict[str, Tensor]:
+    """Return the numbers of the maps of the named objects, (IMAGES,) each, and the positive part of their magnitude.
 
     Raises:
         SaliencyError: The method does not apply to the network.
@@ -602,7 +603,18 @@ def shares(network: str, method: str, **options: Any) -> Tensor:
     texts: list[Any] = [saliency.text(captions[0]) for captions in scenes.captions()]
     target = texts if network == "shapes_two_tower" else scenes.labels.tolist()
     maps = maps_of(method, saliency.load(network), scenes, [target], **options)
-    return torch.cat([energy(maps, mask[:, 0]) for mask in (scenes.evidence, scenes.distractor)])
+    positive = maps[0].clamp(min=0).sum((1, 2)) / maps[0].abs().sum((1, 2))
+    return values_of(Case("planted", network), scenes, maps) | {"positive": positive}
+
+
+def shares(network: str, method: str, **options: Any) -> Tensor:
+    """Return the shares of the positive map on the named object and on the distractor, (2, IMAGES).
+
+    Raises:
+        SaliencyError: The method does not apply to the network.
+    """
+    found = planted_values(network, method, **options)
+    return torch.stack([found["energy"], found["other"]])
 
 
 def margin(found: Tensor) -> float:
@@ -628,11 +640,27 @@ def print_distractor_table(methods: Iterable[str]) -> None:
         print(f"| {label(name)} | {' | '.join(distractor_cell(network, name) for network in NETWORKS)} |", flush=True)
 
 
+def print_gamma_table(gammas: Iterable[float] = (0.0, 0.01, 0.05, 0.25)) -> None:
+    """Print the table of docs/transformers.md on the gamma of AttnLRP, with the differences to a gamma of 0."""
+    columns = (*SCORES, "other", "positive")
+    print(f"| network | gamma | {' | '.join(columns)} |\n|---|---|{'---|' * len(columns)}")
+    for network in NETWORKS:
+        plain = planted_values(network, "attn_lrp")
+        for gamma in gammas:
+            found = planted_values(network, "attn_lrp", gamma=gamma)
+            pairs = {column: (found[column].mean(), found[column] - plain[column]) for column in columns}
+            cells = [f"{mean:.3f} ({by.mean():+.3f} ± {standard_error(by):.3f})" for mean, by in pairs.values()]
+            print(f"| `{network}` | {gamma:g} | {' | '.join(cells)} |", flush=True)
+
+
 def main(parts_of_names: list[str]) -> None:
     """Measure all cases and write the report, or only measure those with a part of the name."""
     prepare_process()
     if parts_of_names[:1] == ["distractor"]:
         print_distractor_table(parts_of_names[1:] or compared())
+        return
+    if parts_of_names == ["gamma"]:
+        print_gamma_table()
         return
     every = (*CONVOLUTIONAL, *TRANSFORMERS)
     cases = [case for case in every if any(part in str(case) for part in parts_of_names or [""])]

@@ -174,8 +174,6 @@ def write_csv(folder: Path) -> Path:
         table = csv.DictWriter(file, COLUMNS)
         table.writeheader()
         for row, _ in read_rows(folder / MANIFEST):
-            parts = {
-                name: json.dumps(each, sort_keys=True) for name, each in row.items() if isinstance(each, dict | list)
-            }
-            table.writerow(row | parts)
+            nested = {name: each for name, each in row.items() if isinstance(each, dict | list)}
+            table.writerow(row | {name: json.dumps(each, sort_keys=True) for name, each in nested.items()})
     return folder / CSV

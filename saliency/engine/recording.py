@@ -143,6 +143,7 @@ class Tape(DispatchMode):
             correct only if its tensors share memory as in this forward.
         output: The forward's output, with empty tensors.
         outputs: The placeholders of the output's tensors, in order.
+        shapes: Their shapes.
     """
 
     def __init__(self) -> None:
@@ -155,6 +156,7 @@ class Tape(DispatchMode):
         self.aliased = False
         self.output: Any = None
         self.outputs: list[TensorRef] = []
+        self.shapes: list[list[int]] = []
         self._known: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()  # slot, earlier writes
         self._held: dict[int, int] = {}  # by id: index in `external`
         # Unlike an address, a weak reference to freed memory is never reused.
@@ -170,6 +172,7 @@ class Tape(DispatchMode):
         self.refusal = self.refusal or self._unreadable(tensors)
         if not self.refusal:
             self.outputs = [self._placeholder(tensor) for tensor in tensors]
+            self.shapes = [list(tensor.shape) for tensor in tensors]
             self.output = tree_map_tensors(output, lambda tensor: torch.empty(0, dtype=torch.float32, device="cpu"))
         self._known.clear()
         self._held.clear()
@@ -277,6 +280,7 @@ class Program:
     Attributes:
         steps: The operations.
         outputs: The placeholders of the tensors in the output.
+        shapes: Their shapes, with row counts.
         aliased: As for `Tape`.
         slots: The number of slots.
         output: The forward's output, with empty tensors.
@@ -291,7 +295,7 @@ class Program:
         counts = [(tape.slots, len(tape.steps), len(tape.external), tape.outputs) for tape in (first, second)]
         if counts[0] != counts[1]:
             raise ReplayMismatch(f"the model runs different operations for {rows} and {rows + 1} rows")
-        self.outputs = first.outputs
+        self.outputs, self.shapes = first.outputs, _merged(first.shapes, second.shapes, rows)
         self.aliased = first.aliased or second.aliased
         self.slots, self.output = first.slots, first.output
         self._external = [
@@ -346,7 +350,11 @@ class Replay:
         return self.values[slot]  # type: ignore[no-any-return]
 
     def output(self) -> Any:
-        """Run all steps, and return the output of the forward."""
+        """Run all steps, and return the output of the forward.
+
+        Raises:
+            ReplayMismatch: A tensor of the output has another number of rows than in a forward.
+        """
         with torch.no_grad():
             for step in self.program.steps:
                 for at, result in zip(step.results, self.run(step), strict=False):
@@ -355,13 +363,17 @@ class Replay:
                 for at in step.last:
                     self.values[at] = None
             # External tensors are kept for other runs, so they are returned as copies.
-            tensors = iter(
+            tensors = [
                 self.read(part.at)
                 if isinstance(part, Slot)
                 else self.external[part.at].clone(memory_format=torch.contiguous_format)
                 for part in self.program.outputs
-            )
-            return tree_map_tensors(self.program.output, lambda empty: next(tensors))
+            ]
+            if [list(tensor.shape) for tensor in tensors] != _map(self.program.shapes, self._value):
+                # The trials have two rows, and a part of the batch may be larger.
+                raise ReplayMismatch(f"the model runs different operations for {self.rows} rows, as if in parts")
+            given = iter(tensors)
+            return tree_map_tensors(self.program.output, lambda empty: next(given))
 
 
 class PartialForward(ABC):

@@ -32,13 +32,19 @@ class Coverage:
     """Number of operations that a rule treated, and of nonlinearities whose gradient it rewrote or left, by kind.
 
     A hidden site is a multiplication or selection by a fixed mask, or a custom operation. It may be a ReLU written by
-    hand, which the graph does not show. A treated operation is named with its rule, such as "conv by z+".
+    hand, which the graph does not show. A treated operation is named with its rule, such as "conv by z+". `rules` are
+    the rules of convolutions and matrix products, by the module that holds the weights.
     """
 
     rewritten: Mapping[str, int] = field(default_factory=dict)
     passed: Mapping[str, int] = field(default_factory=dict)
     hidden: Mapping[str, int] = field(default_factory=dict)
     treated: Mapping[str, int] = field(default_factory=dict)
+    rules: Mapping[str, str] = field(default_factory=dict)
+
+    def table(self) -> str:
+        """Return a table of modules and their rules."""
+        return table(self.rules)
 
     def __str__(self) -> str:
         """Return a summary such as `17 relu rewritten, 2 silu passed through`."""
@@ -47,6 +53,12 @@ class Coverage:
         parts += [f"{n} {kind} passed through" for kind, n in self.passed.items()]
         parts += [f"{n} {kind} that may hide a ReLU" for kind, n in self.hidden.items()]
         return ", ".join(parts) or "no rectifier"
+
+
+def table(rows: Mapping[str, str]) -> str:
+    """Return the lines of a table of two columns."""
+    width = max(map(len, rows), default=0)
+    return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())
 
 
 class Site(NamedTuple):

@@ -30,11 +30,18 @@ CERTAIN_CORRELATION = 0.5
 
 
 def layer_name(method: Attribution, layer: str | nn.Module | list[str | nn.Module]) -> str:
-    """Return the name of a layer of a method's model, also of a list with one layer. Raises LayerError for others."""
+    """Return the name of a layer of a method's model, also of a list with one layer.
+
+    Raises:
+        LayerError: The model has no such layer, or it is the whole model, or the list has another length.
+    """
     if isinstance(layer, list) and len(layer) != 1:
         name = type(method).__name__
         raise LayerError(f"{name} reads one layer, got {len(layer)}; FusedCAM(model, layers=[...]) fuses several")
-    return find(method.model, layer[0] if isinstance(layer, list) else layer)[0]
+    if name := find(method.model, layer[0] if isinstance(layer, list) else layer)[0]:
+        return name
+    outermost = ", ".join(name for name, _ in method.model.named_children())
+    raise LayerError(f'layer "" is the whole {type(method.model).__name__}; its outermost layers are {outermost}')
 
 
 class LayerAttribution(TracedAttribution):

@@ -17,10 +17,10 @@ from ..attribution.options import Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
 from ..errors import LayerError, NotApplicableError
 from ..hooks.autograd_graph import PlainAttention
-from ..layers.find import find, scan_layers
+from ..layers.find import scan_layers
 from ..targets.targets import ClassScore, class_scores
 from ..validation import check_choice, check_integer, check_number
-from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, XGradCAM, weighted_sum
+from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, XGradCAM, layer_name, weighted_sum
 from .gradient import GuidedBackprop, Smooth
 
 _CAMS: dict[str, type[LayerAttribution]] = {
@@ -68,7 +68,7 @@ class GuidedGradCAM(LayerAttribution):
 def _layer_names(method: Attribution, layers: Sequence[str | nn.Module]) -> tuple[str, ...]:
     if isinstance(layers, str) or not layers:
         raise LayerError(f"{method.name} takes a list of layers, got {layers!r}")
-    return tuple(find(method.model, layer)[0] for layer in layers)
+    return tuple(layer_name(method, layer) for layer in layers)
 
 
 class _LayerFusion(TracedAttribution):

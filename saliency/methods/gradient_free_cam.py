@@ -101,13 +101,14 @@ class LayerPasses(MultiPassAttribution):
         Only the part of the model after the layer runs, where that is possible.
         """
         tail = TailForward(self.model, layer.layer, passes.x)
-        passes.notes.append(tail.how)
 
         def compute(start: int, stop: int) -> Tensor:
             with torch.no_grad():
                 return passes.target(stop - start)(tail(make(start, stop)))
 
-        return torch.cat(list(passes.chunks(compute, count)))
+        scores = list(passes.chunks(compute, count))
+        passes.notes.append(tail.how)
+        return torch.cat(scores)
 
 
 def strongest(strength: Tensor, limit: int | None) -> Tensor:

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
 
 import torch
@@ -27,6 +28,7 @@ from ..relevance.composites import COMPOSITES
 from ..relevance.propagation import (
     Composite,
     Propagation,
+    RuleKey,
     Unknown,
     attention_nodes,
     embeds_patches,
@@ -34,7 +36,18 @@ from ..relevance.propagation import (
     following,
     linear_weight,
 )
-from ..relevance.rules import Contrast, Excitation, Gamma, LinearOperation, Passed, Rule, ZBox, divided
+from ..relevance.rules import (
+    AnyRule,
+    Contrast,
+    Excitation,
+    Gamma,
+    LinearOperation,
+    NonlinearRule,
+    Passed,
+    Rule,
+    ZBox,
+    divided,
+)
 from ..relevance.walk import Visit, Walk, has_ambiguous_shapes
 from ..validation import check_choice, check_flag, check_number, is_integer
 from .cam import default_layer, layer_name
@@ -47,7 +60,7 @@ MAX_MISSING_SHARE = 1e-3
 MIN_SHARE = 0.5
 """The share of 1 that a layer receives in excitation backpropagation without a warning."""
 
-CompositeLike = str | Composite | Mapping[str, Rule]
+CompositeLike = str | Composite | Mapping[Any, AnyRule]  # names and types, as keys of a dict, have no common type
 Through = Mapping[str, Sequence[int]]
 At = Literal["pixels", "patches"]
 
@@ -58,12 +71,12 @@ def as_composite(option: str, composite: CompositeLike) -> Composite:
         return composite
     if isinstance(composite, str) and composite in COMPOSITES:
         return COMPOSITES[composite]
-    if isinstance(composite, Mapping) and all(isinstance(rule, Rule) for rule in composite.values()):
+    if isinstance(composite, Mapping) and all(isinstance(rule, AnyRule) for rule in composite.values()):
         return Composite(composite, name=str(dict(composite)))
     hint = did_you_mean(str(composite), COMPOSITES) or "; the composites are " + ", ".join(COMPOSITES)
     raise MethodError(
-        f"{option}={composite!r}: expected a composite's name, or a mapping from an operation kind or a layer's name "
-        f"to a rule{hint}"
+        f"{option}={composite!r}: expected a composite's name, or a mapping from an operation kind, a type of modules "
+        f"or a layer's name to a rule{hint}"
     )
 
 
@@ -83,6 +96,7 @@ class RelevancePropagation(TracedAttribution):
             Achtibat et al. 2023, https://arxiv.org/abs/2206.03208). The ledger holds that of the other channels.
             Relevance that takes a path around the layer, such as a residual connection, counts too. If a module is
             called several times, only its last call is restricted.
+        per_channel: Whether relevance at a layer, or at patches, is given for each channel instead of summed.
         unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
     """
 
@@ -92,6 +106,7 @@ class RelevancePropagation(TracedAttribution):
 
     layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
     through: Option[Through | None] = Option(None, _as_channels)
+    per_channel: Option[bool] = Option(False, check_flag)
     unknown: Option[Unknown] = Option("refuse", check_choice, get_args(Unknown))
 
     def __post_init__(self) -> None:
@@ -125,10 +140,12 @@ class RelevancePropagation(TracedAttribution):
             values, ledger = _read_patches(walk, grads, patches)
         else:
             values, ledger = walk.relevance, walk.ledger
+        if values is not walk.relevance and not self.per_channel:
+            values = values.sum(1, keepdim=True)
         return BatchAttribution(
             values,
             grads.scores,
-            Coverage(treated=dict(walk.treated)),
+            Coverage(treated=dict(walk.treated), rules=_rules_of_modules(self.model, walk)),
             layer,
             _missing(walk, grads),
             ledger=torch.stack(list(ledger.values()), 1),
@@ -164,7 +181,7 @@ class RelevancePropagation(TracedAttribution):
         rules = self.propagation(composite, composite.layers(self.model), self.unknown, first)
         changes = {name: partial(_restricted, grads, name, kept) for name, kept in self._through.items()}
         walk = Walk(grads, rules, grads.forward.layers, changes, **options)
-        composite.check_layers(rules.treated_layers)
+        rules.check_layers()
         return walk
 
 
@@ -172,15 +189,22 @@ def _missing(walk: Walk, grads: TargetGradients) -> Tensor:
     return at_least_float32(grads.scores) - _total(walk.ledger)
 
 
+def _rules_of_modules(model: nn.Module, walk: Walk) -> dict[str, str]:
+    """Return the rules of the modules that hold the weights of convolutions and matrix products."""
+    rules = cast("Propagation", walk.rule).rules
+    weights = ((name.rpartition(".")[0], parameter.data_ptr()) for name, parameter in model.named_parameters())
+    return {name: repr(rules[address]) for name, address in weights if address in rules}
+
+
 def _total(ledger: Mapping[str, Tensor]) -> Tensor:
     return torch.stack(list(ledger.values())).sum(0)
 
 
 def _read(walk: Walk, grads: TargetGradients, layer: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the relevance at a layer (N, 1, h, w), and the shares of the score (N,) from the layer on."""
+    """Return the relevance at a layer (N, K, h, w), and the shares of the score (N,) from the layer on."""
     tensor, layout = grads.forward.layers[layer], grads.forward.layout(layer)
     relevance = walk.at.get(layer, torch.zeros_like(tensor))
-    values = at_least_float32(layout(relevance.detach())).sum(1, keepdim=True)
+    values = at_least_float32(layout(relevance.detach()))
     above = [*nodes_between(grads.scores_in_graph, tensor), cast("Node", tensor.grad_fn)]
     ledger = {"layer": walk.per_image(values), **walk.absorbed(above)}
     if layout.kind == "NTC" and len(layout.tokens) < relevance.shape[1]:
@@ -226,10 +250,10 @@ def _find_patches(model: nn.Module, grads: TargetGradients, node: Node) -> _Patc
 
 
 def _read_patches(walk: Walk, grads: TargetGradients, patches: _Patches) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the relevance of patches (N, 1, h, w), and the shares of the score (N,) from them on."""
+    """Return the relevance of patches (N, K, h, w), and the shares of the score (N,) from them on."""
     relevance = cast("Tensor", cast("Propagation", walk.rule).relevance)
     relevance = relevance if patches.shape is None else relevance.reshape(len(grads.x), *patches.shape[1:])
-    values = patches.layout(relevance).sum(1, keepdim=True)
+    values = patches.layout(relevance)
     ledger = {"layer": walk.per_image(values), **walk.absorbed(following(walk.nodes, patches.node))}
     ledger["other paths"] = _total(walk.ledger) - _total(ledger)
     return values, ledger
@@ -254,8 +278,17 @@ def _bounded(composite: Composite, preprocess: Any) -> Composite:
         return composite
     pairs = list(zip(preprocess.mean, preprocess.std, strict=True))
     box = ZBox(*(tuple((end - mean) / std for mean, std in pairs) for end in (0, 1)))
-    rules = {name: box if rule == ZBox() else rule for name, rule in composite.rules.items()}
-    return replace(composite, rules=rules)
+    return replace(composite, rules={key: box if rule == ZBox() else rule for key, rule in composite.rules.items()})
+
+
+def _with_gamma(composite: Composite | None, gamma: float) -> Composite:
+    """Return a composite with another gamma. Raises MethodError for one without a gamma rule."""
+    rules: Mapping[RuleKey, AnyRule] = {} if composite is None else composite.rules
+    changed = {key: Gamma(gamma) if isinstance(rule, Gamma) else rule for key, rule in rules.items()}
+    if composite is None or not any(isinstance(rule, Gamma) for rule in rules.values()):
+        names = ", ".join(name for name, own in COMPOSITES.items() if Gamma() in own.rules.values())
+        raise MethodError(f"gamma={gamma}: the composite has no gamma rule; those with one are {names}; or use AttnLRP")
+    return replace(composite, rules=changed)
 
 
 class PixelRelevance(RelevancePropagation):
@@ -301,18 +334,20 @@ class LRP(PixelRelevance):
 
     Args:
         composite: The rules: the name of a composite ("epsilon_plus", "epsilon", "gamma", "epsilon_gamma_box",
-            "epsilon_alpha2_beta1", ...), or a mapping from an operation kind ("conv", "linear", "first",
-            "last"), a layer's name, or a pattern of names to a rule of `saliency.relevance`. None takes "epsilon_plus",
-            or "attn_lrp" for networks with attention.
+            "epsilon_alpha2_beta1", ...), or a mapping from an operation kind ("conv", "linear", "first", "last",
+            "activation", "norm"), a type of modules, a layer's name, or a pattern of names to a rule of
+            `saliency.relevance`. A batch norm with a rule is not merged. None takes "epsilon_plus", or "attn_lrp" for
+            networks with attention.
+        gamma: The gamma of all gamma rules of the composite; None for its own.
 
-    Values: (N, C, H, W) at the input, or (N, 1, h, w) at a layer; signed, in score units.
+    Values: (N, C, H, W) at the input, or (N, 1, h, w) at a layer, or (N, K, h, w) per channel; signed, in score units.
 
     Warns:
         SaliencyWarning: More than a thousandth of the score is missing from the ledger.
 
     Raises:
         NotApplicableError: An operation of the model has no rule.
-        MethodError: The composite or the channels are invalid, or a rule needs bounds of the input.
+        MethodError: The composite, gamma or the channels are invalid, or a rule needs bounds of the input.
         LayerError: A layer does not exist or is not run.
 
     Source: Bach et al., "On Pixel-Wise Explanations for Non-Linear Classifier Decisions by Layer-Wise Relevance
@@ -323,14 +358,19 @@ class LRP(PixelRelevance):
     cost = "1 forward, 1 to 1.5 backward"
 
     composite: ConvertedOption[CompositeLike | None, Composite | None] = ConvertedOption(None, as_composite)
+    gamma: Option[float | None] = Option(None, check_number, least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._composite = None if self.composite is None else _bounded(self.composite, self.preprocess)
+        composite = self.composite if self.gamma is None else _with_gamma(self.composite, self.gamma)
+        self._composite = None if composite is None else _bounded(composite, self.preprocess)
+        rules = () if composite is None else composite.rules.values()
+        if any(isinstance(rule, NonlinearRule) for rule in rules):
+            self.keep = Keep.ALL  # the operands of ReLUs too
 
     def traced_modules(self) -> Sequence[str]:
         """Return the modules with rules of their own."""
-        return [] if self._composite is None else list(self._composite.layers(self.model))
+        return [] if self._composite is None else list(chain(*self._composite.layers(self.model).values()))
 
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the given composite; by default that of the network's kind."""
@@ -344,6 +384,7 @@ class AttnLRP(PixelRelevance):
 
     Args:
         gamma: The gamma of linear layers, at least 0; the authors use 0.01 to 0.05. With 0, they pass their gradient.
+            0.05 is better for two classifiers of the testbed, and worse for its texts, see docs/transformers.md.
         conv_gamma: The gamma of convolutions; the authors use 0.1 to 0.25. That of the patch embedding counts with
             at="pixels".
 
@@ -371,7 +412,7 @@ class AttnLRP(PixelRelevance):
     def __post_init__(self) -> None:
         super().__post_init__()
         gammas = {"linear": self.gamma, "conv": self.conv_gamma}
-        rules: dict[str, Rule] = {kind: Gamma(gamma) for kind, gamma in gammas.items() if gamma}
+        rules: dict[RuleKey, AnyRule] = {kind: Gamma(gamma) for kind, gamma in gammas.items() if gamma}
         self.keep = Keep.LINEAR if rules else Keep.ACTIVATIONS
         self._composite = Composite(rules, constant_gates=self.constant_gates)
 

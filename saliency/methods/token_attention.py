@@ -312,7 +312,10 @@ class GradECLIP(AttentionMap):
         """Return the weighted values of all tokens."""
         call = attention.grads.attention[-1]
         if call.query is None:
-            raise NotApplicableError(f"{self.name}: the last attention is not fused, so its queries cannot be read")
+            raise NotApplicableError(
+                f"{self.name}: the last attention is not fused, so its queries cannot be read; if it calls "
+                "scaled_dot_product_attention, leave sdpa_kernel(SDPBackend.MATH) or turn on a fused kernel"
+            )
         cosines = call.cosines()
         low, high = attention.layout(cosines.mT).flatten(2).aminmax(dim=-1, keepdim=True)  # over the patches
         similar = (cosines - low) / (high - low).clamp(min=torch.finfo(cosines.dtype).tiny)

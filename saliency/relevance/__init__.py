@@ -9,6 +9,8 @@ from .rules import Excitation as Excitation
 from .rules import Flat as Flat
 from .rules import Gamma as Gamma
 from .rules import LinearOperation as LinearOperation
+from .rules import NonlinearOperation as NonlinearOperation
+from .rules import NonlinearRule as NonlinearRule
 from .rules import Pass as Pass
 from .rules import Rule as Rule
 from .rules import WSquare as WSquare

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .propagation import Composite
-from .rules import AlphaBeta, Epsilon, Flat, Gamma, Rule, ZBox, ZPlus
+from .propagation import Composite, RuleKey
+from .rules import AlphaBeta, AnyRule, Epsilon, Flat, Gamma, ZBox, ZPlus
 
-_RULES: dict[str, dict[str, Rule]] = {
+_RULES: dict[str, dict[RuleKey, AnyRule]] = {
     # A quarter of the root mean square: with less, the map approaches the gradient times the input.
     "epsilon": {"conv": Epsilon(0.25), "linear": Epsilon(0.25)},
     "gamma": {"conv": Gamma(), "linear": Gamma()},

@@ -30,6 +30,7 @@ from ..hooks.operations import (
     SOFTMAX,
     Op,
     Operation,
+    as_results,
     is_attention,
     is_batch_norm,
     is_elementwise,
@@ -38,10 +39,12 @@ from ..hooks.operations import (
     operator_name,
 )
 from ..hooks.pytree import tree_map, tree_tensors
-from .rules import Epsilon, LinearOperation, Passed, Rule, divided
+from ..hooks.rectifiers import table
+from .rules import AnyRule, Epsilon, LinearOperation, NonlinearOperation, NonlinearRule, Passed, Rule, divided
 from .walk import Edge, Visit, Walk
 
 Unknown = Literal["refuse", "gradient"]
+RuleKey = str | type[nn.Module]
 
 aten = torch.ops.aten
 
@@ -54,7 +57,7 @@ _DEVIATIONS = frozenset({"rsqrt", "reciprocal"})
 _GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *SOFTMAX})
 # The two factors of a matrix product.
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
-_KINDS = ("conv", "linear", "first", "last")
+_KINDS = ("conv", "linear", "activation", "norm", "first", "last")
 _GRADIENT = Epsilon(0)
 # Activations, which a patch embedding does not have.
 _ACTIVATIONS = ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
@@ -87,41 +90,46 @@ class Composite:
     """The rules of a walk.
 
     Attributes:
-        rules: From an operation kind, a layer's name, or a pattern of names, to a rule. The kinds are "conv", "linear",
-            and "first" or "last" for those before or after which no other convolution or matrix product runs. Names
-            precede "first" and "last", which precede the others. Operations without an entry pass their gradient.
+        rules: From an operation kind, a type of modules, a layer's name, or a pattern of names, to a rule. The kinds
+            are "conv", "linear", "first" or "last" for those before or after which no other convolution or matrix
+            product runs, and "activation" and "norm" for a `NonlinearRule`. Names precede "first" and "last", which
+            precede types, which precede the others. Convolutions and matrix products without an entry pass their
+            gradient.
         constant_gates: Whether attention weights and gates are constants, so that the other factor of a product gets
             all relevance. Otherwise each factor gets half.
         name: The name in settings.
     """
 
-    rules: Mapping[str, Rule] = field(default_factory=dict)
+    rules: Mapping[RuleKey, AnyRule] = field(default_factory=dict)
     constant_gates: bool = False
     name: str = field(default="", compare=False)
 
-    def layers(self, model: nn.Module) -> dict[str, Rule]:
-        """Return the rules of modules by name. Raises MethodError for a pattern that fits none."""
-        patterns = {pattern: rule for pattern, rule in self.rules.items() if pattern not in _KINDS}
-        names = [name for name, _ in model.named_modules() if name] if patterns else []
-        rules: dict[str, Rule] = {}
-        for pattern, rule in patterns.items():
-            matches = fnmatch.filter(names, pattern)
-            if not matches:
-                kinds = ", ".join(_KINDS)
-                raise MethodError(
-                    f'composite: no layer "{pattern}"{did_you_mean(pattern, names)} (the kinds are {kinds})'
-                )
-            rules |= dict.fromkeys(matches, rule)
-        return rules
+    def __post_init__(self) -> None:
+        for kind in _KINDS:
+            base = NonlinearRule if kind in ("activation", "norm") else Rule
+            if kind in self.rules and not isinstance(self.rules[kind], base):
+                raise MethodError(f'composite: "{kind}" takes a {base.__name__}, got {self.rules[kind]}')
 
-    def check_layers(self, treated: Iterable[str]) -> None:
-        """Raise MethodError for a pattern that fits none of the layers in which an operation got a rule."""
-        for pattern in self.rules:
-            if pattern not in _KINDS and not fnmatch.filter(treated, pattern):
-                raise MethodError(
-                    f'composite: the rule of "{pattern}" fits no operation: no convolution or matrix product with '
-                    "weights runs there between the input and the score"
-                )
+    def __str__(self) -> str:
+        """Return a table of operations and rules."""
+        return table({_text(key): str(rule) for key, rule in self.rules.items()})
+
+    def layers(self, model: nn.Module) -> dict[RuleKey, list[str]]:
+        """Return the names of the modules of each pattern and type. Raises MethodError for a pattern that fits none."""
+        keys = [key for key in self.rules if key not in _KINDS]
+        modules = {name: module for name, module in model.named_modules() if name} if keys else {}
+        layers: dict[RuleKey, list[str]] = {}
+        for key in keys:
+            if isinstance(key, type):
+                layers[key] = [name for name, module in modules.items() if isinstance(module, key)]
+            elif not layers.setdefault(key, fnmatch.filter(modules, key)):
+                kinds = ", ".join(_KINDS)
+                raise MethodError(f'composite: no layer "{key}"{did_you_mean(key, modules)} (the kinds are {kinds})')
+        return layers
+
+
+def _text(key: RuleKey) -> str:
+    return key.__name__ if isinstance(key, type) else key
 
 
 def attention_nodes(grads: TargetGradients) -> list[Node]:
@@ -187,12 +195,12 @@ class Propagation:
 
     Args:
         composite: The rules.
-        layers: The rules of modules by name.
+        layers: The names of the modules of each pattern and type.
         unknown: Whether an operation without a rule is refused ("refuse") or passes its gradient ("gradient").
         first: A linear operation at whose result relevance is read.
 
     Attributes:
-        treated_layers: The modules with rules of their own in which an operation got a rule.
+        rules: The rule of each convolution and matrix product, by the address of its weights.
         relevance: The relevance of the result of the operation `first`, in its shape.
     """
 
@@ -200,10 +208,19 @@ class Propagation:
     """Whether the shift of a batch norm that is not merged receives relevance."""
 
     def __init__(
-        self, composite: Composite, layers: Mapping[str, Rule], unknown: Unknown, first: Node | None = None
+        self,
+        composite: Composite,
+        layers: Mapping[RuleKey, Sequence[str]],
+        unknown: Unknown,
+        first: Node | None = None,
     ) -> None:
         self.composite, self.layers, self.unknown, self.first = composite, layers, unknown, first
-        self.treated_layers: set[str] = set()
+        self.rules: dict[int, Rule] = {}
+        self._by_name, self._by_type = (
+            {name: composite.rules[key] for key in layers if isinstance(key, type) is is_type for name in layers[key]}
+            for is_type in (False, True)
+        )
+        self._treated: set[str] = set()  # the modules in which an operation got the rule of a name or type
         self.relevance: Tensor | None = None
         # By linear operation: the factor and the constant of the batch norm after it, and G at the batch norm's output.
         self._merged: dict[Node, tuple[Tensor, Tensor, Tensor]] = {}
@@ -216,6 +233,8 @@ class Propagation:
         kind = kind_of(visit.operation.op) if visit.operation else ""
         if not kind or not _fits(visit):
             return without_rule(visit, self.unknown)
+        if rule := self._nonlinear_rule(visit):
+            return self._nonlinear(visit, rule)
         handler: Callable[[Visit], Gradients] = getattr(self, f"_{kind}")  # as in `ast.NodeVisitor`
         return handler(visit)
 
@@ -269,7 +288,8 @@ class Propagation:
             scale, shift, grad = map(at_least_float32, self._merged.pop(visit.node))
             op = op.merged(scale, shift)
         kind = "conv" if operation.name == "convolution" else "linear"
-        rule = self._rule(visit, kind)
+        rule = cast("Rule | None", self._rule(visit, kind, Rule)) or _GRADIENT
+        self.rules[linear_weight(operation).data_ptr()] = rule
         walk.treated[f"{kind} by {rule.name}"] += 1
         passed = self.passed(visit, rule, op, grad)
         grads: list[Tensor | None] = [None] * len(visit.on_path)
@@ -293,17 +313,53 @@ class Propagation:
             self.relevance = op.relevance(grad)
         return rule.propagate(op, grad)
 
-    def _rule(self, visit: Visit, kind: str) -> Rule:
-        """Return the rule of a linear operation: by the innermost named layer, by "first", or by kind."""
-        named = [name for name in visit.walk.record.modules(visit.node) if name in self.layers]
-        self.treated_layers.update(named)
+    def _nonlinear_rule(self, visit: Visit) -> NonlinearRule | None:
+        """Return the given rule of an activation or a normalisation; None for the usual one."""
+        name, op = visit.known.name, visit.known.op
+        kind = "activation" if name in _ACTIVATIONS else "norm" if name in NORMS or is_batch_norm(op) else ""
+        is_whole = kind and not writes_part(visit)
+        return cast("NonlinearRule | None", self._rule(visit, kind, NonlinearRule) if is_whole else None)
+
+    def _nonlinear(self, visit: Visit, rule: NonlinearRule) -> Gradients:
+        """Apply a given rule of an activation or a normalisation."""
+        operation = visit.known
+        operand = _operand(operation)
+        x, grad = at_least_float32(operation.args[operand]), at_least_float32(visit.grad)
+
+        def run(x: Tensor) -> Tensor:
+            return cast("Tensor", as_results(operation.repeat(**{operand: x.to(visit.grad.dtype)}))[0])
+
+        y = at_least_float32(as_results(operation.result)[0])
+        passed = divided(rule.relevance(NonlinearOperation(x, y, run), y * grad), x)
+        visit.walk.treated[f"{operation.name.removeprefix('native_')} by {rule.name}"] += 1
+        visit.absorb("stabiliser", y * grad - x * passed)
+        return (passed.to(visit.grad.dtype), *[None] * (len(visit.on_path) - 1))
+
+    def _rule(self, visit: Visit, kind: str, base: type) -> AnyRule | None:
+        """Return the rule of an operation: by the innermost named layer, by "first" or "last", by type, or by kind."""
+        rules, modules = self.composite.rules, visit.walk.record.modules(visit.node)
+        named, typed = (
+            {name: rule for name in modules if isinstance(rule := by_module.get(name), base)}
+            for by_module in (self._by_name, self._by_type)
+        )
+        self._treated.update(named, typed)
         if named:
-            return self.layers[max(named, key=len)]
-        rules = self.composite.rules
+            return named[max(named, key=len)]
         for at, end in enumerate(("first", "last")):
-            if end in rules and visit.node in self._first_and_last(visit.walk)[at]:
+            if end in rules and base is Rule and visit.node in self._first_and_last(visit.walk)[at]:
                 return rules[end]
-        return rules.get(kind, _GRADIENT)
+        return typed[max(typed, key=len)] if typed else rules.get(kind)
+
+    def check_layers(self) -> None:
+        """Raise MethodError for a pattern or type whose rule no operation of its modules got."""
+        for key, names in self.layers.items():
+            if names and not self._treated.intersection(names):
+                is_linear = isinstance(self.composite.rules[key], Rule)
+                operation = "convolution or matrix product with weights" if is_linear else "activation or normalisation"
+                raise MethodError(
+                    f'composite: the rule of "{_text(key)}" fits no operation: no {operation} runs there between the '
+                    "input and the score"
+                )
 
     def _first_and_last(self, walk: Walk) -> tuple[set[Node], set[Node]]:
         """Return the linear operations before which no other one runs, and those after which no other one runs."""

@@ -164,7 +164,17 @@ class Passed(NamedTuple):
     lost: Tensor | None = None
 
 
-class Rule(ABC):
+class AnyRule:
+    """Base class of `Rule` and `NonlinearRule`."""
+
+    name: ClassVar[str] = "own rule"
+
+    def __repr__(self) -> str:
+        """Return the name of the class."""
+        return f"{type(self).__name__}()"
+
+
+class Rule(AnyRule, ABC):
     """Base class of the rules of convolutions and matrix products.
 
     A rule is a class with `relevance`. In layers after the first one, relevance of an input of zero goes no further;
@@ -178,12 +188,6 @@ class Rule(ABC):
                 return op.transposed(relevance / op.run(torch.ones_like(op.input), ones), ones)
     """
 
-    name: ClassVar[str] = "own rule"
-
-    def __repr__(self) -> str:
-        """Return the name of the class."""
-        return f"{type(self).__name__}()"
-
     @abstractmethod
     def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
         """Return the relevance of the input, given the relevance of the output."""
@@ -191,6 +195,38 @@ class Rule(ABC):
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to the input, given G at the output."""
         return Passed(relevance=self.relevance(op, op.relevance(grad)))
+
+
+@dataclass
+class NonlinearOperation:
+    """An activation or a normalisation of one call.
+
+    Attributes:
+        input: The input.
+        output: The output, in the shape of the input.
+        run: The operation: from a tensor like the input to a new tensor.
+    """
+
+    input: Tensor
+    output: Tensor
+    run: Callable[[Tensor], Tensor]
+
+
+class NonlinearRule(AnyRule, ABC):
+    """Base class of the rules of activations and normalisations.
+
+    Relevance of an input of zero goes no further. The ledger holds what a rule does not pass under "stabiliser".
+
+        class Positive(NonlinearRule):
+            name = "positive"
+
+            def relevance(self, op, relevance):
+                return relevance * (op.input > 0)
+    """
+
+    @abstractmethod
+    def relevance(self, op: NonlinearOperation, relevance: Tensor) -> Tensor:
+        """Return the relevance of the input, given the relevance of the output."""
 
 
 class _GradientRule(Rule):
@@ -469,8 +505,8 @@ class Flat(WSquare):
 
 
 @dataclass(frozen=True)
-class Pass(Rule):
-    """The relevance passes unchanged. Input and output have the same shape.
+class Pass(Rule, NonlinearRule):
+    """The relevance passes unchanged, also through activations and normalisations. Input and output have one shape.
 
     Raises:
         MethodError: They have different shapes.
@@ -478,7 +514,7 @@ class Pass(Rule):
 
     name: ClassVar[str] = "pass"
 
-    def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
+    def relevance(self, op: LinearOperation | NonlinearOperation, relevance: Tensor) -> Tensor:
         """Return the relevance of the input, given the relevance of the output."""
         if relevance.shape != op.input.shape:
             shapes = f"{tuple(op.input.shape)} to {tuple(relevance.shape)}"

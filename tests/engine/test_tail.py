@@ -363,6 +363,44 @@ def test_what_cannot_be_done_again_is_whole_forwards(kind: Callable[[], nn.Modul
             same(behind(activations), plain(model, "two", x, activations))
 
 
+class Splits(Small):
+    """The rest of the network runs four images at a time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.pooled(part) for part in self.act(self.two(self.one(x))).split(4)])
+
+
+class Slices(Small):
+    """As `Splits`, by a loop over slices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        back = self.two(self.one(x))
+        return torch.cat([self.pooled(back[at : at + 4]) for at in range(0, len(back), 4)])
+
+
+@pytest.mark.parametrize("kind", [Splits, Slices])
+def test_a_batch_in_parts_is_whole_forwards(kind: Callable[[], nn.Module]) -> None:
+    model, x = made(kind), picture()
+    with prepared_for_attribution(model):
+        behind = TailForward(model, "two", x)
+        for rows in (3, 9, 4):
+            activations = changed(behind.activation, rows)
+            expected = plain(model, "two", x, activations)
+            same(behind(activations), expected)
+        assert behind.how == "whole forwards"
+        assert "for 9 rows" in behind.why
+
+
+@pytest.mark.parametrize("method", [saliency.AblationCAM, saliency.ReciproCAM, saliency.Occlusion])
+def test_methods_read_a_model_that_runs_its_batch_in_parts(method: type[saliency.Attribution]) -> None:
+    model, whole, x = made(Splits), made(Splits), picture()
+    whole.load_state_dict(model.state_dict())
+    whole.forward = lambda x: whole.pooled(whole.act(whole.two(whole.one(x))))  # type: ignore[operator]
+    options: dict[str, Any] = {} if method is saliency.Occlusion else {"layer": "act"}
+    found, expected = (method(each, chunk=16, **options).attribute(x, 1) for each in (model, whole))
+    torch.testing.assert_close(found.values, expected.values)
+
+
 def test_a_wrong_program_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Program.external
     monkeypatch.setattr(Program, "external", lambda program, rows: [1.001 * each for each in right(program, rows)])

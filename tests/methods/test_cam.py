@@ -34,6 +34,7 @@ from saliency import (
     probability,
     value,
 )
+from saliency.attribution.options import declared_options
 from saliency.methods.cam import LayerCombination, principal_map
 from saliency.testing import images, tiny_model, tiny_transformer
 from saliency.testing.case import tiny_model_for
@@ -514,6 +515,14 @@ def test_a_model_that_runs_a_batch_in_parts_gets_a_map_for_each_image_or_an_erro
         found = in_parts.attribute(images(4), targets).values
         wanted = method(inner, **method.quick_options).attribute(images(4), targets).values
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("name", [name for name, cls in METHODS.items() if "layer" in declared_options(cls)])
+def test_the_whole_model_is_not_a_layer(name: str) -> None:
+    model = tiny_model()
+    for layer in ("", model, [""]):
+        with pytest.raises(LayerError, match=r'layer "" is the whole .*; its outermost layers are '):
+            METHODS[name](model, layer)
 
 
 def test_a_method_of_the_users_must_return_a_map_for_each_image() -> None:

@@ -186,6 +186,7 @@ def test_a_layer_without_positive_evidence_adds_nothing(x: Tensor) -> None:
         ({"layers": []}, LayerError),
         ({"layers": "third"}, LayerError),
         ({"layers": ["thrid"]}, LayerError),
+        ({"layers": [""]}, LayerError),
         ({"gamma": 0.0}, MethodError),
         ({"gamma": float("nan")}, MethodError),
         ({"cam": "layercam"}, MethodError),

@@ -16,7 +16,7 @@ import saliency
 from saliency import CPLRP, LRP, AttnLRP, ExcitationBackprop, Explanation, Preprocess
 from saliency.cli import main
 from saliency.methods import lrp
-from saliency.relevance import Epsilon, Flat, Gamma, Rule, ZBox, ZPlus
+from saliency.relevance import Epsilon, Flat, Gamma, NonlinearOperation, NonlinearRule, Pass, Rule, ZBox, ZPlus
 from saliency.relevance.walk import Walk
 from saliency.testing import tiny_model
 from tests.commandline import COFFEE, copies, share_models
@@ -455,6 +455,109 @@ def test_an_own_rule_of_ten_lines_is_used_in_any_layer() -> None:
     assert_same(shares(inner)["inputs of zero"], lost)
 
 
+class Half(NonlinearRule):
+    """Half of the relevance passes."""
+
+    name = "half"
+
+    def relevance(self, op: NonlinearOperation, relevance: Tensor) -> Tensor:
+        assert_same(op.run(op.input), op.output)
+        return relevance / 2
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("key", ["activation", nn.ReLU, "[148]"])
+def test_an_activation_may_have_a_rule(key: Any, inplace: bool) -> None:
+    net, x = chain(), images()
+    for at in (1, 4, 8):
+        cast("nn.ReLU", net[at]).inplace = inplace
+    table = {"conv": Gamma(), "linear": Epsilon()}
+    found, usual = (LRP(net, composite=each).attribute(x, 3) for each in ({**table, key: Half()}, table))
+    assert_same(found.values, usual.values / 8)
+    assert float(cast("Tensor", found.residual).abs().max()) < 1e-9
+    assert found.coverage is not None
+    assert found.coverage.treated["relu by half"] == 3
+
+
+@pytest.mark.parametrize("key", ["norm", nn.LayerNorm, "1"])
+def test_a_norm_may_pass_its_relevance(key: Any) -> None:
+    net, x = nn.Sequential(nn.Flatten(), nn.LayerNorm(12), nn.Linear(12, 5)).double().eval(), images(size=2)
+    nn.init.normal_(cast("Tensor", net[1].bias))
+    found = LRP(net, composite={key: Pass()}).attribute(x, 3)
+    inner = net[1](x.flatten(1)).detach()
+    assert_same(found.values.flatten(1), (inner * net[2].weight[3]).detach())  # type: ignore[index]
+
+
+def test_a_batch_norm_with_a_rule_is_not_merged() -> None:
+    net, x = residual(), images()
+    found = LRP(net, composite={"conv": Epsilon(0), "bn1": Half()}).attribute(x, 3)
+    usual = LRP(net, "bn1", composite={"conv": Epsilon(0)}).attribute(x, 3)
+    assert found.coverage is not None
+    assert found.coverage.treated["batch_norm merged"] == 1
+    assert found.coverage.treated["batch_norm by half"] == 1
+    inner = net.conv1(x).detach()
+    at_conv = LRP(net, "conv1", composite={"conv": Epsilon(0), "bn1": Half()}).attribute(x, 3)
+    assert inner.all()
+    assert_same(at_conv.values, usual.values / 2)
+
+
+def test_types_of_modules_follow_names_and_first() -> None:
+    net, x = chain(), images()
+    table: dict[Any, Any] = {nn.Conv2d: ZPlus(), nn.Linear: Epsilon(), nn.Conv3d: Flat()}
+    by_kind = LRP(net, composite={"conv": ZPlus(), "linear": Epsilon()}).attribute(x, 3)
+    assert torch.equal(LRP(net, composite=table).attribute(x, 3).values, by_kind.values)
+    mixed = {**table, "linear": Flat(), "first": Uniform(), "9": Gamma()}
+    coverage = LRP(net, composite=mixed).attribute(x, 3).coverage
+    assert coverage is not None
+    assert coverage.treated == {"linear by gamma": 1, "linear by epsilon": 1, "conv by z+": 1, "conv by uniform": 1}
+
+
+def test_composites_and_coverage_print_as_tables() -> None:
+    composite = saliency.relevance.Composite({"first": Flat(), nn.Linear: Epsilon(), "conv": ZPlus()})
+    assert [line.split()[0] for line in str(composite).splitlines()] == ["first", "Linear", "conv"]
+    assert "conv    ZPlus(alpha=1.0, beta=0.0, bias=True)" in str(composite)
+    for net, names in ((chain(), ["0", "3", "7", "9"]), (residual(), ["conv1", "conv2", "head"])):
+        coverage = LRP(net, composite=composite).attribute(images(), 3).coverage
+        assert coverage is not None
+        assert [line.split("  ")[0].strip() for line in coverage.table().splitlines()] == names
+        assert coverage.rules[names[0]] == "Flat()"
+        assert coverage.rules[names[1]] == "ZPlus(alpha=1.0, beta=0.0, bias=True)"
+        assert coverage.rules[names[-1]] == "Epsilon(epsilon=1e-06, relative=True)"
+
+
+@pytest.mark.parametrize("composite", ["gamma", {"conv": Gamma(), nn.Linear: Gamma(0.5)}])
+def test_gamma_is_an_option(composite: Any) -> None:
+    net, x = chain(), images()
+    expected = LRP(net, composite={"conv": Gamma(0.1), "linear": Gamma(0.1)}).attribute(x, 3)
+    found = LRP(net, composite=composite, gamma=0.1)
+    assert_same(found.attribute(x, 3).values, expected.values)
+    assert found.settings["gamma"] == 0.1
+    for other in (None, "epsilon_plus"):
+        with pytest.raises(saliency.MethodError, match="no gamma rule; those with one are gamma, epsilon_gamma_box"):
+            LRP(net, composite=other, gamma=0.1)
+
+
+@pytest.mark.parametrize(("layer", "channels"), [("conv2", 8), ("bn1", 8)])
+def test_relevance_of_all_channels_takes_one_call(layer: str, channels: int) -> None:
+    net, x = residual(), images()
+    found = LRP(net, layer, per_channel=True).attribute(x, 3)
+    whole = LRP(net, layer).attribute(x, 3)
+    assert found.values.shape == (2, channels, 12, 12)
+    assert_same(found.values.sum(1, keepdim=True), whole.values)
+    assert_same(cast("Tensor", found.ledger), cast("Tensor", whole.ledger))
+    assert saliency.heatmap(found).shape == saliency.heatmap(whole).shape
+    for channel in found.values.abs().sum((0, 2, 3)).topk(2).indices.tolist():
+        alone = LRP(net, layer, through={layer: [channel]}).attribute(x, 3)
+        assert_same(found.values[:, channel : channel + 1], alone.values)
+
+
+def test_relevance_of_channels_at_patches() -> None:
+    model, x = small_vit(5, 64, 16).double().eval(), torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    found, whole = (AttnLRP(model, per_channel=each).attribute(x, 3) for each in (True, False))
+    assert found.values.shape[1] > 1
+    assert_same(found.values.sum(1, keepdim=True), whole.values)
+
+
 def test_names_precede_first_and_last_which_precede_kinds() -> None:
     net, x = chain(), images()
     table = {"conv": ZPlus(), "linear": Epsilon(), "first": Flat(), "last": Gamma(), "0": Pass1(), "[79]": Uniform()}
@@ -489,10 +592,17 @@ def test_the_innermost_name_counts() -> None:
         ("zzz", "the composites are epsilon, gamma, .*excitation_backprop"),
         ({"conv": "gamma"}, "expected a composite's name, or a mapping .* to a rule"),
         ({"conv": Gamma}, "expected a composite's name"),
-        ({"hed": Gamma()}, r'no layer "hed"; did you mean "head".*the kinds are conv, linear, first, last'),
+        (
+            {"hed": Gamma()},
+            r'no layer "hed"; did you mean "head".*the kinds are conv, linear, activation, norm, first',
+        ),
         ({"blocks.*": Gamma()}, r'no layer "blocks\.\*"'),
         ({"conv*": ZPlus(), "bn*": ZPlus()}, r'the rule of "bn\*" fits no operation'),
         ({"conv": ZPlus(), "relu": ZPlus()}, 'the rule of "relu" fits no operation'),
+        ({nn.ReLU: ZPlus()}, 'the rule of "ReLU" fits no operation: no convolution'),
+        ({"head": Half()}, 'the rule of "head" fits no operation: no activation or normalisation'),
+        ({"norm": ZPlus()}, r'"norm" takes a NonlinearRule, got ZPlus'),
+        ({"conv": Half()}, r'"conv" takes a Rule, got Half\(\)'),
     ],
 )
 def test_a_composite_that_does_not_fit_is_an_error(composite: Any, fact: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import saliency
 from saliency import (
@@ -161,6 +162,11 @@ def test_grad_eclip_reads_grouped_keys_and_equal_patches() -> None:
     other.load_state_dict(one.state_dict())
     torch.testing.assert_close(GradECLIP(one).attribute(X, 1).values, GradECLIP(other).attribute(X, 1).values)
     assert not GradECLIP(one).attribute(torch.zeros_like(X), 1).values.any()
+
+
+def test_grad_eclip_names_the_context_that_turns_off_the_fused_kernel() -> None:
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(NotApplicableError, match=r"sdpa_kernel\(SDPBackend.MATH\)"):
+        GradECLIP(tiny_timm()).attribute(X, 1)
 
 
 def test_grad_eclip_reads_a_text_by_the_image_tower() -> None:
