@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 import saliency
 from benchmarks.zoo import CLASSES, fingerprint, make_usable
-from saliency.inspection.attention import LayerAttention
+from saliency.inspection.attention_record import LayerAttention
 from saliency.methods.token_attention import AttentionMap, TokenAttention
 from tests.reference import error
 

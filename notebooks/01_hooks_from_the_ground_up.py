@@ -95,12 +95,12 @@ print("v.grad is", v.grad)
 # %% [markdown]
 # **What to beware of.** A hook outlives the line that registered it. If you lose the handle, the hook stays.
 #
-# In this toolkit, the same chain is a list of rules in a `with` block. All hooks are removed when the block ends.
+# In this toolkit, the same chain is a list of functions in a `with` block. Those that return None, such as `print`,
+# leave the gradient unchanged. All hooks are removed when the block ends.
 
 # %%
 w = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-rules = inspection.rules
-with inspection.edit_gradients(None, w, [rules.scale(2), rules.show(), rules.scale(0.5), rules.show()]):
+with inspection.edit_gradients(None, w, [lambda g: g * 2, print, lambda g: g / 2, print]):
     (w**2).sum().backward()
 
 # %% [markdown]
@@ -326,8 +326,8 @@ print("weight gradient unchanged:", torch.equal(network[2].weight.grad, plain_we
 x.grad = None
 network.zero_grad()
 with (
-    inspection.edit_gradients(network, "0", rules.replace(1.0)) as entering,
-    inspection.edit_gradients(network, "2.bias", rules.add_noise(0.1, seed=7)) as noisy,
+    inspection.edit_gradients(network, "0", torch.ones_like) as entering,
+    inspection.edit_gradients(network, "2.bias", lambda gradient: gradient + noise) as noisy,
 ):
     network(x).sum().backward()
 print("gradient at the input:", x.grad, entering.edits)
@@ -486,7 +486,7 @@ for run in (1, 2, 3):
 # %%
 clean = nn.Linear(2, 1)
 for run in (1, 2, 3):
-    with inspection.edit_gradients(clean, "", rules.scale(2)):
+    with inspection.edit_gradients(clean, "", lambda gradient: 2 * gradient):
         (gradient,) = torch.autograd.grad(clean(x).sum(), x)
     print(f"run {run}: gradient: {(gradient / clean.weight.detach())[0, 0]:.0f} times the correct one")
 print("hooks left:", len(clean._forward_hooks) + len(clean._forward_pre_hooks) + len(clean._backward_hooks))

@@ -164,7 +164,6 @@ saliency.gradient_flow(gradients, size=(10.5, 4.4))
 # mean times its weight:
 
 # %%
-rules = inspection.rules
 espresso = model.categories.index("espresso")
 with torch.no_grad(), inspection.record(model, "bn2", keep="cpu", parts=("outputs",)) as recording:
     model(batch[3:4])
@@ -175,9 +174,14 @@ others = torch.randperm(1280, generator=torch.Generator().manual_seed(0)).tolist
 grad_cam = saliency.GradCAM(model, "bn2")
 
 
+def zeroed(channels):
+    """Return a rule that sets some channels to zero."""
+    return lambda maps: maps.index_fill(1, torch.tensor(channels), 0)
+
+
 def without(channels):
     """Compute Grad-CAM for espresso with some channels of `bn2` set to zero."""
-    with inspection.edit_activations(model, "bn2", rules.zero_channels(channels)):
+    with inspection.edit_activations(model, "bn2", zeroed(channels)):
         return grad_cam.attribute(COFFEE, "espresso")
 
 
@@ -205,7 +209,7 @@ figure, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
 for name, order, color in (("largest contribution first", loudest, "#e45756"), ("random order", others, "#888888")):
     chances = []
     for number in numbers:
-        with torch.no_grad(), inspection.edit_activations(model, "bn2", rules.zero_channels(order[:number])):
+        with torch.no_grad(), inspection.edit_activations(model, "bn2", zeroed(order[:number])):
             chances.append(100 * model(batch[3:4]).softmax(1)[0, espresso].item())
     axis.semilogx(numbers, chances, "o-", label=name, color=color)
 axis.set_xticks(numbers, numbers)
@@ -226,7 +230,7 @@ with torch.no_grad():
     best = plain.argmax(1, keepdim=True)
     kept = []
     for block in adding:
-        with inspection.edit_activations(model, f"{block}.bn3", rules.scale(0)):
+        with inspection.edit_activations(model, f"{block}.bn3", torch.zeros_like):
             kept.append((model(batch).softmax(1).gather(1, best) / plain.gather(1, best))[:, 0])
 
 shares = 100 * torch.stack(kept)  # (block, photo)
@@ -340,7 +344,7 @@ def train(network, steps=100):
 losses = train(deep(std=0.25))
 print(f"without clipping: first loss {losses[0]:.3g}, last loss {losses[-1]:.3g}")
 patient = deep(std=0.25)
-with inspection.edit_gradients(patient, "*.weight", rules.clip_norm(1.0)) as editing:
+with inspection.edit_gradients(patient, "*.weight", inspection.edit_rules.clip_norm(1.0)) as editing:
     losses = train(patient)
 print(f"with clipping:    first loss {losses[0]:.3g}, last loss {losses[-1]:.3g}; {sum(editing.edits.values())} edits")
 

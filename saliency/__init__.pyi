@@ -36,7 +36,7 @@ from .errors import SaliencyError as SaliencyError
 from .errors import SaliencyWarning as SaliencyWarning
 from .errors import TargetError as TargetError
 from .hooks.dual_encoder import DualEncoder as DualEncoder
-from .inspection.attention import attention as attention
+from .inspection.attention_record import attention as attention
 from .inspection.comparison import Comparison as Comparison
 from .inspection.comparison import compare as compare
 from .inspection.ledger import draw_ledger as draw_ledger

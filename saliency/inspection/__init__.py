@@ -4,25 +4,22 @@
     layer_table               list shapes, parameters, multiply-adds and time of each layer
     activation_statistics     measure moments, zeros, dead channels and the first NaN, over any number of batches
     gradient_statistics       measure gradients by layer and by parameter; saliency.gradient_flow draws the result
-    edit_gradients            change gradients with the rules of `rules` or any function
+    edit_gradients            change gradients with the rules of `edit_rules` or any function
     edit_activations          change the outputs of layers
     extract_features          extract the activations of a data set
     save_features             write them as safetensors files
     vector_jacobian_product   compute the gradient of a weighted output at a layer
-    jacobian_vector_product   compute the change of the output along a direction at a layer
     ledger_table              list the shares that sum to a score; saliency.draw_ledger draws them
 
 The model and the `.grad` of its parameters are left unchanged.
 """
 
-from . import rules as rules
+from . import edit_rules as edit_rules
 from .edit import Editing as Editing
 from .edit import edit_activations as edit_activations
 from .edit import edit_gradients as edit_gradients
-from .features import Features as Features
 from .features import extract_features as extract_features
 from .features import save_features as save_features
-from .jacobian import jacobian_vector_product as jacobian_vector_product
 from .jacobian import vector_jacobian_product as vector_jacobian_product
 from .layer_table import LayerRow as LayerRow
 from .layer_table import LayerTable as LayerTable

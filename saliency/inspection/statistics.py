@@ -1,52 +1,38 @@
 """Statistics of activations and gradients over any number of batches, and a plot of the gradient by layer.
 
-The statistics are moments, zeros, dead channels and the first NaN. The plot shows where the gradient vanishes,
-explodes, is zero or is NaN.
+The statistics are moments, zeros, dead channels and the first NaN.
 """
 
 from __future__ import annotations
 
 import math
-import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..errors import ImageError, LayerError, RenderError, TargetError, plural
+from ..errors import ImageError, LayerError, MethodError, RenderError, TargetError, plural
 from ..hooks.autograd_graph import ends_in_probability, this_backward
 from ..hooks.manager import HookManager
-from ..hooks.model_state import categories_of, leaf
+from ..hooks.model_state import categories_of, leaf, prepared_for_attribution
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..hooks.rectifiers import differentiate
-from ..layers.layout import layout_from
-from ..layers.positions import Grid
 from ..render.figure import new_figure
 from ..targets.targets import Categories, OutputFacts, OutputTarget, TargetLike, as_target, output_tensor
-from .arguments import Batches, LayersLike, ModelCall
+from .arguments import Batches, LayersLike, ModelCall, select_layers
 from .moments import Moments, moments, real_values
 from .record import Call, Recording
-from .tables import Column, Table, listed, number, share
+from .tables import Column, Table, number, share
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, *_INSTANCE_NORMS)
-_POOLING_1D = (nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveMaxPool1d, nn.AdaptiveAvgPool1d)
-# Subclasses may permute the axes, as LayerNorm2d of torchvision and timm does.
-_NORMS_LAST = (nn.LayerNorm, nn.RMSNorm)
-_CHANNELS_LAST = (nn.Linear, nn.Bilinear, nn.Embedding, nn.MultiheadAttention, nn.RNNBase)
-# Affine layers: their outputs are zeros only if weights or inputs are. Exact types, since subclasses may rectify.
-_AFFINE = (*_CONVOLUTIONS, *_NORMS, *_NORMS_LAST, nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag)
+_RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold)
 
 _Value = TypeVar("_Value", float, float | None)
 
@@ -87,7 +73,7 @@ class LayerActivations(_LayerStatistics[float]):
     """Output of one layer in one of its calls, over all images and positions."""
 
     channels: int | None  # None without a channel axis, or with a varying number of channels
-    dead: tuple[int, ...]  # channels that were never above zero and never NaN, in any layer
+    dead: tuple[int, ...]  # channels that were never above zero and never NaN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +95,9 @@ class ActivationStatistics(Table[LayerActivations]):
     """Table of activation statistics; see `activation_statistics`.
 
     Attributes:
-        first_nonfinite: The name of the first layer with NaN or infinity in its output; None without any.
-        dead_channels: The number of dead channels, counted only in the innermost layers that rectify.
+        first_nonfinite: The name of the first layer with NaN or infinity in its output; "" if only the model's output
+            has them; None without any.
+        dead_channels: The number of dead channels in ReLUs.
         images: The number of images.
         batches: The number of batches.
     """
@@ -160,7 +147,6 @@ class _RunningStats:
 
     moments: Moments = field(default_factory=Moments)
     alive: Tensor | None = None  # (channels,), whether a channel was ever above zero
-    can_rectify: bool = False
 
 
 class _Collector:
@@ -168,9 +154,8 @@ class _Collector:
 
     def __init__(self, batches: Batches, layers: LayersLike) -> None:
         self.batches = batches
-        self.modules = batches.modules(layers)
+        self.modules = select_layers(batches.model, layers)
         self.first_nonfinite: str | None = None
-        self.notes: list[str] = []
         self._stats: dict[tuple[str, int], _RunningStats] = {}
 
     def stats_of(self, calls: Iterable[Call]) -> dict[Call, _RunningStats]:
@@ -186,26 +171,19 @@ class _Collector:
             yield {**fields, "calls": calls[name], **_statistics(stats.moments.scaled(scale))}, stats
             indices[name] += 1
 
-    def note_nonfinite(self, layer: str, where: str, values: Iterable[Moments]) -> None:
+    def note_nonfinite(self, layer: str, values: Iterable[Moments]) -> None:
         """Note the first layer with NaN or infinity."""
         if self.first_nonfinite is None and any(known.nan or known.inf for known in values):
             self.first_nonfinite = layer
-            label = f'"{layer}"' if layer else "the model"
-            self.notes.append(f"NaN or infinity first in {where} {label}{self.in_batch}")
 
-    def uncalled_note(self) -> list[str]:
-        """Return a note that lists the layers without a row."""
-        called = {name for name, _ in self._stats}
-        uncalled = [name for name, module in self.modules.items() if name not in called and _is_callable(module)]
-        return listed("never called, or without a tensor in the output:", uncalled)
-
-    @property
-    def in_batch(self) -> str:
-        return f" in batch {self.batches.batches}" if self.batches.batches > 1 else ""
+    def notes(self) -> list[str]:
+        """Return the notes below the table of layers."""
+        first = self.first_nonfinite
+        return [str(self.batches), *([] if first is None else [f"NaN or infinity first in {first or 'the output'}"])]
 
 
 def activation_statistics(
-    model: nn.Module, data: Any, *, layers: LayersLike = "*", training: bool = False
+    model: nn.Module, data: Any, *, layers: LayersLike = "*", channel_axis: int = 1
 ) -> ActivationStatistics:
     """Return statistics of the activations of each layer: moments, zeros, dead channels, NaN and infinities.
 
@@ -217,165 +195,99 @@ def activation_statistics(
     All numbers are exact over all batches, summed in double precision. Activations are not stored, so memory use does
     not grow with the number of batches.
 
-    Channels are on axis 1 for convolutions, batch, group and instance norms and 1D pooling. They are on the last axis
-    for linear layers, attention and `nn.LayerNorm`. Other layers use the axis of these layers if an output has the same
-    shape. Otherwise channels are on axis 1 of (N, K) and on the last axis of (N, T, C). For four axes, the axis is
-    chosen such that the other two have the proportions of the input.
-
-    A channel is dead if it was never above zero in a layer that rectifies. A layer rectifies if its smallest output is
-    zero, it is not affine, and it has parameters or receives negative values. For nested layers, only the innermost one
-    counts.
+    A channel is dead if it was never above zero. `dead_channels` counts those of `nn.ReLU`, `nn.ReLU6` and
+    `nn.Threshold`; each row lists those of its layer.
 
     Args:
         model: Any `torch.nn.Module`. It is left bit for bit unchanged.
         data: A batch as the model takes it; images or their paths, if the model has a `preprocess`; or any iterable of
             batches, or of pairs of a batch and labels. A shape such as (8, 3, 224, 224) stands for noise.
         layers: Names, patterns as in "layer4.*.conv?", modules, classes of modules, or several of these.
-        training: Whether to run a private copy of the model in training mode. Normalisation then uses batch statistics,
-            and dropout uses its own seeds. Use it for untrained batch normalisation: its running statistics are
-            zeros and ones, so evaluation mode gives activations that do not occur in training.
+        channel_axis: The axis of the channels in the outputs of these layers: 1 in (N, K), (N, K, h, w) and (N, K, L),
+            -1 in tokens (N, T, C) and in (N, h, w, C).
 
     Raises:
         ImageError: The data contain no batch, or a batch cannot be read.
         LayerError: A name or pattern matches no layer, or none of the layers is called.
-        ModelError: The model has parameters without values, or cannot be copied for `training`.
+        MethodError: `channel_axis` is neither 1 nor -1.
+        ModelError: The model has parameters without values.
         NotApplicableError: A layer returns a nested or quantised tensor.
     """
-    collector = _ActivationCollector(Batches(model, data, training=training), layers)
+    if channel_axis not in (1, -1):
+        raise MethodError(f"channels are on axis 1 or on axis -1; got channel_axis={channel_axis!r}")
+    collector = _ActivationCollector(Batches(model, data), layers, channel_axis)
     for batch in collector.batches:
         collector.run(batch)
     return collector.table()
 
 
 class _Measured:
-    """Moments of a tensor, and its channels with values above zero or NaN, for both possible channel axes."""
+    """Moments of a tensor, and whether each of its channels has a value above zero or NaN."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape = tuple(tensor.shape)
+    def __init__(self, channel_axis: int, tensor: Tensor) -> None:
         self.moments = moments(tensor)
+        self.alive: Tensor | None = None  # (channels,)
         values = real_values(tensor)
         dims = values.dim()
-        self.alive: dict[int, Tensor] = {}
         if dims > 1 and values.numel():
-            outer = values.flatten(0, max(0, dims - 3)).amax(0)  # several times faster than all axes at once
-            largest = {dims - 1: outer.amax(0) if outer.dim() > 1 else outer, 1: values.amax([0, *range(2, dims)])}
-            self.alive = {axis: ~(value <= 0) for axis, value in largest.items()}  # also true for NaN
+            other_axes = [axis for axis in range(dims) if axis != channel_axis % dims]
+            self.alive = ~(values.amax(other_axes) <= 0)  # also true for NaN
 
 
 class _ActivationCollector(_Collector):
-    def __init__(self, batches: Batches, layers: LayersLike) -> None:
+    def __init__(self, batches: Batches, layers: LayersLike, channel_axis: int) -> None:
         super().__init__(batches, layers)
-        self._axes: dict[tuple[int, ...], int] = {}  # by shape of the output without the batch
+        self._channel_axis = channel_axis
 
     def run(self, batch: ModelCall) -> None:
-        recording = Recording(self.modules, _Measured, ("inputs", "outputs"))
-        with self.batches.prepared_model() as model, HookManager() as hooks, torch.no_grad():
+        recording = Recording(self.modules, partial(_Measured, self._channel_axis), ("outputs",))
+        with prepared_for_attribution(self.batches.model), HookManager() as hooks, torch.no_grad():
             recording.attach(hooks, hooks)
-            output = batch.run(model)
-        inputs = list(tree_tensors((batch.args, batch.kwargs)))
-        size = next(((int(x.shape[-2]), int(x.shape[-1])) for x in inputs if x.dim() == 4), None)
-        stats = self.stats_of(recording)
-        seen: set[_Measured] = set()
+            output = batch.run(self.batches.model)
+        for call, stats in self.stats_of(recording).items():
+            _add(call.outputs[0], stats)
         for call in recording.in_end_order():
-            seen.update(call.flat_inputs)
-            if call in stats:
-                self._add(call, stats[call], seen, batch.size, size)
-            seen.update(call.outputs)
-            is_passed_on = any(one.moments.nan or one.moments.inf for one in call.flat_inputs)
-            where = "the input and the output of" if is_passed_on else "the output of"
-            self.note_nonfinite(call.layer, where, [one.moments for one in call.outputs])
-        if not self.notes and not all(bool(tensor.isfinite().all()) for tensor in tree_tensors(output)):
-            self.notes.append(f"NaN or infinity in the model's output{self.in_batch}, but in no layer of this table")
-
-    def _add(self, call: Call, stats: _RunningStats, seen: set[_Measured], images: int, size: Grid | None) -> None:
-        module, output = self.modules[call.layer], call.outputs[0]
-        if type(module) not in _AFFINE and call.flat_inputs:
-            has_parameters = any(True for _ in module.parameters())
-            stats.can_rectify |= has_parameters or call.flat_inputs[0].moments.min < 0
-        if output in seen:
-            stats.can_rectify = False  # the layer returns its input or the output of another one
-        axis = self._channel_axis(module, output.shape, images, size)
-        alive = output.alive.get(axis)
-        before = stats.alive if stats.moments.count else alive
-        stats.alive = None
-        if alive is not None and before is not None and len(alive) == len(before):
-            stats.alive = before | alive
-        stats.moments += output.moments
-
-    def _channel_axis(self, module: nn.Module, shape: tuple[int, ...], images: int, size: Grid | None) -> int | None:
-        axes = len(shape)
-        if axes < 2:
-            return None
-        if isinstance(module, (*_CONVOLUTIONS, *_NORMS, *_POOLING_1D)):
-            axis = 1
-        elif isinstance(module, _CHANNELS_LAST) or type(module) in _NORMS_LAST:
-            axis = axes - 1
-        elif shape[1:] in self._axes:
-            return self._axes[shape[1:]]
-        else:
-            layout = layout_from(shape, images, size) if axes == 4 and size is not None else None
-            return axes - 1 if axes == 3 or (layout is not None and layout.kind == "NHWC") else 1
-        self._axes.setdefault(shape[1:], axis)
-        return axis
+            self.note_nonfinite(call.layer, [one.moments for one in call.outputs])
+        if self.first_nonfinite is None and not all(bool(one.isfinite().all()) for one in tree_tensors(output)):
+            self.first_nonfinite = ""
 
     def table(self) -> ActivationStatistics:
-        rows, rectifiers = [], []
+        rows = []
         for fields, stats in self.rows():
             channels = None if stats.alive is None else len(stats.alive)
             dead = () if stats.alive is None else tuple((~stats.alive).nonzero().flatten().tolist())
             rows.append(LayerActivations(channels=channels, dead=dead, **fields))
-            if stats.can_rectify and rows[-1].min == 0 and channels is not None:
-                rectifiers.append(rows[-1])
         if not rows:
             count = len(self.modules)
             raise LayerError(f"none of the {count} layers was called; hooks do not run inside scripted modules")
-        names = {row.name for row in rectifiers}
-        inner = [row for row in rectifiers if not any(_is_inside(name, row.name) for name in names)]
-        images = self.batches.images
-        nonfinite = self.notes or ["no NaN, no infinity"]
-        notes = [str(self.batches), _dead_note(inner, images), *nonfinite, *self.uncalled_note()]
-        title = f"Activations of {type(self.batches.original).__name__}"
-        table = ActivationStatistics(rows, _activation_columns(rectifiers), title, notes)
-        table.first_nonfinite = self.first_nonfinite
-        table.dead_channels = sum(len(row.dead) for row in inner)
-        table.images, table.batches = images, self.batches.batches
+        dead_channels = sum(len(row.dead) for row in rows if isinstance(self.modules[row.name], _RECTIFIERS))
+        notes = [*self.notes(), f"{plural(dead_channels, 'dead channel')} in ReLUs"]
+        title = f"Activations of {type(self.batches.model).__name__}"
+        table = ActivationStatistics(rows, _activation_columns(), title, notes)
+        table.first_nonfinite, table.dead_channels = self.first_nonfinite, dead_channels
+        table.images, table.batches = self.batches.images, self.batches.batches
         return table
 
 
-def _is_inside(name: str, container: str) -> bool:
-    return name != container and (not container or name.startswith(f"{container}."))
+def _add(output: _Measured, stats: _RunningStats) -> None:
+    """Add one output to the statistics. Without the same number of channels each time, none is alive or dead."""
+    before = stats.alive if stats.moments.count else output.alive
+    stats.alive = None
+    if output.alive is not None and before is not None and len(output.alive) == len(before):
+        stats.alive = before | output.alive
+    stats.moments += output.moments
 
 
-def _is_callable(module: nn.Module) -> bool:
-    """Return whether a module has a forward; a ModuleList or ParameterList has none."""
-    return getattr(module.forward, "__func__", None) is not nn.Module.forward
-
-
-def _dead_note(rectifiers: Sequence[LayerActivations], images: int) -> str:
-    if not rectifiers:
-        return "no layer rectifies (a functional ReLU is not a layer), so no channel counts as dead"
-    dead, channels = sum(len(row.dead) for row in rectifiers), sum(row.channels or 0 for row in rectifiers)
-    note = f"{plural(dead, 'dead channel')} among {channels} in layers that rectify"
-    return f"{note} (for one image; other images activate many of them)" if dead and images == 1 else note
-
-
-def _activation_columns(rectifiers: Sequence[LayerActivations]) -> list[Column[LayerActivations]]:
-    dead = {(row.name, row.call): str(len(row.dead)) for row in rectifiers if row.dead}
-    hint = "channels that were never above zero, in layers that rectify"
-    return [
-        *_layer_columns("mean", "std", "min", "max"),
-        Column("channels", lambda row: "" if row.channels is None else str(row.channels)),
-        Column("dead", lambda row: dead.get((row.name, row.call), ""), hint=hint),
-    ]
+def _activation_columns() -> list[Column[LayerActivations]]:
+    hint = "channels that were never above zero, in layers whose smallest output is zero"
+    dead: Column[LayerActivations] = Column(
+        "dead", lambda row: str(len(row.dead)) if row.dead and row.min == 0 else "", hint=hint
+    )
+    return [*_layer_columns("mean", "std", "min", "max"), dead]
 
 
 def gradient_statistics(
-    model: nn.Module,
-    data: Any,
-    loss_or_target: Loss | TargetLike = None,
-    *,
-    layers: LayersLike = "*",
-    training: bool = False,
+    model: nn.Module, data: Any, loss_or_target: Loss | TargetLike = None, *, layers: LayersLike = "*"
 ) -> GradientStatistics:
     """Return statistics of the gradients of a loss or a score, at the output of each layer and for each parameter.
 
@@ -397,20 +309,16 @@ def gradient_statistics(
             class index or name, any other target, or None for the top class of each image. The score is then the mean
             over the images.
         layers: Names, patterns as in "layer4.*.conv?", modules, classes of modules, or several of these.
-        training: Whether to run a private copy of the model in training mode. Normalisation then uses batch statistics,
-            and dropout uses its own seeds. Use it for untrained batch normalisation, for which evaluation mode gives
-            misleading gradients.
 
     Raises:
         ImageError: The data contain no batch, or a batch is empty or cannot be read.
         LayerError: A name or pattern matches no layer.
-        ModelError: The model has parameters without values, cannot run with gradients, or cannot be copied for
-            `training`.
+        ModelError: The model has parameters without values, or cannot run with gradients.
         NotApplicableError: A part of the model uses reentrant checkpoints, which do not support `torch.autograd.grad`,
             or returns a nested or quantised tensor.
         TargetError: The target does not fit the output, or the loss is not a number with a gradient.
     """
-    batches = Batches(model, data, training=training)
+    batches = Batches(model, data)
     objective = partial(_objective, loss_or_target, categories_of(model))
     collector = _GradientCollector(batches, layers, "loss" if _is_loss(loss_or_target) else "score", objective)
     for batch in batches:
@@ -460,10 +368,10 @@ class _GradientCollector(_Collector):
         starts: list[Tensor] = []
         trainable = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         recording = Recording(self.modules, _gradient_moments, ("outputs", "grad_outputs"))
-        with self.batches.prepared_model() as model, HookManager() as gradient_hooks:
+        with prepared_for_attribution(self.batches.model), HookManager() as gradient_hooks:
             with HookManager() as hooks:
                 recording.attach(hooks, gradient_hooks)
-                output = batch.run(model, partial(_leaf_copy, starts))
+                output = batch.run(self.batches.model, partial(_leaf_copy, starts))
             objective = self._objective(output, batch)
             # Ignore backward passes that the loss ran itself.
             earlier = {call: len(call.backwards) for call in recording}
@@ -473,21 +381,19 @@ class _GradientCollector(_Collector):
             for backward in call.backwards[earlier[call] :]:
                 known: Moments = backward.grad_outputs[0] or Moments()
                 stats.moments += known.scaled(batch.size)
-                self.note_nonfinite(call.layer, "the gradient at the output of", [known])
+                self.note_nonfinite(call.layer, [known])
         for name, gradient in zip(trainable, gradients[len(starts) :], strict=True):
             if gradient is not None:
                 self._sums[name] = self._sums.get(name, 0) + _to_double(gradient.to_dense()) * batch.size
-        value = float(objective.detach())
-        if not math.isfinite(value) and math.isfinite(self._total):
-            self.notes.append(f"the {self.of} is {value}{self.in_batch}")
-        self._total += batch.size * value
+        self._total += batch.size * float(objective.detach())
 
     def statistics(self) -> GradientStatistics:
         """Return the statistics over all batches."""
         loss = self._total / self.batches.images
-        title = f"Gradients of a {self.of} of {number(loss)} at the {{}} of {type(self.batches.original).__name__}"
+        title = f"Gradients of a {self.of} of {number(loss)} at the {{}} of {type(self.batches.model).__name__}"
+        rows = [LayerGradients(**fields) for fields, _ in self.rows(1 / self.batches.images)]
         return GradientStatistics(
-            layers=self._layer_table(title.format("layers")),
+            layers=Table(rows, _layer_columns(*_GRADIENT_STATISTICS), title.format("layers"), self.notes()),
             parameters=_parameter_table(map(self._parameter_row, self.parameters), title.format("parameters")),
             loss=loss,
             of=self.of,
@@ -509,16 +415,6 @@ class _GradientCollector(_Collector):
             ratio=known.norm / weight_norm if gradient is not None and weight_norm else None,
         )
 
-    def _layer_table(self, title: str) -> Table[LayerGradients]:
-        rows = [LayerGradients(**fields) for fields, _ in self.rows(1 / self.batches.images)]
-        notes = [
-            str(self.batches),
-            *(self.notes or ["no NaN, no infinity at the layers"]),
-            *listed("no gradient at", dict.fromkeys(row.name for row in rows if row.norm is None)),
-            *self.uncalled_note(),
-        ]
-        return Table(rows, _layer_columns(*_GRADIENT_STATISTICS), title, notes)
-
 
 def _gradient_moments(tensor: Tensor) -> Moments | None:
     """Return the moments of a gradient; None in the forward pass, where outputs are recorded without statistics."""
@@ -539,21 +435,15 @@ def _to_double(tensor: Tensor) -> Tensor:
 
 
 def _parameter_table(parameters: Iterable[ParameterGradients], title: str) -> Table[ParameterGradients]:
-    rows = list(parameters)
     columns: list[Column[ParameterGradients]] = [
         Column("parameter", lambda row: row.name, "left"),
         Column("shape", lambda row: "x".join(map(str, row.shape)) or "1", "left"),
         *_statistics_columns(*_GRADIENT_STATISTICS),
         Column("weight norm", lambda row: number(row.weight_norm)),
         Column("gradient / weight", partial(_text, "ratio"), hint="ratio of the norms"),
+        Column("frozen", lambda row: "" if row.trainable else "frozen", "left"),
     ]
-    unused = [row.name for row in rows if row.trainable and row.norm is None]
-    notes = [
-        *listed("frozen:", [row.name for row in rows if not row.trainable]),
-        *listed("trainable, but not used for the result:", unused),
-        *listed("NaN or infinity in the gradient of", [row.name for row in rows if row.nan or row.inf]),
-    ]
-    return Table(rows, columns, title, notes)
+    return Table(parameters, columns, title)
 
 
 def _statistics(known: Moments) -> dict[str, Any]:
@@ -588,41 +478,8 @@ def _text(name: str, row: _Statistics[Any]) -> str:
     return number(getattr(row, name)) or "-"
 
 
-# Plot of the gradient by layer.
-
-FAR = 1e3
-"""The factor relative to the gradient at the head beyond which a gradient counts as vanishing or exploding."""
-
 _LABELS_PER_INCH = 2.8
-_MAX_LABEL = 30  # characters
-# Colours (Okabe and Ito) and shapes that colour-blind readers can distinguish.
-_STYLES = {
-    "fine": ("#0072B2", "o", "0.001 to 1000 times the head's"),
-    "low": ("#E69F00", "v", "less than 0.001 times the head's"),
-    "high": ("#CC3311", "^", "more than 1000 times the head's"),
-    "zero": ("#444444", "s", "exactly zero"),
-    "broken": ("#AA0077", "X", "NaN or infinity"),
-    "none": ("#777777", "D", "no gradient"),
-}
-
-
-class _Points:
-    """Layers of the plot, from the input to the output, with the norms of their gradients.
-
-    A norm is NaN without a gradient, and infinity if the gradient contains NaN or infinity.
-    """
-
-    def __init__(self, rows: Mapping[str, LayerGradients]) -> None:
-        self.labels = [name if len(name) <= _MAX_LABEL else f"…{name[1 - _MAX_LABEL :]}" for name in rows]
-        norms = [math.inf if row.nan or row.inf else row.norm for row in rows.values()]
-        self.values = np.array(norms, dtype=float)  # None becomes NaN
-        self.is_drawn = np.isfinite(self.values) & (self.values > 0)
-
-    def kinds(self, low: float, high: float) -> NDArray[np.str_]:
-        """Return the key of the style of each point, for this usual range."""
-        conditions = [np.isnan(self.values), np.isinf(self.values), self.values == 0]
-        conditions += [self.values < low, self.values > high]
-        return np.select(conditions, ["none", "broken", "zero", "low", "high"], "fine")
+_LONGEST_LABEL = 30  # characters
 
 
 def gradient_flow(statistics: GradientStatistics, *, size: tuple[float, float] = (10.0, 4.8)) -> Figure:
@@ -630,9 +487,7 @@ def gradient_flow(statistics: GradientStatistics, *, size: tuple[float, float] =
 
     Each point is one call of a layer, in forward order. Only the innermost layers are shown, without `nn.Identity`. The
     backward pass runs from right to left: a gradient that falls towards the left vanishes, and one that rises explodes.
-    Points that differ from the last layer (the head) by more than a factor of 1000 have another colour and shape. Zero,
-    NaN and infinite gradients have further colours and shapes, and lie at the lower or upper edge. The title
-    summarises the result in words.
+    Marks at the lower edge show gradients that are zero or missing, and at the upper edge NaN or infinity.
 
     Args:
         statistics: From `gradient_statistics`.
@@ -647,16 +502,27 @@ def gradient_flow(statistics: GradientStatistics, *, size: tuple[float, float] =
     rows = _innermost(statistics.layers)
     if not rows:
         raise RenderError("there are no layers in these statistics to draw")
-    points = _Points(rows)
+    is_broken = np.array([row.nan + row.inf > 0 for row in rows.values()])
+    norms = np.array([row.norm for row in rows.values()], dtype=float)  # None becomes NaN
+    norms[is_broken] = math.nan
     drawing = new_figure(*size)
     axes = drawing.subplots()
-    _draw(axes, points)
-    _label_points(axes, points.labels, max(2, round(_LABELS_PER_INCH * size[0])))
-    axes.set_ylabel("norm of the gradient")
-    columns = max(20, round(11 * size[0]))
-    xlabel = f"layers, from the input to the output; the gradient of the {statistics.of} flows from right to left"
-    axes.set_xlabel(textwrap.fill(xlabel, columns), parse_math=False)
-    axes.set_title(textwrap.fill(_title(points), columns), loc="left", fontsize="medium", parse_math=False)
+    positive = norms[norms > 0] if (norms > 0).any() else np.ones(1)
+    axes.set(yscale="log", ylim=(positive.min() / 10, 10 * positive.max()))
+    axes.plot(norms, "o-", markersize=5)  # zeros are not drawn
+    marks = (("zero", "s", 0, norms == 0), ("no gradient", "D", 0, np.isnan(norms) & ~is_broken))
+    for label, marker, height, is_marked in (*marks, ("NaN or infinity", "X", 1, is_broken)):
+        if is_marked.any():
+            places, edge = np.flatnonzero(is_marked), axes.get_xaxis_transform()
+            axes.plot(places, np.full(len(places), height), marker, label=label, transform=edge, clip_on=False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+    step = math.ceil(len(rows) / (_LABELS_PER_INCH * size[0]))
+    names = [name[-_LONGEST_LABEL:] for name in rows]
+    axes.set_xticks(range(0, len(rows), step), names[::step], rotation=90, fontsize="small", parse_math=False)
+    axes.set_xlabel("layers, from the input to the output")
+    axes.set_ylabel(f"norm of the gradient of the {statistics.of}")
+    axes.grid(axis="y", alpha=0.3)
     return drawing
 
 
@@ -671,61 +537,3 @@ def _innermost(table: Iterable[LayerGradients]) -> dict[str, LayerGradients]:
         label = row.name if any(map(str.isalpha, row.name)) else f"{row.name} {row.kind}".strip()
         labelled[_label(row, label)] = row
     return labelled
-
-
-def _draw(axes: Axes, points: _Points) -> None:
-    head = next(reversed(points.values[points.is_drawn].tolist()), 1.0)
-    count, kinds = len(points.labels), points.kinds(head / FAR, head * FAR)
-    # A margin around the values, and at least three decades.
-    exponents = np.log10(points.values[points.is_drawn]) if points.is_drawn.any() else np.zeros(1)
-    margin = max(0.5, (3 - np.ptp(exponents)) / 2)
-    low, high = 10 ** (exponents.min() - margin), 10 ** (exponents.max() + margin)
-    axes.set(yscale="log", ylim=(low, high), xlim=(-0.7, count - 0.3), axisbelow=True)
-    axes.axhspan(head / FAR, head * FAR, color=_STYLES["fine"][0], alpha=0.07, linewidth=0)
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    heights = np.select([kinds == "broken", ~points.is_drawn], [high, low], points.values)
-    line = np.where(np.isin(kinds, ("none", "broken")), math.nan, heights)
-    axes.plot(range(count), line, color="#777777", linewidth=1, zorder=2)
-    for kind, (color, marker, text) in _STYLES.items():
-        places = np.flatnonzero(kinds == kind)
-        if len(places):
-            style: dict[str, Any] = {"color": color, "markerfacecolor": "white" if kind == "none" else color}
-            axes.plot(places, heights[places], marker, clip_on=False, zorder=3, label=text, **style)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="best", frameon=True, framealpha=0.9, fontsize="small")
-
-
-def _label_points(axes: Axes, labels: Sequence[str], most: int) -> None:
-    """Label at most `most` points, including the first and the last."""
-    step = max(1, math.ceil((len(labels) - 1) / (most - 1)))
-    # Label evenly from the output; drop the label next to the input if it is too close.
-    places = [0, *(at for at in range(len(labels) - 1, -1, -step)[::-1] if at >= max(step / 2, 1))]
-    names = [labels[at] for at in places]
-    axes.set_xticks(places, names, rotation=90 if len(places) > 8 else 0, fontsize="small", parse_math=False)
-
-
-def _title(points: _Points) -> str:
-    total, drawn = len(points.labels), points.values[points.is_drawn]
-    for text, is_found in (("NaN or infinite", np.isinf(points.values)), ("zero", points.values == 0)):
-        if is_found.any() and (len(drawn) or text != "zero"):
-            where = f"in the order of the backward pass, first at {points.labels[np.flatnonzero(is_found)[-1]]}"
-            return f"The gradient is {text} at {is_found.sum()} of {total}; {where}"
-    if not len(drawn):
-        return "The gradient is zero everywhere" if 0 in points.values else "No layer has a gradient"
-    missing = int(np.isnan(points.values).sum())
-    suffix = f"; {missing} of {total} have no gradient" if missing else ""
-    return f"The gradient {_trend(points)}{suffix}"
-
-
-def _trend(points: _Points) -> str:
-    values, places = points.values[points.is_drawn], np.flatnonzero(points.is_drawn)
-    factor, spread = values[-1] / values[0], values.max() / values.min()
-    ends = f"from {points.labels[places[-1]]} to {points.labels[places[0]]}"
-    if len(values) == 1:
-        return f"is {number(values[0])}"
-    if factor >= FAR:
-        return f"falls by a factor of {number(factor)} {ends}: vanishing"
-    if factor <= 1 / FAR:
-        return f"grows by a factor of {number(1 / factor)} {ends}: exploding"
-    judgement = "neither vanishing nor exploding" if spread < FAR else "uneven"
-    return f"stays within a factor of {number(spread)} {ends}: {judgement}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import html
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -186,21 +185,6 @@ def shape_text(shapes: Shapes) -> str:
         more = f", ... {len(shapes)} in all" if len(shapes) > 4 else ""
         return ", ".join(map(shape_text, shapes[:4])) + more
     return "x".join(map(str, shapes)) or "scalar"
-
-
-def listed(what: str, names: Iterable[str], most: int = 12) -> list[str]:
-    """Return a list with one note that lists names of layers or parameters; empty without names.
-
-    More than three names that differ only in numbers are combined: "not called: blocks.*.drop (7)".
-    """
-    patterns: dict[str, list[str]] = {}
-    for name in names:
-        patterns.setdefault(re.sub(r"\d+", "*", name), []).append(name)
-    texts: list[str] = []
-    for pattern, alike in patterns.items():
-        texts += [f"{pattern} ({len(alike)})"] if len(alike) > 3 else alike
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return [f"{what} {', '.join(texts[:most])}{more}"] if texts else []
 
 
 def escaped(text: str) -> str:

@@ -15,7 +15,7 @@ WIDTH = 0.004  # of a line, as a share of the picture's longer edge
 TONES = ((3, "black"), (1, "white"))  # widths in lines: white between black is visible on any photo and in print
 
 
-def checked_levels(contours: Sequence[float]) -> list[float]:
+def checked_levels(contours: object) -> list[float]:
     """Return the levels of contours. Raises RenderError unless they are numbers above 0 and below 1."""
     if isinstance(contours, str) or not isinstance(contours, Sequence):
         raise RenderError(f"contours={contours!r} is not a list of levels, such as (0.5, 0.8)")

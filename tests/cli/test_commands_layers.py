@@ -1,26 +1,19 @@
-"""The promises of `saliency layers`: the tables of a model as text and as a page, and the layer that CAMs read."""
+"""The promises of `saliency layers`: the tables of a model as text, and the layer that CAMs read."""
 
 from __future__ import annotations
 
-import base64
-import io
-import os
 import re
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 
 from saliency import ModelError
-from saliency._version import __version__
 from saliency.cli import layers as inspecting
 from saliency.cli import main
-from tests.browser import chromium, visit
 from tests.cli.test_console import under_terminal
 from tests.commandline import COFFEE, loaded, share_models
 
@@ -141,12 +134,7 @@ def test_the_statistics_are_those_of_the_same_layers(answer: Callable[..., str])
 
 
 @pytest.mark.slow
-def test_the_gradients_are_those_of_the_top_class_or_of_the_one_that_is_asked_for(
-    answer: Callable[..., str], tmp_path: Path
-) -> None:
-    page = tmp_path / "page.html"
-    answer("--photo", COFFEE, "--gradients", "--depth", 1, "--html", page)
-    assert "The class is espresso." in page.read_text()
+def test_the_gradients_are_those_of_the_top_class_or_of_the_one_that_is_asked_for(answer: Callable[..., str]) -> None:
     top = re.search(r"Gradients of a score of (\S+) at", answer("--photo", COFFEE, "--gradients"))
     same = re.search(r"Gradients of a score of (\S+) at", answer("--photo", COFFEE, "--gradients", "-t", "espresso"))
     other = re.search(r"Gradients of a score of (\S+) at", answer("--photo", COFFEE, "--gradients", "-t", "tabby"))
@@ -156,143 +144,15 @@ def test_the_gradients_are_those_of_the_top_class_or_of_the_one_that_is_asked_fo
     assert float(top[1]) == float(same[1]) > float(other[1])
 
 
-def test_nothing_is_drawn_or_computed_that_was_not_asked_for(
-    answer: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_nothing_is_computed_that_was_not_asked_for(
+    answer: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*words: object, **options: object) -> None:
         pytest.fail("not asked for")
 
-    for name in ("activation_statistics", "gradient_statistics", "gradient_flow"):
+    for name in ("activation_statistics", "gradient_statistics"):
         monkeypatch.setattr(inspecting, name, refused)
-    answer(*RESNET, "--html", tmp_path / "page.html")
-
-
-# The page ------------------------------------------------------------------------------------------------------
-
-
-class Page(HTMLParser):
-    """The pieces of a page: headings, tables by rows, pictures, and what it refers to elsewhere."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.opened: list[str] = []
-        self.headings: list[str] = []
-        self.rows: list[int] = []
-        self.pictures: list[str] = []
-        self.references: list[str] = []
-        self.feed(text)
-        assert self.opened == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        attributes = dict(attrs)
-        if tag not in ("meta", "img"):
-            self.opened.append(tag)
-        if tag == "img":
-            self.pictures.append(str(attributes["src"]))
-        if tag == "table":
-            self.rows.append(-1)  # the header
-        if tag == "tr":
-            self.rows[-1] += 1
-        self.references += [str(attributes[name]) for name in ("href", "src") if name in attributes]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.opened.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.opened and self.opened[-1] in ("h1", "h2"):
-            self.headings.append(data)
-
-
-@pytest.mark.slow
-def test_the_page_has_all_that_was_asked_for_and_needs_nothing_else(answer: Callable[..., str], tmp_path: Path) -> None:
-    file = tmp_path / "deep.html"
-    words = (*RESNET, "--depth", 1, "--photo", COFFEE, "--stats", "--gradients", "--html", file)
-    assert f"written: {file}" in answer(*words)
-    text = file.read_text(encoding="utf-8")
-    page = Page(text)
-    assert page.headings == [
-        "resnet18: layers",
-        "Layers",
-        "Activations",
-        "Gradients at the layers",
-        "Gradients of the parameters",
-    ]
-    assert page.rows == [10, 10, 10, 5]
-    assert all(each.startswith(("data:image/", "#part-")) for each in page.references)
-    (figure,) = page.pictures
-    assert min(Image.open(io.BytesIO(base64.b64decode(figure.partition(",")[2]))).size) > 400
-    for fact in (
-        "1x3x224x224 from coffee.jpg",
-        "ResNet, random weights",
-        f"saliency {__version__}, torch {torch.__version__}",
-    ):
-        assert fact in text
-    assert "color-scheme: light dark" in text
-    assert [each.name for each in tmp_path.iterdir()] == ["deep.html"]  # nothing half written stays
-
-
-def test_what_a_photo_and_a_model_are_called_is_text_on_the_page(answer: Callable[..., str], tmp_path: Path) -> None:
-    evil = tmp_path / "<b onload=x>&.jpg"
-    evil.write_bytes(COFFEE.read_bytes())
-    file = tmp_path / "page.html"
-    answer(*RESNET, "--photo", evil, "--html", file)
-    assert "<b onload" not in file.read_text()
-    assert "&lt;b onload=x&gt;&amp;.jpg" in file.read_text()
-
-
-@pytest.mark.parametrize("width", [320, 390])
-@pytest.mark.slow
-def test_on_a_phone_the_page_is_no_wider_than_the_screen_and_its_tables_can_be_moved(
-    width: int, answer: Callable[..., str], tmp_path: Path
-) -> None:
-    file = tmp_path / "page.html"
-    photo = tmp_path / ("a_photo_with_a_very_long_name_" * 4 + ".jpg")
-    photo.write_bytes(COFFEE.read_bytes())
-    answer(*RESNET, "--depth", 1, "--photo", photo, "--stats", "--gradients", "--html", file)
-    screen = {"width": width, "height": 740}
-    with chromium() as browser, visit(browser, viewport=screen, has_touch=True, is_mobile=True) as window:
-        window.page.goto(file.as_uri())
-        assert window.page.evaluate("document.documentElement.scrollWidth") == width
-        for part in ("h1", "body > p", "nav a", "section > img", "section > p"):
-            for each in window.page.locator(part).all():
-                box = each.bounding_box()
-                assert box is not None
-                assert box["x"] + box["width"] <= width, part
-        frame = window.page.locator(".saliency-table > div").first
-        assert frame.evaluate("each => (each.scrollLeft = 1e6, each.scrollLeft)") > 0
-        assert window.complaints == []
-
-
-def test_a_page_that_fails_leaves_the_one_before(
-    answer: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "page.html"
-    file.write_text("mine")
-
-    def full(self: Path, *words: object, **options: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    assert main(["layers", *RESNET, "--depth", "1", "--html", str(file)]) == 2
-    assert [each.read_text() for each in tmp_path.iterdir()] == ["mine"]
-
-
-def test_a_page_takes_the_place_of_no_device_and_no_pipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    assert main(["layers", *RESNET, "--depth", "1", "--html", str(pipe)]) == 2
-    assert f"--html {pipe} cannot be written" in capsys.readouterr().err
-    assert pipe.is_fifo()
-
-
-def test_a_link_to_a_page_stays_a_link(answer: Callable[..., str], tmp_path: Path) -> None:
-    (tmp_path / "pages").mkdir()
-    page, link = tmp_path / "pages" / "page.html", tmp_path / "link.html"
-    page.write_text("old")
-    link.symlink_to(page)
-    answer(*RESNET, "--depth", 1, "--html", link)
-    assert link.is_symlink()
-    assert "resnet18: layers" in page.read_text(encoding="utf-8")
+    answer(*RESNET)
 
 
 # Slips ---------------------------------------------------------------------------------------------------------
@@ -307,8 +167,6 @@ def test_a_link_to_a_page_stays_a_link(answer: Callable[..., str], tmp_path: Pat
         (["--depth", "0"], "0 is not a whole number"),
         (["--depth", "two"], "two is not a whole number"),
         (["--depth", "2", "--all"], "not allowed with argument"),
-        (["--html", "missing/page.html"], "--html missing/page.html cannot be written; choose a file in an existing"),
-        (["--html", "."], "--html . cannot be written; choose a file"),
         (["--photo", "missing.jpg"], "'missing.jpg' cannot be read"),
     ],
 )

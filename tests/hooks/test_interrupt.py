@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from saliency import Attribution, GradCAM, GuidedBackprop
 from saliency.hooks import model_state
 from saliency.hooks.manager import active_scopes
-from saliency.inspection import edit_activations, edit_gradients, rules
+from saliency.inspection import edit_activations, edit_gradients
 from saliency.inspection.record import record
 from saliency.testing import tiny_model
 
@@ -141,8 +141,8 @@ def test_an_interrupt_at_any_moment_leaves_everything_as_it_was() -> None:
     "block",
     [
         lambda model: record(model, keep="statistics"),
-        lambda model: edit_gradients(model, "*", rules.scale(2), at="output"),
-        lambda model: edit_activations(model, "*", rules.scale(2)),
+        lambda model: edit_gradients(model, "*", lambda tensor: 2 * tensor, at="output"),
+        lambda model: edit_activations(model, "*", lambda tensor: 2 * tensor),
     ],
 )
 def test_an_interrupt_in_a_block_of_the_users_leaves_the_model_as_it_was(block: Callable[[nn.Module], Any]) -> None:

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from saliency.errors import ImageError, LayerError, MethodError, NotApplicableError, SaliencyWarning
-from saliency.inspection import rules
+from saliency.errors import ImageError, LayerError, MethodError, NotApplicableError
 from saliency.inspection.edit import edit_activations
 from saliency.inspection.features import extract_features, save_features
 from saliency.testing import Snapshot
@@ -73,21 +71,17 @@ def test_one_batch_gives_the_rows_of_each_layer_in_memory() -> None:
     features = extract_features(model, x, LAYERS)
     assert not before.changes()
     assert list(features) == LAYERS
-    assert (features.images, features.labels) == (3, None)
     for name, rows in expected(model, x).items():
         assert torch.allclose(features[name], rows, atol=1e-6), name
         assert not features[name].requires_grad
         assert not features[name].is_inference()
 
 
-def test_a_loader_gives_the_rows_of_one_large_batch_and_its_labels() -> None:
-    model, (x, labels) = Net(), data()
+def test_a_loader_gives_the_rows_of_one_large_batch() -> None:
+    model, (x, _) = Net(), data()
     features = extract_features(model, loader(), LAYERS)
     for name, rows in expected(model, x).items():
         assert torch.allclose(features[name], rows, atol=1e-6), name
-    assert isinstance(features.labels, Tensor)
-    assert torch.equal(features.labels, labels)
-    assert repr(features) == "Features(23 images; conv, norm, act, pair, fc)"
 
 
 def test_features_are_saved_as_safetensors_as_they_are(tmp_path: Path) -> None:
@@ -96,14 +90,6 @@ def test_features_are_saved_as_safetensors_as_they_are(tmp_path: Path) -> None:
     read = load_file(tmp_path / "features.safetensors")
     assert all(torch.equal(read[name], rows) for name, rows in features.items())
     assert read["conv"].dtype == torch.float16
-
-
-def test_labels_in_words_are_kept_and_others_are_told_of() -> None:
-    x, _ = data(4)
-    features = extract_features(Net(), [(x[:2], ["cat", "dog"]), (x[2:], ["owl", "cat"])], "fc")
-    assert features.labels == ["cat", "dog", "owl", "cat"]
-    with pytest.warns(SaliencyWarning, match=r"labels \(dict\) are not kept"):
-        assert extract_features(Net(), [(x, {"a": 1})], "fc").labels is None
 
 
 def test_pool_makes_rows_of_what_has_none() -> None:
@@ -121,29 +107,22 @@ def test_pool_makes_rows_of_what_has_none() -> None:
 
 def test_the_features_of_an_edited_network_are_the_edited_ones() -> None:
     model, (x, _) = Net(), data(2)
-    with edit_activations(model, "conv", rules.zero_channels(1)):
+    with edit_activations(model, "conv", lambda maps: maps.index_fill(1, torch.tensor(1), 0)):
         edited = extract_features(model, x, "conv")["conv"]
     plain = extract_features(model, x, "conv")["conv"]
     assert not edited[:, 1].any()
     assert torch.equal(edited[:, [0, 2, 3]], plain[:, [0, 2, 3]])
 
 
-def test_files_hold_the_features_of_each_batch_with_its_labels(tmp_path: Path) -> None:
+def test_files_hold_the_features_of_each_batch(tmp_path: Path) -> None:
     model, folder = Net(), tmp_path / "features"
     paths = save_features(model, loader(), ["conv", "fc"], folder)
     assert [path.name for path in paths] == [f"shard-{number:05d}.safetensors" for number in range(5)]
     memory, parts = extract_features(model, loader(), ["conv", "fc"]), [load_file(path) for path in paths]
     for name in ("conv", "fc"):
         assert torch.equal(torch.cat([part[name] for part in parts]), memory[name])
-    assert torch.equal(torch.cat([part["@labels"] for part in parts]), torch.arange(23))
     with pytest.raises(MethodError, match="contains features; choose another folder"):
         save_features(model, loader(), "fc", folder)
-
-
-def test_files_hold_labels_of_a_list_as_json(tmp_path: Path) -> None:
-    (path,) = save_features(Net(), [(data(2)[0], ["cat", "dog"])], "fc", tmp_path)
-    with safe_open(path, "pt") as file:
-        assert file.metadata() == {"@labels": '["cat", "dog"]'}
 
 
 def test_what_does_not_fit_is_an_error_that_says_so() -> None:
@@ -160,8 +139,6 @@ def test_what_does_not_fit_is_an_error_that_says_so() -> None:
         extract_features(model, iter([]), "fc")
     with pytest.raises(ImageError, match="no image"):
         extract_features(model, x[:0], "fc")
-    with pytest.raises(LayerError, match='no features of a layer "cnv"; did you mean "conv"'):
-        extract_features(model, x, "conv")["cnv"]
 
 
 def test_layers_inside_torchscript_are_refused_and_not_said_to_be_idle() -> None:

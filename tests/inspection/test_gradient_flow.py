@@ -1,4 +1,4 @@
-"""The picture of the gradient through depth: what it says is what there is, and every degenerate case is drawn."""
+"""The plot of the gradient by layer shows the norms of the statistics, and draws every degenerate case."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import io
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torchvision
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import nn
 
 from saliency import RenderError
-from saliency.inspection.statistics import FAR, GradientStatistics, LayerGradients, gradient_flow, gradient_statistics
+from saliency.inspection.statistics import GradientStatistics, LayerGradients, gradient_flow, gradient_statistics
 from saliency.inspection.tables import Table
 from saliency.testing import images, tiny_model
 
@@ -47,11 +45,10 @@ def heights(axes: Axes) -> list[float]:
 
 
 def marked(axes: Axes) -> dict[str, list[int]]:
-    """The places of each kind of point, by the words in the legend."""
-    legend = axes.get_legend()
-    assert legend is not None
-    words = [each.get_text() for each in legend.get_texts()]
+    """The places of each kind of mark, by the words in the legend."""
     lines = {str(line.get_label()): [round(float(x)) for x in np.asarray(line.get_xdata())] for line in axes.lines[1:]}
+    legend = axes.get_legend()
+    words = [] if legend is None else [each.get_text() for each in legend.get_texts()]
     assert set(words) == set(lines)
     return lines
 
@@ -70,107 +67,62 @@ def made(values: list[float | None], **changed: Any) -> GradientStatistics:
     return replace(whole, layers=table, **changed)
 
 
-def mlp(depth: int, act: Callable[[], nn.Module], scale: float | None = None) -> nn.Module:
+# What it draws -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("act", "scale", "sign"), [(nn.Sigmoid, None, 1), (nn.ReLU, 1.0, -1)])
+def test_a_gradient_that_vanishes_falls_to_the_left_and_one_that_explodes_rises(
+    act: type[nn.Module], scale: float | None, sign: int
+) -> None:
     torch.manual_seed(0)
-    layers = [each for _ in range(depth) for each in (nn.Linear(32, 32), act())]
-    model = nn.Sequential(nn.Flatten(), *layers, nn.Linear(32, 5))
+    model = nn.Sequential(*(each for _ in range(12) for each in (nn.Linear(32, 32), act())), nn.Linear(32, 5))
     for parameter in model.parameters():
         if scale is not None and parameter.dim() > 1:
             nn.init.normal_(parameter, 0, scale)
-    return model
-
-
-# What it says --------------------------------------------------------------------------------------------------------
-
-
-def test_a_deep_sigmoid_network_is_said_to_vanish() -> None:
-    statistics = gradient_statistics(mlp(12, nn.Sigmoid), torch.randn(4, 32), 0)
+    statistics = gradient_statistics(model, torch.randn(4, 32), 0)
     axes = drawn(gradient_flow(statistics))
-    title = axes.get_title(loc="left")
-    first, last = statistics.layers["0"].norm, statistics.layers["25"].norm
-    assert first is not None
-    assert last is not None
-    assert f"falls by a factor of {last / first:.2e}" in title
-    assert title.endswith("from 25 Linear to 0 Flatten: vanishing")
-    low = marked(axes)["less than 0.001 times the head's"]
-    assert low == list(range(max(low) + 1))
+    assert heights(axes) == [row.norm for row in statistics.layers]
+    first, last = np.log10(heights(axes)[0]), np.log10(heights(axes)[-1])
+    assert sign * (last - first) > 3
     assert axes.get_yscale() == "log"
-
-
-def test_a_badly_scaled_relu_network_is_said_to_explode() -> None:
-    axes = drawn(gradient_flow(gradient_statistics(mlp(10, nn.ReLU, 1.0), torch.randn(4, 32), 0)))
-    title = axes.get_title(loc="left")
-    assert "grows by a factor of" in title
-    assert title.endswith("from 21 Linear to 0 Flatten: exploding")
-    assert 0 in marked(axes)["more than 1000 times the head's"]
-
-
-def test_a_network_that_can_be_trained_is_said_to_do_neither() -> None:
-    model = torchvision.models.resnet18(weights=None)
-    statistics = gradient_statistics(model, [(images(4, (32, 32)), LABELS)], nn.CrossEntropyLoss(), training=True)
-    axes = drawn(gradient_flow(statistics))
-    assert "from fc to conv1: neither vanishing nor exploding" in axes.get_title(loc="left")
-    assert list(marked(axes)) == ["0.001 to 1000 times the head's"]
+    assert axes.get_ylabel() == "norm of the gradient of the score"
+    assert marked(axes) == {}
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    "values",
     [
-        ([1.0, 1.0, 1.0], "stays within a factor of 1.00 from layer2 to layer0: neither vanishing nor exploding"),
-        ([2.0], "The gradient is 2.00"),
-        ([0.0], "The gradient is zero everywhere"),
-        ([0.0, 0.0, None], "The gradient is zero everywhere"),
-        ([None, None], "No layer has a gradient"),
-        ([math.nan], "The gradient is NaN or infinite at 1 of 1; in the order of the backward pass, first at layer0"),
-        (
-            [math.nan, math.inf, 1.0, 2.0],
-            "is NaN or infinite at 2 of 4; in the order of the backward pass, first at layer1",
-        ),
-        ([0.0, 0.0, 0.0, 1.0], "is zero at 3 of 4; in the order of the backward pass, first at layer2"),
-        ([0.0, math.nan, 1.0], "is NaN or infinite at 1 of 3"),
-        (
-            [None, 3.0, 6.0],
-            "factor of 2.00 from layer2 to layer1: neither vanishing nor exploding; 1 of 3 have no gradient",
-        ),
-        ([1.0, 2e-6, 1.0], "stays within a factor of 5.00e+05 from layer2 to layer0: uneven"),
-        ([1 / FAR, 1.0], "falls by a factor of 1000 from layer1 to layer0: vanishing"),
-        ([FAR, 1.0], "grows by a factor of 1000 from layer1 to layer0: exploding"),
-        ([1e-45, 1.0], "vanishing"),
-        ([3e38, 1e-45], "exploding"),
-        ([1e-45, 1e-45], "neither"),
-        ([3e38, 3e38], "neither"),
+        [1.0, 1.0, 1.0],
+        [2.0],
+        [0.0],
+        [0.0, 0.0, None],
+        [None, None],
+        [math.nan],
+        [math.nan, math.inf, 1.0, 2.0],
+        [1e-45, 1.0],
+        [3e38, 1e-45],
+        [1e-45, 1e-45],
+        [3e38, 3e38],
     ],
 )
-def test_every_case_is_drawn_without_a_warning_and_said_in_words(values: list[float | None], words: str) -> None:
+def test_every_case_is_drawn_without_a_warning(values: list[float | None]) -> None:
     axes = drawn(gradient_flow(made(values)))
-    assert words in axes.get_title(loc="left").replace("\n", " ")
     low, high = axes.get_ylim()
     assert 0 < low < high < math.inf
     for value, height in zip(values, heights(axes), strict=True):
         if value is None or not math.isfinite(value):
             assert math.isnan(height)
-        elif value == 0:
-            assert height == low
         else:
             assert height == value
-            assert low < height < high
+            assert value == 0 or low < height < high
 
 
 def test_what_is_zero_nan_or_missing_has_a_mark_of_its_own_on_the_edge() -> None:
-    axes = drawn(gradient_flow(made([None, 0.0, math.nan, 1e-9, 1.0, 1e9, 1.0])))
-    assert marked(axes) == {
-        "0.001 to 1000 times the head's": [4, 6],
-        "less than 0.001 times the head's": [3],
-        "more than 1000 times the head's": [5],
-        "exactly zero": [1],
-        "NaN or infinity": [2],
-        "no gradient": [0],
-    }
-    low, high = axes.get_ylim()
+    axes = drawn(gradient_flow(made([None, 0.0, math.nan, 1e-9, 1.0, 1e9, math.nan])))
+    assert marked(axes) == {"zero": [1], "NaN or infinity": [2, 6], "no gradient": [0]}
     at = {str(line.get_label()): float(np.asarray(line.get_ydata())[0]) for line in axes.lines[1:]}
-    assert (at["exactly zero"], at["no gradient"], at["NaN or infinity"]) == (low, low, high)
-    shapes = {line.get_marker() for line in axes.lines[1:]}
-    assert len(shapes) == 6
+    assert (at["zero"], at["no gradient"], at["NaN or infinity"]) == (0, 0, 1)
+    assert len({line.get_marker() for line in axes.lines[1:]}) == 3
 
 
 # What it shows -------------------------------------------------------------------------------------------------------
@@ -199,17 +151,12 @@ def test_calls_of_one_layer_are_told_apart() -> None:
     assert names == ["stem", "norm", "relu (1)", "down", "drop", "last", "relu (2)", "pool", "head"]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 27, 28, 29, 30, 55, 56, 57, 200, 1000])
-def test_names_are_thinned_out_until_they_can_be_read_the_first_and_the_last_stay(count: int) -> None:
-    axes = gradient_flow(made([1.0] * count)).axes[0]
+@pytest.mark.parametrize("count", [1, 28, 29, 1000])
+def test_names_are_thinned_out_until_they_can_be_read(count: int) -> None:
+    axes = drawn(gradient_flow(made([1.0] * count)))
     names = [each.get_text() for each in axes.get_xticklabels()]
-    assert len(names) == count or 10 <= len(names) <= 28
-    assert names[0] == "layer0"
-    assert names[-1] == f"layer{count - 1}"
-    places = [round(float(each)) for each in axes.get_xticks()]
-    assert names == [f"layer{at}" for at in places]
-    if count > 28:
-        assert min(np.diff(places)) >= max(np.diff(places)) / 2
+    assert min(count, 10) <= len(names) <= 28
+    assert names == [f"layer{round(float(at))}" for at in axes.get_xticks()]
 
 
 def test_what_makes_a_weight_is_no_point_on_the_way_of_the_gradient() -> None:
@@ -224,7 +171,6 @@ def test_names_with_a_dollar_are_names_and_no_formulas() -> None:
     model.add_module("b$_{", nn.Linear(3, 3))
     axes = drawn(gradient_flow(gradient_statistics(model, torch.randn(2, 3))))
     assert [each.get_text() for each in axes.get_xticklabels()] == ["a$x", "b$_{"]
-    assert not axes.xaxis.label.get_parse_math()  # it names the class
 
 
 @pytest.mark.parametrize("size", [(4.0, 3.0), (16.0, 5.0)])

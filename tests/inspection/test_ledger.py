@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
+from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
 
 from saliency import Explanation, RenderError, draw_ledger
 from saliency.hooks.rectifiers import Coverage
 from saliency.inspection import ledger_table
-from saliency.inspection.ledger import NEGATIVE, POSITIVE
-from saliency.render.sheet import INK
-from tests.drawing import explained, pixels_of
+from saliency.inspection.ledger import NEGATIVE, POSITIVE, SCORE
+from tests.drawing import explained
 
 NAMES = ("input", "biases", "softmax")
 
@@ -76,7 +76,7 @@ def test_the_notes_are_what_each_method_treated() -> None:
 def test_a_score_of_zero_has_no_percentages() -> None:
     table = ledger_table(with_ledger((1.0, -1.0, 0.0), 0.0))
     assert all(math.isnan(row.percent) for row in table)
-    assert draw_ledger(with_ledger((0.0, 0.0, 0.0), 0.0)).width == 900
+    assert [(left, right) for _, left, right in bars(with_ledger((0.0, 0.0, 0.0), 0.0))] == [(0.0, 0.0)] * 5
 
 
 def test_an_explanation_without_a_ledger_is_refused_with_its_method() -> None:
@@ -85,47 +85,53 @@ def test_an_explanation_without_a_ledger_is_refused_with_its_method() -> None:
             call([with_ledger(), explained(torch.zeros(1, 2, 2), None, method="grad_cam")])
 
 
-def bars(explanations: Explanation | list[Explanation]) -> list[tuple[str, int, int]]:
-    """The colour, left and right edge of every bar of a drawing."""
-    pixels = pixels_of(draw_ledger(explanations))
-    found = []
-    for at, row in enumerate(pixels):
-        for color in (POSITIVE, NEGATIVE, INK):
-            places = np.flatnonzero((row == rgb(color)).all(1) & (pixels[at - 1] == rgb(color)).all(1))
-            if len(places) > 20 and np.ptp(places) == len(places) - 1:
-                found.append((color, int(places[0]), int(places[-1])))
-    return [bar for at, bar in enumerate(found) if not at or bar != found[at - 1]]
-
-
-def rgb(color: str) -> NDArray[np.uint8]:
-    return np.array([int(color[at : at + 2], 16) for at in (1, 3, 5)], dtype=np.uint8)
+def bars(explanations: Explanation | list[Explanation]) -> list[tuple[str, float, float]]:
+    """The colour, start and end of every bar of a drawing, in score units."""
+    drawing = draw_ledger(explanations)
+    drawing.savefig(io.BytesIO())  # draws without a warning
+    assert len({axes.get_xlim() for axes in drawing.axes}) == 1
+    return [
+        (to_hex(bar.get_facecolor()), bar.get_x(), bar.get_x() + bar.get_width())
+        for axes in drawing.axes
+        for bar in axes.patches
+        if isinstance(bar, Rectangle)
+    ]
 
 
 def test_each_bar_begins_where_the_previous_one_ends_and_the_score_at_zero() -> None:
     drawn = bars(with_ledger((6.0, -3.0, 1.0), 0.5))
-    assert [color for color, _, _ in drawn] == [POSITIVE, NEGATIVE, POSITIVE, POSITIVE, INK]
-    gain, biases, softmax, residual, score = [(left, right) for _, left, right in drawn]
-    unit = (gain[1] - gain[0]) / 6
-    assert biases == pytest.approx((gain[1] - 3 * unit, gain[1]), abs=1)
-    assert softmax == pytest.approx((biases[0], biases[0] + unit), abs=1)
-    assert residual == pytest.approx((softmax[1], softmax[1] + unit / 2), abs=1)
-    assert score == pytest.approx((gain[0], residual[1]), abs=1)
+    assert drawn == [
+        (POSITIVE, 0.0, 6.0),
+        (NEGATIVE, 6.0, 3.0),
+        (POSITIVE, 3.0, 4.0),
+        (POSITIVE, 4.0, 4.5),
+        (SCORE, 0.0, 4.5),
+    ]
 
 
 def test_a_negative_score_goes_to_the_left_of_zero() -> None:
-    loss, gain, *_, score = bars(with_ledger((-6.0, 2.0, -2.0), -1.0))
-    assert (loss[0], gain[0], score[0]) == (NEGATIVE, POSITIVE, INK)
-    assert loss[2] == score[2] == max(right for _, _, right in (loss, gain, score))
-    assert score[2] - score[1] == pytest.approx(7 / 6 * (loss[2] - loss[1]), abs=2)
+    loss, *_, score = bars(with_ledger((-6.0, 2.0, -2.0), -1.0))
+    assert (loss, score) == ((NEGATIVE, 0.0, -6.0), (SCORE, 0.0, -7.0))
 
 
-def test_several_images_are_drawn_on_one_scale() -> None:
-    drawn = bars([with_ledger((4.0, 4.0, 4.0), 4.0), with_ledger((2.0, 2.0, 2.0), 2.0)])
-    lengths = [right - left for _, left, right in drawn]
-    assert lengths[:5] == pytest.approx([2 * length for length in lengths[5:]], abs=2)
+def test_rows_are_labelled_with_names_shares_and_percentages() -> None:
+    (axes,) = draw_ledger(with_ledger()).axes
+    labels = [label.get_text().split() for label in axes.get_yticklabels()]
+    assert labels[1] == ["biases", "-3.00", "-66.7", "%"]
+    assert labels[-1] == ["score", "4.50", "100.0", "%"]
+    assert axes.yaxis_inverted()
 
 
-def test_a_long_name_of_a_target_fits() -> None:
-    short, long = (draw_ledger(with_ledger(name=name)) for name in ("cat", "a name " * 99))
-    assert short.size == long.size
-    assert (pixels_of(long)[:, -20:] == 255).all()
+def test_several_images_are_drawn_on_one_scale_below_each_other() -> None:
+    several = [with_ledger((4.0, 4.0, 4.0), 4.0), with_ledger((2.0, 2.0, 2.0), 2.0, name="dog")]
+    assert [round(right - left, 6) for _, left, right in bars(several)] == [4, 4, 4, 4, 16, 2, 2, 2, 2, 8]
+    assert [axes.get_title(loc="left") for axes in draw_ledger(several).axes] == ["made_up: cat", "made_up: dog"]
+
+
+@pytest.mark.parametrize("name", ["a name " * 99, "$5 or $6", "Ελλάδα", "ℊ"])  # the last one is not in DejaVu Sans
+def test_any_name_of_a_target_fits(name: str) -> None:
+    drawing = draw_ledger(with_ledger(name=name))
+    drawing.savefig(io.BytesIO())  # draws without a warning
+    title = drawing.axes[0].get_title(loc="left")
+    assert len(title) <= 80
+    assert title.startswith(f"made_up: {name[:20]}")

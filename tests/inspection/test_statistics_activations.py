@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import random
-import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -15,19 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 import torchvision
 from PIL import Image
-from timm.layers.adaptive_avgmax_pool import SelectAdaptivePool2d
-from timm.layers.drop import DropPath
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import saliency
-from saliency import ImageError, LayerError, ModelError
-from saliency.inspection import edit_activations, rules
+from saliency import ImageError, LayerError, MethodError, ModelError
+from saliency.inspection import edit_activations
 from saliency.inspection.layer_table import layer_table
 from saliency.inspection.record import record
 from saliency.inspection.statistics import (
@@ -98,7 +93,7 @@ def test_rows_are_numpys_of_all_batches_together(dtype: torch.dtype, layout: tor
         assert row.channels == found[row.name, row.call][0].shape[1]
         assert row.kind == type(model.get_submodule(row.name)).__name__
     assert (table.images, table.batches) == (8, 3)
-    assert "3 batches, 8 images, in evaluation mode" in table.notes
+    assert "3 batches, 8 images" in table.notes
 
 
 def test_a_layer_that_is_called_again_has_a_row_for_each_call_in_order() -> None:
@@ -168,7 +163,6 @@ def test_of_several_tensors_the_first_one_counts_and_a_layer_without_any_has_no_
     table = activation_statistics(Model(), x)
     assert [row.name for row in table] == ["many"]
     assert table["many"].mean == pytest.approx(float((x + 1).mean()), abs=1e-6)
-    assert "never called, or without a tensor in the output: nothing, spare" in table.notes
 
 
 def test_a_model_that_is_one_layer_itself_has_one_row() -> None:
@@ -237,45 +231,18 @@ class Swinlike(nn.Module):
         return out
 
 
-def test_channels_of_networks_with_the_channels_last_are_found_last() -> None:
-    table = activation_statistics(Swinlike(), images(2))
-    assert {row.name: row.channels for row in table} == {
-        "patches": 6,
-        "norm": 6,
-        "act": 6,
-        "wide": 10,
-        "gelu": 10,
-        "block.0": 10,
-        "block": 10,
-    }
-
-
-@pytest.mark.parametrize("size", [(224, 224), (64, 160)])
-def test_channels_of_swin_are_those_of_its_stages(size: tuple[int, int]) -> None:
-    model = torchvision.models.swin_t(weights=None)
-    table = activation_statistics(model, (1, 3, *size), layers=["features.?", "features.?.?", "features.0.1"])
-    widths = {"0": 96, "1": 96, "2": 192, "3": 192, "4": 384, "5": 384, "6": 768, "7": 768}
-    for row in table:
-        stage = row.name.split(".")[1]
-        expected = widths[stage] if not row.name.endswith("norm") else 2 * widths[stage]
-        assert row.channels == expected, row.name
-
-
-def test_channels_of_vision_transformers_are_the_widths_of_their_tokens() -> None:
-    model = timm.create_model("test_vit", pretrained=False).eval()
-    table = activation_statistics(model, (2, 3, 160, 160), layers=["blocks.*", "norm", "patch_embed.proj"])
-    width = model.embed_dim
-    assert table["patch_embed.proj"].channels == width
-    assert table["blocks.0"].channels == width
-    wide = len(model.get_parameter("blocks.0.mlp.fc1.bias"))
-    assert table["blocks.0.mlp.fc1"].channels == table["blocks.0.mlp.act"].channels == wide > width
-    assert table["norm"].channels == width
-
-
-def test_a_layer_norm_that_permutes_has_its_channels_first() -> None:
-    model = torchvision.models.convnext_tiny(weights=None)
-    table = activation_statistics(model, (1, 3, 64, 64), layers="features.0.*")
-    assert {row.channels for row in table} == {96}
+def test_channels_are_on_the_axis_that_is_stated() -> None:
+    model = Swinlike()
+    with torch.no_grad():
+        model.get_parameter("norm.bias")[2] = -1e3
+    table = activation_statistics(model, images(2), layers=["norm", "act", "wide"], channel_axis=-1)
+    assert [row.channels for row in table] == [6, 6, 10]
+    assert table["act"].dead == dead_by_hand(outputs(model, [images(2)])["act", 0], 3) == (2,)
+    assert table.dead_channels == 1
+    assert activation_statistics(model, images(2), layers="patches")["patches"].channels == 6
+    for axis in (0, 2, "last"):
+        with pytest.raises(MethodError, match="channels are on axis 1 or on axis -1"):
+            activation_statistics(model, images(2), channel_axis=axis)  # type: ignore[arg-type]
 
 
 def test_channels_of_sequences_and_volumes_are_where_their_convolutions_put_them() -> None:
@@ -300,9 +267,9 @@ def test_an_output_without_channels_and_one_with_another_number_each_time_have_n
     assert (row.channels, row.dead) == (None, ())
 
 
-def test_dead_channels_are_counted_once_where_they_die() -> None:
+def test_dead_channels_are_counted_in_relus() -> None:
     body = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Dropout())
-    model = nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5), nn.ReLU())
+    model = nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5), nn.ReLU6())
     with torch.no_grad():
         body.get_parameter("0.bias")[1] = -1e3
         model.get_parameter("3.bias")[2:4] = -1e3
@@ -310,49 +277,16 @@ def test_dead_channels_are_counted_once_where_they_die() -> None:
     assert table["0.2"].dead == table["0.3"].dead == table["0"].dead == table["1"].dead == (1,)
     assert set(table["4"].dead) >= {2, 3}
     assert table.dead_channels == 1 + len(table["4"].dead)
-    assert any(f"{table.dead_channels} dead channels among 9 in layers that rectify" in note for note in table.notes)
+    assert f"{table.dead_channels} dead channels in ReLUs" in table.notes
 
 
-def test_a_functional_relu_dies_in_the_layer_around_it_or_is_said_to_be_no_layer() -> None:
+def test_the_dead_channels_of_a_functional_relu_are_in_the_row_of_the_layer_around_it() -> None:
     inner = OwnForward(lambda model, x: F.relu(model.conv(x)), conv=nn.Conv2d(3, 4, 1))
     with torch.no_grad():
         inner.get_parameter("conv.bias")[0] = -1e3
     table = activation_statistics(nn.Sequential(inner, nn.Sigmoid()), images(2))
-    assert table.dead_channels == 1
-    assert "1 dead channel among 4 in layers that rectify" in table.notes
-    plain = activation_statistics(inner, images(2))
-    assert plain.dead_channels == 0
-    assert any("a functional ReLU is not a layer" in note for note in plain.notes)
-    assert plain["conv"].dead == (0,)
-
-
-@pytest.mark.parametrize("kind", ["avg", "fast"])
-def test_a_module_of_pooling_and_dropout_only_hands_on_what_died_before_it(kind: str) -> None:
-    pool = SelectAdaptivePool2d(pool_type=kind, flatten=True)
-    padded = nn.Sequential(nn.Upsample(scale_factor=2), nn.ZeroPad2d(1))
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), padded, nn.Sequential(pool, DropPath()))
-    with torch.no_grad():
-        model.get_parameter("0.bias")[1] = -1e3
-    table = activation_statistics(model, images(2))
-    assert table["3"].dead == table["3.0"].dead == table["2"].dead == (1,)
-    assert table.dead_channels == 1
-    assert "1 dead channel among 4 in layers that rectify" in table.notes
-
-
-def test_a_linear_layer_that_is_all_zeros_as_before_training_is_no_rectifier() -> None:
-    last = nn.Sequential(nn.Linear(4, 5))
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last)
-    for each in (*model[1].parameters(), *last.parameters()):
-        nn.init.zeros_(each)
-    table = activation_statistics(model, images(2))
-    assert table["4.0"].dead == table["4"].dead == (0, 1, 2, 3, 4)
+    assert table["0"].dead == table["0.conv"].dead == (0,)
     assert table.dead_channels == 0
-    assert "1000" not in dead_cells(table).values()
-    assert dead_cells(table)["1"] == dead_cells(table)["4.0"] == dead_cells(table)["4"] == ""
-    # Nothing but zeros behind a ReLU is the illness itself.
-    nn.init.constant_(model.get_parameter("1.bias"), -1)
-    ill = activation_statistics(nn.Sequential(model[:2], nn.ReLU()), images(2))
-    assert (ill.dead_channels, dead_cells(ill)["1"]) == (4, "4")
 
 
 def dead_cells(table: ActivationStatistics) -> dict[str, str]:
@@ -361,7 +295,7 @@ def dead_cells(table: ActivationStatistics) -> dict[str, str]:
     return {row.name: dead(row) for row in table}
 
 
-def test_dead_channels_are_shown_where_a_layer_rectifies() -> None:
+def test_dead_channels_are_shown_where_the_smallest_output_is_zero() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(1024, 3))
     with torch.no_grad():
         model.get_parameter("0.bias")[1] = -1e3
@@ -369,9 +303,6 @@ def test_dead_channels_are_shown_where_a_layer_rectifies() -> None:
     table = activation_statistics(model, images(2))
     assert (table["0"].dead, table["1"].dead, table["3"].dead) == ((1,), (1,), (2,))
     assert dead_cells(table) | {"2": ""} == {"0": "", "1": "1", "2": "", "3": ""}
-    one = activation_statistics(model, images(1))
-    assert dead_cells(one)["1"] == "1"
-    assert any("(for one image;" in note for note in one.notes)
 
 
 def test_rows_come_as_the_layers_begin_a_container_before_its_parts_as_in_the_layer_table() -> None:
@@ -408,33 +339,6 @@ def test_a_call_that_raised_or_gave_no_tensor_leaves_no_gap_among_the_calls() ->
         assert table[1].mean == pytest.approx(float((x + 1).mean()), abs=1e-6)
 
 
-def test_a_list_of_modules_is_not_missed_for_it_cannot_be_called() -> None:
-    class Listed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-            self.scales = nn.ParameterList([torch.ones(3)])
-            self.aside = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for part, _ in zip(self.parts, range(1), strict=False):
-                x = part(x)
-            out: Tensor = x * self.scales[0]
-            return out
-
-    note = "never called, or without a tensor in the output: parts.1, aside"
-    assert note in activation_statistics(Listed(), (2, 3)).notes
-    assert note in gradient_statistics(Listed(), (2, 3)).layers.notes
-
-
-def test_many_layers_that_are_not_called_are_noted_as_one_pattern() -> None:
-    spare = nn.ModuleList(nn.Identity() for _ in range(9))
-    model = OwnForward(lambda model, x: model.act(x), act=nn.ReLU(), spare=spare)
-    note = "never called, or without a tensor in the output: spare.* (9)"
-    assert note in activation_statistics(model, images(1)).notes
-    assert note in gradient_statistics(model, images(1), lambda output: output.sum()).layers.notes
-
-
 # NaN and infinity ----------------------------------------------------------------------------------------------------
 
 
@@ -449,7 +353,7 @@ def test_the_first_layer_with_nan_in_the_order_of_execution_is_named() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.ReLU(), Breaks()), nn.BatchNorm2d(4))
     table = activation_statistics(model, images(2))
     assert table.first_nonfinite == "1.1"
-    assert 'NaN or infinity first in the output of "1.1"' in table.notes
+    assert "NaN or infinity first in 1.1" in table.notes
     assert table["1.1"].inf > 0
     assert table["1.0"].inf == 0
     assert "NaN, Inf" in str(table).splitlines()[2]
@@ -462,16 +366,8 @@ def test_the_first_batch_with_nan_decides_and_is_named() -> None:
     model = OwnForward(lambda model, x: model.late(model.early(x)), early=nn.Identity(), late=Breaks())
     table = activation_statistics(model, [fine, bad, bad * math.nan])
     assert table.first_nonfinite == "late"
-    assert 'NaN or infinity first in the output of "late" in batch 2' in table.notes
+    assert "NaN or infinity first in late" in table.notes
     assert table["early"].nan == 2 * 768
-
-
-def test_nan_that_came_in_with_the_input_is_told_from_the_networks_own() -> None:
-    x = images(2)
-    x[1, 0, 0, 0] = math.nan
-    table = activation_statistics(tiny_model(), x)
-    assert table.first_nonfinite == "stem"
-    assert 'NaN or infinity first in the input and the output of "stem"' in table.notes
 
 
 def test_the_share_of_zeros_is_of_all_numbers_also_of_those_that_are_nan() -> None:
@@ -486,14 +382,14 @@ def test_the_layer_of_a_weight_that_is_nan_is_named() -> None:
         model.get_parameter("down.weight")[0, 0, 0, 0] = math.nan
     table = activation_statistics(model, images(2))
     assert table.first_nonfinite == "down"
-    assert 'NaN or infinity first in the output of "down"' in table.notes
+    assert "NaN or infinity first in down" in table.notes
 
 
 def test_nan_from_a_function_behind_all_layers_is_not_silent() -> None:
     model = OwnForward(lambda model, x: model.head(x) * math.inf, head=nn.Linear(4, 4))
     table = activation_statistics(model, torch.randn(2, 4))
-    assert table.first_nonfinite is None
-    assert any("NaN or infinity in the model's output" in note for note in table.notes)
+    assert table.first_nonfinite == ""
+    assert "NaN or infinity first in the output" in table.notes
 
 
 def test_nan_in_a_later_tensor_of_an_output_is_not_silent() -> None:
@@ -508,15 +404,9 @@ def test_nan_in_a_later_tensor_of_an_output_is_not_silent() -> None:
     model = nn.Sequential(nn.Sequential(nn.Identity(), Pair()), First(), nn.Linear(4, 2))
     table = activation_statistics(model, torch.zeros(2, 4))
     assert table.first_nonfinite == "0.1"
-    assert 'NaN or infinity first in the output of "0.1"' in table.notes
+    assert "NaN or infinity first in 0.1" in table.notes
     assert table["0.1"].nan == 0
-    assert activation_statistics(model, torch.ones(2, 4)).notes[-1] == 'NaN or infinity first in the output of "0.1"'
-
-
-def test_without_nan_the_table_says_so() -> None:
-    table = activation_statistics(tiny_model(), images(2))
-    assert table.first_nonfinite is None
-    assert "no NaN, no infinity" in table.notes
+    assert activation_statistics(model, torch.ones(2, 4)).first_nonfinite == "0.1"
 
 
 # Data ----------------------------------------------------------------------------------------------------------------
@@ -534,10 +424,9 @@ def test_paths_pictures_shapes_and_loaders_are_data(tmp_path: Path) -> None:
     assert (table.images, table.batches) == (5, 3)
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_data_without_a_batch_is_an_error_that_says_so(training: bool) -> None:
+def test_data_without_a_batch_is_an_error_that_says_so() -> None:
     with pytest.raises(ImageError, match="the data contain no batch"):
-        activation_statistics(tiny_model(), iter(()), training=training)
+        activation_statistics(tiny_model(), iter(()))
     used = iter([images(1)])
     list(used)
     with pytest.raises(ImageError, match="used before"):
@@ -603,14 +492,12 @@ def test_between_batches_the_model_is_the_users_own() -> None:
             assert torch.is_grad_enabled()
             yield images(2, seed=seed)
 
-    for training in (False, True):
-        activation_statistics(model, batches(), training=training)
+    activation_statistics(model, batches())
     assert changed == []
 
 
-@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_the_model_the_data_and_the_random_states_are_left_bit_for_bit(mode: Callable[[], Any], training: bool) -> None:
+def test_the_model_the_data_and_the_random_states_are_left_bit_for_bit(mode: Callable[[], Any]) -> None:
     model, x = tiny_model().train(), images(3)
     model.add_module("spare", nn.Linear(3, 3))
     broken = nn.Sequential(tiny_model(), Raises(RuntimeError("on purpose"))).train()
@@ -619,11 +506,11 @@ def test_the_model_the_data_and_the_random_states_are_left_bit_for_bit(mode: Cal
     model.get_parameter("stem.weight").requires_grad_(False)
     with mode():
         before = Snapshot(model=model, x=x, broken=broken)
-        activation_statistics(model, [x, x], training=training)
+        activation_statistics(model, [x, x])
         with pytest.raises(ModelError, match=r"Sequential\) refused an input of 3x3x16x16 .*: on purpose"):
-            activation_statistics(broken, x, training=training)
+            activation_statistics(broken, x)
         with pytest.raises(LayerError):
-            activation_statistics(model, x, layers="spare", training=training)
+            activation_statistics(model, x, layers="spare")
         assert before.changes() == []
 
 
@@ -640,62 +527,6 @@ def test_statistics_of_one_model_in_many_threads_are_those_of_one() -> None:
     assert in_threads(lambda n: activation_statistics(model, images(n)).rows, wanted) == wanted
 
 
-# Training mode -------------------------------------------------------------------------------------------------------
-
-
-def test_training_mode_normalises_by_the_batch() -> None:
-    model = tiny_model().eval()
-    x = images(8)
-    table = activation_statistics(model, x, training=True)
-    assert table["norm"].std == pytest.approx(1, rel=0.5)
-    by_hand = nn.BatchNorm2d(6)
-    by_hand.load_state_dict(model.get_submodule("norm").state_dict())
-    expected = by_hand.train()(model.get_submodule("stem")(x))
-    assert_moments(table["norm"], [expected.detach()], 1e-6)
-    assert activation_statistics(model, x)["norm"].std != pytest.approx(table["norm"].std, rel=0.01)
-    assert "1 batch, 8 images, in training mode, on a copy" in table.notes
-
-
-def test_dropout_drops_from_a_seed_of_its_own_another_in_each_batch() -> None:
-    model = nn.Sequential(nn.Dropout(0.5))
-    ones = torch.ones(1, 1000)
-    first = activation_statistics(model, [ones], training=True)["0"]
-    random.seed(7)
-    torch.manual_seed(7)
-    assert activation_statistics(model, [ones], training=True)["0"] == first
-    assert 0.4 < first.zero_share < 0.6
-    two = activation_statistics(model, [ones, ones], training=True)["0"]
-    assert two.zero_share != first.zero_share
-    assert activation_statistics(model, ones)["0"].zero_share == 0
-
-
-def test_a_model_that_keeps_a_part_from_training_keeps_it() -> None:
-    class Frozen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm2d(3)
-
-        def train(self, mode: bool = True) -> Frozen:
-            super().train(mode)
-            self.norm.train(False)
-            return self
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.norm(x)
-            return out
-
-    x = 5 + images(4)
-    assert activation_statistics(Frozen(), x, training=True)["norm"].mean == pytest.approx(5, abs=0.1)
-
-
-def test_a_model_that_cannot_be_copied_is_an_error_that_says_why() -> None:
-    model = tiny_model()
-    model.lock = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(ModelError, match="training=True runs a copy of the model, and TinyNet cannot be copied"):
-        activation_statistics(model, images(1), training=True)
-    activation_statistics(model, images(1))
-
-
 # Other models --------------------------------------------------------------------------------------------------------
 
 
@@ -708,7 +539,6 @@ def test_wrapped_and_scripted_models_are_read_as_far_as_they_call_their_layers()
     assert [row.name for row in table] == ["0", "1"]  # a traced part takes hooks, those within it are never called
     assert table["0"].max == pytest.approx(plain["head"].max, rel=1e-5)
     assert table["1"].max == pytest.approx(plain["head"].max, rel=1e-5)
-    assert any(note.startswith("never called, or without a tensor in the output: 0.stem") for note in table.notes)
     with pytest.raises(LayerError, match="hooks do not run inside scripted modules"):
         activation_statistics(scripted, images(2), layers="0.*")
     with pytest.raises(LayerError, match="hooks do not run inside scripted modules"):
@@ -726,7 +556,7 @@ def test_a_model_without_numbers_is_an_error_that_says_so(statistics: Callable[.
 def test_inside_an_edit_the_statistics_are_those_of_the_edited_network() -> None:
     model, x = tiny_model(), images(2)
     plain = activation_statistics(model, x)
-    with edit_activations(model, "stem", rules.scale(2.0)):
+    with edit_activations(model, "stem", lambda tensor: 2 * tensor):
         edited = activation_statistics(model, x)
     assert edited["stem"].mean == pytest.approx(2 * plain["stem"].mean)
     assert edited["stem"].max == pytest.approx(2 * plain["stem"].max)
@@ -740,7 +570,6 @@ def test_a_recording_around_it_changes_no_row_and_records_its_calls() -> None:
     with record(model, keep="statistics") as recording:
         assert activation_statistics(model, x).rows == plain
         assert len(recording) == len(plain)
-        activation_statistics(model, x, training=True)
 
 
 def test_it_is_read_as_a_table() -> None:
