@@ -21,7 +21,7 @@ from ..hooks.model_state import leaf, run_model
 from ..hooks.pytree import first_tensor, tree_tensors
 from ..targets.targets import output_tensor
 from .layout import GIVE_LAYOUT, Layout, given_layout, is_channels_first, layout_from, token_layout, traced_layout
-from .positions import Grid, PositionTrace
+from .positions import Grid, PositionTrace, is_mirrored
 
 LayerLike = str | nn.Module | list[str | nn.Module] | None
 """A dotted name, the module itself, a list with one of these, or None for the default layer."""
@@ -242,12 +242,14 @@ def _observe(model: nn.Module, x: Tensor, names: Iterable[str], callback: Callab
 def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
     modules = {name: module for name, module in model.named_modules() if name}
     outputs: dict[str, tuple[weakref.ref[Tensor], tuple[int, ...], Tensor | None]] = {}
+    mirrored: dict[str, bool] = {}  # as in a pass over a flipped image
 
     def store(name: str, output: Tensor) -> None:
         outputs.pop(name, None)  # the last call counts
         positions = trace.positions(output) if output.dim() in (3, 4) else None
         places = None if positions is None else positions.nanmean(-1).expand(2, *output.shape[:-1])
         outputs[name] = weakref.ref(output), tuple(output.shape), places
+        mirrored[name] = output.dim() == 4 and positions is not None and is_mirrored(positions)
 
     with PositionTrace(x) as trace:
         final = _observe(model, x, modules, store)
@@ -257,7 +259,11 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
         name: traced_layout(shape, x, positions, channels_first=shape in channels_first)
         for name, (_, shape, positions) in outputs.items()
     }
-    spatial = tuple(SpatialLayer(name, outputs[name][1], layout) for name, layout in layouts.items() if layout)
+    spatial = tuple(
+        SpatialLayer(name, outputs[name][1], layout)
+        for name, layout in layouts.items()
+        if layout and not (layout.kind == "NCHW" and mirrored[name])
+    )
     ends = list(tree_tensors(final))
     inner = tuple(layer for layer in spatial if not any(outputs[layer.name][0]() is end for end in ends))
     classes = ends[0].shape[1] if ends and ends[0].dim() == 4 else None

@@ -258,6 +258,12 @@ def grid_of(positions: Tensor, size: Grid) -> tuple[Grid, Sequence[int]] | None:
     return (height, width), range(cells[0], cells[-1] + 1) if is_range else tuple(cells)
 
 
+def is_mirrored(positions: Tensor) -> bool:
+    """Return whether rows or columns of maps at positions (2, N, K, h, w) run against those of the image."""
+    rows, columns = positions.nanmean(2).expand(2, -1, -1, -1)  # (N, h, w)
+    return bool(rows.diff(dim=1).nanmean() < 0 or columns.diff(dim=2).nanmean() < 0)
+
+
 def _cells(values: Tensor, length: int) -> tuple[Tensor, int] | None:
     """Return the cell of each position along an axis, and the number of cells; None if they do not cover the image."""
     ordered, order = values.sort()

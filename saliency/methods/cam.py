@@ -66,8 +66,8 @@ def default_layer(model: nn.Module, x: Tensor, target: Callable[[Any], Tensor] |
     layer = scan_layers(model, x, target).default
     if layer is None:
         raise LayerError(
-            f"no layer of {type(model).__name__} has a spatial output for an input of "
-            f"{x.shape[-2]}x{x.shape[-1]}; pass layer=..., or use a larger image"
+            f"no layer of {type(model).__name__} has a spatial output, not mirrored, for an input of "
+            f"{x.shape[-2]}x{x.shape[-1]}; pass layer=..., a larger image, or the network inside one that flips images"
         )
     return layer
 

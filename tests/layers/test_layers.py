@@ -589,3 +589,22 @@ def test_a_preset_on_the_model_is_not_a_layer() -> None:
     assert GradCAM(model).preprocess == Preprocess.from_torchvision(model.preprocess)
     own = OwnForward(lambda model, x: model.preprocess(x).mean((2, 3)), preprocess=nn.Conv2d(3, 4, 3))
     assert GradCAM(own, "preprocess").layer == "preprocess"  # a layer of the network's own
+
+
+@pytest.mark.parametrize("dims", [(-1,), (-2,), (-2, -1)])
+def test_the_layers_of_a_network_that_averages_over_flips_are_no_default(dims: tuple[int, ...]) -> None:
+    class Flips(nn.Module):
+        """The mean of the scores of an image and of its flipped copy."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = tiny_model()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.net(x) + self.net(x.flip(dims))) / 2
+
+    model = Flips().eval()
+    with pytest.raises(LayerError, match=r"no layer of Flips has a spatial output, not mirrored, .*the network inside"):
+        GradCAM(model).attribute(images(1), 0)
+    assert GradCAM(model.net).attribute(images(1), 0).layer
+    assert GradCAM(model, "net.last").attribute(images(1), 0).layer == "net.last"
