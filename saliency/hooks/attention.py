@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from ..errors import NotApplicableError
 from .autograd_graph import next_functions, saved, sequence_nr
 from .rectifiers import require_visible
 
@@ -136,7 +137,8 @@ def find_attention(nodes: Iterable[Node], images: int) -> tuple[list[AttentionCa
         The calls in the order of the forward, and the softmaxes before the last of them that are none of theirs.
 
     Raises:
-        NotApplicableError: A part of the model is compiled, scripted or checkpointed so that its nodes are not visible.
+        NotApplicableError: A part of the model is compiled, scripted or checkpointed so that its nodes are not visible;
+            or a fused kernel has operands (N, tokens, d) of several images.
     """
     calls, softmaxes, others = list[AttentionCall](), set[Node](), list[Node]()
     nodes = dict.fromkeys(nodes)
@@ -189,6 +191,9 @@ def find_passages(nodes: Iterable[Node]) -> list[Node]:
 def _fused(node: Node, images: int, *, reads_image: bool) -> AttentionCall:
     query, bias = _read(node, "query"), saved(node, "attn_mask", saved(node, "attn_bias", None))
     scale = saved(node, "scale", None)
+    if query.shape[0] == 1 < images and reads_image:  # the kernel took the images for heads
+        hint = "pass one image at a time, or give its operands a dimension of heads: query[:, None]"
+        raise NotApplicableError(f"a fused attention of the model does not keep its {images} images apart; {hint}")
     return AttentionCall(
         node,
         images,

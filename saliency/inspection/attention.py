@@ -77,7 +77,7 @@ def attention(
 
     Args:
         model: A transformer: fused attention of any kernel, `nn.MultiheadAttention`, or a softmax between two matrix
-            products.
+            products, over the last dimension.
         image: As for `Attribution.attribute`.
         target: As for `Attribution.attribute`, for the gradients. None computes no gradients.
         reduce: "mean_heads", "max_heads" or "min_heads" over the heads; None keeps them.
@@ -110,7 +110,7 @@ def attention(
         if not grads.attention:
             raise NotApplicableError(
                 f"{type(model).__name__} has no attention that can be read: no fused attention, and no softmax between "
-                "two matrix products"
+                "two matrix products, over the last dimension"
             )
         grad = {call: None if target is None else grads.node_gradient(call.node) for call in grads.attention}
         layers = {call: max(forward.operations.modules(call.node), key=len, default="") for call in grads.attention}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attribution.base import get_method
-from ..errors import ImageError, ModelError
+from ..errors import ImageError, MethodError, ModelError
 from ..hooks.dual_encoder import DualEncoder
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, run_model, unwrap
@@ -99,7 +99,7 @@ def explain_text(
 
     Raises:
         ModelError: The model has no text encoder.
-        MethodError: The method is not one of these, or an option is invalid.
+        MethodError: The method is not one of these, an option is invalid, or the text is not a string.
         ImageError: The image cannot be read, or there are several.
 
     Source: as for the method. Integrated gradients: Sundararajan et al., "Axiomatic Attribution for Deep Networks"
@@ -108,6 +108,8 @@ def explain_text(
     model = unwrap(model)
     if not isinstance(model, DualEncoder):
         raise ModelError(f"{type(model).__name__} has no text encoder; expected a saliency.DualEncoder")
+    if not isinstance(text, str):
+        raise MethodError(f"text={text!r}: expected one text, such as 'a photo of a cat'")
     cls = get_method(check_choice("method", method, TEXT_METHODS))
     with prepared_for_attribution(model), torch.no_grad():
         images = run_model(model, cls(model).read(image).tensor)["image_embeds"]

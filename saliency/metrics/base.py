@@ -254,7 +254,11 @@ class Subject(SharedResults):
             hint = "pass masks=... of shape (N, H, W), or --masks or --boxes on the command line"
             raise MethodError(f"this metric needs to know where the object is: {hint}")
         size = self.explanation.input_size
-        masks = torch.as_tensor(self._masks, device=self.explanation.values.device).bool()
+        try:
+            masks = torch.as_tensor(self._masks, device=self.explanation.values.device).bool()
+        except (TypeError, ValueError, RuntimeError) as error:
+            kind = "a tensor or an array (N, H, W) of bool; saliency evaluate --masks reads files"
+            raise MethodError(f"masks={self._masks!r}: expected {kind}") from error
         if masks.shape[-2:] != size or masks.numel() != len(self.explanation) * size[0] * size[1]:
             expected = (len(self.explanation), *size)
             raise MethodError(f"the masks have shape {tuple(masks.shape)}; expected {expected}, as the model sees them")

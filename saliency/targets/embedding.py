@@ -66,7 +66,7 @@ class TextSimilarity(_EmbeddingTarget):
 
     def probabilities(self, output: Any) -> Tensor | None:
         """Return the softmax probabilities (N,) of the text among all texts; None without others."""
-        return self(output).detach().sigmoid() if self.against else None
+        return self(output).detach().float().sigmoid() if self.against else None
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return names such as `a photo of a cat rather than a photo of a dog`."""

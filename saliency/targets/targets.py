@@ -187,8 +187,9 @@ class ClassScore(OutputTarget):
         return torch.tensor(self.classes, device=scores.device)
 
     def probability(self, output: Any) -> Tensor:
-        """Return the probabilities (N,) of the classes, with their graph."""
+        """Return the probabilities (N,) of the classes, with their graph; in float32 if the scores are in half."""
         scores = class_scores(output)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if self.link == "softmax":
             return self(scores.softmax(1))
         if self.link == "sigmoid":

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..validation import check_choice
+from ..validation import check_choice, check_integer
 
 Task = Literal["planted", "two_objects", "sizes", "shortcut", "xor", "occlusion"]
 TASKS: tuple[Task, ...] = get_args(Task)
@@ -96,9 +96,10 @@ def draw_scenes(
         watermarked: The share of images with a watermark in each of the five classes, for the task "shortcut".
 
     Raises:
-        MethodError: The task is unknown.
+        MethodError: The task is unknown, or the count is below 1.
     """
     check_choice("task", task, TASKS)
+    count = check_integer("count", count)
     random = torch.Generator("cpu").manual_seed(seed)
     kinds, labels, importance = _draw_objects(task, count, random)
     objects = kinds.shape[1]

@@ -295,3 +295,35 @@ def test_the_gradient_of_a_text_and_of_a_reference_is_that_of_its_score() -> Non
         wanted = saliency.attention(model, x, partial(similarity_to, embedding))
         for found, item in zip(saliency.attention(model, x, target), wanted, strict=True):
             close(found.gradient, item.gradient)
+
+
+class Plain(nn.Module):
+    """A block of attention without heads: fused, or with a softmax over the last dimension but one."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.patches, self.qkv, self.head = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 24), nn.Linear(8, 5)
+        self.fused = fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.patches(x).flatten(2).mT).chunk(3, -1)
+        columns = (key @ query.mT / 8**0.5).softmax(-2)
+        mixed = F.scaled_dot_product_attention(query, key, value) if self.fused else columns.mT @ value
+        return self.head(mixed.mean(1))
+
+
+def test_fused_attention_without_heads_is_read_of_one_image_and_refused_of_several() -> None:
+    model, x = Plain(fused=True).eval(), images(2)
+    (found,) = saliency.attention(model, x[:1], 1)
+    query, key, _ = model.qkv(model.patches(x[:1]).flatten(2).mT).chunk(3, -1)
+    close(found.probabilities[:, 0], (query @ key.mT / 8**0.5).softmax(-1).detach())
+    for call in (saliency.attention, lambda *words: saliency.AttentionRollout(model).attribute(*words[1:])):
+        with pytest.raises(
+            NotApplicableError, match=r"2 images apart; pass one image at a time, or .* query\[:, None\]"
+        ):
+            call(model, x, 1)
+
+
+def test_a_softmax_over_another_dimension_is_refused() -> None:
+    with pytest.raises(NotApplicableError, match="over the last dimension"):
+        saliency.attention(Plain(fused=False), images(2), 1)

@@ -114,3 +114,10 @@ def test_what_cannot_be_explained_is_refused() -> None:
         explain_text(model, x[0], PROMPT, "rise")
     with pytest.raises(ImageError, match="one image, got 2"):
         explain_text(model, torch.cat([x[:1], x[:1]]), PROMPT)
+
+
+@pytest.mark.parametrize("given", [3, ["a cat"], None])
+def test_what_is_not_one_text_is_an_error(given: Any) -> None:
+    model, x = next(iter(MODELS.values()))()
+    with pytest.raises(MethodError, match="expected one text"):
+        explain_text(model, x[0], given)

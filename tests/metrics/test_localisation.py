@@ -182,3 +182,10 @@ def test_the_grid_pointing_game_of_the_right_cell_is_one() -> None:
     result = measure("energy_pointing_game", explanation, masks=collages.masks)[0]
     assert result.values.tolist() == [1] * 8
     assert result.controls["constant"].values.tolist() == [1 / 4] * 8
+
+
+def test_masks_that_are_no_numbers_are_an_error() -> None:
+    explanation = explanation_of(torch.rand(1, 1, 4, 4))
+    for masks in ("a.png", ["a.png"], [None]):
+        with pytest.raises(MethodError, match=r"masks=.*: expected a tensor or an array \(N, H, W\) of bool"):
+            measure("pointing_game", explanation, masks=masks)

@@ -169,6 +169,28 @@ def test_what_is_no_class_is_refused_with_the_reason(target: Any, message: str, 
         VanillaGradient(LinearModel()).attribute(x, target)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("names", [None, ["ill", "healthy"]], ids=["softmax", "sigmoid"])
+def test_a_probability_of_logits_in_half_precision_is_computed_in_float32(
+    x: Tensor, dtype: torch.dtype, names: list[str] | None
+) -> None:
+    class Half(nn.Module):
+        """Logits in half precision: two, or one with two class names."""
+
+        categories = names
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([x.sum((1, 2, 3)), x.mean((1, 2, 3))], 1)[:, : 2 if names is None else 1].to(dtype)
+
+    model = Half()
+    logits = model(x).float()
+    expected = logits.softmax(1)[:, 1] if names is None else logits[:, 0].sigmoid()
+    found = VanillaGradient(model).attribute(x, probability(1))
+    for numbers in (found.scores, found.probabilities):
+        assert numbers is not None
+        torch.testing.assert_close(numbers.float(), expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("target", [-1, 2.5, True, [0, 1, 2], "ant", contrast(0, -1), probability([0])], ids=repr)
 def test_what_can_be_refused_before_the_model_runs_is(target: Any, x: Tensor) -> None:
     def fail(scores: Tensor) -> Tensor:

@@ -170,3 +170,9 @@ def test_captions_name_what_is_in_the_image_and_where(scenes: Scenes) -> None:
         relation = captions[2].removeprefix(one).removesuffix(other).strip()
         assert places[relation]
         assert captions == (one, other, f"{one} {relation} {other}", f"{other} {opposite[relation]} {one}")
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5])
+def test_a_count_of_no_images_is_an_error(count: float) -> None:
+    with pytest.raises(MethodError, match=f"count={count} is not a whole number of at least 1"):
+        draw_scenes(count)  # type: ignore[arg-type]
