@@ -6,6 +6,7 @@ import io
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -60,7 +61,7 @@ def new_figure(width: float, height: float, crop: str | None = None) -> Figure:
 
 
 def figure(
-    explanations: Explanation | Iterable[Explanation],
+    explanations: Explanation | Iterable[Explanation] | Sequence[Sequence[Explanation]],
     *,
     columns: int | None = None,
     title: str | None = None,
@@ -76,7 +77,7 @@ def figure(
     image. An end is pointed if values lie beyond it.
 
     Args:
-        explanations: Any number of explanations, of one or more images.
+        explanations: Any number of explanations, of one or more images; or rows of them, as for `contact_sheet`.
         columns: Number of panels side by side, with the image; by default at most 5, in rows of equal length.
         title: A title above everything.
         opacity: As in `overlay`.
@@ -96,9 +97,11 @@ def figure(
     Warns:
         SaliencyWarning: A map is nearly even, or below the rounding error, and is drawn as zero.
     """
-    images = single_images(explanations, "figure")
-    limit = shared_limit(images, smoothing=smoothing) if shared else None
-    photos = _by_photo(images)
+    items: list[Any] = list(explanations) if isinstance(explanations, list | tuple) else []
+    has_rows = bool(items) and all(isinstance(row, list | tuple) for row in items)
+    given = [single_images(row, "figure") for row in (items if has_rows else [explanations])]
+    limit = shared_limit(chain.from_iterable(given), smoothing=smoothing) if shared else None
+    photos = [group for row in given for group in _by_photo(row)]
     most = 1 + max(map(len, photos))
     if columns is None:
         columns = math.ceil(most / math.ceil(most / COLUMNS))
@@ -170,21 +173,18 @@ def _add_bar(drawing: Figure, axes: Axes, scaled: ScaledMap, colormap: str | Non
     """Add a horizontal bar below a panel, as wide as its image."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
-    from matplotlib.ticker import MaxNLocator, ScalarFormatter
+    from matplotlib.ticker import MaxNLocator
 
     is_signed = scaled.sign == "signed"
     limit = scaled.limit or 1.0  # a map of zeros has no scale of its own, and a bar needs one
     colors = scaled.colors(colormap)[int(is_signed) :]
     scale = ScalarMappable(Normalize(-limit if is_signed else scaled.floor, limit), ListedColormap(colors / 255))
     extend = ("both" if is_signed else "max") if scaled.is_saturated else "neither"
-    numbers = ScalarFormatter()
-    numbers.set_powerlimits((-3, 4))
     bar_axes = axes.inset_axes((0.0, -0.07, 1.0, 0.035))
     bar = drawing.colorbar(
-        scale, cax=bar_axes, extend=extend, format=numbers, orientation="horizontal", ticks=MaxNLocator(3)
+        scale, cax=bar_axes, extend=extend, format="%.3g", orientation="horizontal", ticks=MaxNLocator(3)
     )
     label = textwrap.fill(label, LABEL) + ("" if scaled.outliers is None else f"\n{HATCHED}")
     bar.set_label(label, fontsize=TEXT_SIZE, labelpad=1)
     bar.ax.tick_params(labelsize=TEXT_SIZE, length=2, pad=1)
-    bar.ax.xaxis.get_offset_text().set_fontsize(TEXT_SIZE)
     bar.outline.set_visible(False)

@@ -198,6 +198,23 @@ def test_a_figure_shows_each_photo_once_and_its_maps_side_by_side_with_equal_gap
         assert shown == pytest.approx(width / height)
 
 
+def test_a_figure_takes_rows_as_a_sheet_does() -> None:
+    photo = whole(noise(30, 30))
+    cat, dog = (explained(hot(3, 3, 1, 1), photo, name=name) for name in ("cat", "dog"))
+    titles = [each.get_title() for each in figure([[cat, cat], (dog, dog)]).axes if each.images]
+    assert titles == ["cat 95.1 %", "made_up", "made_up", "dog 95.1 %", "made_up", "made_up"]
+
+
+@pytest.mark.parametrize("scale", [3e-5, 1.0, 4e6])
+def test_the_numbers_of_a_colour_bar_have_no_common_factor_that_overprints_the_units(scale: float) -> None:
+    made = figure(explained(hot(3, 3, 1, 1) * scale, whole(noise(40, 30))))
+    made.draw_without_rendering()
+    bar = made.axes[1].child_axes[0]
+    assert bar.xaxis.get_offset_text().get_text() == ""
+    for tick, label in zip(bar.get_xticks(), bar.get_xticklabels(), strict=True):
+        assert float(label.get_text()) == pytest.approx(tick)
+
+
 def test_a_figure_of_several_classes_names_each_above_its_map() -> None:
     photo = whole(noise(30, 30))
     made = figure([explained(torch.rand(1, 4, 4), photo, name=each) for each in ("cat", "dog")], title="Two classes")
