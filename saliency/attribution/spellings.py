@@ -113,7 +113,7 @@ def option_hint(name: str, known: Collection[str]) -> str:
             return f"; it is called {ours} here{_DIFFERENCES.get(name, '')}"
     for advice in _matches(name, _INSTEAD):
         return f"; {advice}"
-    return did_you_mean(name, known) or (f"; the options are {', '.join(known)}" if known else "")
+    return did_you_mean(name, known) or (f"; the options are {', '.join(known)}" if known else "; there are no options")
 
 
 def refuse_unknown_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -135,7 +135,7 @@ def merge_listing(listed: Sequence[ImageEntry], images: Sequence[ImageEntry]) ->
     new: list[ImageEntry] = []
     for image, key in zip(images, _keys(images), strict=True):
         earlier = known.get(key)
-        if earlier is not None and earlier.target != image.target:
+        if earlier is not None and str(earlier.target) != str(image.target):  # 281 and "281" are one class
             raise BatchError(
                 f"the target of {image.source} was {earlier.target!r} and is now {image.target!r}; choose another "
                 "folder, or start again with --restart (restart=True)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
 import os
@@ -9,6 +10,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import compress, islice
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from ..io.atomic_write import atomic_write
@@ -16,7 +18,9 @@ from ..io.atomic_write import atomic_write
 Row = dict[str, Any]
 
 MANIFEST = "manifest.jsonl"
+CSV = "manifest.csv"
 PARQUET = "manifest.parquet"
+_ERRORS = "backslashreplace"  # for undecodable bytes of paths
 PARQUET_ROWS = 10_000
 """Rows per Parquet row group."""
 
@@ -164,7 +168,24 @@ def read_rows(path: Path) -> Iterator[tuple[Row, bytes]]:
 
 def encode(row: Row) -> bytes:
     """Encode a row as a line."""
-    return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
+    return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", _ERRORS)
+
+
+def write_csv(folder: Path) -> Path:
+    """Write the manifest of a folder as CSV, and return its path. Lists and dictionaries are JSON text."""
+    with (
+        atomic_write(folder / CSV) as temporary,
+        temporary.open("w", newline="", encoding="utf-8", errors=_ERRORS) as file,
+    ):
+        table = csv.DictWriter(file, COLUMNS)
+        table.writeheader()
+        table.writerows(_plain(row, dict | list) for row, _ in read_rows(folder / MANIFEST))
+    return folder / CSV
+
+
+def _plain(row: Row, kinds: UnionType | type) -> Row:
+    """Return a row whose values of some kinds are JSON text."""
+    return {name: json.dumps(each, sort_keys=True) if isinstance(each, kinds) else each for name, each in row.items()}
 
 
 def write_parquet(rows: Iterable[Row], path: Path) -> None:
@@ -178,10 +199,7 @@ def write_parquet(rows: Iterable[Row], path: Path) -> None:
     parquet = importlib.import_module("pyarrow.parquet")
     types = {int: arrow.int64(), float: arrow.float64(), list: arrow.list_(arrow.float64())}
     schema = arrow.schema([(name, types.get(kind, arrow.string())) for name, kind in COLUMNS.items()])
-    plain = (
-        row | {name: json.dumps(value, sort_keys=True) for name, value in row.items() if isinstance(value, dict)}
-        for row in rows
-    )
+    plain = (_plain(row, dict) for row in rows)
     with atomic_write(path) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
         while group := list(islice(plain, PARQUET_ROWS)):
             writer.write_table(arrow.Table.from_pylist(group, schema=schema))

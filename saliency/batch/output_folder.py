@@ -16,7 +16,7 @@ from uuid import uuid4
 from ..io.atomic_write import atomic_write
 from .errors import BatchError, writing_to
 from .listing import ImageEntry
-from .manifest import MANIFEST, PARQUET
+from .manifest import CSV, MANIFEST, PARQUET
 from .run_options import FORMATS
 
 LOCK = ".lock"
@@ -29,7 +29,7 @@ RESULTS = "results"  # of saliency evaluate
 
 OVERLAYS, PREVIEWS, HEAT, MAPS, CARDS = "overlays", "photos", "heat", "maps", "trust"
 FOLDERS = (OVERLAYS, PREVIEWS, HEAT, MAPS, CARDS)
-FILES = (PAGE, PARQUET, MANIFEST, LISTING, ABOUT)
+FILES = (PAGE, CSV, PARQUET, MANIFEST, LISTING, ABOUT)
 MAP_SUFFIX = "safetensors"
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.part")

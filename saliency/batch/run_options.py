@@ -199,10 +199,10 @@ class RunOptions:
             "model": self.model_name,
             "weights": self._weights(),
             "model source": self._source(),
-            "preprocess": None if self.preprocess is None else without_address(self.preprocess),
+            "preprocess": None if self.preprocess is None else _describe_preprocess(self.preprocess),
             "classes": None if names is None else _sha256(str(names).encode()),
             "whole": self.whole,
-            "target": self.target,
+            "target": None if self.target is None else without_address(self.target),  # 281 and "281" are one class
             **asdict(self.style),
         }
         for method in self.methods:
@@ -224,6 +224,13 @@ class RunOptions:
             return None
         place = self.model.partition(":")[0]
         return _file_digest(place if place.endswith(".py") else f"{place.replace('.', '/')}.py")
+
+
+def _describe_preprocess(preprocess: PreprocessLike) -> str:
+    """Return one text for all spellings of the same preprocessing."""
+    from ..io.preprocess import as_preprocess
+
+    return without_address(as_preprocess(preprocess))
 
 
 def _file_digest(name: str | None) -> str | None:

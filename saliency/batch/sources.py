@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from ..io.atomic_write import IMAGE_SUFFIXES, is_drawing
+from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing
 from .errors import BatchError
 from .listing import ImageEntry
 from .output_folder import is_output
@@ -78,9 +78,11 @@ def _images_of_source(source: str, recursive: bool) -> Iterator[ImageEntry]:
         if suffix in IMAGE_SUFFIXES:
             yield _entry(source, problem=_OWN)
     elif os.path.isfile(source) and suffix in LISTS:  # noqa: PTH113
-        yield from read_list(source)
+        yield from _require_images(source, list(read_list(source)))
     elif os.path.isfile(source) and suffix == ".tar":  # noqa: PTH113
         yield from read_shard(source)
+    elif is_address(source):
+        yield _entry(source, problem=ADDRESS)
     elif glob.has_magic(source) and not os.path.lexists(source):
         matches = sorted(glob.glob(source, recursive=True))  # noqa: PTH207 - accepts paths with surrogates
         if not matches:
@@ -206,6 +208,15 @@ def read_list(file: str) -> Iterator[ImageEntry]:
 def parse_target(text: object) -> int | str | None:
     """Parse a target of a list: an index, its digits, a name, or None for an empty text."""
     return text if isinstance(text, int) else str(text or "").strip() or None
+
+
+def _require_images(file: str, images: list[ImageEntry]) -> list[ImageEntry]:
+    """Return the images of a list. Raises BatchError if no row of it names an image, as in other text."""
+    if images and not any(image.exists() or Path(image.path).suffix.lower() in IMAGE_SUFFIXES for image in images):
+        expected = "one path per line" if Path(file).suffix.lower() == ".txt" else "a column path"
+        problem = f"no row of the list {file} names an image, such as {images[0].source!r}"
+        raise BatchError(f"{problem}; expected {expected}, relative to the folder of the list")
+    return images
 
 
 def _rows(lines: TextIO, suffix: str) -> Iterator[tuple[int, Mapping[str, object]]]:

@@ -243,7 +243,16 @@ examples:
 """,
         {"--method": "only these methods (default: all)"},
     ),
-    "report": Command("rewrite the gallery page of a batch folder", "DIR", "batch:report"),
+    "report": Command(
+        "rewrite the gallery page of a batch folder, or write its table as CSV",
+        "DIR --csv --title",
+        "batch:report",
+        """\
+examples:
+  saliency report maps --title "Scans of May"
+  saliency report maps --csv                   (writes maps/manifest.csv)
+""",
+    ),
     "methods": Command(
         "list the methods with their papers and costs, or describe one with its options",
         "METHOD --json",

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ..batch import Summary, batch
 from ..batch.errors import sentence
+from ..batch.manifest import write_csv
 from ..errors import plural, visible
 from .console import Screen
 from .options import ALL, METHOD, arguments_of, overlay_style
@@ -105,10 +106,13 @@ def render(arguments: argparse.Namespace, screen: Screen) -> int:
 
 
 def report(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Rewrite the gallery page of a batch folder."""
+    """Rewrite the gallery page of a batch folder, and write its table."""
     from ..batch.report import report as write_page
 
     with screen.waiting("writing the page"):
-        page = write_page(arguments.folder)
-    screen.say(f"written: {visible(page)}")
+        files = [write_page(arguments.folder, title=arguments.title)]
+        if arguments.csv:
+            files.append(write_csv(arguments.folder))
+    for file in files:
+        screen.say(f"written: {visible(file)}")
     return 0

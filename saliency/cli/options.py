@@ -17,11 +17,13 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..batch import FORMATS, SIGNS, OverlayStyle
 from ..errors import did_you_mean
+from ..io.atomic_write import IMAGE_SUFFIXES
 
 MODEL = "efficientnet_lite0"
 METHOD = "grad_cam"
 ALL = "all"  # every method
 SECONDS = 15.0  # for a trust card
+_FILE_SUFFIXES = frozenset((".csv", ".html", ".json", ".pdf", ".svg", ".txt", ".zip"))
 
 
 class Parser(argparse.ArgumentParser):
@@ -112,6 +114,13 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
+
+
+def _folder(text: str) -> Path:
+    if Path(text).suffix.lower() in IMAGE_SUFFIXES | _FILE_SUFFIXES and not Path(text).is_dir():
+        hint = "pass the folder that receives the files; saliency explain -o - > cat.png writes one overlay to a file"
+        raise argparse.ArgumentTypeError(f"{text} is the name of a file; {hint}")
+    return Path(text)
 
 
 def _weights(text: str) -> str | None:
@@ -219,6 +228,8 @@ OPTIONS: dict[str, list[Option]] = {
         _option("--depth N", "levels of nested layers (default: as many as fit)", "depth", type=_positive_integer),
         _option("--stats", "also print activation statistics: means, zeros, dead channels, NaN"),
         _option("--gradients", "also print gradients of the score of one class"),
+        _option("--csv", "also write the rows of the manifest as manifest.csv"),
+        _option("--title TEXT", "title of the page, kept when later runs write it again"),
         _option("--html FILE", "also write everything to an HTML page", type=Path),
         _option("--png FILE", "also draw everything as a figure", type=Path),
         _option("--seconds NUMBER", "time limit for a trust card (default: 15)", type=_seconds, default=SECONDS),
@@ -249,7 +260,7 @@ OPTIONS: dict[str, list[Option]] = {
         ),
     ],
     "output": [
-        _option("-o --out DIR", "output folder (default: out)", type=Path, default=Path("out")),
+        _option("-o --out DIR", "output folder (default: out)", type=_folder, default=Path("out")),
         _option("--sheet", "also write a contact sheet of images and methods, sheet.png"),
         _option("--save", "also save the values as .safetensors, for Explanation.load"),
         _option("--trust", "also write a trust card for each overlay"),

@@ -1,9 +1,10 @@
-"""Write files atomically, list the suffixes of image files, and recognise the drawings of the toolkit."""
+"""Write files atomically, and recognise names of image files, addresses, and the drawings of the toolkit."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +19,16 @@ if TYPE_CHECKING:
 _SUFFIXES = ".avif .bmp .gif .heic .heif .j2k .jp2 .jpeg .jpg .jxl .pbm .pgm .png .pnm .ppm .tif .tiff .webp"
 IMAGE_SUFFIXES = frozenset(_SUFFIXES.split())
 
+ADDRESS = "is an address, not a file; download it first, as in: curl -s URL | saliency explain -"
+
 SOFTWARE = "saliency-toolkit drawing"
 """The software that the metadata of drawings name."""
 _REACH = 1024  # bytes at the start of a file (PNG, JPEG) or at its end (WebP) that contain the metadata
+
+
+def is_address(name: str) -> bool:
+    """Return whether a name is an address on the internet, such as that of a web page."""
+    return re.match(r"(https?|ftp|s3|gs)://", name) is not None
 
 
 @contextmanager

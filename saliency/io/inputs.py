@@ -19,6 +19,7 @@ from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
 from ..errors import ImageError, NonFiniteError, warn
+from .atomic_write import ADDRESS, is_address
 from .preprocess import (
     Frame,
     Preprocess,
@@ -43,6 +44,7 @@ for _plugin in ("Avif", "Bmp", "Gif", "Jpeg", "Jpeg2K", "Png", "Ppm", "Tiff", "W
     importlib.import_module(f"PIL.{_plugin}ImagePlugin")  # registers the format in Image.OPEN
 
 _HEIC = re.compile(rb"....ftyp(heic|heix|heim|heis|hevc|hevx)", re.DOTALL)
+_XML = re.compile(rb"(\xef\xbb\xbf)?\s*<(svg|\?xml)")
 
 
 def open_picture(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -87,6 +89,8 @@ def _open_path(path: str | os.PathLike[str], max_pixels: int) -> Image.Image:
     try:
         # Check before opening, since a FIFO would block and a device may have side effects.
         path = Path(name)
+        if is_address(name):
+            raise ImageError(f"{name!r} {ADDRESS}")
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
             kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
@@ -128,6 +132,7 @@ def decode(file: IO[bytes], name: str, max_pixels: int = MAX_PIXELS) -> Image.Im
     if not accepting:
         problem = "is not an AVIF, BMP, GIF, JPEG, JPEG 2000, PNG, PPM, TIFF or WebP image" if head else "is empty"
         hint = " but HEIC, the photo format of many phones; save it as JPEG or PNG" if _HEIC.match(head) else ""
+        hint = " but XML, as SVG drawings are; save it as PNG" if _XML.match(head) else hint
         raise ImageError(f"{name!r} {problem}{hint}")
     file.seek(0)
     try:

@@ -27,6 +27,7 @@ from saliency.batch.manifest import COLUMNS, Row, make_row
 from saliency.batch.network import Task, replicate
 from saliency.batch.run_options import RunOptions
 from saliency.hooks.rectifiers import Coverage
+from saliency.io.preprocess import Preprocess
 from tests.batchwork import WHITE, Tiny, assert_same, contents, kinds, noise, photos, plain, quick, rows
 
 BOTH = ("grad_cam", "vanilla_gradient")
@@ -289,6 +290,28 @@ def test_the_rows_of_a_batch_do_not_depend_on_what_is_missing(source: Path, tmp_
     quick(source, tmp_path / "out", maps=True, batch_size=8, limit=3)
     quick(source, tmp_path / "out", maps=True, batch_size=8)
     assert_same(tmp_path / "out", tmp_path / "whole")
+
+
+def test_equal_options_in_another_spelling_resume(source: Path, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"size": (16, 16), "resize": 16, "mean": [0.5] * 3}
+    quick(source, tmp_path / "out", target=1, preprocess=fields)
+    fields = {"mean": (0.5, 0.5, 0.5), "resize": 16, "size": [16, 16]}
+    for same in (fields, Preprocess(**fields)):
+        assert quick(source, tmp_path / "out", target="1", preprocess=same).fresh == 0
+    with pytest.raises(BatchError, match=r"target was '1' and is now '0'"):
+        quick(source, tmp_path / "out", target="0", preprocess=fields)
+
+
+def test_the_target_of_an_image_may_be_a_number_or_its_digits(source: Path, tmp_path: Path) -> None:
+    for file, target in (("a.csv", "1"), ("b.jsonl", 1)):
+        row = (
+            f"path,target\n{source}/00.png,1\n"
+            if file == "a.csv"
+            else json.dumps({"path": f"{source}/00.png", "target": target})
+        )
+        (tmp_path / file).write_text(row)
+    assert quick(tmp_path / "a.csv", tmp_path / "out").fresh == 1
+    assert quick(tmp_path / "b.jsonl", tmp_path / "out").fresh == 0
 
 
 def test_a_run_with_other_options_is_refused_with_the_differences(source: Path, tmp_path: Path) -> None:

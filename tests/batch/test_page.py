@@ -151,6 +151,13 @@ def test_another_method_changes_the_heat_maps_and_leaves_the_photos(opened: Visi
     assert page.locator("#method").evaluate("each => each.selectedOptions[0].text") == "layer_cam"
 
 
+def test_images_of_one_name_are_told_apart_by_the_folders_that_differ(opened: Visit, tmp_path: Path) -> None:
+    sources = ["data/a/1/scan00.png", "data/b/1/scan00.png", "data/b/2/scan00.png", "data/b/2/other.png"]
+    rows = [row(at, source=source) for at, source in enumerate([*sources, "data/b/2/twice.png", "data/b/2/twice.png"])]
+    page = opened.go(report(folder(tmp_path / "out", rows, pictures=True)))
+    assert names(page) == ["a/1/scan00.png", "b/1/scan00.png", "2/scan00.png", "other.png", *["data/b/2/twice.png"] * 2]
+
+
 def test_photos_are_filtered_by_class(opened: Visit, run: Path) -> None:
     page = opened.go(run)
     options = page.locator("#class option").all_inner_texts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import json
 import math
@@ -363,8 +364,28 @@ def test_the_bar_has_the_colours_of_the_overlay(tmp_path: Path) -> None:
 
 def test_the_command_says_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder(tmp_path / "out", [row(0)])
-    assert report_command(Namespace(folder=out), Screen()) == 0
+    assert report_command(Namespace(folder=out, csv=False, title=None), Screen()) == 0
     assert capsys.readouterr().out == f"written: {out / 'index.html'}\n"
+
+
+def test_the_command_writes_the_rows_as_csv_and_keeps_a_title(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = [row(0, source='a "b", c.jpg', name="café", trust={"gini": 1}), failed(1)]
+    out = folder(tmp_path / "out", drawn)
+    assert main(["report", str(out), "--csv", "--title", "Scans of <May>"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"written: {out / 'manifest.csv'}"
+    with (out / "manifest.csv").open(newline="", encoding="utf-8") as file:
+        read = list(csv.DictReader(file))
+    assert list(read[0]) == list(EMPTY)
+    assert (read[0]["source"], read[0]["name"], read[0]["score"]) == ('a "b", c.jpg', "café", "7.1")
+    assert json.loads(read[0]["box"]) == [125.0, 0.0, 875.0, 750.0]
+    assert json.loads(read[0]["trust"]) == {"gini": 1}
+    assert (read[1]["method"], read[1]["error"]) == ("", "the file is empty")
+    page = (out / "index.html").read_bytes()
+    assert "<title>Scans of &lt;May&gt;: 2 images</title>" in page.decode()
+    report(out)
+    assert (out / "index.html").read_bytes() == page
 
 
 def test_the_command_says_why_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

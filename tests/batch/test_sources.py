@@ -18,6 +18,7 @@ from saliency.batch.listing import ImageEntry
 from saliency.batch.output_folder import FORMAT
 from saliency.batch.sources import parse_target
 from saliency.errors import ImageError
+from saliency.io.inputs import open_image
 from saliency.render.overlay import save_picture
 
 
@@ -175,6 +176,29 @@ def test_plain_lines_are_paths_with_any_characters(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("a, b.png\n\n/x/c.png\r\n")
     found = find_images([tmp_path / "list.txt"])
     assert [photo.path for photo in found] == [f"{tmp_path}/a, b.png", "/x/c.png"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [("notes.txt", "Dear reader,\nthis is prose.\n", "one path per line"), ("a.csv", "x,1\ny,2\n", "a column path")],
+)
+def test_text_that_is_not_a_list_is_an_error_with_the_form_of_a_list(
+    tmp_path: Path, name: str, text: str, expected: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(
+        BatchError, match=rf"no row of the list .*{name} names an image, such as .*; expected {expected}"
+    ):
+        find_images([tmp_path / name])
+    (tmp_path / name).write_text(text + "removed.png\n")  # a list whose images were removed
+    assert len(find_images([tmp_path / name])) == 3
+
+
+def test_an_address_is_an_image_with_the_cure() -> None:
+    (image,) = find_images(["https://example.org/cat.jpg?size=3"])
+    assert "download it first, as in: curl -s URL | saliency explain -" in image.problem
+    with pytest.raises(ImageError, match="curl"):
+        open_image("https://example.org/cat.jpg")
 
 
 def test_a_line_without_a_path_is_named_by_its_number(tmp_path: Path) -> None:

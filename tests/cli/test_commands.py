@@ -439,6 +439,8 @@ def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_
         (["--layer", "classifier"], 'the output of layer "classifier" has shape (1, 1000)'),
         (["--layer", "bn2", "-m", "vanilla_gradient"], "vanilla_gradient reads no layer"),
         (["--set", "smoth=positive", "-m", "deconvnet"], 'no option "smoth" of deconvnet; did you mean "smooth"'),
+        (["--set", "foo=1", "-m", "rise"], 'no option "foo" of rise; the options are grid'),
+        (["--set", "foo=1"], 'no option "foo" of grad_cam; there are no options'),
         (["--set", "n_steps=3", "-m", "idgi"], 'no option "n_steps" of idgi; it is called steps here'),
         (["--target", "cat"], 'no class "cat" among 1000 classes; did you mean "tiger cat" or "Persian cat"'),
         (["--set", "smooth=positiv", "-m", "deconvnet"], 'did you mean "positive"'),
@@ -701,6 +703,8 @@ def test_models_lists_the_bundled_ones_first_and_others_on_request(run: Callable
         ([], 2, "usage: saliency COMMAND"),
         (["explain", "--metod", "x"], 2, "--method"),
         (["expl"], 2, "explain"),
+        (["explain", "cat.jpg", "-o", "x.txt"], 2, "x.txt is the name of a file; pass the folder"),
+        (["batch", "photos", "--out", "maps.png"], 2, "saliency explain -o - > cat.png"),
         (["completion", "--help"], 0, "~/.zshrc"),
     ],
 )

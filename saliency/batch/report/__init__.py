@@ -23,7 +23,7 @@ from ...inspection.trust import PROPERTIES
 from ...io.atomic_write import atomic_write
 from ...render.blending import MOST_OPACITY, color_table
 from ..manifest import MANIFEST, Row, read_rows
-from ..output_folder import ABOUT, EVALUATION, PAGE, OutputFolder
+from ..output_folder import ABOUT, EVALUATION, PAGE, OutputFolder, locked
 
 SCRIPTS = ("data.js", "layout.js", "state.js", "grid.js", "card.js", "view.js", "comparison.js", "main.js")
 COLOURS = 17  # colours per colour bar; the browser interpolates between them
@@ -37,7 +37,7 @@ _ROW = (
 _FILES = ("photo", "heat", "overlay", "card")
 
 
-def report(folder: Path) -> Path:
+def report(folder: Path, *, title: str | None = None) -> Path:
     """Write the gallery page of a batch folder, and return its path.
 
     The page is the file `index.html` in the folder. It needs no server, and shows the images in the subfolders, and the
@@ -46,8 +46,10 @@ def report(folder: Path) -> Path:
 
     Args:
         folder: Output folder of `saliency batch`. The run may still be in progress, or have been interrupted.
+        title: The title of the page, which is stored in `manifest.json`; None for the stored one, else the model.
 
     Raises:
+        BatchError: A title is given while a run is in progress.
         ExplanationError: The folder was not written by `saliency batch`, or a line of its manifest cannot be read.
         OSError: The folder cannot be written to.
     """
@@ -55,6 +57,10 @@ def report(folder: Path) -> Path:
     run = OutputFolder(folder).read_head() if (folder / ABOUT).is_file() else None
     if run is None:
         raise ExplanationError(f"no {ABOUT} in {folder}; expected the folder that saliency batch --out wrote")
+    if title is not None:
+        with locked(folder):
+            run["title"] = title
+            OutputFolder(folder).write_head(run)
     with atomic_write(folder / PAGE) as temporary:
         temporary.write_text(_page(run, _rows(folder / MANIFEST), _comparison(folder)), "utf-8", newline="\n")
     return folder / PAGE
@@ -86,6 +92,7 @@ def _page(run: Row, rows: Iterable[Row], comparison: Row | None) -> str:
     photos = [_photo(list(group), methods, bars) for _, group in groupby(rows, itemgetter("index"))]
     # Omit times, so that a resumed run gives the same page.
     head = {
+        "title": run.get("title"),
         "model": run["model"]["name"],
         "weights": run["model"]["weights"],
         "versions": run["versions"],
@@ -97,7 +104,7 @@ def _page(run: Row, rows: Iterable[Row], comparison: Row | None) -> str:
         "photos": len(photos),
         "failed": sum(any("error" in row for row in photo["rows"]) for photo in photos),
     }
-    title = f"{head['model']}: {len(photos):,} images".encode("utf-8", "backslashreplace").decode()
+    title = f"{head['title'] or head['model']}: {len(photos):,} images".encode("utf-8", "backslashreplace").decode()
     style, script = _template("page.css"), "\n".join(map(_template, SCRIPTS))
     parts = {
         "title": html.escape(title),

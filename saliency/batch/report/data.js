@@ -11,7 +11,6 @@ const comparison = await unpacked(data.comparison); // null without a comparison
 
 for (const photo of photos) {
   const rows = photo.rows;
-  photo.file = String(photo.source ?? "").replace(/^.*\/(?=.)/s, "");
   photo.failed = rows.some((row) => row.error != null);
   photo.rows = []; // by the index of the method
   photo.failure = null; // the only row of an image that failed before any method
@@ -23,6 +22,16 @@ for (const photo of photos) {
     else photo.rows[row.method] = row;
   }
 }
+
+/** Name images by the shortest ends of their paths that differ: by their files, else with folders above them. */
+function nameFiles(images, depth = 1) {
+  const end = (photo, length) => String(photo.source ?? "").split(/\/(?=.)/s).slice(-length).join("/");
+  for (const [file, same] of Map.groupBy(images, (photo) => end(photo, depth))) {
+    for (const photo of same) photo.file = file;
+    if (same.length > 1 && same.some((photo) => end(photo, depth + 1) !== file)) nameFiles(same, depth + 1);
+  }
+}
+nameFiles(photos);
 
 /** Return the row of an image and method; null if there is none yet. */
 const rowOf = (photo, method) => photo.rows[method] ?? photo.failure;

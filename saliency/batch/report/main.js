@@ -217,7 +217,7 @@ new ResizeObserver(() => {
 
 window.addEventListener("popstate", loadAddress);
 
-byId("model").textContent = head.model ?? "";
+byId("model").textContent = head.title ?? head.model ?? "";
 fillControls();
 fillFacts();
 showTheme();
