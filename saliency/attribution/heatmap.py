@@ -139,6 +139,8 @@ def resized(maps: Tensor, size: tuple[int, int]) -> Tensor:
 def standard_error(explanation: Explanation) -> Explanation:
     """Return the standard errors of an explanation as an explanation, which can be drawn and measured like any other.
 
+    With `overlay(e, limit=shared_limit(e))`, the colours begin at zero; otherwise at the smallest error.
+
     Args:
         explanation: An explanation by a method that samples.
 

@@ -154,7 +154,7 @@ def scale_map(
     floor = 0.0 if is_zeroed or from_zero or sign == "signed" else low
     if is_zeroed:
         maps = torch.zeros_like(maps)
-    elif floor:  # outliers are zero, and stay it
+    elif floor:  # outliers stay zero
         maps = (maps - floor).clamp(min=0)
     maps = smoothed(maps, smoothing)
     if limit is None:

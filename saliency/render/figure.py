@@ -98,9 +98,10 @@ def figure(
     Warns:
         SaliencyWarning: A map is nearly even, or below the rounding error, and is drawn as zero.
     """
-    items: list[Any] = list(explanations) if isinstance(explanations, list | tuple) else []
-    has_rows = bool(items) and all(isinstance(row, list | tuple) for row in items)
-    given = [single_images(row, "figure") for row in (items if has_rows else [explanations])]
+    listed: list[Any] = list(explanations) if isinstance(explanations, list | tuple) else []
+    if not listed or not all(isinstance(row, list | tuple) for row in listed):
+        listed = [explanations]
+    given = [single_images(row, "figure") for row in listed]
     limit = shared_limit(chain.from_iterable(given), smoothing=smoothing) if shared else None
     photos = [group for row in given for group in _by_photo(row)]
     most = 1 + max(map(len, photos))

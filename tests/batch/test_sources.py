@@ -190,7 +190,7 @@ def test_text_that_is_not_a_list_is_an_error_with_the_form_of_a_list(
         BatchError, match=rf"no row of the list .*{name} names an image, such as .*; expected {expected}"
     ):
         find_images([tmp_path / name])
-    (tmp_path / name).write_text(text + "removed.png,3\n")  # a list whose images were removed
+    (tmp_path / name).write_text(text + "removed.png\n")  # a list whose images were removed
     assert len(find_images([tmp_path / name])) == 3
 
 

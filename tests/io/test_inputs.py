@@ -296,7 +296,7 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
         open_picture("/dev/zero")
 
 
-@pytest.mark.parametrize("name", ["none.png", "", "a\0b.png", "http://example.org/cat.jpg", "x" * 5000])
+@pytest.mark.parametrize("name", ["none.png", "", "a\0b.png", "x" * 5000])
 def test_a_path_that_cannot_be_opened_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(ImageError, match=r"cannot be read|folder"):
         open_picture(name)
