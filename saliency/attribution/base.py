@@ -30,11 +30,11 @@ from ..io.preprocess import WHOLE, PreprocessLike, Whole, as_preprocess, without
 from ..layers.layout import LayoutFunction, as_layout, bind_layout
 from ..targets.targets import TargetLike, as_categories
 from ..validation import Registry, check_choice
+from .aliases import refuse_unknown_keywords
 from .explanation import Explanation, Setting, Sign
 from .forward import SharedForward, TargetGradients
 from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOption, RunStats, declared_options
 from .resolved_target import ResolvedTarget, has_batch_statistics, warn_of_coupled_images
-from .spellings import refuse_unknown_keywords
 
 PER_UNIT = "score per unit of normalised input"
 # Units of values that are in proportion to the score.
