@@ -19,7 +19,7 @@ from ..errors import LayerError, TargetError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
 from ..hooks.manager import HookManager, Rule
 from ..hooks.model_state import leaf, run_model
-from ..hooks.operations import Keep, OperationRecord
+from ..hooks.operations import OperationRecord, SavedValues
 from ..hooks.rectifiers import (
     CUT,
     INDEPENDENT,
@@ -60,7 +60,7 @@ class SharedForward:
         layers: Iterable[str] = (),
         gradients: str = "input",
         backwards: int | None = None,
-        keep: Keep = Keep.NOTHING,
+        keep: SavedValues = SavedValues.NOTHING,
         traced: Iterable[str] = (),
         reads_attention: bool = False,
     ) -> None:
