@@ -199,7 +199,7 @@ class HookManager(ExitStack[None]):
         return captured
 
     def rewrite(self, nonlinearities: Iterable[Nonlinearity], rule_for: Callable[[Nonlinearity], Rule]) -> None:
-        """Replace the gradient at the input of each nonlinearity by what its rule returns, in backward passes of this block.
+        """Replace the gradient at the input of each nonlinearity by what its rule returns, within this block.
 
         Only the nonlinearity's own branch changes: a skip connection that shares its input keeps its gradient.
         """

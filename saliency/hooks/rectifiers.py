@@ -31,8 +31,8 @@ INDEPENDENT = f"no gradient of the score reaches the input: it does not depend o
 class Coverage:
     """Number of operations that a rule treated, and of nonlinearities whose gradient it rewrote or left, by kind.
 
-    A hidden nonlinearity is a multiplication or selection by a fixed mask, or a custom operation. It may be a ReLU written by
-    hand, which the graph does not show. A treated operation is named with its rule, such as "conv by z+".
+    A hidden nonlinearity is a multiplication or selection by a fixed mask, or a custom operation. It may be a ReLU
+    written by hand, which the graph does not show. A treated operation is named with its rule, such as "conv by z+".
     """
 
     rewritten: Mapping[str, int] = field(default_factory=dict)
