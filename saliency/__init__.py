@@ -13,7 +13,7 @@ def __getattr__(name: str) -> object:
         if name != "__version__":
             importlib.import_module(".render", __name__)  # lets notebooks show explanations
         return _load(name)
-    from .attribution.spellings import public_hint
+    from .attribution.aliases import public_hint
 
     # Without an object, the traceback adds no suggestion of its own.
     raise AttributeError(f'saliency has no "{name}"{public_hint(name, __all__)}', name=name, obj=None)

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import nn
 
 import saliency
-from saliency.attribution.spellings import _ABSENT, public_hint
+from saliency.attribution.aliases import _ABSENT, public_hint
 from tests.models import OwnForward, PooledNet
 
 TEXT = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()

@@ -23,19 +23,19 @@ from torch import Tensor, nn
 from ..errors import MethodError, NonFiniteError, plural, warn
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
-from ..hooks.operations import Keep
+from ..hooks.operations import SavedValues
 from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch, ImagesLike, Prepare, read
 from ..io.preprocess import WHOLE, PreprocessLike, Whole, as_preprocess, without_crop
 from ..layers.layout import LayoutFunction, as_layout, bind_layout
 from ..targets.targets import TargetLike, as_categories
 from ..validation import Registry, check_choice
+from .aliases import refuse_unknown_keywords
 from .explanation import Explanation, Setting, Sign
 from .forward import SharedForward, TargetGradients
 from .heatmap import rounding_errors
 from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOption, RunStats, declared_options
 from .resolved_target import ResolvedTarget, has_batch_statistics, warn_of_coupled_images
-from .spellings import refuse_unknown_keywords
 
 METHODS: Registry[type[Attribution]] = Registry(
     "method", {"att_cat": "chefer_attention", "attention_grad_cam": "gradient_rollout", "token_tm": "chefer_attention"}
@@ -353,7 +353,7 @@ class TracedAttribution(Attribution):
     backwards: ClassVar[int | None] = None
     """Maximum number of backward passes for one target. The last one frees the graph; None keeps the graph."""
 
-    keep: Keep = Keep.NOTHING
+    keep: SavedValues = SavedValues.NOTHING
     """Values of the forward's operations that the method reads."""
 
     def layer_names(self, x: Tensor, target: ResolvedTarget) -> tuple[str, ...]:
@@ -389,7 +389,9 @@ def read_one_forward(
     backwards = [method.backwards for method in methods if method.backwards is not None]
     max_backwards = len(targets) * sum(backwards) if len(backwards) == len(methods) else None
     keeps = {method.keep for method in methods}
-    keep = Keep.ALL if keeps > {Keep.CHANGES} else max(keeps)  # another method may read the graph's values
+    keep = (
+        SavedValues.ALL if keeps > {SavedValues.CHANGES} else max(keeps)
+    )  # another method may read the graph's values
     traced = dict.fromkeys(name for method in methods for name in method.traced_modules())
     reads_attention = any(method.needs_attention for method in methods)
     forward = SharedForward(methods[0].model, x, chain(*layers), deepest, max_backwards, keep, traced, reads_attention)

@@ -22,8 +22,8 @@ from ..hooks.rectifiers import Coverage
 from ..io.atomic_write import atomic_write, save_tensors
 from ..io.inputs import decode, encode
 from ..io.preprocess import Frame
+from .aliases import result_hint
 from .options import RunStats
-from .spellings import result_hint
 
 Sign = Literal["positive", "signed", "absolute"]
 Setting = str | int | float | bool | None | list[Any] | dict[str, Any]

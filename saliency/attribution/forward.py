@@ -19,8 +19,17 @@ from ..errors import LayerError, TargetError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
 from ..hooks.manager import HookManager, Rule
 from ..hooks.model_state import leaf, run_model
-from ..hooks.operations import Keep, OperationRecord
-from ..hooks.rectifiers import CUT, INDEPENDENT, NO_GRADIENT, Site, Sites, differentiate, find_sites, nodes_between
+from ..hooks.operations import OperationRecord, SavedValues
+from ..hooks.rectifiers import (
+    CUT,
+    INDEPENDENT,
+    NO_GRADIENT,
+    Nonlinearities,
+    Nonlinearity,
+    differentiate,
+    find_nonlinearities,
+    nodes_between,
+)
 from ..layers.find import layout_of
 from ..layers.layout import Layout
 from .resolved_target import ResolvedTarget
@@ -51,7 +60,7 @@ class SharedForward:
         layers: Iterable[str] = (),
         gradients: str = "input",
         backwards: int | None = None,
-        keep: Keep = Keep.NOTHING,
+        keep: SavedValues = SavedValues.NOTHING,
         traced: Iterable[str] = (),
         reads_attention: bool = False,
     ) -> None:
@@ -208,15 +217,17 @@ class TargetGradients:
         return self.shared("input gradient", self._backward_to_input)
 
     @cached_property
-    def sites(self) -> Sites:
+    def nonlinearities(self) -> Nonlinearities:
         """The nonlinearities between the scores and the input."""
         self.require_gradient()
-        return find_sites(self.scores_in_graph, self.forward.x)
+        return find_nonlinearities(self.scores_in_graph, self.forward.x)
 
-    def rewritten_gradient(self, sites: Iterable[Site], rule_for: Callable[[Site], Rule]) -> Tensor:
-        """Return the gradient at the input (N, C, H, W), rewritten by rules at some sites."""
+    def rewritten_gradient(
+        self, nonlinearities: Iterable[Nonlinearity], rule_for: Callable[[Nonlinearity], Rule]
+    ) -> Tensor:
+        """Return the gradient at the input (N, C, H, W), rewritten by rules at some nonlinearities."""
         with HookManager() as hooks:
-            hooks.rewrite(sites, rule_for)
+            hooks.rewrite(nonlinearities, rule_for)
             return self._backward_to_input()
 
     def _backward_to_input(self) -> Tensor:

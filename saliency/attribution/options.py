@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from inspect import Parameter, Signature, getattr_static
 from typing import Any, Generic, Literal, Self, TypeVar, dataclass_transform, overload
 
+from .aliases import option_hint
 from .docstrings import complete_docstring
-from .spellings import option_hint
 
 Chunk = int | Literal["auto"]
 Precision = Literal["exact", "fast", "bf16"]

@@ -8,7 +8,6 @@ import os
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import compress
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 from ..io.atomic_write import atomic_write

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from ..attribution.aliases import option_hint
 from ..attribution.base import Attribution, explain_together, get_method
 from ..attribution.explanation import Explanation
-from ..attribution.spellings import option_hint
 from ..errors import LayerError, MethodError, NotApplicableError
 from ..hooks.model_state import is_out_of_memory, reference_tensor
 from ..inspection.trust import TrustCard, trust

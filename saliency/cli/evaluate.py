@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.text import Text
 
+from ..attribution.aliases import option_hint
 from ..attribution.base import Attribution
 from ..attribution.options import declared_options
-from ..attribution.spellings import option_hint
 from ..batch.engines import RunContext, open_engine
 from ..batch.errors import Failure, sentence, writing_to
 from ..batch.listing import ImageEntry, merge_listing

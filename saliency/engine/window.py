@@ -106,7 +106,7 @@ class Kernel(NamedTuple):
         return length, tuple(first * self.stride - self.padding for first in firsts)
 
 
-class Call(NamedTuple):
+class WindowCall(NamedTuple):
     """One operation whose arguments are patches, tensors that are the same in all windows, and constants."""
 
     step: Step
@@ -130,12 +130,12 @@ class Call(NamedTuple):
 
 
 Result = tuple[Rectangles, list[Tensor]] | None
-PatchRule = Callable[[Call], Result]
+PatchRule = Callable[[WindowCall], Result]
 """Returns the rectangles that an operation changes and their content per result; None if it needs whole maps."""
 
 
 def _slide(
-    call: Call, geometry: Sequence[Sequence[int]], beyond: float, operation: Callable[[Tensor], Tensor]
+    call: WindowCall, geometry: Sequence[Sequence[int]], beyond: float, operation: Callable[[Tensor], Tensor]
 ) -> Result:
     """Compute a sliding operation for all outputs that depend on the patch.
 
@@ -157,7 +157,7 @@ def _slide(
     return reached, [operation(patch.cut(Rectangles(high, wide, from_top, from_left), beyond))]
 
 
-def _convolve(call: Call) -> Result:
+def _convolve(call: WindowCall) -> Result:
     _, weight, bias, stride, padding, dilation, transposed, _, groups = call.args
     if transposed or isinstance(weight, Patch) or isinstance(bias, Patch):
         return None
@@ -169,7 +169,7 @@ def _convolve(call: Call) -> Result:
     )
 
 
-def _max_pool(call: Call) -> Result:
+def _max_pool(call: WindowCall) -> Result:
     named = call.named
     kernel, dilation = named["kernel_size"], named.get("dilation", [1])
     stride = named.get("stride") or kernel
@@ -179,7 +179,7 @@ def _max_pool(call: Call) -> Result:
     return _slide(call, geometry, -torch.inf, lambda x: F.max_pool2d(x, kernel, stride, 0, dilation))
 
 
-def _avg_pool(call: Call) -> Result:
+def _avg_pool(call: WindowCall) -> Result:
     named = call.named
     kernel, padding, divisor = named["kernel_size"], named.get("padding", [0]), named.get("divisor_override")
     stride = named.get("stride") or kernel
@@ -190,7 +190,7 @@ def _avg_pool(call: Call) -> Result:
     return _slide(call, geometry, 0.0, lambda x: aten.avg_pool2d(x, kernel, stride, [0, 0], False, True, divisor))
 
 
-def _pad(call: Call) -> Result:
+def _pad(call: WindowCall) -> Result:
     patch, pads = call.args[:2]
     if any(pads[4:]) or min(pads) < 0:
         return None
@@ -200,7 +200,7 @@ def _pad(call: Call) -> Result:
     return Rectangles(place.height, place.width, tops, lefts), [patch.rows.clone()]
 
 
-def _normalise(call: Call) -> Result:
+def _normalise(call: WindowCall) -> Result:
     training = any(call.named.get(name) is True for name in ("training", "train"))
     if training or not call.is_single:
         return None
@@ -208,7 +208,7 @@ def _normalise(call: Call) -> Result:
     return patch.place, as_list(call.step.op(patch.rows, *call.args[1:], **call.kwargs))
 
 
-def _concatenate(call: Call) -> Result:
+def _concatenate(call: WindowCall) -> Result:
     parts = call.args[0]
     place = _enclosing(parts, call.size) if call.named.get("dim", 0) in (1, -3) else None
     if place is None:
@@ -216,7 +216,7 @@ def _concatenate(call: Call) -> Result:
     return place, [torch.cat([_aligned(part, place, call.size) for part in parts], 1)]
 
 
-def pointwise(call: Call) -> Result:
+def pointwise(call: WindowCall) -> Result:
     """Compute any operation whose result at each location depends only on its arguments at that location."""
     place = _enclosing([*call.args, *call.kwargs.values()], call.size) if len(call.step.shape) == 4 else None
     if place is None:
@@ -399,7 +399,7 @@ class _PatchReplay(Replay):
         """Return the results of a step: patches if a rule computes them."""
         rule = patch_rule(step.op)
         if rule and all(isinstance(self.values[at], Patch) for at in step.slots):
-            result = rule(Call(step, *self.arguments(step)))
+            result = rule(WindowCall(step, *self.arguments(step)))
             if result:
                 self.computed += sum(map(torch.numel, result[1]))
                 place, size, maps = result[0], step.shape[-2:], self._maps

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import autograd_graph as graph
 from .pytree import first_tensor, tree_map_tensors
-from .rectifiers import Site
+from .rectifiers import Nonlinearity
 
 # (gradient at the input of an operation, gradient at its output) -> the gradient that replaces the former
 Rule = Callable[[Tensor, Tensor], Tensor]
@@ -198,13 +198,13 @@ class HookManager(ExitStack[None]):
         self.observe(layer, keep)
         return captured
 
-    def rewrite(self, sites: Iterable[Site], rule_for: Callable[[Site], Rule]) -> None:
-        """Replace the gradient at the input of each site by what its rule returns, in backward passes of this block.
+    def rewrite(self, nonlinearities: Iterable[Nonlinearity], rule_for: Callable[[Nonlinearity], Rule]) -> None:
+        """Replace the gradient at the input of each nonlinearity by what its rule returns, within this block.
 
-        Only the site's own branch changes: a skip connection that shares its input keeps its gradient.
+        Only the nonlinearity's own branch changes: a skip connection that shares its input keeps its gradient.
         """
-        for site in sites:
-            self._keep(site.node.register_hook(_node_hook(rule_for(site))))
+        for nonlinearity in nonlinearities:
+            self._keep(nonlinearity.node.register_hook(_node_hook(rule_for(nonlinearity))))
 
     def at_node(self, node: Node, callback: Callable[[graph.Gradients, graph.Gradients], None]) -> None:
         """Call `callback` with the gradients of the operands and results of an operation, in each backward pass."""

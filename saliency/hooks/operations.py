@@ -41,7 +41,7 @@ _LISTS = (list, tuple)
 _HOLDERS = (Tensor, *_LISTS)
 
 
-class Keep(IntEnum):
+class SavedValues(IntEnum):
     """Values that a record keeps."""
 
     NOTHING = 0
@@ -250,12 +250,12 @@ def is_batch_norm(op: Op) -> bool:
 
 
 @cache
-def _kept(op: Op, keep: Keep) -> bool:
+def _kept(op: Op, keep: SavedValues) -> bool:
     """Return whether a record keeps the operands of an operation."""
     # Of the others, the gradient and the constants are enough.
-    others = PLAIN if keep == Keep.CHANGES else PLAIN | HOMOGENEOUS | ADDITIVE
-    others = others | SOFTMAX | {"mul", "div"} if keep == Keep.ACTIVATIONS else others
-    return keep == Keep.ALL or not (is_view(op) or operator_name(op) in others)
+    others = PLAIN if keep == SavedValues.CHANGES else PLAIN | HOMOGENEOUS | ADDITIVE
+    others = others | SOFTMAX | {"mul", "div"} if keep == SavedValues.ACTIVATIONS else others
+    return keep == SavedValues.ALL or not (is_view(op) or operator_name(op) in others)
 
 
 class OperationRecord(DispatchMode):
@@ -269,7 +269,7 @@ class OperationRecord(DispatchMode):
         calls: For each named module of `trace`, the range of sequence numbers of each of its calls.
     """
 
-    def __init__(self, source: Tensor, keep: Keep) -> None:
+    def __init__(self, source: Tensor, keep: SavedValues) -> None:
         super().__init__()
         self.keep = keep
         self.calls: defaultdict[str, list[range]] = defaultdict(list)
@@ -319,8 +319,8 @@ class OperationRecord(DispatchMode):
         # Without gradients there is no node, as in a hook of saved tensors, which runs inside another operation.
         has_node, writes = torch.is_grad_enabled(), writes_operand(op)
         kept = has_node and _kept(op, self.keep)
-        kept = kept and not (self.keep == Keep.CHANGES and self._is_linear(op, args))
-        operation = Operation(op, is_weak=self.keep == Keep.ALL)
+        kept = kept and not (self.keep == SavedValues.CHANGES and self._is_linear(op, args))
+        operation = Operation(op, is_weak=self.keep == SavedValues.ALL)
         if operation.is_weak:
             operation.kept_args = tree_map_tensors(named_arguments(op, args, kwargs), self._weak)
         elif kept:
@@ -347,12 +347,14 @@ class OperationRecord(DispatchMode):
             return result if is_fixed(operation.op) else _weak_result(operation, result)
         if operation.name in NORMS or is_batch_norm(operation.op):
             return (None, *result[1:])
-        is_read = self.keep == Keep.LINEAR or (self.keep <= Keep.CONSTANTS and operation.name not in LINEAR)
+        is_read = self.keep == SavedValues.LINEAR or (
+            self.keep <= SavedValues.CONSTANTS and operation.name not in LINEAR
+        )
         return result if is_read else None
 
     def saved_tensors(self) -> AbstractContextManager[Any]:
         """Return a context in which the graph saves no values that depend on the image, if none is to be kept."""
-        if self.keep != Keep.CHANGES:
+        if self.keep != SavedValues.CHANGES:
             return nullcontext()
         record = weakref.proxy(self)  # the graph holds the hooks: it would never be freed if these held its tensors
         return saved_tensors_hooks(
@@ -409,7 +411,7 @@ class OperationRecord(DispatchMode):
             return copied if kept is target and copied is not target else kept.clone()
 
         # Where a ReLU writes, its gradient is zero wherever it changes a value: results need no copy.
-        is_rectified = operation.name == "relu" and self.keep != Keep.ALL
+        is_rectified = operation.name == "relu" and self.keep != SavedValues.ALL
         for holder in self._holders.get(address, ()):
             holder.kept_args = tree_map_tensors(holder.kept_args, kept_copy)
             result = holder.kept_result

@@ -31,9 +31,9 @@ INDEPENDENT = f"no gradient of the score reaches the input: it does not depend o
 class Coverage:
     """Number of operations that a rule treated, and of nonlinearities whose gradient it rewrote or left, by kind.
 
-    A hidden site is a multiplication or selection by a fixed mask, or a custom operation. It may be a ReLU written by
-    hand, which the graph does not show. A treated operation is named with its rule, such as "conv by z+". `rules` are
-    the rules of convolutions and matrix products, by the module that holds the weights.
+    A hidden nonlinearity is a multiplication or selection by a fixed mask, or a custom operation. It may be a ReLU
+    written by hand, which the graph does not show. A treated operation is named with its rule, such as "conv by z+".
+    `rules` are the rules of convolutions and matrix products, by the module that holds the weights.
     """
 
     rewritten: Mapping[str, int] = field(default_factory=dict)
@@ -61,18 +61,18 @@ def table(rows: Mapping[str, str]) -> str:
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())
 
 
-class Site(NamedTuple):
+class Nonlinearity(NamedTuple):
     """Nonlinearity in the graph of one call."""
 
     node: Node
     kind: str
 
 
-class Sites(NamedTuple):
+class Nonlinearities(NamedTuple):
     """Nonlinearities between a score and an input."""
 
-    rectifiers: list[Site]
-    others: list[Site]
+    rectifiers: list[Nonlinearity]
+    others: list[Nonlinearity]
     hidden: Counter[str]
 
 
@@ -206,7 +206,7 @@ def saturation_of(node: Any) -> Tensor | float | None:
 def nodes_between(score: Tensor, x: Tensor) -> list[Node]:
     """Return the nodes between `score` and `x` in the order of the backward pass.
 
-    Nodes that lead to parameters only are left out: a ReLU on a weight is not a site of the network.
+    Nodes that lead to parameters only are left out: a ReLU on a weight is not a nonlinearity of the network.
 
     Raises:
         TargetError: No gradient reaches `x`.
@@ -240,7 +240,7 @@ def _postorder(score: Tensor) -> Iterator[tuple[Node, list[Node]]]:
             stack += [(function, None) for function in successors if function not in entered]
 
 
-def find_sites(score: Tensor, x: Tensor) -> Sites:
+def find_nonlinearities(score: Tensor, x: Tensor) -> Nonlinearities:
     """Find the nonlinearities between `score` and `x`: rectifiers, others, and nodes that may hide one.
 
     Raises:
@@ -248,18 +248,18 @@ def find_sites(score: Tensor, x: Tensor) -> Sites:
             graph, or works in place on a view.
         TargetError: The score does not depend on the input.
     """
-    rectifiers: list[Site] = []
-    others: list[Site] = []
+    rectifiers: list[Nonlinearity] = []
+    others: list[Nonlinearity] = []
     hidden: Counter[str] = Counter()
     for node in nodes_between(score, x):
         kind = _kind_of(node)
         if kind in _HIDDEN:
             hidden[kind.name] += 1
         elif kind is not None:
-            (rectifiers if kind in _RECTIFIERS else others).append(Site(node, kind.name))
+            (rectifiers if kind in _RECTIFIERS else others).append(Nonlinearity(node, kind.name))
         elif opaque := _opaque(node):
             hidden[opaque] += 1
-    return Sites(rectifiers, others, hidden)
+    return Nonlinearities(rectifiers, others, hidden)
 
 
 def differentiate(

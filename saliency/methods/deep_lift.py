@@ -13,7 +13,7 @@ from ..attribution.forward import SharedForward, TargetGradients, at_least_float
 from ..attribution.options import Option, PerImage
 from ..engine.estimates import Estimate, generator
 from ..errors import warn
-from ..hooks.operations import Keep
+from ..hooks.operations import SavedValues
 from ..hooks.rectifiers import Coverage
 from ..relevance.multipliers import Multipliers
 from ..relevance.propagation import Unknown
@@ -67,7 +67,7 @@ class DeepLIFT(TracedAttribution):
     def __post_init__(self) -> None:
         super().__post_init__()
         # Only gradients of unknown operations read the values of linear operations.
-        self.keep = Keep.CHANGES if self.unknown == "refuse" else Keep.ALL
+        self.keep = SavedValues.CHANGES if self.unknown == "refuse" else SavedValues.ALL
 
     def references(self, x: Tensor) -> Tensor:
         """Return the baselines (K, N, C, H, W) of a batch."""
@@ -111,7 +111,7 @@ class DeepLIFT(TracedAttribution):
         if self.unknown == "gradient" or bool((missing.abs() <= MAX_MISSING_SHARE * rise + rounding).all()):
             return
         with grads.forward.autocast:
-            forwards = (SharedForward(self.model, each.x, keep=Keep.ALL) for each in (grads, base))
+            forwards = (SharedForward(self.model, each.x, keep=SavedValues.ALL) for each in (grads, base))
             grads, base = (TargetGradients(forward, grads.target) for forward in forwards)
         rule = Multipliers(grads, base, self.unknown)
         rule.lost = {}

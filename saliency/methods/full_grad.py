@@ -24,7 +24,7 @@ from ..hooks.autograd_graph import Gradients, next_functions, result_shape
 from ..hooks.forward_args import bind_image
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
-from ..hooks.operations import ACTIVATIONS, HOMOGENEOUS, PLAIN, Keep, Operation, is_batch_norm, is_view
+from ..hooks.operations import ACTIVATIONS, HOMOGENEOUS, PLAIN, Operation, SavedValues, is_batch_norm, is_view
 from ..layers.find import trace_layers
 from ..layers.layout import layout_from
 from ..relevance.propagation import constant_part, holds_constant, kind_of
@@ -87,7 +87,7 @@ class FullGrad(Attribution):
             start = time.perf_counter()
             with bind_image(image):
                 one = x[image : image + 1]
-                forward = SharedForward(self.model, one, backwards=len(targets), keep=Keep.CONSTANTS)
+                forward = SharedForward(self.model, one, backwards=len(targets), keep=SavedValues.CONSTANTS)
                 for number, target in enumerate(targets):
                     own = target if len(x) == 1 else target.repeated(image, 1, rows)
                     grads = TargetGradients(forward, own)

@@ -14,7 +14,7 @@ from ..attribution.forward import TargetGradients
 from ..attribution.options import Option
 from ..errors import NotApplicableError, warn
 from ..hooks.manager import Rule
-from ..hooks.rectifiers import Coverage, Site, Sites, output_of, saturation_of
+from ..hooks.rectifiers import Coverage, Nonlinearities, Nonlinearity, output_of, saturation_of
 from ..validation import check_choice, check_number
 
 Smooth = Literal["leave", "positive"]
@@ -81,7 +81,7 @@ class RectifiedGradient(TracedAttribution):
     smooth: Option[Smooth] = Option("leave", check_choice, get_args(Smooth))
 
     @abstractmethod
-    def rule_for(self, site: Site, images: int) -> Rule:
+    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> Rule:
         """Return the rule that replaces the derivative at a rectifier, in a batch of `images` images."""
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
@@ -90,23 +90,25 @@ class RectifiedGradient(TracedAttribution):
         return BatchAttribution(values, grads.scores, coverage)
 
     def signal(self, grads: TargetGradients) -> tuple[Tensor, Coverage]:
-        """Return the gradient (N, C, H, W) under the rules, and the number of sites with a rule."""
-        sites = grads.sites
-        rewritten = sites.rectifiers + (sites.others if self.smooth == "positive" else [])
-        self._require_sites(sites, rewritten)
-        rectifiers = {id(site.node) for site in sites.rectifiers}
+        """Return the gradient (N, C, H, W) under the rules, and the number of nonlinearities with a rule."""
+        nonlinearities = grads.nonlinearities
+        rewritten = nonlinearities.rectifiers + (nonlinearities.others if self.smooth == "positive" else [])
+        self._require_nonlinearities(nonlinearities, rewritten)
+        rectifiers = {id(nonlinearity.node) for nonlinearity in nonlinearities.rectifiers}
         values = grads.rewritten_gradient(
             rewritten,
-            lambda site: self.rule_for(site, len(grads.x)) if id(site.node) in rectifiers else _positive_signal,
+            lambda nonlinearity: (
+                self.rule_for(nonlinearity, len(grads.x)) if id(nonlinearity.node) in rectifiers else _positive_signal
+            ),
         )
-        passed = [] if self.smooth == "positive" else sites.others
-        return values, Coverage(_by_kind(rewritten), _by_kind(passed), dict(sites.hidden))
+        passed = [] if self.smooth == "positive" else nonlinearities.others
+        return values, Coverage(_by_kind(rewritten), _by_kind(passed), dict(nonlinearities.hidden))
 
-    def _require_sites(self, sites: Sites, rewritten: list[Site]) -> None:
-        """Raise if no site has a rule; warn if a hand-written ReLU may have been missed."""
-        hidden = ", ".join(f"{n} {kind}" for kind, n in sites.hidden.items())
+    def _require_nonlinearities(self, nonlinearities: Nonlinearities, rewritten: list[Nonlinearity]) -> None:
+        """Raise if no nonlinearity has a rule; warn if a hand-written ReLU may have been missed."""
+        hidden = ", ".join(f"{n} {kind}" for kind, n in nonlinearities.hidden.items())
         if not rewritten:
-            kinds = ", ".join(f"{n} {kind}" for kind, n in _by_kind(sites.others).items())
+            kinds = ", ".join(f"{n} {kind}" for kind, n in _by_kind(nonlinearities.others).items())
             cure = f'; pass smooth="positive" to rewrite its {kinds}' if kinds else ""
             doubt = f"; its {hidden} may be hand-written ReLUs: use torch.relu for them" if hidden else ""
             raise NotApplicableError(
@@ -138,13 +140,13 @@ class GuidedBackprop(RectifiedGradient):
     units = "score per unit of normalised input"
     sign = "absolute"
 
-    def rule_for(self, site: Site, images: int) -> Rule:
+    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> Rule:
         """Return the true gradient where it is positive."""
-        if site.kind not in ("clamp", "maximum"):
+        if nonlinearity.kind not in ("clamp", "maximum"):
             # In place, which halves the cost: the derivative of a ReLU is a new tensor that is not used elsewhere.
             return lambda grad_input, grad_output: grad_input.relu_()
         # PyTorch's derivative of these at 0 is 1 or a half; that of the rule is 0, as for a ReLU.
-        activation, saturation = output_of(site.node), saturation_of(site.node)
+        activation, saturation = output_of(nonlinearity.node), saturation_of(nonlinearity.node)
         open_ = activation > 0 if saturation is None else (activation > 0) & (activation < saturation)
         return lambda grad_input, grad_output: torch.where(open_, grad_output.clamp(min=0), 0)
 
@@ -165,7 +167,7 @@ class DeconvNet(RectifiedGradient):
     units = "score per unit of normalised input"
     sign = "absolute"
 
-    def rule_for(self, site: Site, images: int) -> Rule:
+    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> Rule:
         """Return the incoming gradient where it is positive."""
         return lambda grad_input, grad_output: grad_output.clamp(min=0)
 
@@ -197,10 +199,10 @@ class RectGrad(RectifiedGradient):
 
     percentile: Option[float] = Option(98.0, check_number, least=0, most=100)
 
-    def rule_for(self, site: Site, images: int) -> Rule:
+    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> Rule:
         """Return the incoming gradient where activation times gradient exceeds the layer's threshold."""
         # Read before the backward pass, in which a checkpoint unpacks a saved tensor only once.
-        activation, saturation = output_of(site.node), saturation_of(site.node)
+        activation, saturation = output_of(nonlinearity.node), saturation_of(nonlinearity.node)
 
         def rule(grad_input: Tensor, grad_output: Tensor) -> Tensor:
             product = activation * grad_output
@@ -240,5 +242,5 @@ def _nearest_percentile(values: Tensor, percentile: float, images: int) -> Tenso
     return threshold.reshape(-1, *[1] * (values.dim() - 1))
 
 
-def _by_kind(sites: list[Site]) -> dict[str, int]:
-    return dict(Counter(site.kind for site in sites))
+def _by_kind(nonlinearities: list[Nonlinearity]) -> dict[str, int]:
+    return dict(Counter(nonlinearity.kind for nonlinearity in nonlinearities))

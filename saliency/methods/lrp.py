@@ -19,7 +19,7 @@ from ..attribution.forward import TargetGradients, at_least_float32, no_gradient
 from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..errors import LayerError, MethodError, did_you_mean, warn
 from ..hooks.autograd_graph import Gradients, result_spec
-from ..hooks.operations import LINEAR, SOFTMAX, Keep, Operation
+from ..hooks.operations import LINEAR, SOFTMAX, Operation, SavedValues
 from ..hooks.rectifiers import Coverage, nodes_between
 from ..io.preprocess import Preprocess
 from ..layers.find import LayerLike, named_layers, scan_layers, trace_layers
@@ -101,7 +101,7 @@ class RelevancePropagation(TracedAttribution):
     """
 
     backwards = 1
-    keep = Keep.LINEAR
+    keep = SavedValues.LINEAR
     propagation: ClassVar[type[Propagation]] = Propagation
 
     layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
@@ -366,7 +366,7 @@ class LRP(PixelRelevance):
         self._composite = None if composite is None else _bounded(composite, self.preprocess)
         rules = () if composite is None else composite.rules.values()
         if any(isinstance(rule, NonlinearRule) for rule in rules):
-            self.keep = Keep.ALL  # the operands of ReLUs too
+            self.keep = SavedValues.ALL  # the operands of ReLUs too
 
     def traced_modules(self) -> Sequence[str]:
         """Return the modules with rules of their own."""
@@ -413,7 +413,7 @@ class AttnLRP(PixelRelevance):
         super().__post_init__()
         gammas = {"linear": self.gamma, "conv": self.conv_gamma}
         rules: dict[RuleKey, AnyRule] = {kind: Gamma(gamma) for kind, gamma in gammas.items() if gamma}
-        self.keep = Keep.LINEAR if rules else Keep.ACTIVATIONS
+        self.keep = SavedValues.LINEAR if rules else SavedValues.ACTIVATIONS
         self._composite = Composite(rules, constant_gates=self.constant_gates)
 
     def rules(self, grads: TargetGradients) -> Composite:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall
 from ..hooks.autograd_graph import Gradients
-from ..hooks.operations import NORMS, SOFTMAX, Keep
+from ..hooks.operations import NORMS, SOFTMAX, SavedValues
 from ..relevance.propagation import Composite, Propagation
 from ..relevance.rules import LinearOperation, Passed, ZPlus, divided
 from ..relevance.walk import Visit, Walk
@@ -44,7 +44,7 @@ class CheferLRP(CheferAttention):
     name = "chefer_lrp"
     cost = "1 forward, 3 backwards"
     backwards = 3
-    keep = Keep.ALL
+    keep = SavedValues.ALL
 
     def weights(self, attention: TokenAttention) -> Callable[[AttentionCall], Tensor]:
         """Return the weighted attention, as a function of the call."""

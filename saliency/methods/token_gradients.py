@@ -17,7 +17,7 @@ from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
 from ..hooks.autograd_graph import DispatchMode, next_functions, result_shape
 from ..hooks.model_state import leaf
-from ..hooks.operations import Keep, Operation, WeakResult, as_results
+from ..hooks.operations import Operation, SavedValues, WeakResult, as_results
 from ..hooks.pytree import tree_map
 from ..hooks.rectifiers import differentiate, nodes_between
 from ..validation import check_choice
@@ -175,7 +175,7 @@ class LeGrad(AttentionMap):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.keep = Keep.NOTHING if self.score == "final" else Keep.ALL
+        self.keep = SavedValues.NOTHING if self.score == "final" else SavedValues.ALL
 
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the mean over the layers of the positive gradient at all tokens."""
@@ -238,7 +238,7 @@ class AGCAM(AttentionMap):
     name = "ag_cam"
     cost = "1 forward, 1 backward"
     backwards = None
-    keep = Keep.ALL
+    keep = SavedValues.ALL
 
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the sum over the blocks of the gated gradient at all tokens."""

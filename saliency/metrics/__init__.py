@@ -10,8 +10,8 @@ from .base import Metric as Metric
 from .base import Outcome as Outcome
 from .base import Subject as Subject
 from .base import measure as measure
-from .perturbed import PerturbationMetric as PerturbationMetric
-from .perturbed import PerturbedImage as PerturbedImage
+from .changed_images import PerturbationMetric as PerturbationMetric
+from .changed_images import PerturbedImage as PerturbedImage
 
 for _module in walk_packages(__path__, f"{__name__}."):
     import_module(_module.name)

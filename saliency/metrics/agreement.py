@@ -15,7 +15,7 @@ from ..engine.estimates import precise_type
 from ..errors import MethodError
 from ..validation import check_number
 from .base import Metric, Outcome, Subject, resized_within
-from .perturbed import correlation, ranks_of, row_ranks
+from .changed_images import correlation, ranks_of, row_ranks
 
 WINDOW = 11
 """The edge of the window of structural similarity, in pixels."""

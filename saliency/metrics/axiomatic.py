@@ -9,9 +9,9 @@ from ..hooks.manager import HookManager
 from ..methods.baselines import FillOption
 from ..validation import check_number
 from .base import Outcome
+from .changed_images import PerturbationMetric, PerturbedImage
 from .faithfulness import MonotonicityCorrelation
-from .method_metric import Maps, MethodMetric
-from .perturbed import PerturbationMetric, PerturbedImage
+from .repeated_maps import Maps, MethodMetric
 from .robustness import norm, relative
 
 

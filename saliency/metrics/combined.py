@@ -10,8 +10,8 @@ from torch import Tensor
 from ..attribution.options import Option
 from ..validation import check_number
 from .base import Outcome, Subject
-from .method_metric import Maps, MethodMetric
-from .perturbed import check_shares, correlation, ranks_of, scaled_to_one
+from .changed_images import check_shares, correlation, ranks_of, scaled_to_one
+from .repeated_maps import Maps, MethodMetric
 from .road import NOISE, removed
 
 

@@ -14,7 +14,16 @@ from ..methods.baselines import FillOption
 from ..methods.segments import ResolvedSegments, SegmentsLike, resolve_segments
 from ..validation import check_choice, check_integer, check_number
 from .base import Outcome
-from .perturbed import PerturbationMetric, PerturbedImage, area, check_shares, correlation, digest, jackknife, row_ranks
+from .changed_images import (
+    PerturbationMetric,
+    PerturbedImage,
+    area,
+    check_shares,
+    correlation,
+    digest,
+    jackknife,
+    row_ranks,
+)
 
 Order = Literal["morf", "lerf"]
 

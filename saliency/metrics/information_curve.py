@@ -14,7 +14,7 @@ from ..attribution.options import Option
 from ..io.preprocess import Preprocess
 from ..methods.baselines import Filler, FillOption
 from .base import Outcome
-from .perturbed import PerturbationMetric, PerturbedImage, area, check_shares
+from .changed_images import PerturbationMetric, PerturbedImage, area, check_shares
 
 POINTS = 1001
 """The number of equally spaced sizes at which a curve is computed."""

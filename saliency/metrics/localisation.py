@@ -16,7 +16,7 @@ from ..engine.estimates import generator, precise_type
 from ..errors import MethodError
 from ..validation import check_integer, check_number
 from .base import Metric, Outcome, Subject
-from .perturbed import row_ranks
+from .changed_images import row_ranks
 
 Threshold = float | Literal["area"]
 

@@ -24,7 +24,7 @@ from ..hooks.model_state import prepared_for_attribution, run_model
 from ..targets.targets import OutputFacts, class_scores
 from ..validation import check_choice, check_integer, check_number
 from .base import Outcome
-from .method_metric import SIMILARITIES, Maps, MethodMetric, Similarity, outputs, similarities
+from .repeated_maps import SIMILARITIES, Maps, MethodMetric, Similarity, outputs, similarities
 
 Randomised = Literal["cascading", "independent"]
 

@@ -12,8 +12,8 @@ from ..attribution.options import Option
 from ..engine.estimates import generator
 from ..validation import check_number
 from .base import Outcome
+from .changed_images import PerturbationMetric, PerturbedImage, check_shares, digest
 from .faithfulness import Order, OrderedMetric
-from .perturbed import PerturbationMetric, PerturbedImage, check_shares, digest
 
 TOLERANCE = 1e-4
 """The norm of the residual of the linear equations, relative to that of their right side."""

@@ -19,8 +19,8 @@ from ..methods.cam import default_layer
 from ..targets.targets import class_scores
 from ..validation import check_integer, check_number
 from .base import Outcome, Subject
-from .method_metric import Maps, MethodMetric, outputs, similarities
 from .randomisation import MPRT, standard_error
+from .repeated_maps import Maps, MethodMetric, outputs, similarities
 
 SMALLEST = 1e-6
 """Relative changes are divided by at least this number."""

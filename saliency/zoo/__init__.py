@@ -24,7 +24,7 @@ _RANDOM_LOCK = threading.RLock()  # the random state is shared by all threads; t
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class ModelListing:
     """One line of the table of models."""
 
     name: str  # as `load` takes it
@@ -92,13 +92,13 @@ def load(
     return model
 
 
-def models() -> list[Listing]:
+def models() -> list[ModelListing]:
     """Return every model that `load` knows, the bundled ones first, under the name that `load` takes."""
-    listings: dict[str, Listing] = {}
+    listings: dict[str, ModelListing] = {}
     for library in _LIBRARIES:
         for bare in library.names():
             name = f"{library.source}/{bare}" if bare in listings else bare
-            listings[name] = Listing(name, library.source)
+            listings[name] = ModelListing(name, library.source)
     return list(listings.values())
 
 

@@ -26,7 +26,7 @@ from saliency import (
 )
 from saliency.attribution.forward import SharedForward
 from saliency.hooks.autograd_graph import saved
-from saliency.hooks.operations import Keep
+from saliency.hooks.operations import SavedValues
 from saliency.hooks.rectifiers import nodes_between
 from saliency.testing.case import images, tiny_model
 from tests.models import FunctionModel, small_vgg
@@ -183,7 +183,7 @@ def test_methods_that_share_the_forward_change_nothing() -> None:
 def test_only_operands_of_nonlinear_operations_are_kept() -> None:
     conv, norm, x = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4).eval(), images(2)
     model = nn.Sequential(conv, norm, nn.ReLU(inplace=True), nn.MaxPool2d(2))
-    forward = SharedForward(model, x, keep=Keep.CHANGES)
+    forward = SharedForward(model, x, keep=SavedValues.CHANGES)
     pool, relu, batch_norm, convolution = nodes_between(forward.output, forward.x)[:4]
     with pytest.raises(RuntimeError):
         saved(pool, "result1")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from saliency.attribution.base import BatchAttribution, TracedAttribution
 from saliency.attribution.forward import TargetGradients
-from saliency.hooks.operations import Keep
+from saliency.hooks.operations import SavedValues
 from saliency.relevance.walk import Visit, Walk
 
 
 class PlainWalk(TracedAttribution):
     """Input times gradient, computed by the walk without rules."""
 
-    keep = Keep.CONSTANTS
+    keep = SavedValues.CONSTANTS
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Walk the graph of the forward."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import saliency
 from saliency.attribution.base import BatchAttribution
 from saliency.attribution.forward import TargetGradients
-from saliency.hooks.operations import Keep
+from saliency.hooks.operations import SavedValues
 from tests.reference import error
 from tests.relevance.plain_walk import PlainWalk
 from tests.relevance.vision_transformers import drawn
@@ -164,7 +164,7 @@ def test_an_operation_keeps_the_ledger_complete(name: str, method: type[saliency
 
 
 class _WalkWithAllValues(PlainWalk):
-    keep = Keep.ALL
+    keep = SavedValues.ALL
 
 
 @pytest.mark.parametrize("name", _CONSERVED)

@@ -17,7 +17,7 @@ from ..hooks.model_state import prepared_for_attribution, run_model
 from ..targets.targets import TargetLike
 from .agreement import WINDOW, ssim
 from .base import Metric, Outcome, SharedResults, Subject
-from .perturbed import correlation, row_ranks
+from .changed_images import correlation, row_ranks
 
 Similarity = Literal["spearman", "absolute", "ssim"]
 SIMILARITIES: tuple[Similarity, ...] = get_args(Similarity)

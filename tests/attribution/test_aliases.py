@@ -15,8 +15,8 @@ import torch
 
 import saliency
 from saliency import METHODS
-from saliency.attribution import spellings
-from saliency.attribution.spellings import option_hint, public_hint
+from saliency.attribution import aliases
+from saliency.attribution.aliases import option_hint, public_hint
 from saliency.errors import MethodError, closest
 from saliency.metrics import METRICS
 from tests.models import PooledNet
@@ -69,11 +69,11 @@ def test_a_name_that_left_the_registry_is_answered_by_the_nearest_one() -> None:
 
 def test_every_spelling_leads_to_an_option_or_a_public_name() -> None:
     options = {option for method in METHODS.values() for option in method.parameters()}
-    assert set(spellings._OPTIONS) <= options | set(inspect.signature(saliency.Attribution.attribute).parameters)
-    assert set(spellings._PUBLIC) <= set(dir(saliency))
-    for text in (*spellings._OPTIONS.values(), *spellings._PUBLIC.values(), *spellings._ABSENT.values()):
+    assert set(aliases._OPTIONS) <= options | set(inspect.signature(saliency.Attribution.attribute).parameters)
+    assert set(aliases._PUBLIC) <= set(dir(saliency))
+    for text in (*aliases._OPTIONS.values(), *aliases._PUBLIC.values(), *aliases._ABSENT.values()):
         assert not set(text.split()) & set(dir(saliency))
-    for text in (*spellings._ABSENT, *spellings._RESULT):
+    for text in (*aliases._ABSENT, *aliases._RESULT):
         for name in re.findall(r"(?:saliency\.)?([\w.]+)\(", text):
             attrgetter(name)(saliency)
     # Several options may share a spelling of others, but a method answers it with one of them.
