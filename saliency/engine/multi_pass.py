@@ -18,7 +18,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ from ..validation import check_choice, check_integer, check_number
 from .chunks import LargestTensor, chunk_size
 from .estimates import Estimate
 from .window import WindowForward
+
+if TYPE_CHECKING:
+    from .fast_copy import FasterModel
 
 CHECK_INTERVAL = 16
 """A tolerance is checked after multiples of this many passes, so that it does not depend on the chunk size."""
@@ -98,6 +101,7 @@ class PassRunner(ExitStack):
         self.notes: list[str] = []
         self._method, self._model, self._budget = method, method.model, method.limits()
         self._batch_target, self._image = batch_target, image
+        self._copies: dict[bool, FasterModel] = {}  # by whether gradients are computed
         self._bar: Any = None
         self.began = time.perf_counter()
         self._next_check = 2 * CHECK_INTERVAL  # the number of samples at which a tolerance is checked next
@@ -193,9 +197,7 @@ class PassRunner(ExitStack):
     ) -> Iterator[ChunkResult]:
         model, kind, precision = self._model, "gradient" if backward else "forward", self._method.precision
         if precision != "exact":
-            from .fast_copy import faster_model
-
-            model, self.precisions[f"{kind}s"] = faster_model(model, self.x, precision, backward=backward)
+            model, self.precisions[f"{kind}s"] = self._faster(backward)
 
         def compute(start: int, stop: int) -> ChunkResult:
             inputs = self._inputs(make, start, stop)
@@ -207,6 +209,17 @@ class PassRunner(ExitStack):
             return ChunkResult(start, inputs, scores.detach(), gradients)
 
         yield from self.chunks(compute, count)
+
+    def _faster(self, backward: bool) -> FasterModel:
+        """Return the model that runs one kind of pass, copied once. A "fast" copy for gradients also runs forwards."""
+        from .fast_copy import faster_model
+
+        known, precision = self._copies, self._method.precision
+        if backward not in known:
+            other = known.get(True)
+            is_shared = precision == "fast" and other is not None and other.model is not self._model
+            known[backward] = other if is_shared else faster_model(self._model, self.x, precision, backward=backward)
+        return known[backward]
 
     def _inputs(self, make: MakeInputs, start: int, stop: int) -> Tensor:
         with torch.no_grad(), no_autocast(self.x):

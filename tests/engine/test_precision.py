@@ -609,6 +609,21 @@ def test_each_kind_of_pass_says_how_it_was_run() -> None:
     assert re.fullmatch(r"bf16: cosine \d\.\d{4}, 3 batch norms folded \(forwards\)", forwards)
 
 
+@pytest.mark.parametrize(
+    ("name", "precision", "copies"), [("guided_ig", "fast", 1), ("integrated_gradients", "bf16", 2)]
+)
+def test_the_model_is_copied_once_for_an_image(
+    name: str, precision: str, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x, made = network(torch.float32), X.float()[:1], list[object]()
+    method = named[name](model, **named[name].quick_options, precision=precision)
+    method.attribute(x, 1)  # chooses the copy
+    copied = fast_copy.private_copy
+    monkeypatch.setattr(fast_copy, "private_copy", lambda model: made.append(0) or copied(model))
+    method.attribute(x, 1)
+    assert len(made) == copies
+
+
 @pytest.mark.parametrize("precision", ["exact", "fast"])
 def test_a_smoothed_method_says_how_the_one_within_was_run(precision: str) -> None:
     model, x = network(torch.float32), X.float()[:1]
