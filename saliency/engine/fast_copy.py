@@ -1,13 +1,13 @@
 """Private copies of a model that run faster: channels last, batch norms folded, optionally in bfloat16.
 
-A copy is used only after it was compared with the model, and timed against it, on the image that is explained.
+A copy is used only after it was compared with the model on the image that is explained. No clock decides, so the same
+call gives the same bits.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from ..attribution.options import Precision
-from ..hooks.autograd_graph import has_global_module_hooks, module_hooks, own_parameters
+from ..hooks.autograd_graph import has_bfloat16, has_global_module_hooks, module_hooks, own_parameters
 from ..hooks.manager import HookManager
 from ..hooks.model_state import leaf, reference_tensor, run_model, unique_modules
 from ..hooks.pytree import tree_leaves, tree_map_tensors, tree_tensors
@@ -31,13 +31,6 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 Pairs = tuple[tuple[str, str], ...]
 """The names of convolutions, each with the batch norm that is folded into it."""
-
-REQUIRED_RATIO = 0.97
-"""A copy is used only if it takes at most this share of the model's time."""
-
-TRIAL_ROWS = 4
-"""The largest number of rows on which a copy is compared and timed."""
-
 
 _TOLERANCES: dict[Precision, tuple[float, float]] = {"fast": (2e-2, 0.999), "bf16": (0.2, 0.99)}
 """The largest allowed error of the output relative to its norm, and the smallest allowed cosine similarity."""
@@ -51,7 +44,7 @@ class FasterModel(NamedTuple):
 
     model: nn.Module
     note: str
-    """The precision and speed of the copy, or the reason why the model itself is used."""
+    """The precision of the copy, or the reason why the model itself is used."""
 
 
 class _Choice(NamedTuple):
@@ -66,17 +59,17 @@ _choices: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, _Choice]] = weakre
 
 
 def faster_model(model: nn.Module, x: Tensor, precision: Precision, *, backward: bool = False) -> FasterModel:
-    """Return the fastest model for batches like this one that is exact enough for `precision`.
+    """Return a faster model for batches like this one if it is exact enough for `precision`.
 
     - "fast": a private copy with convolutions laid out channels last and batch norms folded into them. Outputs and
       gradients differ by at most 2e-2, with a cosine of at least 0.999.
     - "bf16": such a copy with weights in bfloat16, for passes without gradients. Outputs have a cosine of at least
-      0.99.
+      0.99. Processors without bfloat16 arithmetic only emulate it, so they run "fast".
 
-    Each copy is compared with the model and timed against it on up to 4 rows. If a "bf16" copy is not faster or not
-    exact enough, "fast" is tried. If that fails too, the model itself is used. The note reports the choice. The choice
-    is cached for the process, by model, shape, dtype, device and number of threads. Each call copies the weights again
-    and checks the copy again on one row.
+    A "fast" copy of a model with fewer than two convolutions and no folded batch norm gains nothing, and is not used.
+    Each copy is compared with the model on one row. If a "bf16" copy is not exact enough, "fast" is tried. If that
+    fails too, the model itself is used. The note reports the choice. The choice is cached for the process, by model,
+    shape, dtype and device. Each call copies the weights again and checks the output of the copy again.
 
     Args:
         model: The model, prepared by the caller.
@@ -87,16 +80,16 @@ def faster_model(model: nn.Module, x: Tensor, precision: Precision, *, backward:
     reason = _unsuitable(model, x, precision)
     if reason:
         return FasterModel(model, f"exact: {reason}")
-    sample = x[:TRIAL_ROWS].detach()
+    sample = x[:1].detach()
     autocast = torch.is_autocast_enabled(x.device.type)
     hooked = tuple(name for name, module in model.named_modules() if module_hooks(module))
-    key = precision, backward, sample.shape, x.dtype, x.device, torch.get_num_threads(), autocast, hooked
+    key = precision, backward, sample.shape, x.dtype, x.device, autocast, hooked
     with torch.random.fork_rng([x.device] if x.is_cuda else []), HookManager(exclusive=True):
         known = _choices.setdefault(model, {})
         choice = known[key] = known.get(key) or _choose(model, sample, precision, backward=backward)
         if choice.precision is None:
             return FasterModel(model, choice.note)
-        candidate, why = _checked_copy(model, sample[:1], choice.precision, choice.pairs, backward=False)
+        candidate, why = _checked_copy(model, sample, choice.precision, choice.pairs, backward=False)
         return FasterModel(model, f"exact: {why}") if candidate is None else FasterModel(candidate, choice.note)
 
 
@@ -112,21 +105,26 @@ def _unsuitable(model: nn.Module, x: Tensor, precision: Precision) -> str:
 
 
 def _choose(model: nn.Module, x: Tensor, precision: Precision, *, backward: bool) -> _Choice:
-    """Return the first precision whose copy is exact enough and faster than the model."""
+    """Return the first precision whose copy is exact enough and has a reason to be faster than the model."""
     try:
-        pairs = foldable_pairs(model, x[:1])
+        pairs = foldable_pairs(model, x)
     except Exception as error:  # noqa: BLE001 - the real pass raises it too
         return _Choice(None, (), f"exact: the trial of {precision} failed ({type(error).__name__})")
-    dropped = ["bf16 is for passes without gradients"] if precision == "bf16" and backward else []
-    tried: list[Precision] = ["fast"] if precision == "fast" or backward else ["bf16", "fast"]
+    few = not pairs and sum(isinstance(module, _CONVOLUTIONS) for module in model.modules()) < 2
+    useless = {"fast": "fast speeds up convolutions, of which there are fewer than two"} if few else {}
+    if backward:
+        useless["bf16"] = "bf16 is for passes without gradients"
+    elif not has_bfloat16(x.device):
+        useless["bf16"] = "this device only emulates bfloat16"
+    dropped = []
+    tried: tuple[Precision, ...] = ("fast",) if precision == "fast" else ("bf16", "fast")
     for option in tried:
-        candidate, note = _checked_copy(model, x, option, pairs, backward=backward)
-        if candidate is not None:
-            ratio = time_ratio(candidate, model, x, backward=backward)
-            if ratio <= REQUIRED_RATIO:
-                gain = f"{option}: {ratio:.2f} of the plain time, {note}, {len(pairs)} batch norms folded"
+        note = useless.get(option, "")
+        if not note:
+            candidate, note = _checked_copy(model, x, option, pairs, backward=backward)
+            if candidate is not None:
+                gain = f"{option}: {note}, {len(pairs)} batch norms folded"
                 return _Choice(option, pairs, "; ".join([gain, *dropped]))
-            note = f"{option} was no faster here ({ratio:.2f} of the plain time)"
         dropped.append(note)
     return _Choice(None, (), f"exact: {'; '.join(dropped)}")
 
@@ -154,20 +152,6 @@ def _trial(model: nn.Module, x: Tensor, *, backward: bool) -> list[Tensor]:
         sums = [tensor.float().sum() for tensor in tensors if tensor.requires_grad]
         gradients = torch.autograd.grad(torch.stack(sums).sum(), at) if backward else ()
         return [tensor.detach() for tensor in (*tensors, *gradients)]
-
-
-def time_ratio(candidate: nn.Module, model: nn.Module, x: Tensor, *, backward: bool) -> float:
-    """Return the time of a copy divided by that of the model, each the faster of two runs."""
-
-    def seconds(module: nn.Module) -> float:
-        began = time.perf_counter()
-        _trial(module, x, backward=backward)
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
-        return time.perf_counter() - began
-
-    rounds = [(seconds(candidate), seconds(model)) for _ in range(2)]
-    return min(first for first, _ in rounds) / min(second for _, second in rounds)
 
 
 class _Converted(nn.Module):

@@ -16,9 +16,9 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -32,13 +32,12 @@ from ..hooks.manager import HookManager
 from ..hooks.model_state import is_out_of_memory, leaf, run_model
 from ..hooks.rectifiers import INDEPENDENT, NO_GRADIENT, Coverage, differentiate
 from ..validation import check_choice, check_integer, check_number
+from .chunks import LargestTensor, chunk_size
 from .estimates import Estimate
 from .window import WindowForward
 
-CHUNK_CPU, CHUNK_ACCELERATOR = 4 * 224**2, 64 * 224**2
-"""Pixels of an automatic chunk. They are fixed, so that the same call gives the same bits."""
-MAX_CHUNK_CPU, MAX_CHUNK_ACCELERATOR = 16, 256
-"""Largest automatic number of passes of a chunk, for small images."""
+if TYPE_CHECKING:
+    from .fast_copy import FasterModel
 
 CHECK_INTERVAL = 16
 """A tolerance is checked after multiples of this many passes, so that it does not depend on the chunk size."""
@@ -56,12 +55,6 @@ _T = TypeVar("_T")
 
 MakeInputs = Callable[[int, int], Tensor]
 """Creates the inputs (stop - start, C, H, W) of the passes `start` to `stop` - 1."""
-
-
-def chunk_size(x: Tensor) -> int:
-    """Return how many passes of inputs like `x` (1, C, H, W) run at once, by the size of the image and the device."""
-    pixels, most = (CHUNK_CPU, MAX_CHUNK_CPU) if x.device.type == "cpu" else (CHUNK_ACCELERATOR, MAX_CHUNK_ACCELERATOR)
-    return max(1, min(most, pixels // x.shape[2:].numel()))
 
 
 class ChunkResult(NamedTuple):
@@ -83,10 +76,11 @@ class PassRunner(ExitStack):
         x: (1, C, H, W) the image.
         batch_target: The resolved target of the batch.
         image: The image's index in the batch.
+        largest: Bytes of the largest tensor of one pass, from which the chunk size on a CPU follows.
 
     Attributes:
         x: The image.
-        chunk: The number of passes that run at once, or "auto".
+        chunk: The number of passes that run at once.
         began: The moment from which the time counts, as of `time.perf_counter`.
         used: The number of passes so far.
         stopped: What ended the passes; "complete" until a limit is met.
@@ -96,15 +90,18 @@ class PassRunner(ExitStack):
         notes: Texts that are added to the note of `RunStats`.
     """
 
-    def __init__(self, method: MultiPassAttribution, x: Tensor, batch_target: ResolvedTarget, image: int) -> None:
+    def __init__(
+        self, method: MultiPassAttribution, x: Tensor, batch_target: ResolvedTarget, image: int, largest: int
+    ) -> None:
         super().__init__()
         self.x, self.least, self.used, self.interrupted = x, 1, 0, False
-        self.chunk = chunk_size(x) if method.chunk == "auto" else method.chunk
+        self.chunk = chunk_size(x, largest) if method.chunk == "auto" else method.chunk
         self.stopped: Stopped = "complete"
         self.precisions: dict[str, str] = {}
         self.notes: list[str] = []
         self._method, self._model, self._budget = method, method.model, method.limits()
         self._batch_target, self._image = batch_target, image
+        self._copies: dict[bool, FasterModel] = {}  # by whether gradients are computed
         self._bar: Any = None
         self.began = time.perf_counter()
         self._next_check = 2 * CHECK_INTERVAL  # the number of samples at which a tolerance is checked next
@@ -200,9 +197,7 @@ class PassRunner(ExitStack):
     ) -> Iterator[ChunkResult]:
         model, kind, precision = self._model, "gradient" if backward else "forward", self._method.precision
         if precision != "exact":
-            from .fast_copy import faster_model
-
-            model, self.precisions[f"{kind}s"] = faster_model(model, self.x, precision, backward=backward)
+            model, self.precisions[f"{kind}s"] = self._faster(backward)
 
         def compute(start: int, stop: int) -> ChunkResult:
             inputs = self._inputs(make, start, stop)
@@ -214,6 +209,17 @@ class PassRunner(ExitStack):
             return ChunkResult(start, inputs, scores.detach(), gradients)
 
         yield from self.chunks(compute, count)
+
+    def _faster(self, backward: bool) -> FasterModel:
+        """Return the model that runs one kind of pass, copied once. A "fast" copy for gradients also runs forwards."""
+        from .fast_copy import faster_model
+
+        known, precision = self._copies, self._method.precision
+        if backward not in known:
+            other = known.get(True)
+            is_shared = precision == "fast" and other is not None and other.model is not self._model
+            known[backward] = other if is_shared else faster_model(self._model, self.x, precision, backward=backward)
+        return known[backward]
 
     def _inputs(self, make: MakeInputs, start: int, stop: int) -> Tensor:
         with torch.no_grad(), no_autocast(self.x):
@@ -386,11 +392,12 @@ class MultiPassAttribution(Attribution):
     The options change the speed, the rounding and the random draws, but not the estimated quantity.
 
     Args:
-        chunk: The number of passes that run at once; "auto" chooses it by the size of the image.
+        chunk: The number of passes that run at once; "auto" chooses it by the device, the size of the image and, on a
+            CPU, the largest tensor of the model.
             Chunks of different sizes round differently.
         precision: "exact" runs the model itself. "fast" runs a private copy with batch norms folded into convolutions
             and channels last in memory (equal to about 1 %). "bf16" runs this copy in bfloat16, for passes without
-            gradients; passes with gradients run "fast". A copy that is slower on the first passes is not used.
+            gradients; passes with gradients run "fast". A copy that is not exact enough is not used.
         progress: Whether a progress bar is drawn; None draws one on a terminal after a second.
         on_interrupt: "raise" propagates Ctrl-C; "return" returns what was computed so far; for images that were not
             started, only the first chunk is computed.
@@ -407,14 +414,17 @@ class MultiPassAttribution(Attribution):
         """Explain the images of a batch one by one."""
         images: list[ImageAttribution] = []
         stats: list[RunStats] = []
-        interrupted = False
+        interrupted, needs_size = False, self.chunk == "auto" and x.device.type == "cpu"
         with HookManager(), torch.no_grad():  # a manager of its own: hooks of an outer call do not act on this one
             began = time.perf_counter()
-            scores = target(run_model(self.model, x))
+            with LargestTensor(x) if needs_size else nullcontext() as seen:
+                output = run_model(self.model, x)
+            scores = target(output)
+            largest = 0 if seen is None else seen.bytes
             spent = (time.perf_counter() - began) / len(x)
             for image in range(len(x)):
                 method = self._for_image(image)
-                with PassRunner(method, x[image : image + 1], target, image) as passes, no_autocast(x):
+                with PassRunner(method, x[image : image + 1], target, image, largest) as passes, no_autocast(x):
                     passes.began -= spent
                     passes.interrupted |= interrupted  # one Ctrl-C ends the passes of all images
                     images.append(method.explain_image(passes, scores[image]))
