@@ -309,7 +309,8 @@ class Plain(nn.Module):
         query, key, value = self.qkv(self.patches(x).flatten(2).mT).chunk(3, -1)
         columns = (key @ query.mT / 8**0.5).softmax(-2)
         mixed = F.scaled_dot_product_attention(query, key, value) if self.fused else columns.mT @ value
-        return self.head(mixed.mean(1))
+        scores: Tensor = self.head(mixed.mean(1))
+        return scores
 
 
 def test_fused_attention_without_heads_is_read_of_one_image_and_refused_of_several() -> None:

@@ -601,7 +601,8 @@ def test_the_layers_of_a_network_that_averages_over_flips_are_no_default(dims: t
             self.net = tiny_model()
 
         def forward(self, x: Tensor) -> Tensor:
-            return (self.net(x) + self.net(x.flip(dims))) / 2
+            mean: Tensor = (self.net(x) + self.net(x.flip(dims))) / 2
+            return mean
 
     model = Flips().eval()
     with pytest.raises(LayerError, match=r"no layer of Flips has a spatial output, not mirrored, .*the network inside"):
