@@ -179,8 +179,8 @@ def test_a_map_without_zeros_is_drawn_above_its_minimum(sign: Sign) -> None:
     values, picture = hot(7, 7, 2, 4), noise(70, 70)
     plain, raised = (replace(explained(each, whole(picture)), sign=sign) for each in (values, values + 0.5))
     assert np.array_equal(pixels_of(overlay(raised, percentile=None)), pixels_of(overlay(plain, percentile=None)))
-    above, from_zero = (pixels_of(contact_sheet([[each]], percentile=None)) for each in (raised, plain))
-    assert np.array_equal(above, from_zero)
+    first, second = (pixels_of(contact_sheet([[each]], percentile=None)) for each in (raised, plain))
+    assert np.array_equal(first, second)
     bars = [figure(each).axes[1].child_axes[0].get_xlim() for each in (raised, plain)]
     assert bars == [(0.5, pytest.approx(1.5)), (0, 1)]
 
