@@ -29,6 +29,8 @@ PIXELS_ACCELERATOR, MAX_CHUNK_ACCELERATOR = 64 * 224**2, 256
 class LargestTensor(DispatchMode):
     """Context that finds the largest tensor of a forward pass on a CPU. It changes no values.
 
+    The compiler does not run inside it, so a compiled model runs as it was before compilation.
+
     Tensors whose first dimension is not the batch, such as weights, do not count, so that the result for one image does
     not depend on the other images of its batch.
 
@@ -47,7 +49,8 @@ class LargestTensor(DispatchMode):
         """Run an operation and compare the size of its results."""
         output = op(*args, **(kwargs or {}))
         for tensor in tree_tensors(output):
-            if tensor.layout is torch.strided and tensor.dim() and len(tensor) == self._rows:
+            is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+            if is_plain and tensor.dim() and len(tensor) == self._rows:
                 # Expanded tensors take less memory than their shape, and slices keep the whole alive.
                 self.bytes = max(self.bytes, tensor.untyped_storage().nbytes() // self._rows)
         return output
