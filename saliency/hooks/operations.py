@@ -178,6 +178,7 @@ LINEAR = frozenset({"convolution", "addmm", "mm", "bmm", "baddbmm"})
 """Convolutions and matrix products."""
 ADDITIVE = frozenset(
     {"add", "sub", "rsub", "cat", "stack", "where", "masked_fill", "masked_scatter", "addcmul", "constant_pad_nd"}
+    | {"slice_scatter", "select_scatter"}
 )
 """Operations in which a constant may be added to a signal."""
 NORMS = frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_norm"})

@@ -173,6 +173,8 @@ def _terms(node: Node, operation: Operation, passed: Gradients, arrived: Gradien
         term = _product(grad, constant_part(node, operation, grad.device)).nan_to_num_(0, 0, 0)
         # A linear layer adds its bias in a step of its own if its input is not contiguous.
         return [term if getattr(args.get("other"), "ndim", 0) == 1 else term.sum()]
+    if operation.name == "fill" or (operation.name in ("copy", "index_put") and passed[-1] is None):
+        return None  # the constant that is written to a part is not recorded
     if is_view(operation.op) or operation.name in PLAIN | HOMOGENEOUS:
         return []
     operands = _operands(args)
