@@ -176,7 +176,10 @@ def written(op: Op, args: Any, kwargs: Any) -> list[Tensor]:
 
 LINEAR = frozenset({"convolution", "addmm", "mm", "bmm", "baddbmm"})
 """Convolutions and matrix products."""
-ADDITIVE = frozenset({"add", "sub", "rsub", "cat", "stack", "where", "masked_fill", "addcmul"})
+ADDITIVE = frozenset(
+    {"add", "sub", "rsub", "cat", "stack", "where", "masked_fill", "masked_scatter", "addcmul", "constant_pad_nd"}
+    | {"slice_scatter", "select_scatter"}
+)
 """Operations in which a constant may be added to a signal."""
 NORMS = frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_norm"})
 """Layer norm and its kin, except batch norm."""
@@ -193,12 +196,22 @@ PLAIN = {
     *("_upsample_bilinear2d_aa", "index", "index_select", "gather", "index_put", "roll", "flip", "repeat", "where"),
     *("masked_fill", "im2col", "col2im", "unfold", "cumsum", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
     *("native_channel_shuffle", "select_scatter", "as_strided", "slice_scatter", "tril", "triu", "native_dropout"),
-    *("roi_align", "unsafe_split"),
+    *(
+        "roi_align",
+        "ps_roi_align",
+        "unsafe_split",
+        "unsafe_chunk",
+        "masked_scatter",
+        "nll_loss_forward",
+        "nll_loss2d_forward",
+    ),
+    *("_fft_r2c", "_fft_c2r", "_fft_c2c"),
 }
 """Linear operations without weights that are not views."""
 HOMOGENEOUS = {
     *("abs", "relu", "leaky_relu", "_prelu_kernel", "max_pool2d_with_indices", "adaptive_max_pool2d", "max", "min"),
     *("amax", "amin", "maximum", "minimum", "linalg_vector_norm", "norm", "topk", "sort", "median", "std", "std_mean"),
+    "rrelu_with_noise",
 }
 """Other operations of degree one: they too equal their derivative applied to their operands."""
 
@@ -213,7 +226,7 @@ def out_of_place(op: Op) -> Op:
 def is_elementwise(op: Op) -> bool:
     """Return whether an operation computes each number of its result from one number of each operand."""
     # PyTorch does not tag these.
-    untagged = ("hardswish", "leaky_relu", "_prelu_kernel", "_to_copy")
+    untagged = ("hardswish", "leaky_relu", "_prelu_kernel", "rrelu_with_noise", "_to_copy")
     return torch.Tag.pointwise in out_of_place(op).tags or operator_name(op) in untagged
 
 
@@ -228,7 +241,8 @@ def is_pointwise(op: Op) -> bool:
 def is_view(op: Op) -> bool:
     """Return whether an operation returns a view of its operand, or the same numbers in another shape."""
     aliases = [part.alias_info for part in operator_schema(op).returns]
-    return any(alias is not None and not alias.is_write for alias in aliases) or operator_name(op) == "_unsafe_view"
+    is_alias = any(alias is not None and not alias.is_write for alias in aliases)
+    return is_alias or torch.Tag.inplace_view in op.tags or operator_name(op) == "_unsafe_view"
 
 
 @cache
@@ -258,6 +272,12 @@ def _kept(op: Op, keep: SavedValues) -> bool:
     return keep == SavedValues.ALL or not (is_view(op) or operator_name(op) in others)
 
 
+def _linear_of_torchvision(node: Node) -> Operation | None:
+    """Return the linear operation, such as roi_align, whose gradient torchvision has registered; else None."""
+    name = node.name().removeprefix("GeneratedBackwardFor_torchvision_").removesuffix("_defaultBackward")
+    return Operation(getattr(torch.ops.torchvision, name).default) if name in ("roi_align", "ps_roi_align") else None
+
+
 class OperationRecord(DispatchMode):
     """Records the operations of this thread by the sequence numbers of their nodes. It can be entered several times.
 
@@ -276,12 +296,13 @@ class OperationRecord(DispatchMode):
         self._dependent = {_address(source)}  # the memory of tensors that depend on the image
         self._operations: dict[int, Operation] = {}
         self._clone: tuple[int, Tensor, Tensor] | None = None  # the last operation, if it was a clone
+        self._chunks: dict[int, Tensor] = {}  # constants that share their memory with signals, by id
         self._holders: defaultdict[int, list[Operation]] = defaultdict(list)  # by the address of the memory
 
     def operation(self, node: Node) -> Operation | None:
         """Return the operation of a node; None if it was not recorded."""
         if is_python_function(node):
-            return None  # a function in Python runs any operations
+            return _linear_of_torchvision(node)  # others run any operations
         number = sequence_nr(node)
         # An operation in place on a view has two nodes: its own, and one that copies the result into the whole.
         return self._operations.get(number - (type(node).__name__ == "CopySlices"))
@@ -314,6 +335,9 @@ class OperationRecord(DispatchMode):
             result = op(*args, **kwargs)
             # It may take the memory of a tensor that was freed, unless it is a view.
             self._dependent.difference_update({*_addresses(result)} - {*_addresses(args)})
+            if operator_name(op) in ("unsafe_split", "unsafe_chunk"):  # each is written to by itself, as in a GRU
+                self._chunks.update((id(chunk), chunk) for chunk in result)
+            self._remember_clone(op, args, result)
             return result
         number = current_sequence_nr() - 1
         # Without gradients there is no node, as in a hook of saved tensors, which runs inside another operation.
@@ -337,9 +361,13 @@ class OperationRecord(DispatchMode):
             for address in {*addresses, *_addresses(args)}:
                 self._holders[address].append(operation)
         if has_node:
-            self._clone = (number, args[0], result) if op is torch.ops.aten.clone.default else None
+            self._remember_clone(op, args, result)
             self._operations.setdefault(number, operation)
         return result
+
+    def _remember_clone(self, op: Op, args: Any, result: Any) -> None:
+        number = current_sequence_nr() - 1
+        self._clone = (number, args[0], result) if op is torch.ops.aten.clone.default else None
 
     def _kept_result(self, operation: Operation, result: Any) -> Any:
         """Return the part of a result that rules read: of a normalisation, only its statistics."""
@@ -386,7 +414,8 @@ class OperationRecord(DispatchMode):
     def _depends(self, argument: Any) -> bool:
         """Return whether an argument is or holds a tensor that depends on the image."""
         if isinstance(argument, Tensor):
-            return argument.requires_grad and _address(argument) in self._dependent
+            is_near = argument.requires_grad and _address(argument) in self._dependent
+            return is_near and id(argument) not in self._chunks
         return isinstance(argument, _LISTS) and any(map(self._depends, argument))
 
     def _constant(self, tensor: Tensor) -> Tensor | None:
@@ -396,6 +425,7 @@ class OperationRecord(DispatchMode):
     def _before_write(self, operation: Operation, target: Tensor, number: int) -> int:
         """Copy the kept values in the memory of a tensor that is about to be written; return the node's number."""
         address = _address(target)
+        self._chunks.pop(id(target), None)
         clone = self._clone if self._clone and self._clone[0] == number else None
         # An operation that needs its operand later clones it first, and this clone takes the next number.
         is_own = clone is not None and _address(clone[1]) == address

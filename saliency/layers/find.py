@@ -19,6 +19,7 @@ from ..hooks.forward_args import bind_image, cache_of, has_forward_args
 from ..hooks.manager import HookManager
 from ..hooks.model_state import leaf, run_model
 from ..hooks.pytree import first_tensor, tree_tensors
+from ..hooks.rectifiers import differentiate
 from ..targets.targets import output_tensor
 from .layout import GIVE_LAYOUT, Layout, given_layout, is_channels_first, layout_from, token_layout, traced_layout
 from .positions import Grid, PositionTrace, is_mirrored
@@ -338,7 +339,7 @@ def _layers_with_gradient(model: nn.Module, x: Tensor, candidates: _Layers, targ
     }
     if not outputs or not score.requires_grad:
         return []
-    grads: tuple[Tensor | None, ...] = torch.autograd.grad(score, list(outputs.values()), allow_unused=True)
+    grads = differentiate(score, list(outputs.values()))
     known = [(layer, layer.layout(grad)) for layer, grad in zip(outputs, grads, strict=True) if grad is not None]
     return [layer for layer, maps in known if bool(maps.flatten(1).any(1).all())]
 

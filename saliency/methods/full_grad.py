@@ -165,11 +165,16 @@ class _Terms:
 def _terms(node: Node, operation: Operation, passed: Gradients, arrived: Gradients) -> list[Tensor] | None:
     """Return the gradient times the bias of an operation, as a sum if it is not in the map; None if it is not known."""
     kind, args = kind_of(operation.op), operation.args
+    if any(grad is not None and grad.is_complex() for grad in (*passed, *arrived)):
+        is_linear = is_view(operation.op) or operation.name in PLAIN or kind == "mul"
+        return [] if is_linear and sum(grad is not None for grad in passed) == 1 else None
     grad = next(grad for grad in arrived if grad is not None)
     if holds_constant(operation):
         term = _product(grad, constant_part(node, operation, grad.device)).nan_to_num_(0, 0, 0)
         # A linear layer adds its bias in a step of its own if its input is not contiguous.
         return [term if getattr(args.get("other"), "ndim", 0) == 1 else term.sum()]
+    if operation.name == "fill" or (operation.name in ("copy", "index_put") and passed[-1] is None):
+        return None  # the constant that is written to a part is not recorded
     if is_view(operation.op) or operation.name in PLAIN | HOMOGENEOUS:
         return []
     operands = _operands(args)

@@ -20,7 +20,7 @@ from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..errors import LayerError, MethodError, did_you_mean, warn
 from ..hooks.autograd_graph import Gradients, result_spec
 from ..hooks.operations import LINEAR, SOFTMAX, Operation, SavedValues
-from ..hooks.rectifiers import Coverage, nodes_between
+from ..hooks.rectifiers import Coverage, nodes_between, require_visible
 from ..io.preprocess import Preprocess
 from ..layers.find import LayerLike, named_layers, scan_layers, trace_layers
 from ..layers.layout import given_layout
@@ -129,6 +129,8 @@ class RelevancePropagation(TracedAttribution):
         """Propagate the relevance of the scores."""
         for name in layers:
             if grads.forward.layers[name].grad_fn not in grads.nodes:
+                for node in grads.nodes:
+                    require_visible(node)
                 raise LayerError(no_gradient_message(name))
         layer = layers[-1] if len(layers) > len(self._through) else None
         patches = self.patches(grads) if layer is None else None

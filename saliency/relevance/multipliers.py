@@ -28,6 +28,8 @@ from .propagation import (
     derivative,
     kind_of,
     normalisation,
+    per_head,
+    refuses_complex,
     without_rule,
     writes_part,
 )
@@ -112,7 +114,7 @@ class Multipliers:
             return visit.plain()
         # A part of a tensor can be multiplied by a constant.
         is_part = writes_part(visit) and (kind != "mul" or sum(visit.on_path) > 1)
-        if operation.op.namespace != "aten" or is_part:
+        if operation.op.namespace != "aten" or is_part or refuses_complex(visit):
             return without_rule(visit, self.unknown)
         step = Step(visit, operation, base)
         visit.walk.treated[operation.name.removeprefix("_")] += 1
@@ -223,11 +225,17 @@ def _attention(step: Step) -> Gradients:
     """Pass through the two products and the softmax of fused attention."""
     query, key, value = (step.pair(name) for name in ("query", "key", "value"))
     logits = Pair(attention_logits(step.operation), attention_logits(step.base))
+    key, value = (Pair(*(per_head(part, query.x) for part in pair)) for pair in (key, value))
     scale = step.operation.args.get("scale") or query.x.shape[-1] ** -0.5
     of_logits = _through_softmax(logits, step.grad @ value.mean.mT, -1) * scale
     weights = Pair(logits.x.softmax(-1), logits.x0.softmax(-1)).mean
     passed = (of_logits @ key.mean, of_logits.mT @ query.mean, weights.mT @ step.grad)
-    return (*passed, *[None] * (len(step.visit.on_path) - 3))
+    shapes = (step.operation.args[name].shape for name in ("query", "key", "value"))
+    fitted = (
+        grad.unflatten(1, (shape[1], -1)).sum(2) if grad.dim() > 3 else grad
+        for grad, shape in zip(passed, shapes, strict=True)
+    )
+    return (*fitted, *[None] * (len(step.visit.on_path) - 3))
 
 
 def _through_softmax(z: Pair, grad: Tensor, dim: int) -> Tensor:
@@ -275,10 +283,11 @@ def _gradients(step: Step, operands: list[Tensor], grads: Gradients) -> list[Ten
         args = tree_map_tensors(step.operation.args, lambda arg: next(left) if arg.is_floating_point() else arg)
         return _floats(step.operation.repeat(**args))
 
-    with torch.enable_grad():  # without it, an LSTM on a CPU keeps no workspace for its gradient
-        results, back, *_ = torch.func.vjp(run, *operands)
-    given = zip(results, grads, strict=False)
-    return list(back([torch.zeros_like(y) if grad is None else grad.to(y.dtype) for y, grad in given]))
+    with torch.enable_grad():
+        leaves = [operand.detach().requires_grad_() for operand in operands]
+        given = [(y, grad.to(y.dtype)) for y, grad in zip(run(*leaves), grads, strict=False) if grad is not None]
+    results, weights = zip(*given, strict=True)
+    return list(torch.autograd.grad(results, leaves, weights, allow_unused=True, materialize_grads=True))
 
 
 def _floats(tree: Any) -> list[Tensor]:

@@ -10,16 +10,16 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import MethodError, NotApplicableError, did_you_mean
-from ..hooks.autograd_graph import Gradients, next_functions, result_spec, saved, sequence_nr
+from ..hooks.autograd_graph import CHECKPOINT_NODE, Gradients, next_functions, result_spec, saved, sequence_nr
 from ..hooks.operations import (
     ACTIVATIONS,
     ADDITIVE,
@@ -39,8 +39,19 @@ from ..hooks.operations import (
     operator_name,
 )
 from ..hooks.pytree import tree_map, tree_tensors
-from ..hooks.rectifiers import table
-from .rules import AnyRule, Epsilon, LinearOperation, NonlinearOperation, NonlinearRule, Passed, Rule, divided
+from ..hooks.rectifiers import require_visible, table
+from .rules import (
+    AnyRule,
+    Epsilon,
+    LinearOperation,
+    NonlinearOperation,
+    NonlinearRule,
+    Passed,
+    Rule,
+    ZBox,
+    divided,
+    per_channel,
+)
 from .walk import Edge, Visit, Walk
 
 Unknown = Literal["refuse", "gradient"]
@@ -63,6 +74,9 @@ _GRADIENT = Epsilon(0)
 _ACTIVATIONS = ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
 # What an operand may be in the arguments of an operation, which keep None for some.
 _OPERANDS = (Tensor, type(None))
+_CURES = {
+    "mkldnn_rnn_layer": ", or call in `torch.backends.mkldnn.flags(enabled=False)`, where an LSTM is not fused",
+}
 # The node that a view gets after an operation in place on it or on what it views.
 _VIEW_AFTER_WRITE = "AsStridedBackward0"
 
@@ -231,7 +245,7 @@ class Propagation:
     def __call__(self, visit: Visit) -> Gradients:
         """Return G at the operands of a node."""
         kind = kind_of(visit.operation.op) if visit.operation else ""
-        if not kind or not _fits(visit):
+        if not kind or not _fits(visit) or refuses_complex(visit):
             return without_rule(visit, self.unknown)
         if rule := self._nonlinear_rule(visit):
             return self._nonlinear(visit, rule)
@@ -281,17 +295,21 @@ class Propagation:
             # A ReLU in place wrote to what something else had read.
             operation = replace(operation, kept_result=None)
         op, grad = linear_operation(operation, at), at_least_float32(visit.grad)
-        if visit.node in self._biases:
-            bias = at_least_float32(self._biases[visit.node])
-            op = replace(op, bias=bias, shift=bias, norms=None)
-        if visit.node in self._merged:
-            scale, shift, grad = map(at_least_float32, self._merged.pop(visit.node))
-            op = op.merged(scale, shift)
         kind = "conv" if operation.name == "convolution" else "linear"
         rule = cast("Rule | None", self._rule(visit, kind, Rule)) or _GRADIENT
         self.rules[linear_weight(operation).data_ptr()] = rule
         walk.treated[f"{kind} by {rule.name}"] += 1
+        if visit.node in self._biases:
+            bias = at_least_float32(self._biases[visit.node])
+            op = replace(op, bias=bias, shift=bias, norms=None)
+        if isinstance(rule, ZBox) and visit.node in self._first_and_last(walk)[0]:
+            edge = cast("Edge", next_functions(visit.node)[at + offset])
+            op = replace(op, bound=partial(_bound, walk, edge, op.input))
+        if visit.node in self._merged:
+            scale, shift, grad = map(at_least_float32, self._merged.pop(visit.node))
+            op = op.merged(scale, shift)
         passed = self.passed(visit, rule, op, grad)
+        _check_shapes(visit, passed, rule, op)
         grads: list[Tensor | None] = [None] * len(visit.on_path)
         grads[at + offset] = None if passed.grad is None else passed.grad.to(visit.grad.dtype)
         if passed.relevance is not None and visit.node in self._first_and_last(walk)[0]:
@@ -564,6 +582,35 @@ def _is_zero_at_zero(walk: Walk, edge: Edge, sources: set[Edge]) -> bool:
     return all(operands) and not is_shifted
 
 
+def _check_shapes(visit: Visit, passed: Passed, rule: Rule, op: LinearOperation) -> None:
+    """Raise MethodError for a rule whose result does not have the shape of the input."""
+    values = passed.relevance if passed.grad is None else passed.grad
+    found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    if found == op.input.shape:
+        return
+    names = visit.walk.record.modules(visit.node)
+    weights = tuple(linear_weight(visit.known).shape)
+    place = f'layer "{max(names, key=len)}"' if names else f"an operation {visit.known.name} with weights {weights}"
+    raise MethodError(
+        f"the rule {rule!r} at {place} returned {found} for an input {tuple(op.input.shape)} and an output "
+        f"{tuple(visit.grad.shape)}; expected the shape of the input"
+    )
+
+
+def _bound(walk: Walk, edge: Edge, values: Tensor, bound: float | Sequence[float]) -> Tensor:
+    """Return a bound of the image, one number or one per channel, at an operand of the first operation.
+
+    In between are views and operations that change each number by a constant, so it is the derivative times the
+    difference between the bound and the image, plus the operand: by a second derivative of the gradient.
+    """
+    change, spec = per_channel(bound, walk.x.detach()) - walk.x.detach(), result_spec(*edge)
+    with torch.enable_grad():
+        grad = torch.zeros(spec.shape, dtype=spec.dtype, device=values.device).requires_grad_()
+        (back,) = torch.autograd.grad([GradientEdge(*edge)], [walk.x], [grad], create_graph=True)
+        (moved,) = torch.autograd.grad(back, grad, change)
+    return values + moved.reshape(values.shape)
+
+
 def _operand(operation: Operation) -> str:
     """Return the name of the operand of a pointwise operation: the exponent in 2 ** x."""
     return next(name for name, value in operation.args.items() if isinstance(value, Tensor))
@@ -594,15 +641,27 @@ def without_rule(visit: Visit, unknown: Unknown) -> Gradients:
     """Pass the gradient of an operation without a rule, or refuse it."""
     if visit.node.name() == _VIEW_AFTER_WRITE:
         return visit.plain()
+    for node in visit.walk.nodes:
+        if unknown == "refuse" or isinstance(node, CHECKPOINT_NODE):
+            require_visible(node)
     name = visit.operation.name if visit.operation else visit.node.name()
+    name += " of complex numbers" if visit.operation and refuses_complex(visit) else ""
     name += " in place on a part of a tensor" if writes_part(visit) else ""
     if unknown == "refuse":
         raise NotApplicableError(
             f'no rule for the operation {name}; pass unknown="gradient" to pass its gradient, which is right for '
-            "linear operations"
+            f"linear operations{_CURES.get(name, '')}"
         )
     visit.walk.treated[f"{name} by gradient"] += 1
     return visit.plain()
+
+
+def refuses_complex(visit: Visit) -> bool:
+    """Return whether an operation on complex numbers is not linear, so that no rule fits it."""
+    operands = (result_spec(*edge).dtype for edge in visit.walk.next[visit.node] if edge[0] in visit.walk.on_path)
+    name = visit.known.name
+    is_linear = name in PLAIN or is_view(visit.known.op) or (name in ("mul", "div") and visit.on_path == [True, False])
+    return not is_linear and (visit.grad.is_complex() or any(dtype.is_complex for dtype in operands))
 
 
 def writes_part(visit: Visit) -> bool:
@@ -731,11 +790,17 @@ def attention_logits(operation: Operation) -> Tensor:
     """Return the logits (..., queries, keys) of fused attention, with its mask, in at least float32."""
     args = operation.args
     query, key = at_least_float32(args["query"]), at_least_float32(args["key"])
-    logits: Tensor = query @ key.mT * (args.get("scale") or query.shape[-1] ** -0.5)
+    logits: Tensor = query @ per_head(key, query).mT * (args.get("scale") or query.shape[-1] ** -0.5)
     if args.get("is_causal"):
         logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
     mask: Tensor | None = args.get("attn_mask", args.get("attn_bias"))
     return logits if mask is None else logits + mask
+
+
+def per_head(values: Tensor, query: Tensor) -> Tensor:
+    """Return keys or values (N, groups, length, d) for each head of a query, the same for all heads of a group."""
+    groups = query.shape[1] // values.shape[1] if query.dim() > 3 else 1
+    return values if groups == 1 else values.repeat_interleave(groups, 1)
 
 
 def derivative(operation: Operation, point: Tensor) -> Tensor:

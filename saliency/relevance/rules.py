@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar, NamedTuple, cast
 
 import torch
@@ -45,6 +45,8 @@ class LinearOperation:
         unit: The factors of the batch norm by which the operation is divided; None for 1.
         dims: The dimensions of the output over which a relative epsilon takes the root mean square.
         norms: The norms of the output over these dimensions; None to compute them.
+        bound: From a bound of the model's input, a number or one per channel, to that of this input; None for a layer
+            that is not the first one, or another rule than z-box.
     """
 
     input: Tensor
@@ -58,6 +60,7 @@ class LinearOperation:
     unit: Tensor | None = None
     dims: tuple[int, ...] = (-1,)
     norms: Tensor | None = None
+    bound: Callable[[float | Sequence[float]], Tensor] | None = None
 
     def merged(self, scale: Tensor, shift: Tensor) -> LinearOperation:
         """Return the operation followed by a factor and a constant for each channel, in the shape (1, C, ...)."""
@@ -445,7 +448,7 @@ class ZBox(Rule):
 
     Args:
         low, high: The bounds of the model's input: a number, or one per channel. By default, those of black and white
-            under the method's preprocessing.
+            under the method's preprocessing. Views, padding and a batch norm before the first layer change them too.
 
     Source: Montavon et al., "Explaining Nonlinear Classification Decisions with Deep Taylor Decomposition" (2017),
         https://arxiv.org/abs/1512.02479.
@@ -462,7 +465,9 @@ class ZBox(Rule):
             raise MethodError(
                 "the rule z-box needs the bounds of the input: pass ZBox(low, high), or a model with a preprocessing"
             )
-        low, high = (_per_channel(bound, op.input) for bound in (self.low, self.high))
+        carried = partial(per_channel, like=op.input) if op.bound is None else op.bound
+        ends = [carried(bound) for bound in (self.low, self.high)]
+        low, high = torch.minimum(*ends), torch.maximum(*ends)  # a factor in between may be negative
         width, up = high - low, op.weight.clamp(min=0)
         z = op.run(op.input, op.weight) - op.run(high, op.weight) + op.run(width, up)
         shares = divided(relevance, z)
@@ -536,5 +541,6 @@ def _divide(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor | No
     return quotients.nan_to_num_(0, 0, 0), lost
 
 
-def _per_channel(bound: float | Sequence[float], like: Tensor) -> Tensor:
+def per_channel(bound: float | Sequence[float], like: Tensor) -> Tensor:
+    """Return one number, or one per channel, in the shape (N, C, ...) of a tensor."""
     return like.new_tensor(bound).reshape(-1, *[1] * (like.dim() - 2)).expand_as(like)

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_count, result_spec, source_edge
-from ..hooks.operations import ADDITIVE, Operation, OperationRecord, is_pointwise, is_view
+from ..hooks.operations import ADDITIVE, Operation, OperationRecord, is_batch_norm, is_pointwise, is_view
 
 Edge = tuple[Node, int]
 # Operations that move or repeat numbers without changing them, besides views.
@@ -81,6 +81,7 @@ class Walk:
         frees: Whether values of the forward are freed as soon as they are used. No other walk can follow.
 
     Attributes:
+        x: The image (N, C, H, W), as the leaf of the graph.
         relevance: The relevance of the image (N, C, H, W).
         gradient: G at the image (N, C, H, W); None if nothing arrives.
         at: The relevance of the watched tensors, by name, in their shapes.
@@ -101,7 +102,7 @@ class Walk:
         frees: bool = False,
     ) -> None:
         x, score = grads.forward.x, grads.scores_in_graph
-        self.images = len(x)
+        self.x, self.images = x, len(x)
         self.record: OperationRecord = grads.forward.operations
         self.nodes = grads.nodes
         end = get_gradient_edge(x)
@@ -247,7 +248,13 @@ def _moved(visit: Visit) -> Gradients:
     if operation is not None:
         if is_view(operation.op) or operation.name in _MOVES:
             return visit.plain()
-        if is_pointwise(operation.op) or (operation.name in {"mul", "div", *ADDITIVE} and sum(visit.on_path) == 1):
+        args = operation.args if is_batch_norm(operation.op) else {}
+        is_affine = args.get("running_var") is not None and not args.get("training")
+        if (
+            is_affine
+            or is_pointwise(operation.op)
+            or (operation.name in {"mul", "div", *ADDITIVE} and sum(visit.on_path) == 1)
+        ):
             return tuple(visit.grad if on_path else None for on_path in visit.on_path)
     name = operation.name if operation else visit.node.name()
     raise NotApplicableError(

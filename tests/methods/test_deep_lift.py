@@ -94,6 +94,12 @@ COMPLETE: dict[str, Callable[[Tensor], Tensor]] = {
     ).reshape(len(x), -1),
     "bicubic": lambda x: F.interpolate(x, size=9, mode="bicubic"),
     "set slice": _set_slice,
+    "filter of frequencies": lambda x: torch.fft.irfft2(torch.fft.rfft2(x.tanh()) * (1 + 2j)),
+    "random ReLU": F.rrelu,
+    "determinant": lambda x: torch.linalg.slogdet(x @ x.mT + torch.eye(6, dtype=x.dtype))[1],
+    "grouped keys": lambda x: F.scaled_dot_product_attention(
+        *(torch.cat([x, -x], 1), x[:, :2], x[:, 1:]), enable_gqa=True
+    ),
     "shift of all logits": lambda x: (
         (x + 1e6 * x.mean(-1, keepdim=True)).softmax(-1) @ torch.arange(1e4, 1e4 + 6, dtype=x.dtype)
     ),
@@ -236,13 +242,25 @@ def _in_place_on_a_view(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("function", "name"), [(Exp.apply, "ExpBackward"), (_in_place_on_a_view, "tanh in place on a part")]
+    ("function", "name"),
+    [
+        (Exp.apply, "ExpBackward"),
+        (_in_place_on_a_view, "tanh in place on a part"),
+        (lambda x: torch.fft.rfft2(x).abs(), "abs of complex numbers"),
+    ],
 )
 def test_an_operation_without_a_rule_is_refused_by_name(function: Callable[[Tensor], Tensor], name: str) -> None:
     model, x = summed(function), images(2)
     with pytest.raises(NotApplicableError, match=rf'{name}.*unknown="gradient"'):
         DeepLIFT(model).attribute(x, 0)
     assert bool(DeepLIFT(model, unknown="gradient").attribute(x, 0).values.any())
+
+
+def test_saved_tensors_on_the_cpu_change_nothing() -> None:
+    model, x = summed(lambda x: F.max_pool2d(x.tanh() * x.sigmoid(), 2)), images(2)
+    plain = DeepLIFT(model).attribute(x, 0)
+    with torch.autograd.graph.save_on_cpu():
+        assert torch.equal(DeepLIFT(model).attribute(x, 0).values, plain.values)
 
 
 def test_options_are_checked() -> None:

@@ -151,6 +151,35 @@ def test_what_does_not_depend_on_the_image_has_no_part() -> None:
     assert found.effort[0].note.startswith("3 biases")  # of the convolution, the sum and the head
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        partial(F.pad, pad=(1, 1), value=0.5),
+        lambda x: x.masked_fill(x < 0, 0.7),
+        lambda x: x.slice_scatter(torch.ones_like(x[:, :1]), 1, 0, 1),
+    ],
+)
+def test_constants_have_a_term(function: Callable[[Tensor], Tensor]) -> None:
+    found = FullGrad(lived_in(Small(function))).attribute(torch.randn(1, 3, 9, 8, dtype=torch.float64), 2)
+    assert found.residual is not None
+    assert found.residual.abs() < 1e-12
+
+
+def _set_part(x: Tensor) -> Tensor:
+    x = x * 1
+    x[:, :2] = 0.7
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(_set_part, "fill"), (lambda x: x.index_put((torch.tensor([0]),), torch.ones_like(x[:1])) + x, "index_put")],
+)
+def test_a_constant_without_a_term_is_named(function: Callable[[Tensor], Tensor], name: str) -> None:
+    with pytest.warns(SaliencyWarning, match=f"no bias of {name}"):
+        FullGrad(lived_in(Small(function))).attribute(torch.randn(1, 3, 9, 8, dtype=torch.float64), 2)
+
+
 def test_what_is_not_seen_is_said_and_is_the_residual() -> None:
     class Own(torch.autograd.Function):
         @staticmethod

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import saliency
 from saliency import LRP, ExcitationBackprop, Preprocess, SaliencyWarning
-from saliency.relevance import COMPOSITES, AlphaBeta, Epsilon, Flat, Gamma, ZBox, ZPlus
+from saliency.relevance import COMPOSITES, AlphaBeta, Epsilon, Flat, Gamma, LinearOperation, Rule, WSquare, ZBox, ZPlus
 from tests.models import Checkpointed, OwnForward, Packed
 from tests.relevance import textbook
 
@@ -428,3 +429,57 @@ def test_the_ledger_and_the_input_sum_to_the_score(network: Callable[[], nn.Modu
     shares = dict(zip(found.ledger_names, found.ledger.unbind(1), strict=True))
     torch.testing.assert_close(shares["input"], found.values.sum((1, 2, 3)))
     assert float((found.residual / found.scores).abs().max()) < 1e-4
+
+
+def _first_layers() -> dict[str, nn.Module]:
+    """First layers that do not read (N, C, ...): the same function of the image as a convolution over it all."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 4, (5, 6)).double()
+    flat = nn.Linear(90, 4).double()
+    scaled = nn.Conv2d(3, 4, (5, 6)).double()
+    norm = nn.BatchNorm2d(3).double()
+    with torch.no_grad():
+        scale, shift = torch.tensor([0.5, -2, 3]).double(), torch.tensor([0.1, 0.2, -0.3]).double()
+        norm.weight.copy_(scale * (1 + norm.eps) ** 0.5)
+        norm.bias.copy_(shift)
+        flat.weight.copy_(conv.weight.flatten(1))
+        flat.bias.copy_(conv.bias)
+        scaled.weight.copy_(conv.weight / scale[:, None, None])
+        scaled.bias.copy_(conv.bias - (scaled.weight * shift[:, None, None]).sum((1, 2, 3)))
+    return {
+        "conv": nn.Sequential(conv, nn.Flatten()),
+        "flat": nn.Sequential(nn.Flatten(), flat),
+        "batch norm": nn.Sequential(norm, scaled, nn.Flatten()),
+    }
+
+
+@pytest.mark.parametrize("name", ["flat", "batch norm"])
+def test_bounds_per_channel_are_carried_to_the_first_layer(name: str) -> None:
+    x, networks = torch.rand(2, 3, 5, 6, dtype=torch.float64) - 0.5, _first_layers()
+    composite = {"first": ZBox([-1, -2, -3], [1, 2, 4])}
+    maps = {key: LRP(network.eval(), composite=composite).attribute(x, 1).values for key, network in networks.items()}
+    torch.testing.assert_close(maps[name], maps["conv"], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("rule", [Flat(), WSquare()])
+def test_a_batch_norm_before_the_first_layer_passes_its_relevance(rule: Rule) -> None:
+    x, network = torch.rand(2, 3, 5, 6, dtype=torch.float64) - 0.5, _first_layers()["batch norm"].eval()
+    assert isinstance(network, nn.Sequential)
+    found = LRP(network, composite={"first": rule}).attribute(x, 1)
+    alone = LRP(network[1:], composite={"first": rule}).attribute(network[0](x).detach(), 1)
+    torch.testing.assert_close(found.values, alone.values)
+
+
+class _Misshapen(Rule):
+    def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
+        return relevance
+
+
+@pytest.mark.parametrize(
+    ("key", "place"), [("1", 'layer "1"'), ("linear", r"an operation addmm with weights \(90, 4\)")]
+)
+def test_a_rule_of_a_wrong_shape_is_named_with_its_layer_and_shapes(key: str, place: str) -> None:
+    network = _first_layers()["flat"]
+    message = rf"_Misshapen\(\) at {place} returned \(2, 4\) for an input \(2, 90\)"
+    with pytest.raises(saliency.MethodError, match=message):
+        LRP(network, composite={key: _Misshapen()}).attribute(torch.rand(2, 3, 5, 6).double(), 1)

@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import saliency
@@ -134,6 +135,13 @@ _CONSERVED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear operations in place on parts": _rectified_in_place,
     # A view without gradient shares the memory of the signal.
     "signal after a detached view": lambda y, weight: y.detach().view_as(y).sigmoid() + y * weight,
+    "padding with a value": lambda y, weight: nn.functional.pad(y, (1, 1, 1, 1), value=0.5),
+    "values in places of a constant": lambda y, weight: torch.masked_scatter(
+        weight.expand_as(y).clone(), torch.arange(4)[:, None, None] > 1, y[:, 2:].contiguous()
+    ),
+    "filter of frequencies": lambda y, weight: torch.fft.irfft2(torch.fft.rfft2(y) * (weight + 1j)),
+    "random ReLU": lambda y, weight: nn.functional.rrelu(y) * weight,
+    "chunks": lambda y, weight: torch.cat(torch.unsafe_chunk(y, 2, 1)[::-1], 1),
     "maximum of two signals": lambda y, weight: torch.maximum(y, y * weight),
 }
 _REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -143,6 +151,7 @@ _REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sigmoid in place on a part": _write("sigmoid_"),
     "maximum": lambda y, weight: torch.maximum(y, weight),
     "lerp": lambda y, weight: torch.lerp(y, y.sigmoid(), weight),
+    "abs of complex numbers": lambda y, weight: torch.fft.rfft2(y).abs(),
     "log_sigmoid": lambda y, weight: nn.functional.logsigmoid(y),
 }
 
@@ -183,6 +192,83 @@ def test_an_operation_without_a_rule_is_refused_with_its_name(name: str) -> None
         saliency.LRP(model).attribute(x, TARGETS)
     by_gradient = saliency.LRP(model, unknown="gradient").attribute(x, TARGETS)
     assert " by gradient" in str(by_gradient.coverage)
+
+
+class _Rows(nn.Module):
+    """A recurrent network over the rows of an image."""
+
+    def __init__(self, cell: type[nn.GRU | nn.LSTM | nn.RNN]) -> None:
+        super().__init__()
+        self.cell = cell(18, 5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the last state."""
+        y: Tensor = self.cell(x.transpose(1, 2).flatten(2))[0][:, -1]
+        return y
+
+
+@pytest.mark.parametrize(
+    "method", [saliency.LRP, saliency.AttnLRP, saliency.CPLRP, saliency.DeepLIFT, saliency.DeepSHAP, saliency.FullGrad]
+)
+@pytest.mark.parametrize("cell", [nn.GRU, nn.LSTM, nn.RNN])
+def test_recurrent_networks_are_complete(
+    cell: type[nn.GRU | nn.LSTM | nn.RNN], method: type[saliency.Attribution]
+) -> None:
+    explanation = method(_Rows(cell).double().eval()).attribute(torch.randn(2, 3, 5, 6, dtype=torch.float64), TARGETS)
+    assert explanation.residual is not None
+    assert float(explanation.residual.abs().max()) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_a_fused_lstm_is_refused_with_its_cure() -> None:
+    model, x = _Rows(nn.LSTM).eval(), torch.randn(1, 3, 5, 6)
+    with pytest.raises(saliency.NotApplicableError, match=r"backends\.mkldnn\.flags\(enabled=False\)"):
+        saliency.LRP(model).attribute(x, 1)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert bool(saliency.LRP(model).attribute(x, 1).values.any())
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("method", [saliency.LRP, saliency.DeepLIFT, saliency.FullGrad])
+def test_a_loss_is_a_score(method: type[saliency.Attribution], reduction: str) -> None:
+    model, x = _drawn(lambda y, weight: y * weight)
+
+    def score(output: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, torch.tensor([1]), reduction=reduction).reshape(1)
+
+    explanation = method(model).attribute(x[:1], score)
+    assert explanation.residual is not None
+    assert float(explanation.residual.abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "method", [saliency.LRP, saliency.AttnLRP, saliency.DeepLIFT, saliency.FullGrad, saliency.ExcitationBackprop]
+)
+def test_a_reentrant_checkpoint_is_named(method: type[saliency.Attribution]) -> None:
+    model, x = _drawn(
+        lambda y, weight: torch.utils.checkpoint.checkpoint(lambda y: y.tanh() * weight, y, use_reentrant=True)
+    )
+    with pytest.raises(saliency.NotApplicableError, match="use_reentrant"):
+        method(model).attribute(x[:1], 1)
+
+
+def test_a_detector_with_roi_align_is_conserved() -> None:
+    detection = pytest.importorskip("torchvision").models.detection
+    torch.manual_seed(0)
+    sizes = {"min_size": 96, "max_size": 96, "rpn_post_nms_top_n_test": 20, "box_score_thresh": 0.0}
+    model = detection.fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None, **sizes).eval()
+
+    def score(output: list[dict[str, Tensor]]) -> Tensor:
+        return output[0]["scores"][:1]
+
+    class Stacked(nn.Module):
+        def forward(self, x: Tensor) -> list[dict[str, Tensor]]:
+            y: list[dict[str, Tensor]] = model(list(x))
+            return y
+
+    explanation = saliency.LRP(Stacked()).attribute(torch.rand(1, 3, 96, 96), score)
+    assert explanation.residual is not None
+    assert float(explanation.residual.abs()) < 1e-3 * float(explanation.scores.abs())
 
 
 def test_constants_per_channel_are_biases_and_others_are_tokens() -> None:
@@ -244,3 +330,33 @@ def test_the_last_walk_frees_the_values_of_the_forward() -> None:
     assert not method.alive
     saliency.explain_together([method, saliency.VanillaGradient(model)], x, TARGETS)
     assert method.alive == len(method.values)
+
+
+def test_a_vision_language_model_is_conserved() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=14, patch_size=7)
+    text = transformers.LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=20, max_position_embeddings=16)
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=19, vision_feature_layer=-1
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    prompt = torch.tensor([[1, 19, 19, 19, 19, 2]])
+
+    class Answer(nn.Module):
+        """The logits of the next token."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = model(pixel_values=x, input_ids=prompt).logits[:, -1]
+            return y
+
+    for method in (saliency.AttnLRP, saliency.CPLRP, saliency.DeepLIFT):
+        explanation = method(Answer()).attribute(torch.randn(1, 3, 14, 14), 5)
+        assert explanation.residual is not None
+        assert bool(explanation.values.any())
+        assert float(explanation.residual.abs()) < 1e-5
