@@ -438,6 +438,8 @@ def _first_layers() -> dict[str, nn.Module]:
     flat = nn.Linear(90, 4).double()
     scaled = nn.Conv2d(3, 4, (5, 6)).double()
     norm = nn.BatchNorm2d(3).double()
+    assert conv.bias is not None
+    assert scaled.bias is not None
     with torch.no_grad():
         scale, shift = torch.tensor([0.5, -2, 3]).double(), torch.tensor([0.1, 0.2, -0.3]).double()
         norm.weight.copy_(scale * (1 + norm.eps) ** 0.5)
