@@ -26,7 +26,7 @@ Edge = tuple[Node, int]
 _MOVES = {
     *("cat", "clone", "constant_pad_nd", "copy", "flip", "im2col", "index", "index_select", "pixel_shuffle"),
     *("pixel_unshuffle", "reflection_pad2d", "repeat", "replication_pad2d", "roll", "stack", "_to_copy"),
-    "upsample_nearest2d",
+    *("upsample_nearest2d", "masked_scatter", "slice_scatter", "select_scatter"),
 }
 
 

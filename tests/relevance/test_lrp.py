@@ -438,6 +438,8 @@ def _first_layers() -> dict[str, nn.Module]:
     flat = nn.Linear(90, 4).double()
     scaled = nn.Conv2d(3, 4, (5, 6)).double()
     norm = nn.BatchNorm2d(3).double()
+    assert conv.bias is not None
+    assert scaled.bias is not None
     with torch.no_grad():
         scale, shift = torch.tensor([0.5, -2, 3]).double(), torch.tensor([0.1, 0.2, -0.3]).double()
         norm.weight.copy_(scale * (1 + norm.eps) ** 0.5)
@@ -483,3 +485,23 @@ def test_a_rule_of_a_wrong_shape_is_named_with_its_layer_and_shapes(key: str, pl
     message = rf"_Misshapen\(\) at {place} returned \(2, 4\) for an input \(2, 90\)"
     with pytest.raises(saliency.MethodError, match=message):
         LRP(network, composite={key: _Misshapen()}).attribute(torch.rand(2, 3, 5, 6).double(), 1)
+
+
+def test_an_image_that_is_put_into_a_canvas_has_the_relevance_of_a_padded_one() -> None:
+    torch.manual_seed(0)
+    x, last = torch.rand(2, 3, 5, 6, dtype=torch.float64), nn.Sequential(nn.Conv2d(3, 4, 5), nn.Flatten()).double()
+
+    class Canvas(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = last
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.last(x.new_zeros(len(x), 3, 5, 7).slice_scatter(x, 3, 1))
+            return y
+
+    found, padded = (
+        LRP(network, composite={"first": Flat()}).attribute(x, 1).values
+        for network in (Canvas(), nn.Sequential(nn.ZeroPad2d((1, 0, 0, 0)), last))
+    )
+    torch.testing.assert_close(found, padded)
