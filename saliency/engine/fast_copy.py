@@ -116,7 +116,7 @@ def _choose(model: nn.Module, x: Tensor, precision: Precision, *, backward: bool
         useless["bf16"] = "bf16 is for passes without gradients"
     elif not has_bfloat16(x.device):
         useless["bf16"] = "this device only emulates bfloat16"
-    dropped = []
+    dropped: list[str] = []
     tried: tuple[Precision, ...] = ("fast",) if precision == "fast" else ("bf16", "fast")
     for option in tried:
         note = useless.get(option, "")

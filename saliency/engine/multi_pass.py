@@ -16,7 +16,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, get_args
 
@@ -32,12 +32,21 @@ from ..hooks.manager import HookManager
 from ..hooks.model_state import is_out_of_memory, leaf, run_model
 from ..hooks.rectifiers import INDEPENDENT, NO_GRADIENT, Coverage, differentiate
 from ..validation import check_choice, check_integer, check_number
-from .chunks import LargestTensor, chunk_size
 from .estimates import Estimate
 from .window import WindowForward
 
 if TYPE_CHECKING:
     from .fast_copy import FasterModel
+
+CHUNK_CPU, CHUNK_ACCELERATOR = 4 * 224**2, 64 * 224**2
+"""Pixels of an automatic chunk. They are fixed, so that the same call gives the same bits.
+
+Larger chunks are not reliably faster on a CPU: glibc maps blocks above 32 MiB, such as an activation of 16 images of
+resnet50, anew at each pass, and the system clears their pages. That took 86 of 323 ms per pass, and none after
+`keep_memory`. Chunks by the largest tensor of the model (8 for resnet50) were within the noise of 4.
+"""
+MAX_CHUNK_CPU, MAX_CHUNK_ACCELERATOR = 16, 256
+"""Largest automatic number of passes of a chunk, for small images."""
 
 CHECK_INTERVAL = 16
 """A tolerance is checked after multiples of this many passes, so that it does not depend on the chunk size."""
@@ -55,6 +64,12 @@ _T = TypeVar("_T")
 
 MakeInputs = Callable[[int, int], Tensor]
 """Creates the inputs (stop - start, C, H, W) of the passes `start` to `stop` - 1."""
+
+
+def chunk_size(x: Tensor) -> int:
+    """Return how many passes of inputs like `x` (1, C, H, W) run at once, by the size of the image and the device."""
+    pixels, most = (CHUNK_CPU, MAX_CHUNK_CPU) if x.device.type == "cpu" else (CHUNK_ACCELERATOR, MAX_CHUNK_ACCELERATOR)
+    return max(1, min(most, pixels // x.shape[2:].numel()))
 
 
 class ChunkResult(NamedTuple):
@@ -76,7 +91,6 @@ class PassRunner(ExitStack):
         x: (1, C, H, W) the image.
         batch_target: The resolved target of the batch.
         image: The image's index in the batch.
-        largest: Bytes of the largest tensor of one pass, from which the chunk size on a CPU follows.
 
     Attributes:
         x: The image.
@@ -90,12 +104,10 @@ class PassRunner(ExitStack):
         notes: Texts that are added to the note of `RunStats`.
     """
 
-    def __init__(
-        self, method: MultiPassAttribution, x: Tensor, batch_target: ResolvedTarget, image: int, largest: int
-    ) -> None:
+    def __init__(self, method: MultiPassAttribution, x: Tensor, batch_target: ResolvedTarget, image: int) -> None:
         super().__init__()
         self.x, self.least, self.used, self.interrupted = x, 1, 0, False
-        self.chunk = chunk_size(x, largest) if method.chunk == "auto" else method.chunk
+        self.chunk = chunk_size(x) if method.chunk == "auto" else method.chunk
         self.stopped: Stopped = "complete"
         self.precisions: dict[str, str] = {}
         self.notes: list[str] = []
@@ -216,9 +228,10 @@ class PassRunner(ExitStack):
 
         known, precision = self._copies, self._method.precision
         if backward not in known:
-            other = known.get(True)
-            is_shared = precision == "fast" and other is not None and other.model is not self._model
-            known[backward] = other if is_shared else faster_model(self._model, self.x, precision, backward=backward)
+            other = known.get(True) if precision == "fast" else None
+            if other is None or other.model is self._model:
+                other = faster_model(self._model, self.x, precision, backward=backward)
+            known[backward] = other
         return known[backward]
 
     def _inputs(self, make: MakeInputs, start: int, stop: int) -> Tensor:
@@ -392,8 +405,7 @@ class MultiPassAttribution(Attribution):
     The options change the speed, the rounding and the random draws, but not the estimated quantity.
 
     Args:
-        chunk: The number of passes that run at once; "auto" chooses it by the device, the size of the image and, on a
-            CPU, the largest tensor of the model.
+        chunk: The number of passes that run at once; "auto" chooses it by the device and the size of the image.
             Chunks of different sizes round differently.
         precision: "exact" runs the model itself. "fast" runs a private copy with batch norms folded into convolutions
             and channels last in memory (equal to about 1 %). "bf16" runs this copy in bfloat16, for passes without
@@ -414,17 +426,14 @@ class MultiPassAttribution(Attribution):
         """Explain the images of a batch one by one."""
         images: list[ImageAttribution] = []
         stats: list[RunStats] = []
-        interrupted, needs_size = False, self.chunk == "auto" and x.device.type == "cpu"
+        interrupted = False
         with HookManager(), torch.no_grad():  # a manager of its own: hooks of an outer call do not act on this one
             began = time.perf_counter()
-            with LargestTensor(x) if needs_size else nullcontext() as seen:
-                output = run_model(self.model, x)
-            scores = target(output)
-            largest = 0 if seen is None else seen.bytes
+            scores = target(run_model(self.model, x))
             spent = (time.perf_counter() - began) / len(x)
             for image in range(len(x)):
                 method = self._for_image(image)
-                with PassRunner(method, x[image : image + 1], target, image, largest) as passes, no_autocast(x):
+                with PassRunner(method, x[image : image + 1], target, image) as passes, no_autocast(x):
                     passes.began -= spent
                     passes.interrupted |= interrupted  # one Ctrl-C ends the passes of all images
                     images.append(method.explain_image(passes, scores[image]))

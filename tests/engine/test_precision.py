@@ -428,10 +428,22 @@ def test_fast_serves_double_precision() -> None:
 # What is remembered.
 
 
+def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """The list to which each call of a function of `fast_copy` adds its name."""
+    calls: list[str] = []
+    function = getattr(fast_copy, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        calls.append(name)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(fast_copy, name, call)
+    return calls
+
+
 def test_what_was_found_is_remembered_for_this_model_and_kind_of_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x, tried = network(torch.float32), X.float(), list[object]()
-    choose = fast_copy._choose
-    monkeypatch.setattr(fast_copy, "_choose", lambda *given, **options: tried.append(0) or choose(*given, **options))
+    model, x = network(torch.float32), X.float()
+    tried = counted(monkeypatch, "_choose")
     cases = [(model, x, False), (model, x, True), (model, x[..., :10], False), (network(torch.float32), x, False)]
     for module, images, backward in cases * 2:
         assert run_with(module, images, "fast", backward=backward).note.startswith("fast")
@@ -615,11 +627,10 @@ def test_each_kind_of_pass_says_how_it_was_run() -> None:
 def test_the_model_is_copied_once_for_an_image(
     name: str, precision: str, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, x, made = network(torch.float32), X.float()[:1], list[object]()
+    model, x = network(torch.float32), X.float()[:1]
     method = named[name](model, **named[name].quick_options, precision=precision)
     method.attribute(x, 1)  # chooses the copy
-    copied = fast_copy.private_copy
-    monkeypatch.setattr(fast_copy, "private_copy", lambda model: made.append(0) or copied(model))
+    made = counted(monkeypatch, "private_copy")
     method.attribute(x, 1)
     assert len(made) == copies
 

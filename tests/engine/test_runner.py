@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from saliency import METHODS, MethodError, TargetError, contrast, probability, region, value
 from saliency.attribution.options import Budget, Option, RunStats
 from saliency.attribution.resolved_target import ResolvedTarget
-from saliency.engine import chunks, multi_pass
-from saliency.engine.chunks import LARGEST_TENSOR_CPU, MAX_CHUNK_CPU, LargestTensor, chunk_size
+from saliency.engine import multi_pass
 from saliency.engine.estimates import Estimate, generator
 from saliency.engine.multi_pass import (
+    MAX_CHUNK_CPU,
     ImageAttribution,
     MakeInputs,
     PassRunner,
     SampledAttribution,
+    chunk_size,
     from_estimate,
 )
 from saliency.errors import SaliencyWarning
@@ -69,7 +70,7 @@ def passes_on(model: nn.Module, limits: Budget | None = None, **options: Any) ->
         selection(model(x))
     limits = limits or Budget()
     method = Noisy(model, passes=limits.passes, seconds=limits.seconds, tolerance=limits.tolerance, **options)
-    return PassRunner(method, x, selection, 0, 1)
+    return PassRunner(method, x, selection, 0)
 
 
 def brighter(x: Tensor) -> MakeInputs:
@@ -350,50 +351,11 @@ def test_what_counts_as_a_lack_of_memory() -> None:
 # Chunk sizes.
 
 
-def test_the_chunk_size_follows_from_the_largest_tensor_of_the_model() -> None:
-    x, values = torch.empty(1, 3, 224, 224), 4 * 112**2
-    sizes = {"resnet50": 64 * values, "efficientnet_lite0": 96 * values, "vgg16": 64 * 4 * values}
-    assert {name: chunk_size(x, largest) for name, largest in sizes.items()} == {
-        "resnet50": 8,
-        "efficientnet_lite0": 4,
-        "vgg16": 2,
-    }
-    assert chunk_size(x, LARGEST_TENSOR_CPU + 1) == 1
-    assert chunk_size(x, 1) == MAX_CHUNK_CPU
-
-
-def test_the_chunk_size_on_an_accelerator_follows_from_the_size_of_the_image() -> None:
-    assert chunk_size(torch.empty(1, 3, 224, 224, device="meta"), 0) == 64
-    assert chunk_size(torch.empty(1, 3, 2000, 2000, device="meta"), 0) == 1
-
-
-class Wide(nn.Module):
-    """A model whose largest tensor that depends on the image has 24 channels; a larger one does not depend on it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.sizes = nn.Conv2d(3, 24, 1), list[int]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.sizes.append(len(x))
-        weight = self.conv.weight.repeat(64, 64, 1, 1)
-        expanded = self.conv(x)[:, None].expand(-1, 100, -1, -1, -1)
-        return expanded.mean((1, 3, 4)) + weight.mean()
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_largest_tensor_of_an_image_does_not_depend_on_its_batch(count: int) -> None:
-    with torch.no_grad(), LargestTensor(images(count, (16, 16))) as seen:
-        Wide()(images(count, (16, 16)))
-    assert seen.bytes == 4 * 24 * 16 * 16
-
-
-@pytest.mark.parametrize("chunk", ["auto", 5])
-def test_chunks_stay_below_the_largest_block_that_the_system_keeps(chunk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "LARGEST_TENSOR_CPU", 3 * 4 * 24 * 16 * 16)
-    model = Wide()
-    Noisy(model, passes=20, chunk=chunk).attribute(images(2, (16, 16)), 0)
-    assert max(model.sizes[1:]) == (2 if chunk == "auto" else 5)
+def test_the_chunk_size_follows_from_the_size_of_the_image() -> None:
+    assert chunk_size(torch.empty(1, 3, 224, 224)) == 4
+    assert chunk_size(torch.empty(1, 3, 2000, 2000)) == 1
+    assert chunk_size(torch.empty(1, 3, 8, 8)) == MAX_CHUNK_CPU
+    assert chunk_size(torch.empty(1, 3, 224, 224, device="meta")) == 64
 
 
 def test_two_calls_give_the_same_bits() -> None:
@@ -429,7 +391,7 @@ def test_any_target_means_the_same_in_passes_as_in_the_batch(target: Any) -> Non
         expected = selection(model(x))
         for image in range(3):
             one = x[image : image + 1]
-            (done,) = PassRunner(Noisy(model), one, selection, image, 1).forwards(copies(one), 1)
+            (done,) = PassRunner(Noisy(model), one, selection, image).forwards(copies(one), 1)
             torch.testing.assert_close(done.scores, expected[image : image + 1])
 
 
