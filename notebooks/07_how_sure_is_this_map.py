@@ -155,9 +155,9 @@ for asked, each in maps.items():
     print(f"{asked:6} correlation with the exact map {same:.5f}")
 
 # %% [markdown]
-# **What to see.** The three maps are nearly the same. The title of each states the precision that was used. On a machine
-# that only emulates bfloat16, the last one is "fast". **What to beware of.** bfloat16 changes the map slightly. If exact
-# values matter, leave `precision` at its default.
+# **What to see.** The three maps are nearly the same. The title of each states the precision that was used. On a
+# machine that only emulates bfloat16, the last one is "fast". **What to beware of.** bfloat16 changes the map
+# slightly. If exact values matter, leave `precision` at its default.
 #
 # **In short.** Set a tolerance, look at `agreement`, and fade values that are not significant before you show a map to
 # others.
