@@ -23,10 +23,10 @@ from torch import Tensor
 import saliency
 from saliency import METHODS, Explanation, generator
 from saliency.attribution.heatmap import reduced_maps
-from saliency.inspection.trust import OTHERS
+from saliency.inspection.trust import CONTROLS, OTHERS, UNTIL
 from saliency.metrics import Metric
 from saliency.metrics.agreement import RankCorrelation
-from saliency.metrics.base import ABSOLUTE, DRAWS, RELATIVE, SPREAD, SharedResults, Subject
+from saliency.metrics.base import ABSOLUTE, DRAWS, RELATIVE, SPREAD, SharedResults, Subject, edges
 from saliency.metrics.faithfulness import Deletion, Infidelity, Insertion
 from saliency.metrics.randomisation import layers_from_the_top, randomise
 from saliency.metrics.road import ROAD
@@ -37,7 +37,7 @@ PHOTOS = ("camera", "chelsea", "coffee", "rocket", "astronaut")
 KNOWN = PHOTOS[:4]
 """The photos whose top class is right."""
 
-CURVES: list[Metric] = [Deletion(steps=4), Insertion(steps=4), ROAD(shares=(0.2, 0.5))]
+CURVES: list[Metric] = [Deletion(steps=2, until=UNTIL), Insertion(steps=2, until=UNTIL), ROAD(shares=(0.2, 0.5))]
 """The metrics of a card that run the network for each map."""
 
 RIGHT: dict[str, dict[str, Any]] = {
@@ -70,14 +70,6 @@ class Case(NamedTuple):
     explanation: Explanation
 
 
-class Controlled(Subject):
-    """A map with its controls, and the edges of the image."""
-
-    def controlled(self, cells: Tensor) -> Tensor:
-        """Return the map, the controls and the edges (M, N, H, W)."""
-        return torch.cat([super().controlled(cells), edges(self.images, 0)[None].to(cells)])
-
-
 @cache
 def network() -> torch.nn.Module:
     """Return the bundled network."""
@@ -103,13 +95,6 @@ def base(photo: str) -> Explanation:
 def with_map(photo: str, map_: Tensor) -> Explanation:
     """Return an explanation of a photo by a map (h, w) of signed values."""
     return replace(base(photo), values=map_.float()[None, None], method="map", sign="signed")
-
-
-def edges(images: Tensor, sigma: float) -> Tensor:
-    """Return the norm of the gradient of images (N, C, H, W), smoothed by `sigma` pixels: (N, H, W)."""
-    grey = images.mean(1)
-    down, across = (grey.roll(1, axis) - grey.roll(-1, axis) for axis in (1, 2))
-    return smoothed(torch.hypot(down, across), sigma / EDGE)
 
 
 def blobs(edge: int, count: int, source: torch.Generator) -> Tensor:
@@ -147,7 +132,7 @@ def null_maps(photo: str, variant: int) -> Iterator[tuple[str, Tensor]]:
     yield "blobs", blobs(EDGE, (1, 2, 4, 8)[variant], source)
     yield "coarse blobs", blobs((7, 7, 14, 14)[variant], (1, 3, 1, 3)[variant], source)
     image = METHODS["grad_cam"](network()).read(ASSETS / f"{photo}.jpg").tensor
-    yield "edges", edges(image, (0, 1, 2, 4)[variant])[0]
+    yield "edges", smoothed(edges(image), (0, 1, 2, 4)[variant] / EDGE)[0]
     for kind, names in (
         ("CAMs of random weights", ("grad_cam", "layer_cam", "grad_cam", "layer_cam")),
         ("pixels of random weights", ("input_x_gradient", "vanilla_gradient", "guided_backprop", "input_x_gradient")),
@@ -189,9 +174,9 @@ def references(photo: str) -> list[Explanation]:
 
 
 def measured(case: Case, shared: SharedResults) -> Record:
-    """Return the values of all metrics for the map, its controls and the edges.
+    """Return the values of all metrics for the map, and for its controls: a constant and those of a card.
 
-    The random controls of metrics that run the network are left out, as NaN, where the map does not beat the others.
+    The random controls of metrics that run the network are left out, as NaN, where the map does not beat the centre.
     For altered maps all are measured.
     """
     context: dict[str, Any] = {
@@ -199,28 +184,30 @@ def measured(case: Case, shared: SharedResults) -> Record:
         "inputs": ASSETS / f"{case.photo}.jpg",
         "seed": case.seed,
         "shared": shared,
+        "controls": ("constant", *CONTROLS),
     }
-    few, usual = (Controlled(case.explanation, draws=draws, **context) for draws in (0, DRAWS))
+    few, usual = (Subject(case.explanation, draws=draws, **context) for draws in (0, DRAWS))
     rows: Record = {}
-    for metric, one in CURVES[0].together(CURVES, few).items():
-        own, *fixed = one.values[:3, 0].tolist() if metric.name in HIGHER else (-one.values[:3, 0]).tolist()
-        if own > max(fixed) or case.group == "altered":
-            rows |= _rows([metric], usual)
+    for metric, row in _rows(CURVES, few).items():
+        own, _, centre, _ = row["values"]
+        is_worse = own == centre or (own < centre) == (metric.name in HIGHER)
+        if is_worse and case.group != "altered":
+            rows[metric.name] = row | {"values": [*row["values"], *[math.nan] * DRAWS]}
         else:
-            values = one.values[:, 0].tolist()
-            rows[metric.name] = {"values": [*values[:3], *[math.nan] * DRAWS, values[3]], "errors": None}
-    rows |= _rows([Infidelity(samples=60)], usual)
+            rows[metric.name] = _rows([metric], usual)[metric]
+    infidelity = Infidelity(samples=60)
+    rows["infidelity"] = _rows([infidelity], usual)[infidelity]
     others = [other for other in references(case.photo) if other.method != case.explanation.method]
-    subjects = [Controlled(case.explanation, reference=other, **context) for other in others]
+    subjects = [Subject(case.explanation, reference=other, **context) for other in others]
     each = [RankCorrelation().outcome(subject).values[:, 0] for subject in subjects]
     rows["rank_correlation"] = {"values": torch.stack(each).mean(0).tolist(), "errors": None}
     return {"group": case.group, "kind": case.kind, "photo": case.photo, "seed": case.seed, "rows": rows}
 
 
-def _rows(metrics: Sequence[Metric], subject: Subject) -> Record:
+def _rows(metrics: Sequence[Metric], subject: Subject) -> dict[Metric, Record]:
     outcomes = metrics[0].together(metrics, subject)
     return {
-        metric.name: {
+        metric: {
             "values": one.values[:, 0].tolist(),
             "errors": None if one.difference_error is None else one.difference_error[:, 0].tolist(),
         }
@@ -231,26 +218,29 @@ def _rows(metrics: Sequence[Metric], subject: Subject) -> Record:
 HIGHER = ("insertion", "rank_correlation")
 """The metrics of which higher values are better."""
 
-RULES = ("1.645 deviations", "1.645 deviations, and the edges", "2 deviations", "all draws")
-"""Rules for random controls. The card uses the first; the second adds the edges of the image as a control."""
+RULES = {
+    "as on the card": (("centre", "edges"), SPREAD),
+    "1.645 standard deviations": (("centre", "edges"), 1.645),
+    "2 standard deviations": (("centre", "edges"), 2.0),
+    "better than all 19 draws": (("centre", "edges"), math.nan),
+    "without the edges": (("centre",), SPREAD),
+    "the constant instead of the edges": (("centre", "constant"), SPREAD),
+}
+"""The controls of each rule, and the standard deviations of the random ones; NaN for their range."""
 
 
-def verdict(metric: str, row: Record, rule: str = RULES[0]) -> str:
+def verdict(metric: str, row: Record, rule: str = "as on the card") -> str:
     """Return "clear", "worse" or "" for the values of a map and its controls, by one of `RULES`."""
+    names, spread = RULES[rule]
     values = np.array(row["values"]) * (1 if metric in HIGHER else -1)
     errors = np.zeros(len(values)) if row["errors"] is None else 2 * np.array(row["errors"])
-    own, random = values[0], values[3 : 3 + DRAWS]
-    fixed = [1, 2, len(values) - 1] if "edges" in rule else [1, 2]
-    spread = (2 if rule.startswith("2") else SPREAD) * random.std(ddof=1)
-    low, high = (
-        (random.min(), random.max()) if rule == "all draws" else (random.mean() - spread, random.mean() + spread)
-    )
-    low, high = min(low, *(values - errors)[fixed]), max(high, *(values + errors)[fixed])
-    if (
-        np.isnan(random).any()
-        or np.isclose(own, low, rtol=RELATIVE, atol=ABSOLUTE)
-        or np.isclose(own, high, rtol=RELATIVE, atol=ABSOLUTE)
-    ):
+    own, random, fixed = values[0], values[4:], [1 + ("constant", *CONTROLS).index(name) for name in names]
+    if math.isnan(spread):
+        ends = random.min(), random.max()
+    else:
+        ends = tuple(random.mean() + sign * spread * random.std(ddof=1) for sign in (-1, 1))
+    low, high = min(ends[0], *(values - errors)[fixed]), max(ends[1], *(values + errors)[fixed])
+    if np.isnan(random).any() or np.isclose(own, [low, high], rtol=RELATIVE, atol=ABSOLUTE).any():
         return ""
     return "clear" if own > high else "worse" if own < low else ""
 
@@ -274,7 +264,7 @@ def table(records: Sequence[Record]) -> None:
         print(f"| {kind} | {', '.join(map(str, clear))} | {', '.join(map(str, worse))} |")
 
 
-def _print_rates(title: str, names: Sequence[str], own: Sequence[Record], rule: str = RULES[0]) -> None:
+def _print_rates(title: str, names: Sequence[str], own: Sequence[Record], rule: str = "as on the card") -> None:
     clear = np.array([[verdict(name, rows[name], rule) == "clear" for name in names] for rows in own])
     rates = [*clear.mean(0), clear.any(1).mean()]
     print(f"| {title} | {' | '.join(f'{rate:.2f}' for rate in rates)} |")

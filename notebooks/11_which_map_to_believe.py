@@ -28,13 +28,13 @@ cards = {photo.stem: saliency.trust(saliency.GradCAM(model), photo) for photo in
 saliency.draw_trust(cards["coffee"])
 
 # %% [markdown]
-# **What to see.** Each row is one property. The diamond is the map, the grey marks are the controls: a constant, a spot
-# at the centre, the map itself at random places (the bar is the range of 19 draws), and for the first three rows noise
-# and the edges of the image. Better values lie to the right. Green means clear, red worse than all controls.
+# **What to see.** Each row is one property. The diamond is the map, the grey marks are the controls: the edges of the
+# image, a spot at the centre, the map itself at random places (the bar is the range of 19 draws), and for the first
+# three rows a constant and noise. Better values lie to the right. Green means clear, red worse than all controls.
 #
 # The properties have two groups. The map *depends on the model*: on the weights and on the class, and it is stable
 # under noise. Whether it *marks what matters* is another question: a flipped map depends on the model just as much.
-# On this photo, all properties are clear.
+# On this photo, all properties are clear but insertion: two copies of the map at other places raise the score as fast.
 #
 # ## Three photos
 #
@@ -61,10 +61,10 @@ for photo, card in cards.items():
     print(f"{photo}: {sum(row.is_clear for row in card)} of {len(card)} properties are clear")
 
 # %% [markdown]
-# **What to see.** The first three rows are clear on all photos: Grad-CAM passes the sanity checks. Of the others, all
-# are clear on the coffee, and only the agreement with other methods on the rocket. **What to beware of.** A light cell
-# does not mean that the map is wrong. It says that this measurement cannot tell it from a map that ignores the
-# prediction.
+# **What to see.** The first three rows are clear on all photos: Grad-CAM passes the sanity checks. Of the others, four
+# are clear on the first two photos, and only the agreement with other methods on the rocket. **What to beware of.** A
+# light cell does not mean that the map is wrong. It says that this measurement cannot tell it from a map that ignores
+# the prediction.
 #
 # ## A method that fails
 #

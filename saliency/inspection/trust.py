@@ -65,6 +65,12 @@ GROUPS = {
 }
 """The metrics of each group of a card. A map of the right model can still be at the wrong place."""
 
+CONTROLS = ("centre", "edges", "random")
+"""The controls of the second group. A constant map gives pixels no order; by ties, it would mark half of the image."""
+
+UNTIL = 0.25
+"""The share of the pixels that are deleted or inserted; over all pixels, right maps are clear less often."""
+
 SLIGHT = 0.05
 """Rank correlations, and their falls, below this number are called slight, even if they are clear."""
 
@@ -236,15 +242,15 @@ def trust(
     """Measure whether a map of one image can be believed.
 
     Each property is measured next to maps that ignore the prediction. It is clear only where the map is better than all
-    of them: for deletion, insertion, ROAD, infidelity and agreement, these are a constant, a spot at the centre and 19
-    copies of the map at random places.
+    of them: for deletion, insertion, ROAD, infidelity and agreement, these are the edges of the image, a spot at the
+    centre and 19 copies of the map at random places.
 
     Args:
         method: The method.
         image: One image, as for `Attribution.attribute`.
         target: As for `Attribution.attribute`.
         seconds: A limit of time. Fewer samples are drawn if more would not fit, and metrics that call the method are
-            left out if two calls would not fit. Without it, the card is the same for the same seed: about 240
+            left out if two calls would not fit. Without it, the card is the same for the same seed: about 190
             forwards and 20 calls of the method.
         seed: The seed of all draws.
         shared: The scores of perturbed images that cards of other methods in the same call share with this one.
@@ -258,17 +264,12 @@ def trust(
     explanation = method.attribute(image, target)
     if len(explanation) != 1:
         raise MethodError(f"a trust card is of one image, got {len(explanation)}")
-    subject = Subject(explanation, method=method, inputs=image, target=target, seed=seed)
+    context: dict[str, Any] = {"method": method, "target": target, "seed": seed, "controls": CONTROLS}
+    subject = Subject(explanation, inputs=image, **context)
+    context["inputs"] = subject.images
     metrics = _metrics(subject, None if seconds is None else check_number("seconds", seconds, above=0))
-    context: dict[str, Any] = {
-        "method": method,
-        "inputs": subject.images,
-        "target": target,
-        "seed": seed,
-        "shared": shared,
-    }
-    measurements = measure(metrics, explanation, **context)
-    measurements.append(_agreement(subject))
+    measurements = measure(metrics, explanation, shared=shared, **context)
+    measurements.append(_agreement(subject, context))
     notes = _notes(explanation, {each.metric for each in measurements})
     card = TrustCard([property_of(each) for each in measurements], _COLUMNS, _title(explanation), notes)
     card.explanation, card.seed = explanation, seed
@@ -279,19 +280,19 @@ def trust(
 
 def _metrics(subject: Subject, seconds: float | None) -> list[Metric]:
     """Return the metrics of a card, with as many samples as fit into the time."""
-    draws, steps, samples = 5, 4, 60
+    draws, steps, samples = 5, 2, 60
     if seconds is not None:
         call = _seconds_of(lambda: subject.method.attribute(subject.images, subject.explained_target))
         forward = _seconds_of(lambda: subject.scores_of(subject.images))
         draws = min(draws, int(0.4 * seconds / call / 5))
-        steps = max(2, min(steps, int(0.4 * seconds / forward / (2 * DRAWS))))
+        steps = max(1, min(steps, int(0.4 * seconds / forward / (2 * DRAWS))))
         samples = max(20, min(samples, int(0.1 * seconds / forward)))
     metrics: list[Metric] = []
     if draws >= 2:
         is_class = None not in subject.explanation.target
         metrics += [MPRT(layers=1, draws=draws), *([RandomLogit(draws=draws)] if is_class else [])]
         metrics.append(NoiseMargin(samples=draws, draws=draws))
-    curves = [Deletion(steps=steps), Insertion(steps=steps)]
+    curves = [Deletion(steps=steps, until=UNTIL), Insertion(steps=steps, until=UNTIL)]
     return [*metrics, *curves, ROAD(shares=(0.2, 0.5)), Infidelity(samples=samples)]
 
 
@@ -301,8 +302,8 @@ def _seconds_of(run: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _agreement(subject: Subject) -> Measurement:
-    """Return the mean rank correlation with other methods that share one forward."""
+def _agreement(subject: Subject, context: dict[str, Any]) -> Measurement:
+    """Return the mean rank correlation with other methods that share one forward, in the context of the subject."""
     method = subject.method
 
     def explained(names: Sequence[str]) -> list[Explanation]:
@@ -315,7 +316,7 @@ def _agreement(subject: Subject) -> Measurement:
     except (LayerError, NotApplicableError):  # no layer for a CAM
         references = explained(gradients[:1])
     metric = RankCorrelation()
-    each = [Subject(subject.explanation, reference=other, seed=subject.seed) for other in references]
+    each = [Subject(subject.explanation, reference=other, **context) for other in references]
     values = torch.stack([metric.outcome(one).values for one in each]).mean(0)
     return measurement(metric, subject, Outcome(values))
 
@@ -352,8 +353,8 @@ def _missing(measured: Collection[str]) -> list[str]:
 
 def _notes(explanation: Explanation, measured: Collection[str]) -> list[str]:
     notes = [
-        "clear: better than all controls, maps that ignore the prediction: a constant, a spot at the centre, and the "
-        "map itself at 19 random places; for the first three rows a constant, noise and the edges of the image",
+        "clear: better than all controls, maps that ignore the prediction: the edges of the image, a spot at the "
+        "centre, and the map itself at 19 random places; for the first three rows a constant, noise and the edges",
         "worse: worse than all of them; ±: a standard error; in brackets: the range of 90 % of the draws, or two "
         "standard errors of the difference if the metric samples",
     ]

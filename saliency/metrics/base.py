@@ -29,8 +29,11 @@ _T = TypeVar("_T")
 DRAWS = 19
 """The number of random controls."""
 
-SPREAD = 1.645
-"""The standard deviations above their mean that 5 % of normal draws exceed; for error rates see docs/trust.md."""
+SPREAD = 1.78
+"""The standard deviations above their mean that a further normal draw exceeds in 5 %, if both are those of 19 draws."""
+
+CONTROLS = ("constant", "centre", "random")
+"""The controls by default; the edges of the image, "edges", need the model and the images."""
 
 CENTRE_WIDTH = 0.25
 """The standard deviation of the Gaussian control, as a share of each edge."""
@@ -69,7 +72,7 @@ class Outcome(NamedTuple):
     curves: Tensor | None = None  # (M, ..., K)
     at: Tensor | None = None  # (K,) where the curve was measured
     passes: int = 0  # of each image: new forwards, or calls of the method
-    controls: tuple[str, ...] = ()  # the names of the rows after the first, if they are not those of `control_maps`
+    controls: tuple[str, ...] = ()  # the names of the rows after the first, if they are not those of the subject
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,8 +85,8 @@ class Measurement:
         values: (N,) one value per image, NaN where the metric is not defined.
         error: (N,) the standard error of each value, if the metric samples.
         controls: The values of maps that ignore the prediction: "constant", "centre", a Gaussian at the centre of the
-            image, and "random", the map itself at random places, several times. For metrics that call the method:
-            "constant", "random", new noise at each call, and "edges" of the image.
+            image, and "random", the map itself at random places, several times, or others that were asked for. For
+            metrics that call the method: "constant", "random", new noise at each call, and "edges" of the image.
         higher_is_better: None if neither is better.
         curve: (N, K) the scores on which the value is based, if the metric has a curve.
         control_curves: (N, K) the same for each control.
@@ -161,7 +164,8 @@ class Subject(SharedResults):
         reference: Another explanation of the same images, for metrics of agreement.
         score: The score that perturbed images get.
         seed: The seed of all draws.
-        controls: Whether maps that ignore the prediction are measured too, which takes most of the passes.
+        controls: The maps that ignore the prediction and are measured too, which takes most of the passes: names of
+            `CONTROLS`, and "edges" of the image, which needs the model and the images; or False for none.
         draws: The number of random controls.
         shared: The scores of perturbed images that other explanations in the same call share with this one.
     """
@@ -178,13 +182,15 @@ class Subject(SharedResults):
         reference: Explanation | None = None,
         score: Score = "probability",
         seed: int = 0,
-        controls: bool = True,
+        controls: bool | Sequence[str] = True,
         draws: int = DRAWS,
         shared: SharedResults | None = None,
     ) -> None:
         require_explanation(explanation, "a metric")
         reduced_maps(explanation, None)  # raises for NaN and infinity
-        self.explanation, self.seed, self.controls = explanation, seed, controls
+        self.explanation, self.seed = explanation, seed
+        names = CONTROLS if controls is True else controls or ()
+        self.controls = [check_choice("controls", name, (*CONTROLS, "edges")) for name in names]
         self.draws = check_integer("draws", draws, least=0)
         self.shared = shared or SharedResults()
         self.score = check_choice("score", score, get_args(Score))
@@ -196,9 +202,10 @@ class Subject(SharedResults):
         """The map and the controls at the size of the model's input (M, N, H, W)."""
         return self.controlled(reduced_maps(self.explanation, None))
 
-    def controlled(self, cells: Tensor) -> Tensor:
-        """Return maps (N, h, w) and their controls in the size of the model's input, (M, N, H, W)."""
-        rows = [cells, *(control_maps(cells, self.seed, self.draws) if self.controls else ())]
+    def controlled(self, cells: Tensor, of: slice = slice(None)) -> Tensor:
+        """Return maps (N, h, w) of some images and their controls in the size of the model's input, (M, N, H, W)."""
+        images = self.images[of] if "edges" in self.controls else None
+        rows = [cells, *control_maps(cells, self.seed, self.draws, self.controls, images)]
         return torch.stack([resized_within(row, self.explanation.input_size) for row in rows])
 
     def resized(self, values: Tensor) -> Tensor:
@@ -288,22 +295,40 @@ def resized_within(maps: Tensor, size: tuple[int, int]) -> Tensor:
     return resized(maps, size).clamp(maps.amin((1, 2), True), maps.amax((1, 2), True))
 
 
-def control_maps(cells: Tensor, seed: int, draws: int = DRAWS) -> list[Tensor]:
-    """Return the controls of maps (N, h, w): a constant, a Gaussian at the centre, and random draws of `_moved`.
+def control_maps(
+    cells: Tensor, seed: int, draws: int = DRAWS, names: Sequence[str] = CONTROLS, images: Tensor | None = None
+) -> list[Tensor]:
+    """Return the controls of maps (N, h, w) with these names, in their order.
 
-    All have about the mean magnitude of the map, so that metrics of scale are fair. The Gaussian is scaled by a power
-    of two: rounding does not change the order of its pixels, so that all maps of one resolution share its scores.
+    They are a constant, a Gaussian at the centre, the edges of images (N, C, H, W), and random draws of `_moved`. All
+    have about the mean magnitude of the map, so that metrics of scale are fair. The Gaussian and the edges are scaled
+    by a power of two: rounding does not change the order of their pixels, so that all maps of one resolution share
+    their scores.
     """
     height, width = cells.shape[1:]
     mean = cells.abs().mean((1, 2), keepdim=True)
+
+    def scaled(maps: Tensor) -> Tensor:
+        return maps * (mean / maps.mean((1, 2), keepdim=True).clamp(min=1e-30)).log2().round().exp2()
+
     down, across = (
         torch.exp(-0.5 * ((torch.arange(n, device=cells.device) + 0.5) / n - 0.5).div(CENTRE_WIDTH).square()).to(cells)
         for n in (height, width)
     )
-    centre = down[:, None] * across
-    scale = (mean / centre.mean()).log2().round().exp2()
-    moved = [_moved(cells, seed, number) for number in range(draws)]
-    return [mean.expand_as(cells), scale * centre, *moved]
+    maps = {
+        "constant": [mean.expand_as(cells)],
+        "centre": [scaled((down[:, None] * across)[None])],
+        "edges": [] if images is None else [scaled(edges(images).to(cells))],
+        "random": [_moved(cells, seed, number) for number in range(draws if "random" in names else 0)],
+    }
+    return [map_ for name in names for map_ in maps[name]]
+
+
+def edges(images: Tensor) -> Tensor:
+    """Return the norm of the gradient of the mean over the channels of images (N, C, H, W): (N, H, W)."""
+    grey = images.mean(1)
+    down, across = (grey.roll(1, axis) - grey.roll(-1, axis) for axis in (1, 2))
+    return torch.hypot(down, across)
 
 
 def _moved(cells: Tensor, seed: int, number: int) -> Tensor:
@@ -415,8 +440,8 @@ def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measureme
     label, expected = type(metric).__name__, "saliency.metrics.Outcome(values)"
     if not isinstance(outcome, Outcome):
         raise MethodError(f"{label}.outcome returned {type(outcome).__name__}; expected {expected}")
-    names = outcome.controls or ("constant", "centre", *["random"] * subject.draws)
-    names = names if subject.controls else ()
+    drawn = [name for name in subject.controls for _ in range(subject.draws if name == "random" else 1)]
+    names = (outcome.controls or drawn) if subject.controls else ()
     shape = (1 + len(names), len(subject.explanation))
     if tuple(outcome.values.shape) != shape:
         got = f"values {tuple(outcome.values.shape)}"

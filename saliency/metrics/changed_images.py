@@ -112,7 +112,7 @@ class PerturbedImage:
         units = METHODS[explanation.method].units if explanation.method in METHODS else ""
         if "score per unit" in units and explanation.values.shape == self.x.shape:
             maps = (explanation.values * (self.x - Filler(self.x, fill).background)).sum(1)
-        return self._subject.controlled(maps)[:, 0]
+        return self._subject.controlled(maps, slice(self._index, self._index + 1))[:, 0]
 
     def segments(self, by: ResolvedSegments) -> Segments:
         """Return the segments of the image."""

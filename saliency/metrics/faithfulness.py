@@ -35,14 +35,15 @@ class SegmentsOption(ConvertedOption[SegmentsLike, ResolvedSegments]):
         super().__init__(default, resolve_segments)
 
 
-def _counts(steps: int, pixels: int) -> list[int]:
-    """Return the numbers of pixels that equal steps replace, from 0 to all."""
-    steps = min(steps, pixels)
-    return [round(step * pixels / steps) for step in range(steps + 1)]
+def _counts(steps: int, pixels: int, until: float = 1) -> list[int]:
+    """Return the numbers of pixels that equal steps replace, from 0 to a share of all."""
+    last = max(1, round(until * pixels))
+    steps = min(steps, last)
+    return [round(step * last / steps) for step in range(steps + 1)]
 
 
-def _fractions(curves: Tensor) -> Tensor:
-    return torch.linspace(0, 1, curves.shape[-1], dtype=torch.float64, device="cpu")
+def _fractions(curves: Tensor, until: float = 1) -> Tensor:
+    return torch.linspace(0, until, curves.shape[-1], dtype=torch.float64, device="cpu")
 
 
 class Deletion(PerturbationMetric):
@@ -51,8 +52,10 @@ class Deletion(PerturbationMetric):
     Args:
         steps: The number of equal steps; 224 steps of an image of 224x224 delete one row of pixels each.
         fill: The value of deleted pixels, as for `saliency.Occlusion`; 0 is the mean colour of the training images.
+        until: The share of the pixels that the steps delete.
 
-    Values: (N,), in units of the score: the area by the trapezoid rule over the fraction of deleted pixels.
+    Values: (N,), in units of the score: the area by the trapezoid rule over the fraction of deleted pixels, divided by
+    `until`.
 
     Source: Petsiuk et al., "RISE: Randomized Input Sampling for Explanation of Black-box Models" (2018),
         https://arxiv.org/abs/1806.07421.
@@ -63,11 +66,12 @@ class Deletion(PerturbationMetric):
 
     steps: Option[int] = Option(224, check_integer)
     fill: FillOption = FillOption()
+    until: Option[float] = Option(1.0, check_number, above=0, most=1)
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
         """Compute the areas of one image."""
-        curves = image.curves(_counts(self.steps, image.pixels), self.fill)
-        return Outcome(area(curves), curves=curves, at=_fractions(curves))
+        curves = image.curves(_counts(self.steps, image.pixels, self.until), self.fill)
+        return Outcome(area(curves), curves=curves, at=_fractions(curves, self.until))
 
 
 class Insertion(PerturbationMetric):
@@ -75,8 +79,10 @@ class Insertion(PerturbationMetric):
 
     Args:
         steps: As for `Deletion`.
+        until: As for `Deletion`.
 
-    Values: (N,), in units of the score. The blur is a Gaussian of 11 pixels with a standard deviation of 5.
+    Values: (N,), in units of the score, as for `Deletion`. The blur is a Gaussian of 11 pixels with a standard
+    deviation of 5.
 
     Source: Petsiuk et al., "RISE: Randomized Input Sampling for Explanation of Black-box Models" (2018),
         https://arxiv.org/abs/1806.07421.
@@ -86,11 +92,12 @@ class Insertion(PerturbationMetric):
     higher_is_better = True
 
     steps: Option[int] = Option(224, check_integer)
+    until: Option[float] = Option(1.0, check_number, above=0, most=1)
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
         """Compute the areas of one image."""
-        curves = image.curves(_counts(self.steps, image.pixels), image.blurred, insert=True)
-        return Outcome(area(curves), curves=curves, at=_fractions(curves))
+        curves = image.curves(_counts(self.steps, image.pixels, self.until), image.blurred, insert=True)
+        return Outcome(area(curves), curves=curves, at=_fractions(curves, self.until))
 
 
 class OrderedMetric(PerturbationMetric):

@@ -16,7 +16,7 @@ from ..engine.estimates import generator
 from ..hooks.model_state import prepared_for_attribution, run_model
 from ..targets.targets import TargetLike
 from .agreement import WINDOW, ssim
-from .base import Metric, Outcome, SharedResults, Subject
+from .base import Metric, Outcome, SharedResults, Subject, edges
 from .changed_images import correlation, row_ranks
 
 Similarity = Literal["spearman", "absolute", "ssim"]
@@ -74,9 +74,7 @@ class Maps(SharedResults):
             source = generator(self.subject.seed, number)
             noise = torch.randn(shape, generator=source, dtype=torch.float32, device="cpu")
             return noise.to(images).expand(len(images), *shape)
-        grey = images.mean(1, keepdim=True)
-        down, across = (grey.roll(1, axis) - grey.roll(-1, axis) for axis in (2, 3))
-        return torch.hypot(down, across)
+        return edges(images)[:, None]
 
     def noise(self, radius: float, number: int) -> Tensor:
         """Return the draw `number` of uniform noise up to `radius`, the same for all images: (N, C, H, W)."""

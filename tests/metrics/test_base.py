@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from saliency import InputXGradient, MethodError, VanillaGradient
 from saliency.metrics import METRICS, Control, measure
-from saliency.metrics.base import control_maps
+from saliency.metrics.base import DRAWS, SPREAD, control_maps, edges
 from saliency.metrics.faithfulness import ABPC, Deletion, FaithfulnessEstimate, Infidelity, PixelFlipping
 from tests.metrics.maps import explanation_of
 from tests.models import FunctionModel
@@ -89,6 +89,24 @@ def test_controls_can_be_left_out(model: nn.Module, x: Tensor) -> None:
     assert not alone[0].beats_controls.any()
 
 
+def test_controls_are_chosen_by_name_and_the_edges_are_those_of_the_image(model: nn.Module, x: Tensor) -> None:
+    explanation = explanation_of(edges(x))
+    chosen = ("centre", "edges", "random")
+    for metric in ("deletion", "infidelity"):
+        result = measure(metric, explanation, model=model, inputs=x, controls=chosen)[0]
+        assert tuple(result.controls) == chosen
+        assert torch.allclose(result.controls["edges"].values, result.values)
+        assert not (result.beats_controls | result.loses_to_controls).any()  # the map is a control
+    grey = x.mean(1)
+    across = grey[:, 3, 2] - grey[:, 3, 4]
+    down = grey[:, 2, 3] - grey[:, 4, 3]
+    assert torch.allclose(edges(x)[:, 3, 3], (across.square() + down.square()).sqrt())
+    plain = torch.ones_like(x)
+    assert measure("deletion", explanation, model=model, inputs=plain, controls=chosen)[0].values.isfinite().all()
+    with pytest.raises(MethodError, match='did you mean "edges"'):
+        measure("deletion", explanation, model=model, inputs=x, controls=["edge"])
+
+
 def test_errors_name_what_is_missing(model: nn.Module, x: Tensor) -> None:
     explanation = VanillaGradient(model).attribute(x, 0)
     with pytest.raises(MethodError, match=r"pass method=\.\.\. or model=\.\.\."):
@@ -144,6 +162,12 @@ def test_controls_without_a_draw_have_no_error_and_those_with_draws_have_their_r
     random = deletion.controls["random"]
     assert (random.low < random.values).all()
     assert (random.values < random.high).all()
+
+
+def test_a_further_normal_draw_exceeds_the_range_of_19_draws_in_5_percent() -> None:
+    draws = torch.randn(DRAWS + 1, 100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    high = draws[1:].mean(0) + SPREAD * draws[1:].std(0)
+    assert float((draws[0] > high).double().mean()) == pytest.approx(0.05, abs=0.002)
 
 
 def test_random_blocks_are_seldom_better_than_all_controls() -> None:

@@ -123,6 +123,19 @@ def test_the_areas_of_one_pixel_that_matters_have_closed_forms() -> None:
     assert insertion.values.tolist() == pytest.approx([full - (full - blurred) / 128])
 
 
+def test_a_curve_until_half_of_the_pixels_is_the_first_half_of_the_curve() -> None:
+    for cls in (Deletion, Insertion):
+        whole, half = (measured(cls(steps=steps, until=until), curved) for steps, until in ((8, 1), (4, 0.5)))
+        assert whole.curve is not None
+        assert half.curve is not None
+        assert half.at is not None
+        assert torch.equal(half.curve, whole.curve[:, :5])
+        assert half.at.tolist() == [0, 0.125, 0.25, 0.375, 0.5]
+        assert float(half.values) == pytest.approx(float(torch.trapezoid(half.curve[0], dx=1 / 4)))
+    with pytest.raises(MethodError, match="until=0"):
+        Deletion(until=0)
+
+
 def test_a_constant_map_is_as_good_as_a_random_order() -> None:
     for metric in (Deletion(steps=64), PixelFlipping(order="lerf"), ROAD(), Sufficiency()):
         controls = measured(metric, linear).controls
