@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, NoReturn, SupportsFloat, SupportsInt, TypeGuard, TypeVar
+from typing import NoReturn, SupportsFloat, SupportsInt, TypeGuard, TypeVar
 
 from .errors import MethodError, SaliencyError, did_you_mean
 
@@ -34,8 +34,8 @@ class Registry(dict[str, _Entry]):
             raise MethodError(self._missing(name))
         return self[name]
 
-    def _missing(self, name: Any) -> str:
-        if name in self.nearest:
+    def _missing(self, name: object) -> str:
+        if isinstance(name, str) and name in self.nearest:
             return f'no {self._noun} "{name}"; not offered here; nearest: {self.nearest[name]}'
         hint = did_you_mean(str(name), self) or f"; the {self._noun}s are {', '.join(self)}"
         return f'no {self._noun} "{name}"{hint}'

@@ -66,7 +66,7 @@ def test_cards_of_one_image_share_the_scores_of_equal_images(tmp_path: Path, mon
         assert [each.value for each in cards[name]] == pytest.approx([each.value for each in alone], nan_ok=True)
     first, second = ({each.metric: each.passes for each in cards[name].measurements.values()} for name in cards)
     assert second["infidelity"] == 0  # the squares
-    assert first["deletion"] - second["deletion"] == 7  # the constant and the Gaussian, and the empty image
+    assert first["deletion"] - second["deletion"] == 4  # the edges and the Gaussian
     assert second["mprt"] == first["mprt"]
 
 
