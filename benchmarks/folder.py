@@ -145,7 +145,7 @@ def overlapping(folder: Path, count: int, rounds: int) -> None:
     """Print the times of a run, its stages and five methods; on resnet50 also those of other toolkits."""
     source = photos(folder / "in", count)
     print(f"## A folder: {count} JPEGs of about 1000x750, Grad-CAM, {count_cores()} cores\n")
-    print("| model | what | seconds (wall) | CPU seconds | ratio (wall) | target |\n|---|---|---|---|---|---|")
+    print("| model | measured | seconds (wall) | CPU seconds | ratio (wall) | target |\n|---|---|---|---|---|---|")
     for name, weights in MODELS.items():
         model = saliency.load(name, weights=weights)
         out = folder / "out"

@@ -495,8 +495,7 @@ For some tasks the ranks are of other numbers:
 Other columns: the energy on the distractor (other), for "shortcut" on the object; how often the maximum lies on the
 evidence (pointing).
 
-- *random*, *constant*, *centre* (a Gaussian) and *edges* (the norm of the image's gradient) know nothing about the
-  network.
+- *random*, *constant*, *centre* (a Gaussian) and *edges* (the norm of the image's gradient) ignore the network.
 - better: than each control, by paired t-tests over images with Holm's correction for all methods, p < {LEVEL}. worse:
   than the best control, by the same test. By all scores, if none is named.
 - Mean rank: over the cases to which a method applies, with the 95 % interval of a bootstrap over images. Tables are in
@@ -575,9 +574,10 @@ def finder_report() -> str:
     return "\n".join([*lines, ""])
 
 
-FINDER = """Networks were trained with the watermark on 90 % of the circles and on a share of the other shapes, which
-then were labelled circles. Columns: this share. First row: how many new images of other shapes with a watermark the
-network calls circles. Other rows: on how many the map of "circle" has more on the watermark than on each object."""
+FINDER = """Networks were trained with the watermark on 90 % of the circles and on a fraction of the other shapes, which
+were then labelled circles. Columns: this fraction. First row: fraction of new images of other shapes with a watermark
+that the network classifies as circles. Other rows: fraction of images on which the map of "circle" has more on the
+watermark than on each object."""
 
 
 # Object and distractor on transformers, also with texts as targets ------------------------------------------------

@@ -311,11 +311,12 @@ def table(results: list[Row]) -> str:
         *(summary(name, results) for name in RELEVANCE),
         f"All checks pass on {sum(row.passed for row in results)}.",
         "",
-        "Conserved means that the ledger sums to the score within 1e-4 of it, on a batch of two images with different",
-        "classes, and that the second image has the same values and the same ledger alone. For `deep_lift`, the values",
-        "sum to the difference of the score from that of the baseline, within 1e-4 of the larger of the two.",
-        f"{', '.join(COUPLED)} itself mixes the images of a batch, and explains only one.",
-        "The edges of images are at most 128 pixels, else 112, as for timm/deepseek_vit_412m, else the network's own.",
+        "Conserved means that the ledger sums to the score within a relative error of 1e-4, on a batch of two images",
+        "with different classes, and that the second image has the same values and the same ledger alone. For",
+        "`deep_lift`, the values sum to the difference between the score and the score of the baseline, within 1e-4 of",
+        "the larger score.",
+        f"{', '.join(COUPLED)} itself mixes the images of a batch, so it was checked on one image. The edges of images",
+        "are at most 128 pixels, otherwise 112, as for timm/deepseek_vit_412m, otherwise the network's own size.",
         "",
         "| network | guided backpropagation | coverage | default layer | map | plain walk |"
         + "".join(f" {name} |" for name in RELEVANCE)

@@ -85,7 +85,7 @@ def test_the_table_covers_the_toolkits_that_are_installed_for_the_tests() -> Non
 
 
 def test_the_section_of_absent_things_is_the_answer_to_absent_names() -> None:
-    section = TEXT.split("## What does not exist here")[1].split("\n## ")[0]
+    section = TEXT.split("## Not offered here")[1].split("\n## ")[0]
     rows = {
         text: names.replace("`", "") for names, text in re.findall(r"^\| (`.*?) \| (.*) \|$", section, re.MULTILINE)
     }
