@@ -347,7 +347,7 @@ class _MetricPasses(MultiPassAttribution):
             outcome = metric.measure_image(image)
             outcomes.append(outcome._replace(passes=passes.used - before))
         self.measured.append(outcomes)
-        return ImageAttribution(torch.ones_like(passes.x[:, :1]))  # not read; a map of zeros would warn
+        return ImageAttribution(torch.ones_like(passes.x[0, :1]))  # not read; a map of zeros would warn
 
 
 def _stacked(outcomes: Sequence[Outcome]) -> Outcome:
