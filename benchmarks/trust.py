@@ -221,7 +221,7 @@ HIGHER = ("insertion", "rank_correlation")
 RULES = {
     "as on the card": (("centre", "edges"), SPREAD),
     "1.645 standard deviations": (("centre", "edges"), 1.645),
-    "2 standard deviations": (("centre", "edges"), 2.0),
+    "1.78 standard deviations": (("centre", "edges"), 1.78),
     "better than all 19 draws": (("centre", "edges"), math.nan),
     "without the edges": (("centre",), SPREAD),
     "the constant instead of the edges": (("centre", "constant"), SPREAD),
