@@ -354,7 +354,7 @@ def _check_tensor(image: Tensor, prepare: Prepare, first: int) -> Tensor:
 
 
 def _warn_of_range(extremes: Sequence[tuple[float, float]], prepare: Prepare, first: int) -> None:
-    """Warn of the first float tensor whose range is that of an image and not of the model's input."""
+    """Warn of the first float tensor whose values are in the range of an image, not of the model's input."""
     for index, (low, high) in enumerate(extremes, start=first):
         white = _white_value(low, high, prepare)
         if white:

@@ -48,13 +48,13 @@ class Frame:
 
 
 def scaled_size(size: tuple[int, int], longest: int) -> tuple[int, int]:
-    """Return the size (w, h) of a picture after resizing its longer edge to `longest` pixels."""
+    """Return the size (w, h) of an image after resizing its longer edge to `longest` pixels."""
     width, height = (max(1, round(edge * longest / max(size))) for edge in size)
     return width, height
 
 
 def resize_box(box: Box, size: tuple[int, int], new_size: tuple[int, int]) -> Box:
-    """Return the box on a picture that was resized from `size` to `new_size`, both (w, h)."""
+    """Return a box after the image was resized from `size` to `new_size`, both (w, h)."""
     scale_x, scale_y = new_size[0] / size[0], new_size[1] / size[1]
     return box[0] * scale_x, box[1] * scale_y, box[2] * scale_x, box[3] * scale_y
 
@@ -104,7 +104,7 @@ def scaled_grey(image: Image.Image, range: Range | None) -> Image.Image:
 
 
 def drawable(image: Image.Image, range: Range | None = None) -> Image.Image:
-    """Return an image to draw on, in RGB. A deep image shows its range, as for the model.
+    """Return an image to draw on, in RGB. A deep image is scaled by its range, as for the model.
 
     Without a range, an image that uses less than an eighth of 0..65535 is stretched to its minimum and maximum.
     """
@@ -123,7 +123,7 @@ def _rounded(grey: Image.Image) -> Image.Image:
 
 
 def _highest(value: float) -> int:
-    """Return the highest value of as many bits as a value has, at least 8 and at most 16."""
+    """Return the highest value with the bit length of `value`, at least 8 and at most 16 bits."""
     return int(min(max(2 ** int(value).bit_length() - 1, 255), _DEEPEST))
 
 
@@ -351,7 +351,7 @@ class TransformPreprocess:
             I or F of Pillow.
     """
 
-    range: ClassVar[None] = None  # that of a deep image is up to the function
+    range: ClassVar[None] = None  # the function decides the range of a deep image
 
     transform: Callable[[Image.Image], Tensor]
     _boxes: dict[tuple[object, ...], Box] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -360,7 +360,7 @@ class TransformPreprocess:
         """Return the model's input for one image: (C, H, W), floating point.
 
         Raises:
-            ImageError: The callable returned something else.
+            ImageError: The callable did not return one tensor (C, H, W).
         """
         transform: Any = self.transform
         if self.is_processor:
@@ -502,7 +502,7 @@ def _filter_name(interpolation: Any) -> str:
 
 
 def _offset(resized: int, crop: int) -> int:
-    """Return where a centred crop begins, negative for padding, rounded as torchvision and timm round."""
+    """Return the start of a centred crop, negative for padding, rounded as in torchvision and timm."""
     return -((crop - resized) // 2) if crop > resized else round((resized - crop) / 2.0)
 
 
@@ -559,7 +559,7 @@ class _Probe:
         return _transform_grey(self.preprocess, values, self.picture_size, self.highest)
 
     def span(self, axis: int) -> tuple[float, float]:
-        """Return where the output begins and ends on the image, along one axis of (C, h, w)."""
+        """Return the start and end of the output on the image, along one axis of (C, h, w)."""
         length = self.picture_size[2 - axis]
         centres = (np.arange(length) + 0.5) / length
         positions = length * self._profile(centres, axis)  # in the image, of the centre of each output pixel
