@@ -104,7 +104,7 @@ class DualEncoder(nn.Module):
         return {name: values.to(device) for name, values in tokens.items()}
 
     def _cut_tokens(self, prompt: str, kept: Tensor) -> int:
-        """Return how many tokens of a prompt a tokenizer of open_clip cut, which returns those that it kept (L,)."""
+        """Return the number of prompt tokens that open_clip's tokenizer cut, given the remaining ones (L,)."""
         if "context_length" not in inspect.signature(self.tokenizer).parameters:
             return 0
         whole = self.tokenizer([prompt], context_length=len(kept) + len(prompt.encode()) + 1)[0]  # ends in padding
