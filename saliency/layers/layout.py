@@ -85,7 +85,7 @@ def given_layout(tensor: Tensor) -> Layout | None:
 
 
 def layout_from(shape: tuple[int, ...], images: int, size: Grid, *, channels_first: bool = False) -> Layout | None:
-    """Return the layout of an output of this shape; None if its shape is not that of maps.
+    """Return the layout of an output of this shape; None if it is not a shape of maps.
 
     Args:
         shape: The shape of the output.
