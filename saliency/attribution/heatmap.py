@@ -36,7 +36,7 @@ def heatmap(
 ) -> Tensor:
     """Return one number per pixel of the model's input: (N, H, W), on the device of the values and in their units.
 
-    Half and bfloat16 values are reduced in float32; other types are kept. The resize is bilinear by pixel centres
+    Half and bfloat16 values are reduced in float32; other types are unchanged. The resize is bilinear by pixel centres
     (`align_corners=False`), with antialiasing if the map shrinks.
 
     Args:

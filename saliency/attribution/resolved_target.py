@@ -290,7 +290,7 @@ def _ends_in_probability(model: nn.Module, x: Tensor) -> bool:
 
 
 def _identity(model: nn.Module) -> Hashable:
-    """Return what identifies the modules of a model and their hooks."""
+    """Return a key that identifies the modules of a model and their hooks."""
     return tuple((id(module), *forward_hook_ids(module)) for module in unique_modules(model))
 
 
