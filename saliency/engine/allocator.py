@@ -13,7 +13,7 @@ _PAD = 2**26
 
 
 def keep_memory() -> bool:
-    """Keep the memory that this process frees, and return whether it will be kept.
+    """Keep the memory that this process frees, and return whether this succeeded.
 
     By default glibc maps each block above 32 MiB and returns it when it is freed, so the system clears and maps its
     pages again at each pass. This call raises three limits of glibc (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD).
