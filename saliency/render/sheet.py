@@ -38,7 +38,7 @@ def contact_sheet(
     """Draw one row per image and one column per method, the original image first: RGB on white.
 
     The class and its probability are to the left of the row, the method is above the column. If a row explains several
-    classes, the class is below each overlay instead. If outliers are hatched, a line at the bottom says what they are.
+    classes, the class is below each overlay instead. If outliers are hatched, a line at the bottom explains them.
 
     Args:
         rows: One row per image, of explanations of one image by the same methods in the same order.
