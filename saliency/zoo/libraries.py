@@ -265,7 +265,7 @@ class HuggingFace:
 class PythonModel:
     """Models of the user in Python code: "FILE.py:NAME" or "package.module:NAME".
 
-    The name is that of a model, or of a class or function that returns one without arguments.
+    The name refers to a model, or to a class or function that returns one without arguments.
     """
 
     source: Source = "python"
@@ -417,7 +417,7 @@ def downloading(model: str, url: str | None) -> Iterator[None]:
             _require_answer(f"{urlsplit(url).scheme}://{urlsplit(url).netloc}")
         yield
     except Exception as error:
-        # The libraries raise whatever their network, cache and file readers raise.
+        # The libraries let the errors of their network, cache and file readers through.
         raise ModelError(
             f"the pretrained weights of {model} could not be loaded: {type(error).__name__}: {error}; with no network, "
             f'use weights=None (--weights none), a local file as in weights="{model}.safetensors", or the model '
