@@ -27,7 +27,7 @@ from .case import SIZE, images, require, require_raises, require_same, run_all, 
 from .unchanged import Snapshot
 
 FEW: dict[str, Any] = {"steps": 4, "samples": 4, "draws": 2, "sizes": 3, "segments": (3, 3), "patch": 8}
-"""Options that make metrics fast, where they have them."""
+"""Options that make metrics fast."""
 
 METRIC_CHECKS: dict[str, Callable[[type[Metric]], None]] = {}
 
@@ -92,7 +92,7 @@ def _shapes(metric: type[Metric]) -> None:
 
 @_check
 def _images_alone(metric: type[Metric]) -> None:
-    """The values of a batch are those of its images, measured one at a time."""
+    """The values of a batch equal the values of its images, measured one at a time."""
     x, together = images(2), _explanation()
     values = [_measure(metric, together[i], x[i : i + 1]).values for i in range(2)]
     require_same(torch.cat(values), _measure(metric, together, x).values, "images measured alone", rounding=1e-4)
