@@ -50,7 +50,7 @@ def describe(cls: type[Attribution]) -> dict[str, Any]:
 
 
 def _meaning(cls: type[Attribution], option: str) -> str:
-    """Return what the docstring of a class says about an option; "As for `X`" is replaced by what that of X says."""
+    """Return an option's description from the docstring of a class. "As for `X`" is replaced by X's description."""
     pattern = rf"^ {{4}}(?:\w+, )*{option}(?:, \w+)*: (.*(?:\n {{8}}.*)*)"
     found = re.search(pattern, inspect.getdoc(cls) or "", re.MULTILINE)
     text = " ".join(found[1].split()) if found else ""
