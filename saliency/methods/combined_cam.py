@@ -178,8 +178,8 @@ class FinerCAM(LayerAttribution):
     """A CAM of the difference between a class and the classes with the most similar scores.
 
     Instead of the class's score y_c it explains y_c - gamma * mean(y_r) over the reference classes r whose scores are
-    closest to y_c. Shared features, such as fur, cancel; features specific to the class remain. For references of your
-    own, pass a function as the target of the CAM: `lambda output: output[:, 281] - 0.6 * output[:, 282]`.
+    closest to y_c. Shared features, such as fur, cancel; features specific to the class remain. To choose the
+    references, pass a function as the target of the CAM: `lambda output: output[:, 281] - 0.6 * output[:, 282]`.
 
     Args:
         references: The number of classes to compare with.

@@ -87,8 +87,8 @@ def explain_text(
 
     The method explains the text tower as a function of the token embeddings. The value of a token is the sum over its
     embedding. Baselines are by default embeddings of zero, so the values of integrated gradients and DeepLIFT sum to
-    the score less that of such embeddings. After a layer norm, the score hardly depends on the length of an embedding.
-    Gradient x input is then close to zero.
+    the score minus the score of such embeddings. After a layer norm, the score hardly depends on the length of an
+    embedding. Gradient x input is then close to zero.
 
     Args:
         model: A `DualEncoder`.
@@ -99,7 +99,7 @@ def explain_text(
 
     Raises:
         ModelError: The model has no text encoder.
-        MethodError: The method is not one of these, an option is invalid, or the text is not a string.
+        MethodError: The method is not supported, an option is invalid, or the text is not a string.
         ImageError: The image cannot be read, or there are several.
 
     Source: as for the method. Integrated gradients: Sundararajan et al., "Axiomatic Attribution for Deep Networks"
