@@ -39,7 +39,7 @@ _MAX_RESIZED = 178_956_970  # pixels; a strip of 1 x 60000 would otherwise be en
 class Frame:
     """Position of the model's input on the original image.
 
-    The box is in pixels of `picture` (RGB, upright), may be fractional, and extends beyond the image where the
+    The box is in pixels of `picture` (RGB, upright) and may be fractional. It extends beyond the image where the
     preprocessing padded it.
     """
 
@@ -273,8 +273,8 @@ class Preprocess:
         """Return the model's input for one image: (3, H, W), or (1, H, W) for greyscale, float32 on the CPU.
 
         Raises:
-            ImageError: The image is so long and thin that resizing it would take all memory; or its pixels have no
-                agreed range, and there is no `range`.
+            ImageError: Resizing the long, thin image would take all memory. Or its pixels have no agreed range, and
+                there is no `range`.
             NonFiniteError: A pixel is NaN.
 
         Warns:
