@@ -474,9 +474,9 @@ def region(label: int | str, where: Any = None) -> Target:
     Args:
         label: The class, by index or name.
         where: (H, W) or (N, H, W), true at the pixels to average, in the size of the output. None takes the pixels that
-            the model assigns to the class. With one channel, these are the pixels with a logit above 0, or with a
-            probability above 0.5 if the model's last operation is a sigmoid. With two class names, the channel belongs
-            to class 1, and its negative to class 0.
+            the model assigns to the class. With one channel, these are the pixels with a logit above 0. If the model's
+            last operation is a sigmoid, they are the pixels with a probability above 0.5. With two class names, the
+            channel belongs to class 1, and its negative to class 0.
 
     Raises:
         TargetError: `where` is not an array.
