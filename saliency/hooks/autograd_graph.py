@@ -18,8 +18,8 @@ the test that fails first when PyTorch changes it:
 - `torch._C._functorch` detects tensors inside `torch.func` transformations: `inspection/test_record.py`.
 - `_scaled_dot_product_attention_math` makes second derivatives possible: `inspection/test_jacobian.py`.
 
-An edge is where the gradient enters or leaves a module. Nothing is inserted into the graph: the operations that pass
-gradient to an input are found by traversing the graph from the outputs of the module. Therefore in-place modules and
+An edge is where the gradient enters or leaves a module. Nothing is inserted into the graph. The operations that pass
+gradient to an input are found by traversing the graph from the module's outputs. Therefore in-place modules and
 functions between modules keep working.
 """
 

@@ -1,7 +1,7 @@
 """The hook manager: the only code that registers hooks on modules, tensors and autograd nodes.
 
 Hooks on modules act only in the thread that opened their manager. Gradients are observed and rewritten by hooks on the
-nodes of the autograd graph of one call, so nothing stays on the model and no other call is affected.
+nodes of the autograd graph of one call. Nothing remains on the model, and no other call is affected.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class HookScope:
     def acts_on_leaves(self) -> bool:
         """Return whether hooks on leaves act. Threads share leaves, but hooks ignore backward passes of other threads.
 
-        On an accelerator, threads of the autograd engine run the backward pass, and hooks act in all of them: it is
-        unknown which thread started the pass.
+        On an accelerator, threads of the autograd engine run the backward pass. Hooks act in all of them, since the
+        thread that started the pass is unknown.
         """
         is_engine_thread = isinstance(threading.current_thread(), threading._DummyThread)
         return not self.closed and (is_engine_thread or threading.get_ident() == self.thread)

@@ -42,7 +42,7 @@ _HOLDERS = (Tensor, *_LISTS)
 
 
 class SavedValues(IntEnum):
-    """Values that a record keeps."""
+    """Values that a record stores."""
 
     NOTHING = 0
     """No record."""
@@ -150,7 +150,7 @@ def operator_name(op: Op) -> str:
 
 @cache
 def _schema(op: Op) -> dict[str, bool]:
-    """The arguments of an operation by name, and whether it writes to them."""
+    """Return by name whether an operation writes to its arguments."""
     arguments = operator_schema(op).arguments
     return {part.name: part.alias_info is not None and part.alias_info.is_write for part in arguments}
 
@@ -279,7 +279,7 @@ def _linear_of_torchvision(node: Node) -> Operation | None:
 
 
 class OperationRecord(DispatchMode):
-    """Records the operations of this thread by the sequence numbers of their nodes. It can be entered several times.
+    """Recorder of this thread's operations, by the sequence numbers of their nodes. It can be entered several times.
 
     Args:
         source: The image. Operations on it are recorded.
