@@ -165,7 +165,7 @@ def significance(explanation: Explanation, *, sign: Sign | None = None) -> Tenso
     """Return how many standard errors each pixel of the map is away from zero: (N, h, w), without a unit.
 
     About 95 % of the pixels of a random map lie below 2. If channels are summed, their errors are summed too, as for
-    fully correlated errors: the true significance is not smaller. A nonzero value without error counts as infinitely
+    fully correlated errors. The true significance is not smaller. A nonzero value without error counts as infinitely
     far, and a zero value as 0.
 
     Args:
