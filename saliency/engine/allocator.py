@@ -15,7 +15,7 @@ _PAD = 2**26
 def keep_memory() -> bool:
     """Keep the memory that this process frees, and return whether this succeeded.
 
-    By default glibc maps each block above 32 MiB and returns it when it is freed, so the system clears and maps its
+    By default, glibc maps each block above 32 MiB and returns it when it is freed. The system then clears and maps its
     pages again at each pass. This call raises three limits of glibc (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD).
     They hold for the whole process and stay raised. The call can be made at any time, and repeated. Blocks of a
     gigabyte and more are still returned.

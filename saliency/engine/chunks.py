@@ -31,8 +31,8 @@ class LargestTensor(DispatchMode):
 
     The compiler does not run inside it, so a compiled model runs as it was before compilation.
 
-    Tensors whose first dimension is not the batch, such as weights, do not count, so that the result for one image does
-    not depend on the other images of its batch.
+    Tensors whose first dimension is not the batch, such as weights, do not count. So the result for one image does not
+    depend on the other images of its batch.
 
     Args:
         x: (N, C, H, W) the batch.

@@ -67,7 +67,7 @@ class ChunkResult(NamedTuple):
 
 
 class PassRunner(ExitStack):
-    """Runs the passes of one image: in chunks, counted, limited and interruptible.
+    """Runner of the passes of one image: in chunks, counted, limited and interruptible.
 
     Use it as a context manager: leaving it removes the progress bar and restores the handling of Ctrl-C.
 

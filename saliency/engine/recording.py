@@ -102,7 +102,7 @@ def _map(part: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class UntracedAccess(TorchFunctionMode):
-    """Detects calls that read the values of tensors without an operation that a dispatch mode sees.
+    """Detector of calls that read the values of tensors without an operation visible to a dispatch mode.
 
     Attributes:
         reason: The first such access; empty if there is none.
@@ -471,7 +471,7 @@ class PartialForward(ABC):
 
 
 class TailForward(PartialForward):
-    """Computes a model's output for variants of one layer's output, with the part before the layer computed once.
+    """Forward for variants of one layer's output, with the part before the layer computed once.
 
     Args:
         model: As for `PartialForward`.
@@ -573,7 +573,7 @@ class TailForward(PartialForward):
 
 
 def _last_reads(tape: Tape) -> list[frozenset[int]]:
-    """The slots of each step that nothing reads after it."""
+    """Return, for each step, its slots that no later step reads."""
     needed = {part.at for part in tape.outputs if isinstance(part, Slot)}
     last: list[frozenset[int]] = []
     for step in reversed(tape.steps):

@@ -37,7 +37,7 @@ class Rectangles:
     lefts: tuple[int, ...]
 
     def nearly_fill(self, size: Sequence[int]) -> bool:
-        """Whether a rectangle covers nearly all of a map of size (H, W)."""
+        """Return whether a rectangle covers nearly all of a map of size (H, W)."""
         return self.height * self.width >= NEARLY_WHOLE * size[0] * size[1]
 
 
@@ -279,7 +279,7 @@ def patch_rule(op: Op) -> PatchRule | None:
 
 
 class WindowForward(PartialForward):
-    """Computes a model's output for copies of an image that differ from it in one window each.
+    """Forward for copies of an image that differ from it in one window each.
 
     Local operations are replayed only on the rectangles that depend on the windows. Whole maps are computed after an
     operation that is not local, and where a rectangle nearly fills its map.
