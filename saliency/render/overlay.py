@@ -78,8 +78,8 @@ def overlay(
             the middle.
         sign: As in `heatmap`; by default as in the paper of the method.
         percentile: Colours saturate at this percentile of the map's magnitudes. None is the largest magnitude; "auto"
-            is 99 for gradients at the input, for maps of a layer and for positive maps, which are drawn above their
-            minimum, and otherwise the largest magnitude.
+            is 99 for gradients at the input, for maps of a layer and for positive maps (drawn above their minimum).
+            Otherwise it is the largest magnitude.
         smoothing: Each drawn value is an average with a Gaussian, whose standard deviation is this fraction of the
             map's longer edge: 0.005 is about one pixel of an input of 224. Coarse maps do not change. 0 draws the
             values.
