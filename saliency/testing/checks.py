@@ -526,7 +526,7 @@ def settings(case: MethodCase) -> None:
 
 @check
 def memory(case: MethodCase) -> None:
-    """Calls leak no tensors, and neither model nor input is kept alive."""
+    """Calls leak no tensors, and hold neither model nor input."""
     # Exclude existing objects from garbage collection, which takes seconds in a large process.
     with ExitStack() as undo:
         if gc.get_freeze_count() == 0:

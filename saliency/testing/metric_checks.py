@@ -107,7 +107,7 @@ def _seeded(metric: type[Metric]) -> None:
 
 @_check
 def _chunks(metric: type[Metric]) -> None:
-    """The values do not depend on how many passes run at once."""
+    """The values do not depend on the number of passes per chunk."""
     first, second = (_measure(metric, _explanation(), images(2), chunk=size).values for size in (1, 7))
     require_same(second.nan_to_num(), first.nan_to_num(), "chunks of 7 instead of 1", rounding=1e-4)
 
@@ -123,7 +123,7 @@ def _unchanged(metric: type[Metric]) -> None:
 
 @_check
 def _degenerate_maps(metric: type[Metric]) -> None:
-    """Zero and constant maps have an answer, and NaN is an error."""
+    """Zero and constant maps give a defined result, and NaN is an error."""
     explanation = _explanation()
     for value in (0.0, 1.0):
         flat = replace(explanation, values=torch.full_like(explanation.values, value))
