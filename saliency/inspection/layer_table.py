@@ -263,7 +263,7 @@ def _shapes_of(output: Any) -> Shapes:
 
 
 class MultiplyAdds(DispatchMode):
-    """Counts the multiply-adds of the operations of a block in this thread."""
+    """Counter of the multiply-adds of the operations of a block in this thread."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -349,7 +349,7 @@ def _objective(loss_or_target: Any, categories: Categories, output: Any, batch: 
 
 
 class _GradientCollector(_Collector):
-    """Collects moments of the gradients at layers and sums of the gradients of parameters, over all batches."""
+    """Collector of moments of the gradients at layers and sums of the gradients of parameters, over all batches."""
 
     def __init__(
         self, batches: Batches, layers: LayersLike, of: str, objective: Callable[[Any, ModelCall], Tensor]
