@@ -220,7 +220,7 @@ class RectGrad(RectifiedGradient):
 
 
 def _positive_signal(grad_input: Tensor, grad_output: Tensor) -> Tensor:
-    """The true derivative times the incoming gradient, where that gradient is positive."""
+    """Return the true derivative times the incoming gradient where that gradient is positive, else 0."""
     return torch.where(grad_output > 0, grad_input, torch.zeros_like(grad_input))
 
 

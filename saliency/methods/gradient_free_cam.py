@@ -474,7 +474,7 @@ class AblationCAM(LayerPasses, TimedAttribution):
         return passes.target(len(channels))(tree_map_tensors(layer.output, lambda _: rows))
 
     def _run_with(self, x: Tensor, layer: LayerOutput, raw: Tensor) -> Any:
-        """The model's output when each call of the layer with an output of this shape returns `raw`."""
+        """Return the model's output when each call of the layer with an output of this shape returns `raw`."""
 
         def replace(output: Any) -> Any:
             first = first_tensor(output)

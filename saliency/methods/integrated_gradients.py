@@ -171,7 +171,7 @@ class _ProbabilityIfAny(Probability):
 
 
 def _squared_shares(gradients: Tensor) -> Tensor:
-    """The share of each value in the sum of squares of its gradient (k, C, H, W); zero for a zero gradient."""
+    """Return the share of each value in the sum of squares of its gradient (k, C, H, W); zero for a zero gradient."""
     largest = gradients.abs().amax((1, 2, 3), keepdim=True)
     # Scale first: the square of a small gradient would vanish.
     squares = (gradients / torch.where(largest == 0, torch.ones_like(largest), largest)).square()
@@ -213,7 +213,7 @@ class ExpectedGradients(SampledAttribution):
         images = x if is_drawn else baselines(self.references, x, self.preprocess, self.seed)
 
         def draw(sample: int) -> tuple[Tensor, float]:
-            """The baseline (C, H, W) of a sample and its point on the path."""
+            """Return the baseline (C, H, W) of a sample and its point on the path."""
             random = generator(self.seed, sample)
             point = float(torch.rand((), generator=random, dtype=torch.float64, device="cpu"))
             if not is_drawn:
@@ -235,9 +235,9 @@ class ExpectedGradients(SampledAttribution):
 class GuidedIG(SteppedAttribution):
     """Integrated gradients on a path that moves the values with the smallest gradients first.
 
-    A straight path collects noise at pixels with a large gradient that it only passes. This path postpones
-    these values: a step moves the `fraction` of values with the smallest gradients to their limit, then further such
-    fractions, until the whole path is one step closer to the image. No value may lead the straight path by more than
+    A straight path collects noise at pixels with a large gradient that it only passes. This path postpones these
+    values. A step moves the `fraction` of values with the smallest gradients to their limit. Further fractions follow
+    until the whole path is one step closer to the image. No value may lead the straight path by more than
     `max_distance`, and a value that lags by more is moved along.
 
     Each step starts at the end of the previous one, so passes run one by one.
@@ -274,7 +274,7 @@ class GuidedIG(SteppedAttribution):
         return ImageAttribution(values, residual=residual_of(passes, values, score, references))
 
     def _path_values(self, passes: PassRunner, reference: Tensor) -> Tensor:
-        """The values (C, H, W) of the path from one baseline (1, C, H, W); after an interrupt, of its first part."""
+        """Return the path's values (C, H, W) from one baseline (1, C, H, W); after an interrupt, of its first part."""
         start, end = reference.to(wide(passes.x)), passes.x.to(wide(passes.x))
         # The position of each value on its path, from 0 at the baseline to 1 at the image, and the path's length.
         position, length = torch.zeros_like(start), (end - start).abs()
@@ -497,13 +497,13 @@ class AdaptiveIntegral:
         return 1e-6 * max(abs(value) for _, value, _ in self.nodes)
 
     def _sorted(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The order of the nodes by position (n,), and their positions, values and slopes in this order."""
+        """Return the order of the nodes by position (n,), and their positions, values and slopes in this order."""
         at, values, slopes = torch.tensor(self.nodes, dtype=torch.float64, device="cpu").T
         order = at.argsort()
         return order, at[order], values[order], slopes[order]
 
     def _mixed(self) -> tuple[Tensor, Tensor]:
-        """For each interval (n - 1,), the share of the slope at its left end, and the residual."""
+        """Return, for each interval (n - 1,), the share of the slope at its left end, and the residual."""
         _, at, values, slopes = self._sorted()
         left, right, widths, rises = slopes[:-1], slopes[1:], at.diff(), values.diff()
         difference = left - right
@@ -540,7 +540,7 @@ def _adaptively_integrated(passes: PassRunner, references: Tensor, tolerance: fl
 
 
 def _is_met(paths: list[AdaptiveIntegral], tolerance: float) -> bool:
-    """Whether the mean residual is small relative to the mean rise, or no larger than rounding."""
+    """Return whether the mean residual is small relative to the mean rise, or no larger than rounding."""
     if not paths[0].nodes:
         return False
     residual, rise = abs(sum(path.residual for path in paths)), abs(sum(path.rise for path in paths))

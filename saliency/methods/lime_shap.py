@@ -308,10 +308,10 @@ class _KernelRegression(Coalitions):
 class ShapleySampling(CoalitionSampling):
     """Shapley values of segments, by showing them one by one in random orders.
 
-    The value of a segment is the gain of the score when it is added, averaged over orders that are drawn in pairs: an
-    order and its reverse (Mitchell et al.), so a segment that is early in one is late in the other. Each order sums to
-    f(x) - f(x'), where x' is the image with all segments hidden, and takes M - 1 passes for M segments. A pair that a
-    limit cuts short is left out, unless it is the only one. Then the remaining difference is divided evenly among the
+    The value of a segment is the gain of the score when it is added, averaged over orders. Orders are drawn in pairs,
+    an order and its reverse (Mitchell et al.), so a segment that is early in one is late in the other. Each order sums
+    to f(x) - f(x'), where x' is the image with all segments hidden, and takes M - 1 passes for M segments. A pair that
+    a limit cuts short is left out, unless it is the only one. Then the remaining difference is divided evenly among the
     segments that were not reached.
 
     The standard errors are computed for a mean over independent pairs; None for fewer than two.

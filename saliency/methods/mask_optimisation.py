@@ -208,9 +208,9 @@ class ExtremalPerturbation(OptimisedMask):
     proportion for others). The squared distance of its sorted values from the ideal values (a fraction `areas` is 1,
     the rest 0) is added to the score, with a weight that grows at each step.
 
-    Differences from the authors' code: the score is divided by the loss from blurring the whole image, and Adam is
-    used, so that weight and rate suit any model; the weight grows by a factor of 16 over all steps. Images are shifted
-    by up to 2 of 224 pixels at each step. "best" starts from the whole image, "worst" from a half blurred one. The
+    Differences from the authors' code: the score is divided by the drop from blurring the whole image, and Adam is
+    used. So weight and rate suit any model. The weight grows by a factor of 16 over all steps. Images are shifted by up
+    to 2 of 224 pixels at each step. "best" starts from the whole image, "worst" from a half blurred one. The
     result is one of many good parts: a different seed may give a different one.
 
     Args:

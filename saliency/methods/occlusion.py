@@ -18,7 +18,7 @@ from .baselines import Filler, FillOption
 
 
 def _checked_edges(option: str, edges: object) -> int | tuple[int, int]:
-    """One number of pixels, or two. Raises MethodError for anything else."""
+    """Return one number of pixels, or two. Raises MethodError for other values."""
     if is_pair(edges):
         return int(edges[0]), int(edges[1])
     if is_integer(edges):
@@ -105,13 +105,13 @@ class Occlusion(TimedAttribution):
 
 
 def _starts(length: int, window: int, stride: int) -> list[int]:
-    """The first pixels of the windows along one edge; the last window ends with the image."""
+    """Return the first pixels of the windows along one edge; the last window ends with the image."""
     last = length - window
     return [*range(0, last, stride), last]
 
 
 def _covering(starts: list[int], window: int) -> list[int]:
-    """The first pixels of as few of the windows along one edge as cover it."""
+    """Return the first pixels of the fewest windows that cover one edge."""
     chosen = starts[:1]
     while chosen[-1] < starts[-1]:
         chosen.append(max(start for start in starts if start <= chosen[-1] + window))

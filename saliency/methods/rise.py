@@ -22,9 +22,9 @@ class RISE(SampledAttribution):
     A mask M is a grid of cells, each shown with probability p, enlarged bilinearly and shifted by less than a cell. The
     paper's map is the mean of f(x M) M / p: the expected score when the pixel is visible. A large part of it is
     constant, the score of half an image, and with few masks the map shows how often a pixel happened to be visible. So
-    by default the map is debiased: at each pixel the covariance of score and mask divided by the variance of the mask,
-    which is the slope of the score from hidden to visible. It is 0 if the score does not depend on the pixel, and can
-    be negative. For masks of 0 and 1 the variance is p (1 - p), and the map equals the map of Hatakeyama et al., the
+    by default the map is debiased: the covariance of score and mask at each pixel, divided by the variance of the mask.
+    This is the slope of the score from hidden to visible. It is 0 if the score does not depend on the pixel, and can be
+    negative. For masks of 0 and 1 the variance is p (1 - p). The map then equals the map of Hatakeyama et al., the
     difference of the mean scores with the pixel visible and hidden. The variance of enlarged masks is smaller, and
     smallest in the middle of the image. `debiased=False` gives the paper's map.
 
@@ -156,7 +156,7 @@ class MaskedScores(Estimate):
         self._sums += torch.cat([first, second]).view_as(self._sums)
 
     def _map(self, scored: Tensor, bare: Tensor, total: float, count: int) -> Tensor:
-        """The sum of s d, with scores counted from their mean if debiased."""
+        """Return the sum of s d, with the mean subtracted from the scores if debiased."""
         return scored - bare * (total / count) if self._debiased else scored
 
     @property

@@ -96,8 +96,8 @@ class Segments:
 def segmented(x: Tensor, by: ResolvedSegments, preprocess: object = None) -> Segments:
     """Return the segments of an image.
 
-    Superpixels are computed on the image as the model sees it: the input, denormalised to 0..1 if the preprocessing is
-    a `Preprocess`, and otherwise scaled to 0..1 by its smallest and largest value.
+    Superpixels are computed on the model's input. It is denormalised to 0..1 if the preprocessing is a `Preprocess`,
+    and otherwise scaled to 0..1 by its smallest and largest value.
 
     Args:
         x: (1, C, H, W) the image, normalised.
@@ -125,7 +125,7 @@ def segmented(x: Tensor, by: ResolvedSegments, preprocess: object = None) -> Seg
 
 
 def _image(x: Tensor, preprocess: object) -> NDArray[np.float64]:
-    """The image as the model sees it, (H, W, C), in 0..1."""
+    """Return the image as the model sees it, (H, W, C), in 0..1."""
     image = x[0].detach().cpu().double()
     if isinstance(preprocess, Preprocess) and len(image) == len(preprocess.mean):
         image = preprocess.denormalise(image)

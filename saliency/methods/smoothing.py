@@ -245,7 +245,7 @@ class Variance(Estimate):
 
 
 def _variance(sums: Tensor, count: int) -> Tensor:
-    """The unbiased variance, from the sums of samples and of their squares."""
+    """Return the unbiased variance, from the sums of samples and of their squares."""
     return ((sums[1] - sums[0].square() / count) / max(count - 1, 1)).clamp(min=0)
 
 
@@ -270,7 +270,7 @@ def _name_of(method: Attribution) -> str:
 
 
 def _options_of(method: Attribution) -> dict[str, Setting]:
-    """The options of a method, and its layer if it was named."""
+    """Return the options of a method, and its layer if it was named."""
     layer = getattr(method, "layer", None)
     return ({"layer": layer} if isinstance(layer, str) else {}) | dict(method.settings)
 

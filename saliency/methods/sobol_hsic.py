@@ -78,7 +78,7 @@ class Dependence(ScoreEstimate):
         return values, errors if self.count >= 4 else None
 
     def _width(self) -> float:
-        """The median distance of two scores, or the mean distance if most are equal; 0 if the scores do not vary."""
+        """Return the median distance of two scores, or the mean distance if most are equal; 0 if they do not vary."""
         if float(self.scores.std(correction=0)) <= self._rounding * float(self.scores.abs().max()):
             return 0.0
         distances = torch.pdist(self.scores[:_BLOCK, None])
@@ -209,7 +209,7 @@ class Sobol(GridAttribution):
         return coarser._explain_grid(passes, score)
 
     def _length(self, x: Tensor) -> int:
-        """The number of passes of a row."""
+        """Return the number of passes of a row."""
         return math.prod(self.cells_of(x)) + 2
 
     def _explain_grid(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
@@ -309,7 +309,7 @@ def hypercube_bits(cells: int, seed: int, start: int, stop: int) -> Tensor:
 
 
 def _rounding(x: Tensor, score: Tensor) -> float:
-    """The standard deviation of scores, as a share of the largest, that may be rounding alone.
+    """Return the standard deviation of scores, relative to the largest, that rounding alone may cause.
 
     In half precision, sums run in single precision and each layer's output is rounded once. When the last bit of the
     input changed, the top scores of four networks varied by up to 0.45 eps in half precision, and 1.8 eps in float32.

@@ -286,7 +286,7 @@ class CheferAttention(AttentionMap):
 
 
 class GradECLIP(AttentionMap):
-    """Values of the last attention, weighted by the gradient at its result and by how similar query and key are.
+    """Values of the last attention, weighted by the gradient at its result and the similarity of query and key.
 
     The relevance of a patch is the gradient at the result of the tokens that the head reads, times the value of the
     patch, times the cosine of query and key, scaled to 0..1 over the patches. The cosine takes the place of the

@@ -33,9 +33,9 @@ class XRAI(TimedAttribution):
 
     Integrated gradients start from the darkest and from the brightest value of the image, so that black and white
     regions both get values; the map takes the largest channel of their mean. Segments, dilated a little to include
-    their
-    edges, are then taken one by one: always the segment whose remaining pixels have the largest mean, which becomes
-    their value. A segment that adds only a few pixels is dropped, and pixels outside all segments get their own mean.
+    their edges, are then taken one by one. The next segment is the one whose remaining pixels have the largest mean;
+    this mean becomes their value. A segment that adds only a few pixels is dropped, and pixels outside all segments get
+    their own mean.
 
     Args:
         rule: As for `IntegratedGradients`.
