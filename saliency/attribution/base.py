@@ -444,7 +444,7 @@ def explain_together(
     require_methods(methods)
     first = methods[0]
     expected = (first.model, first.preprocess, first.categories, first.layout)
-    if any((each.model, each.preprocess, each.categories, each.layout) != expected for each in methods):
+    if any((method.model, method.preprocess, method.categories, method.layout) != expected for method in methods):
         raise MethodError(
             "explain_together: the methods must have the same model, preprocessing, class names and layout"
         )

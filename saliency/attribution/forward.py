@@ -120,7 +120,7 @@ class SharedForward:
             NotApplicableError: A part of the model is checkpointed with use_reentrant=True.
             RuntimeError: The methods declare fewer `backwards` than they need.
         """
-        has_gradient = [isinstance(each, GradientEdge) or each.requires_grad for each in inputs]
+        has_gradient = [isinstance(part, GradientEdge) or part.requires_grad for part in inputs]
         ends = list(compress(inputs, has_gradient))
         retain = not self.count_backward()
         grads = iter(differentiate(score, ends, retain_graph=retain) if ends else ())
@@ -204,13 +204,13 @@ class TargetGradients:
     @cached_property
     def _shared_gradients(self) -> dict[str | Node, Tensor]:
         """The gradients at all stored layers and attention calls, from one backward pass."""
-        kept = self.forward.layers
+        layers = self.forward.layers
         nodes = [call.node for call in self.attention]
-        gradients = self._gradients([*kept.values(), *(GradientEdge(node, 0) for node in nodes)])
+        gradients = self._gradients([*layers.values(), *(GradientEdge(node, 0) for node in nodes)])
         if all(gradient is None for gradient in gradients):
-            raise LayerError(no_gradient_message(*kept))
-        pairs: Any = zip([*kept, *nodes], gradients, strict=True)
-        return {at: torch.zeros_like(kept[at]) if grad is None and at in kept else grad for at, grad in pairs}
+            raise LayerError(no_gradient_message(*layers))
+        pairs: Any = zip([*layers, *nodes], gradients, strict=True)
+        return {at: torch.zeros_like(layers[at]) if grad is None and at in layers else grad for at, grad in pairs}
 
     def input_gradient(self) -> Tensor:
         """Return the gradient of the scores at the input (N, C, H, W)."""

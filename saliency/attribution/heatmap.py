@@ -103,12 +103,12 @@ def limits(maps: Tensor, percentile: float | None) -> Tensor:
 def several(explanations: Explanation | Iterable[Explanation], name: str) -> list[Explanation]:
     """Return one explanation, or any number of them, as a list. Raises RenderError if it is empty."""
     is_one = isinstance(explanations, Explanation | Tensor) or not isinstance(explanations, Iterable)
-    items: list[Any] = [explanations] if is_one else list(explanations)
-    for item in items:
-        require_explanation(item, name)
-    if not items:
+    listed: list[Any] = [explanations] if is_one else list(explanations)
+    for explanation in listed:
+        require_explanation(explanation, name)
+    if not listed:
         raise RenderError(f"{name} got no explanation; pass at least one")
-    return items
+    return listed
 
 
 def single_images(explanations: Explanation | Iterable[Explanation], name: str) -> list[Explanation]:

@@ -46,10 +46,10 @@ Outcome = list[Result] | Failure
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Measure the images, print and write the comparison, and return the exit code."""
-    found, left_out = find_images(
+    listing, left_out = find_images(
         read_sources(arguments.sources), recursive=arguments.recursive, targets=arguments.targets
     )
-    images = merge_listing([], found).images[: arguments.limit]
+    images = merge_listing([], listing).images[: arguments.limit]
     evaluation = Evaluation.of(arguments, screen)
     with locked(arguments.out):
         OutputFolder(arguments.out).remove_temporary_files()
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         results = [result for outcome in ordered if not isinstance(outcome, Failure) for result in outcome]
         if results:
             _write(Comparison(results), arguments.out, screen)
-    failures = [evaluation.describe_failures(*each) for each in zip(images, outcomes, strict=True)]
+    failures = [evaluation.describe_failures(*pair) for pair in zip(images, outcomes, strict=True)]
     for line in chain.from_iterable(failures):
         screen.error(line)
     failed = sum(map(bool, failures))

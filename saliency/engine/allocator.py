@@ -40,5 +40,5 @@ def keep_memory() -> bool:
     mallopt = ctypes.CDLL(None).mallopt
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
     # Before 2.35, glibc refuses a threshold above 32 MiB, but accepts a limit of 0 mapped blocks.
-    kept = mallopt(_MMAP_THRESHOLD, _NEVER) or mallopt(_MMAP_MAX, 0)
-    return bool(kept and mallopt(_TRIM_THRESHOLD, _NEVER) and mallopt(_TOP_PAD, _PAD))
+    is_raised = mallopt(_MMAP_THRESHOLD, _NEVER) or mallopt(_MMAP_MAX, 0)
+    return bool(is_raised and mallopt(_TRIM_THRESHOLD, _NEVER) and mallopt(_TOP_PAD, _PAD))

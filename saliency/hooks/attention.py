@@ -142,8 +142,8 @@ def find_attention(nodes: Iterable[Node], images: int) -> tuple[list[AttentionCa
         require_visible(node)
         if saved(node, "query", None) is not None:
             calls.append(_fused(node, images, reads_image=next_functions(node)[0][0] in nodes))
-        elif node.name() == "BmmBackward0" and (found := _softmax_of(node)) is not None:
-            softmax, product, is_transposed = found
+        elif node.name() == "BmmBackward0" and (parts := _softmax_of(node)) is not None:
+            softmax, product, is_transposed = parts
             softmaxes.add(softmax)
             reads_image = next_functions(product)[-2][0] in nodes  # the operand before it, if any, is a bias
             values = _read(node, "self").mT if is_transposed else _read(node, "mat2")

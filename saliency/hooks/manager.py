@@ -186,13 +186,13 @@ class HookManager(ExitStack[None]):
             if record:
                 # Gradients stay enabled until the no_grad block around the model's forward ends.
                 torch.set_grad_enabled(True)
-            kept = tensor.clone()
-            if record and not kept.requires_grad and kept.is_floating_point():
-                kept = kept.detach().requires_grad_()
-            captured.append(kept)
-            if not kept.requires_grad:
+            clone = tensor.clone()
+            if record and not clone.requires_grad and clone.is_floating_point():
+                clone = clone.detach().requires_grad_()
+            captured.append(clone)
+            if not clone.requires_grad:
                 return None
-            passed_on = kept.clone()
+            passed_on = clone.clone()
             return tree_map_tensors(output, lambda other: passed_on if other is tensor else other)
 
         self.observe(layer, keep)

@@ -225,7 +225,7 @@ class Preprocess:
             ImageError: The config is neither for RGB nor for greyscale, or has no `input_size`.
         """
         if config.get("input_size") is None:
-            hint = f"fields of saliency.Preprocess: {', '.join(each.name for each in fields(cls))}"
+            hint = f"fields of saliency.Preprocess: {', '.join(option.name for option in fields(cls))}"
             raise ImageError(f'{dict(config)} has no "input_size"; pass model.pretrained_cfg of timm, or {hint}')
         channels, *size = (3, *config["input_size"])[-3:]
         if channels not in (1, 3):
@@ -440,7 +440,7 @@ def as_preprocess(like: PreprocessLike) -> Preprocess | TransformPreprocess:
     if isinstance(like, Preprocess | TransformPreprocess):
         return like
     if isinstance(like, Mapping):
-        own = {each.name for each in fields(Preprocess)}
+        own = {option.name for option in fields(Preprocess)}
         return Preprocess(**like) if own.issuperset(like) else Preprocess.from_timm(like)
     if _is_torchvision_preset(like):
         return Preprocess.from_torchvision(like)
@@ -471,16 +471,16 @@ def without_crop(like: PreprocessLike | None, whole: Whole) -> Preprocess:
 
 def _stretched(function: TransformPreprocess) -> Preprocess | TransformPreprocess:
     """Return a preprocessing to the size and with the normalisation of a function; the function if it differs."""
-    pictures = [Image.new("RGB", (256, 256), color) for color in ("black", "white")]
-    pictures.append(Image.new("RGB", (400, 256), "rgb(20, 100, 200)"))
-    black, white, mixed = map(function, pictures)
+    images = [Image.new("RGB", (256, 256), color) for color in ("black", "white")]
+    images.append(Image.new("RGB", (400, 256), "rgb(20, 100, 200)"))
+    black, white, mixed = map(function, images)
     size, scale = (black.shape[1], black.shape[2]), 1 / (white - black).mean((1, 2))
     # Image processors of Hugging Face have an attribute `resample`.
     resample = Image.Resampling(getattr(function.transform, "resample", Image.Resampling.BILINEAR))
     mean = -black.mean((1, 2)) * scale
-    found = Preprocess(size, size, tuple(mean.tolist()), tuple(scale.tolist()), resample.name.lower())
-    is_equal = mixed.shape[1:] == size and torch.allclose(found(pictures[2]), mixed, atol=1e-3)
-    return found if is_equal else function
+    stretched = Preprocess(size, size, tuple(mean.tolist()), tuple(scale.tolist()), resample.name.lower())
+    is_equal = mixed.shape[1:] == size and torch.allclose(stretched(images[2]), mixed, atol=1e-3)
+    return stretched if is_equal else function
 
 
 def _is_torchvision_preset(transform: object) -> bool:
@@ -518,10 +518,10 @@ def _transform_grey(preprocess: TransformPreprocess, values: Any, size: tuple[in
     It is an RGB image, or one of mode I;16 if there is a highest pixel value.
     """
     grey = np.round((highest or 255) * np.asarray(values, np.float64))[..., None]
-    picture = np.broadcast_to(grey, (size[1], size[0], 1 if highest else 3))
-    picture = picture[..., 0].astype(np.uint16) if highest else picture.astype(np.uint8)
+    image = np.broadcast_to(grey, (size[1], size[0], 1 if highest else 3))
+    image = image[..., 0].astype(np.uint16) if highest else image.astype(np.uint8)
     return np.asarray(
-        preprocess(Image.fromarray(np.ascontiguousarray(picture))).to(device="cpu", dtype=torch.float64).numpy()
+        preprocess(Image.fromarray(np.ascontiguousarray(image))).to(device="cpu", dtype=torch.float64).numpy()
     )
 
 

@@ -124,8 +124,8 @@ def traced_layout(
 
 def token_layout(positions: Tensor, x: Tensor) -> Layout | None:
     """Return the layout of tokens at positions (2, N, tokens); None if they are not a grid that covers the image."""
-    found = grid_of(positions, (int(x.shape[-2]), int(x.shape[-1])))
-    return None if found is None else Layout("NTC", *found)
+    grid = grid_of(positions, (int(x.shape[-2]), int(x.shape[-1])))
+    return None if grid is None else Layout("NTC", *grid)
 
 
 def is_channels_first(module: nn.Module) -> bool:

@@ -74,9 +74,9 @@ class DeepLIFT(TracedAttribution):
         """Return the baselines (K, N, C, H, W) of a batch."""
         given: Any = self.baseline
         options = given if isinstance(given, PerImage) else [given] * len(x)
-        each = [baselines(option, x[i : i + 1], self.preprocess) for i, option in enumerate(options)]
-        count = math.lcm(*map(len, each))
-        return torch.stack([own.repeat(count // len(own), 1, 1, 1) for own in each], 1)
+        per_image = [baselines(option, x[i : i + 1], self.preprocess) for i, option in enumerate(options)]
+        count = math.lcm(*map(len, per_image))
+        return torch.stack([own.repeat(count // len(own), 1, 1, 1) for own in per_image], 1)
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Compute the mean over the baselines."""
@@ -112,7 +112,7 @@ class DeepLIFT(TracedAttribution):
         if self.unknown == "gradient" or bool((missing.abs() <= MAX_MISSING_SHARE * rise + rounding).all()):
             return
         with grads.forward.autocast:
-            forwards = (SharedForward(self.model, each.x, keep=SavedValues.ALL) for each in (grads, base))
+            forwards = (SharedForward(self.model, side.x, keep=SavedValues.ALL) for side in (grads, base))
             grads, base = (TargetGradients(forward, grads.target) for forward in forwards)
         rule = Multipliers(grads, base, self.unknown)
         rule.lost = {}

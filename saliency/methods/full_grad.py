@@ -93,8 +93,8 @@ class FullGrad(Attribution):
                     grads = TargetGradients(forward, own)
                     terms = _Terms(self.model, grads)
                     stats = RunStats(1, time.perf_counter() - start, "complete", note=terms.note())
-                    found = ImageAttribution(terms.values, residual=terms.residual)
-                    results[number].append((found, grads.scores[0], stats))
+                    attribution = ImageAttribution(terms.values, residual=terms.residual)
+                    results[number].append((attribution, grads.scores[0], stats))
         columns = (zip(*rows, strict=True) for rows in results)
         return [stack_images(maps, torch.stack(scores), stats) for maps, scores, stats in columns]
 

@@ -181,7 +181,7 @@ class RelevancePropagation(TracedAttribution):
 
     def _new_walk(self, grads: TargetGradients, composite: Composite, first: Node | None, **options: bool) -> Walk:
         rules = self.propagation(composite, composite.layers(self.model), self.unknown, first)
-        changes = {name: partial(_restricted, grads, name, kept) for name, kept in self._through.items()}
+        changes = {name: partial(_restricted, grads, name, channels) for name, channels in self._through.items()}
         walk = Walk(grads, rules, grads.forward.layers, changes, **options)
         rules.check_layers()
         return walk
@@ -262,14 +262,14 @@ def _read_patches(walk: Walk, grads: TargetGradients, patches: _Patches) -> tupl
 
 
 def _restricted(
-    grads: TargetGradients, layer: str, kept: list[int], walk: Walk, value: Tensor | float, grad: Tensor
+    grads: TargetGradients, layer: str, selected: list[int], walk: Walk, value: Tensor | float, grad: Tensor
 ) -> Tensor:
     """Set G to 0 at all channels of a layer but some; the ledger holds the removed relevance."""
     tensor = grads.forward.layers[layer]
     channels = 1 if grad.dim() > 2 and grads.forward.layout(layer).kind == "NCHW" else grad.dim() - 1
-    if max(kept, default=0) >= grad.shape[channels]:
-        raise MethodError(f'through: layer "{layer}" has {grad.shape[channels]} channels, got channel {max(kept)}')
-    lost = grad.index_fill(channels, torch.tensor(kept, dtype=torch.long, device=grad.device), 0)
+    if max(selected, default=0) >= grad.shape[channels]:
+        raise MethodError(f'through: layer "{layer}" has {grad.shape[channels]} channels, got channel {max(selected)}')
+    lost = grad.index_fill(channels, torch.tensor(selected, dtype=torch.long, device=grad.device), 0)
     walk.absorb("other channels", value * lost, cast("Node", tensor.grad_fn))
     return grad - lost
 

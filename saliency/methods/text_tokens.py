@@ -118,8 +118,8 @@ def explain_text(
         tower = _TextTower(model, text)
         ids = next(iter(tower.tokens.values()))[0]  # (L,)
         x = tower.table(ids)[None, None]  # (1, 1, L, D)
-    found = cls(tower, **options).attribute(x, similarity(images[0]))
-    return TextExplanation(text, *_tokens(model, ids, found.values.sum((0, 1, 3))), float(found.scores), method)
+    result = cls(tower, **options).attribute(x, similarity(images[0]))
+    return TextExplanation(text, *_tokens(model, ids, result.values.sum((0, 1, 3))), float(result.scores), method)
 
 
 def _tokens(model: DualEncoder, ids: Tensor, values: Tensor) -> tuple[tuple[str, ...], Tensor]:

@@ -86,8 +86,8 @@ class TIS(TimedAttribution):
         passes.notes.append(f"{len(masks)} masks, each of {int(masks[0].sum())} of {len(patches)} patches")
         is_kept = masks.new_ones(len(masks), len(tokens))
         is_kept[:, cells.flatten()] = masks
-        kept = is_kept.nonzero()[:, 1].view(len(masks), -1)
-        effects = self.scores(passes, block, kept) - score
+        visible = is_kept.nonzero()[:, 1].view(len(masks), -1)
+        effects = self.scores(passes, block, visible) - score
         values = mean_where_shown(effects, masks[: len(effects)].to(precise_type(effects)))
         return ImageAttribution(values.view(1, *cells.shape).to(at_least_float32(passes.x).dtype))
 
@@ -120,18 +120,19 @@ class TIS(TimedAttribution):
         points = maps.cpu()
         centres, _ = kmeans(points.numpy(), points[order[: self.masks]].numpy(), thresh=1e-4 * float(points.std()))
         count = max(1, int(self.shown * maps.shape[1]))
-        kept = torch.from_numpy(centres).to(maps.device).topk(count).indices
-        return torch.zeros(centres.shape, dtype=torch.bool, device=maps.device).scatter_(1, kept, True)
+        visible = torch.from_numpy(centres).to(maps.device).topk(count).indices
+        return torch.zeros(centres.shape, dtype=torch.bool, device=maps.device).scatter_(1, visible, True)
 
-    def scores(self, passes: PassRunner, block: str, kept: Tensor) -> Tensor:
-        """Return the scores (k,) if the first block gets only the tokens (masks, kept); k < masks after an interrupt.
+    def scores(self, passes: PassRunner, block: str, visible: Tensor) -> Tensor:
+        """Return the scores (k,) if the first block gets only `visible` (masks, n) tokens; k < masks after an
+        interrupt.
 
         Raises:
             NotApplicableError: The model needs all of its tokens.
         """
 
         def compute(start: int, stop: int) -> Tensor:
-            rows = kept[start:stop, :, None]
+            rows = visible[start:stop, :, None]
             with torch.no_grad(), HookManager() as hooks:
                 hooks.revise_input(
                     self.model.get_submodule(block),
@@ -141,7 +142,7 @@ class TIS(TimedAttribution):
             return passes.target(len(rows))(output)
 
         try:
-            return torch.cat(list(passes.chunks(compute, len(kept))))
+            return torch.cat(list(passes.chunks(compute, len(visible))))
         except ModelError as error:
             problem = f"{type(self.model).__name__} cannot run on a part of its tokens (fixed positions or windows)"
             raise NotApplicableError(f"{self.name}: {problem}; {_INSTEAD}") from error

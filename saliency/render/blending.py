@@ -405,10 +405,10 @@ def probability(explanation: Explanation) -> list[str]:
 
 def method_titles(explanations: Sequence[Explanation]) -> list[str]:
     """Return the title of each method, with the settings and the layer in which methods of one name differ."""
-    facts = [{"layer": each.layer, **each.settings} for each in explanations]
+    facts = [{"layer": one.layer, **one.settings} for one in explanations]
     titles = []
     for explanation, own in zip(explanations, facts, strict=True):
-        same = [other for other, each in zip(facts, explanations, strict=True) if each.method == explanation.method]
+        same = [other for other, one in zip(facts, explanations, strict=True) if one.method == explanation.method]
         words = [
             value if isinstance(value, str) else f"{name}={value}"
             for name, value in own.items()

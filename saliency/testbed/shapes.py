@@ -114,7 +114,7 @@ def draw_scenes(
     shares = torch.tensor(watermarked if task == "shortcut" else (0,) * len(CLASSES), device="cpu")[labels]
     watermark = _draw_watermark(centres, shares, random)
     painted = _paint(ground, masks, hues, watermark)
-    images, backgrounds = ((255 * (each + grain)).round().clamp(0, 255).to(torch.uint8) for each in (painted, ground))
+    images, backgrounds = ((255 * (part + grain)).round().clamp(0, 255).to(torch.uint8) for part in (painted, ground))
     return Scenes(images, backgrounds, masks, watermark, labels, importance, kinds, hues, axes, first)
 
 
@@ -223,8 +223,8 @@ def _draw_watermark(centres: Tensor, shares: Tensor, random: torch.Generator) ->
 def _paint(images: Tensor, masks: Tensor, hues: Tensor, watermark: Tensor) -> Tensor:
     """Return images with all objects in their colours, and with the watermark, (N, 3, 64, 64)."""
     palette = torch.tensor(list(COLOURS.values()), device="cpu", dtype=torch.float32)
-    for each in range(masks.shape[1]):
-        images = torch.where(masks[:, each, None], palette[hues[:, each], :, None, None], images)
+    for number in range(masks.shape[1]):
+        images = torch.where(masks[:, number, None], palette[hues[:, number], :, None, None], images)
     pixels = torch.arange(SIZE, device="cpu")
     stripes = 0.1 + 0.8 * ((pixels + pixels[:, None]) % 4 < 2).float()
     return torch.where(watermark, stripes, images)

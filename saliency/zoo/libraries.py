@@ -282,8 +282,8 @@ class PythonModel:
             names = (
                 runpy.run_path(place, run_name=f"<{place}>") if place.endswith(".py") else vars(import_module(place))
             )
-            found: Any = names.get(attribute)
-            model = found() if callable(found) and not isinstance(found, nn.Module) else found
+            value: Any = names.get(attribute)
+            model = value() if callable(value) and not isinstance(value, nn.Module) else value
         if not isinstance(model, nn.Module):
             hint = f"; it is a {type(model).__name__}" if attribute in names else did_you_mean(attribute, names)
             raise ModelError(f'no model "{attribute}" in {place}; pass FILE.py:NAME, such as mine.py:make{hint}')
