@@ -145,7 +145,7 @@ class _View(NamedTuple):
         return self._zeros(of_base).copy_(of_base).as_strided(*self.position)
 
     def gradient_of(self, source: _View, gradient: Tensor) -> Tensor:
-        """Return the gradient of `source`, another view of the same base, given that of this view."""
+        """Return the gradient of `source`, another view of the same base, given the gradient of this view."""
         laid_out = self._zeros(gradient)
         laid_out.as_strided(*self.position).copy_(gradient)
         return laid_out.as_strided(*source.position)

@@ -42,7 +42,7 @@ _IN_PLACE = NORMS | SOFTMAX | {"clone", "_to_copy", "_log_softmax", "native_drop
 _REDUCTIONS = {"mean", "sum", "amax", "amin", "max", "min", "logsumexp", "var", "std", "var_mean", "linalg_vector_norm"}
 _RESAMPLING = ("convolution", "max_pool", "avg_pool", "adaptive", "_adaptive", "upsample", "_upsample")
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
-_SAME = 0.25  # of a pixel: positions that differ by less are the same
+_SAME = 0.25  # of a pixel: closer positions are the same
 
 
 class _Geometry(NamedTuple):

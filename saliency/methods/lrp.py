@@ -375,7 +375,7 @@ class LRP(PixelRelevance):
         return [] if self._composite is None else list(chain(*self._composite.layers(self.model).values()))
 
     def rules(self, grads: TargetGradients) -> Composite:
-        """Return the given composite; by default that of the network's kind."""
+        """Return the given composite; by default the composite for the network's kind."""
         return self._composite or COMPOSITES["attn_lrp" if attention_nodes(grads) else "epsilon_plus"]
 
 

@@ -262,7 +262,7 @@ class ExtremalPerturbation(OptimisedMask):
         start = x.new_full((len(self.areas), *lattice), 1.0 if sign > 0 else 0.5)
         numbers, has_gradient = self.descend(passes, start, -sign * score_range, render)
         if not has_gradient:
-            passes.notes.append("the score does not depend on what is blurred")
+            passes.notes.append("the score does not depend on the blurred parts")
             return ImageAttribution(x.new_zeros(1, *size))
         return ImageAttribution(torch.stack(list(map(enlarged, numbers))).mean(0)[None].clamp(0, 1))
 

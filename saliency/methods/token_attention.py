@@ -158,7 +158,7 @@ class AttentionMap(TracedAttribution):
     sign: ClassVar[Sign] = "positive"
     is_complete = False
     reads_decoders: ClassVar[bool] = False
-    """Whether the method supports decoders whose queries attend to the tokens, such as those of detectors."""
+    """Whether the method supports decoders whose queries attend to the tokens, as in detectors."""
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the relevance of the patches."""

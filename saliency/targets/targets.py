@@ -133,7 +133,7 @@ class ClassScore(OutputTarget):
     """The model's output for a class: a logit, if the model returns logits.
 
     If the model returns one number per image and has two class names, the number is the score of class 1, and its
-    negative that of class 0.
+    negative the score of class 0.
 
     Attributes:
         classes: A class index or name, None for the top class, or one of them per image.

@@ -594,7 +594,7 @@ def zero_gradient(case: MethodCase) -> None:
         return
     # A map of activations alone is the same for any head.
     same = explanation.values.shape == normal.shape and torch.allclose(explanation.values, normal)
-    require(same, "with a head of zeros, the values are neither zero nor equal to those of the original head")
+    require(same, "with a head of zeros, the values are neither zero nor equal to the values with the original head")
 
 
 @check
