@@ -327,7 +327,7 @@ def _callers(frame: FrameType) -> set[int]:
 def _node_hook(rule: Rule) -> Callable[[graph.Gradients, graph.Gradients], graph.Gradients]:
     def hook(grad_inputs: graph.Gradients, grad_outputs: graph.Gradients) -> graph.Gradients:
         signal = grad_outputs[0]
-        # Only the operand that depends on the image has a gradient; bounds and slopes have none.
+        # Only the operand that carries the network's signal has a gradient; bounds and slopes have none.
         at, operand = next(((i, grad) for i, grad in enumerate(grad_inputs) if grad is not None), (0, None))
         if operand is None or signal is None:
             return grad_inputs

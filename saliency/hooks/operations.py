@@ -468,7 +468,7 @@ def norms_over(values: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _unread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a placeholder of NaN for a tensor whose values should not be read."""
+    """Return a placeholder for a tensor that should not be read, with NaN so that a mistake shows."""
     return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
 
 
