@@ -1,4 +1,4 @@
-"""Names that other toolkits use, and what is used here instead, for error messages."""
+"""Names from other toolkits and their equivalents here, for error messages."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Attribution(HasOptions, ABC):
     """Base class of all methods, which attribute a score to the pixels.
 
     A subclass with a `name` is registered, and so appears in the command line, the tables and the tests. Its docstring
-    describes its own options and errors; those below are added to it.
+    describes its own options and errors. The options and errors below are added to it.
 
     Args:
         model: Any `torch.nn.Module`. It is unchanged after each call, bit for bit.
@@ -191,7 +191,7 @@ class Attribution(HasOptions, ABC):
                 arrays and lists with N entries have one for each image, on any device; others are passed as they are.
 
         Raises:
-            ImageError: The image cannot be read or is not what the model takes.
+            ImageError: The image cannot be read, or the model does not accept it.
             TargetError: The target does not fit the model's output.
             LayerError: The layer does not exist, is not run, or has no spatial output.
             MethodError: The method has no baseline, or `baselines` or `forward_args` is invalid.
@@ -278,7 +278,7 @@ class Attribution(HasOptions, ABC):
         """Return a checked result as an explanation, with its notes.
 
         Raises:
-            MethodError: The method returned something else than one map and one score per image.
+            MethodError: The method did not return one map and one score per image.
             NonFiniteError: A value is NaN or infinite.
 
         Warns:
@@ -307,7 +307,7 @@ class Attribution(HasOptions, ABC):
         return replace(explanation, notes=tuple(self._notes(explanation)))
 
     def _notes(self, explanation: Explanation) -> Iterator[str]:
-        """Yield for each image what limits its map, and warn if it shows nothing."""
+        """Yield a note on the limits of each image's map, and warn if the map shows nothing."""
         largest = explanation.values.abs().flatten(1).amax(1)
         shows_nothing = (largest <= rounding_errors(explanation)).tolist()
         for index, name in enumerate(explanation.target_names):
@@ -328,7 +328,7 @@ class Attribution(HasOptions, ABC):
 
 
 def _require_maps(name: str, result: Any, images: int) -> None:
-    """Raise MethodError unless a method returned one map (C, H, W), one score and one row of all else per image."""
+    """Raise MethodError unless a method returned one map (C, H, W), one score and one row of the rest per image."""
     expected = "saliency.BatchAttribution(values, scores) with values (N, C, H, W) or (N, 1, h, w) and scores (N,)"
     if not isinstance(result, BatchAttribution):
         raise MethodError(f"{name} returned {type(result).__name__}; expected {expected}")
@@ -345,7 +345,7 @@ def _require_maps(name: str, result: Any, images: int) -> None:
 class TracedAttribution(Attribution):
     """Base class of methods that read one forward, which several methods and targets can share.
 
-    A subclass declares what it needs in `gradients` and `layer_names`, and reads it in `explain_gradients`.
+    A subclass declares its needs in `gradients` and `layer_names`, and reads them in `explain_gradients`.
     """
 
     gradients: ClassVar[str] = "input"
@@ -361,7 +361,7 @@ class TracedAttribution(Attribution):
         return ()
 
     def traced_modules(self) -> Sequence[str]:
-        """Return the names of the modules whose operations the method tells apart; none by default."""
+        """Return the names of the modules whose operations the method distinguishes; none by default."""
         return ()
 
     @abstractmethod
@@ -427,7 +427,7 @@ def explain_together(
     """Explain the same image and target by several methods, from one forward where possible.
 
     All CAMs of one layer share one forward and one backward; the gradient methods share the forward. The values equal
-    those of separate calls.
+    the values of separate calls.
 
     Args:
         methods: Methods of the same model.
@@ -444,7 +444,7 @@ def explain_together(
     require_methods(methods)
     first = methods[0]
     expected = (first.model, first.preprocess, first.categories, first.layout)
-    if any((each.model, each.preprocess, each.categories, each.layout) != expected for each in methods):
+    if any((method.model, method.preprocess, method.categories, method.layout) != expected for method in methods):
         raise MethodError(
             "explain_together: the methods must have the same model, preprocessing, class names and layout"
         )

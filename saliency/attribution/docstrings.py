@@ -1,4 +1,4 @@
-"""Docstrings of methods and metrics: a class describes its own options and errors, and gets those of its bases."""
+"""Docstrings of methods and metrics: add options and errors of base classes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _BEFORE = {"Args:": ("Values:", "Warns:", "Raises:", "Source:", "Example:"), "Ra
 def complete_docstring(cls: type, options: Set[str]) -> str | None:
     """Return the docstring of a class with the options and errors that only its bases describe.
 
-    So `help` of a method lists all of them, while the source has each of them once. What the class describes itself
-    comes first, after the model.
+    So `help` of a method lists all entries, while the source has each entry once. The entries of the class itself come
+    first, after the model.
 
     Args:
         cls: The class, whose bases have complete docstrings.

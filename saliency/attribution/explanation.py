@@ -56,7 +56,7 @@ class Explanation:
         coverage: The number of operations that each rule of the method treated, and of nonlinearities that it left;
             None for methods without rules.
         residual: (N,) for complete methods, the difference between the expected and the actual sum of the values. With
-            a ledger, the score less the sum of the ledger.
+            a ledger, the score minus the sum of the ledger.
         error: The standard error of each value, in the shape and the units of `values`, if the method samples.
         agreement: (N,) the rank correlation of the maps of two halves of the samples, if the method samples; 1 means
             that more samples would not change the map.
@@ -65,9 +65,9 @@ class Explanation:
             residual sum to its score.
         ledger_names: The names of the K shares, such as "input" and "biases".
         outliers: (N, h, w) of bool, for methods of attention: the patches whose tokens have an outlying norm. Such
-            tokens hold what concerns the whole image, so their values are not evidence for their place. None if the
-            tokens are not known.
-        notes: What limits the map of each image, such as that it is 0 everywhere; empty if there is nothing to note.
+            tokens hold information about the whole image, so their values are not evidence for their position. None if
+            the tokens are not known.
+        notes: The limits of each image's map, for example that it is 0 everywhere; empty without limits.
         title: The name of the method's class; by default `method`.
         units: The units of the values; by default "<title> value".
     """
@@ -96,7 +96,7 @@ class Explanation:
     units: str = ""
 
     draw_png: ClassVar[Callable[[Explanation], bytes | None] | None] = None
-    """Returns the picture that a notebook shows. `saliency.render` sets it, since nothing below draws."""
+    """Returns the image that a notebook shows. `saliency.render` sets it, since nothing below draws."""
 
     def __post_init__(self) -> None:
         """Fill in the title and the units of a method that has none."""
@@ -142,7 +142,7 @@ class Explanation:
         return f"<Explanation of {targets} by {self.method}{where}, values {tuple(self.values.shape)}>"
 
     def _repr_png_(self) -> bytes | None:
-        """Return the picture that a notebook shows; None if it cannot be drawn, then it shows the text."""
+        """Return the image that a notebook shows; None if it cannot be drawn, then it shows the text."""
         draw = type(self).draw_png
         return None if draw is None else draw(self)
 
@@ -164,7 +164,7 @@ class Explanation:
                 the values, as `np.asarray(explanation)` returns them: (N, C, H, W).
 
         Raises:
-            ExplanationError: The suffix is another one.
+            ExplanationError: The suffix is not supported.
             FileNotFoundError: The folder does not exist.
             OSError: The file cannot be written.
         """

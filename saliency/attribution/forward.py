@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class SharedForward:
-    """One forward of a prepared model on a batch, with the outputs of some layers kept.
+    """One forward of a prepared model on a batch, with the stored outputs of some layers.
 
     Args:
         model: The model, in `prepared_for_attribution`.
@@ -47,7 +47,7 @@ class SharedForward:
         gradients: "input" records the autograd graph from the input on. "layers" records it from the first of the
             layers on, which saves the memory for all layers before it. "none" records no graph.
         keep: The values of the forward's operations that are recorded, for methods that walk the graph.
-        traced: The names of the modules whose operations such a method tells apart.
+        traced: The names of the modules whose operations such a method distinguishes.
         reads_attention: Whether the attention of the forward is read.
         backwards: The maximum number of backward passes. The last one frees the graph as it runs, which is up to 10 %
             faster than keeping it. None keeps the graph and sets no maximum.
@@ -91,14 +91,14 @@ class SharedForward:
             yield
 
     def on(self, x: Tensor) -> SharedForward:
-        """Return a forward of another batch with the same layers and record. The last one is kept for other targets."""
+        """Return a forward of another batch with the same layers and record. The last one is cached."""
         if self._other is None or not torch.equal(self._other.x, x):
             self._other = None  # free its memory first
             self._other = SharedForward(self.model, x, self.layers, keep=self.operations.keep)
         return self._other
 
     def layout(self, name: str) -> Layout:
-        """Return the layout of a kept layer's output. Raises LayerError if it has no spatial extent."""
+        """Return the layout of a stored layer's output. Raises LayerError if it has no spatial extent."""
         if name not in self._layouts:
             self._layouts[name] = layout_of(self.model, name, self.layers[name], self.x)
         return self._layouts[name]
@@ -120,7 +120,7 @@ class SharedForward:
             NotApplicableError: A part of the model is checkpointed with use_reentrant=True.
             RuntimeError: The methods declare fewer `backwards` than they need.
         """
-        has_gradient = [isinstance(each, GradientEdge) or each.requires_grad for each in inputs]
+        has_gradient = [isinstance(part, GradientEdge) or part.requires_grad for part in inputs]
         ends = list(compress(inputs, has_gradient))
         retain = not self.count_backward()
         grads = iter(differentiate(score, ends, retain_graph=retain) if ends else ())
@@ -197,20 +197,20 @@ class TargetGradients:
         return self._shared_gradients[node]
 
     def gradient_at(self, node: Node) -> Tensor:
-        """Return the gradient of the scores at the first result of a node, by a backward pass of its own."""
+        """Return the gradient of the scores at the first result of a node, by a separate backward pass."""
         (grad,) = self._gradients([GradientEdge(node, 0)])
         return cast("Tensor", grad)
 
     @cached_property
     def _shared_gradients(self) -> dict[str | Node, Tensor]:
-        """The gradients at all kept layers and attention calls, from one backward pass."""
-        kept = self.forward.layers
+        """The gradients at all stored layers and attention calls, from one backward pass."""
+        layers = self.forward.layers
         nodes = [call.node for call in self.attention]
-        gradients = self._gradients([*kept.values(), *(GradientEdge(node, 0) for node in nodes)])
+        gradients = self._gradients([*layers.values(), *(GradientEdge(node, 0) for node in nodes)])
         if all(gradient is None for gradient in gradients):
-            raise LayerError(no_gradient_message(*kept))
-        pairs: Any = zip([*kept, *nodes], gradients, strict=True)
-        return {at: torch.zeros_like(kept[at]) if grad is None and at in kept else grad for at, grad in pairs}
+            raise LayerError(no_gradient_message(*layers))
+        pairs: Any = zip([*layers, *nodes], gradients, strict=True)
+        return {at: torch.zeros_like(layers[at]) if grad is None and at in layers else grad for at, grad in pairs}
 
     def input_gradient(self) -> Tensor:
         """Return the gradient of the scores at the input (N, C, H, W)."""

@@ -36,7 +36,7 @@ def heatmap(
 ) -> Tensor:
     """Return one number per pixel of the model's input: (N, H, W), on the device of the values and in their units.
 
-    Half and bfloat16 values are reduced in float32; other types are kept. The resize is bilinear by pixel centres
+    Half and bfloat16 values are reduced in float32; other types are unchanged. The resize is bilinear by pixel centres
     (`align_corners=False`), with antialiasing if the map shrinks.
 
     Args:
@@ -103,12 +103,12 @@ def limits(maps: Tensor, percentile: float | None) -> Tensor:
 def several(explanations: Explanation | Iterable[Explanation], name: str) -> list[Explanation]:
     """Return one explanation, or any number of them, as a list. Raises RenderError if it is empty."""
     is_one = isinstance(explanations, Explanation | Tensor) or not isinstance(explanations, Iterable)
-    items: list[Any] = [explanations] if is_one else list(explanations)
-    for item in items:
-        require_explanation(item, name)
-    if not items:
+    listed: list[Any] = [explanations] if is_one else list(explanations)
+    for explanation in listed:
+        require_explanation(explanation, name)
+    if not listed:
         raise RenderError(f"{name} got no explanation; pass at least one")
-    return items
+    return listed
 
 
 def single_images(explanations: Explanation | Iterable[Explanation], name: str) -> list[Explanation]:
@@ -165,7 +165,7 @@ def significance(explanation: Explanation, *, sign: Sign | None = None) -> Tenso
     """Return how many standard errors each pixel of the map is away from zero: (N, h, w), without a unit.
 
     About 95 % of the pixels of a random map lie below 2. If channels are summed, their errors are summed too, as for
-    fully correlated errors: the true significance is not smaller. A nonzero value without error counts as infinitely
+    fully correlated errors. The true significance is not smaller. A nonzero value without error counts as infinitely
     far, and a zero value as 0.
 
     Args:

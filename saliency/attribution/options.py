@@ -81,7 +81,7 @@ class ConvertedOption(Generic[_Given, _Stored]):
 class Option(ConvertedOption[_Same, _Same]):
     """Option of a method, declared as a class attribute: `grid: Option[int] = Option(7, check_integer)`.
 
-    The arguments are those of `ConvertedOption`. Without a check, any value is stored as it is.
+    The arguments are the same as for `ConvertedOption`. Without a check, any value is stored as it is.
     """
 
 
@@ -111,7 +111,7 @@ class PositionalOption(ConvertedOption[_Given, _Stored]):
 class HasOptions:
     """Base class that provides a constructor, which takes all options declared in the class.
 
-    A class may have a constructor of its own, which passes the options on.
+    A class may have its own constructor, which passes the options on.
     """
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -122,7 +122,7 @@ class HasOptions:
         cls.__doc__ = complete_docstring(cls, declared_options(cls).keys())
 
     def set_options(self, values: dict[str, Any]) -> None:
-        """Store the values of all options, those of the base classes first."""
+        """Store the values of all options, starting with the base classes."""
         for name in reversed(declared_options(type(self))):
             setattr(self, name, values[name])
         self.__post_init__()
@@ -132,7 +132,7 @@ class HasOptions:
 
 
 def declared_options(cls: type) -> dict[str, ConvertedOption[Any, Any]]:
-    """Return the options of a class by name, those of the nearest class first."""
+    """Return the options of a class by name, starting with the nearest class."""
     options: dict[str, ConvertedOption[Any, Any]] = {}
     for base in cls.__mro__:
         for name, option in vars(base).items():

@@ -160,7 +160,7 @@ def _repeated_scores(
 ) -> Tensor:
     """Return the scores (k,) of one image, by a function of the whole batch's output, for an output of k passes.
 
-    The function may combine the rows of a batch, so for each pass it gets a whole batch of copies.
+    The function may combine the rows of a batch. So for each pass it receives a whole batch of copies.
     """
     if images == count == 1:
         return function(output)
@@ -290,7 +290,7 @@ def _ends_in_probability(model: nn.Module, x: Tensor) -> bool:
 
 
 def _identity(model: nn.Module) -> Hashable:
-    """Return what identifies the modules of a model and their hooks."""
+    """Return a key that identifies the modules of a model and their hooks."""
     return tuple((id(module), *forward_hook_ids(module)) for module in unique_modules(model))
 
 

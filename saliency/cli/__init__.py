@@ -168,7 +168,7 @@ texts:
 examples:
   saliency batch photos/ --out maps
   saliency batch photos/ --recursive -m grad_cam layer_cam --format jpg --maps
-  saliency batch photos/ --trust --seconds 5   (is each map any good?)
+  saliency batch photos/ --trust --seconds 5   (can each map be trusted?)
   saliency batch list.csv --out maps           (columns: path, target)
   saliency batch 'shards/*.tar' --out maps     (WebDataset)
   saliency batch photos/ --model open_clip/ViT-B-32 --text "a cat" "a dog"

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
 
 
 def read_sources(words: list[str]) -> Iterator[str]:
-    """Yield the sources. The word "-" stands for the paths on standard input, one per line or separated by NUL."""
+    """Yield the sources. The word "-" denotes the paths on standard input, one per line or separated by NUL."""
     for word in words:
         if word != "-":
             yield word

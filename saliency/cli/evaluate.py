@@ -46,10 +46,10 @@ Outcome = list[Result] | Failure
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Measure the images, print and write the comparison, and return the exit code."""
-    found, left_out = find_images(
+    listing, left_out = find_images(
         read_sources(arguments.sources), recursive=arguments.recursive, targets=arguments.targets
     )
-    images = merge_listing([], found).images[: arguments.limit]
+    images = merge_listing([], listing).images[: arguments.limit]
     evaluation = Evaluation.of(arguments, screen)
     with locked(arguments.out):
         OutputFolder(arguments.out).remove_temporary_files()
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         results = [result for outcome in ordered if not isinstance(outcome, Failure) for result in outcome]
         if results:
             _write(Comparison(results), arguments.out, screen)
-    failures = [evaluation.describe_failures(*each) for each in zip(images, outcomes, strict=True)]
+    failures = [evaluation.describe_failures(*pair) for pair in zip(images, outcomes, strict=True)]
     for line in chain.from_iterable(failures):
         screen.error(line)
     failed = sum(map(bool, failures))
@@ -116,13 +116,13 @@ def _create_metrics(names: Sequence[str], settings: Mapping[str, Any]) -> list[M
 
 @dataclass(frozen=True, slots=True)
 class Evaluation(RunContext):
-    """What is measured, and where the results are written.
+    """Metrics and output paths of an evaluation.
 
     Attributes:
         metrics: The metrics.
         masks: The masks by the names of the images; None without masks.
         boxes: The boxes by the names of the files; None without boxes.
-        settings: What determines the results of each method, as JSON values.
+        settings: The settings that determine the results of each method, as JSON values.
         expected: The kind of error that is not a failure: with --method all, of a method that does not apply.
         is_interrupted: Returns whether to start no further method.
     """
@@ -136,7 +136,7 @@ class Evaluation(RunContext):
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, screen: Screen) -> Evaluation:
-        """Load what a command line names, and create the output folder."""
+        """Load the files and the model of a command line, and create the output folder."""
         given = arguments_of(RunOptions, arguments) | {"methods": select_methods(arguments.methods or [METHOD])}
         if arguments.texts:
             given["target"] = text(arguments.texts[0], against=arguments.texts[1:])
@@ -157,19 +157,19 @@ class Evaluation(RunContext):
         return cls(options, arguments.out, model, True, metrics, named, arguments.boxes, settings, expected)
 
     def read(self, image: ImageEntry) -> dict[str, Outcome]:
-        """Return the results of earlier runs for one image, by method, if all that determines them is the same."""
+        """Return the results of earlier runs for one image, by method, if all their settings are the same."""
         read = {name: _read_results(*self._file(image, name)) for name in self.options.methods}
         return {name: results for name, results in read.items() if results is not None}
 
     def _file(self, image: ImageEntry, method: str) -> tuple[Path, list[Any]]:
-        """Return the file of the results, and what determines them, as JSON values."""
+        """Return the file of the results, and the settings that determine them, as JSON values."""
         mask, boxes = self._object(image)
         files = [[each.path, each.offset, *each.stamp] for each in (image, mask) if each is not None]
         key = [self.settings[method], files, image.target, boxes]
         return self.out / RESULTS / f"{image.name}.{method}.json", json.loads(json.dumps(key))
 
     def _object(self, image: ImageEntry) -> tuple[ImageEntry | None, Any]:
-        """Return the mask and the boxes of an image; None for what it has not."""
+        """Return the mask and the boxes of an image; None if it has none."""
         file = "/".join((*image.folder, image.label))
         return (self.masks or {}).get(image.name), (self.boxes or {}).get(file)
 

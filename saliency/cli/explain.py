@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
 
 
 def _find_images(arguments: argparse.Namespace, more: Sequence[str], scratch: Path) -> Found:
-    """Find the images. The name "-" stands for the image on standard input, which is written to a file."""
+    """Find the images. The name "-" denotes the image on standard input, which is written to a file."""
     names = [*arguments.images, *more]
     if "-" in names:
         (scratch / "stdin").write_bytes(sys.stdin.buffer.read())
@@ -140,10 +140,11 @@ def _explain(arguments: argparse.Namespace, methods: list[str], images: Sequence
 def methods_and_images(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the words after --method into methods without duplicates, and images that follow them.
 
-    "all" stands for every method. A word that is not a method is an image if it has a suffix or exists.
+    "all" selects every method. A word that is not a method is an image if it has a suffix or exists.
 
     Raises:
-        MethodError: A word is neither a method nor an image, or there is no method; the closest names are given.
+        MethodError: A word is neither a method nor an image, or no method is given. The message lists the closest
+            names.
     """
     known = {*METHODS, ALL}
     images = [word for word in words if word not in known and (word == "-" or "." in word or os.path.exists(word))]  # noqa: PTH110

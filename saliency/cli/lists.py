@@ -50,12 +50,12 @@ def describe(cls: type[Attribution]) -> dict[str, Any]:
 
 
 def _meaning(cls: type[Attribution], option: str) -> str:
-    """Return what the docstring of a class says about an option; "As for `X`" is replaced by what that of X says."""
+    """Return an option's description from the docstring of a class. "As for `X`" is replaced by X's description."""
     pattern = rf"^ {{4}}(?:\w+, )*{option}(?:, \w+)*: (.*(?:\n {{8}}.*)*)"
-    found = re.search(pattern, inspect.getdoc(cls) or "", re.MULTILINE)
-    text = " ".join(found[1].split()) if found else ""
+    entry = re.search(pattern, inspect.getdoc(cls) or "", re.MULTILINE)
+    text = " ".join(entry[1].split()) if entry else ""
     if other := re.match(r"As for `(\w+)`", text):
-        named = {each.__name__: each for each in METHODS.values()}
+        named = {method.__name__: method for method in METHODS.values()}
         return _meaning(named[other[1]], option).rstrip(".") + text[other.end() :]
     return text
 

@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
     Args:
         prog: The command.
         names: Names of its options in `OPTIONS`, separated by spaces.
-        texts: Help that replaces that of `OPTIONS`, by the names of the options.
+        texts: Help texts that replace the help in `OPTIONS`, by the names of the options.
         keywords: Keyword arguments of `ArgumentParser`.
     """
 
@@ -128,7 +128,7 @@ def _weights(text: str) -> str | None:
 
 
 def _explained(parse: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
-    """Return a function that parses an argument. Its errors say what was expected."""
+    """Return a function that parses an argument. Its errors state the expected value."""
 
     def convert(text: str) -> Any:
         try:
@@ -168,7 +168,7 @@ def _preprocess(text: str) -> dict[str, Any]:
 
 
 def _field(text: str) -> tuple[str, Any]:
-    """Parse a field of `Preprocess`: JSON values separated by commas, or text. A single size is that of a square."""
+    """Parse a field of `Preprocess`: JSON values separated by commas, or text. A single size means a square."""
     name, _, value = text.partition("=")
     try:
         values = json.loads(f"[{value}]")
@@ -229,7 +229,7 @@ OPTIONS: dict[str, list[Option]] = {
         _option("--stats", "also print activation statistics: means, zeros, dead channels, NaN"),
         _option("--gradients", "also print gradients of the score of one class"),
         _option("--csv", "also write the rows of the manifest as manifest.csv"),
-        _option("--title TEXT", "title of the page, kept when later runs write it again"),
+        _option("--title TEXT", "title of the page; later runs keep it"),
         _option("--html FILE", "also write everything to an HTML page", type=Path),
         _option("--png FILE", "also draw everything as a figure", type=Path),
         _option("--seconds NUMBER", "time limit for a trust card (default: 15)", type=_seconds, default=SECONDS),
@@ -274,9 +274,9 @@ OPTIONS: dict[str, list[Option]] = {
         _option("--format NAME", "png, jpg or webp (default: png)", choices=FORMATS, default="png"),
         _option("--opacity NUMBER", "0 to 1, or map to follow the map (default: map)", type=_number, default="map"),
         _option("--colormap NAME", "any matplotlib colormap (default: inferno, or bwr if signed)"),
-        _option("--sign SIGN", f"{', '.join(SIGNS)} (default: that of the method)", choices=SIGNS),
+        _option("--sign SIGN", f"{', '.join(SIGNS)} (default: as in the method's paper)", choices=SIGNS),
         _option("--percentile NUMBER", "where colours saturate, none, or auto (default)", type=_number, default="auto"),
-        _option("--smoothing NUMBER", "as a share of the map's edge (default: 0.005)", type=float, default=0.005),
+        _option("--smoothing NUMBER", "as a fraction of the map's edge (default: 0.005)", type=float, default=0.005),
     ],
     "execution": [
         _option("--engine NAME", "local (default), or ray for a cluster", choices=("local", "ray"), default="local"),

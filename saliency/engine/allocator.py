@@ -13,9 +13,9 @@ _PAD = 2**26
 
 
 def keep_memory() -> bool:
-    """Keep the memory that this process frees, and return whether it will be kept.
+    """Keep the memory that this process frees, and return whether this succeeded.
 
-    By default glibc maps each block above 32 MiB and returns it when it is freed, so the system clears and maps its
+    By default, glibc maps each block above 32 MiB and returns it when it is freed. The system then clears and maps its
     pages again at each pass. This call raises three limits of glibc (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD).
     They hold for the whole process and stay raised. The call can be made at any time, and repeated. Blocks of a
     gigabyte and more are still returned.
@@ -40,5 +40,5 @@ def keep_memory() -> bool:
     mallopt = ctypes.CDLL(None).mallopt
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
     # Before 2.35, glibc refuses a threshold above 32 MiB, but accepts a limit of 0 mapped blocks.
-    kept = mallopt(_MMAP_THRESHOLD, _NEVER) or mallopt(_MMAP_MAX, 0)
-    return bool(kept and mallopt(_TRIM_THRESHOLD, _NEVER) and mallopt(_TOP_PAD, _PAD))
+    is_raised = mallopt(_MMAP_THRESHOLD, _NEVER) or mallopt(_MMAP_MAX, 0)
+    return bool(is_raised and mallopt(_TRIM_THRESHOLD, _NEVER) and mallopt(_TOP_PAD, _PAD))

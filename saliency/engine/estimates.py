@@ -63,7 +63,7 @@ class Estimate:
 
     @property
     def relative_error(self) -> float:
-        """The root mean square of the standard errors, divided by that of the means; infinite if they are unknown.
+        """The root mean squares of standard errors and means, divided; infinite if the errors are unknown.
 
         0 if the errors and the means are all 0.
         """
@@ -138,7 +138,8 @@ class ScoreEstimate(Estimate):
 def rank_correlation(first: Tensor, second: Tensor) -> float:
     """Return Spearman's rank correlation of two maps (..., H, W); leading axes are summed. 1 for constant maps.
 
-    Values that differ by at most `ROUNDING` times the largest magnitude are ties, so that rounding ranks nothing.
+    Values that differ by at most `ROUNDING` times the largest magnitude are ties, so that rounding does not affect
+    ranks.
 
     Source: Spearman, "The Proof and Measurement of Association between Two Things" (1904).
     """

@@ -37,7 +37,7 @@ _TOLERANCES: dict[Precision, tuple[float, float]] = {"fast": (2e-2, 0.999), "bf1
 
 
 class FasterModel(NamedTuple):
-    """The model that runs the passes of one call: the user's own, or a private copy.
+    """Model that runs the passes of one call: the user's model or a private copy.
 
     The copy converts its inputs and outputs, so it accepts and returns the same types as the model.
     """

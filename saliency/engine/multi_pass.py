@@ -82,7 +82,7 @@ class ChunkResult(NamedTuple):
 
 
 class PassRunner(ExitStack):
-    """Runs the passes of one image: in chunks, counted, limited and interruptible.
+    """Runner of the passes of one image: in chunks, counted, limited and interruptible.
 
     Use it as a context manager: leaving it removes the progress bar and restores the handling of Ctrl-C.
 
@@ -97,7 +97,7 @@ class PassRunner(ExitStack):
         chunk: The number of passes that run at once.
         began: The moment from which the time counts, as of `time.perf_counter`.
         used: The number of passes so far.
-        stopped: What ended the passes; "complete" until a limit is met.
+        stopped: The reason why the passes ended; "complete" until a limit is met.
         precisions: How each kind of pass is run: see `RunStats.precision`.
         least: The number of passes that a map needs; limits and interrupts take effect after them.
         interrupted: Ctrl-C was pressed, so the passes end after the current chunk.
@@ -288,7 +288,7 @@ class PassRunner(ExitStack):
             self.stopped = "passes"
 
     def is_over(self, at: int) -> bool:
-        """Return whether an interrupt or the limit of time ends the passes, of which `at` were run."""
+        """Return whether an interrupt or the time limit ends the passes, of which `at` were run."""
         if self.used < self.least:
             return False
         is_over = self.interrupted or (at > 0 and self._left <= 0)
@@ -314,7 +314,7 @@ class PassRunner(ExitStack):
 
         Args:
             run: Runs a number of steps.
-            most: The number of steps without a limit of time. The result is at most that, and at least two, or one if
+            most: The number of steps without a time limit. The result is at most that, and at least two, or one if
                 `most` is one.
         """
         budget = self._budget
@@ -336,7 +336,7 @@ class PassRunner(ExitStack):
     def in_time(self, run: Callable[[int], _T], steps: int) -> _T:
         """Return the result of `run(steps)`, with fewer steps if more do not fit into the remaining time.
 
-        The limit of time then ends no pass, since the first steps of a path alone would be misleading.
+        The time limit then ends no pass, since the first steps of a path alone would be misleading.
         """
         fitting = self.affordable(run, steps)
         if fitting < steps:
@@ -400,7 +400,7 @@ def check_chunk(option: str, value: object) -> Chunk:
 
 
 class MultiPassAttribution(Attribution):
-    """Base of the methods that run many passes of each image, one image after the other.
+    """Base of the methods that run many passes of each image, image by image.
 
     The options change the speed, the rounding and the random draws, but not the estimated quantity.
 
@@ -411,8 +411,8 @@ class MultiPassAttribution(Attribution):
             and channels last in memory (equal to about 1 %). "bf16" runs this copy in bfloat16, for passes without
             gradients; passes with gradients run "fast". A copy that is not exact enough is not used.
         progress: Whether a progress bar is drawn; None draws one on a terminal after a second.
-        on_interrupt: "raise" propagates Ctrl-C; "return" returns what was computed so far; for images that were not
-            started, only the first chunk is computed.
+        on_interrupt: "raise" propagates Ctrl-C; "return" returns the results so far; for images that were not started,
+            only the first chunk is computed.
         seed: The seed of all random draws of a call. Every image gets the same draws.
     """
 
@@ -427,7 +427,7 @@ class MultiPassAttribution(Attribution):
         images: list[ImageAttribution] = []
         stats: list[RunStats] = []
         interrupted = False
-        with HookManager(), torch.no_grad():  # a manager of its own: hooks of an outer call do not act on this one
+        with HookManager(), torch.no_grad():  # a separate manager: hooks of an outer call do not act on this one
             began = time.perf_counter()
             scores = target(run_model(self.model, x))
             spent = (time.perf_counter() - began) / len(x)
@@ -465,11 +465,11 @@ class MultiPassAttribution(Attribution):
 
 
 class TimedAttribution(MultiPassAttribution):
-    """Base of the methods that can do less in less time.
+    """Base of the methods that can run fewer passes to meet a time limit.
 
     Args:
-        seconds: The maximum time per image, in seconds: as many steps, channels or other passes as fit. If less is done
-            than without it, `effort` says so.
+        seconds: The maximum time per image, in seconds. The method runs as many steps, channels or other passes as fit.
+            `effort` reports passes that were left out.
     """
 
     seconds: Option[float | None] = Option(None, check_number, above=0)
@@ -514,7 +514,7 @@ class SampledAttribution(TimedAttribution):
             a time is set.
         seconds: The maximum time per image, in seconds.
         tolerance: The relative error at which sampling stops: the root mean square of the standard errors, divided by
-            that of the values.
+            the root mean square of the values.
     """
 
     passes: Option[int | None] = Option(None, check_integer)
@@ -539,7 +539,7 @@ def from_estimate(estimate: Estimate, like: Tensor, layer: str | None = None) ->
 
 
 def stack_images(images: Sequence[Any], scores: Tensor, stats: tuple[RunStats, ...]) -> BatchAttribution:
-    """Stack the attributions of single images into that of a batch."""
+    """Stack the attributions of single images into the attribution of a batch."""
     for image in images:
         if not isinstance(image, ImageAttribution) or image.values.dim() != 3:
             is_other = not isinstance(image, ImageAttribution)

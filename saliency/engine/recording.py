@@ -102,7 +102,7 @@ def _map(part: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class UntracedAccess(TorchFunctionMode):
-    """Detects calls that read the values of tensors without an operation that a dispatch mode sees.
+    """Detector of calls that read the values of tensors without an operation visible to a dispatch mode.
 
     Attributes:
         reason: The first such access; empty if there is none.
@@ -131,7 +131,7 @@ class _Memory:
 
 
 class Tape(DispatchMode):
-    """Records what one forward computes from one tensor, the source.
+    """Recorder of the operations that one forward computes from one tensor, the source.
 
     Attributes:
         steps: The operations that depend on the source, in order.
@@ -163,7 +163,7 @@ class Tape(DispatchMode):
         self._memories: defaultdict[StorageWeakRef, _Memory] = defaultdict(_Memory)
 
     def begin(self, source: Tensor) -> None:
-        """Record what depends on a tensor from now on."""
+        """Record all operations that depend on a tensor from now on."""
         self._add_slot(source)
 
     def end(self, output: Any) -> None:
@@ -362,7 +362,7 @@ class Replay:
                         self.values[at] = result
                 for at in step.last:
                     self.values[at] = None
-            # External tensors are kept for other runs, so they are returned as copies.
+            # Other runs need the external tensors, so copies are returned.
             tensors = [
                 self.read(part.at)
                 if isinstance(part, Slot)
@@ -377,7 +377,7 @@ class Replay:
 
 
 class PartialForward(ABC):
-    """Runs only a part of a model for variants of one image, or the whole model where that is not possible.
+    """Runner of a part of a model for variants of one image, or of the whole model where that is not possible.
 
     Forwards of one and of two rows are recorded, and the operations that depend on the variant are replayed for each
     call. If this is not possible, or its output differs from the model's, each call runs the whole model. The model's
@@ -393,7 +393,7 @@ class PartialForward(ABC):
     """
 
     part: ClassVar[str]
-    """Description of what runs instead of whole forwards."""
+    """Description of the passes that replace whole forwards."""
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:
         self._model, self._x = model, x.detach()
@@ -456,7 +456,7 @@ class PartialForward(ABC):
 
     @property
     def how(self) -> str:
-        """Description of what runs for each call."""
+        """Description of the passes of each call."""
         return "whole forwards" if self._program is None else self.part
 
     def _attempt(self, compute: Callable[[], _T]) -> _T | None:
@@ -471,7 +471,7 @@ class PartialForward(ABC):
 
 
 class TailForward(PartialForward):
-    """Computes a model's output for variants of one layer's output, with the part before the layer computed once.
+    """Forward for variants of one layer's output, with the part before the layer computed once.
 
     Args:
         model: As for `PartialForward`.
@@ -531,7 +531,7 @@ class TailForward(PartialForward):
 
         Args:
             rows: The other outputs; None to keep the layer's own, which is stored.
-            tape: The tape that records what follows.
+            tape: The tape that records the following operations.
         """
         seen, count = 0, 1 if rows is None else len(rows)
 
@@ -573,7 +573,7 @@ class TailForward(PartialForward):
 
 
 def _last_reads(tape: Tape) -> list[frozenset[int]]:
-    """The slots of each step that nothing reads after it."""
+    """Return, for each step, its slots that no later step reads."""
     needed = {part.at for part in tape.outputs if isinstance(part, Slot)}
     last: list[frozenset[int]] = []
     for step in reversed(tape.steps):
@@ -603,7 +603,7 @@ def _merged(one: Any, two: Any, rows: int) -> Any:
 
 
 def _merged_external(one: Tensor, two: Tensor, rows: int, *, overwritten: bool) -> _External:
-    """Return an external tensor for any number of rows, from those of some rows and of one more."""
+    """Return an external tensor for any number of rows, from the tensors for some rows and for one more."""
     external = _External(one, None, overwritten)
     if one.shape == two.shape and one.data_ptr() == two.data_ptr() and one.stride() == two.stride():
         return external

@@ -37,7 +37,7 @@ class Rectangles:
     lefts: tuple[int, ...]
 
     def nearly_fill(self, size: Sequence[int]) -> bool:
-        """Whether one of them covers nearly all of a map of size (H, W)."""
+        """Return whether a rectangle covers nearly all of a map of size (H, W)."""
         return self.height * self.width >= NEARLY_WHOLE * size[0] * size[1]
 
 
@@ -227,7 +227,7 @@ def pointwise(call: WindowCall) -> Result:
 
 
 def _enclosing(parts: Sequence[Any], size: tuple[int, ...]) -> Rectangles | None:
-    """Return rectangles around those of all patches; None if they nearly fill the map, or if maps differ in size."""
+    """Return rectangles that enclose all patches; None if they nearly fill the map, or if maps differ in size."""
     patches = [part for part in parts if isinstance(part, Patch)]
     if any(patch.size != size for patch in patches):
         return None
@@ -279,7 +279,7 @@ def patch_rule(op: Op) -> PatchRule | None:
 
 
 class WindowForward(PartialForward):
-    """Computes a model's output for copies of an image that differ from it in one window each.
+    """Forward for copies of an image that differ from it in one window each.
 
     Local operations are replayed only on the rectangles that depend on the windows. Whole maps are computed after an
     operation that is not local, and where a rectangle nearly fills its map.
@@ -365,7 +365,7 @@ class WindowForward(PartialForward):
 
 
 def _spans(changed: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Return the length of spans that contain the true values of each row (k, n), and where each begins."""
+    """Return the length of spans that contain the true values of each row (k, n), and their starts."""
     count = changed.shape[1]
     first = changed.int().argmax(1)
     end = torch.where(changed.any(1), count - changed.flip(1).int().argmax(1), first + 1)

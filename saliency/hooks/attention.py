@@ -39,7 +39,7 @@ class AttentionCall:
         weights: Its result.
         query: The queries (N, heads, queries, d) of a fused kernel.
         key: The keys (N, heads, keys, d) of a fused kernel; with grouped keys, fewer heads.
-        bias: What a fused kernel adds to the logits, or a mask of bool; None if nothing.
+        bias: The tensor that a fused kernel adds to the logits, or a mask of bool; None without one.
         scale: The factor of a fused kernel's logits.
         is_causal: Whether a query of a fused kernel sees only keys up to its own position.
         reads_image: Whether the queries depend on the image; those that a decoder has learned do not.
@@ -94,7 +94,7 @@ class AttentionCall:
         query, key = cast("Tensor", self.query), cast("Tensor", self.key)
         at_query = at_logits @ (_grouped(key, query) * self.scale)
         at_keys = (at_logits.mT @ (_precise(query) * self.scale), probabilities.mT @ _precise(grad))
-        # Grouped keys and values are those of several heads.
+        # Several heads share grouped keys and values.
         return [at_query, *(part.reshape(len(key), key.shape[1], -1, *part.shape[2:]).sum(2) for part in at_keys)]
 
     def gradient(self, grad: Tensor) -> Tensor:
@@ -142,8 +142,8 @@ def find_attention(nodes: Iterable[Node], images: int) -> tuple[list[AttentionCa
         require_visible(node)
         if saved(node, "query", None) is not None:
             calls.append(_fused(node, images, reads_image=next_functions(node)[0][0] in nodes))
-        elif node.name() == "BmmBackward0" and (found := _softmax_of(node)) is not None:
-            softmax, product, is_transposed = found
+        elif node.name() == "BmmBackward0" and (parts := _softmax_of(node)) is not None:
+            softmax, product, is_transposed = parts
             softmaxes.add(softmax)
             reads_image = next_functions(product)[-2][0] in nodes  # the operand before it, if any, is a bias
             values = _read(node, "self").mT if is_transposed else _read(node, "mat2")
@@ -156,7 +156,7 @@ def find_attention(nodes: Iterable[Node], images: int) -> tuple[list[AttentionCa
 
 
 def is_chain(calls: Iterable[AttentionCall]) -> bool:
-    """Return whether each call depends on the one before it, as in a network without parallel branches."""
+    """Return whether each call depends on the previous one, as in a network without parallel branches."""
     return all(_depends_on(later.node, earlier.node) for earlier, later in pairwise(calls))
 
 
@@ -171,7 +171,7 @@ def _depends_on(node: Node, earlier: Node) -> bool:
 
 
 def find_passages(nodes: Iterable[Node]) -> list[Node]:
-    """Return the nodes through which every path of a graph leads, in the order of the nodes: that of the backward pass.
+    """Return the nodes on every path of a graph, in the order of the backward pass.
 
     Between two blocks of a transformer, it is the sum of the tokens and the last branch.
     """

@@ -5,7 +5,7 @@ the test that fails first when PyTorch changes it:
 
 - `Node._saved_*`, `_input_metadata`, `_wrapped_node`, `Function._backward_cls` distinguish a ReLU from other
   operations: `methods/test_gradient.py`. PyTorch before 2.14 has no `_wrapped_node`.
-- `Node._raw_saved_*` free what a node holds: `relevance/test_walk.py`.
+- `Node._raw_saved_*` free the saved tensors of a node: `relevance/test_walk.py`.
 - `Node._sequence_nr`, `_get_sequence_nr` limit a traversal to the operations of one call;
   `_will_engine_execute_node` and `_current_graph_task_id` show when all parts of one gradient are summed:
   `inspection/test_edit.py`.
@@ -18,8 +18,8 @@ the test that fails first when PyTorch changes it:
 - `torch._C._functorch` detects tensors inside `torch.func` transformations: `inspection/test_record.py`.
 - `_scaled_dot_product_attention_math` makes second derivatives possible: `inspection/test_jacobian.py`.
 
-An edge is where the gradient enters or leaves a module. Nothing is inserted into the graph: the operations that pass
-gradient to an input are found by traversing the graph from the outputs of the module. Therefore in-place modules and
+An edge is where the gradient enters or leaves a module. Nothing is inserted into the graph. The operations that pass
+gradient to an input are found by traversing the graph from the module's outputs. Therefore in-place modules and
 functions between modules keep working.
 """
 
@@ -123,7 +123,7 @@ def unique_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
-    """Return the parameters of a module by name, without those of its children. A parameter may be None."""
+    """Return the parameters of a module itself by name, without parameters of its children. A parameter may be None."""
     return module._parameters
 
 
@@ -173,7 +173,7 @@ def _saved_names(node_class: Hashable) -> list[str]:
 
 
 def free_saved(node: Any) -> None:
-    """Free what an operation has saved for its gradient, which cannot be computed any more."""
+    """Free the tensors that an operation saved for its gradient. The gradient can then no longer be computed."""
     for name in _saved_names(node.__class__):
         saved = getattr(node, name)
         for tensor in saved if isinstance(saved, tuple) else (saved,):
@@ -203,7 +203,7 @@ def hides_operation(node: Any) -> bool:
 
 
 _PROBABILITIES = ("Sigmoid", "Softmax", "SafeSoftmax")
-# Operations that leave numbers of 0 to 1 what they are.
+# Operations that do not change numbers from 0 to 1.
 _TRANSPARENT = (
     *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Select", "Slice", "Split", "Unbind", "Alias"),
     *("Clone", "ToCopy", "Permute", "Transpose", "T", "Expand", "Index", "Cat", "Stack"),

@@ -103,12 +103,12 @@ class DualEncoder(nn.Module):
         device = next(self.model.parameters()).device
         return {name: values.to(device) for name, values in tokens.items()}
 
-    def _cut_tokens(self, prompt: str, kept: Tensor) -> int:
-        """Return how many tokens of a prompt a tokenizer of open_clip cut, which returns those that it kept (L,)."""
+    def _cut_tokens(self, prompt: str, tokens: Tensor) -> int:
+        """Return the number of prompt tokens that open_clip's tokenizer cut, given the remaining ones (L,)."""
         if "context_length" not in inspect.signature(self.tokenizer).parameters:
             return 0
-        whole = self.tokenizer([prompt], context_length=len(kept) + len(prompt.encode()) + 1)[0]  # ends in padding
-        return int((whole != whole[-1]).nonzero().max() - (kept != whole[-1]).nonzero().max())
+        whole = self.tokenizer([prompt], context_length=len(tokens) + len(prompt.encode()) + 1)[0]  # ends in padding
+        return int((whole != whole[-1]).nonzero().max() - (tokens != whole[-1]).nonzero().max())
 
     def encode_tokens(self, tokens: dict[str, Tensor]) -> Tensor:
         """Return the embedding (K, D) of tokens, not normalised."""

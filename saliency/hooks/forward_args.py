@@ -54,7 +54,7 @@ def bound_value(variable: ContextVar[_T], value: _T) -> Iterator[None]:
 
 
 def bind_forward_args(like: ForwardArgs, images: int) -> AbstractContextManager[None]:
-    """Bind the extra arguments of a batch in a block; without any, those of an outer call are hidden.
+    """Bind the extra arguments of a batch in a block. They replace the arguments of an outer call, even if empty.
 
     Args:
         like: Tensors, arrays and lists with one row per image are divided into images; others are passed as they are.
@@ -89,7 +89,7 @@ def forward_args(x: Tensor) -> tuple[list[Any], dict[str, Any]]:
 
 
 def cache_of(caches: WeakKeyDictionary[nn.Module, dict[Any, Any]], model: nn.Module) -> dict[Any, Any]:
-    """Return the cache of a model; that of the call alone if it has extra arguments, on which results may depend."""
+    """Return the cache of a model. A call with extra arguments has its own, since results may depend on them."""
     bound = _bound.get()
     own = None if bound is None else bound.caches.setdefault((id(caches), bound.image), {})
     return caches.setdefault(model, {}) if own is None else own

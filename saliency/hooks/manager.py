@@ -1,7 +1,7 @@
 """The hook manager: the only code that registers hooks on modules, tensors and autograd nodes.
 
 Hooks on modules act only in the thread that opened their manager. Gradients are observed and rewritten by hooks on the
-nodes of the autograd graph of one call, so nothing stays on the model and no other call is affected.
+nodes of the autograd graph of one call. Nothing remains on the model, and no other call is affected.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class HookScope:
     def acts_on_leaves(self) -> bool:
         """Return whether hooks on leaves act. Threads share leaves, but hooks ignore backward passes of other threads.
 
-        On an accelerator, threads of the autograd engine run the backward pass, and hooks act in all of them: it is
-        unknown which thread started the pass.
+        On an accelerator, threads of the autograd engine run the backward pass. Hooks act in all of them, since the
+        thread that started the pass is unknown.
         """
         is_engine_thread = isinstance(threading.current_thread(), threading._DummyThread)
         return not self.closed and (is_engine_thread or threading.get_ident() == self.thread)
@@ -109,7 +109,7 @@ class HookManager(ExitStack[None]):
         weakref.finalize(self, _close, self._scope, self._registered, self._handles)
 
     def __enter__(self) -> Self:
-        """Return the manager, now the innermost one of this thread."""
+        """Make the manager the innermost one of this thread and return it."""
         self._scope.thread = threading.get_ident()
         # Another thread may have closed some scopes.
         active_scopes.scopes = [*(scope for scope in active_scopes.scopes if not scope.closed), self._scope]
@@ -138,7 +138,7 @@ class HookManager(ExitStack[None]):
         layer.register_forward_pre_hook(self._registered[-1][1])
 
     def _register_first(self, layer: nn.Module, callback: Callable[[Any], Any], kind: type[ModuleHook]) -> None:
-        """Register a hook that runs before the user's own hooks, so that outputs that those keep have a gradient."""
+        """Register a hook that runs before the user's hooks, so that outputs stored by them have a gradient."""
         if not takes_hooks(layer):
             return
         scope = self._scope
@@ -146,7 +146,7 @@ class HookManager(ExitStack[None]):
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             return callback(output) if scope.acts() else None
 
-        # Append before registering, so that the hook is also removed after Ctrl-C in between.
+        # Append before registering, so that the hook is removed even after Ctrl-C in between.
         self._registered.append((layer, kind(hook)))
         layer.register_forward_hook(self._registered[-1][1], prepend=True)
         hooks = graph.forward_hooks(layer)
@@ -156,10 +156,10 @@ class HookManager(ExitStack[None]):
                 hooks.move_to_end(key, last=False)
 
     def around(self, layer: nn.Module, begin: _Begin[_Token], end: _End[_Token]) -> None:
-        """Call `begin(args, kwargs)` before each call of `layer`, and `end(what begin returned, output)` after it.
+        """Call `begin(args, kwargs)` before each call of `layer`, and `end(result of begin, output)` after it.
 
         A result of `end` other than None replaces the output. Both run after the user's own hooks, and get the final
-        arguments and output. `end` is not called for a call that raises; what `begin` returned for it is dropped at the
+        arguments and output. `end` is not called for a call that raises. The result of `begin` is then dropped, at the
         next call of the layer at the latest. Neither is called inside a scripted module.
         """
         if not takes_hooks(layer):
@@ -173,9 +173,9 @@ class HookManager(ExitStack[None]):
         """Return a list that receives the output of `layer`, one tensor per call.
 
         The captured tensor is a clone. If it requires a gradient, the model continues with a second clone. Therefore a
-        following in-place operation cannot overwrite the captured tensor. Its gradient is that of the layer's output,
-        not of other views of the same memory. If the output has several tensors, the first is captured. With `record`,
-        gradients are recorded from this layer on, even if they are disabled.
+        following in-place operation cannot overwrite the captured tensor. Its gradient is the gradient of the layer's
+        output, not of other views of the same memory. If the output has several tensors, the first is captured. With
+        `record`, gradients are recorded from this layer on, even if they are disabled.
         """
         captured: list[Tensor] = []
 
@@ -186,20 +186,20 @@ class HookManager(ExitStack[None]):
             if record:
                 # Gradients stay enabled until the no_grad block around the model's forward ends.
                 torch.set_grad_enabled(True)
-            kept = tensor.clone()
-            if record and not kept.requires_grad and kept.is_floating_point():
-                kept = kept.detach().requires_grad_()
-            captured.append(kept)
-            if not kept.requires_grad:
+            clone = tensor.clone()
+            if record and not clone.requires_grad and clone.is_floating_point():
+                clone = clone.detach().requires_grad_()
+            captured.append(clone)
+            if not clone.requires_grad:
                 return None
-            passed_on = kept.clone()
+            passed_on = clone.clone()
             return tree_map_tensors(output, lambda other: passed_on if other is tensor else other)
 
         self.observe(layer, keep)
         return captured
 
     def rewrite(self, nonlinearities: Iterable[Nonlinearity], rule_for: Callable[[Nonlinearity], Rule]) -> None:
-        """Replace the gradient at the input of each nonlinearity by what its rule returns, within this block.
+        """Replace the gradient at the input of each nonlinearity by the result of its rule, within this block.
 
         Only the nonlinearity's own branch changes: a skip connection that shares its input keeps its gradient.
         """
@@ -213,8 +213,8 @@ class HookManager(ExitStack[None]):
     def at_gradient(self, tensor: Tensor, callback: _Change) -> None:
         """Call `callback` with the gradient of a tensor in each backward pass; a result other than None replaces it.
 
-        It is the gradient of the tensor's current value. A later in-place operation makes no difference, unless the
-        tensor is a view.
+        It is the gradient of the tensor's current value. A later in-place operation has no effect, unless the tensor is
+        a view.
         """
         scope, is_leaf = self._scope, tensor.is_leaf
 
@@ -238,7 +238,7 @@ class HookManager(ExitStack[None]):
         self._keep(at.node.register_hook(hook))
 
     def rewrite_input(self, tensor: Tensor, edges: Sequence[graph.InputEdge], rule: _Change) -> None:
-        """Replace the gradient that one call of a module passes to one of its inputs by what `rule` returns.
+        """Replace the gradient that one call of a module passes to one of its inputs by the result of `rule`.
 
         Other uses of the same input keep their gradient.
 
@@ -288,7 +288,7 @@ def _close(scope: HookScope, registered: _Registered, handles: list[RemovableHan
 
 
 def _call_hooks(scope: HookScope, begin: _Begin[_Token], end: _End[_Token]) -> tuple[ModuleHook, ModuleHook]:
-    """Return a hook before and a hook after the calls of a layer: `end` gets what `begin` returned for that call."""
+    """Return a hook before and a hook after the calls of a layer: `end` gets the result of `begin` for that call."""
     begun: dict[int, _Token] = {}  # by the id of the frame of the call
 
     # If another thread registers or removes a hook meanwhile, PyTorch may leave out the keyword arguments.
@@ -327,7 +327,7 @@ def _callers(frame: FrameType) -> set[int]:
 def _node_hook(rule: Rule) -> Callable[[graph.Gradients, graph.Gradients], graph.Gradients]:
     def hook(grad_inputs: graph.Gradients, grad_outputs: graph.Gradients) -> graph.Gradients:
         signal = grad_outputs[0]
-        # The operand that carries the network's signal is the one with a gradient; bounds and slopes have none.
+        # Only the operand that carries the network's signal has a gradient; bounds and slopes have none.
         at, operand = next(((i, grad) for i, grad in enumerate(grad_inputs) if grad is not None), (0, None))
         if operand is None or signal is None:
             return grad_inputs

@@ -1,7 +1,7 @@
 """Record the operations of one forward, so that the nodes of its autograd graph can be read as operations.
 
-A node of the graph knows the gradient of its operation, but not always its arguments and result. A dispatch mode of the
-calling thread sees these; the sequence number that a node gets connects the two.
+A node of the graph computes the gradient of its operation, but does not always store its arguments and result. A
+dispatch mode of the calling thread sees these; the sequence number that a node gets connects the two.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _HOLDERS = (Tensor, *_LISTS)
 
 
 class SavedValues(IntEnum):
-    """Values that a record keeps."""
+    """Values that a record stores."""
 
     NOTHING = 0
     """No record."""
     ACTIVATIONS = 1
     """Constants in sums, operands of matrix products, and operands and results of activations, norms and attention."""
     CONSTANTS = 2
-    """Also those of products and softmax, and so of all operations not of degree one."""
+    """Also the values of products and softmax, and so of all operations not of degree one."""
     LINEAR = 3
     """Also the results of convolutions and matrix products."""
     CHANGES = 4
@@ -64,11 +64,11 @@ class Operation:
 
     Attributes:
         op: The operator.
-        kept_args: The arguments as they are kept, by name: some as `WeakResult`.
-        kept_result: The result as it is kept.
+        kept_args: The stored arguments by name, some as `WeakResult`.
+        kept_result: The stored result.
         norms: The norms of a linear operation's result before a ReLU in place wrote to it, else None: of each image for
             a convolution, of each row for a matrix product.
-        is_weak: Whether operands and result may be kept as `WeakResult`.
+        is_weak: Whether operands and result may be stored as `WeakResult`.
     """
 
     op: Op
@@ -84,12 +84,12 @@ class Operation:
 
     @property
     def args(self) -> dict[str, Any]:
-        """Its arguments by name. Tensors that are not kept are None."""
+        """Its arguments by name. Tensors that are not stored are None."""
         return self._values(self.kept_args)
 
     @property
     def result(self) -> Any:
-        """Its result; None if it is not kept. A ReLU in place may have written to it."""
+        """Its result; None if it is not stored. An in-place ReLU may have written to it."""
         weak = next(tree_leaves(self.kept_result, WeakTensor), None)
         first = weak and weak.alive()
         if first is not None:
@@ -108,7 +108,7 @@ class Operation:
 
 
 class WeakTensor:
-    """A tensor of the forward that is kept only as long as the graph, or other code, keeps it."""
+    """Tensor of the forward, held only as long as the graph or other code holds it."""
 
     __slots__ = ("_count", "_reference")
 
@@ -150,7 +150,7 @@ def operator_name(op: Op) -> str:
 
 @cache
 def _schema(op: Op) -> dict[str, bool]:
-    """The arguments of an operation by name, and whether it writes to them."""
+    """Return by name whether an operation writes to its arguments."""
     arguments = operator_schema(op).arguments
     return {part.name: part.alias_info is not None and part.alias_info.is_write for part in arguments}
 
@@ -218,7 +218,7 @@ HOMOGENEOUS = {
 
 @cache
 def out_of_place(op: Op) -> Op:
-    """Return the form of an operation that writes to none of its arguments; the same one if there is no other."""
+    """Return the out-of-place form of an operation; the operation itself without one."""
     return cast("Op", getattr(getattr(torch.ops.aten, operator_name(op), None), op._overloadname, op))
 
 
@@ -279,11 +279,11 @@ def _linear_of_torchvision(node: Node) -> Operation | None:
 
 
 class OperationRecord(DispatchMode):
-    """Records the operations of this thread by the sequence numbers of their nodes. It can be entered several times.
+    """Recorder of this thread's operations, by the sequence numbers of their nodes. It can be entered several times.
 
     Args:
         source: The image. Operations on it are recorded.
-        keep: The values that are kept.
+        keep: The values to store.
 
     Attributes:
         calls: For each named module of `trace`, the range of sequence numbers of each of its calls.
@@ -308,7 +308,7 @@ class OperationRecord(DispatchMode):
         return self._operations.get(number - (type(node).__name__ == "CopySlices"))
 
     def free(self, node: Node) -> None:
-        """Free the values of the operation of a node, and what the node has saved for its gradient."""
+        """Free the stored values of a node's operation, and the tensors that the node saved for its gradient."""
         self._holders.clear()
         if (operation := self._operations.pop(sequence_nr(node), None)) is not None:
             operation.kept_args, operation.kept_result = {}, None  # an operation off the path may refer to it
@@ -333,14 +333,14 @@ class OperationRecord(DispatchMode):
         kwargs = kwargs or {}
         if not any(map(self._depends, args)):
             result = op(*args, **kwargs)
-            # It may take the memory of a tensor that was freed, unless it is a view.
+            # It may reuse the memory of a freed tensor, unless it is a view.
             self._dependent.difference_update({*_addresses(result)} - {*_addresses(args)})
             if operator_name(op) in ("unsafe_split", "unsafe_chunk"):  # each is written to by itself, as in a GRU
                 self._chunks.update((id(chunk), chunk) for chunk in result)
             self._remember_clone(op, args, result)
             return result
         number = current_sequence_nr() - 1
-        # Without gradients there is no node, as in a hook of saved tensors, which runs inside another operation.
+        # Without gradients no node is created, as in a hook of saved tensors, which runs inside another operation.
         has_node, writes = torch.is_grad_enabled(), writes_operand(op)
         kept = has_node and _kept(op, self.keep)
         kept = kept and not (self.keep == SavedValues.CHANGES and self._is_linear(op, args))
@@ -381,7 +381,7 @@ class OperationRecord(DispatchMode):
         return result if is_read else None
 
     def saved_tensors(self) -> AbstractContextManager[Any]:
-        """Return a context in which the graph saves no values that depend on the image, if none is to be kept."""
+        """Return a context in which the graph saves no values that depend on the image, if none are to be stored."""
         if self.keep != SavedValues.CHANGES:
             return nullcontext()
         record = weakref.proxy(self)  # the graph holds the hooks: it would never be freed if these held its tensors
@@ -404,7 +404,7 @@ class OperationRecord(DispatchMode):
         return is_linear and sum(dependent) == 1
 
     def _weak(self, tensor: Tensor) -> Tensor | WeakResult:
-        """Return an operand as it is kept: weakly if it is the unchanged result of a recorded operation."""
+        """Return an operand to store: a weak reference if it is the unchanged result of a recorded operation."""
         if tensor.is_leaf or tensor_version(tensor) or not self._depends(tensor):
             return tensor
         node, at = source_edge(tensor)
@@ -423,7 +423,7 @@ class OperationRecord(DispatchMode):
         return None if self._depends(tensor) else tensor
 
     def _before_write(self, operation: Operation, target: Tensor, number: int) -> int:
-        """Copy the kept values in the memory of a tensor that is about to be written; return the node's number."""
+        """Copy stored values in the memory of a tensor that is about to be written; return the node's number."""
         address = _address(target)
         self._chunks.pop(id(target), None)
         clone = self._clone if self._clone and self._clone[0] == number else None
@@ -440,7 +440,7 @@ class OperationRecord(DispatchMode):
                 return kept
             return copied if kept is target and copied is not target else kept.clone()
 
-        # Where a ReLU writes, its gradient is zero wherever it changes a value: results need no copy.
+        # A ReLU has gradient zero at each value that it changes, so results need no copy.
         is_rectified = operation.name == "relu" and self.keep != SavedValues.ALL
         for holder in self._holders.get(address, ()):
             holder.kept_args = tree_map_tensors(holder.kept_args, kept_copy)
@@ -456,19 +456,19 @@ class OperationRecord(DispatchMode):
 
 
 def _weak_result(operation: Operation, result: Any) -> Any:
-    """Return a result whose first tensor is kept weakly, and others, such as statistics, as they are."""
+    """Return a result with a weak reference to its first tensor. Others, such as statistics, are unchanged."""
     first = as_results(result)[0]
     weak = None if is_view(operation.op) else WeakTensor(first)
     return weak and tree_map_tensors(result, lambda tensor: weak if tensor is first else tensor)
 
 
 def norms_over(values: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return the Euclidean norms over some dimensions, which are kept with length 1."""
+    """Return the Euclidean norms over some dimensions, which remain with length 1."""
     return cast("Tensor", torch.linalg.vector_norm(values, dim=dims, keepdim=True))
 
 
 def _unread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a placeholder for a tensor whose values should not be read. They are NaN, so that a mistake shows."""
+    """Return a placeholder for a tensor that should not be read, with NaN so that a mistake shows."""
     return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
 
 

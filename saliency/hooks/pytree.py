@@ -88,7 +88,8 @@ def trees_agree(one: Any, two: Any, *, coarsest: float = 0.0) -> bool:
     Args:
         one: The first tree.
         two: The second tree.
-        coarsest: The rounding error of the dtype in which they were computed, if it exceeds that of the tensors.
+        coarsest: The rounding error of the dtype in which they were computed, if it exceeds the rounding error of the
+            tensors.
     """
     first, second = list(tree_tensors(one)), list(tree_tensors(two))
     return len(first) == len(second) and all(_agree(*pair, coarsest) for pair in zip(first, second, strict=True))

@@ -20,7 +20,7 @@ from ..errors import NotApplicableError, TargetError
 from . import autograd_graph as graph
 
 _REENTRANT = "a checkpoint with use_reentrant=True hides operations of the model; pass use_reentrant=False"
-_VIEW = "works in place on a view of another tensor, where its gradient cannot be rewritten; use inplace=False"
+_VIEW = "works in place on a view of another tensor, so its gradient cannot be rewritten; use inplace=False"
 CUT = "the gradient is cut in between, for example by a quantised layer, detach or argmax"
 _FORWARD_ONLY = "methods that only run the model forwards, such as occlusion and rise, need no gradient"
 NO_GRADIENT = "the score has no gradient: the target or the model detaches it, or uses argmax or .item()"
@@ -95,7 +95,7 @@ def _tracked(node: Any) -> list[bool]:
 
 
 def _constant_operand(node: Any) -> Any:
-    """Return the operand without a gradient of an operation on two operands, if it is the only one; else None."""
+    """Return the only operand of two that has no gradient; else None."""
     tracked = _tracked(node)
     return graph.saved(node, "other" if tracked[0] else "self") if sorted(tracked) == [False, True] else None
 
@@ -291,7 +291,7 @@ def differentiate(
 
 
 def require_visible(node: Node) -> None:
-    """Raise NotApplicableError if a node stands for a part of the model: checkpointed, compiled or scripted."""
+    """Raise NotApplicableError if a node represents a part of the model: checkpointed, compiled or scripted."""
     name = node.name()
     if isinstance(node, graph.CHECKPOINT_NODE):
         raise NotApplicableError(_REENTRANT)

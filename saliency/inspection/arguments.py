@@ -130,8 +130,8 @@ def model_calls(model: nn.Module, data: Any) -> Iterator[ModelCall]:
 
     Args:
         model: As for `model_call`.
-        data: One example as for `model_call`, or any iterable of batches, such as a data loader. A batch is a tensor, a
-            mapping of keyword arguments, a list of images, or a pair of one of these and labels.
+        data: One example, as for `model_call`, or any iterable of batches, such as a data loader. A batch is a tensor,
+            a mapping of keyword arguments, a list of images, or a pair of one of these and labels.
 
     Raises:
         ImageError: A batch cannot be read.

@@ -70,10 +70,10 @@ def attention(
 
     Fused kernels never form the probabilities. They are computed here from the queries and keys that the kernel saved,
     with masks, biases and rotary positions; their gradient follows from the values and the gradient at the kernel's
-    result. Each item computes its own when it is read, so that one layer at a time takes memory.
+    result. Each entry is computed when it is read, so that only one layer at a time takes memory.
 
-    Attention that changes its probabilities by a formula of its own (talking heads, outlook attention) or that divides
-    each key by its sum over the tokens (factorised attention) is not read.
+    Attention that changes its probabilities by its own formula (talking heads, outlook attention) or that divides each
+    key by its sum over the tokens (factorised attention) is not read.
 
     Args:
         model: A transformer: fused attention of any kernel, `nn.MultiheadAttention`, or a softmax between two matrix
@@ -84,7 +84,7 @@ def attention(
         forward_args: As for `Attribution.attribute`.
 
     Returns:
-        One item per call of attention on which the scores depend, in their order.
+        One entry per call of attention on which the scores depend, in call order.
 
     Warns:
         SaliencyWarning: Some modules named after attention compute it in another way.
@@ -92,7 +92,7 @@ def attention(
     Raises:
         NotApplicableError: No attention was found.
         MethodError: `reduce` is unknown.
-        ImageError: The image cannot be read or is not what the model takes.
+        ImageError: The image cannot be read, or the model does not accept it.
         TargetError: The target does not fit the model's output.
     """
     if reduce is not None:
@@ -133,5 +133,5 @@ def _warn_of_others(model: nn.Module, forward: SharedForward, grads: TargetGradi
     ]
     if others:
         count, total = len(grads.attention), plural(len(others) + len(grads.attention), "layer")
-        others_are = f'the others, such as "{others[0]}" ({kinds[others[0]]}), compute it by a formula of their own'
+        others_are = f'the others, such as "{others[0]}" ({kinds[others[0]]}), compute it by their own formula'
         warn(f"attention was read in {count} of {total}; {others_are}")

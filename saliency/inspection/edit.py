@@ -337,8 +337,8 @@ def edit_activations(model: nn.Module, layers: LayersLike, rule: RuleLike) -> Ed
             explanation = GradCAM(model).attribute(image)  # explains the edited network
 
     The edit applies to passes of the user and of explanations, in the thread that opened the block. All other hooks
-    receive the edited output, and gradients are those of the edited network. Each floating-point tensor of each output
-    is edited, at any nesting depth. Rules of several blocks are applied in the order in which the blocks were opened.
+    receive the edited output, and gradients belong to the edited network. Each floating-point tensor of each output is
+    edited, at any nesting depth. Rules of several blocks are applied in the order in which the blocks were opened.
 
     A checkpointed part runs again in the backward pass, which must therefore run inside the block. There, a rule
     must return the same values again: draw noise before the block.

@@ -33,7 +33,7 @@ def vector_jacobian_product(model: nn.Module, x: Any, vector: Any, layer: str | 
             floating-point tensor is used. If the layer is called several times, the last call is used.
 
     Returns:
-        The product, in the shape of the layer's output or of the input. Its units are those of the model's output per
+        The product, in the shape of the layer's output or of the input. Its units are units of the model's output per
         unit of that tensor.
 
     Raises:

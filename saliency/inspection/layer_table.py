@@ -35,7 +35,7 @@ class LayerRow:
         depth: The depth in the tree of called modules: 1 for the outermost layers. A container that is not called, such
             as a ModuleList, does not count.
         output: The shape of the output of its last call; a list of shapes unless it has exactly one tensor.
-        parameters: The number of parameters, including those of submodules. Shared parameters count once.
+        parameters: The number of parameters, including parameters of submodules. Shared parameters count once.
         trainable: The number of parameters that require a gradient.
         multiply_adds: The multiply-adds of convolutions, matrix products and attention, for all calls and including
             submodules.
@@ -74,7 +74,7 @@ def _columns(rows: list[LayerRow], model: LayerRow) -> list[Column[LayerRow]]:
         Column("layer", lambda row: "  " * (row.depth - outermost) + (row.name or row.kind), "left"),
         Column("kind", lambda row: row.kind, "left"),
         Column("output", lambda row: shape_text(row.output), "left", "shape of the output of its last call"),
-        _count_column("parameters", model, "including those of submodules"),
+        _count_column("parameters", model, "including submodules"),
         _count_column("multiply_adds", model, "of convolutions, matrix products and attention, for the whole batch"),
         Column("time", lambda row: share(row.time_share), hint=of_time, bar=lambda row: row.time_share),
         Column("calls", lambda row: "" if row.calls == 1 else str(row.calls), hint="number of calls"),
@@ -100,8 +100,8 @@ def layer_table(
     """Return a table of the layers of a model, in the order of execution.
 
     This requires one forward pass in evaluation mode without gradients, and a few more for the times. A layer that is
-    called several times has one row, with the output of its last call. The multiply-adds of a layer include those of
-    the functions that it calls.
+    called several times has one row, with the output of its last call. The multiply-adds of a layer include the
+    functions that it calls.
 
     Args:
         model: Any model; it is left unchanged.
@@ -205,12 +205,12 @@ def _timed(model: nn.Module, call: ModelCall, modules: list[nn.Module], rounds: 
             seconds.update(dict.fromkeys((model, *modules), 0.0))
             end(begin(model, (), {}), call.run(model))
             passes.append(dict(seconds))
-    # Take the minimum per module: the minima of nested modules sum to at most that of their parent.
+    # Take the minimum per module: the minima of nested modules sum to at most the minimum of their parent.
     return {module: min(taken[module] for taken in passes) for module in seconds}
 
 
 def _synchronize(tensor: Tensor | None) -> Callable[[], None]:
-    """Return a function that synchronises the device of the input, which is that of the model."""
+    """Return a function that synchronises the device of the input and the model."""
     if tensor is None or tensor.device.type in ("cpu", "meta"):
         return lambda: None
     return partial(torch.accelerator.synchronize, tensor.device)
@@ -263,7 +263,7 @@ def _shapes_of(output: Any) -> Shapes:
 
 
 class MultiplyAdds(DispatchMode):
-    """Counts the multiply-adds of the operations of a block in this thread."""
+    """Counter of the multiply-adds of the operations of a block in this thread."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ class LedgerRow:
         name: The name of the share, "residual" or "score".
         share: The share in score units.
         percent: The share as a percentage of the score; NaN if the score is zero.
-        image: The index of the image among those of the table.
+        image: The index of the image in the table.
         target: The name of the target.
         method: The name of the method's class, with the settings in which methods of one name differ.
     """
@@ -61,7 +61,7 @@ _IMAGE: tuple[Column[LedgerRow], ...] = (
 
 
 def ledger_table(explanations: Explanation | Iterable[Explanation]) -> Table[LedgerRow]:
-    """Return a table of the shares of the score, such as those of the input and of the biases.
+    """Return a table of the shares of the score, such as the shares of the input and of the biases.
 
     The shares and the residual of an image sum to its score.
 

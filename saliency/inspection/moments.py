@@ -96,7 +96,7 @@ def moments_later(tensor: Tensor) -> Callable[[], Moments]:
     """Return a function that returns the moments. An accelerator is synchronised only when the function is called.
 
     Args:
-        tensor: As for `moments`. No reference to it is kept.
+        tensor: As for `moments`. No reference to it is stored.
     """
     require_plain(tensor)
     values = axes_in_memory_order(real_values(tensor)).reshape(-1)

@@ -145,7 +145,7 @@ class _View(NamedTuple):
         return self._zeros(of_base).copy_(of_base).as_strided(*self.position)
 
     def gradient_of(self, source: _View, gradient: Tensor) -> Tensor:
-        """Return the gradient of `source`, another view of the same base, given that of this view."""
+        """Return the gradient of `source`, another view of the same base, given the gradient of this view."""
         laid_out = self._zeros(gradient)
         laid_out.as_strided(*self.position).copy_(gradient)
         return laid_out.as_strided(*source.position)
@@ -295,7 +295,7 @@ class Recording(HookBlock, Sequence[Call]):
             returned = {id(tensor) for tensor in older}
             if returned:
                 # The layer returned an argument or a parameter. An alias separates the gradient through this layer from
-                # that of other uses.
+                # the gradient of other uses.
                 output = tree_map_tensors(output, lambda t: t.view_as(t) if id(t) in returned else t)
             backwards = self._hook_gradients(hooks, begun, output)
         self._calls[begun.number] = replace(begun.call, output=kept, outputs=flat, backwards=backwards)
@@ -417,10 +417,10 @@ def record(
     Each call of a layer is one entry, in the order in which the calls began. In-place layers, functions between layers,
     and nested, tuple, dict and None results are supported. The results of the model are bit for bit unchanged.
 
-    Only calls of the thread that opened the block are recorded, including those of explanations inside it. Calls that
+    Only calls of the thread that opened the block are recorded, including calls by explanations inside it. Calls that
     raise are not recorded. Calls that checkpointing repeats in the backward pass are not recorded either, so layers
-    inside a reentrant checkpoint have no gradients. An edit that was opened before the recording is included in it.
-    The hooks are removed when the block ends.
+    inside a reentrant checkpoint have no gradients. An edit that was opened before the recording is included in it. The
+    hooks are removed when the block ends.
 
     Args:
         model: Any module, in any mode. Compiled parts run uncompiled.
@@ -428,7 +428,7 @@ def record(
             default. A module that has several names in the model is recorded under the first.
         keep: Recorded form of each tensor, which determines the memory use. "full" is a copy on its device, which is
             part of the autograd graph if recorded in the forward pass. "cpu" is a detached copy on the CPU.
-            "statistics" is shape and moments, a few hundred bytes. A function of the tensor may return anything else.
+            "statistics" is shape and moments, a few hundred bytes. A function of the tensor may return any other value.
         parts: Some of "inputs", "outputs", "grad_inputs", "grad_outputs"; all by default.
 
     Raises:

@@ -88,7 +88,7 @@ class ParameterGradients(_Statistics[float | None]):
     shape: tuple[int, ...]
     trainable: bool
     weight_norm: float
-    ratio: float | None  # norm of the gradient, divided by that of the weight; None for a zero weight
+    ratio: float | None  # norm of the gradient, divided by the norm of the weight; None for a zero weight
 
 
 class ActivationStatistics(Table[LayerActivations]):
@@ -195,13 +195,13 @@ def activation_statistics(
     All numbers are exact over all batches, summed in double precision. Activations are not stored, so memory use does
     not grow with the number of batches.
 
-    A channel is dead if it was never above zero. `dead_channels` counts those of `nn.ReLU`, `nn.ReLU6` and
-    `nn.Threshold`; each row lists those of its layer.
+    A channel is dead if it was never above zero. `dead_channels` counts dead channels of `nn.ReLU`, `nn.ReLU6` and
+    `nn.Threshold`; each row lists the channels of its layer.
 
     Args:
         model: Any `torch.nn.Module`. It is left bit for bit unchanged.
         data: A batch as the model takes it; images or their paths, if the model has a `preprocess`; or any iterable of
-            batches, or of pairs of a batch and labels. A shape such as (8, 3, 224, 224) stands for noise.
+            batches, or of pairs of a batch and labels. A shape such as (8, 3, 224, 224) denotes noise.
         layers: Names, patterns as in "layer4.*.conv?", modules, classes of modules, or several of these.
         channel_axis: The axis of the channels in the outputs of these layers: 1 in (N, K), (N, K, h, w) and (N, K, L),
             -1 in tokens (N, T, C) and in (N, h, w, C).
@@ -303,7 +303,7 @@ def gradient_statistics(
     Args:
         model: Any `torch.nn.Module`. It is left bit for bit unchanged.
         data: A batch as the model takes it; images or their paths, if the model has a `preprocess`; or any iterable of
-            batches, or of pairs of a batch and labels. A shape such as (8, 3, 224, 224) stands for noise.
+            batches, or of pairs of a batch and labels. A shape such as (8, 3, 224, 224) denotes noise.
         loss_or_target: A function `loss(output)`, or `loss(output, labels)` if the data have labels, such as
             `torch.nn.CrossEntropyLoss()`, that returns a scalar, or one number per image to be averaged. Or a target: a
             class index or name, any other target, or None for the top class of each image. The score is then the mean
@@ -349,7 +349,7 @@ def _objective(loss_or_target: Any, categories: Categories, output: Any, batch: 
 
 
 class _GradientCollector(_Collector):
-    """Collects moments of the gradients at layers and sums of the gradients of parameters, over all batches."""
+    """Collector of moments of the gradients at layers and sums of the gradients of parameters, over all batches."""
 
     def __init__(
         self, batches: Batches, layers: LayersLike, of: str, objective: Callable[[Any, ModelCall], Tensor]
@@ -486,8 +486,8 @@ def gradient_flow(statistics: GradientStatistics, *, size: tuple[float, float] =
     """Plot the norm of the gradient at each layer from the input (left) to the output (right), on a log axis.
 
     Each point is one call of a layer, in forward order. Only the innermost layers are shown, without `nn.Identity`. The
-    backward pass runs from right to left: a gradient that falls towards the left vanishes, and one that rises explodes.
-    Marks at the lower edge show gradients that are zero or missing, and at the upper edge NaN or infinity.
+    backward pass runs from right to left: a gradient that decreases towards the left vanishes, and one that increases
+    explodes. Marks at the lower edge show gradients that are zero or missing, and at the upper edge NaN or infinity.
 
     Args:
         statistics: From `gradient_statistics`.

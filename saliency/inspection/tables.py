@@ -30,10 +30,11 @@ class Column(Generic[Row]):
 
     Attributes:
         title: The heading.
-        text: Function from a row to the text of its cell. Leading spaces are kept as indentation.
+        text: Function from a row to the text of its cell. Leading spaces are preserved as indentation.
         align: "left" or "right".
         hint: Explanation of the heading, shown as a tooltip in HTML.
-        bar: Function from a row to a number from 0 to 1, drawn as a bar behind the cell in HTML; None for no bar.
+        bar: Function from a row to a number from 0 to 1, drawn as a bar in the background of the cell in HTML; None for
+            no bar.
         alert: Function from a row to whether the cell is highlighted in HTML, for example a NaN.
     """
 

@@ -27,7 +27,7 @@ _REACH = 1024  # bytes at the start of a file (PNG, JPEG) or at its end (WebP) t
 
 
 def is_address(name: str) -> bool:
-    """Return whether a name is an address on the internet, such as that of a web page."""
+    """Return whether a name is an internet address, such as a URL of a web page."""
     return re.match(r"(https?|ftp|s3|gs)://", name) is not None
 
 

@@ -259,17 +259,17 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
     Warns:
         SaliencyWarning: A float tensor lies in 0..255 or 0..1, unlike the output of the preprocessing.
     """
-    items = _as_items(images)
+    parts = _split_images(images)
     prepare = None if preprocess is None else as_preprocess(preprocess)
-    like = next(filter(_is_input, items), None) if like is None else like
+    like = next(filter(_is_input, parts), None) if like is None else like
     tensors: list[Tensor] = []
     frames: list[Frame | None] = []
-    for item in items:
-        if _is_input(item):
-            tensor = _check_tensor(item, prepare, first=len(frames))
+    for part in parts:
+        if _is_input(part):
+            tensor = _check_tensor(part, prepare, first=len(frames))
             frames += [None] * len(tensor)
         else:
-            frame, tensor = _preprocess_image(item, prepare, name=f"image {len(frames)}: " if len(items) > 1 else "")
+            frame, tensor = _preprocess_image(part, prepare, name=f"image {len(frames)}: " if len(parts) > 1 else "")
             frames.append(frame)
         if like is not None:
             tensor = tensor.to(like.device, like.dtype if like.is_floating_point() else tensor.dtype)
@@ -278,21 +278,21 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
     return Batch(tensors[0] if len(tensors) == 1 else torch.cat(tensors), tuple(frames))
 
 
-def _as_items(images: ImagesLike) -> list[ImageLike]:
-    """Split the images into items: a uint8 tensor (N, C, H, W) is N items, a float tensor is one item."""
+def _split_images(images: ImagesLike) -> list[ImageLike]:
+    """Split into single images and inputs: a uint8 tensor (N, C, H, W) is N images, a float tensor is one input."""
     if isinstance(images, Mapping):
         return [_pixel_values(images)]
     if isinstance(images, Sequence) and not isinstance(images, str | Bytes):
         if any(isinstance(image, list | tuple) for image in images):
             raise ImageError("a list inside the list of images; expected one flat list")
-        items = [item for image in images for item in _as_items(image)]
+        parts = [part for image in images for part in _split_images(image)]
     elif isinstance(images, Tensor) and images.ndim == 4 and not images.is_floating_point():
-        items = list(images)
+        parts = list(images)
     else:
-        items = [images]
-    if not items:
+        parts = [images]
+    if not parts:
         raise ImageError("there is no image: the list or batch is empty")
-    return items
+    return parts
 
 
 def _pixel_values(features: Mapping[str, Any]) -> Tensor:
@@ -354,7 +354,7 @@ def _check_tensor(image: Tensor, prepare: Prepare, first: int) -> Tensor:
 
 
 def _warn_of_range(extremes: Sequence[tuple[float, float]], prepare: Prepare, first: int) -> None:
-    """Warn of the first float tensor whose range is that of an image and not of the model's input."""
+    """Warn of the first float tensor whose values are in the range of an image, not of the model's input."""
     for index, (low, high) in enumerate(extremes, start=first):
         white = _white_value(low, high, prepare)
         if white:

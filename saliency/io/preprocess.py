@@ -39,7 +39,7 @@ _MAX_RESIZED = 178_956_970  # pixels; a strip of 1 x 60000 would otherwise be en
 class Frame:
     """Position of the model's input on the original image.
 
-    The box is in pixels of `picture` (RGB, upright), may be fractional, and extends beyond the image where the
+    The box is in pixels of `picture` (RGB, upright) and may be fractional. It extends beyond the image where the
     preprocessing padded it.
     """
 
@@ -48,13 +48,13 @@ class Frame:
 
 
 def scaled_size(size: tuple[int, int], longest: int) -> tuple[int, int]:
-    """Return the size (w, h) of a picture after resizing its longer edge to `longest` pixels."""
+    """Return the size (w, h) of an image after resizing its longer edge to `longest` pixels."""
     width, height = (max(1, round(edge * longest / max(size))) for edge in size)
     return width, height
 
 
 def resize_box(box: Box, size: tuple[int, int], new_size: tuple[int, int]) -> Box:
-    """Return the box on a picture that was resized from `size` to `new_size`, both (w, h)."""
+    """Return a box after the image was resized from `size` to `new_size`, both (w, h)."""
     scale_x, scale_y = new_size[0] / size[0], new_size[1] / size[1]
     return box[0] * scale_x, box[1] * scale_y, box[2] * scale_x, box[3] * scale_y
 
@@ -104,7 +104,7 @@ def scaled_grey(image: Image.Image, range: Range | None) -> Image.Image:
 
 
 def drawable(image: Image.Image, range: Range | None = None) -> Image.Image:
-    """Return an image to draw on, in RGB. A deep image shows its range, as for the model.
+    """Return an image to draw on, in RGB. A deep image is scaled by its range, as for the model.
 
     Without a range, an image that uses less than an eighth of 0..65535 is stretched to its minimum and maximum.
     """
@@ -123,7 +123,7 @@ def _rounded(grey: Image.Image) -> Image.Image:
 
 
 def _highest(value: float) -> int:
-    """Return the highest value of as many bits as a value has, at least 8 and at most 16."""
+    """Return the highest value with the bit length of `value`, at least 8 and at most 16 bits."""
     return int(min(max(2 ** int(value).bit_length() - 1, 255), _DEEPEST))
 
 
@@ -225,7 +225,7 @@ class Preprocess:
             ImageError: The config is neither for RGB nor for greyscale, or has no `input_size`.
         """
         if config.get("input_size") is None:
-            hint = f"fields of saliency.Preprocess: {', '.join(each.name for each in fields(cls))}"
+            hint = f"fields of saliency.Preprocess: {', '.join(option.name for option in fields(cls))}"
             raise ImageError(f'{dict(config)} has no "input_size"; pass model.pretrained_cfg of timm, or {hint}')
         channels, *size = (3, *config["input_size"])[-3:]
         if channels not in (1, 3):
@@ -273,8 +273,8 @@ class Preprocess:
         """Return the model's input for one image: (3, H, W), or (1, H, W) for greyscale, float32 on the CPU.
 
         Raises:
-            ImageError: The image is so long and thin that resizing it would take all memory; or its pixels have no
-                agreed range, and there is no `range`.
+            ImageError: Resizing the long, thin image would take all memory. Or its pixels have no agreed range, and
+                there is no `range`.
             NonFiniteError: A pixel is NaN.
 
         Warns:
@@ -351,7 +351,7 @@ class TransformPreprocess:
             I or F of Pillow.
     """
 
-    range: ClassVar[None] = None  # that of a deep image is up to the function
+    range: ClassVar[None] = None  # the function decides the range of a deep image
 
     transform: Callable[[Image.Image], Tensor]
     _boxes: dict[tuple[object, ...], Box] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -360,7 +360,7 @@ class TransformPreprocess:
         """Return the model's input for one image: (C, H, W), floating point.
 
         Raises:
-            ImageError: The callable returned something else.
+            ImageError: The callable did not return one tensor (C, H, W).
         """
         transform: Any = self.transform
         if self.is_processor:
@@ -440,7 +440,7 @@ def as_preprocess(like: PreprocessLike) -> Preprocess | TransformPreprocess:
     if isinstance(like, Preprocess | TransformPreprocess):
         return like
     if isinstance(like, Mapping):
-        own = {each.name for each in fields(Preprocess)}
+        own = {option.name for option in fields(Preprocess)}
         return Preprocess(**like) if own.issuperset(like) else Preprocess.from_timm(like)
     if _is_torchvision_preset(like):
         return Preprocess.from_torchvision(like)
@@ -471,16 +471,16 @@ def without_crop(like: PreprocessLike | None, whole: Whole) -> Preprocess:
 
 def _stretched(function: TransformPreprocess) -> Preprocess | TransformPreprocess:
     """Return a preprocessing to the size and with the normalisation of a function; the function if it differs."""
-    pictures = [Image.new("RGB", (256, 256), color) for color in ("black", "white")]
-    pictures.append(Image.new("RGB", (400, 256), "rgb(20, 100, 200)"))
-    black, white, mixed = map(function, pictures)
+    images = [Image.new("RGB", (256, 256), color) for color in ("black", "white")]
+    images.append(Image.new("RGB", (400, 256), "rgb(20, 100, 200)"))
+    black, white, mixed = map(function, images)
     size, scale = (black.shape[1], black.shape[2]), 1 / (white - black).mean((1, 2))
     # Image processors of Hugging Face have an attribute `resample`.
     resample = Image.Resampling(getattr(function.transform, "resample", Image.Resampling.BILINEAR))
     mean = -black.mean((1, 2)) * scale
-    found = Preprocess(size, size, tuple(mean.tolist()), tuple(scale.tolist()), resample.name.lower())
-    is_equal = mixed.shape[1:] == size and torch.allclose(found(pictures[2]), mixed, atol=1e-3)
-    return found if is_equal else function
+    stretched = Preprocess(size, size, tuple(mean.tolist()), tuple(scale.tolist()), resample.name.lower())
+    is_equal = mixed.shape[1:] == size and torch.allclose(stretched(images[2]), mixed, atol=1e-3)
+    return stretched if is_equal else function
 
 
 def _is_torchvision_preset(transform: object) -> bool:
@@ -502,7 +502,7 @@ def _filter_name(interpolation: Any) -> str:
 
 
 def _offset(resized: int, crop: int) -> int:
-    """Return where a centred crop begins, negative for padding, rounded as torchvision and timm round."""
+    """Return the start of a centred crop, negative for padding, rounded as in torchvision and timm."""
     return -((crop - resized) // 2) if crop > resized else round((resized - crop) / 2.0)
 
 
@@ -518,10 +518,10 @@ def _transform_grey(preprocess: TransformPreprocess, values: Any, size: tuple[in
     It is an RGB image, or one of mode I;16 if there is a highest pixel value.
     """
     grey = np.round((highest or 255) * np.asarray(values, np.float64))[..., None]
-    picture = np.broadcast_to(grey, (size[1], size[0], 1 if highest else 3))
-    picture = picture[..., 0].astype(np.uint16) if highest else picture.astype(np.uint8)
+    image = np.broadcast_to(grey, (size[1], size[0], 1 if highest else 3))
+    image = image[..., 0].astype(np.uint16) if highest else image.astype(np.uint8)
     return np.asarray(
-        preprocess(Image.fromarray(np.ascontiguousarray(picture))).to(device="cpu", dtype=torch.float64).numpy()
+        preprocess(Image.fromarray(np.ascontiguousarray(image))).to(device="cpu", dtype=torch.float64).numpy()
     )
 
 
@@ -559,7 +559,7 @@ class _Probe:
         return _transform_grey(self.preprocess, values, self.picture_size, self.highest)
 
     def span(self, axis: int) -> tuple[float, float]:
-        """Return where the output begins and ends on the image, along one axis of (C, h, w)."""
+        """Return the start and end of the output on the image, along one axis of (C, h, w)."""
         length = self.picture_size[2 - axis]
         centres = (np.arange(length) + 0.5) / length
         positions = length * self._profile(centres, axis)  # in the image, of the centre of each output pixel

@@ -61,7 +61,7 @@ def find(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
 
 
 def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
-    """Return the layout of a layer's output: that of the user's function, or the recognised one.
+    """Return the layout of a layer's output: from the user's function, or the recognised one.
 
     Args:
         model: The model, inside `prepared_for_attribution`.
@@ -93,7 +93,7 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
 
 
 def attention_layout(model: nn.Module, tokens: int, x: Tensor) -> Layout:
-    """Return the layout of the tokens that attend to each other, as that of a layer.
+    """Return the layout of the tokens that attend to each other, as for a layer.
 
     Args:
         model: The model, inside `prepared_for_attribution`.
@@ -138,7 +138,7 @@ class LayerTrace:
 
     spatial: _Layers  # in the order in which they finished
     candidates: _Layers  # for the default layer
-    attention: Mapping[int, Layout | None]  # by the number of tokens; None if they are not those of patches
+    attention: Mapping[int, Layout | None]  # by the number of tokens; None if the tokens are not patches
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ def given_layout(tensor: Tensor) -> Layout | None:
 
 
 def layout_from(shape: tuple[int, ...], images: int, size: Grid, *, channels_first: bool = False) -> Layout | None:
-    """Return the layout of an output of this shape; None if its shape is not that of maps.
+    """Return the layout of an output of this shape; None if it is not a shape of maps.
 
     Args:
         shape: The shape of the output.
@@ -124,8 +124,8 @@ def traced_layout(
 
 def token_layout(positions: Tensor, x: Tensor) -> Layout | None:
     """Return the layout of tokens at positions (2, N, tokens); None if they are not a grid that covers the image."""
-    found = grid_of(positions, (int(x.shape[-2]), int(x.shape[-1])))
-    return None if found is None else Layout("NTC", *found)
+    grid = grid_of(positions, (int(x.shape[-2]), int(x.shape[-1])))
+    return None if grid is None else Layout("NTC", *grid)
 
 
 def is_channels_first(module: nn.Module) -> bool:

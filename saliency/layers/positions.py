@@ -1,4 +1,4 @@
-"""Trace from where in the image the numbers of a forward come, so that no layout is guessed from a shape.
+"""Trace the image positions of all numbers of a forward, so that no layout is guessed from a shape.
 
 A dispatch mode follows positions through the operations of a model: an operation moves numbers (a reshape, a
 concatenation, a gather), combines numbers of one position (a sum), or mixes positions (a matrix product).
@@ -42,7 +42,7 @@ _IN_PLACE = NORMS | SOFTMAX | {"clone", "_to_copy", "_log_softmax", "native_drop
 _REDUCTIONS = {"mean", "sum", "amax", "amin", "max", "min", "logsumexp", "var", "std", "var_mean", "linalg_vector_norm"}
 _RESAMPLING = ("convolution", "max_pool", "avg_pool", "adaptive", "_adaptive", "upsample", "_upsample")
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
-_SAME = 0.25  # of a pixel: positions that differ by less are the same
+_SAME = 0.25  # of a pixel: closer positions are the same
 
 
 class _Geometry(NamedTuple):
@@ -64,7 +64,7 @@ class _Geometry(NamedTuple):
 class _Memory:
     """Positions of the numbers in the memory of a tensor and its views.
 
-    Those of known tensors are kept without the dimensions along which all are equal, such as the channels.
+    Positions of known tensors are stored without dimensions along which they are constant, such as the channels.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -75,7 +75,7 @@ class _Memory:
         self._whole: Tensor | None = None  # (2, numbers), once a tensor is not known
 
     def is_freed(self) -> bool:
-        """Return whether the memory is that of no tensor any more."""
+        """Return whether no tensor uses the memory any more."""
         return bool(self._storage.expired())  # type: ignore[no-untyped-call]
 
     def read(self, geometry: _Geometry) -> Tensor:
@@ -106,7 +106,7 @@ class _Memory:
 class PositionTrace(DispatchMode):
     """Mode that follows the positions of an image's pixels through the operations of this thread.
 
-    A position is a row and a column in pixels: that of a pixel, or the centre of several. A parameter, such as a class
+    A position is a row and a column in pixels, of one pixel or of the centre of several. A parameter, such as a class
     token, has no position. Nor have numbers whose order depends on the values of the image or on random numbers.
 
     Args:
@@ -162,10 +162,10 @@ class PositionTrace(DispatchMode):
         memory.write(_Geometry.of(tensor), _unknown(tensor) if positions is None else positions)
 
     def _view(self, op: Op, named: dict[str, Any], number: int, view: Tensor) -> None:
-        """Store the positions of a view, if they follow without a copy of those of the viewed tensor."""
+        """Store the positions of a view, if they need no copy of the positions of the viewed tensor."""
         operand = next(tree_tensors(named))
         memory = self._memory(operand)
-        if memory is not None and "stride" not in named:  # which is that of the memory
+        if memory is not None and "stride" not in named:  # the stride describes the memory
             positions = memory.read(_Geometry.of(operand))
             planes = positions.expand(2, *operand.shape)
             with suppress(RuntimeError):  # the view needs positions along which all are equal
@@ -199,7 +199,7 @@ class PositionTrace(DispatchMode):
         return None
 
     def _of_queries(self, positions: Tensor, shape: torch.Size) -> Tensor:
-        """Return the positions of the results of attention: those of its queries."""
+        """Return the positions of the results of attention, which are the positions of its queries."""
         rows = positions.nanmean(-1, keepdim=True)
         self.queries.append(rows[..., 0].expand(2, *shape[:-1]))
         return rows
@@ -222,7 +222,7 @@ class PositionTrace(DispatchMode):
         return torch.stack([out_of_place(op)(**operands) for operands in axes])
 
     def _of_product(self, factors: Sequence[Tensor]) -> Tensor | None:
-        """Return the positions of a matrix product: those of the rows of the first factor, else of the columns."""
+        """Return the positions of a matrix product: from the rows of the first factor, else from the columns."""
         for factor, mixed in zip(factors, (-1, -2), strict=False):
             positions = self.positions(factor)
             ends = None if positions is None else _several(positions.nanmean(mixed, keepdim=True))
@@ -242,7 +242,7 @@ def grid_of(positions: Tensor, size: Grid) -> tuple[Grid, Sequence[int]] | None:
     tokens = (~first[0].isnan()).nonzero()[:, 0]
     is_shared = torch.allclose(positions, first[:, None].expand_as(positions), rtol=0, atol=_SAME, equal_nan=True)
     if len(tokens) < 2 or not is_shared:
-        return None  # there are no patches, or each image has an order of its own
+        return None  # there are no patches, or the order depends on the image
     axes = [_cells(values, length) for values, length in zip(first[:, tokens], size, strict=True)]
     if any(cells is None for cells in axes):
         return None
@@ -259,7 +259,7 @@ def grid_of(positions: Tensor, size: Grid) -> tuple[Grid, Sequence[int]] | None:
 
 
 def is_mirrored(positions: Tensor) -> bool:
-    """Return whether rows or columns of maps at positions (2, N, K, h, w) run against those of the image."""
+    """Return whether rows or columns of maps at positions (2, N, K, h, w) run against the image."""
     rows, columns = positions.nanmean(2).expand(2, -1, -1, -1)  # (N, h, w)
     return bool(rows.diff(dim=1).nanmean() < 0 or columns.diff(dim=2).nanmean() < 0)
 
@@ -288,7 +288,7 @@ def _unknown(like: Tensor) -> Tensor:
 
 
 def _ranked(positions: Tensor, dims: int) -> Tensor:
-    """Return positions as those of a tensor with more dimensions."""
+    """Return positions for a tensor with more dimensions."""
     return positions.reshape(-1, *[1] * (dims + 1 - positions.dim()), *positions.shape[1:])
 
 
@@ -312,7 +312,7 @@ def _reduced(positions: Tensor, dims: int | Sequence[int] | None, *, keeps: bool
 
 
 def _resampled(positions: Tensor, size: Sequence[int]) -> Tensor:
-    """Return positions (2, N, 1, ...) on another grid of the same extent, such as that of a convolution's result."""
+    """Return positions (2, N, 1, ...) on another grid of the same extent, such as the result of a convolution."""
     for dim, count in enumerate(size, 3):
         old = positions.shape[dim]
         if old == count or old == 1:
@@ -330,8 +330,8 @@ def _resampled(positions: Tensor, size: Sequence[int]) -> Tensor:
 def _merged(first: Tensor, second: Tensor) -> Tensor:
     """Return the positions of a combination of two operands (2, ...).
 
-    Where they differ by more than a cell, the operand of more positions counts: a gate or a mean has fewer. Of two with
-    as many positions, none counts.
+    If they differ by more than a cell, the operand with more positions decides: a gate or a mean has fewer. If the
+    numbers are equal, the positions are unknown.
     """
     merged = torch.where(first.isnan(), second, first)
     distance = (first - second).abs().amax(0).nan_to_num(0)

@@ -209,7 +209,7 @@ class Filler:
         return torch.stack([self._inpainted(mask[0]) for mask in hidden])
 
     def _inpainted(self, hidden: Tensor) -> Tensor:
-        """The image (C, H, W) with the pixels `hidden` (H, W) inpainted from those around them.
+        """Return the image (C, H, W) with the pixels `hidden` (H, W) inpainted from their surroundings.
 
         Source: Bertalmio et al., "Navier-Stokes, Fluid Dynamics, and Image and Video Inpainting" (2001),
             https://doi.org/10.1109/CVPR.2001.990497. OpenCV's implementation depends on a range of 0 to 255.
@@ -228,7 +228,7 @@ class Filler:
 
 
 def _background(x: Tensor, fill: Fill) -> Tensor:
-    """The image (1, C, H, W) with all pixels hidden."""
+    """Return the image (1, C, H, W) with all pixels hidden."""
     if fill == "mean":
         return x.mean((2, 3), keepdim=True).expand_as(x)
     if fill == "blur":
@@ -249,8 +249,8 @@ def blurred(x: Tensor, sigma: float) -> Tensor:
 class Diffusion:
     """An image under Gaussian blurs of any width, reflected at its edges.
 
-    Reflection keeps the brightness, so no edge darkens. In the cosine basis a Gaussian only scales each
-    coefficient, so the cost does not depend on the width, and the derivative with respect to the width is exact.
+    Reflection keeps the brightness, so no edge darkens. In the cosine basis, a Gaussian only scales each coefficient.
+    So the time does not depend on the width, and the derivative with respect to the width is exact.
 
     Args:
         x: (..., H, W) the image.
@@ -282,7 +282,7 @@ class Diffusion:
 
 
 def _cosine_basis(size: int) -> Tensor:
-    """The orthonormal matrix (size, size) of the discrete cosine transform, float64."""
+    """Return the orthonormal matrix (size, size) of the discrete cosine transform, float64."""
     at = torch.arange(size, dtype=torch.float64, device="cpu")
     matrix = torch.cos(torch.pi / size * at[:, None] * (at + 0.5)) * math.sqrt(2 / size)
     matrix[0] /= math.sqrt(2)

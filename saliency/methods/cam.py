@@ -33,7 +33,7 @@ def layer_name(method: Attribution, layer: str | nn.Module | list[str | nn.Modul
     """Return the name of a layer of a method's model, also of a list with one layer.
 
     Raises:
-        LayerError: The model has no such layer, or it is the whole model, or the list has another length.
+        LayerError: The model has no such layer, the layer is the whole model, or the list has the wrong length.
     """
     if isinstance(layer, list) and len(layer) != 1:
         name = type(method).__name__

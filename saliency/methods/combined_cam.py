@@ -178,8 +178,8 @@ class FinerCAM(LayerAttribution):
     """A CAM of the difference between a class and the classes with the most similar scores.
 
     Instead of the class's score y_c it explains y_c - gamma * mean(y_r) over the reference classes r whose scores are
-    closest to y_c. Shared features, such as fur, cancel; features specific to the class remain. For references of your
-    own, pass a function as the target of the CAM: `lambda output: output[:, 281] - 0.6 * output[:, 282]`.
+    closest to y_c. Shared features, such as fur, cancel; features specific to the class remain. To choose the
+    references, pass a function as the target of the CAM: `lambda output: output[:, 281] - 0.6 * output[:, 282]`.
 
     Args:
         references: The number of classes to compare with.
@@ -221,7 +221,7 @@ class FinerCAM(LayerAttribution):
         return self._cam.explain_gradients(TargetGradients(grads.forward, target), layers)._replace(scores=grads.scores)
 
     def _reference_shares(self, scores: Tensor, own: Tensor) -> Tensor:
-        """The share of each class (N, classes) in the mean of the references, for the explained classes (N, 1)."""
+        """Return the weight of each class (N, classes) in the mean of the references, for explained classes (N, 1)."""
         classes = scores.shape[1]
         if classes < 2:
             raise NotApplicableError("finer_cam compares classes, but the model returns one number per image")
@@ -235,8 +235,8 @@ class ShapleyCAM(LayerAttribution):
     """Activations weighted by the Shapley value of their channel, from the gradient and curvature of the score.
 
     The weight is the mean over the channel of g - H A / 2, where g is the gradient and H the Hessian of the utility at
-    the activations A: the Shapley value of the second-order expansion of the utility. If the network after the layer is
-    piecewise linear and the utility is a logit, H is 0 and this is `GradCAM`.
+    the activations A. This is the Shapley value of the second-order expansion of the utility. If the network after the
+    layer is piecewise linear and the utility is a logit, H is 0 and this is `GradCAM`.
 
     The utility of a class is its score plus the logarithm of its probability, as in the authors' code. For any other
     target, such as `saliency.value(281)` for the logit, and for a model of one class, it is the score.
@@ -262,7 +262,7 @@ class ShapleyCAM(LayerAttribution):
         return BatchAttribution(weighted_sum(slopes.mean((2, 3)), activation), grads.scores, layer=layer)
 
     def _slopes(self, grads: TargetGradients, layer: str) -> Tensor:
-        """The slopes g - H A / 2, in the layout of the layer's output."""
+        """Return the slopes g - H A / 2, in the layout of the layer's output."""
         grads.require_gradient()
         try:
             return self._slopes_of(grads.forward, grads.target, layer)
@@ -293,7 +293,7 @@ class ShapleyCAM(LayerAttribution):
         return gradient.detach() if product is None else gradient.detach() - product / 2
 
     def _utility(self, output: Any, target: ResolvedTarget) -> Tensor:
-        """The expanded number of each image (N,)."""
+        """Return the utility of each image (N,)."""
         score, own = target(output), target.target
         if not isinstance(own, ClassScore) or own.link is None:
             return score

@@ -1,4 +1,4 @@
-"""DeepLIFT and DeepSHAP: the difference of the score from that of a baseline, shared by multipliers."""
+"""DeepLIFT and DeepSHAP: the difference from the baseline's score, distributed by multipliers."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ MAX_MISSING_SHARE = 1e-4
 
 
 class DeepLIFT(TracedAttribution):
-    """The difference of the score from that of a baseline, shared among the inputs of each operation.
+    """The difference from the baseline's score, distributed among the inputs of each operation.
 
     A pointwise function passes the ratio of the differences of its result and its operand (the Rescale rule). So the
-    values are complete, as those of integrated gradients, for two forwards and one backward.
+    values are complete, as in integrated gradients, for two forwards and one backward.
 
     Works on the autograd graph of the call, so residual connections, functions, reused modules and operations in place
-    need no preparation of the model. A factor of a product counts at the mean of the other one; norms, quotients and
-    attention are chains of products and pointwise functions. What a window of a max pool gains goes to its winner for
-    the image, what it loses to that for the baseline. Any other operation passes its mean gradient on the straight path
-    between both points.
+    need no preparation of the model. A factor of a product counts with the mean of the other factor; norms, quotients
+    and attention are chains of products and pointwise functions. In a max pool, the gain of a window goes to its
+    maximum for the image, and the loss to its maximum for the baseline. Any other operation passes its mean gradient on
+    the straight path between both points.
 
     Args:
         baseline: As for `IntegratedGradients`.
         unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
 
-    Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less that of the baseline.
+    Values: (N, C, H, W), signed, in score units; they and the residual sum to the score minus the score of the
+    baseline.
 
     Warns:
         SaliencyWarning: The residual exceeds 1e-4 of the difference of the scores. The message names the operation that
@@ -73,9 +74,9 @@ class DeepLIFT(TracedAttribution):
         """Return the baselines (K, N, C, H, W) of a batch."""
         given: Any = self.baseline
         options = given if isinstance(given, PerImage) else [given] * len(x)
-        each = [baselines(option, x[i : i + 1], self.preprocess) for i, option in enumerate(options)]
-        count = math.lcm(*map(len, each))
-        return torch.stack([own.repeat(count // len(own), 1, 1, 1) for own in each], 1)
+        per_image = [baselines(option, x[i : i + 1], self.preprocess) for i, option in enumerate(options)]
+        count = math.lcm(*map(len, per_image))
+        return torch.stack([own.repeat(count // len(own), 1, 1, 1) for own in per_image], 1)
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Compute the mean over the baselines."""
@@ -111,7 +112,7 @@ class DeepLIFT(TracedAttribution):
         if self.unknown == "gradient" or bool((missing.abs() <= MAX_MISSING_SHARE * rise + rounding).all()):
             return
         with grads.forward.autocast:
-            forwards = (SharedForward(self.model, each.x, keep=SavedValues.ALL) for each in (grads, base))
+            forwards = (SharedForward(self.model, side.x, keep=SavedValues.ALL) for side in (grads, base))
             grads, base = (TargetGradients(forward, grads.target) for forward in forwards)
         rule = Multipliers(grads, base, self.unknown)
         rule.lost = {}
@@ -135,7 +136,8 @@ class DeepSHAP(DeepLIFT):
         samples: The number of random colours.
         seed: The seed of the colours, which are the same for all images.
 
-    Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less the baselines' mean score.
+    Values: (N, C, H, W), signed, in score units; they and the residual sum to the score minus the baselines' mean
+    score.
 
     Warns:
         SaliencyWarning: As for `DeepLIFT`.

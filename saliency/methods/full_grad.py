@@ -36,10 +36,10 @@ MAX_MISSING_SHARE = 1e-3
 class FullGrad(Attribution):
     """The gradient times the input plus, for every operation, its gradient times its bias.
 
-    The bias of an operation is its output less its derivative applied to its input: the bias of a convolution;
-    beta - gamma * mean / deviation of a batch norm; f(z) - f'(z) z of a smooth activation; nothing for a ReLU, a
-    pooling or a sum. So score = <gradient, input> + the sum over all operations of <gradient, bias>, exactly, also
-    through layer norms, gates and attention. The difference between the two sides is the residual.
+    The bias of an operation is its output minus its derivative applied to its input: the bias of a convolution; for a
+    batch norm, beta - gamma * mean / deviation; f(z) - f'(z) z for a smooth activation; zero for a ReLU, a pooling or a
+    sum. So score = <gradient, input> + the sum over all operations of <gradient, bias>, exactly, also through layer
+    norms, gates and attention. The difference between the two sides is the residual.
 
     The map adds up magnitudes, for the input and for each convolution, linear layer, norm and activation with
     locations: gradient times bias, scaled to 0..1 over the whole layer, summed over its channels and resized bilinearly
@@ -49,7 +49,7 @@ class FullGrad(Attribution):
     The map depends little on the class: it hardly changes when the classifier is randomised.
 
     Values: (N, 1, H, W), shares of each layer's largest value, summed over channels and layers; their sum has no
-        meaning. `residual` is in score units: the score less the sum of all terms.
+        meaning. `residual` is in score units: the score minus the sum of all terms.
 
     Warns:
         SaliencyWarning: More than a thousandth of the score is missing from the sum: an operation is not visible, as in
@@ -68,7 +68,7 @@ class FullGrad(Attribution):
     units = "shares of each layer's largest"
     sign = "absolute"
     is_complete = False
-    """The residual is that of the unscaled terms, not of the values of the map."""
+    """The residual belongs to the unscaled terms, not to the values of the map."""
 
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         """Compute the maps of a batch."""
@@ -93,8 +93,8 @@ class FullGrad(Attribution):
                     grads = TargetGradients(forward, own)
                     terms = _Terms(self.model, grads)
                     stats = RunStats(1, time.perf_counter() - start, "complete", note=terms.note())
-                    found = ImageAttribution(terms.values, residual=terms.residual)
-                    results[number].append((found, grads.scores[0], stats))
+                    attribution = ImageAttribution(terms.values, residual=terms.residual)
+                    results[number].append((attribution, grads.scores[0], stats))
         columns = (zip(*rows, strict=True) for rows in results)
         return [stack_images(maps, torch.stack(scores), stats) for maps, scores, stats in columns]
 
@@ -104,7 +104,7 @@ class _Terms:
 
     Attributes:
         values: (1, H, W) the map.
-        residual: The score less the sum of all terms.
+        residual: The score minus the sum of all terms.
     """
 
     def __init__(self, model: nn.Module, grads: TargetGradients) -> None:
@@ -171,7 +171,7 @@ def _terms(node: Node, operation: Operation, passed: Gradients, arrived: Gradien
     grad = next(grad for grad in arrived if grad is not None)
     if holds_constant(operation):
         term = _product(grad, constant_part(node, operation, grad.device)).nan_to_num_(0, 0, 0)
-        # A linear layer adds its bias in a step of its own if its input is not contiguous.
+        # A linear layer adds its bias in a separate step if its input is not contiguous.
         return [term if getattr(args.get("other"), "ndim", 0) == 1 else term.sum()]
     if operation.name == "fill" or (operation.name in ("copy", "index_put") and passed[-1] is None):
         return None  # the constant that is written to a part is not recorded
@@ -194,7 +194,7 @@ def _terms(node: Node, operation: Operation, passed: Gradients, arrived: Gradien
 
 
 def _linear_terms(operation: Operation, passed: Gradients, grad: Tensor) -> list[Tensor]:
-    """Return the term of the bias, and that of a product of two factors that both depend on the image."""
+    """Return the term of the bias, and the term of a product of two factors that both depend on the image."""
     args, terms = operation.args, list[Tensor]()
     has_summand = operation.name in ("addmm", "baddbmm")
     bias = args.get("self") if has_summand and passed[0] is None else args.get("bias")
@@ -212,7 +212,7 @@ def _bias_terms(grad: Tensor, bias: Tensor) -> list[Tensor]:
 
 
 def _norm_bias(operation: Operation) -> Tensor:
-    """Return the result of a norm less its derivative applied to its input."""
+    """Return the result of a norm minus its derivative applied to its input."""
     x = operation.args["input"].detach()
     if is_batch_norm(operation.op) and not operation.args.get("training"):
         return cast("Tensor", operation.repeat(input=x.new_zeros(1, x.shape[1], *[1] * (x.dim() - 2)))[0])
@@ -231,7 +231,7 @@ def _product(gradient: Tensor, values: Tensor) -> Tensor:
 
 
 def _scaled(product: Tensor) -> Tensor:
-    """The magnitudes of (1, C, h, w), scaled to 0..1 over the whole layer and summed over the channels (1, 1, h, w).
+    """Return magnitudes (1, C, h, w), scaled to 0..1 over the whole layer and summed over channels (1, 1, h, w).
 
     The product is overwritten.
     """

@@ -124,9 +124,9 @@ class RectifiedGradient(TracedAttribution):
 class GuidedBackprop(RectifiedGradient):
     """Backpropagation that passes only positive gradients through every ReLU call.
 
-    In-place, reused and functional ReLUs are handled alike. The map shows what the network detects more than what the
-    score depends on: it changes little when the upper layers are randomised (Adebayo et al., "Sanity Checks for
-    Saliency Maps", 2018, https://arxiv.org/abs/1810.03292).
+    In-place, reused and functional ReLUs are handled alike. The map shows the features that the network detects rather
+    than the evidence for the score. It changes little when the upper layers are randomised (Adebayo et al., "Sanity
+    Checks for Saliency Maps", 2018, https://arxiv.org/abs/1810.03292).
 
     Values: (N, C, H, W), signed, in score units per unit of the normalised input.
 
@@ -143,9 +143,9 @@ class GuidedBackprop(RectifiedGradient):
     def rule_for(self, nonlinearity: Nonlinearity, images: int) -> Rule:
         """Return the true gradient where it is positive."""
         if nonlinearity.kind not in ("clamp", "maximum"):
-            # In place, which halves the cost: the derivative of a ReLU is a new tensor that is not used elsewhere.
+            # In place, which halves the time: the derivative of a ReLU is a new tensor that is not used elsewhere.
             return lambda grad_input, grad_output: grad_input.relu_()
-        # PyTorch's derivative of these at 0 is 1 or a half; that of the rule is 0, as for a ReLU.
+        # PyTorch's derivative of these at 0 is 1 or a half; the rule has 0, as for a ReLU.
         activation, saturation = output_of(nonlinearity.node), saturation_of(nonlinearity.node)
         open_ = activation > 0 if saturation is None else (activation > 0) & (activation < saturation)
         return lambda grad_input, grad_output: torch.where(open_, grad_output.clamp(min=0), 0)
@@ -220,21 +220,21 @@ class RectGrad(RectifiedGradient):
 
 
 def _positive_signal(grad_input: Tensor, grad_output: Tensor) -> Tensor:
-    """The true derivative times the incoming gradient, where that gradient is positive."""
+    """Return the true derivative times the incoming gradient where that gradient is positive, else 0."""
     return torch.where(grad_output > 0, grad_input, torch.zeros_like(grad_input))
 
 
 def _nearest_percentile(values: Tensor, percentile: float, images: int) -> Tensor:
-    """The value of the nearest rank among all values of each image, in a shape that broadcasts.
+    """Return the nearest-rank percentile of the values of each image, in a shape that broadcasts.
 
-    If there are more rows than images, the rows of each image are its windows. Raises NotApplicableError if the images
-    cannot be told apart.
+    If there are more rows than images, the rows of each image are its windows. Raises NotApplicableError if the rows of
+    the images cannot be separated.
     """
     rows = len(values)
     if rows % images or (images > 1 and rows != images and values.dim() > 1 and values.shape[1] == images):
         raise NotApplicableError(
             f"rectgrad: the input of a ReLU has the shape {tuple(values.shape)}, in which the {images} images cannot "
-            "be told apart; explain them one at a time"
+            "be separated; explain them one at a time"
         )
     flat = values.reshape(images, -1)
     rank = 1 + round(percentile / 100 * (flat.shape[1] - 1))

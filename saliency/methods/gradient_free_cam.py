@@ -112,7 +112,7 @@ class LayerPasses(MultiPassAttribution):
 
 
 def strongest(strength: Tensor, limit: int | None) -> Tensor:
-    """Return the channels by falling strength (K,), at most `limit` of them; ties by number."""
+    """Return the channels in descending order of strength (K,), at most `limit`; ties by number."""
     return torch.sort(strength, descending=True, stable=True).indices[:limit]
 
 
@@ -137,7 +137,7 @@ class ChannelMasks:
         align: As `align_corners` of `ScoreCAM`.
 
     Attributes:
-        varied: (m,) the channels that are not constant, by falling strength.
+        varied: (m,) the channels that are not constant, in descending order of strength.
         varied_maps: (m, h, w) their activations.
         flat: The number of constant channels.
         count: The number of different masks: one for each of `varied`, and a last one for all constant channels.
@@ -167,9 +167,9 @@ class ChannelMasks:
         return masks
 
     def shares(self, scores: Tensor) -> Tensor:
-        """Return the softmax over all channels of the scores (count,) of the masks; NaN stands for an unknown score.
+        """Return the softmax over all channels of the scores (count,) of the masks; NaN denotes an unknown score.
 
-        All shares are 0 where no mask changes the score.
+        All weights are 0 if no mask changes the score.
         """
         known = ~scores.isnan()
         if not bool((scores[known] != self._score.to(scores)).any()):
@@ -205,12 +205,12 @@ class ScoreCAM(LayerPasses, TimedAttribution):
     of the empty image, which takes one forward for all of them.
 
     Args:
-        channels: The number of channels to use, by falling standard deviation; None for all.
+        channels: The number of channels to use, in descending order of standard deviation; None for all.
         align_corners: Whether masks are resized so that the centres of corner cells lie on the corners of the image, as
             in pytorch-grad-cam. By default the outer corners of these cells do, as in drawn maps and in the authors'
             code.
 
-    Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
+    Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero if no mask changes the score.
 
     Warns:
         SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
@@ -260,13 +260,13 @@ class GScoreCAM(ScoreCAM):
     """Score-CAM with the 300 channels of the largest mean gradient.
 
     It was proposed for CLIP, whose layers have thousands of channels, with a text as the target. The weights are the
-    softmax over the channels that are used, as in `ScoreCAM`. (The authors' code takes it over all channels, with a
-    score of 0 for those that it does not run. These then have weight, which they should not.)
+    softmax over the used channels, as in `ScoreCAM`. (The authors' code takes it over all channels, with a score of 0
+    for channels without a pass. These then have weight, which they should not.)
 
     Args:
-        channels: The number of channels to use, by falling mean gradient.
+        channels: The number of channels to use, in descending order of mean gradient.
 
-    Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
+    Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero if no mask changes the score.
 
     Warns:
         SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
@@ -300,7 +300,7 @@ class ISCAM(ScoreCAM):
     Args:
         steps: The number N of strengths of each mask.
 
-    Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
+    Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero if no mask changes the score.
 
     Warns:
         SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
@@ -322,7 +322,7 @@ class ISCAM(ScoreCAM):
             shares = ((numbers % steps + 1) / steps).to(passes.x)
             return masks(numbers // steps) * shares[:, None, None, None]
 
-        # Channel by channel, so that an interrupt leaves whole channels. The empty image is the same in every step.
+        # Channel by channel, so that an interrupt leaves complete channels. The empty image is the same in every step.
         scores = self.scores(passes, faded, varied * steps + bool(masks.flat))
         means = scores[: varied * steps].view(varied, steps).mean(1)
         return ImageAttribution(masks.map(torch.cat([means, scores[varied * steps :]])))
@@ -332,14 +332,14 @@ class SSCAM(ScoreCAM, SampledAttribution):
     """Score-CAM with scores averaged over masks with added noise.
 
     The score of a channel is its mean over masks to which normal noise is added at every pixel. The weights are the
-    softmax over the channels of these scores, as in `ScoreCAM`. The standard error of the map follows from those of the
-    scores, to first order.
+    softmax over the channels of these scores, as in `ScoreCAM`. The standard error of the map follows from the standard
+    errors of the scores, to first order.
 
     Args:
         noise: The standard deviation of the noise; masks without noise range from 0 to 1. The paper uses 2.
         draws: The number of noisy masks of each channel, if no limit is set.
 
-    Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
+    Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero if no mask changes the score.
 
     Warns:
         SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
@@ -403,7 +403,7 @@ class _MaskScores(ScoreEstimate):
 
 
 class AblationCAM(LayerPasses, TimedAttribution):
-    """Activations weighted by the fall of the score when the channel is set to zero.
+    """Activations weighted by the drop in the score when the channel is set to zero.
 
     The weight of a channel is y - y_k, where y is the score and y_k the score without the channel: positive if the
     channel supports the target, also for a negative score. (The paper divides by y, which is the same for all channels
@@ -414,7 +414,7 @@ class AblationCAM(LayerPasses, TimedAttribution):
     zero everywhere have no effect, and are not run.
 
     Args:
-        channels: The number of channels to remove, by falling energy; None for all.
+        channels: The number of channels to remove, in descending order of energy; None for all.
 
     Values: (N, 1, h, w), signed, in units of score times activation.
 
@@ -445,11 +445,11 @@ class AblationCAM(LayerPasses, TimedAttribution):
                 )
             weights[channels[: len(scores)]] = (score - scores).to(weights)
             if len(scores) < len(channels):
-                passes.notes.append(f"{len(scores)} of {len(channels)} channels, by falling energy")
+                passes.notes.append(f"{len(scores)} of {len(channels)} channels, in descending order of energy")
         return ImageAttribution(layer.weighted(weights), layer=layer.layer)
 
     def _scores_in_closed_form(self, passes: PassRunner, layer: LayerOutput, channels: Tensor) -> Tensor | None:
-        """The scores (m,) without each channel if only pooling and a linear layer follow; else None.
+        """Return the scores (m,) without each channel if only pooling and a linear layer follow; else None.
 
         One forward without half of the channels tests the formula.
         """
@@ -474,7 +474,7 @@ class AblationCAM(LayerPasses, TimedAttribution):
         return passes.target(len(channels))(tree_map_tensors(layer.output, lambda _: rows))
 
     def _run_with(self, x: Tensor, layer: LayerOutput, raw: Tensor) -> Any:
-        """The model's output when each call of the layer with an output of this shape returns `raw`."""
+        """Return the model's output when each call of the layer with an output of this shape returns `raw`."""
 
         def replace(output: Any) -> Any:
             first = first_tensor(output)
@@ -491,15 +491,16 @@ class ReciproCAM(LayerPasses):
     """The score when only one location of the layer is kept.
 
     Each pass scales the layer's output to zero, except for one location and its neighbours. These are scaled to 1/4
-    (the location), 1/8 (beside it) and 1/16 (diagonally). Values without a location, such as a class token, are kept.
-    The value of a location is the resulting score, less the score of a layer without any location. (The paper takes
-    class probabilities, and stretches them to 0..1 for display: the target `saliency.probability(...)`.)
+    (the location), 1/8 (direct neighbours) and 1/16 (diagonal neighbours). Values without a location, such as a class
+    token, are unchanged. The value of a location is the resulting score minus the score of a layer without any
+    location. (The paper takes class probabilities, and stretches them to 0..1 for display: the target
+    `saliency.probability(...)`.)
 
     Only the part of the model after the layer runs for each location, exactly, regardless of `precision`.
 
     Args:
         alone: Whether to keep each location unscaled and without its neighbours. If only pooling and one linear layer
-            follow, the values are then those of `CAM` divided by the number of locations.
+            follow, the values then equal the values of `CAM` divided by the number of locations.
 
     Values: (N, 1, h, w), signed, in score units.
 

@@ -24,7 +24,7 @@ QuadratureRule = Literal["gauss_legendre", "midpoint", "trapezoid", "riemann_lef
 RULES: tuple[QuadratureRule, ...] = get_args(QuadratureRule)
 
 MOST_NODES = 256
-"""The maximum number of nodes of an adaptive integral. All their gradients are kept in memory."""
+"""The maximum number of nodes of an adaptive integral. All their gradients are in memory at once."""
 FIRST_NODES = 9
 """The number of evenly spaced nodes that an adaptive integral starts with."""
 NEW_NODES = 4
@@ -41,15 +41,15 @@ class IntegratedGradients(SteppedAttribution):
     every model, and is closer to most pixels than black. With a black baseline, dark pixels get no attribution.
 
     A trained network's gradient changes so fast along the path that fixed rules converge slowly. On the bundled network
-    and real photos, 50 Gauss-Legendre nodes leave a residual of 1 to 17 % of the rise, 32 nodes one of 5 to 50 %. A
+    and real photos, 50 Gauss-Legendre nodes leave a residual of 1 to 17 % of the rise, and 32 nodes 5 to 50 %. A
     `tolerance` is met with far fewer passes, for two reasons. First, the scores at two nodes give the mean slope
     between them, and the gradients at both are mixed to match that slope. This is exact for one kink between the nodes.
-    Second, new nodes are added in the intervals with the largest residuals, and earlier nodes are kept (a
+    Second, new nodes are added in the intervals with the largest residuals, and earlier nodes are reused (a
     Gauss-Legendre rule with more nodes needs all new ones). Under every rule the weights are not negative and sum to 1,
     so the result is a mean of true gradients.
 
     A small residual is not a small error of the map. At 1 %, after 10 to 17 passes, the maps of the bundled network's
-    top class on five photos have a cosine of .87 to .98 with those of 256 nodes; with 50 nodes .994 to .999.
+    top class on five photos have a cosine of .87 to .98 with the maps of 256 nodes; with 50 nodes .994 to .999.
 
     Args:
         baseline: "mean", "black", "white", "blur", "noise" (of the normalised input's mean and standard deviation), a
@@ -60,7 +60,8 @@ class IntegratedGradients(SteppedAttribution):
         tolerance: The residual at which no more nodes are added, relative to the difference of the score and the
             baseline's score. Nodes are then chosen as described above; `rule` and `steps` are not used.
 
-    Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less that of the baseline.
+    Values: (N, C, H, W), signed, in score units; they and the residual sum to the score minus the score of the
+    baseline.
 
     Raises:
         MethodError: An option is invalid, or a baseline does not fit.
@@ -111,8 +112,8 @@ class IDGI(SteppedAttribution):
         baseline: As for `IntegratedGradients`.
         steps: The number of steps on each path.
 
-    Values: (N, C, H, W), signed, in units of the probability, or of the target's score; they sum to that of the image
-    less that of the baseline.
+    Values: (N, C, H, W), signed, in units of the probability, or of the target's score; they sum to its value for the
+    image minus its value for the baseline.
 
     Warns:
         SaliencyWarning: The target is a function or a similarity: then the map often shows the border of the image.
@@ -170,7 +171,7 @@ class _ProbabilityIfAny(Probability):
 
 
 def _squared_shares(gradients: Tensor) -> Tensor:
-    """The share of each value in the sum of squares of its gradient (k, C, H, W); zero for a zero gradient."""
+    """Return the share of each value in the sum of squares of its gradient (k, C, H, W); zero for a zero gradient."""
     largest = gradients.abs().amax((1, 2, 3), keepdim=True)
     # Scale first: the square of a small gradient would vanish.
     squares = (gradients / torch.where(largest == 0, torch.ones_like(largest), largest)).square()
@@ -186,10 +187,10 @@ class ExpectedGradients(SampledAttribution):
     distribution of the normalised input, which needs no data; the authors draw training images.
 
     Args:
-        references: "colours", or what baselines are drawn from: a float tensor (K, C, H, W), or a list of images,
-            paths, or baselines as for `IntegratedGradients`. For "noise", each sample has its own.
+        references: "colours", or a set to draw baselines from: a float tensor (K, C, H, W), or a list of images, paths,
+            or baselines as for `IntegratedGradients`. For "noise", each sample has its own.
 
-    Values: (N, C, H, W), signed, in score units; their expectation sums to the score less the baselines' mean score.
+    Values: (N, C, H, W), signed, in score units; their expectation sums to the score minus the baselines' mean score.
 
     Raises:
         MethodError: An option is invalid, or a reference does not fit.
@@ -212,7 +213,7 @@ class ExpectedGradients(SampledAttribution):
         images = x if is_drawn else baselines(self.references, x, self.preprocess, self.seed)
 
         def draw(sample: int) -> tuple[Tensor, float]:
-            """The baseline (C, H, W) of a sample and its point on the path."""
+            """Return the baseline (C, H, W) of a sample and its point on the path."""
             random = generator(self.seed, sample)
             point = float(torch.rand((), generator=random, dtype=torch.float64, device="cpu"))
             if not is_drawn:
@@ -234,21 +235,22 @@ class ExpectedGradients(SampledAttribution):
 class GuidedIG(SteppedAttribution):
     """Integrated gradients on a path that moves the values with the smallest gradients first.
 
-    Where the gradient is large, a straight path collects noise from pixels that it only passes. This path postpones
-    these values: a step moves the `fraction` of values with the smallest gradients to their limit, then further such
-    fractions, until the whole path is one step closer to the image. No value may be ahead of the straight path by more
-    than `max_distance`, and a value that is behind by more is moved along.
+    A straight path collects noise at pixels with a large gradient that it only passes. This path postpones these
+    values. A step moves the `fraction` of values with the smallest gradients to their limit. Further fractions follow
+    until the whole path is one step closer to the image. No value may lead the straight path by more than
+    `max_distance`, and a value that lags by more is moved along.
 
-    Each step starts where the previous one ended, so passes run one by one.
+    Each step starts at the end of the previous one, so passes run one by one.
 
     Args:
         baseline: As for `IntegratedGradients`.
         steps: The number of steps.
         fraction: The share of values that move together, above 0 and at most 1.
-        max_distance: The largest distance of a value from the straight path, 0 to 1 as a share of it. 0 gives
-            integrated gradients, 1 a free path.
+        max_distance: The largest distance of a value from the straight path, from 0 to 1, as a fraction of the path. 0
+            gives integrated gradients, 1 a free path.
 
-    Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less that of the baseline.
+    Values: (N, C, H, W), signed, in score units; they and the residual sum to the score minus the score of the
+    baseline.
 
     Raises:
         MethodError: An option is invalid, or a baseline does not fit.
@@ -272,7 +274,7 @@ class GuidedIG(SteppedAttribution):
         return ImageAttribution(values, residual=residual_of(passes, values, score, references))
 
     def _path_values(self, passes: PassRunner, reference: Tensor) -> Tensor:
-        """The values (C, H, W) of the path from one baseline (1, C, H, W); after an interrupt, of its first part."""
+        """Return the path's values (C, H, W) from one baseline (1, C, H, W); after an interrupt, of its first part."""
         start, end = reference.to(wide(passes.x)), passes.x.to(wide(passes.x))
         # The position of each value on its path, from 0 at the baseline to 1 at the image, and the path's length.
         position, length = torch.zeros_like(start), (end - start).abs()
@@ -327,7 +329,7 @@ class BlurIG(SteppedAttribution):
         rule: As for `IntegratedGradients`; nodes lie on the standard deviation.
         steps: The number of nodes.
 
-    Values: (N, C, H, W), signed, in score units; they sum to the score less that of the blurred image, up to the
+    Values: (N, C, H, W), signed, in score units; they sum to the score minus the score of the blurred image, up to the
     residual.
 
     Source: Xu et al., "Attribution in Scale and Space" (2020), https://arxiv.org/abs/2004.03383.
@@ -402,7 +404,7 @@ def residual_of(passes: PassRunner, values: Tensor, score: Tensor, references: T
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """Return the dtype for sums: that of the input, but at least float32."""
+    """Return the dtype for sums: the dtype of the input, but at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -440,10 +442,10 @@ def quadrature(rule: QuadratureRule, count: int) -> tuple[Tensor, Tensor]:
 class AdaptiveIntegral:
     """Mean slope of a function over 0..1, from its values and slopes at nodes that are added where needed.
 
-    In each interval between two nodes, the slopes at both ends are mixed so that their mean is the secant, which the
-    values give. For a piecewise linear function with one kink in the interval this is exact, wherever the kink lies;
-    networks with ReLUs are piecewise linear on a straight path. If the secant is not between the two slopes, only the
-    closer slope is used, and a residual remains. The intervals with the largest residuals are halved next.
+    In each interval between two nodes, the slopes at both ends are weighted so that their mean is the secant slope of
+    the values. For a piecewise linear function with one kink in the interval this is exact for any position of the
+    kink; networks with ReLUs are piecewise linear on a straight path. If the secant is not between the two slopes, only
+    the closer slope is used, and a residual remains. The intervals with the largest residuals are halved next.
 
     The weights of the slopes are not negative and sum to 1, so the result is a mean of slopes.
     """
@@ -495,13 +497,13 @@ class AdaptiveIntegral:
         return 1e-6 * max(abs(value) for _, value, _ in self.nodes)
 
     def _sorted(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The order of the nodes by position (n,), and their positions, values and slopes in this order."""
+        """Return the order of the nodes by position (n,), and their positions, values and slopes in this order."""
         at, values, slopes = torch.tensor(self.nodes, dtype=torch.float64, device="cpu").T
         order = at.argsort()
         return order, at[order], values[order], slopes[order]
 
     def _mixed(self) -> tuple[Tensor, Tensor]:
-        """For each interval (n - 1,), the share of the slope at its left end, and the residual."""
+        """Return, for each interval (n - 1,), the share of the slope at its left end, and the residual."""
         _, at, values, slopes = self._sorted()
         left, right, widths, rises = slopes[:-1], slopes[1:], at.diff(), values.diff()
         difference = left - right
@@ -512,7 +514,7 @@ class AdaptiveIntegral:
 
 
 def _adaptively_integrated(passes: PassRunner, references: Tensor, tolerance: float) -> ImageAttribution:
-    """The mean over the baselines, with as many nodes on each path as the tolerance needs."""
+    """Return the mean over the baselines, with as many nodes on each path as the tolerance needs."""
     x = passes.x
     differences = (x - references).to(wide(x))  # (K, C, H, W)
     paths = [AdaptiveIntegral() for _ in references]
@@ -538,7 +540,7 @@ def _adaptively_integrated(passes: PassRunner, references: Tensor, tolerance: fl
 
 
 def _is_met(paths: list[AdaptiveIntegral], tolerance: float) -> bool:
-    """Whether the mean residual is small relative to the mean rise, or no larger than rounding."""
+    """Return whether the mean residual is small relative to the mean rise, or no larger than rounding."""
     if not paths[0].nodes:
         return False
     residual, rise = abs(sum(path.residual for path in paths)), abs(sum(path.rise for path in paths))

@@ -33,7 +33,7 @@ def regression(
     """Fit scores by a linear function; if the solution is not unique, with the smallest coefficients.
 
     The standard errors hold under any distribution of the residuals: White's sandwich, with each residual divided by
-    the root of 1 less its leverage (HC2). This corrects for residuals that the fit made too small.
+    the root of 1 minus its leverage (HC2). This corrects for residuals that the fit makes too small.
 
     Args:
         design: (n, K) the variables.
@@ -62,7 +62,7 @@ class Coalitions(ScoreEstimate):
 
     Args:
         segments: The segments.
-        filler: Hides the others.
+        filler: The filler of hidden segments.
         score: () the score of the whole image.
         seed: The seed of all draws.
     """
@@ -71,7 +71,7 @@ class Coalitions(ScoreEstimate):
         super().__init__()
         self.segments, self.seed = segments, seed
         self.full = float(score)
-        self.rows = torch.zeros(0, segments.count, dtype=torch.bool, device="cpu")  # what each pass so far showed
+        self.rows = torch.zeros(0, segments.count, dtype=torch.bool, device="cpu")  # segments shown in each pass
         self._filler = filler
 
     @abstractmethod
@@ -111,14 +111,14 @@ class CoalitionSampling(SegmentAttribution, SampledAttribution):
             estimate: The estimate.
             passes: The passes.
             least: The number of passes that determine the values.
-            is_complete: Whether the values sum to the score less that of the first pass.
+            is_complete: Whether the values sum to the score minus the score of the first pass.
         """
         count = estimate.segments.count
         if passes.used < least:
             passes.notes.append(f"far too few passes for {count} segments")
             warn(
                 f"{self.name}: {passes.used} passes do not determine the values of {count} segments; allow for at "
-                f"least {least}, and several times as many for precise values, or use fewer segments"
+                f"least {least}, and several times that number for precise values, or use fewer segments"
             )
         values, error = estimate.solve(slice(None))
         residual = estimate.full - float(estimate.scores[0]) - float(values.sum()) if is_complete else None
@@ -135,11 +135,11 @@ class LIME(CoalitionSampling):
     paper.)
 
     `effort[0].note` gives the weighted variance that the linear model explains, adjusted for the number of its
-    coefficients (for n samples, the residual variance has n - M - 1 degrees of freedom). The standard errors are those
-    of a weighted regression under any distribution of its residuals (White's sandwich, each residual divided by the
-    root of 1 less its leverage). In simulations they were accurate to 7 % from 1.6 times as many samples as
-    coefficients on. With no more samples than coefficients, M + 1, they are None and a warning is issued; the values
-    are then the smallest coefficients that fit.
+    coefficients (for n samples, the residual variance has n - M - 1 degrees of freedom). The standard errors hold for a
+    weighted regression under any distribution of its residuals (White's sandwich, each residual divided by the root of
+    1 minus its leverage). In simulations with at least 1.6 times as many samples as coefficients, they were accurate to
+    7 %. With no more samples than coefficients, M + 1, they are None and a warning is issued; the values are then the
+    smallest coefficients that fit.
 
     Args:
         width: The width of the weights, in units of the cosine distance.
@@ -198,7 +198,7 @@ class _LimeRegression(Coalitions):
         return 1 - float(weights @ fit.residuals.square()) / free / total if total else 1.0
 
     def _fit(self, part: slice) -> tuple[Regression, Tensor, Tensor]:
-        """The fit of some samples, and their scores less the weighted mean (n,) and weights (n,)."""
+        """Return the fit of some samples, and their scores minus the weighted mean (n,) and weights (n,)."""
         shown = torch.cat([self.rows.new_ones(1, self.segments.count), self.rows])[part].double()
         scores = torch.cat([self.scores.new_zeros(1), self.scores - self.full])[part]
         weights = torch.exp(-(1 - shown.mean(1).sqrt()).square() / (2 * self.width**2))
@@ -217,10 +217,10 @@ class KernelSHAP(CoalitionSampling):
     complement (Covert and Lee), which cancels interactions of any even order. The regression fixes the sum of the
     values at f(x) - f(x'), where x' is the image with all segments hidden.
 
-    The standard errors are those of the regression under any distribution of its residuals (White's sandwich, each
-    residual divided by the root of 1 less its leverage). In simulations they were accurate to 7 % from 1.6 times as
-    many pairs as segments on. With fewer pairs than segments they are None and a warning is issued; the values are then
-    the smallest that fit.
+    The standard errors hold for any distribution of the regression's residuals (White's sandwich, each residual divided
+    by the root of 1 minus its leverage). In simulations with at least 1.6 times as many pairs as segments, they were
+    accurate to 7 %. With fewer pairs than segments they are None and a warning is issued; the values are then the
+    smallest that fit.
 
     Values: (N, 1, H, W), signed, in score units per pixel: the value of a segment, divided evenly among its pixels.
     They sum to f(x) - f(x').
@@ -306,15 +306,15 @@ class _KernelRegression(Coalitions):
 
 
 class ShapleySampling(CoalitionSampling):
-    """Shapley values of segments, by showing them one after the other in random orders.
+    """Shapley values of segments, by showing them one by one in random orders.
 
-    The value of a segment is the gain of the score when it is added, averaged over orders that are drawn in pairs: an
-    order and its reverse (Mitchell et al.), so a segment that is early in one is late in the other. Each order sums to
-    f(x) - f(x'), where x' is the image with all segments hidden, and takes M - 1 passes for M segments. A pair that a
-    limit cuts short is left out, unless it is the only one; then the segments that were not reached share the rest
-    evenly.
+    The value of a segment is the gain of the score when it is added, averaged over orders. Orders are drawn in pairs,
+    an order and its reverse (Mitchell et al.), so a segment that is early in one is late in the other. Each order sums
+    to f(x) - f(x'), where x' is the image with all segments hidden, and takes M - 1 passes for M segments. A pair that
+    a limit cuts short is left out, unless it is the only one. Then the remaining difference is divided evenly among the
+    segments that were not reached.
 
-    The standard errors are those of a mean over independent pairs; None for fewer than two.
+    The standard errors are computed for a mean over independent pairs; None for fewer than two.
 
     Values: (N, 1, H, W), signed, in score units per pixel: the value of a segment, divided evenly among its pixels.
     They sum to f(x) - f(x').
@@ -375,7 +375,7 @@ class _Orders(Coalitions):
         return means.mean(0), means.std(0) / len(means) ** 0.5 if len(means) > 1 else None
 
     def _first_order(self) -> Tensor:
-        """The gains (M,) along the first order as far as it goes; the other segments share the rest."""
+        """Return the gains (M,) along an incomplete first order; the other segments share the remaining difference."""
         path = self.scores[: self.segments.count]  # nothing shown, then the beginnings of the order
         reached = len(path) - 1
         rest = (self.full - float(path[-1])) / (self.segments.count - reached)

@@ -58,7 +58,7 @@ MAX_MISSING_SHARE = 1e-3
 """The share of the score that may be missing from the ledger without a warning."""
 
 MIN_SHARE = 0.5
-"""The share of 1 that a layer receives in excitation backpropagation without a warning."""
+"""The fraction of the relevance that a layer receives in excitation backpropagation without a warning."""
 
 CompositeLike = str | Composite | Mapping[Any, AnyRule]  # names and types, as keys of a dict, have no common type
 Through = Mapping[str, Sequence[int]]
@@ -93,9 +93,9 @@ class RelevancePropagation(TracedAttribution):
 
     Args:
         through: Channels by layer: only relevance that passes through these channels counts (concept relevance,
-            Achtibat et al. 2023, https://arxiv.org/abs/2206.03208). The ledger holds that of the other channels.
-            Relevance that takes a path around the layer, such as a residual connection, counts too. If a module is
-            called several times, only its last call is restricted.
+            Achtibat et al. 2023, https://arxiv.org/abs/2206.03208). The ledger holds the relevance of the other
+            channels. Relevance that takes a path around the layer, such as a residual connection, counts too. If a
+            module is called several times, only its last call is restricted.
         per_channel: Whether relevance at a layer, or at patches, is given for each channel instead of summed.
         unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
     """
@@ -181,7 +181,7 @@ class RelevancePropagation(TracedAttribution):
 
     def _new_walk(self, grads: TargetGradients, composite: Composite, first: Node | None, **options: bool) -> Walk:
         rules = self.propagation(composite, composite.layers(self.model), self.unknown, first)
-        changes = {name: partial(_restricted, grads, name, kept) for name, kept in self._through.items()}
+        changes = {name: partial(_restricted, grads, name, channels) for name, channels in self._through.items()}
         walk = Walk(grads, rules, grads.forward.layers, changes, **options)
         rules.check_layers()
         return walk
@@ -223,7 +223,7 @@ class _Patches(NamedTuple):
 
     Attributes:
         node: The operation.
-        layer: The name of the module; None if its weights are those of none.
+        layer: The name of the module; None if its weights match no composite.
         shape: The shape of the module's output for one image; None for a convolution.
         layout: The layout of the output in this shape.
     """
@@ -262,14 +262,14 @@ def _read_patches(walk: Walk, grads: TargetGradients, patches: _Patches) -> tupl
 
 
 def _restricted(
-    grads: TargetGradients, layer: str, kept: list[int], walk: Walk, value: Tensor | float, grad: Tensor
+    grads: TargetGradients, layer: str, selected: list[int], walk: Walk, value: Tensor | float, grad: Tensor
 ) -> Tensor:
-    """Set G to 0 at all channels of a layer but some; the ledger holds what is lost."""
+    """Set G to 0 at all channels of a layer but some; the ledger holds the removed relevance."""
     tensor = grads.forward.layers[layer]
     channels = 1 if grad.dim() > 2 and grads.forward.layout(layer).kind == "NCHW" else grad.dim() - 1
-    if max(kept, default=0) >= grad.shape[channels]:
-        raise MethodError(f'through: layer "{layer}" has {grad.shape[channels]} channels, got channel {max(kept)}')
-    lost = grad.index_fill(channels, torch.tensor(kept, dtype=torch.long, device=grad.device), 0)
+    if max(selected, default=0) >= grad.shape[channels]:
+        raise MethodError(f'through: layer "{layer}" has {grad.shape[channels]} channels, got channel {max(selected)}')
+    lost = grad.index_fill(channels, torch.tensor(selected, dtype=torch.long, device=grad.device), 0)
     walk.absorb("other channels", value * lost, cast("Node", tensor.grad_fn))
     return grad - lost
 
@@ -301,10 +301,10 @@ class PixelRelevance(RelevancePropagation):
             patch embedding. None is "patches" if that is a patch embedding, whose results are the tokens of attention;
             else "pixels". Within a patch, relevance of both signs is often much larger than its sum, so pixels show
             noise. The rule of this operation itself counts at pixels only. An option `layer` precedes it.
-        layer: The layer at which relevance is read, summed over its channels; None for `at`. The ledger is then
-            that of the layer: what the operations after it absorb, and the rest, which takes other paths. If a module
-            is called several times, the last call counts. At a convolution that is merged with its batch norm, it is
-            the relevance of the merged output.
+        layer: The layer at which relevance is read, summed over its channels; None for `at`. The ledger then refers to
+            the layer: the relevance that later operations absorb, and the rest, which takes other paths. If a module is
+            called several times, the last call counts. At a convolution that is merged with its batch norm, it is the
+            relevance of the merged output.
     """
 
     at: Option[At | None] = Option(None, check_choice, get_args(At))
@@ -327,12 +327,12 @@ class LRP(PixelRelevance):
     Works on the autograd graph of the call, so residual connections, functions, reused modules and operations in place
     need no preparation of the model. Batch norm is merged into the convolution or matrix product before it if nothing
     else reads that; the weights are not changed. Other operations: activations pass their relevance; normalisations
-    pass it with their deviation as a constant; each factor of a product gets half, or all if the other one is a
+    pass it with their deviation as a constant; each factor of a product gets half, or all if the other factor is a
     deviation; a product of functions of the same value, such as x * sigmoid(x), is an activation; fused attention gives
     half to the value and a quarter each to query and key.
 
-    The ledger accounts for the score: relevance of the input, and what biases, tokens, the softmax of attention,
-    activations of zero, and the stabiliser absorb.
+    The ledger accounts for the score: the relevance of the input, and the relevance absorbed by biases, tokens, the
+    softmax of attention, activations of zero, and the stabiliser.
 
     Args:
         composite: The rules: the name of a composite ("epsilon_plus", "epsilon", "gamma", "epsilon_gamma_box",
@@ -371,11 +371,11 @@ class LRP(PixelRelevance):
             self.keep = SavedValues.ALL  # the operands of ReLUs too
 
     def traced_modules(self) -> Sequence[str]:
-        """Return the modules with rules of their own."""
+        """Return the modules with their own rules."""
         return [] if self._composite is None else list(chain(*self._composite.layers(self.model).values()))
 
     def rules(self, grads: TargetGradients) -> Composite:
-        """Return the given composite; by default that of the network's kind."""
+        """Return the given composite; by default the composite for the network's kind."""
         return self._composite or COMPOSITES["attn_lrp" if attention_nodes(grads) else "epsilon_plus"]
 
 
@@ -443,7 +443,7 @@ class _Excitation(Propagation):
     """The rules of excitation backpropagation: biases receive nothing, and relevance starts before a final softmax.
 
     Attributes:
-        total: What the positive parts of the top layers receive in each image (N,).
+        total: The relevance that the positive parts of the top layers receive, (N,).
     """
 
     shift_receives = False
@@ -465,7 +465,7 @@ class _Excitation(Propagation):
         return visit.grads
 
     def passed(self, visit: Visit, rule: Rule, op: LinearOperation, grad: Tensor) -> Passed:
-        """Return what a rule passes to the input of a linear operation, given G at its output."""
+        """Return G at the input of a linear operation, given G at its output."""
         passed = rule.propagate(op, grad)
         if isinstance(rule, Excitation):
             shares = op.input * cast("Tensor", passed.grad)
@@ -477,18 +477,19 @@ class ExcitationBackprop(RelevancePropagation):
     """Share of the score that reaches each location through excitatory connections: positive inputs and weights.
 
     Each neuron divides its share among its inputs in proportion to the positive parts of its input; biases receive
-    nothing. The score is a neuron above the last linear layers, whose weights are its gradient there. So the map of the
-    negative score is another one, and constants in the score do not matter. Probabilities and their logarithms count
-    as their logits. Contrastive: the shares of the negated weights of this neuron are subtracted, which cancels what
-    all classes have in common, and the positive part is kept. One walk computes both, because the rules are linear.
+    nothing. The score is a neuron above the last linear layers, whose weights are its gradient there. So the negative
+    score has a different map, and constants in the score have no effect. Probabilities and their logarithms count as
+    their logits. Contrastive: the shares of the negated weights of this neuron are subtracted, which cancels the part
+    that all classes have in common. Only the positive part of the difference remains. One walk computes both, because
+    the rules are linear.
 
     Args:
         contrastive: Whether the map is contrastive.
         layer: The layer of the map. By default the last layer of the second-lowest resolution: for most networks, twice
             the grid of a class activation map.
 
-    Values: (N, 1, h, w), shares of 1, at least 0 in networks with ReLUs. They sum to 1 if all paths pass the layer and
-        each neuron has a positive input; those of a contrastive map sum to less.
+    Values: (N, 1, h, w), fractions, at least 0 in networks with ReLUs. They sum to 1 if all paths pass the layer and
+        each neuron has a positive input; the values of a contrastive map sum to a smaller number.
 
     Warns:
         SaliencyWarning: Shares are negative or exceed 1, because the network adds signed activations; or they sum to
@@ -505,7 +506,7 @@ class ExcitationBackprop(RelevancePropagation):
     name = "excitation_backprop"
     cost = "1 forward, 1 to 1.5 backward"
     sign: ClassVar[Sign] = "positive"
-    units = "share of 1"
+    units = "fraction"
     is_complete = False
     propagation = _Excitation
 
@@ -524,7 +525,7 @@ class ExcitationBackprop(RelevancePropagation):
         return Composite({**COMPOSITES[self.name].rules, "last": top})
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
-        """Return the relevance at the layer as shares of what the top layers receive."""
+        """Return the relevance at the layer as fractions of the relevance that the top layers receive."""
         result = super().explain_gradients(grads, layers)
         total = torch.zeros_like(grads.scores) + cast("_Excitation", self.walk(grads).rule).total
         shares = divided(result.values, total[:, None, None, None])

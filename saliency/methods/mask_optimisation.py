@@ -1,4 +1,4 @@
-"""Optimised masks: the smallest part whose hiding lowers the score, and the best part of a given area."""
+"""Optimised masks: the smallest part that must be hidden to lower the score, and the best part of a given area."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OptimisedMask(SteppedAttribution):
     The steps of an image run one by one, regardless of `chunk`.
 
     The score is divided by its range: the change of the score when the whole image is hidden. So the weights of the
-    other costs of a mask have the same meaning for logits, probabilities and any other score.
+    other loss terms have the same meaning for logits, probabilities and any other score.
 
     Args:
         steps: The number of steps of gradient descent for each mask.
@@ -57,7 +57,7 @@ class OptimisedMask(SteppedAttribution):
         reach = round(2 * min(passes.x.shape[2:]) / REFERENCE_EDGE)
         has_gradient = False
         passes.least = passes.used + len(masks)
-        passes.chunk = 1  # each step starts where the previous one ended
+        passes.chunk = 1  # each step starts at the end of the previous one
 
         def shift(step: int) -> tuple[int, int]:
             down, across = torch.randint(-reach, reach + 1, (2,), generator=generator(self.seed, step), device="cpu")
@@ -81,7 +81,7 @@ class OptimisedMask(SteppedAttribution):
 
     @abstractmethod
     def cost_of(self, numbers: Tensor, mask: int, step: int) -> Tensor:
-        """Return the cost () of the numbers (g, g) of a mask at a step, besides the score."""
+        """Return the loss () of the numbers (g, g) of a mask at a step, without the score."""
 
     def score_range(self, passes: PassRunner, score: Tensor, background: Tensor) -> float:
         """Return the positive change of the score when the whole image is hidden, as in `background` (1, C, H, W)."""
@@ -109,18 +109,18 @@ def adam_step(numbers: Tensor, gradient: Tensor, moments: Tensor, step: int, rat
 
 
 class MeaningfulPerturbation(OptimisedMask):
-    """The smallest part of the image that must be hidden for the score to fall.
+    """Mask of the smallest part of the image that must be hidden to lower the score.
 
     A mask m on a coarse grid, 1 where the image is hidden, is optimised to minimise score / range + sparsity * mean(m)
-    + smoothness * (sum of cubed differences of neighbours in m), where range is the fall of the score from hiding the
-    whole image. So with a sparsity of 1 a location is hidden where its share of the score is larger than its share of
-    the area. The optimisation starts with nothing hidden, not with the paper's disc. Masks are shifted by up to 2 of
-    224 pixels at each step.
+    + smoothness * (sum of cubed differences of neighbours in m), where range is the drop in the score when the whole
+    image is hidden. So with a sparsity of 1, a location is hidden if its share of the score exceeds its share of the
+    area. The optimisation starts with nothing hidden, not with the paper's disc. Masks are shifted by up to 2 of 224
+    pixels at each step.
 
     Args:
         steps: Steps of gradient descent; 300 in the paper.
-        sparsity: The cost of hiding, as above; the paper's 0.08 is for probabilities.
-        smoothness: The cost of edges; 0.01 in the paper.
+        sparsity: The weight of the hidden area, as above; the paper's 0.08 is for probabilities.
+        smoothness: The weight of edges; 0.01 in the paper.
         fill: As for `RISE`.
 
     Values: (N, 1, H, W), 0 to 1: the degree to which each pixel was hidden.
@@ -133,7 +133,7 @@ class MeaningfulPerturbation(OptimisedMask):
     """
 
     name = "meaningful_perturbation"
-    units = "share that is hidden"
+    units = "hidden fraction"
     cost = "302 forwards, 300 backwards"
 
     sparsity: Option[float] = Option(1.0, check_number, least=0)
@@ -156,7 +156,7 @@ class MeaningfulPerturbation(OptimisedMask):
         return ImageAttribution((down @ mask @ across.T).clamp(0, 1)[None])
 
     def cost_of(self, numbers: Tensor, mask: int, step: int) -> Tensor:
-        """Return the cost of what is hidden, and of edges."""
+        """Return the loss of the hidden area and of edges."""
         edges = numbers.diff(dim=0).abs().pow(3).sum() + numbers.diff(dim=1).abs().pow(3).sum()
         return self.sparsity * numbers.mean() + self.smoothness * edges
 
@@ -204,20 +204,20 @@ class ExtremalPerturbation(OptimisedMask):
     """The part of the image, of a given area, that keeps the score highest while the rest is blurred.
 
     The mask is the smooth maximum of discs around the optimised numbers, on a lattice of 7 pixels. The lower
-    the mask, the more a pixel is blurred, up to a standard deviation of 20 pixels (both for images of 224 pixels, and
-    in proportion for others). The squared distance of its sorted values from the ideal ones, `areas` of them 1 and the
-    rest 0, is added to the score with a weight that grows at each step.
+    the mask, the more a pixel is blurred, up to a standard deviation of 20 pixels (for images of 224 pixels, and in
+    proportion for others). The squared distance of its sorted values from the ideal values (a fraction `areas` is 1,
+    the rest 0) is added to the score, with a weight that grows at each step.
 
-    Differences from the authors' code: the score is divided by the loss from blurring the whole image, and Adam is
-    used, so that weight and rate suit any model; the weight grows by a factor of 16 over all steps. Images are shifted
-    by up to 2 of 224 pixels at each step. "best" starts from the whole image, "worst" from a half blurred one. The
-    result is one of many good parts: another seed may give another.
+    Differences from the authors' code: the score is divided by the drop from blurring the whole image, and Adam is
+    used. So weight and rate suit any model. The weight grows by a factor of 16 over all steps. Images are shifted by up
+    to 2 of 224 pixels at each step. "best" starts from the whole image, "worst" from a half blurred one. The
+    result is one of many good parts: a different seed may give a different one.
 
     Args:
-        areas: The shares of the image that are kept, each between 0 and 1; all steps are run for each.
+        areas: The fractions of the image that remain, each between 0 and 1; all steps are run for each.
         steps: Steps of gradient descent, which are larger if there are fewer; 800 in the paper.
-        weight: The cost of a wrong area at the first step.
-        keep: "best" finds the part that suffices; "worst" the part whose loss lowers the score the most.
+        weight: The weight of a wrong area at the first step.
+        keep: "best" finds the part that suffices; "worst" the part whose removal lowers the score the most.
 
     Values: (N, 1, H, W), 0 to 1: the mask, 1 where a pixel belongs to the part; for several areas their mean. Zero
     everywhere if the score does not depend on the mask.
@@ -230,7 +230,7 @@ class ExtremalPerturbation(OptimisedMask):
     """
 
     name = "extremal_perturbation"
-    units = "share that belongs to the part"
+    units = "fraction that belongs to the part"
     rate = 0.02
     cost = "802 forwards, 800 backwards, for each area"
 
@@ -258,16 +258,16 @@ class ExtremalPerturbation(OptimisedMask):
             return shifted(blurred_where(levels, 1 - mask if sign > 0 else mask), shift)
 
         score_range = self.score_range(passes, score, levels[-1:].to(passes.x.dtype))
-        # "best" starts from the whole image: where all is half blurred, the gradient is not informative.
+        # "best" starts from the whole image: on a half blurred image, the gradient is not informative.
         start = x.new_full((len(self.areas), *lattice), 1.0 if sign > 0 else 0.5)
         numbers, has_gradient = self.descend(passes, start, -sign * score_range, render)
         if not has_gradient:
-            passes.notes.append("the score does not depend on what is blurred")
+            passes.notes.append("the score does not depend on the blurred parts")
             return ImageAttribution(x.new_zeros(1, *size))
         return ImageAttribution(torch.stack(list(map(enlarged, numbers))).mean(0)[None].clamp(0, 1))
 
     def cost_of(self, numbers: Tensor, mask: int, step: int) -> Tensor:
-        """Return the distance of the sorted mask from one of the right area."""
+        """Return the distance of the sorted mask from a mask of the right area."""
         values = smooth_mask(numbers).flatten().sort().values
         ideal = torch.zeros_like(values)
         ideal[len(values) - round(self.areas[mask] * len(values)) :] = 1
@@ -281,7 +281,7 @@ class ExtremalPerturbation(OptimisedMask):
 def smooth_mask(numbers: Tensor) -> Tensor:
     """Return the smooth maximum, at each point of a lattice, of discs with soft edges around numbers (h, w) in 0..1.
 
-    The step of the lattice is a third of the discs' radius. The border is repeated, so that no point is preferred where
+    The step of the lattice is a third of the discs' radius. The border is repeated, so that no point is preferred if
     all numbers are equal. The smooth maximum of values f is their mean under the weights exp(f / temperature).
     """
     reach = 5

@@ -1,4 +1,4 @@
-"""Occlusion: the fall of the score under a window that slides over the image."""
+"""Occlusion: the drop in the score when a sliding window hides part of the image."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .baselines import Filler, FillOption
 
 
 def _checked_edges(option: str, edges: object) -> int | tuple[int, int]:
-    """One number of pixels, or two. Raises MethodError for anything else."""
+    """Return one number of pixels, or two. Raises MethodError for other values."""
     if is_pair(edges):
         return int(edges[0]), int(edges[1])
     if is_integer(edges):
@@ -27,7 +27,7 @@ def _checked_edges(option: str, edges: object) -> int | tuple[int, int]:
 
 
 class Occlusion(TimedAttribution):
-    """The fall of the score when a window around a pixel is hidden.
+    """The drop in the score when a window around a pixel is hidden.
 
     The window moves by `stride`; the value of a pixel is the mean over the windows that cover it. The last window of a
     row or column ends at the border, so every pixel is covered and no window reaches outside.
@@ -42,9 +42,9 @@ class Occlusion(TimedAttribution):
             colour of its training images), "mean" (of the image), "blur", "inpaint" (from the surrounding pixels), or
             an image (C, H, W) as the model takes it.
         seconds: The maximum time per image, in seconds. The first windows cover the image and are always run; the
-            others follow in random order, so fewer windows are averaged where the time ended.
+            others follow in random order, so if the time ends, fewer windows are averaged.
 
-    Values: (N, 1, H, W), signed, in score units: the fall of the score, positive where the window hides support.
+    Values: (N, 1, H, W), signed, in score units: the drop in the score, positive where the window hides support.
 
     Raises:
         MethodError: An option is invalid, or does not fit the image.
@@ -69,7 +69,7 @@ class Occlusion(TimedAttribution):
                 raise MethodError(f"stride={step} is longer than the window of {edge}: it would leave pixels out")
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """Compute the mean fall over the windows that cover each pixel; 0 where an interrupt left a pixel out."""
+        """Compute the mean drop over the windows that cover each pixel; 0 for pixels that an interrupt left out."""
         size = (int(passes.x.shape[2]), int(passes.x.shape[3]))
         height, width = map(min, _pair(self.window), size)
         tops, lefts = map(_starts, size, (height, width), _pair(self.stride))
@@ -105,13 +105,13 @@ class Occlusion(TimedAttribution):
 
 
 def _starts(length: int, window: int, stride: int) -> list[int]:
-    """The first pixels of the windows along one edge; the last window ends with the image."""
+    """Return the first pixels of the windows along one edge; the last window ends with the image."""
     last = length - window
     return [*range(0, last, stride), last]
 
 
 def _covering(starts: list[int], window: int) -> list[int]:
-    """The first pixels of as few of the windows along one edge as cover it."""
+    """Return the first pixels of the fewest windows that cover one edge."""
     chosen = starts[:1]
     while chosen[-1] < starts[-1]:
         chosen.append(max(start for start in starts if start <= chosen[-1] + window))

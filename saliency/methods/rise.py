@@ -22,11 +22,11 @@ class RISE(SampledAttribution):
     A mask M is a grid of cells, each shown with probability p, enlarged bilinearly and shifted by less than a cell. The
     paper's map is the mean of f(x M) M / p: the expected score when the pixel is visible. A large part of it is
     constant, the score of half an image, and with few masks the map shows how often a pixel happened to be visible. So
-    by default the map is debiased: at each pixel the covariance of score and mask divided by the variance of the mask,
-    which is the slope of the score from hidden to visible. It is 0 where nothing depends on the pixel, and can be
-    negative. For masks of 0 and 1 the variance is p (1 - p), and the map is that of Hatakeyama et al., the difference
-    of the mean scores with the pixel visible and hidden. The variance of enlarged masks is smaller, and smallest in the
-    middle of the image. `debiased=False` gives the paper's map.
+    by default the map is debiased: the covariance of score and mask at each pixel, divided by the variance of the mask.
+    This is the slope of the score from hidden to visible. It is 0 if the score does not depend on the pixel, and can be
+    negative. For masks of 0 and 1 the variance is p (1 - p). The map then equals the map of Hatakeyama et al., the
+    difference of the mean scores with the pixel visible and hidden. The variance of enlarged masks is smaller, and
+    smallest in the middle of the image. `debiased=False` gives the paper's map.
 
     The paper uses probabilities: `attribute(image, saliency.probability("espresso"))`. With them the
     paper's map is positive, but they saturate. A plain class target explains the logit, which does not saturate and may
@@ -39,8 +39,8 @@ class RISE(SampledAttribution):
         fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0 is the mean
             colour of its training images), "mean" (of the image), "blur", or an image (C, H, W) as the model takes it.
 
-    Values: (N, 1, H, W), in score units; signed if debiased. The standard errors are those of a mean over independent
-    masks. If debiased, they take the mean score as known, which is correct to first order in 1 / N.
+    Values: (N, 1, H, W), in score units; signed if debiased. The standard errors are computed for a mean over
+    independent masks. If debiased, they take the mean score as known, which is correct to first order in 1 / N.
 
     Raises:
         MethodError: An option is invalid, or does not fit the image.
@@ -137,8 +137,8 @@ class MaskedScores(Estimate):
         self._debiased, self._level = level is not None, level or 0.0
         self._centre = shown if self._debiased else 0.0
         self._scale = scale.to(precise_type(scale))
-        self._scores = [0.0, 0.0]  # the sum of all, and of the even ones
-        # With d a mask less its mean, and s a score: sums of s d, d; of these over even masks; of s s d d, s d d, d d.
+        self._scores = [0.0, 0.0]  # the sum of all masks, and of the even ones
+        # With d a mask minus its mean, and s a score: sums of s d, d; of these over even masks; of s s d d, s d d, d d.
         self._sums = torch.zeros(7, *scale.shape, dtype=precise_type(scale), device=scale.device)
 
     def take(self, scores: Tensor, masks: Tensor) -> None:
@@ -156,7 +156,7 @@ class MaskedScores(Estimate):
         self._sums += torch.cat([first, second]).view_as(self._sums)
 
     def _map(self, scored: Tensor, bare: Tensor, total: float, count: int) -> Tensor:
-        """The sum of s d, with scores counted from their mean if debiased."""
+        """Return the sum of s d, with the mean subtracted from the scores if debiased."""
         return scored - bare * (total / count) if self._debiased else scored
 
     @property

@@ -88,7 +88,7 @@ class Segments:
     def painted(self, values: Tensor) -> Tensor:
         """Return a map (1, H, W) in which the value (M,) of each segment is divided evenly among its pixels.
 
-        The map sums to the sum of the values, and a large segment does not outweigh a small one of the same value.
+        The map sums to the sum of the values, and a large segment does not outweigh a small segment of the same value.
         """
         return (values / self.sizes.to(values.device))[self.labels.to(values.device)][None]
 
@@ -96,8 +96,8 @@ class Segments:
 def segmented(x: Tensor, by: ResolvedSegments, preprocess: object = None) -> Segments:
     """Return the segments of an image.
 
-    Superpixels are computed on the image as the model sees it: the input, denormalised to 0..1 if the preprocessing is
-    a `Preprocess`, and otherwise scaled to 0..1 by its smallest and largest value.
+    Superpixels are computed on the model's input. It is denormalised to 0..1 if the preprocessing is a `Preprocess`,
+    and otherwise scaled to 0..1 by its smallest and largest value.
 
     Args:
         x: (1, C, H, W) the image, normalised.
@@ -125,7 +125,7 @@ def segmented(x: Tensor, by: ResolvedSegments, preprocess: object = None) -> Seg
 
 
 def _image(x: Tensor, preprocess: object) -> NDArray[np.float64]:
-    """The image as the model sees it, (H, W, C), in 0..1."""
+    """Return the image as the model sees it, (H, W, C), in 0..1."""
     image = x[0].detach().cpu().double()
     if isinstance(preprocess, Preprocess) and len(image) == len(preprocess.mean):
         image = preprocess.denormalise(image)
@@ -172,13 +172,13 @@ class SegmentAttribution(MultiPassAttribution):
 
 
 class FeatureAblation(SegmentAttribution):
-    """The fall of the score when a single segment of the image is hidden.
+    """The drop in the score when a single segment of the image is hidden.
 
     Joint effects are missed, for example if either of two eyes suffices, so the sum of the values has no meaning.
     `KernelSHAP` and `ShapleySampling` divide joint effects among the segments.
 
-    Values: (N, 1, H, W), signed, in score units per pixel: f(x) less the score without the segment, divided evenly
-    among the segment's pixels, so that the sum over a segment is the fall of the score.
+    Values: (N, 1, H, W), signed, in score units per pixel: f(x) minus the score without the segment, divided evenly
+    among the segment's pixels, so that the sum over a segment is the drop in the score.
 
     Source: Zeiler and Fergus, "Visualizing and Understanding Convolutional Networks" (2013),
         https://arxiv.org/abs/1311.2901, with superpixels instead of squares.
@@ -189,7 +189,7 @@ class FeatureAblation(SegmentAttribution):
     quick_options: ClassVar = {"segments": (3, 3)}
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """Compute the fall of the score for each segment; 0 for those that an interrupt left out."""
+        """Compute the drop in the score for each segment; 0 for segments that an interrupt left out."""
         segments, filler = self.segmented(passes)
         falls = torch.zeros(segments.count, dtype=torch.float64, device="cpu")
 

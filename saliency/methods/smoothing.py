@@ -122,7 +122,7 @@ class SmoothGrad(NoisyAttribution):
             paper.
 
     Values: as for the wrapped method; for the gradient (N, C, H, W), in score units per unit of the normalised input.
-    They are drawn (signed, positive, absolute) as for the wrapped method. The error is that of the mean.
+    They are drawn (signed, positive, absolute) as for the wrapped method. The error is the standard error of the mean.
 
     Raises:
         MethodError: The noise is negative, or the wrapped method is given twice or does not exist.
@@ -131,7 +131,7 @@ class SmoothGrad(NoisyAttribution):
     """
 
     name = "smooth_grad"
-    units = "those of the wrapped method; score per unit of normalised input"
+    units = "units of the wrapped method; score per unit of normalised input"
     sign = "absolute"
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
@@ -145,7 +145,8 @@ class SmoothGradSquared(NoisyAttribution):
     Args:
         noise: As for `SmoothGrad`.
 
-    Values: of the wrapped method's shape, not negative, in its units squared. The error is that of the mean of squares.
+    Values: of the wrapped method's shape, not negative, in its units squared. The error is the standard error of the
+    mean of squares.
 
     Raises:
         MethodError: The noise is negative, or the wrapped method is given twice or does not exist.
@@ -156,7 +157,7 @@ class SmoothGradSquared(NoisyAttribution):
 
     name = "smooth_grad_squared"
     ignores_sign = True
-    units = "those of the wrapped method, squared"
+    units = "units of the wrapped method, squared"
     sign = "positive"
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
@@ -173,8 +174,8 @@ class VarGrad(NoisyAttribution):
     Args:
         noise: As for `SmoothGrad`.
 
-    Values: of the wrapped method's shape, not negative, in its units squared: the unbiased variance. The error is that
-    of a variance, from the second and fourth moments: sqrt((m4 - (n - 3) / (n - 1) * s^4) / n).
+    Values: of the wrapped method's shape, not negative, in its units squared: the unbiased variance. The error is the
+    standard error of a variance, from the second and fourth moments: sqrt((m4 - (n - 3) / (n - 1) * s^4) / n).
 
     Raises:
         MethodError: A single pass, which has no variance; the noise is negative, or the wrapped method does not exist.
@@ -185,7 +186,7 @@ class VarGrad(NoisyAttribution):
 
     name = "var_grad"
     ignores_sign = True
-    units = "those of the wrapped method, squared"
+    units = "units of the wrapped method, squared"
     sign = "positive"
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
@@ -244,12 +245,12 @@ class Variance(Estimate):
 
 
 def _variance(sums: Tensor, count: int) -> Tensor:
-    """The unbiased variance, from the sums of samples and of their squares."""
+    """Return the unbiased variance, from the sums of samples and of their squares."""
     return ((sums[1] - sums[0].square() / count) / max(count - 1, 1)).clamp(min=0)
 
 
 def noisy_copies(x: Tensor, noise: float, seed: int, start: int, stop: int) -> Tensor:
-    """Return the noisy copies (k, C, H, W) of an image (1, C, H, W) from `start` to `stop`, each with its own draw.
+    """Return the noisy copies (k, C, H, W) of an image (1, C, H, W) from `start` to `stop`, with independent noise.
 
     Args:
         x: The image.
@@ -269,7 +270,7 @@ def _name_of(method: Attribution) -> str:
 
 
 def _options_of(method: Attribution) -> dict[str, Setting]:
-    """The options of a method, and its layer if it was named."""
+    """Return the options of a method, and its layer if it was named."""
     layer = getattr(method, "layer", None)
     return ({"layer": layer} if isinstance(layer, str) else {}) | dict(method.settings)
 
@@ -279,14 +280,14 @@ class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
 
     With these means D1, D2, D3 and the activations A of the clean image, the weight of a channel is the sum of
     alpha * D1 over the locations where D1 is positive, with alpha = D2 / (2 * D2 + D3 * sum A). The map is the weighted
-    sum of A. Without noise it is Grad-CAM++. The coefficient has a pole where D3 or the sum of A is negative; their
+    sum of A. Without noise it is Grad-CAM++. The coefficient has a pole if D3 or the sum of A is negative; their
     product then counts as 0.
 
     Args:
         noise: The standard deviation of the noise, as a share of the range of the image's values.
 
-    Values: (N, 1, h, w), in score units up to a factor: the coefficients have no unit. The error is that of a jackknife
-    over ten groups of samples.
+    Values: (N, 1, h, w), in score units up to a factor: the coefficients have no unit. The error is estimated by a
+    jackknife over ten groups of samples.
 
     Warns:
         SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
@@ -320,7 +321,7 @@ class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
 
 
 class _SmoothMap(Estimate):
-    """Map from the means of the first three powers of the gradients, with the error of a jackknife over groups."""
+    """Map from the means of the first three powers of the gradients, with a jackknife error over groups."""
 
     groups = 10
 

@@ -23,7 +23,7 @@ from .baselines import Filler, FillOption
 _BLOCK = 1024  # rows of a kernel matrix that are computed at once, and scores that its width is taken from
 
 ROWS_IN_TIME = 4
-"""With a limit of time, the grid of Sobol indices is coarser until so many rows of the design fit."""
+"""With a time limit, the grid of Sobol indices is made coarser until this number of rows of the design fits."""
 
 
 class TotalOrder(ScoreEstimate):
@@ -78,7 +78,7 @@ class Dependence(ScoreEstimate):
         return values, errors if self.count >= 4 else None
 
     def _width(self) -> float:
-        """The median distance of two scores, or the mean distance if most are equal; 0 if the scores do not vary."""
+        """Return the median distance of two scores, or the mean distance if most are equal; 0 if they do not vary."""
         if float(self.scores.std(correction=0)) <= self._rounding * float(self.scores.abs().max()):
             return 0.0
         distances = torch.pdist(self.scores[:_BLOCK, None])
@@ -88,7 +88,7 @@ class Dependence(ScoreEstimate):
 def criterion(bits: Tensor, scores: Tensor, width: float) -> tuple[Tensor, Tensor]:
     """Return the independence criterion (cells,) under a Gaussian kernel of a width, and its standard error (cells,).
 
-    With centred signs s and the centred kernel matrix L of the scores, the criterion is (s' L s less its mean over all
+    With centred signs s and the centred kernel matrix L of the scores, the criterion is (s' L s minus its mean over all
     orders of s) / (2 n (n - 1)). The matrix is computed block by block, so memory does not grow with its size.
 
     Args:
@@ -116,7 +116,7 @@ def criterion(bits: Tensor, scores: Tensor, width: float) -> tuple[Tensor, Tenso
     terms = signs * (torch.cat(products) - mean @ signs)  # (n, cells): s times L s
     by_chance = signs.square().sum(0) * n * (1 - whole) / (n - 1)
     value = (terms.sum(0) - by_chance) / (2 * n * (n - 1))
-    # The mean square of the centred kernel off its diagonal, times that of the bits' kernel.
+    # The mean square of the centred kernel off its diagonal, times the same for the bits' kernel.
     centred = sum(squares) / n**2 - 2 * mean.square().mean() + whole**2
     diagonal = (1 - 2 * mean + whole).square().mean() / n
     second = (centred - diagonal).clamp(min=0) / 4 * signs.square().mean(0).square()
@@ -173,8 +173,8 @@ class Sobol(GridAttribution):
         fill: As for `RISE`.
 
     Values: (N, 1, H, W), not negative, without a unit: the index of a cell, interpolated like the masks. The error is
-    that of a ratio of means over the rows, by the delta method, as if rows were independent. Sobol points are more
-    even, so the true error tends to be smaller.
+    the standard error of a ratio of means over the rows, by the delta method, as if rows were independent. Sobol points
+    are more even, so the true error tends to be smaller.
 
     Raises:
         DependencyError: SciPy is not installed.
@@ -209,7 +209,7 @@ class Sobol(GridAttribution):
         return coarser._explain_grid(passes, score)
 
     def _length(self, x: Tensor) -> int:
-        """The number of passes of a row."""
+        """Return the number of passes of a row."""
         return math.prod(self.cells_of(x)) + 2
 
     def _explain_grid(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
@@ -238,9 +238,9 @@ class HSIC(GridAttribution):
     score is a Gaussian whose width is the median distance of scores. Bits come from Latin hypercubes of 64 samples,
     half of which show each cell.
 
-    Values: (N, 1, H, W), without a unit: the criterion less its expectation by chance, so it is about 0, of either
-    sign, for a cell that does not affect the score. The error is that of a U-statistic, from the first two terms of its
-    Hoeffding decomposition; the width of the kernel is treated as known.
+    Values: (N, 1, H, W), without a unit: the criterion minus its expectation by chance, so it is about 0, of either
+    sign, for a cell that does not affect the score. The error is the standard error of a U-statistic, from the first
+    two terms of its Hoeffding decomposition; the width of the kernel is treated as known.
 
     Raises:
         MethodError: Fewer than four passes.
@@ -298,8 +298,8 @@ def sobol_masks(cells: int, rows: int, seed: int) -> Callable[[int, int], Tensor
 def hypercube_bits(cells: int, seed: int, start: int, stop: int) -> Tensor:
     """Return the bits (k, cells), 1 for shown, of samples `start` to `stop`.
 
-    In each block of 64 samples every cell is shown in half of them, in an independent order. That is a Latin hypercube
-    whose numbers are rounded to 0 or 1.
+    In each block of 64 samples every cell is shown in half of them, in an independent order. This is a Latin hypercube
+    with values rounded to 0 or 1.
     """
     blocks = []
     for number in range(start // 64, (stop - 1) // 64 + 1):
@@ -309,7 +309,7 @@ def hypercube_bits(cells: int, seed: int, start: int, stop: int) -> Tensor:
 
 
 def _rounding(x: Tensor, score: Tensor) -> float:
-    """The standard deviation of scores, as a share of the largest, that may be rounding alone.
+    """Return the standard deviation of scores, relative to the largest, that rounding alone may cause.
 
     In half precision, sums run in single precision and each layer's output is rounded once. When the last bit of the
     input changed, the top scores of four networks varied by up to 0.45 eps in half precision, and 1.8 eps in float32.

@@ -87,8 +87,8 @@ def explain_text(
 
     The method explains the text tower as a function of the token embeddings. The value of a token is the sum over its
     embedding. Baselines are by default embeddings of zero, so the values of integrated gradients and DeepLIFT sum to
-    the score less that of such embeddings. After a layer norm, the score hardly depends on the length of an embedding.
-    Gradient x input is then close to zero.
+    the score minus the score of such embeddings. After a layer norm, the score hardly depends on the length of an
+    embedding. Gradient x input is then close to zero.
 
     Args:
         model: A `DualEncoder`.
@@ -99,7 +99,7 @@ def explain_text(
 
     Raises:
         ModelError: The model has no text encoder.
-        MethodError: The method is not one of these, an option is invalid, or the text is not a string.
+        MethodError: The method is not supported, an option is invalid, or the text is not a string.
         ImageError: The image cannot be read, or there are several.
 
     Source: as for the method. Integrated gradients: Sundararajan et al., "Axiomatic Attribution for Deep Networks"
@@ -118,8 +118,8 @@ def explain_text(
         tower = _TextTower(model, text)
         ids = next(iter(tower.tokens.values()))[0]  # (L,)
         x = tower.table(ids)[None, None]  # (1, 1, L, D)
-    found = cls(tower, **options).attribute(x, similarity(images[0]))
-    return TextExplanation(text, *_tokens(model, ids, found.values.sum((0, 1, 3))), float(found.scores), method)
+    result = cls(tower, **options).attribute(x, similarity(images[0]))
+    return TextExplanation(text, *_tokens(model, ids, result.values.sum((0, 1, 3))), float(result.scores), method)
 
 
 def _tokens(model: DualEncoder, ids: Tensor, values: Tensor) -> tuple[tuple[str, ...], Tensor]:

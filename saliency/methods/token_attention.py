@@ -44,11 +44,11 @@ class TokenAttention:
         calls: All calls of attention, in order.
         blocks: The calls of self-attention, in order.
         crosses: The calls whose queries are not the tokens, in order.
-        pooling: The only one of these, in a pooling head after the blocks; else None.
+        pooling: The only call of attention in a pooling head after the blocks; else None.
         tokens: The number of tokens.
 
     Raises:
-        NotApplicableError: The network has no attention, or another one.
+        NotApplicableError: The network has no attention, or attention of another form.
     """
 
     def __init__(self, grads: TargetGradients, method: str, *, decoders: bool = False) -> None:
@@ -60,13 +60,13 @@ class TokenAttention:
         if grads.unread_softmaxes:
             count = len(grads.unread_softmaxes)
             parts = f"{count} attentions of {model} cannot be read, because they mix heads or keys"
-            raise NotApplicableError(f"{method}: {parts} by a formula of their own; {_INSTEAD}")
+            raise NotApplicableError(f"{method}: {parts} by their own formula; {_INSTEAD}")
         images, _, _, self.tokens = calls[0].shape
         self.blocks = [call for call in calls if call.shape[2] == call.shape[3]]
         self.crosses = [call for call in calls if call.shape[2] != call.shape[3]]
         self.pooling = self.crosses[0] if self.crosses == calls[-1:] else None
         if not all(call.reads_image for call in self.blocks):
-            problem = f"{model} has {self.tokens} tokens and as many queries, which cannot be told apart"
+            problem = f"{model} has {self.tokens} tokens and the same number of queries, which cannot be distinguished"
             raise NotApplicableError(f"{method}: {problem}; {_INSTEAD}")
         is_encoder = all(call.shape[3] == self.tokens for call in calls) and self.crosses in ([], [self.pooling])
         is_known = is_encoder or (decoders and self._has_decoder())
@@ -130,13 +130,14 @@ class TokenAttention:
     def read_queries(self) -> Tensor:
         """Which queries of the last call the scores read, as shares that sum to 1: (N, 1, queries).
 
-        These are the class token, the two of a distilled network, all patches under a mean, or those of a pooling head.
+        These are the class token, the two tokens of a distilled network, all patches for a mean, or the tokens of a
+        pooling head.
         """
         last = self.calls[-1]
         images, _, queries, _ = last.shape
         after = set(takewhile(lambda node: node is not last.node, self.grads.nodes))
         shapes = {node: result_shape(node) for node in find_passages(self.grads.nodes) if node in after}
-        # The end of the last block, if it has a row for each query: the backward pass is then that of the head alone.
+        # The end of the last block, if it has a row for each query: the backward pass then covers only the head.
         ends = [node for node, shape in shapes.items() if shape[:2] == (images, queries) and len(shape) == 3]
         grad = self.grads.gradient_at(ends[0] if ends else last.node)
         is_read = (grad != 0).any(-1) if ends else (last.by_head(last.by_query(grad)) != 0).any(-1).any(1)
@@ -157,7 +158,7 @@ class AttentionMap(TracedAttribution):
     sign: ClassVar[Sign] = "positive"
     is_complete = False
     reads_decoders: ClassVar[bool] = False
-    """Whether the method supports decoders whose queries attend to the tokens, such as those of detectors."""
+    """Whether the method supports decoders whose queries attend to the tokens, as in detectors."""
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the relevance of the patches."""
@@ -182,10 +183,10 @@ class AttentionRollout(AttentionMap):
 
     Args:
         head_fusion: "mean", "max" or "min" over the heads.
-        discard_ratio: The share of the smallest attention values of each image that are set to 0, except those of a
+        discard_ratio: The fraction of the smallest attention values of each image that are set to 0, except from a
             token to itself; from 0 to less than 1.
 
-    Values: (N, 1, h, w), shares of 1. With those of the class token and other tokens, they sum to 1.
+    Values: (N, 1, h, w), fractions. With the values of the class token and other tokens, they sum to 1.
 
     Source: Abnar and Zuidema, "Quantifying Attention Flow in Transformers" (2020), https://arxiv.org/abs/2005.00928.
     """
@@ -193,7 +194,7 @@ class AttentionRollout(AttentionMap):
     name = "attention_rollout"
     ignores_sign = True
     cost = "1 forward"
-    units = "share of 1"
+    units = "fraction"
 
     head_fusion: Option[HeadFusion] = Option("mean", check_choice, get_args(HeadFusion))
     discard_ratio: Option[float] = Option(0.0, check_number, least=0, below=1)
@@ -224,7 +225,7 @@ class GradientRollout(AttentionRollout):
 
     The products are averaged over the heads, and negative means count as 0.
 
-    Values: (N, 1, h, w), shares of 1. With those of the class token and other tokens, they sum to 1.
+    Values: (N, 1, h, w), fractions. With the values of the class token and other tokens, they sum to 1.
 
     Source: Gildenblat, "Exploring Explainability for Vision Transformers" (2020),
         https://jacobgil.github.io/deeplearning/vision-transformer-explainability.
@@ -245,7 +246,7 @@ class CheferAttention(AttentionMap):
 
     Each block adds the positive part of attention times gradient, averaged over the heads, times the relevance so far:
     R = R + mean((A * gradient)+) R, from the identity. The map is the row of the tokens that the head reads, without
-    their own share.
+    these tokens themselves.
 
     In a decoder, queries that were learned attend to the tokens, as in DETR and in pooling heads. Their relevance to
     the tokens grows by S' mean((A * gradient)+) T at each such block, where S and T are the relevance among queries and
@@ -253,7 +254,7 @@ class CheferAttention(AttentionMap):
     queries that the score reads. Attention that does not depend on the image, as in the first block of a decoder among
     its queries, does not count.
 
-    Values: (N, 1, h, w), at least 0, in no unit of their own.
+    Values: (N, 1, h, w), at least 0, dimensionless.
 
     Raises:
         NotApplicableError: The network has no attention, or not among all tokens in each block; or a decoder has as
@@ -285,14 +286,14 @@ class CheferAttention(AttentionMap):
 
 
 class GradECLIP(AttentionMap):
-    """Values of the last attention, weighted by the gradient at its result and by how similar query and key are.
+    """Values of the last attention, weighted by the gradient at its result and the similarity of query and key.
 
     The relevance of a patch is the gradient at the result of the tokens that the head reads, times the value of the
     patch, times the cosine of query and key, scaled to 0..1 over the patches. The cosine takes the place of the
     softmax, which is too sparse in CLIP.
 
     The authors' code for CLIP computes the last attention again with a single head, and takes the cosine of query and
-    key after the output projection. Here the attention is the model's own, and query and key are those of its heads.
+    key after the output projection. Here the attention, query and key are the model's own, per head.
 
     Values: (N, 1, h, w), at least 0, in score units up to the scale of the cosine.
 

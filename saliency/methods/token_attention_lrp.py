@@ -26,12 +26,12 @@ class CheferLRP(CheferAttention):
     attention starts from 1 at the score. Linear layers share it in proportion to positive parts, without biases; norms,
     activations and the softmax of attention pass it unchanged, and each factor of a product gets half. At a residual
     connection, both branches are scaled so that opposite relevance does not grow. The map is the row of the tokens that
-    the head reads, without their own share.
+    the head reads, without these tokens themselves.
 
     Relevance that starts with both signs, as for a contrast or a probability, cancels in this scaling, so that only
     rounding errors are left. Such targets are refused.
 
-    Values: (N, 1, h, w), at least 0, in no unit of their own.
+    Values: (N, 1, h, w), at least 0, dimensionless.
 
     Raises:
         NotApplicableError: The network has no attention, or not among all tokens in each block; an operation has no
@@ -64,12 +64,12 @@ class CheferLRP(CheferAttention):
 
 @dataclass(frozen=True)
 class _PositiveParts(ZPlus):
-    """The rule of linear layers. Rows without relevance are skipped, such as those of most tokens in the last block."""
+    """The rule of linear layers. Rows without relevance, such as most tokens in the last block, are skipped."""
 
     bias: bool = False
 
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
-        """Return what the rule passes to the input, given G at the output."""
+        """Return G at the input, given G at the output."""
         rows = grad.any(-1)
         if op.recorded is None or op.dims != (-1,) or op.input.dim() > 2 or not 0 < int(rows.sum()) < len(rows):
             return super().propagate(op, grad)
@@ -84,7 +84,7 @@ class _Start(_PositiveParts):
     """The rule of the last linear layer: its output has as relevance the size of the gradient of the score."""
 
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
-        """Return what the rule passes to the input, given G at the output."""
+        """Return G at the input, given G at the output."""
         return super().propagate(op, divided(grad.abs(), op.output))
 
 

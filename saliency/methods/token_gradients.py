@@ -52,8 +52,8 @@ class TokenStream:
     def outputs(self) -> list[Node]:
         """For each block, the operation whose result is the tokens after it.
 
-        The tokens after a block are those before the next one. Those after the last block are as many operations after
-        its attention as in the block before it.
+        The tokens after a block are those before the next one. After the last block, the tokens follow its attention by
+        the same number of operations as in the block before it.
 
         Raises:
             NotApplicableError: The last two blocks differ, or there is only one.
@@ -72,14 +72,14 @@ class TokenStream:
 
     def _last_block_error(self) -> NotApplicableError:
         model = type(self._attention.grads.forward.model).__name__
-        problem = f"{model} has not two blocks that are alike at its end, so the tokens after the last one are unknown"
+        problem = f"{model} does not end in two equal blocks, so the tokens after the last one are unknown"
         return NotApplicableError(f'{self._method}: {problem}; le_grad with score="final" does not need them')
 
     def skip_gradients(self) -> dict[AttentionCall, Tensor]:
         """Return the gradients at the results of the blocks' attention that run along skip connections only.
 
-        The gradient at the tokens after the last block is that at the sum of each branch, since no branch passes it on
-        to the tokens before it. From the sum, it reaches the attention of the branch.
+        The gradient at the tokens after the last block is the gradient at the sum of each branch, since no branch
+        passes it on to earlier tokens. From the sum, it reaches the attention of the branch.
 
         Raises:
             NotApplicableError: A block has no skip connection from the tokens before it to a sum.
@@ -113,7 +113,7 @@ class TokenStream:
         return result.detach()
 
     def run_again(self, start: Node, result: Tensor, end: Node) -> Tensor:
-        """Return the result of an operation if that of an earlier one were another.
+        """Return the result of an operation after the result of an earlier one is replaced.
 
         Raises:
             NotApplicableError: An operation between both is a function in Python, or writes to a part of a tensor.
@@ -144,17 +144,17 @@ class TokenStream:
 
 
 class LeGrad(AttentionMap):
-    """Sensitivity of each layer's own score to its attention, averaged over the layers.
+    """Sensitivity of each layer's score to its attention, averaged over the layers.
 
-    The score of a layer is that of the tokens after it, read by the model's own pooling, norm and head. Its positive
+    The score of a layer is computed from the tokens after it by the model's pooling, norm and head. Its positive
     gradient at the attention is averaged over heads and queries. The attention itself is not a factor. In a network
     with a pooling head, the attention of the head is used for each layer.
 
-    The authors' code for CLIP reads the mean of all tokens after each layer. Here the model's own pooling does, such as
-    the class token, as in the paper.
+    The authors' code for CLIP reads the mean of all tokens after each layer. Here it is the model's own pooling, such
+    as the class token, as in the paper.
 
     Args:
-        score: "layer" is the layer's own score. "final" is the model's score, which costs less.
+        score: "layer" is the layer's own score. "final" is the model's score, which is faster.
 
     Values: (N, 1, h, w), at least 0, in score units per unit of attention.
 
@@ -222,8 +222,8 @@ class AGCAM(AttentionMap):
     """Positive gradient at the attention times the sigmoid of the attention logits, summed over heads and blocks.
 
     As in the paper, the gradient runs along skip connections only: it passes no attention and no MLP of a later block.
-    The sum is that of the tokens that the head reads, such as the class token. With a pooling head, it is the mean over
-    all tokens, plus that of the pooling head.
+    The sum is taken for the tokens that the head reads, such as the class token. With a pooling head, it is the mean
+    over all tokens plus the sum of the pooling head.
 
     Values: (N, 1, h, w), at least 0, in score units.
 

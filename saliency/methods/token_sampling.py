@@ -25,14 +25,14 @@ _INSTEAD = "vit_cx hides parts of the image instead"
 
 
 def mean_where_shown(effects: Tensor, masks: Tensor) -> Tensor:
-    """Return the mean effect of the masks that show each position, less the mean effect of all masks.
+    """Return the mean effect of the masks that show each position, minus the mean effect of all masks.
 
     Args:
         effects: (k,) the effect of each mask.
-        masks: (k, ...) how much each mask shows of each position, 0 to 1.
+        masks: (k, ...) the fraction of each position that each mask shows, 0 to 1.
 
     Returns:
-        (...) the weighted means; 0 where no mask shows the position.
+        (...) the weighted means; 0 if no mask shows the position.
     """
     effects = (effects - effects.mean()).to(masks)
     total: Tensor = torch.tensordot(effects, masks, 1)
@@ -44,7 +44,7 @@ class TIS(TimedAttribution):
 
     The activations of all blocks are one map over the patches for each block and channel. K-means groups these maps.
     Each centre is a mask that keeps the patches with the largest values. The other tokens are removed before the first
-    block, after the position embedding, so nothing stands in for hidden patches. Class and register tokens stay.
+    block, after the position embedding, so hidden patches are not replaced. Class and register tokens stay.
 
     The paper's map is the mean score of the masks that keep a patch: the sum of the scores, divided by the coverage.
     Here the mean score of all masks is subtracted, because the paper's map is shown stretched to 0..1, which removes a
@@ -54,7 +54,7 @@ class TIS(TimedAttribution):
     the network's rounding, see docs/transformers.md for bfloat16.
 
     Args:
-        masks: The number of masks. There are at most as many as channels of all blocks.
+        masks: The number of masks. At most the number of channels of all blocks.
         shown: The share of the patches that each mask keeps.
 
     Values: (N, 1, h, w), signed, in score units; 0 for a patch that no mask keeps.
@@ -86,8 +86,8 @@ class TIS(TimedAttribution):
         passes.notes.append(f"{len(masks)} masks, each of {int(masks[0].sum())} of {len(patches)} patches")
         is_kept = masks.new_ones(len(masks), len(tokens))
         is_kept[:, cells.flatten()] = masks
-        kept = is_kept.nonzero()[:, 1].view(len(masks), -1)
-        effects = self.scores(passes, block, kept) - score
+        visible = is_kept.nonzero()[:, 1].view(len(masks), -1)
+        effects = self.scores(passes, block, visible) - score
         values = mean_where_shown(effects, masks[: len(effects)].to(precise_type(effects)))
         return ImageAttribution(values.view(1, *cells.shape).to(at_least_float32(passes.x).dtype))
 
@@ -120,18 +120,19 @@ class TIS(TimedAttribution):
         points = maps.cpu()
         centres, _ = kmeans(points.numpy(), points[order[: self.masks]].numpy(), thresh=1e-4 * float(points.std()))
         count = max(1, int(self.shown * maps.shape[1]))
-        kept = torch.from_numpy(centres).to(maps.device).topk(count).indices
-        return torch.zeros(centres.shape, dtype=torch.bool, device=maps.device).scatter_(1, kept, True)
+        visible = torch.from_numpy(centres).to(maps.device).topk(count).indices
+        return torch.zeros(centres.shape, dtype=torch.bool, device=maps.device).scatter_(1, visible, True)
 
-    def scores(self, passes: PassRunner, block: str, kept: Tensor) -> Tensor:
-        """Return the scores (k,) if the first block gets only the tokens (masks, kept); k < masks after an interrupt.
+    def scores(self, passes: PassRunner, block: str, visible: Tensor) -> Tensor:
+        """Return the scores (k,) if the first block gets only `visible` (masks, n) tokens; k < masks after an
+        interrupt.
 
         Raises:
             NotApplicableError: The model needs all of its tokens.
         """
 
         def compute(start: int, stop: int) -> Tensor:
-            rows = kept[start:stop, :, None]
+            rows = visible[start:stop, :, None]
             with torch.no_grad(), HookManager() as hooks:
                 hooks.revise_input(
                     self.model.get_submodule(block),
@@ -141,7 +142,7 @@ class TIS(TimedAttribution):
             return passes.target(len(rows))(output)
 
         try:
-            return torch.cat(list(passes.chunks(compute, len(kept))))
+            return torch.cat(list(passes.chunks(compute, len(visible))))
         except ModelError as error:
             problem = f"{type(self.model).__name__} cannot run on a part of its tokens (fixed positions or windows)"
             raise NotApplicableError(f"{self.name}: {problem}; {_INSTEAD}") from error
@@ -157,14 +158,14 @@ def _block_names(attention: TokenAttention) -> list[str]:
 
 
 class ViTCX(LayerPasses, TimedAttribution):
-    """Effect on the score of showing only what a cluster of a layer's feature maps highlights.
+    """Effect on the score of showing only the region highlighted by a cluster of feature maps.
 
     The feature maps are resized to the image and stretched to 0..1. Maps with a small cosine distance form a cluster,
     by agglomerative clustering with complete linkage. The sum of a cluster, stretched to 0..1, is a mask M. Its effect
     is f(x M + z (1 - M)) - f(x + z (1 - M)), where z is normal noise: the second score cancels the effect of the noise
-    alone. The value of a pixel is the mean of the effects, weighted by how much each mask shows of the pixel, which
-    corrects for pixels that many masks show. The mean effect of all masks is subtracted: the paper's map is the same up
-    to a constant and a factor. The paper takes class probabilities: the target `saliency.probability(...)`.
+    alone. The value of a pixel is the mean of the effects, weighted by the fraction of the pixel that each mask shows.
+    This corrects for pixels that many masks show. The mean effect of all masks is subtracted: the paper's map is the
+    same up to a constant and a factor. The paper takes class probabilities: the target `saliency.probability(...)`.
 
     The clusters depend on the network's rounding, see docs/transformers.md for bfloat16. Feature maps that are constant
     highlight nothing and form no cluster. With a single mask there is nothing to
@@ -176,7 +177,7 @@ class ViTCX(LayerPasses, TimedAttribution):
         distance: The largest cosine distance of two feature maps of one cluster.
         noise: The standard deviation of the noise, in units of the model's input.
 
-    Values: (N, 1, H, W), signed, in score units; 0 where no mask shows the pixel.
+    Values: (N, 1, H, W), signed, in score units; 0 if no mask shows the pixel.
 
     Raises:
         DependencyError: SciPy is not installed.
@@ -220,7 +221,7 @@ class ViTCX(LayerPasses, TimedAttribution):
         x, passes.least = passes.x, 2
 
         def make(start: int, stop: int) -> Tensor:
-            """Pass 2 i shows what mask i shows, and pass 2 i + 1 the whole image; both have the same noise."""
+            """Pass 2 i shows the image under mask i, and pass 2 i + 1 the whole image; both have the same noise."""
             numbers = range(start, stop)
             draws = [generator(self.seed, number // 2) for number in numbers]
             noise = [torch.randn(x.shape[1:], generator=draw, dtype=torch.float64, device="cpu") for draw in draws]

@@ -31,16 +31,17 @@ RADIUS = 5
 class XRAI(TimedAttribution):
     """The mean integrated gradient of whole regions, from segmentations of the image at six scales.
 
-    Integrated gradients start from the darkest and from the brightest value of the image, so that neither black nor
-    white is invisible; the map takes the largest channel of their mean. Segments, dilated a little to include their
-    edges, are then taken one by one: always the segment whose remaining pixels have the largest mean, which becomes
-    their value. A segment that adds only a few pixels is dropped, and pixels in no segment get their own mean.
+    Integrated gradients start from the darkest and from the brightest value of the image, so that black and white
+    regions both get values; the map takes the largest channel of their mean. Segments, dilated a little to include
+    their edges, are then taken one by one. The next segment is the one whose remaining pixels have the largest mean;
+    this mean becomes their value. A segment that adds only a few pixels is dropped, and pixels outside all segments get
+    their own mean.
 
     Args:
         rule: As for `IntegratedGradients`.
         steps: The number of nodes on each of the two paths.
 
-    Values: (N, 1, H, W), in score units per pixel, constant within a region; their order is what counts.
+    Values: (N, 1, H, W), in score units per pixel, constant within a region; only their order is meaningful.
 
     Raises:
         DependencyError: scikit-image is not installed.
@@ -71,7 +72,7 @@ class XRAI(TimedAttribution):
 
 
 class Regions(NamedTuple):
-    """Regions that may overlap: pixels `pixels[starts[i]:starts[i + 1]]` are those of region i."""
+    """Regions that may overlap: pixels `pixels[starts[i]:starts[i + 1]]` belong to region i."""
 
     pixels: NDArray[np.int64]  # flat indices in the image
     starts: NDArray[np.int64]

@@ -99,7 +99,7 @@ def require_one(explanation: Explanation, name: str) -> None:
 
 
 def frame_of(explanation: Explanation, picture: ImageLike | None = None) -> Frame:
-    """Return the frame to draw on: that of the explanation, or one that covers all of `picture`."""
+    """Return the frame to draw on: the explanation's own, or one that covers all of `picture`."""
     if picture is not None:
         opened = open_picture(picture)
         return Frame(opened, (0.0, 0.0, float(opened.width), float(opened.height)))
@@ -284,7 +284,7 @@ class Thumbnail(NamedTuple):
     def of(
         cls, explanation: Explanation, longest: int, percentile: Percentile, smoothing: float, *, from_zero: bool
     ) -> Thumbnail:
-        """Return a thumbnail with a longest edge in pixels. Its limit is that of the values at its pixels."""
+        """Return a thumbnail with a longest edge in pixels. Its limit is computed from the values at its pixels."""
         frame = shrink(frame_of(explanation), longest)
         rows, columns = area = box_pixels(frame)
         largest = scale_map(explanation, percentile=None, smoothing=smoothing, from_zero=from_zero)
@@ -405,10 +405,10 @@ def probability(explanation: Explanation) -> list[str]:
 
 def method_titles(explanations: Sequence[Explanation]) -> list[str]:
     """Return the title of each method, with the settings and the layer in which methods of one name differ."""
-    facts = [{"layer": each.layer, **each.settings} for each in explanations]
+    facts = [{"layer": one.layer, **one.settings} for one in explanations]
     titles = []
     for explanation, own in zip(explanations, facts, strict=True):
-        same = [other for other, each in zip(facts, explanations, strict=True) if each.method == explanation.method]
+        same = [other for other, one in zip(facts, explanations, strict=True) if one.method == explanation.method]
         words = [
             value if isinstance(value, str) else f"{name}={value}"
             for name, value in own.items()

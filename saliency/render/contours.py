@@ -11,28 +11,28 @@ from PIL import Image, ImageDraw
 from ..errors import RenderError
 from ..validation import check_number
 
-WIDTH = 0.004  # of a line, as a share of the picture's longer edge
-TONES = ((3, "black"), (1, "white"))  # widths in lines: white between black is visible on any photo and in print
+WIDTH = 0.004  # of a line, as a fraction of the image's longer edge
+TONES = ((3, "black"), (1, "white"))  # widths in lines: white between black is visible on any image and in print
 
 
 def checked_levels(contours: object) -> list[float]:
     """Return the levels of contours. Raises RenderError unless they are numbers above 0 and below 1."""
     if isinstance(contours, str) or not isinstance(contours, Sequence):
         raise RenderError(f"contours={contours!r} is not a list of levels, such as (0.5, 0.8)")
-    hint = ", a share of the value at full colour"
+    hint = ", a fraction of the value at full colour"
     return [check_number("contours", level, above=0, below=1, hint=hint, error=RenderError) for level in contours]
 
 
 def draw_contours(picture: Image.Image, values: NDArray[np.float32], area: tuple[slice, slice], level: float) -> None:
-    """Draw the line at which the magnitude of a scaled map crosses a level, on an RGB picture in place.
+    """Draw the line at which the magnitude of a scaled map crosses a level, on an RGB image in place.
 
     Args:
-        picture: The picture.
+        picture: The image.
         values: (h, w) the scaled map, at the pixels of the area.
-        area: The rows and columns of the picture that the map covers.
+        area: The rows and columns of the image that the map covers.
         level: The magnitude, above 0 and below 1.
     """
-    from contourpy import contour_generator  # a part of matplotlib, which loads where it is used
+    from contourpy import contour_generator  # a part of matplotlib, which is imported on use
 
     rows, columns = area
     # A margin of zeros closes the lines of regions at the edge of the map.

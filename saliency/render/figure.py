@@ -31,7 +31,7 @@ WIDTH = 10.0  # of the panels together
 SMALLEST_PANEL, LARGEST_PANEL = 1.8, 3.4
 TALLEST = 1.5  # height of a panel, as a multiple of its width
 HEAD_AND_BAR = 0.9  # height of the title and the colour bar of a panel
-TITLE_HEIGHT = 0.3  # of the title above everything
+TITLE_HEIGHT = 0.3  # of the title above all panels
 
 TITLE_SIZE, TEXT_SIZE = 9.0, 7.0  # points
 NAME, LABEL = 24, 32  # line of a class name in a title, and of a label, in characters
@@ -75,7 +75,7 @@ def figure(
     """Draw each image once, then its maps side by side, each with a colour bar in the map's units.
 
     Explanations of the same image stand next to each other. The bar shows the colours before they are mixed with the
-    image. An end is pointed if values lie beyond it.
+    image. A pointed end marks values beyond it.
 
     Args:
         explanations: Any number of explanations, of one or more images; or rows of them, as for `contact_sheet`.
@@ -178,7 +178,7 @@ def _add_bar(drawing: Figure, axes: Axes, scaled: ScaledMap, colormap: str | Non
     from matplotlib.ticker import MaxNLocator
 
     is_signed = scaled.sign == "signed"
-    limit = scaled.limit or 1.0  # a map of zeros has no scale of its own, and a bar needs one
+    limit = scaled.limit or 1.0  # a map of zeros has no scale, and a bar needs one
     colors = scaled.colors(colormap)[int(is_signed) :]
     scale = ScalarMappable(Normalize(-limit if is_signed else scaled.floor, limit), ListedColormap(colors / 255))
     extend = ("both" if is_signed else "max") if scaled.is_saturated else "neither"

@@ -1,4 +1,4 @@
-"""The picture of an explanation at the end of a notebook cell."""
+"""Display of an explanation at the end of a notebook cell."""
 
 from __future__ import annotations
 

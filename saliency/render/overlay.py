@@ -71,22 +71,23 @@ def overlay(
             one per image. For a list that type checkers know, pass `list(explanation)`.
         picture: An image to draw on instead of the explanation's own; the map then covers all of it.
         size: The longer edge of the result in pixels; by default the size of the image. A small overlay of a large
-            photo is drawn and saved much faster.
+            image is drawn and saved much faster.
         opacity: "map" for 0.8 times the magnitude of the scaled map, so that pixels at zero stay unchanged; or 0..1
             everywhere in the crop.
         colormap: Any name of matplotlib; by default inferno, and bwr (blue, white, red) for signed maps, with zero in
             the middle.
         sign: As in `heatmap`; by default as in the paper of the method.
         percentile: Colours saturate at this percentile of the map's magnitudes. None is the largest magnitude; "auto"
-            is 99 for gradients at the input, for maps of a layer and for positive maps, which are drawn above their
-            minimum, and otherwise the largest magnitude.
-        smoothing: Each drawn value is an average with a Gaussian, whose standard deviation is this share of the map's
-            longer edge: 0.005 is about one pixel of an input of 224. Coarse maps do not change. 0 draws the values.
+            is 99 for gradients at the input, for maps of a layer and for positive maps (drawn above their minimum).
+            Otherwise it is the largest magnitude.
+        smoothing: Each drawn value is an average with a Gaussian, whose standard deviation is this fraction of the
+            map's longer edge: 0.005 is about one pixel of an input of 224. Coarse maps do not change. 0 draws the
+            values.
         limit: The map value at full colour, instead of a percentile, such as a `shared_limit`. The colours begin at 0.
         min_significance: Fade pixels whose value is within this many standard errors of zero. With 2, pixels that may
             be due to chance are faded. Only for methods that sample; see `significance`.
-        contours: Draw lines around the regions whose magnitude exceeds these shares of the full colour, such as
-            (0.5, 0.8); with `opacity=0` only the lines, for print.
+        contours: Draw lines around the regions whose magnitude exceeds these fractions of the value at full colour,
+            such as (0.5, 0.8); with `opacity=0` only the lines, for print.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
@@ -129,8 +130,8 @@ def cutout(
     Args:
         explanation: An explanation of one image.
         picture: As in `overlay`.
-        keep: The share of the crop's pixels to show, those with the largest magnitudes. Ties are shown, pixels at zero
-            are not. None fades the image by the map.
+        keep: The fraction of the crop's pixels to show, in descending order of magnitude. Ties are shown, pixels at
+            zero are not. None fades the image by the map.
         background: A colour: a name ("white"), "#rrggbb", or another format of Pillow.
         sign: As in `heatmap`; by default as in the paper of the method.
 
@@ -179,7 +180,8 @@ def save_picture(picture: Image.Image, path: str | os.PathLike[str]) -> Path:
 def _png(picture: Image.Image) -> bytes:
     """Encode an image as PNG, as differences between rows whose runs are compressed.
 
-    For photos, this takes a tenth of the time of Pillow, which tries five filters per row and searches for matches.
+    For photographs, this takes a tenth of the time of Pillow, which tries five filters per row and searches for
+    matches.
     """
     if picture.mode not in PNG_COLOR_TYPES:
         picture = picture.convert("RGBA" if picture.has_transparency_data else "RGB")

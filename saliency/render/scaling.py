@@ -1,4 +1,4 @@
-"""Scale heatmaps for drawing: what is drawn, smoothed, and at which value colours saturate.
+"""Scale heatmaps for drawing: outliers, smoothing, and the value at which colours saturate.
 
 smoothing   values are averaged over about 0.5 % of the map's longer edge (`smoothed`)
 saturation  `resolve_percentile`: 99 with a value per colour channel or at a layer, otherwise none
@@ -25,7 +25,7 @@ LEAST_SIGMA = 0.3  # cells; a narrower Gaussian takes less than 1 % from the nei
 
 
 def drawn_maps(explanation: Explanation, sign: Sign | None) -> Tensor:
-    """Return the maps that are drawn, (N, h, w): as `reduced_maps`, but zero at the outliers, which are no evidence."""
+    """Return the maps to draw, (N, h, w): as `reduced_maps`, but zero at outliers, which are not evidence."""
     maps = reduced_maps(explanation, sign)
     return maps if explanation.outliers is None else maps.masked_fill(explanation.outliers, 0)
 

@@ -38,7 +38,7 @@ def contact_sheet(
     """Draw one row per image and one column per method, the original image first: RGB on white.
 
     The class and its probability are to the left of the row, the method is above the column. If a row explains several
-    classes, the class is below each overlay instead. If outliers are hatched, a line at the bottom says what they are.
+    classes, the class is below each overlay instead. If outliers are hatched, a line at the bottom explains them.
 
     Args:
         rows: One row per image, of explanations of one image by the same methods in the same order.
@@ -58,7 +58,7 @@ def contact_sheet(
     """
     thumb = check_integer("thumb", thumb, least=SMALLEST_THUMB, error=RenderError)
     _require_columns(rows)
-    table = [[Thumbnail.of(each, thumb, percentile, smoothing, from_zero=shared) for each in row] for row in rows]
+    table = [[Thumbnail.of(one, thumb, percentile, smoothing, from_zero=shared) for one in row] for row in rows]
     column_limits = [max(cell.limit for cell in column) for column in zip(*table, strict=True)]
     drawn = []
     for explanations, cells in zip(rows, table, strict=True):
@@ -99,7 +99,7 @@ class _Sheet:
     def __init__(self, rows: Sequence[_Row], thumb: int) -> None:
         self.rows, self.thumb = rows, thumb
         font_size = max(10, thumb / 15)
-        self.font = font_for((each.target_names[0] for row in rows for each in row.explanations), font_size)
+        self.font = font_for((one.target_names[0] for row in rows for one in row.explanations), font_size)
         self.line = round(font_size * 1.35)
         self.gap, self.margin, self.indent = max(4, thumb // 20), max(8, thumb // 9), thumb // 12
         titles = [row.explanations[0].target_names[0] for row in rows if row.has_one_class]
@@ -108,7 +108,7 @@ class _Sheet:
         self.gutter = min(math.ceil(longest), thumb * 3 // 4) + self.indent if titles else 0
         self.head = self.margin + self.line + self.gap
         width = self._left(len(rows[0].thumbs)) - self.gap + self.margin
-        marks = (each.outliers for row in rows for each in row.explanations)
+        marks = (one.outliers for row in rows for one in row.explanations)
         self.legend = HATCHED if any(mark is not None and mark.any() for mark in marks) else ""
         below = self.margin + self.line if self.legend else self.margin - self.gap
         height = self.head + sum(self._height(row) + self.gap for row in rows) + below

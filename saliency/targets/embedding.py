@@ -114,14 +114,14 @@ class Similarity(_EmbeddingTarget):
 def text(prompt: str | Sequence[str], against: str | Sequence[str | Sequence[str]] = ()) -> Target:
     """Explain the similarity of an image to a text, for a model with a text encoder: a `DualEncoder`.
 
-    Without `against`, the score is the cosine similarity, -1 to 1. With `against`, it is the log-odds of the text in
-    the softmax over all texts, with the model's scale of logits: log(p / (1 - p)). For two texts this is the difference
-    of their logits. `explanation.probabilities` are the p. Unlike the gradients of p and log(p), that of the log-odds
-    does not vanish if the model is certain.
+    Without `against`, the score is the cosine similarity, -1 to 1. With `against`, it is the log-odds log(p / (1 - p))
+    of the text in the softmax over all texts, with the model's scale of logits. For two texts this is the difference of
+    their logits. `explanation.probabilities` are the p. Unlike the gradients of p and log(p), the gradient of the
+    log-odds does not vanish if the model is certain.
 
     Args:
         prompt: The text. A list of texts is an ensemble: its embedding is the mean of their normalised embeddings.
-        against: Other texts, from which it is to be told apart. Each may be a list too.
+        against: Other texts to contrast it with. Each may also be a list.
 
     Raises:
         TargetError: A text is not a string, or an ensemble is empty.
@@ -138,7 +138,7 @@ def _as_prompt(prompt: str | Sequence[str]) -> Prompt:
 
 
 def _is_embedding(reference: Any) -> bool:
-    """Return whether a reference is an embedding (D,) or (1, D); an image of one row has whole numbers."""
+    """Return whether a reference is an embedding (D,) or (1, D). An image with one row has integer values."""
     shape: tuple[int, ...] = getattr(reference, "shape", ())
     return len(shape) == 1 or (len(shape) == 2 and shape[0] == 1 and "float" in str(reference.dtype))
 

@@ -47,7 +47,7 @@ _MOST_OFFERED = 6  # similar class names in an error
 
 @dataclass(frozen=True, slots=True)
 class OutputFacts:
-    """What a target has to know about an output besides its values.
+    """Facts about an output that a target needs besides the values.
 
     Attributes:
         categories: The class names.
@@ -61,7 +61,7 @@ class OutputFacts:
         """Return the number of classes of an output with this many scores: two for a single one with two names.
 
         Raises:
-            TargetError: The number of class names is another one.
+            TargetError: The number of class names differs.
         """
         names = outputs if self.categories is None else len(self.categories)
         if (outputs, names) == (1, 2):
@@ -108,7 +108,7 @@ class OutputTarget(ABC):
         """Return the scores (N,) of an output."""
 
     def part(self, output: Any, image: int) -> Any:
-        """Return what the target reads of an output for one image, in an output for one image."""
+        """Return the part of an output that the target reads, as an output for one image."""
         return output_tensor(output)[image : image + 1]
 
     def probabilities(self, output: Any) -> Tensor | None:
@@ -133,7 +133,7 @@ class ClassScore(OutputTarget):
     """The model's output for a class: a logit, if the model returns logits.
 
     If the model returns one number per image and has two class names, the number is the score of class 1, and its
-    negative that of class 0.
+    negative the score of class 0.
 
     Attributes:
         classes: A class index or name, None for the top class, or one of them per image.
@@ -382,7 +382,7 @@ class FunctionTarget(OutputTarget):
     function: Target
 
     def __call__(self, output: Any) -> Tensor:
-        """Return what the function returns."""
+        """Return the result of the function."""
         return self.function(output)
 
     def part(self, output: Any, image: int) -> Any:
@@ -463,7 +463,7 @@ def contrast(target: Any, against: Any) -> Target:
 
     Args:
         target: A class index or name, one of them per image, or None for the top class.
-        against: The same, for the other class.
+        against: The other class, in the same form.
     """
     return Contrast((ClassScore(target), ClassScore(against)))
 
@@ -474,9 +474,9 @@ def region(label: int | str, where: Any = None) -> Target:
     Args:
         label: The class, by index or name.
         where: (H, W) or (N, H, W), true at the pixels to average, in the size of the output. None takes the pixels that
-            the model assigns to the class. With one channel, these are the pixels with a logit above 0, or with a
-            probability above 0.5 if the model's last operation is a sigmoid. With two class names, the channel belongs
-            to class 1, and its negative to class 0.
+            the model assigns to the class. With one channel, these are the pixels with a logit above 0. If the model's
+            last operation is a sigmoid, they are the pixels with a probability above 0.5. With two class names, the
+            channel belongs to class 1, and its negative to class 0.
 
     Raises:
         TargetError: `where` is not an array.

@@ -113,7 +113,7 @@ class TwoTower(nn.Module):
 
 
 class Tokenizer:
-    """Tokenizer of captions such as "a red circle left of a blue square", used as those of open_clip."""
+    """Tokenizer of captions such as "a red circle left of a blue square", used like a tokenizer of open_clip."""
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
         """Return the tokens (M, 10) of captions, padded with 0.
@@ -166,7 +166,7 @@ def cnn(outputs: int = len(CLASSES), *, hidden: int = 0) -> nn.Sequential:
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norms beside a shortcut, as in ResNet-18; names are those of torchvision.
+    """Two convolutions with batch norms and a shortcut, as in ResNet-18, with the names of torchvision.
 
     Source: He et al., "Deep Residual Learning for Image Recognition" (2016), https://arxiv.org/abs/1512.03385.
     """

@@ -32,7 +32,7 @@ _CORNERS = ((0.0, 0.0), (SIZE, 0.0), (0.0, SIZE), (SIZE, SIZE))
 
 @dataclass(frozen=True, slots=True)
 class Scenes:
-    """Images of K objects each, first the named one. Objects and watermark do not overlap."""
+    """Images of K objects each, starting with the named object. Objects and watermark do not overlap."""
 
     images: Tensor  # (N, 3, 64, 64), uint8
     backgrounds: Tensor  # (N, 3, 64, 64), uint8: the same images without objects and watermark
@@ -41,7 +41,7 @@ class Scenes:
     labels: Tensor  # (N,), classes
     importance: Tensor  # (N, K), the part of each object in the label; 0 for a distractor
     shapes: Tensor  # (N, K), indices into CLASSES + DISTRACTORS
-    colours: Tensor  # (N, K), indices into COLOURS; those of the first two differ
+    colours: Tensor  # (N, K), indices into COLOURS; the first two differ
     axes: Tensor  # (N,), 0 if the first two shapes are side by side, 1 if one is above the other
     first: Tensor  # (N,), bool: the first object is on the left of the second, or above
 
@@ -56,7 +56,7 @@ class Scenes:
         return self.masks.any(1, keepdim=True) & ~self.evidence
 
     def without(self, pixels: Tensor) -> Tensor:
-        """Return the images (N, 3, 64, 64) without what covers some pixels (N, 1, 64, 64), such as `evidence`."""
+        """Return the images (N, 3, 64, 64) with the background at some pixels (N, 1, 64, 64), such as `evidence`."""
         return torch.where(pixels, self.backgrounds, self.images)
 
     def captions(self) -> list[tuple[str, str, str, str]]:
@@ -83,7 +83,7 @@ def draw_scenes(
     - "sizes": as "planted", but each object is small or large, independently of the other.
     - "shortcut": as "planted", with a watermark in a corner of some images.
     - "xor": two parts, each a circle or a square, and a distractor. The label is 1 if the parts differ. Neither part
-      alone tells it.
+      alone determines it.
     - "occlusion": four objects. A circle weighs 3, a square 2, a triangle 1 and a distractor 0. The label is 1 if the
       sum is at least 6. Covering an object lowers the sum by its weight, which gives the right order of importance.
 
@@ -91,9 +91,9 @@ def draw_scenes(
         count: The number of images.
         seed: Fixes the images, with the count: the first 10 of 50 differ from 10 that are drawn alone. The global
             random state is neither read nor changed.
-        task: What is drawn, and which objects decide the label. The images of "shortcut" without their watermark are
-            those of "planted".
-        watermarked: The share of images with a watermark in each of the five classes, for the task "shortcut".
+        task: The drawn objects, and which of them decide the label. The images of "shortcut" without their watermark
+            equal the images of "planted".
+        watermarked: The fraction of images with a watermark in each of the five classes, for the task "shortcut".
 
     Raises:
         MethodError: The task is unknown, or the count is below 1.
@@ -114,7 +114,7 @@ def draw_scenes(
     shares = torch.tensor(watermarked if task == "shortcut" else (0,) * len(CLASSES), device="cpu")[labels]
     watermark = _draw_watermark(centres, shares, random)
     painted = _paint(ground, masks, hues, watermark)
-    images, backgrounds = ((255 * (each + grain)).round().clamp(0, 255).to(torch.uint8) for each in (painted, ground))
+    images, backgrounds = ((255 * (part + grain)).round().clamp(0, 255).to(torch.uint8) for part in (painted, ground))
     return Scenes(images, backgrounds, masks, watermark, labels, importance, kinds, hues, axes, first)
 
 
@@ -223,8 +223,8 @@ def _draw_watermark(centres: Tensor, shares: Tensor, random: torch.Generator) ->
 def _paint(images: Tensor, masks: Tensor, hues: Tensor, watermark: Tensor) -> Tensor:
     """Return images with all objects in their colours, and with the watermark, (N, 3, 64, 64)."""
     palette = torch.tensor(list(COLOURS.values()), device="cpu", dtype=torch.float32)
-    for each in range(masks.shape[1]):
-        images = torch.where(masks[:, each, None], palette[hues[:, each], :, None, None], images)
+    for number in range(masks.shape[1]):
+        images = torch.where(masks[:, number, None], palette[hues[:, number], :, None, None], images)
     pixels = torch.arange(SIZE, device="cpu")
     stripes = 0.1 + 0.8 * ((pixels + pixels[:, None]) % 4 < 2).float()
     return torch.where(watermark, stripes, images)

@@ -526,7 +526,7 @@ def settings(case: MethodCase) -> None:
 
 @check
 def memory(case: MethodCase) -> None:
-    """Calls leak no tensors, and neither model nor input is kept alive."""
+    """Calls leak no tensors, and hold neither model nor input."""
     # Exclude existing objects from garbage collection, which takes seconds in a large process.
     with ExitStack() as undo:
         if gc.get_freeze_count() == 0:
@@ -594,7 +594,7 @@ def zero_gradient(case: MethodCase) -> None:
         return
     # A map of activations alone is the same for any head.
     same = explanation.values.shape == normal.shape and torch.allclose(explanation.values, normal)
-    require(same, "with a head of zeros, the values are neither zero nor equal to those of the original head")
+    require(same, "with a head of zeros, the values are neither zero nor equal to the values with the original head")
 
 
 @check

@@ -27,7 +27,7 @@ from .case import SIZE, images, require, require_raises, require_same, run_all, 
 from .unchanged import Snapshot
 
 FEW: dict[str, Any] = {"steps": 4, "samples": 4, "draws": 2, "sizes": 3, "segments": (3, 3), "patch": 8}
-"""Options that make metrics fast, where they have them."""
+"""Options that make metrics fast."""
 
 METRIC_CHECKS: dict[str, Callable[[type[Metric]], None]] = {}
 
@@ -92,7 +92,7 @@ def _shapes(metric: type[Metric]) -> None:
 
 @_check
 def _images_alone(metric: type[Metric]) -> None:
-    """The values of a batch are those of its images, measured one at a time."""
+    """The values of a batch equal the values of its images, measured one at a time."""
     x, together = images(2), _explanation()
     values = [_measure(metric, together[i], x[i : i + 1]).values for i in range(2)]
     require_same(torch.cat(values), _measure(metric, together, x).values, "images measured alone", rounding=1e-4)
@@ -107,7 +107,7 @@ def _seeded(metric: type[Metric]) -> None:
 
 @_check
 def _chunks(metric: type[Metric]) -> None:
-    """The values do not depend on how many passes run at once."""
+    """The values do not depend on the number of passes per chunk."""
     first, second = (_measure(metric, _explanation(), images(2), chunk=size).values for size in (1, 7))
     require_same(second.nan_to_num(), first.nan_to_num(), "chunks of 7 instead of 1", rounding=1e-4)
 
@@ -123,7 +123,7 @@ def _unchanged(metric: type[Metric]) -> None:
 
 @_check
 def _degenerate_maps(metric: type[Metric]) -> None:
-    """Zero and constant maps have an answer, and NaN is an error."""
+    """Zero and constant maps give a defined result, and NaN is an error."""
     explanation = _explanation()
     for value in (0.0, 1.0):
         flat = replace(explanation, values=torch.full_like(explanation.values, value))

@@ -30,7 +30,7 @@ class Snapshot:
     """
 
     def __init__(self, **objects: Any) -> None:
-        self.objects = objects  # kept alive, so that no `id` is reused
+        self.objects = objects  # held, so that no `id` is reused
         self.state = dict(_state(objects))
 
     def changes(self) -> list[str]:

@@ -140,7 +140,7 @@ def _renamed(weights: Mapping[str, Tensor], own: Collection[str]) -> dict[str, T
 
 
 def _other_number_of_classes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> int | None:
-    """Return the number of classes of the file if only the head differs from that of the model; else None."""
+    """Return the number of classes of the file if only the head differs from the model's head; else None."""
     differing = [key for key in own.keys() & weights if own[key].shape != weights[key].shape]
     pairs = [(own[key].shape, weights[key].shape) for key in differing]
     old, new = {mine[:1] for mine, _ in pairs}, {given[:1] for _, given in pairs}

@@ -265,7 +265,7 @@ class HuggingFace:
 class PythonModel:
     """Models of the user in Python code: "FILE.py:NAME" or "package.module:NAME".
 
-    The name is that of a model, or of a class or function that returns one without arguments.
+    The name refers to a model, or to a class or function that returns one without arguments.
     """
 
     source: Source = "python"
@@ -282,8 +282,8 @@ class PythonModel:
             names = (
                 runpy.run_path(place, run_name=f"<{place}>") if place.endswith(".py") else vars(import_module(place))
             )
-            found: Any = names.get(attribute)
-            model = found() if callable(found) and not isinstance(found, nn.Module) else found
+            value: Any = names.get(attribute)
+            model = value() if callable(value) and not isinstance(value, nn.Module) else value
         if not isinstance(model, nn.Module):
             hint = f"; it is a {type(model).__name__}" if attribute in names else did_you_mean(attribute, names)
             raise ModelError(f'no model "{attribute}" in {place}; pass FILE.py:NAME, such as mine.py:make{hint}')
@@ -417,7 +417,7 @@ def downloading(model: str, url: str | None) -> Iterator[None]:
             _require_answer(f"{urlsplit(url).scheme}://{urlsplit(url).netloc}")
         yield
     except Exception as error:
-        # The libraries raise whatever their network, cache and file readers raise.
+        # The libraries let the errors of their network, cache and file readers through.
         raise ModelError(
             f"the pretrained weights of {model} could not be loaded: {type(error).__name__}: {error}; with no network, "
             f'use weights=None (--weights none), a local file as in weights="{model}.safetensors", or the model '

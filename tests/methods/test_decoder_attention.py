@@ -88,7 +88,7 @@ def test_relevance_of_a_decoder_is_that_of_each_image() -> None:
 
 
 def test_as_many_queries_as_tokens_are_refused() -> None:
-    with pytest.raises(NotApplicableError, match="TinyDetr has 16 tokens and as many queries, which cannot be told"):
+    with pytest.raises(NotApplicableError, match="TinyDetr has 16 tokens and the same number of queries"):
         CheferAttention(detr(16)).attribute(X, third_object)
 
 

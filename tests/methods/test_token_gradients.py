@@ -237,7 +237,7 @@ def test_own_scores_need_two_blocks_that_are_alike() -> None:
     x = images(1, (32, 32))
     for blocks in (model.blocks, model.blocks[:1]):
         model.blocks = blocks
-        with pytest.raises(NotApplicableError, match="two blocks that are alike"):
+        with pytest.raises(NotApplicableError, match="two equal blocks"):
             LeGrad(model.eval()).attribute(x, 0)
         assert LeGrad(model, score="final").attribute(x, 0).values.shape == (1, 1, 4, 4)
 
