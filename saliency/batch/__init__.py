@@ -94,7 +94,7 @@ def batch(
         targets: File with paths and targets, for images that `sources` finds without a target.
         recursive: Whether subfolders are searched.
         style: How overlays are drawn.
-        maps: Whether the attribution values are saved, in float16.
+        maps: Whether the attribution values are saved in float16, for `Explanation.load`.
         trust: Whether a trust card of each overlay is written, which takes far longer than the overlay.
         seconds: The limit of time for each trust card, as for `saliency.trust`.
         engine: "local" for this machine; "ray" for the connected cluster or the one at `RAY_ADDRESS`, else a cluster

@@ -27,8 +27,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from saliency import Explanation
 from saliency.batch import BatchError, StoppedError
-from saliency.batch.drawing import read_map
 from tests.batchwork import (
     BLACK,
     WHITE,
@@ -64,7 +64,7 @@ def assert_nothing_is_cut_off(out: Path) -> None:
             with Image.open(path) as picture:
                 picture.load()
     for path in (out / "maps").glob("*.safetensors"):
-        assert read_map(path)[0].values.numel()
+        assert Explanation.load(path).values.numel()
     for name in ("manifest.json",):
         if (out / name).exists():
             json.loads((out / name).read_text())
@@ -213,7 +213,7 @@ def test_no_row_is_written_before_its_maps(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     photos(tmp_path / "in", 4)
-    monkeypatch.setattr("saliency.batch.drawing.encode_map", full)
+    monkeypatch.setattr("saliency.batch.drawing._encode_map", full)
     with pytest.raises(StoppedError, match="free disk space"):
         quick(tmp_path / "in", tmp_path / "out", maps=True)
     assert not (tmp_path / "out" / "manifest.jsonl").exists()
