@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -180,16 +181,8 @@ class Explanation:
             with atomic_write(path) as temporary, temporary.open("wb") as file:
                 np.save(file, np.asarray(self))
         else:
-            self._save_all(path)
+            save_tensors(path, *pack_explanation(self))
         return path
-
-    def _save_all(self, path: Path) -> None:
-        tensors = {
-            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for name, tensor in self._tensors().items()
-        }
-        tensors |= {f"picture.{i}": _encode_png(f.picture) for i, f in enumerate(self.frames) if f is not None}
-        save_tensors(path, tensors, {"saliency": json.dumps(self._header(), default=asdict)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Explanation:
@@ -198,16 +191,7 @@ class Explanation:
         Raises:
             ExplanationError: The file is missing, damaged, or of another kind.
         """
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                header = json.loads((file.metadata() or {}).get("saliency", "null"))
-                if not isinstance(header, dict) or header.get("format") != _FORMAT:
-                    raise ExplanationError(f"{path}: a safetensors file, but not one that Explanation.save wrote")
-                return cls(**_fields_from(header, {name: file.get_tensor(name) for name in file.keys()}))  # noqa: SIM118
-        except (OSError, SafetensorError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:
-            if isinstance(error, ExplanationError):
-                raise
-            raise ExplanationError(f"{path}: not a readable explanation: {error}") from error
+        return read_explanation(path)[0]
 
     def _header(self) -> dict[str, Any]:
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _TENSORS}
@@ -216,8 +200,53 @@ class Explanation:
         return {"format": _FORMAT, **plain}
 
 
+def pack_explanation(
+    explanation: Explanation, image: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a file for `Explanation.load`.
+
+    Args:
+        explanation: The explanation.
+        image: Facts about its image, as JSON values, if the values are to be stored in float16. The values are divided
+            by a power of two, stored as "scale", so that the largest magnitude lies between 1/2 and 1. Large values
+            then do not overflow, and a gradient of 1e-8 does not become zero.
+    """
+    tensors = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in explanation._tensors().items()
+    }
+    tensors |= {f"picture.{i}": _encode_png(f.picture) for i, f in enumerate(explanation.frames) if f is not None}
+    header = explanation._header()
+    if image is not None:
+        values = tensors["values"].double()
+        largest = float(values.abs().max())
+        scale = math.ldexp(1.0, math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
+        header |= {"image": image, "scale": scale}
+        tensors["values"] = (values / scale).half()
+    return tensors, {"saliency": json.dumps(header, default=asdict)}
+
+
+def read_explanation(path: str | os.PathLike[str]) -> tuple[Explanation, dict[str, Any] | None]:
+    """Read a file that `pack_explanation` filled. Return the explanation, and the facts about its image, if any.
+
+    Raises:
+        ExplanationError: The file is missing, damaged, or of another kind.
+    """
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get("saliency", "null"))
+            if not isinstance(header, dict) or header.get("format") != _FORMAT:
+                raise ExplanationError(f"{path}: a safetensors file, but not one that Explanation.save wrote")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return Explanation(**_fields_from(header, tensors)), header.get("image")
+    except (OSError, SafetensorError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:
+        if isinstance(error, ExplanationError):
+            raise
+        raise ExplanationError(f"{path}: not a readable explanation: {error}") from error
+
+
 def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    plain = {name: value for name, value in header.items() if name != "format"}
+    plain = {name: value for name, value in header.items() if name not in ("format", "image", "scale")}
     plain |= {name: tuple(plain[name]) for name in ("target", "target_names", "input_size")}
     plain["coverage"] = Coverage(**plain["coverage"]) if plain["coverage"] else None
     plain["ledger_names"] = tuple(plain.get("ledger_names", ()))
@@ -237,6 +266,8 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
     ]
     if stored["values"] is None or stored["scores"] is None:
         raise ValueError("the values or the scores are missing")
+    if "scale" in header:
+        stored["values"] = (stored["values"].double() * header["scale"]).float()
     if {len(part) for part in per_image if part is not None} != {len(stored["values"])}:
         raise ValueError("the tensors and lists have different numbers of images")
     return plain | stored

@@ -94,7 +94,7 @@ def batch(
         targets: File with paths and targets, for images that `sources` finds without a target.
         recursive: Whether subfolders are searched.
         style: How overlays are drawn.
-        maps: Whether the attribution values are saved, in float16.
+        maps: Whether the attribution values are saved in float16, for `Explanation.load`.
         trust: Whether a trust card of each overlay is written, which takes far longer than the overlay.
         seconds: The limit of time for each trust card, as for `saliency.trust`.
         engine: "local" for this machine; "ray" for the connected cluster or the one at `RAY_ADDRESS`, else a cluster
@@ -103,9 +103,9 @@ def batch(
             model that is passed as a module stays on its device.
         workers: Number of threads for loading and drawing; by default one per core. On CPUs also the number of
             networks that run in parallel.
-        batch_size: Images per batch; by default 8 on CPUs and 64 on accelerators, or 1 with trust cards. If the first
-            batch does not fit into memory, the size is halved before anything is written. A resumed run keeps its size
-            unless a smaller one is given.
+        batch_size: Images per batch; by default 8 on CPUs and 64 on accelerators, or 1 with trust cards. If a batch
+            does not fit into memory, the size is halved from its first image on. A resumed run keeps its sizes unless a
+            smaller one is given.
         restart: Whether the files of an earlier run in the folder are removed first. Other files are never removed.
         retry: Whether images that failed in an earlier run are tried again.
         limit: Largest number of images to explain, in the order of the listing.

@@ -1,6 +1,6 @@
 """Draw one image: overlays, images of the page, saved maps and manifest rows; and redraw overlays from saved maps.
 
-A map is saved as float16 values in its original resolution, with its outliers if there are any.
+A map is a file for `Explanation.load`, with float16 values in their original resolution.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors.torch import save
 
-from ..attribution.explanation import Explanation
+from ..attribution.explanation import Explanation, pack_explanation, read_explanation
 from ..errors import ExplanationError, ImageError
 from ..inspection.trust import TrustCard
 from ..io.atomic_write import atomic_write
@@ -34,7 +32,7 @@ from .errors import BatchError, Failure, printable, stops_run, unwritable
 from .listing import ImageEntry
 from .manifest import Row, make_row
 from .network import Cards, LoadedImage, Results, Task
-from .output_folder import FORMAT, MAP_SUFFIX, MAPS, PREVIEWS, file_names
+from .output_folder import MAP_SUFFIX, MAPS, PREVIEWS, file_names
 from .run_options import OverlayStyle, RunOptions
 
 PREVIEW_SIDE = 640  # longest side, in pixels, of the preview that the page shows
@@ -169,7 +167,7 @@ def _write_method(
     facts |= {"overlay": names["overlay"], "overlay_bytes": file.stat().st_size}
     facts |= _write(out, "heat", names["heat"], _heat_image(scaled, frame, preview.size, style))
     if options.maps:
-        facts |= _write(out, "map", names["map"], encode_map(explanation, facts, task.image))
+        facts |= _write(out, "map", names["map"], _encode_map(explanation, task.image, frame, facts["range"]))
     return make_row(**facts)
 
 
@@ -179,6 +177,12 @@ def _write(out: Path, column: str, name: str, data: bytes) -> dict[str, Any]:
     with atomic_write(out / name) as temporary:
         temporary.write_bytes(data)
     return {column: name, f"{column}_bytes": len(data)}
+
+
+def _encode_map(explanation: Explanation, entry: ImageEntry, frame: Frame, range: list[float] | None) -> bytes:
+    """Return the file of a map, for `Explanation.load`: values in float16, no standard errors, no picture, no times."""
+    image = {"entry": entry.to_json(), "size": frame.picture.size, "box": frame.box, "range": range}
+    return save(*pack_explanation(replace(explanation, error=None, effort=()), image))
 
 
 def _write_card(options: RunOptions, out: Path, task: Task, card: TrustCard | Exception) -> Row:
@@ -238,59 +242,6 @@ def _shrink(picture: Image.Image, longest: int) -> Image.Image:
 
 
 # Saved maps ----------------------------------------------------------------------------------------------------------
-
-
-def encode_map(explanation: Explanation, facts: Row, image: ImageEntry) -> bytes:
-    """Return the content of the file of a map.
-
-    The values (C, h, w) are divided by a power of two, stored as "scale", so that the largest magnitude lies between
-    1/2 and 1. In float16, large values then do not overflow, and a gradient of 1e-8 does not become zero.
-    """
-    values = explanation.values[0].detach().double().cpu().numpy()
-    largest = float(np.abs(values).max(initial=0.0))
-    scale = math.ldexp(1.0, math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
-    about = {**facts, "format": FORMAT, "entry": image.to_json(), "scale": scale}
-    about |= {"sign": explanation.sign, "title": explanation.title}
-    tensors = {"values": (values / scale).astype(np.float16)}
-    if explanation.outliers is not None and explanation.outliers.any():
-        tensors["outliers"] = explanation.outliers[0].cpu().numpy()
-    return save(tensors, {"saliency": json.dumps(about, sort_keys=True)})
-
-
-def read_map(path: Path) -> tuple[Explanation, dict[str, Any]]:
-    """Read a saved map. Return the explanation without a picture, and the columns of its row and "entry", its image.
-
-    Raises:
-        ExplanationError: The file is not a map of `saliency batch`, or is damaged.
-    """
-    try:
-        with safe_open(str(path), framework="numpy") as file:
-            about = json.loads((file.metadata() or {}).get("saliency", "null"))
-            if not isinstance(about, dict) or about.get("format") != FORMAT:
-                raise ExplanationError(f"{path} is not a map of saliency batch; pass DIR or DIR/maps/*.{MAP_SUFFIX}")
-            values = torch.from_numpy(file.get_tensor("values").astype(np.float32) * np.float32(about["scale"]))
-            has_outliers = "outliers" in file.keys()  # noqa: SIM118
-            outliers = torch.from_numpy(file.get_tensor("outliers"))[None] if has_outliers else None
-        numbers = torch.tensor([[about["score"]], [about["probability"] or 0.0]], dtype=torch.float32, device="cpu")
-        explanation = Explanation(
-            values=values[None],
-            scores=numbers[0],
-            method=about["method"],
-            settings=about["settings"],
-            target=(about["target"],),
-            target_names=(about["name"],),
-            probabilities=None if about["probability"] is None else numbers[1],
-            layer=about["layer"],
-            input_size=(about["input_height"], about["input_width"]),
-            frames=(None,),
-            sign=about["sign"],
-            outliers=outliers,
-            title=about["title"],
-            units=about["units"],
-        )
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise ExplanationError(f"{path} cannot be read as a map: {error}") from error
-    return explanation, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,26 +312,28 @@ def _map_files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[tuple[Path, 
         yield from ((file, file.relative_to(inside)) for file in files)
 
 
-def _picture(entry: str, previews: Path) -> tuple[Image.Image, bool]:
+def _picture(entry: ImageEntry, previews: Path) -> tuple[Image.Image, bool]:
     """Return the picture of a map, or else its preview, and whether it is the preview."""
-    image = ImageEntry.from_json(entry)
-    preview = previews / f"{image.name}.jpg"
-    if image.current_stamp() == image.stamp:
-        return image.open(), False
+    preview = previews / f"{entry.name}.jpg"
+    if entry.current_stamp() == entry.stamp:
+        return entry.open(), False
     if not preview.is_file():
-        raise ImageError(f"{image.source!r} was removed or has changed, and there is no preview {preview}")
+        raise ImageError(f"{entry.source!r} was removed or has changed, and there is no preview {preview}")
     return open_picture(preview), True
 
 
 def _draw(
-    path: Path, file: Path, style: OverlayStyle, pictures: Callable[[str, Path], tuple[Image.Image, bool]]
+    path: Path, file: Path, style: OverlayStyle, pictures: Callable[[ImageEntry, Path], tuple[Image.Image, bool]]
 ) -> Redrawn:
-    explanation, about = read_map(path)
-    root = str(path.absolute()).removesuffix(f"{MAPS}/{about['id']}.{about['method']}.{MAP_SUFFIX}")
+    explanation, image = read_explanation(path)
+    if image is None:
+        raise ExplanationError(f"{path} is not a map of saliency batch; pass DIR or DIR/maps/*.{MAP_SUFFIX}")
     try:
-        picture, is_small = pictures(about["entry"], Path(root) / PREVIEWS)
-        picture = drawable(picture, about["range"])
-        frame = Frame(picture, resize_box(about["box"], (about["width"], about["height"]), picture.size))
+        entry = ImageEntry.from_json(image["entry"])
+        root = str(path.absolute()).removesuffix(f"{MAPS}/{entry.name}.{explanation.method}.{MAP_SUFFIX}")
+        picture, is_small = pictures(entry, Path(root) / PREVIEWS)
+        picture = drawable(picture, image["range"])
+        frame = Frame(picture, resize_box(image["box"], image["size"], picture.size))
         scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
         drawing = paint(frame, scaled, style.colormap, style.opacity)
         file.parent.mkdir(parents=True, exist_ok=True)

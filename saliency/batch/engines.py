@@ -67,19 +67,16 @@ class RunContext:
         options: Options of the run.
         out: Folder of the run.
         model: The model, on the CPU if it was loaded by name.
-        is_first: Whether nothing has been written yet. In that case a first batch that does not fit into memory raises
-            an error, and the run starts again with a smaller size.
     """
 
     options: RunOptions
     out: Path
     model: nn.Module
-    is_first: bool
 
     def explain(self, network: Network, group: Sequence[Task], loaded: Sequence[LoadedImage]) -> Sequence[Any]:
         """Run a network, which no other thread uses, on a batch. Return what `finish` needs for each image."""
         start = time.perf_counter()
-        results = network.explain(loaded, may_split=not (self.is_first and group[0].index == 0))
+        results = network.explain(loaded)
         seconds = (time.perf_counter() - start) / (len(group) * len(network.methods))
         cards = map(network.trust, group, loaded, results)
         return [(*image, seconds) for image in zip(results, cards, strict=True)]
@@ -150,7 +147,7 @@ class LocalEngine:
             is_interrupted: Function that returns whether to stop starting batches.
 
         Raises:
-            BatchTooLargeError: The first batch does not fit into memory, and nothing has been written yet.
+            BatchTooLargeError: A batch does not fit into memory. The rows of all earlier batches have been returned.
             StoppedError: The folder cannot be written to.
         """
         replicas = replicate(context.options, context.model, self.devices)

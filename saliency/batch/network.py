@@ -35,7 +35,7 @@ _Outcomes = dict[str, list[Explanation | Exception]]
 
 
 class BatchTooLargeError(MemoryError):
-    """The first batch of a run does not fit into memory."""
+    """A batch of several images does not fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Network:
         except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
             return LoadedImage(error, self._target)
 
-    def explain(self, batch: Sequence[LoadedImage], *, may_split: bool = True) -> list[Results]:
+    def explain(self, batch: Sequence[LoadedImage]) -> list[Results]:
         """Run all methods on a batch, and return the results of each image, in order.
 
         An image that could not be loaded is replaced by zeros, so that the others keep their positions. After an error,
@@ -129,10 +129,9 @@ class Network:
 
         Args:
             batch: The images.
-            may_split: Whether a batch that does not fit into memory is run in halves.
 
         Raises:
-            BatchTooLargeError: The batch does not fit into memory, and may not be split.
+            BatchTooLargeError: The batch does not fit into memory, and has several images.
         """
         results: list[Results] = [{} for _ in batch]
         # The images that can be explained.
@@ -148,7 +147,7 @@ class Network:
             outcomes: _Outcomes = {}
             for methods in [shared, *([method] for method in self.methods if method not in shared)]:
                 if methods:
-                    outcomes |= self._attempt(methods, x, [batch[index].target for index in rows], may_split)
+                    outcomes |= self._attempt(methods, x, [batch[index].target for index in rows])
             for position, index in enumerate(rows):
                 if index in inputs:
                     results[index] = {name: of_batch[position] for name, of_batch in outcomes.items()}
@@ -167,7 +166,7 @@ class Network:
         shared = SharedResults()
         return {one.name: trust_card(one, task.image, loaded, self._seconds, shared=shared) for one in explained}
 
-    def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any], may_split: bool) -> _Outcomes:
+    def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any]) -> _Outcomes:
         """Run methods on a batch. If that fails, run parts of it."""
         error = None
         try:
@@ -180,23 +179,18 @@ class Network:
         while cause is not None:
             cause.__traceback__ = None
             cause = cause.__cause__ or cause.__context__
-        is_too_large = is_out_of_memory(error) and len(x) > 1
         if is_out_of_memory(error) and x.is_cuda:
             torch.cuda.empty_cache()
-        if is_too_large and not may_split:
+        if is_out_of_memory(error) and len(x) > 1:
             raise BatchTooLargeError(f"a batch of {len(x)} images does not fit into memory")
-        if len(methods) > 1 and not is_too_large:
-            return {k: v for method in methods for k, v in self._attempt([method], x, targets, may_split).items()}
+        if len(methods) > 1:
+            return {k: v for method in methods for k, v in self._attempt([method], x, targets).items()}
         if isinstance(error, NotApplicableError | LayerError | MethodError):
             self._separate.add(methods[0].name)
             return {methods[0].name: [error] * len(x)}
         if len(x) == 1:
             return {method.name: [error] for method in methods}
-        size = (len(x) + 1) // 2 if is_too_large else 1
-        parts = [
-            self._attempt(methods, x[start : start + size], targets[start : start + size], may_split)
-            for start in range(0, len(x), size)
-        ]
+        parts = [self._attempt(methods, x[i : i + 1], targets[i : i + 1]) for i in range(len(x))]
         return {method.name: [result for part in parts for result in part[method.name]] for method in methods}
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from .._version import DISTRIBUTION
@@ -131,30 +132,27 @@ class Run:
         options = self.options
         model = load_model(options)
         self._describe(Network(options, model))
-        # A resumed run keeps its batch size. Only a smaller size is accepted, for machines with less memory.
-        known = [size for size in (options.batch_size, self.head.get("batch_size")) if size is not None]
         # With trust cards, which take longer than all else, progress and interruptions are by image.
         largest = 1 if options.trust else engine.default_batch_size
-        size = min(known, default=max(1, min(largest, len(self.images) // engine.parallel)))
-        self.head |= {"batch_size": size, "finished": False}
+        size = options.batch_size or max(1, min(largest, len(self.images) // engine.parallel))
+        # A resumed run keeps its batch sizes. Only a smaller size is accepted, for machines with less memory.
+        stored = self.head.get("batch_sizes", [(0, size)])
+        sizes = [(first, min(one, options.batch_size or one)) for first, one in stored]
+        self.head |= {"batch_sizes": sizes, "finished": False}
         with writing_to(self.folder.path):
             # Write manifest.json first: without it, a listing counts as a file that does not belong to a run.
             self.folder.write_head(self.head)
             self.folder.write_listing(self.images)
-        context = RunContext(options, self.folder.path, model, is_first=not self.manifest.rows)
+        context = RunContext(options, self.folder.path, model)
         with interruption() as is_interrupted:
             while True:
-                groups = self._groups(self.head["batch_size"])
                 try:
-                    with closing(engine.execute(context, groups, is_interrupted)) as results:
+                    with closing(engine.execute(context, self._groups(), is_interrupted)) as results:
                         for rows in results:
                             self._add(rows)
                     break
                 except BatchTooLargeError:
-                    # Nothing is written yet: start again with half the batch size.
-                    self.head["batch_size"] = (self.head["batch_size"] + 1) // 2
-                    with writing_to(self.folder.path):
-                        self.folder.write_head(self.head)
+                    self._halve()
             if is_interrupted():
                 raise KeyboardInterrupt(f"{len(self._done)} of {self.total} images are done; re-run to resume")
 
@@ -168,15 +166,29 @@ class Run:
         self.head["preprocess"] = without_address(network.preprocess)
         self.head["categories"] = None if network.categories is None else len(network.categories)
 
-    def _groups(self, size: int) -> Iterator[Sequence[Task]]:
-        """Yield the batches with missing rows. Batch boundaries depend only on the image numbers and the size."""
+    def _halve(self) -> None:
+        """Store half of the size for the batch that does not fit, the first one with missing rows, and for all later.
+
+        Its images have no row of this size yet, so a resumed run makes the same batches.
+        """
+        group = next(self._groups())
+        start, half = group[0].index, (len(group) + 1) // 2
+        sizes = {first: size if first < start else min(size, half) for first, size in self.head["batch_sizes"]}
+        self.head["batch_sizes"] = sorted((sizes | {start: half}).items())
+        with writing_to(self.folder.path):
+            self.folder.write_head(self.head)
+
+    def _groups(self) -> Iterator[Sequence[Task]]:
+        """Yield the batches with missing rows. Their boundaries depend only on the image numbers and `batch_sizes`."""
         from .network import Task
 
-        for start in range(0, self.total, size):
-            group = range(start, min(start + size, len(self.images)))
-            missing = [self._missing(index) if index < self.total else () for index in group]
-            if any(missing):
-                yield [Task(index, self.images[index], methods) for index, methods in zip(group, missing, strict=True)]
+        for (first, size), (end, _) in pairwise([*self.head["batch_sizes"], (len(self.images), 1)]):
+            for start in range(first, min(end, self.total), size):
+                group = range(start, min(start + size, end))
+                missing = [self._missing(index) if index < self.total else () for index in group]
+                if any(missing):
+                    tasks = zip(group, missing, strict=True)
+                    yield [Task(index, self.images[index], methods) for index, methods in tasks]
 
     def _add(self, rows: list[Row]) -> None:
         """Append the rows of an image to the manifest, and report the progress."""

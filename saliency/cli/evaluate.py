@@ -154,7 +154,7 @@ class Evaluation(RunContext):
         with writing_to(arguments.out):
             arguments.out.mkdir(parents=True, exist_ok=True)
         expected = "NotApplicableError" if ALL in (arguments.methods or ()) else ""
-        return cls(options, arguments.out, model, True, metrics, named, arguments.boxes, settings, expected)
+        return cls(options, arguments.out, model, metrics, named, arguments.boxes, settings, expected)
 
     def read(self, image: ImageEntry) -> dict[str, Outcome]:
         """Return the results of earlier runs for one image, by method, if all their settings are the same."""

@@ -131,7 +131,7 @@ def test_the_folder_has_the_files_that_the_page_shows(source: Path, tmp_path: Pa
     assert about["format"] == "saliency batch 1"
     assert about["counts"] == {"photos": 10, "rows": 20, "failed": 0}
     assert [each["name"] for each in about["methods"]] == list(BOTH)
-    assert (about["categories"], about["batch_size"], about["finished"]) == (5, 4, True)
+    assert (about["categories"], about["batch_sizes"], about["finished"]) == (5, [[0, 4]], True)
 
 
 def test_the_heat_image_is_opaque_inside_the_crop_only(tmp_path: Path) -> None:
@@ -568,7 +568,7 @@ def test_a_sequential_engine_writes_the_same_files(
         network = replicate(context.options, context.model, engine.devices)[0]
         for group in groups:
             loaded = [network.load(task.image) for task in group]
-            results = network.explain(loaded, may_split=False)
+            results = network.explain(loaded)
             for each in zip(group, loaded, results, strict=True):
                 yield list(write_results(context.options, context.out, *each, {}))
 
@@ -597,22 +597,22 @@ def test_all_methods_of_a_group_share_one_pass(source: Path, tmp_path: Path) -> 
 
 def test_the_batch_size_is_settled_before_the_first_row_and_kept(source: Path, tmp_path: Path) -> None:
     photos(source, 70)
-    sizes: list[int] = []
+    sizes: list[list[list[int]]] = []
 
     def look(progress: Progress) -> None:
-        sizes.append(json.loads((tmp_path / "out" / "manifest.json").read_text())["batch_size"])
+        sizes.append(json.loads((tmp_path / "out" / "manifest.json").read_text())["batch_sizes"])
 
     model = Tiny()
     quick(source, tmp_path / "out", model=model, batch_size=None, limit=3, on_progress=look)
-    assert sizes == [8] * 3
+    assert sizes == [[[0, 8]]] * 3
     model.sizes.clear()
     for number in range(70, 75):
         noise(source / f"{number}.png", number)
     quick(source, tmp_path / "out", model=model, batch_size=16, on_progress=look)
-    assert sizes == [8] * 75
+    assert sizes == [[[0, 8]]] * 75
     assert sorted(size for size in model.sizes if size > 1) == [3, *[8] * 9]  # batches run in parallel
     quick(source, tmp_path / "few", model=model, batch_size=None, workers=50, limit=2, on_progress=look)
-    assert sizes[-1] == 8
+    assert sizes[-1] == [[0, 8]]
 
 
 def test_a_smaller_batch_size_is_taken_when_resuming(source: Path, tmp_path: Path) -> None:
@@ -620,7 +620,7 @@ def test_a_smaller_batch_size_is_taken_when_resuming(source: Path, tmp_path: Pat
     model = Tiny()
     quick(source, tmp_path / "out", model=model, batch_size=2)
     assert [size for size in model.sizes if size > 1] == [2] * 3
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["batch_size"] == 2
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["batch_sizes"] == [[0, 2]]
 
 
 def test_the_model_and_the_threads_of_pytorch_are_unchanged(source: Path, tmp_path: Path) -> None:

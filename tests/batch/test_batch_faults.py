@@ -27,8 +27,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saliency.batch import BatchError, StoppedError
-from saliency.batch.drawing import read_map
+from saliency import Explanation
+from saliency.batch import BatchError, Progress, StoppedError
 from tests.batchwork import (
     BLACK,
     WHITE,
@@ -64,7 +64,7 @@ def assert_nothing_is_cut_off(out: Path) -> None:
             with Image.open(path) as picture:
                 picture.load()
     for path in (out / "maps").glob("*.safetensors"):
-        assert read_map(path)[0].values.numel()
+        assert Explanation.load(path).values.numel()
     for name in ("manifest.json",):
         if (out / name).exists():
             json.loads((out / name).read_text())
@@ -213,7 +213,7 @@ def test_no_row_is_written_before_its_maps(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     photos(tmp_path / "in", 4)
-    monkeypatch.setattr("saliency.batch.drawing.encode_map", full)
+    monkeypatch.setattr("saliency.batch.drawing._encode_map", full)
     with pytest.raises(StoppedError, match="free disk space"):
         quick(tmp_path / "in", tmp_path / "out", maps=True)
     assert not (tmp_path / "out" / "manifest.jsonl").exists()
@@ -396,32 +396,66 @@ def test_a_first_batch_that_does_not_fit_is_halved(tmp_path: Path) -> None:
     summary = quick(tmp_path / "in", tmp_path / "out", model=model, batch_size=8, workers=1, maps=True)
     assert summary.failed == 0
     about = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert about["batch_size"] == 2
+    assert about["batch_sizes"] == [[0, 2]]
     quick(tmp_path / "in", tmp_path / "again", model=Tiny(), batch_size=2, maps=True)
     assert [row["score"] for row in rows(tmp_path / "out")] == [row["score"] for row in rows(tmp_path / "again")]
 
 
 def test_a_size_that_was_halved_is_stored_before_the_first_row_and_kept(tmp_path: Path) -> None:
     photos(tmp_path / "in", 12)
-    sizes: list[int] = []
+    sizes: list[list[list[int]]] = []
 
     def look(progress: object) -> None:
-        sizes.append(json.loads((tmp_path / "out" / "manifest.json").read_text())["batch_size"])
+        sizes.append(json.loads((tmp_path / "out" / "manifest.json").read_text())["batch_sizes"])
 
     quick(tmp_path / "in", tmp_path / "out", model=Tiny(most=3), batch_size=6, limit=2, on_progress=look)
     quick(tmp_path / "in", tmp_path / "out", model=Tiny(), batch_size=6, on_progress=look)
-    assert sizes == [3] * 12
+    assert sizes == [[[0, 3]]] * 12
     quick(tmp_path / "in", tmp_path / "whole", batch_size=3)
     assert [row["score"] for row in rows(tmp_path / "out")] == [row["score"] for row in rows(tmp_path / "whole")]
 
 
-def test_a_later_batch_that_does_not_fit_runs_in_halves(tmp_path: Path) -> None:
-    photos(tmp_path / "in", 12)
-    quick(tmp_path / "in", tmp_path / "out", batch_size=4, limit=4)
+def run_with_less_memory(source: Path, out: Path, **options: Any) -> Tiny:
+    """Explain 4 images in a batch, and then the others with memory for 2."""
+    quick(source, out, batch_size=4, limit=4, maps=True)
     model = Tiny(most=2)
-    assert quick(tmp_path / "in", tmp_path / "out", model=model, batch_size=4).failed == 0
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["batch_size"] == 4
-    assert sorted(size for size in model.sizes if size > 1) == [2] * 4 + [4] * 2
+    quick(source, out, model=model, batch_size=4, maps=True, **options)
+    return model
+
+
+def test_a_later_batch_that_does_not_fit_is_halved_with_all_after_it(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 13)
+    model = run_with_less_memory(tmp_path / "in", tmp_path / "out")
+    assert kinds(tmp_path / "out") == [None] * 13
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["batch_sizes"] == [[0, 4], [4, 2]]
+    assert [size for size in model.sizes if size == 2] == [2] * 4
+    by_two = quick(tmp_path / "in", tmp_path / "two", batch_size=2, maps=True).folder
+    assert rows(tmp_path / "out")[4]["score"] == rows(by_two)[4]["score"]
+    for path in sorted((by_two / "maps").iterdir())[4:]:
+        assert path.read_bytes() == (tmp_path / "out" / "maps" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("last", [5, 6, 9])
+def test_a_run_that_stops_after_halving_resumes_to_the_same_files(tmp_path: Path, last: int) -> None:
+    def stop(progress: Progress) -> None:
+        if progress.done == last:
+            raise StoppedError("stopped")
+
+    photos(tmp_path / "in", 13)
+    run_with_less_memory(tmp_path / "in", tmp_path / "whole")
+    with pytest.raises(StoppedError, match="stopped"):
+        run_with_less_memory(tmp_path / "in", tmp_path / "out", on_progress=stop)
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["batch_sizes"] == [[0, 4], [4, 2]]
+    quick(tmp_path / "in", tmp_path / "out", batch_size=4, maps=True)  # with all memory
+    assert_same(tmp_path / "out", tmp_path / "whole")
+
+
+def test_a_part_of_the_images_that_is_explained_again_keeps_smaller_sizes_after_it(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 13)
+    run_with_less_memory(tmp_path / "in", tmp_path / "out")
+    noise(tmp_path / "in" / "01.png", 99)
+    quick(tmp_path / "in", tmp_path / "out", model=Tiny(most=3), batch_size=4, maps=True)
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["batch_sizes"] == [[0, 2], [4, 2]]
 
 
 def test_an_image_that_does_not_fit_fails(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_each_overlay_has_a_card_and_its_row_the_verdicts(tmp_path: Path) -> Non
     written = json.loads((out / "trust" / "a.grad_cam.json").read_text())
     assert [each["name"] for each in written["properties"]] == list(row["trust"])
     assert (out / "trust" / "a.grad_cam.html").read_text().startswith("<!doctype html>")
-    assert json.loads((out / "manifest.json").read_text())["batch_size"] == 4
+    assert json.loads((out / "manifest.json").read_text())["batch_sizes"] == [[0, 4]]
 
 
 def test_cards_of_one_image_share_the_scores_of_equal_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_cards_of_one_image_share_the_scores_of_equal_images(tmp_path: Path, mon
 
 def test_a_batch_is_one_image_unless_its_size_is_given(source: Path, tmp_path: Path, measured: list[str]) -> None:
     quick(source, tmp_path / "out", trust=True, batch_size=None, workers=1)
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["batch_size"] == 1
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["batch_sizes"] == [[0, 1]]
 
 
 def test_a_rerun_measures_only_the_cards_that_are_missing(source: Path, tmp_path: Path, measured: list[str]) -> None:

@@ -194,7 +194,7 @@ def test_a_first_batch_that_does_not_fit_is_halved_and_the_size_is_stored(
     monkeypatch.setattr(engines, "MAX_TRIES", 1)  # a batch that does not fit kills no worker
     on_cluster(tmp_path / "in", tmp_path / "out", Tiny(most=3), maps=True, batch_size=8)
     about = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert about["batch_size"] == 2
+    assert about["batch_sizes"] == [[0, 2]]
     quick(tmp_path / "in", tmp_path / "local", methods=METHODS, batch_size=2, maps=True)
     assert [row["score"] for row in rows(tmp_path / "out")] == [row["score"] for row in rows(tmp_path / "local")]
 
@@ -325,7 +325,7 @@ def engine(results: Callable[[], Iterator[Any]], monkeypatch: pytest.MonkeyPatch
 
 def executed(local: RayEngine, tmp_path: Path, is_interrupted: Callable[[], bool] = lambda: False) -> list[Any]:
     groups = iter([[Task(0, ImageEntry("0", "0"), ("grad_cam",))]])
-    context = RunContext(RunOptions(model=Tiny()), tmp_path, torch.nn.Identity(), is_first=True)
+    context = RunContext(RunOptions(model=Tiny()), tmp_path, torch.nn.Identity())
     return list(local.execute(context, groups, is_interrupted))
 
 
@@ -363,7 +363,7 @@ def test_a_worker_that_sees_another_folder_is_an_error(
     ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray, "get", lambda context: context)
-    context = RunContext(RunOptions(model="tiny"), tmp_path, Tiny(), is_first=True)
+    context = RunContext(RunOptions(model="tiny"), tmp_path, Tiny())
     for holder in (b"1", b"2"):
         actor = Actor(context, holder, Resources(actors=1), 1)
         with pytest.raises(BatchError, match="choose a folder for --out that all machines share"):
@@ -377,4 +377,4 @@ def test_a_model_that_cannot_be_pickled_is_named() -> None:
 
     local = RayEngine(SimpleNamespace(put=refuse), Resources(actors=1))
     with pytest.raises(BatchError, match=r"Tiny must be picklable for Ray: cannot pickle"):
-        local._share(RunContext(RunOptions(model=Tiny()), Path(), torch.nn.Identity(), is_first=True))
+        local._share(RunContext(RunOptions(model=Tiny()), Path(), torch.nn.Identity()))

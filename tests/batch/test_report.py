@@ -40,7 +40,7 @@ ABOUT: Row = {
     "model": {"name": "efficientnet_lite0", "weights": "default"},
     "command": ["saliency", "batch", "photos", "--out", "out"],
     "fingerprint": {"opacity": "map"},
-    "batch_size": 8,
+    "batch_sizes": [[0, 8]],
     "counts": {},
     "methods": [{"name": "grad_cam", "settings": {}, "sign": "positive", "units": "score"}],
     "categories": 1000,

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save
 
 import saliency
 from saliency.batch import OverlayStyle, StoppedError, batch
-from saliency.batch.drawing import encode_map, read_map, redraw
-from saliency.batch.listing import ImageEntry
+from saliency.batch.drawing import redraw
 from saliency.batch.network import Network, trust_card
 from saliency.batch.run_options import RunOptions
 from saliency.batch.sources import find_images
@@ -351,7 +351,7 @@ def test_kept_values_are_the_values_to_half_precision_however_small(source: Path
     quick(source, tmp_path / "run", model=model, methods=("vanilla_gradient",), maps=True, batch_size=1, target=1)
     for index in range(5):
         alone = saliency.VanillaGradient(model).attribute(source / f"0{index}.png", 1)
-        again = read_map(tmp_path / "run" / "maps" / f"0{index}.vanilla_gradient.safetensors")[0]
+        again = saliency.Explanation.load(tmp_path / "run" / "maps" / f"0{index}.vanilla_gradient.safetensors")
         assert float(alone.values.abs().max()) < 1e-8
         assert torch.allclose(again.values, alone.values, rtol=1e-3, atol=float(alone.values.abs().max()) * 1e-6)
         assert (again.target, again.target_names, again.method) == (alone.target, alone.target_names, alone.method)
@@ -391,7 +391,7 @@ def test_what_holds_no_maps_says_so(render: Run, source: Path, tmp_path: Path) -
     with pytest.raises(saliency.SaliencyError, match="contains no maps; saliency batch --maps"):
         render(tmp_path / "run")
     (tmp_path / "x.safetensors").write_bytes(b"nothing")
-    with pytest.raises(saliency.ExplanationError, match=r"x\.safetensors cannot be read as a map"):
+    with pytest.raises(saliency.ExplanationError, match=r"x\.safetensors: not a readable explanation"):
         render(tmp_path / "x.safetensors", "--out", tmp_path / "again")
     saliency.GradCAM(Tiny()).attribute(source / "00.png").save(tmp_path / "e.safetensors")
     with pytest.raises(saliency.ExplanationError, match="is not a map of saliency batch"):
@@ -419,24 +419,52 @@ def test_no_overlay_is_drawn_over_one_of_another_run(render: Run, source: Path, 
     assert (tmp_path / "again" / "00.grad_cam.png").read_bytes() == ours
 
 
-@pytest.mark.parametrize(("fact", "value"), [("id", "../../escaped"), ("method", "x/../../y"), ("score", None)])
+def test_a_saved_map_is_the_explanation_without_the_picture(source: Path, tmp_path: Path) -> None:
+    model = Tiny()
+    quick(source, tmp_path / "run", model=model, methods=("integrated_gradients",), maps=True, batch_size=1, limit=1)
+    loaded = saliency.Explanation.load(tmp_path / "run" / "maps" / "00.integrated_gradients.safetensors")
+    alone = saliency.IntegratedGradients(model, progress=False).attribute(source / "00.png")
+    assert loaded.frames == (None,)
+    for name in ("method", "settings", "target_names", "layer", "input_size", "sign", "title", "units", "coverage"):
+        assert getattr(loaded, name) == getattr(alone, name), name
+    assert loaded.residual is not None
+    assert loaded.scores == alone.scores
+    assert loaded.probabilities == alone.probabilities
+    assert loaded.values.dtype == torch.float32
+    assert torch.allclose(loaded.values, alone.values, rtol=1e-3, atol=float(alone.values.abs().max()) * 1e-6)
+
+
+def test_maps_of_sampled_methods_have_the_same_bytes_in_each_run(source: Path, tmp_path: Path) -> None:
+    for out in ("one", "two"):
+        quick(source, tmp_path / out, methods=("smooth_grad",), options={"passes": 4}, maps=True, batch_size=1, limit=2)
+    assert_same(tmp_path / "one", tmp_path / "two")
+
+
+def rewrite(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the header of a saved map."""
+    with safe_open(str(file), framework="pt") as opened:
+        header, tensors = json.loads(opened.metadata()["saliency"]), {k: opened.get_tensor(k) for k in opened.keys()}  # noqa: SIM118
+    change(header)
+    file.write_bytes(save(tensors, {"saliency": json.dumps(header)}))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda header: header["image"].update(entry=json.dumps({"name": "../../x"})), "an entry outside the folder"),
+        (lambda header: header["image"].pop("box"), "KeyError: 'box'"),
+        (lambda header: header.update(method="x/../../y"), None),
+    ],
+)
 def test_maps_that_someone_has_changed_write_nothing_elsewhere(
-    render: Run, source: Path, tmp_path: Path, fact: str, value: str | None
+    render: Run, source: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], reason: str | None
 ) -> None:
     quick(source, tmp_path / "run", maps=True)
-    file = tmp_path / "run" / "maps" / "00.grad_cam.safetensors"
-    explanation, about = read_map(file)
-    about[fact] = value
-    if value is None:
-        del about[fact]
-    file.write_bytes(encode_map(explanation, about, ImageEntry.from_json(about["entry"])))
+    rewrite(tmp_path / "run" / "maps" / "00.grad_cam.safetensors", change)
     before = set(tmp_path.rglob("*"))
-    with (
-        pytest.raises(saliency.ExplanationError, match="cannot be read as a map: 'score'")
-        if value is None
-        else nullcontext()
-    ):
-        render(tmp_path / "run", "--out", tmp_path / "again")
+    code, _, err = render(tmp_path / "run", "--out", tmp_path / "again")
+    assert code == (reason is not None)
+    assert (reason or "") in err
     assert {path for path in tmp_path.rglob("*") if not path.is_relative_to(tmp_path / "again")} == before
     assert all(path.name.endswith(".grad_cam.png") for path in (tmp_path / "again").rglob("*"))
 
