@@ -72,7 +72,7 @@ def batch(
     """Explain images with one or several methods, and write the results to a folder.
 
     Repeat the same call to resume an interrupted run, or call it with other methods to add them to the folder. The
-    missing files are written, identical byte for byte to those of an uninterrupted run. An image that cannot be
+    missing files are written, identical byte for byte to files of an uninterrupted run. An image that cannot be
     explained gets a manifest row with the reason, and never affects the others. PyTorch runs with one thread per worker
     until the call returns.
 
@@ -84,8 +84,8 @@ def batch(
         methods: Names in the registry. Methods share forward passes where possible. Methods of earlier runs in the same
             folder keep their results; each method may have its own `layer`, `options` and `maps`.
         weights: As for `saliency.load`.
-        preprocess: Preprocessing of the images; None for that of the model.
-        categories: Class names; None for those of the model.
+        preprocess: Preprocessing of the images; None for the model's own.
+        categories: Class names; None for the model's own.
         layer: Layer for the methods that read one.
         options: Options of the methods, applied to each method that has them.
         whole: Whether the model sees the whole image instead of a crop, as for every method: False, True or "aspect".
@@ -96,7 +96,7 @@ def batch(
         style: How overlays are drawn.
         maps: Whether the attribution values are saved in float16, for `Explanation.load`.
         trust: Whether a trust card of each overlay is written, which takes far longer than the overlay.
-        seconds: The limit of time for each trust card, as for `saliency.trust`.
+        seconds: The time limit for each trust card, as for `saliency.trust`.
         engine: "local" for this machine; "ray" for the connected cluster or the one at `RAY_ADDRESS`, else a cluster
             started on this machine. Both write the same files.
         device: "auto", "cpu", "cuda", or several as in "cuda:0,cuda:1", each with a copy of the model. With "auto", a

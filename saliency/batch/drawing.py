@@ -186,7 +186,7 @@ def _encode_map(explanation: Explanation, entry: ImageEntry, frame: Frame, range
 
 
 def _write_card(options: RunOptions, out: Path, task: Task, card: TrustCard | Exception) -> Row:
-    """Write the files of a trust card, and return its columns of the row. Raises the error that took its place."""
+    """Write the files of a trust card, and return its columns of the row. Raises `card` if it is an error."""
     if isinstance(card, Exception):
         raise card
     method = card.explanation.method
@@ -274,7 +274,7 @@ def redraw(
     Args:
         maps: Files, folders of them, or folders that `batch` wrote with `maps=True`.
         out: The folder to write to.
-        style: Style of the overlays; by default that of `batch`.
+        style: Style of the overlays; by default the default style of `batch`.
         methods: Methods to draw; empty for all.
         workers: Number of drawing threads; None for the default of `ThreadPoolExecutor`.
 

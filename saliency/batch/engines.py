@@ -61,7 +61,7 @@ def count_cores() -> int:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What an engine needs to explain and draw the images of a run. A subclass may do something else with them.
+    """Options, folder and model with which an engine explains and draws images. A subclass may do other work.
 
     Attributes:
         options: Options of the run.
@@ -74,7 +74,7 @@ class RunContext:
     model: nn.Module
 
     def explain(self, network: Network, group: Sequence[Task], loaded: Sequence[LoadedImage]) -> Sequence[Any]:
-        """Run a network, which no other thread uses, on a batch. Return what `finish` needs for each image."""
+        """Run a network, which no other thread uses, on a batch. Return the input of `finish` for each image."""
         start = time.perf_counter()
         results = network.explain(loaded)
         seconds = (time.perf_counter() - start) / (len(group) * len(network.methods))
@@ -87,7 +87,7 @@ class RunContext:
 
 
 class Worker:
-    """Loads the images of a batch, and explains and draws them or what else its context does.
+    """Loads the images of a batch, and runs the work of its context on them: by default, explains and draws them.
 
     Several threads may use it at once.
 

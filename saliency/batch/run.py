@@ -56,7 +56,7 @@ class Run:
         self.images = self.listing.images
         self.head = self._new_head() if head is None else self._checked_head(head)
         self.total = min(options.limit or len(self.images), len(self.images))
-        # The methods of the folder: those of earlier runs, then new ones.
+        # The methods of the folder: methods of earlier runs, then new ones.
         self.methods = list(dict.fromkeys([*self._described, *options.methods]))
         self.manifest = Manifest(folder, self.methods)
         # Write the listing with new stamps later, so that changes are detected again after an interruption.

@@ -127,8 +127,8 @@ class RunOptions:
     Attributes:
         model: A name that `saliency.load` accepts, or a model.
         weights: As for `saliency.load`; ignored if `model` is a model.
-        preprocess: Preprocessing of the images; None for that of the model.
-        categories: Class names; None for those of the model.
+        preprocess: Preprocessing of the images; None for the model's own.
+        categories: Class names; None for the model's own.
         methods: Names in the registry.
         layer: Layer for the methods that read one; None for their default.
         options: Options of the methods, applied to each method that has them.
@@ -138,7 +138,7 @@ class RunOptions:
         style: How overlays are drawn.
         maps: Whether the values are saved.
         trust: Whether a trust card of each overlay is written.
-        seconds: The limit of time for each trust card; None for no limit.
+        seconds: The time limit for each trust card; None for no limit.
         batch_size: Number of images per batch; None for the default of the device.
         restart: Whether the results of an earlier run are removed first.
         retry: Whether images that failed in an earlier run are tried again.

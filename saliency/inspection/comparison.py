@@ -45,7 +45,7 @@ CURVE_POINTS = 49
 """Points of a curve in a result, so that curves of images of any size have a mean."""
 
 EXACT, FLIPS, BLOCK = 14, 20_000, 1000
-"""Largest number of images for which all changes of signs are counted; how many are drawn for more, and at once."""
+"""Largest number of images for which all changes of signs are counted; for more, number of draws, and draws at once."""
 
 _Array = NDArray[np.float64]
 
@@ -110,11 +110,11 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True)
 class DifferenceRow:
-    """Paired difference between a method and another one, or one of its controls.
+    """Paired difference between a method and another method, or one of its controls.
 
     Attributes:
         name: The method.
-        other: What is subtracted.
+        other: The subtracted method or control.
         metric: The metric.
         mean: The mean difference over the images.
         error: The standard error of the mean; None for one image.
@@ -207,7 +207,7 @@ class Comparison(Table[ComparisonRow]):
                 (a page with tables that can be sorted) or .csv (the rows).
 
         Raises:
-            MethodError: The suffix is another one.
+            MethodError: The suffix is not supported.
             OSError: The file cannot be written.
         """
         path = Path(path)
@@ -357,7 +357,7 @@ def concordance(values: _Array) -> float | None:
 
 
 def _notes(metrics: Sequence[_MetricValues], count: int, agreement: float | None) -> list[str]:
-    """Return what the numbers mean, and which images and metrics are left out."""
+    """Return the meaning of the numbers, and the images and metrics that are left out."""
     notes = [
         f"{metric.name}: {plural(left, 'image')} left out, for which not all methods and controls have a value"
         for metric in metrics
@@ -383,7 +383,7 @@ def _notes(metrics: Sequence[_MetricValues], count: int, agreement: float | None
 def sign_flip_test(differences: _Array, seed: int = 0, flips: int = FLIPS) -> _Array:
     """Return the p-values (m,) of paired differences (n, m): two-sided, with a mean of zero as the hypothesis.
 
-    If a method is as good as another one, each difference is as likely as its negative. The p-value is the share of
+    If two methods are equally good, each difference is as likely as its negative. The p-value is the share of
     changes of signs that give a mean at least as large: of all up to `EXACT` differences, else of random ones.
 
     Args:
@@ -421,7 +421,7 @@ def holm(p: _Array) -> _Array:
 def rank_ranges(values: _Array, seed: int = 0) -> list[tuple[int, int, int]]:
     """Return for each row of values (K, n) its rank by the mean, 1 for the lowest, and the range of 95 % of its ranks.
 
-    The range is that of `DRAWS` bootstrap draws of the n columns.
+    The range is taken over `DRAWS` bootstrap draws of the n columns.
 
     Args:
         values: The values of K methods for n images.
@@ -474,7 +474,7 @@ def compare(
     Raises:
         MethodError: `methods` is not a list of methods, a metric does not exist or lacks something, an image has a mask
             and a box, or the numbers of targets, masks, boxes and images differ.
-        ImageError: A mask has another size than its image, or a box is empty or exceeds the image.
+        ImageError: The size of a mask differs from the size of its image, or a box is empty or exceeds the image.
         SaliencyError: A method or an image raises it.
     """
     require_methods(methods)
@@ -568,7 +568,7 @@ def _mask_as_seen(mask: Any, explanation: Explanation) -> Tensor:
     """Return a mask as the model sees it, from a picture of the size of the image or a tensor (H, W).
 
     Raises:
-        ImageError: The picture has another size than the image, or the image was given as a tensor.
+        ImageError: The size of the picture differs from the size of the image, or the image was given as a tensor.
     """
     if not isinstance(mask, str | os.PathLike | Image.Image):
         return torch.as_tensor(mask, device="cpu")
@@ -585,7 +585,7 @@ def _box_mask(boxes: Any, explanation: Explanation) -> Image.Image | Tensor:
     """Return the mask of the boxes of an image: a picture of its size, or a tensor if the image was given as one.
 
     Raises:
-        ImageError: These are no boxes, or one is empty or exceeds the image.
+        ImageError: The boxes are invalid, or one is empty or exceeds the image.
     """
     frame, (height, width) = explanation.frames[0], explanation.input_size
     mask = Image.new("L", (width, height) if frame is None else frame.picture.size)

@@ -72,7 +72,7 @@ UNTIL = 0.25
 """The share of the pixels that are deleted or inserted; over all pixels, right maps are clear less often."""
 
 SLIGHT = 0.05
-"""Rank correlations, and their falls, below this number are called slight, even if they are clear."""
+"""Rank correlations, and drops in them, below this number are called slight, even if they are clear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Property:
     Attributes:
         name: The metric.
         group: The group of `GROUPS`.
-        title: What the map does if it has the property, and the metric.
+        title: The property and its metric in words, such as "depends on the weights (MPRT)".
         value: Its value.
         error: The standard error of the value; NaN if the metric does not sample.
         controls: The mean value of each map that ignores the prediction.
@@ -154,7 +154,7 @@ class TrustCard(Table[Property]):
 
     @property
     def summary(self) -> str:
-        """One line: how many properties of each group are clear, and which are not, are worse or were not measured."""
+        """One line: the number of clear properties per group, then those that are unclear, worse or not measured."""
         others = {
             WORSE: [row.title for row in self if row.is_worse],
             UNCLEAR: [row.title for row in self if row.verdict == UNCLEAR],
@@ -172,7 +172,7 @@ class TrustCard(Table[Property]):
         """Write the card as .json, .html or .png, atomically, and return the path.
 
         Raises:
-            MethodError: The suffix is another one.
+            MethodError: The suffix is not supported.
             OSError: The file cannot be written.
         """
         path = Path(path)
@@ -239,7 +239,7 @@ def trust(
     seed: int = 0,
     shared: SharedResults | None = None,
 ) -> TrustCard:
-    """Measure whether a map of one image can be believed.
+    """Measure whether a map of one image can be trusted.
 
     Each property is measured next to maps that ignore the prediction. It is clear only where the map is better than all
     of them: for deletion, insertion, ROAD, infidelity and agreement, these are the edges of the image, a spot at the
@@ -249,7 +249,7 @@ def trust(
         method: The method.
         image: One image, as for `Attribution.attribute`.
         target: As for `Attribution.attribute`.
-        seconds: A limit of time. Fewer samples are drawn if more would not fit, and metrics that call the method are
+        seconds: A time limit. Fewer samples are drawn if more would not fit, and metrics that call the method are
             left out if two calls would not fit. Without it, the card is the same for the same seed: about 190
             forwards and 20 calls of the method.
         seed: The seed of all draws.
@@ -371,8 +371,8 @@ def _notes(explanation: Explanation, measured: Collection[str]) -> list[str]:
 def draw_trust(card: TrustCard) -> Figure:
     """Draw a trust card: the overlay, and each property on an axis of its own, on which better values lie to the right.
 
-    The bar of the map is two standard errors, those of the controls, in grey, their ranges. The map is green where it
-    is better than all controls, and red where it is worse.
+    The bar of the map shows two standard errors. The grey bars of the controls show their ranges. The map is green
+    where it is better than all controls, and red where it is worse.
 
     Args:
         card: The result of `trust`.

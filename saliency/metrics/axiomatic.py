@@ -16,7 +16,7 @@ from .robustness import norm, relative
 
 
 class Completeness(PerturbationMetric):
-    """Relative difference between the sum of the map and the score less that of a baseline; lower is better.
+    """Relative difference between the sum of the map and the score minus the score of a baseline; lower is better.
 
     Args:
         fill: The baseline, as for `Deletion`.
@@ -41,14 +41,14 @@ class Completeness(PerturbationMetric):
 
 
 class NonSensitivity(MonotonicityCorrelation):
-    """Share of features for which only one of the map and the score is insensitive; lower is better.
+    """Fraction of features for which only one of the map and the score is insensitive; lower is better.
 
     Args:
         segments: As for `MonotonicityCorrelation`.
-        tolerance: The largest change of the score, as a share of it, and the largest relevance, as a share of the
-            highest, that count as none.
+        tolerance: The largest change of the score, relative to the score, and the largest relevance, relative to the
+            highest, that count as zero.
 
-    Values: (N,), a share of 1.
+    Values: (N,), from 0 to 1.
 
     Source: Nguyen and Martinez, "On Quantitative Aspects of Model Interpretability" (2020),
         https://arxiv.org/abs/2007.07584.
@@ -68,12 +68,12 @@ class NonSensitivity(MonotonicityCorrelation):
 
 
 class InputInvariance(MethodMetric):
-    """Relative change of the map if a constant is added to the input and taken off in the model; lower is better.
+    """Relative change of the map if a constant is added to the input and subtracted in the model; lower is better.
 
     Args:
         shift: The constant, in units of the normalised input.
 
-    Values: (N,), the norm of the change over that of the map. The shifted model returns the same scores.
+    Values: (N,), the norm of the change divided by the norm of the map. The shifted model returns the same scores.
 
     Source: Kindermans et al., "The (Un)reliability of Saliency Methods" (2017), https://arxiv.org/abs/1711.00867.
     """

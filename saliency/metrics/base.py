@@ -32,8 +32,8 @@ DRAWS = 19
 SPREAD = 2.0
 """The standard deviations above the mean of the draws from which on a map is clear.
 
-A further normal draw exceeds them in 3.4 % of cases, if mean and deviation are those of 19 draws. Real draws are not
-normal: with 1.78, for 5 %, more maps that ignore the prediction are clear than docs/trust.md allows.
+A further normal draw exceeds them in 3.4 % of cases, if mean and deviation are estimated from 19 draws. Real draws are
+not normal: with 1.78, for 5 %, more maps that ignore the prediction are clear than docs/trust.md allows.
 """
 
 CONTROLS = ("constant", "centre", "random")
@@ -72,11 +72,11 @@ class Outcome(NamedTuple):
 
     values: Tensor  # (M, ...)
     error: Tensor | None = None  # (M, ...) standard error of each value
-    difference_error: Tensor | None = None  # (M, ...) standard error of the first value less each value
+    difference_error: Tensor | None = None  # (M, ...) standard error of the first value minus each value
     curves: Tensor | None = None  # (M, ..., K)
     at: Tensor | None = None  # (K,) where the curve was measured
     passes: int = 0  # of each image: new forwards, or calls of the method
-    controls: tuple[str, ...] = ()  # the names of the rows after the first, if they are not those of the subject
+    controls: tuple[str, ...] = ()  # the names of the rows after the first, if they are not the subject's controls
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,8 +95,8 @@ class Measurement:
         curve: (N, K) the scores on which the value is based, if the metric has a curve.
         control_curves: (N, K) the same for each control.
         at: (K,) the places of the curve, such as the fractions of the pixels that were replaced.
-        passes: The forwards of each image, or the calls of the method, that no earlier metric of the call had run, or
-            method of the comparison.
+        passes: The new forwards of each image, or calls of the method. Passes that an earlier metric or method of the
+            same call has run do not count.
     """
 
     metric: str
@@ -131,7 +131,7 @@ class Measurement:
         return (self.values < limit) & ~torch.isclose(self.values, limit, rtol=RELATIVE, atol=ABSOLUTE)
 
     def __repr__(self) -> str:
-        """Return one line: the mean over the images, and those of the controls."""
+        """Return one line: the mean over the images, and the means of the controls."""
         controls = ", ".join(f"{name} {_number(control.values)}" for name, control in self.controls.items())
         return f"<Measurement of {self.metric}: {_number(self.values)}{controls and '; controls: '}{controls}>"
 
@@ -156,7 +156,7 @@ class SharedResults:
 
 
 class Subject(SharedResults):
-    """What is measured: an explanation and its controls, with the images, the model and the method behind it.
+    """An explanation to measure and its controls, with the images, the model and the method.
 
     Args:
         explanation: The explanation of N images.
@@ -338,8 +338,8 @@ def edges(images: Tensor) -> Tensor:
 def _moved(cells: Tensor, seed: int, number: int) -> Tensor:
     """Return maps (N, h, w) at another place: cyclically shifted by whole cells, and flipped at random.
 
-    All maps get the same shift, as a fraction of the edges. Unless the map is flipped, it is at least a quarter of an
-    edge, as the control would be the map itself.
+    All maps get the same shift, as a fraction of the edges. Unless the map is flipped, the shift is at least a
+    quarter of an edge, so that the control is not the map itself.
     """
     source = generator(seed, number)
     while True:
@@ -352,7 +352,7 @@ def _moved(cells: Tensor, seed: int, number: int) -> Tensor:
 
 
 class Metric(HasOptions, ABC):
-    """Base class of all metrics. A subclass with a `name` is registered; it only implements `outcomes` or less."""
+    """Base class of all metrics. A subclass with a `name` is registered; it implements `outcome`."""
 
     name: ClassVar[str] = ""
     higher_is_better: ClassVar[bool | None] = None
@@ -377,7 +377,7 @@ class Metric(HasOptions, ABC):
         return measure([self], explanation, **context)[0]
 
     def together(self, metrics: Sequence[Metric], subject: Subject, **passes: Any) -> dict[Metric, Outcome]:
-        """Measure by this metric, and by those of some metrics that share its work; by none unless overridden."""
+        """Measure by this metric, and by the given metrics that share its work; by none of them unless overridden."""
         return {self: self.outcome(subject)}
 
     @abstractmethod
@@ -417,7 +417,7 @@ def measure(
         chunk: As for `saliency.MultiPassAttribution`.
         precision: As for `saliency.MultiPassAttribution`.
         progress: As for `saliency.MultiPassAttribution`.
-        **context: What the metrics need to know, as for `Subject`: `method` or `model`, and `inputs`, `target`,
+        **context: Data that the metrics need, as for `Subject`: `method` or `model`, and `inputs`, `target`,
             `masks`, `reference`, `score`, `seed`, `controls`, `draws`, `shared`.
 
     Returns:
@@ -439,7 +439,7 @@ def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measureme
     """Return an outcome as a measurement: rows of one name are the draws of one control.
 
     Raises:
-        MethodError: The metric returned something else than one row of values for the map and for each control.
+        MethodError: The metric did not return one row of values for the map and for each control.
     """
     label, expected = type(metric).__name__, "saliency.metrics.Outcome(values)"
     if not isinstance(outcome, Outcome):

@@ -47,8 +47,8 @@ class PerturbationMetric(Metric):
         """Measure by all metrics of this kind, which share the forwards.
 
         Args:
-            metrics: The metrics; those of other kinds are ignored.
-            subject: What is measured.
+            metrics: The metrics; other kinds are ignored.
+            subject: The explanation to measure.
             **passes: Options of `MultiPassAttribution`: `chunk`, `precision`, `progress`.
         """
         same_kind = [metric for metric in metrics if isinstance(metric, PerturbationMetric)]
@@ -66,7 +66,7 @@ class PerturbedImage:
     Args:
         passes: Runs the variants.
         score: The score of the image.
-        subject: What is measured.
+        subject: The explanation to measure.
         index: The index of the image.
         is_explained: Whether the score is the explained one, even if others are probabilities.
 
@@ -95,11 +95,11 @@ class PerturbedImage:
 
     @cached_property
     def ranks(self) -> Tensor:
-        """The place of each pixel in the order of falling relevance (M, H, W); ties keep the order of the pixels."""
+        """The place of each pixel in descending order of relevance (M, H, W); ties keep the order of the pixels."""
         return ranks_of(self.maps.flatten(1)).view_as(self.maps)
 
     def contributions(self, fill: Fill) -> Tensor:
-        """Return the contribution of each pixel to the score, less that of the fill (M, H, W).
+        """Return the contribution of each pixel to the score, minus the contribution of the fill (M, H, W).
 
         Values in score units per unit of the input are multiplied by the difference to the fill. Others are taken as
         they are.
@@ -123,7 +123,7 @@ class PerturbedImage:
         """Return the scores of `count` images (count,), float64 on the CPU. Equal keys are run once.
 
         Args:
-            key: What determines the images.
+            key: A key that identifies the images.
             count: The number of images.
             make: As for `PassRunner.forwards`.
             local: As for `PassRunner.forwards`.
@@ -141,7 +141,7 @@ class PerturbedImage:
         """Return the scores (count,) with some pixels replaced.
 
         Args:
-            key: What determines the masks.
+            key: A key that identifies the masks.
             count: The number of images.
             fill: The value of hidden pixels.
             hidden: Returns the masks (k, H, W) from one number to another, true for hidden pixels.
@@ -165,7 +165,7 @@ class PerturbedImage:
         Args:
             counts: The K numbers of pixels.
             fill: The value of hidden pixels.
-            lowest_first: Whether the order is of rising relevance.
+            lowest_first: Whether the order is of ascending relevance.
             insert: Whether the first pixels are shown and all others hidden.
         """
         places = self.pixels - 1 - self.ranks if lowest_first else self.ranks
@@ -208,7 +208,7 @@ class PerturbedImage:
         return sums.index_add_(1, segments.labels.flatten().cpu(), maps.flatten(1).cpu().double())
 
     def segment_ranks(self, segments: Segments) -> Tensor:
-        """Return the place of each segment in the order of falling mean relevance (M, segments)."""
+        """Return the place of each segment in descending order of mean relevance (M, segments)."""
         return ranks_of(self.segment_sums(segments, self.maps) / segments.sizes.cpu())
 
     def segment_curves(self, by: ResolvedSegments, fill: Fill) -> Tensor:
@@ -220,10 +220,10 @@ class PerturbedImage:
     def without_segments(
         self, key: Hashable, by: ResolvedSegments, chosen: Tensor, fill: Fill
     ) -> tuple[Tensor, Tensor]:
-        """Return the contribution of sets of segments (M, k), and the falls of the score without them (k,).
+        """Return the contribution of sets of segments (M, k), and the drops in the score without them (k,).
 
         Args:
-            key: What determines the sets.
+            key: A key that identifies the sets.
             by: The segments.
             chosen: (k, segments) of bool, on the CPU.
             fill: The value of hidden pixels.
@@ -258,14 +258,14 @@ def scaled_to_one(maps: Tensor) -> Tensor:
 
 
 def ranks_of(values: Tensor) -> Tensor:
-    """Return the place of each value in the order of falling values, by row (M, n); ties keep their order."""
+    """Return the place of each value in descending order, by row (M, n); ties keep their order."""
     order = values.argsort(dim=1, descending=True, stable=True)
     places = torch.arange(values.shape[1], device=values.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, places)
 
 
 def digest(values: Tensor) -> bytes:
-    """Return what tells the values of a tensor from those of others of its shape and type."""
+    """Return a digest of the values of a tensor. It distinguishes tensors of one shape and type."""
     return hashlib.sha256(values.contiguous().view(torch.uint8).cpu().numpy().data).digest()
 
 
@@ -277,7 +277,7 @@ def check_shares(option: str, shares: object) -> tuple[float, ...]:
 
 
 def fill_name(fill: Fill) -> Hashable:
-    """Return what tells fills apart."""
+    """Return a key that identifies a fill."""
     return id(fill.values) if isinstance(fill, GivenImages) else fill
 
 
@@ -292,7 +292,7 @@ def area(curves: Tensor) -> Tensor:
 
 
 class Estimated(NamedTuple):
-    """A statistic of samples for M rows, with the standard errors of each row, and of the first less each row."""
+    """A statistic of samples for M rows, with the standard errors of each row, and of the first minus each row."""
 
     values: Tensor
     error: Tensor

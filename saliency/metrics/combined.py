@@ -29,7 +29,7 @@ class CombinedMetric(MethodMetric):
         """Compute the effect on the score (N,), from 0 to 1.
 
         Args:
-            subject: What is measured.
+            subject: The explanation to measure.
             maps: (N, H, W) the maps in the size of the images.
             shown: (N, C, H, W) the images multiplied by their maps, scaled to 0..1.
         """
@@ -50,8 +50,9 @@ class CombinedMetric(MethodMetric):
 class ADCC(CombinedMetric):
     """Harmonic mean of coherency, low complexity and low average drop; higher is better.
 
-    Values: (N,), 0 to 1: of (r + 1) / 2 for Pearson's correlation r of the map with that of the image multiplied by the
-    map, 1 less the mean of the map scaled to 0..1, and 1 less `AverageDrop`. 0 if one of them is 0.
+    Values: (N,), 0 to 1: the harmonic mean of (r + 1) / 2, 1 minus the mean of the map scaled to 0..1, and 1 minus
+    `AverageDrop`. r is Pearson's correlation of the map with the map of the image multiplied by it. 0 if one of the
+    three is 0.
 
     Source: Poppi et al., "Revisiting The Evaluation of Class Activation Mapping for Explainability" (2021),
         https://arxiv.org/abs/2104.10252.
@@ -60,7 +61,7 @@ class ADCC(CombinedMetric):
     name = "adcc"
 
     def effect(self, subject: Subject, maps: Tensor, shown: Tensor) -> Tensor:
-        """Compute 1 less the average drop."""
+        """Compute 1 minus the average drop."""
         before, after = (subject.scores_of(images).double() for images in (subject.images, shown))
         return 1 - ((before - after) / before.abs().clamp(min=1e-30)).clamp(0, 1)
 
@@ -72,8 +73,8 @@ class ARCC(CombinedMetric):
         shares: As for `ROAD`.
         noise: As for `ROAD`.
 
-    Values: (N,), 0 to 1: of the first two parts of `ADCC`, and `CombinedROAD` of the probability. 0 if one of them is
-    not above 0.
+    Values: (N,), 0 to 1: the harmonic mean of the first two parts of `ADCC`, and `CombinedROAD` of the probability.
+    0 if one of the three is not above 0.
 
     Source: Domeniconi et al., "How to Evaluate and Refine your CAM" (2026), https://arxiv.org/abs/2605.14641.
     """

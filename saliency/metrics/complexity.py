@@ -47,7 +47,7 @@ class Gini(ComplexityMetric):
 
 
 class Entropy(ComplexityMetric):
-    """Entropy of the magnitudes as shares of their sum.
+    """Entropy of the magnitudes as fractions of their sum.
 
     Values: (N,), in nats, from 0 for one nonzero pixel to ln n for a constant map of n pixels; ln n for a zero map.
 

@@ -1,4 +1,4 @@
-"""Metrics of faithfulness: does the score fall where the map says that it depends on the pixels?"""
+"""Metrics of faithfulness: does the score drop where the map says that it depends on the pixels?"""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class PixelFlipping(OrderedMetric):
 
 
 class ABPC(PerturbationMetric):
-    """Area between the curves of pixel flipping: least relevant first, less most relevant first; higher is better.
+    """Area between the curves of pixel flipping: least relevant first, minus most relevant first; higher is better.
 
     Args:
         steps: As for `Deletion`.
@@ -168,7 +168,7 @@ class ABPC(PerturbationMetric):
 
 
 class AOPC(PerturbationMetric):
-    """Mean fall of the score while the patches of highest relevance are replaced by noise; higher is better.
+    """Mean drop in the score while the patches of highest relevance are replaced by noise; higher is better.
 
     Args:
         patch: The edge of a patch in pixels.
@@ -190,7 +190,7 @@ class AOPC(PerturbationMetric):
     draws: Option[int] = Option(10, check_integer, least=2)
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
-        """Compute the mean falls of one image."""
+        """Compute the mean drops of one image."""
         segments = image.segments(_grid(image, self.patch))
         places = image.segment_ranks(segments)  # (M, segments)
         steps = min(self.steps, segments.count)
@@ -248,7 +248,7 @@ class IROF(PerturbationMetric):
     Args:
         segments: As for `saliency.FeatureAblation`.
 
-    Values: (N,): 1 less the area under the score as a share of that of the image; 0 for an image of score 0.
+    Values: (N,): 1 minus the area under the score relative to the score of the image; 0 for an image of score 0.
 
     Raises:
         DependencyError: Superpixels need scikit-image, which is not installed.
@@ -270,7 +270,7 @@ class IROF(PerturbationMetric):
 
 
 class Infidelity(PerturbationMetric):
-    """Mean squared difference between the relevance of a random square and the fall of the score without it.
+    """Mean squared difference between the relevance of a random square and the drop in the score without it.
 
     Lower is better.
 
@@ -278,12 +278,12 @@ class Infidelity(PerturbationMetric):
         side: The edge of the squares, as a share of the image's shorter edge.
         samples: The number of squares.
         scaled: Whether the map is first multiplied by the factor of at least 0 that gives the smallest value. The scale
-            of most maps has no meaning, and no map has the scale of a probability. The sign has a meaning: a map that
-            is the wrong way round gets the value of a map of zeros.
+            of most maps has no meaning, and no map has the scale of a probability. The sign has a meaning: a map
+            with the wrong sign gets the value of a map of zeros.
         fill: As for `Deletion`.
 
     Values: (N,), in squared units of the score. Relevance in score units per unit of the input is multiplied by the
-    difference that hiding makes.
+    difference to the fill.
 
     Source: Yeh et al., "On the (In)fidelity and Sensitivity of Explanations" (2019), https://arxiv.org/abs/1901.09392.
     """
@@ -324,7 +324,7 @@ class Infidelity(PerturbationMetric):
 
 
 class FaithfulnessCorrelation(PerturbationMetric):
-    """Correlation of the relevance of random sets of features with the fall of the score without them.
+    """Correlation of the relevance of random sets of features with the drop in the score without them.
 
     Higher is better.
 
@@ -357,7 +357,7 @@ class FaithfulnessCorrelation(PerturbationMetric):
 
 
 class SensitivityN(PerturbationMetric):
-    """Correlation of the relevance of random sets of n features with the fall of the score, for several n.
+    """Correlation of the relevance of random sets of n features with the drop in the score, for several n.
 
     Higher is better.
 
@@ -400,7 +400,7 @@ class SensitivityN(PerturbationMetric):
 
 
 class FaithfulnessEstimate(PerturbationMetric):
-    """Correlation of the relevance of each feature with the fall of the score without it; higher is better.
+    """Correlation of the relevance of each feature with the drop in the score without it; higher is better.
 
     Args:
         segments: As for `FaithfulnessCorrelation`.
@@ -425,7 +425,7 @@ class FaithfulnessEstimate(PerturbationMetric):
 
 
 class Monotonicity(PerturbationMetric):
-    """Share of steps in which the score does not fall while features are inserted in the order of rising relevance.
+    """Fraction of steps in which the score does not drop while features are inserted, the least relevant first.
 
     Higher is better.
 
@@ -433,7 +433,7 @@ class Monotonicity(PerturbationMetric):
         segments: As for `FaithfulnessCorrelation`.
         fill: The value of features before they are inserted, as for `Deletion`.
 
-    Values: (N,), a share of 1.
+    Values: (N,), from 0 to 1.
 
     Source: Arya et al., "One Explanation Does Not Fit All" (2019), https://arxiv.org/abs/1909.03012, who test whether
         the share is 1.
@@ -446,7 +446,7 @@ class Monotonicity(PerturbationMetric):
     fill: FillOption = FillOption()
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
-        """Compute the shares of one image."""
+        """Compute the fractions of one image."""
         curves = image.segment_curves(self.segments, self.fill).flip(1)  # inserting is deleting backwards
         return Outcome((curves.diff(dim=1) >= 0).double().mean(1), curves=curves, at=_fractions(curves))
 
@@ -505,7 +505,7 @@ class MonotonicityCorrelation(PerturbationMetric):
 
 
 class Sufficiency(PerturbationMetric):
-    """Mean fall of the score if only the most relevant pixels are shown; lower is better.
+    """Mean drop in the score if only the most relevant pixels are shown; lower is better.
 
     Args:
         shares: The shares of the pixels that are shown.
@@ -524,16 +524,16 @@ class Sufficiency(PerturbationMetric):
     fill: FillOption = FillOption()
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
-        """Compute the falls of one image."""
+        """Compute the drops of one image."""
         counts = [max(1, round(share * image.pixels)) for share in self.shares]
         curves = image.full - image.curves(counts, self.fill, insert=True)
         return Outcome(curves.mean(1), curves=curves, at=torch.tensor(self.shares, device="cpu", dtype=torch.float64))
 
 
 class AverageDrop(PerturbationMetric):
-    """Relative fall of the score of the image multiplied by the map scaled to 0..1; lower is better.
+    """Relative drop in the score of the image multiplied by the map scaled to 0..1; lower is better.
 
-    Values: (N,), a share of the score of the image, 0 if the score rises. A constant map is scaled to 1.
+    Values: (N,), relative to the score of the image, 0 if the score rises. A constant map is scaled to 1.
 
     Source: Chattopadhay et al., "Grad-CAM++: Generalized Gradient-based Visual Explanations for Deep Convolutional
         Networks" (2018), https://arxiv.org/abs/1710.11063.
@@ -543,7 +543,7 @@ class AverageDrop(PerturbationMetric):
     higher_is_better = False
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
-        """Compute the falls of one image."""
+        """Compute the drops of one image."""
         falls = (image.full - image.shown_by_map()) / (abs(image.full) or 1.0)
         return Outcome(falls.clamp(min=0))
 

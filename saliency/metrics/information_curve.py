@@ -31,12 +31,12 @@ class PIC(PerturbationMetric):
         shares: The shares of the pixels that are revealed.
         fill: The blurred image, as for `Deletion`.
 
-    Values: (N,), a share of 1; NaN if the blurred image has no lower score or no smaller size than the image. The size
-    is that of a lossless WebP file of the image in 8 bits, denormalised. If the preprocessing is not known, the image
-    is scaled by its smallest and largest value. Channels other than three are saved as grey, one below the other.
+    Values: (N,), from 0 to 1; NaN if the blurred image has no lower score or no smaller size than the image. The size
+    is the size of a lossless WebP file of the image in 8 bits, denormalised. If the preprocessing is not known, the
+    image is scaled by its smallest and largest value. Channels other than three are saved as grey, one below the other.
 
     Source: Kapishnikov et al., "XRAI: Better Attributions Through Regions" (2019), https://arxiv.org/abs/1906.02825.
-        There, the blur interpolates between 1 % of the pixels and those that are revealed.
+        There, the blur interpolates between 1 % of the pixels and the revealed pixels.
     """
 
     name = "pic"

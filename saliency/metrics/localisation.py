@@ -214,7 +214,7 @@ def _positive_part(maps: Tensor) -> Tensor:
 
 
 def _kth_highest(maps: Tensor, counts: Tensor) -> Tensor:
-    """Return the values (M, N) of maps (M, N, H, W) that `counts` (N,) pixels reach; those of one pixel for a 0."""
+    """Return the values (M, N) of maps (M, N, H, W) that `counts` (N,) pixels reach; a count of 0 counts as 1."""
     places = (counts - 1).clamp(min=0).expand(maps.shape[:2])[..., None]
     return maps.flatten(2).sort(2, descending=True).values.gather(2, places)[..., 0]
 

@@ -1,7 +1,7 @@
 """Metrics of randomisation: does the map change if the weights, or the explained class, change?
 
-The value of each is a fall of similarity: that of a map which is computed again, less that after the change. A map that
-ignores the model has a value of 0, whether it is constant or noise.
+`MPRT` and `RandomLogit` measure a drop in similarity: similarity of the map to a repeated computation, minus similarity
+to the map after the change. A map that ignores the model has a value of 0, whether it is constant or noise.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ Randomised = Literal["cascading", "independent"]
 
 
 class MPRT(MethodMetric):
-    """Fall of the similarity of the map while the layers are randomised from the top down; higher is better.
+    """Drop in the similarity of the map while the layers are randomised from the top down; higher is better.
 
     Args:
         order: "cascading" keeps the layers above randomised; "independent" randomises one layer at a time.
-        compare: The similarity of two maps: "spearman", the rank correlation; "absolute", that of magnitudes; "ssim".
+        compare: The similarity of two maps: "spearman" (rank correlation), "absolute" (of magnitudes) or "ssim".
         layers: The number of steps, each of which randomises an equal number of layers; None takes one for each layer.
         draws: The number of draws of the weights, for the standard error.
         noise: The largest change of a value of the input. Above 0, each map is the mean over noisy images.
         samples: The number of noisy images.
 
-    Values: (N,), the similarity of a map that is computed again, less the mean similarity over the layers. The curve
-    has the similarities: the first with the model as it is. All parameters and buffers are randomised by permuting the
-    values of each tensor, which keeps their distribution.
+    Values: (N,), the similarity of the map to a repeated computation, minus the mean similarity over the layers. The
+    curve has the similarities: the first with the model as it is. All parameters and buffers are randomised by
+    permuting the values of each tensor, which keeps their distribution.
 
     Source: Adebayo et al., "Sanity Checks for Saliency Maps" (2018), https://arxiv.org/abs/1810.03292; with noise,
         Hedström et al., "A Fresh Look at Sanity Checks for Saliency Maps" (2024), https://arxiv.org/abs/2405.02383.
@@ -59,7 +59,7 @@ class MPRT(MethodMetric):
     samples: Option[int] = Option(10, check_integer)
 
     def measure_maps(self, maps: Maps) -> Outcome:
-        """Compute the falls of the images."""
+        """Compute the drops of the images."""
         randomised = self.randomised_similarities(maps)  # (draws, N, layers)
         same = similarities(self._own(maps), [self._maps(maps, None)], self.compare)  # (N, 1)
         falls = same - randomised.mean(2).T
@@ -67,7 +67,7 @@ class MPRT(MethodMetric):
         return Outcome(falls.mean(1), error, curves=torch.cat([same, randomised.mean(0)], 1))
 
     def randomised_similarities(self, maps: Maps) -> Tensor:
-        """Return the similarities of the maps to those of randomised models: (draws, N, layers)."""
+        """Return the similarities of the maps to the maps of randomised models: (draws, N, layers)."""
         options = (self.order, self.compare, self.layers, self.noise, self.samples)
         draws = range(self.draws)
         return torch.stack([maps.once((*options, draw), self._one_draw, maps, draw) for draw in draws])
@@ -106,7 +106,7 @@ class MPRT(MethodMetric):
 
 
 class EfficientMPRT(MethodMetric):
-    """Rise of the map's entropy when all weights are randomised, as a share; higher is better.
+    """Relative increase of the map's entropy when all weights are randomised; higher is better.
 
     Args:
         bins: The number of bins of the histogram of the map's values.
@@ -123,7 +123,7 @@ class EfficientMPRT(MethodMetric):
     bins: Option[int] = Option(100, check_integer, least=2)
 
     def measure_maps(self, maps: Maps) -> Outcome:
-        """Compute the rises of the images."""
+        """Compute the increases of the images."""
         method = maps.subject.once("randomised", self._randomised, maps.subject.method, maps.subject.seed)
         before, after = (self._entropy(values) for values in (maps.own, maps(maps.subject.images, method)))
         return Outcome(torch.where(before > 0, (after - before) / before.clamp(min=1e-30), 0.0))
@@ -141,13 +141,13 @@ class EfficientMPRT(MethodMetric):
 
 
 class RandomLogit(MethodMetric):
-    """Fall of the similarity of the map when another class is explained; higher is better.
+    """Drop in the similarity of the map when another class is explained; higher is better.
 
     Args:
-        compare: The similarity of two maps: "spearman", the rank correlation; "absolute", that of magnitudes; "ssim".
+        compare: The similarity of two maps: "spearman" (rank correlation), "absolute" (of magnitudes) or "ssim".
         draws: The number of other classes, drawn at random, for the standard error.
 
-    Values: (N,), the similarity of a map that is computed again, less the mean similarity to the maps of other
+    Values: (N,), the similarity of the map to a repeated computation, minus the mean similarity to the maps of other
     classes. The curve has the similarities: the first for the same class.
 
     Raises:
@@ -164,7 +164,7 @@ class RandomLogit(MethodMetric):
     draws: Option[int] = Option(5, check_integer)
 
     def measure_maps(self, maps: Maps) -> Outcome:
-        """Compute the falls of the images."""
+        """Compute the drops of the images."""
         subject = maps.subject
         images, classes = subject.images, subject.explanation.target
         if None in classes:
@@ -237,7 +237,7 @@ def randomise(model: nn.Module, names: list[str], *seed: int) -> None:
 
 
 def restore(copied: nn.Module, model: nn.Module) -> None:
-    """Give a copy of a model the values of the model again, also those of buffers that are not saved."""
+    """Copy the values of a model back into its copy, including buffers that are not saved."""
     with torch.no_grad():
         for tensor, value in zip(_all_tensors(copied), _all_tensors(model), strict=True):
             tensor.copy_(value)

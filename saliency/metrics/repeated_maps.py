@@ -27,14 +27,14 @@ METHOD_CONTROLS = ("constant", "random", "edges")
 
 
 class Maps(SharedResults):
-    """Maps of any images: those of the method, or of a control, which ignores the model and the target.
+    """Maps of any images, by the method or by a control, which ignores the model and the target.
 
     Args:
-        subject: What is measured.
+        subject: The explanation to measure.
         control: One of `METHOD_CONTROLS`, or "" for the method.
 
     Attributes:
-        subject: What is measured.
+        subject: The explanation to measure.
         control: The name of the control.
         calls: The number of calls of the method so far.
     """
@@ -115,8 +115,8 @@ def similarities(first: Tensor, others: Iterable[Tensor], kind: Similarity = "sp
     Args:
         first: The maps.
         others: The other maps.
-        kind: "spearman" is the rank correlation, "absolute" that of magnitudes, and "ssim" the structural similarity,
-            for which maps of less than 11 cells are enlarged.
+        kind: "spearman" is the rank correlation, "absolute" the rank correlation of magnitudes, and "ssim" the
+            structural similarity, for which maps of fewer than 11 cells are enlarged.
     """
     own, columns = None, []
     for other in others:

@@ -1,4 +1,4 @@
-"""ROAD: remove pixels, and replace them by what their neighbours imply, so that no edges of the mask are left."""
+"""ROAD: impute removed pixels from their neighbours, so that the mask adds no edges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .changed_images import PerturbationMetric, PerturbedImage, check_shares, di
 from .faithfulness import Order, OrderedMetric
 
 TOLERANCE = 1e-4
-"""The norm of the residual of the linear equations, relative to that of their right side."""
+"""The norm of the residual of the linear equations, relative to the norm of their right side."""
 
 WEIGHTS = ((1 / 12, 1 / 6, 1 / 12), (1 / 6, 0, 1 / 6), (1 / 12, 1 / 6, 1 / 12))
 """The weights of a pixel's neighbours."""
@@ -59,7 +59,7 @@ class ROAD(OrderedMetric):
 
 
 class CombinedROAD(PerturbationMetric):
-    """Mean score without the least relevant pixels, less that without the most relevant ones; higher is better.
+    """Mean score without the least relevant pixels minus the score without the most relevant ones; higher is better.
 
     Args:
         shares: As for `ROAD`.
@@ -151,7 +151,7 @@ def _neighbours(images: Tensor) -> Tensor:
 
 
 class _Grid:
-    """The equations of the missing pixels (k, 1, H, W), 1 or 0, and those of half the resolution.
+    """The equations of the missing pixels (k, 1, H, W), 1 or 0, and the equations at half the resolution.
 
     At half the resolution, a pixel is missing if all of its pixels are.
     """

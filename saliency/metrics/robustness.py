@@ -1,4 +1,4 @@
-"""Metrics of robustness: how far does the map change if the image hardly does?
+"""Metrics of robustness: how much does the map change if the image hardly changes?
 
 A constant map never changes, so stability alone is no evidence that a map is right.
 """
@@ -53,7 +53,7 @@ class RobustnessMetric(MethodMetric):
 class MaxSensitivity(RobustnessMetric):
     """Largest relative change of the map under noise; lower is better.
 
-    Values: (N,), the norm of the change over that of the map: a lower bound of the largest within the radius.
+    Values: (N,), the norm of the change divided by the norm of the map: a lower bound of the largest one in the radius.
 
     Source: Yeh et al., "On the (In)fidelity and Sensitivity of Explanations" (2019), https://arxiv.org/abs/1901.09392.
     """
@@ -68,7 +68,7 @@ class MaxSensitivity(RobustnessMetric):
 class AvgSensitivity(RobustnessMetric):
     """Mean relative change of the map under noise; lower is better.
 
-    Values: (N,), the norm of the change over that of the map.
+    Values: (N,), the norm of the change divided by the norm of the map.
 
     Source: Yeh et al., "On the (In)fidelity and Sensitivity of Explanations" (2019), https://arxiv.org/abs/1901.09392.
     """
@@ -82,7 +82,7 @@ class AvgSensitivity(RobustnessMetric):
 
 
 class NoiseMargin(RobustnessMetric):
-    """Similarity of the map under noise, less that under random weights; higher is better.
+    """Similarity of the map under noise minus its similarity under random weights; higher is better.
 
     A map that ignores the model has a value of 0, whether it is constant or noise.
 
@@ -91,7 +91,7 @@ class NoiseMargin(RobustnessMetric):
 
     Values: (N,), a difference of means of Spearman's correlations.
 
-    Source: The comparison is ours; its parts are those of `AvgSensitivity` and `MPRT`.
+    Source: The comparison is ours; its parts are from `AvgSensitivity` and `MPRT`.
     """
 
     name = "noise_margin"

@@ -6,7 +6,7 @@ from .propagation import Composite, RuleKey
 from .rules import AlphaBeta, AnyRule, Epsilon, Flat, Gamma, ZBox, ZPlus
 
 _RULES: dict[str, dict[RuleKey, AnyRule]] = {
-    # A quarter of the root mean square: with less, the map approaches the gradient times the input.
+    # A quarter of the root mean square: with a smaller epsilon, the map approaches the gradient times the input.
     "epsilon": {"conv": Epsilon(0.25), "linear": Epsilon(0.25)},
     "gamma": {"conv": Gamma(), "linear": Gamma()},
     "epsilon_plus": {"conv": ZPlus(), "linear": Epsilon()},

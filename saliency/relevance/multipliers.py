@@ -2,7 +2,7 @@
 
 A multiplier m says how much a value counts for the score: m * (x - x0) is its share of the difference of the scores,
 where x is the value for the image and x0 the one for the baseline. The shares of the operands of an operation sum to
-those of its results.
+the shares of its results.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _norm(step: Step) -> Gradients:
 
 
 def _pointwise(step: Step) -> Gradients:
-    """Rescale: pass the difference of the results divided by that of the operands."""
+    """Rescale: pass the difference of the results divided by the difference of the operands."""
     visit, operation = step.visit, step.operation
     name = next(iter(operation.args))
     if not visit.on_path[0] or any(visit.on_path[1:]) or not isinstance(operation.args[name], Tensor):
@@ -187,7 +187,7 @@ def _pointwise(step: Step) -> Gradients:
 
 
 def _winners(step: Step) -> Gradients:
-    """Pass what a window gains to its winner for the image, and what it loses to its winner for the baseline."""
+    """Pass the gain of a window to its winner for the image, and its loss to its winner for the baseline."""
     x, x0 = _floats(step.operation.args), _floats(step.base.args)
     change = _floats(step.operation.repeat())[0] - _floats(step.base.repeat())[0]
     share = step.grad * change
@@ -291,7 +291,7 @@ def _gradients(step: Step, operands: list[Tensor], grads: Gradients) -> list[Ten
 
 
 def _floats(tree: Any) -> list[Tensor]:
-    """Return the floating-point tensors of a tree: of results or operands, those that have a gradient."""
+    """Return the floating-point tensors of a tree: of results or operands, only tensors with a gradient."""
     return [tensor for tensor in tree_tensors(tree) if tensor.is_floating_point()]
 
 

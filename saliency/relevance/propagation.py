@@ -59,7 +59,7 @@ RuleKey = str | type[nn.Module]
 
 aten = torch.ops.aten
 
-# These have a rule where they are not: an addcmul with two factors that depend on the image, a variance.
+# These also have a rule where they are not of degree one: an addcmul of two signals, a variance.
 OF_DEGREE_ONE = HOMOGENEOUS | {"addcmul", "var", "var_mean"}
 _LOGSUMEXP = frozenset({"logsumexp", "_log_softmax"})
 # A factor that one of these computes counts as constant: the deviation of a normalisation written by hand,
@@ -72,12 +72,12 @@ _KINDS = ("conv", "linear", "activation", "norm", "first", "last")
 _GRADIENT = Epsilon(0)
 # Activations, which a patch embedding does not have.
 _ACTIVATIONS = ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
-# What an operand may be in the arguments of an operation, which keep None for some.
+# The types of operands in the arguments of an operation, which keep None for some.
 _OPERANDS = (Tensor, type(None))
 _CURES = {
     "mkldnn_rnn_layer": ", or call in `torch.backends.mkldnn.flags(enabled=False)`, where an LSTM is not fused",
 }
-# The node that a view gets after an operation in place on it or on what it views.
+# The node that a view gets after an operation in place on it or on its base.
 _VIEW_AFTER_WRITE = "AsStridedBackward0"
 
 
@@ -205,7 +205,7 @@ def linear_weight(operation: Operation) -> Tensor:
 
 
 class Propagation:
-    """The rule of one walk: what each node passes to its operands under a composite.
+    """The rule of one walk: a function from a node to G at its operands, under a composite.
 
     Args:
         composite: The rules.
@@ -292,7 +292,7 @@ class Propagation:
             return self._product(visit)
         at = factors.index(True)
         if operation.norms is not None and walk.users[visit.node, 0] > 1:
-            # A ReLU in place wrote to what something else had read.
+            # A ReLU in place has overwritten a value that another operation had read.
             operation = replace(operation, kept_result=None)
         op, grad = linear_operation(operation, at), at_least_float32(visit.grad)
         kind = "conv" if operation.name == "convolution" else "linear"
@@ -326,7 +326,7 @@ class Propagation:
         return tuple(grads)
 
     def passed(self, visit: Visit, rule: Rule, op: LinearOperation, grad: Tensor) -> Passed:
-        """Return what a rule passes to the input of a linear operation, given G at its output."""
+        """Return the result of a rule for the input of a linear operation, given G at its output."""
         if visit.node is self.first:
             self.relevance = op.relevance(grad)
         return rule.propagate(op, grad)
@@ -401,7 +401,7 @@ class Propagation:
         y_grad = visit.grad
         edges = self._merged_edges(visit)
         if edges:
-            for edge in filter(walk.watched.get, edges):  # relevance there is that of the merged output
+            for edge in filter(walk.watched.get, edges):  # relevance there is the relevance of the merged output
                 y_grad = cast("Tensor", walk.watch(edge, y_grad, at_least_float32(torch.addcmul(shift, x, scale))))
                 del walk.watched[edge]
             self._merged[edges[-1][0]] = scale, shift, y_grad
@@ -465,7 +465,7 @@ class Propagation:
     def _product(self, visit: Visit) -> Gradients:
         """Give each factor of a product half of the relevance, or all to one if the other counts as constant.
 
-        In an activation, such as x * sigmoid(x), all that is not x counts as constant, which is the rule f(x)/x.
+        In an activation, such as x * sigmoid(x), every factor except x counts as constant, which is the rule f(x)/x.
         """
         walk, self._has_product = visit.walk, True
         grads = list(visit.plain())
@@ -506,7 +506,7 @@ class Propagation:
         is_weight = self.composite.constant_gates and self._has_product  # not the probabilities of the classes
         passed = torch.zeros_like(s) if is_weight else cast("Tensor", visit.plain()[0])
         visit.walk.treated["softmax as a constant" if is_weight else "softmax by gradient"] += 1
-        # What passes sums to zero, so the logits may be those that differ by a constant.
+        # The passed G sums to zero, so log(s), which differs from the logits by a constant, can replace them.
         visit.absorb("softmax", s * visit.grad - torch.where(s > 0, s.log().mul_(passed), 0))
         return (passed,)
 
@@ -676,7 +676,7 @@ def _fits(visit: Visit) -> bool:
         return all(on_path)
     if not writes_part(visit):
         return True
-    # G at a part of a tensor is not known: only what passes its gradient, and nothing else, has a rule.
+    # G at a part of a tensor is not known: only operations that pass just their gradient have a rule.
     if name in ("mul", "div"):
         return sum(on_path) == 1
     return on_path[-1] and (name in ("copy", "relu") or (name in ("add", "sub") and all(on_path)))
@@ -732,7 +732,7 @@ class Normalisation(NamedTuple):
     """A layer, group or RMS norm, or a batch norm with the statistics of the batch: (x - mean) * rstd * weight + bias.
 
     Attributes:
-        shape: The shape in which the statistics are those over `dims`.
+        shape: The shape in which the statistics are taken over `dims`.
         dims: The dimensions.
         rstd: The inverse deviation, with dimensions of size 1.
         weight: The weights, in a shape that broadcasts to the operand; None without weights.
@@ -752,13 +752,13 @@ class Normalisation(NamedTuple):
         return (grad if self.weight is None else grad * self.weight).reshape(self.shape)
 
     def centred(self, values: Tensor) -> Tensor:
-        """Return values less their mean, if the norm subtracts it, in `shape`."""
+        """Return values minus their mean, if the norm subtracts it, in `shape`."""
         values = values.reshape(self.shape)
         return values - values.mean(self.dims, keepdim=True) if self.has_mean else values
 
 
 def normalisation(operation: Operation) -> Normalisation:
-    """Return what a norm has computed."""
+    """Return the statistics and parameters of a norm."""
     x, weight, bias = operation.args["input"], operation.args["weight"], operation.args.get("bias")
     if normalized := operation.args.get("normalized_shape"):
         shape, dims = x.shape, list(range(x.dim() - len(normalized), x.dim()))

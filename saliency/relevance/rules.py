@@ -30,7 +30,7 @@ class LinearOperation:
     """A convolution or matrix product of one call, with the batch norm that is merged into it.
 
     A positive factor of an output channel changes no share. So if a batch norm has only positive factors, weights, bias
-    and output are those divided by these factors. G is that at the output with them, before `scaled`.
+    and output are divided by these factors. Before `scaled`, G is at the output with the factors.
 
     Attributes:
         input: The input a, in the shape of the call: (N, C, H, W) or (rows, features).
@@ -45,8 +45,8 @@ class LinearOperation:
         unit: The factors of the batch norm by which the operation is divided; None for 1.
         dims: The dimensions of the output over which a relative epsilon takes the root mean square.
         norms: The norms of the output over these dimensions; None to compute them.
-        bound: From a bound of the model's input, a number or one per channel, to that of this input; None for a layer
-            that is not the first one, or another rule than z-box.
+        bound: From a bound of the model's input, a number or one per channel, to the bound of this input; None for a
+            layer that is not the first one, or a rule other than z-box.
     """
 
     input: Tensor
@@ -82,7 +82,7 @@ class LinearOperation:
         return scaled if self.shift is None else scaled + self.shift
 
     def unbiased(self, magnitudes: Tensor) -> Tensor:
-        """Return W a, given |W| |a|. It is computed again if the output less a large bias would lose digits."""
+        """Return W a, given |W| |a|. It is computed again if the output minus a large bias would lose digits."""
         if self.bias is None:
             return self.output
         is_small = float(self.bias.abs().amax()) <= 8 * float(magnitudes.amin())
@@ -123,7 +123,7 @@ class LinearOperation:
         return torch.addcmul(self.shift * self.unit, self.recorded, self.unit).mul_(grad)
 
     def scaled(self, grad: Tensor) -> Tensor:
-        """Multiply G at the output, or what is proportional to it, in place by the factors of the batch norm."""
+        """Multiply G at the output, or a tensor proportional to it, in place by the factors of the batch norm."""
         return grad if self.unit is None else grad.mul_(self.unit)
 
     def bias_share(self, shares: Tensor, bias: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class Rule(AnyRule, ABC):
         """Return the relevance of the input, given the relevance of the output."""
 
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
-        """Return what the rule passes to the input, given G at the output."""
+        """Return the result of the rule for the input, given G at the output."""
         return Passed(relevance=self.relevance(op, op.relevance(grad)))
 
 
@@ -218,7 +218,7 @@ class NonlinearOperation:
 class NonlinearRule(AnyRule, ABC):
     """Base class of the rules of activations and normalisations.
 
-    Relevance of an input of zero goes no further. The ledger holds what a rule does not pass under "stabiliser".
+    Relevance of an input of zero goes no further. The ledger holds relevance that is lost in a rule as "stabiliser".
 
         class Positive(NonlinearRule):
             name = "positive"
@@ -264,7 +264,7 @@ class Epsilon(_GradientRule):
         check_number("epsilon", self.epsilon, least=0)
 
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
-        """Return what the rule passes to the input, given G at the output."""
+        """Return the result of the rule for the input, given G at the output."""
         if not self.epsilon:
             kept = grad if op.unit is None else grad * op.unit
             return Passed(op.back(kept), biases=None if op.bias is None else op.bias_share(kept, op.bias))
@@ -301,7 +301,7 @@ class Gamma(_GradientRule):
         check_number("gamma", self.gamma, least=0)
 
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
-        """Return what the rule passes to the input, given G at the output."""
+        """Return the result of the rule for the input, given G at the output."""
         z = op.output
         if op.is_nonnegative and not bool(z.clamp(max=0).mul_(grad).any()):
             # Up to the factor 1 + gamma, which cancels, this is the operation with larger positive weights.
@@ -349,7 +349,7 @@ class AlphaBeta(_GradientRule):
             raise MethodError(f"alpha={self.alpha} and beta={self.beta}: expected alpha - beta = 1")
 
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
-        """Return what the rule passes to the input, given G at the output."""
+        """Return the result of the rule for the input, given G at the output."""
         bias = op.bias if self.bias else None
         if not self.beta and op.is_nonnegative:
             return op.divide(op.relevance(grad), op.weight.clamp(min=0), None if bias is None else bias.clamp(min=0))
@@ -357,7 +357,7 @@ class AlphaBeta(_GradientRule):
         return op.spread(sums, signed, bias, lost)
 
     def _shares(self, op: LinearOperation, grad: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the sum and the difference of the shares of positive and negative parts, and what is lost."""
+        """Return the sum and the difference of the shares of positive and negative parts, and the lost relevance."""
         sums = op.magnitudes(bias)
         # The balance is from -1, where all parts are negative, to 1.
         if self.bias:
@@ -379,7 +379,7 @@ class AlphaBeta(_GradientRule):
     def _part(
         op: LinearOperation, grad: Tensor, factor: float, shares: Tensor, sums: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Divide shares by the sums of the parts of one sign, which are overwritten; return also what is lost."""
+        """Divide shares by the sums of the parts of one sign, which are overwritten; return also the lost relevance."""
         torch.threshold_(sums, 2 * _ROUNDING * torch.finfo(sums.dtype).eps, 0)
         quotients, dead = _divide(shares, sums)
         return quotients, None if dead is None else op.relevance(grad).mul_(dead).mul_(factor)
@@ -413,7 +413,7 @@ class Excitation(_GradientRule):
     name: ClassVar[str] = "excitation"
 
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
-        """Return what the rule passes to the input, given G at the output."""
+        """Return the result of the rule for the input, given G at the output."""
         weights = op.back(op.scaled(grad.clone()))
         parts = op.input * weights
         passed = torch.where(parts > 0, weights, weights * self.inhibition(parts, op.dims))
@@ -447,8 +447,8 @@ class ZBox(Rule):
     """The rule of pixels between two bounds: the parts are a w - low w+ - high w-.
 
     Args:
-        low, high: The bounds of the model's input: a number, or one per channel. By default, those of black and white
-            under the method's preprocessing. Views, padding and a batch norm before the first layer change them too.
+        low, high: The bounds of the model's input: a number, or one per channel. By default, black and white under
+            the method's preprocessing. Views, padding and a batch norm before the first layer change them too.
 
     Source: Montavon et al., "Explaining Nonlinear Classification Decisions with Deep Taylor Decomposition" (2017),
         https://arxiv.org/abs/1512.02479.

@@ -31,7 +31,7 @@ _MOVES = {
 
 
 class Visit(NamedTuple):
-    """One node of a walk, with what arrives at its results.
+    """One node of a walk, with G at its results.
 
     Attributes:
         walk: The walk.
@@ -87,7 +87,7 @@ class Walk:
         at: The relevance of the watched tensors, by name, in their shapes.
         watched: The names of the watched tensors by edge.
         rule: The rule.
-        ledger: The shares (N,) of the scores, by name: of the input, and of what absorbs relevance.
+        ledger: The shares (N,) of the scores, by name: of the input, and of each kind of absorbed relevance.
         treated: The number of operations by kind and rule.
     """
 
