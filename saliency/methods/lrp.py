@@ -71,13 +71,19 @@ def as_composite(option: str, composite: CompositeLike) -> Composite:
         return composite
     if isinstance(composite, str) and composite in COMPOSITES:
         return COMPOSITES[composite]
-    if isinstance(composite, Mapping) and all(isinstance(rule, AnyRule) for rule in composite.values()):
+    if isinstance(composite, Mapping) and all(_is_entry(key, rule) for key, rule in composite.items()):
         return Composite(composite, name=str(dict(composite)))
     hint = did_you_mean(str(composite), COMPOSITES) or "; the composites are " + ", ".join(COMPOSITES)
     raise MethodError(
         f"{option}={composite!r}: expected a composite's name, or a mapping from an operation kind, a type of modules "
         f"or a layer's name to a rule{hint}"
     )
+
+
+def _is_entry(key: object, rule: object) -> bool:
+    """Return whether a composite may have a rule for a key: an operation kind, a name, or a type of modules."""
+    is_type = isinstance(key, type) and issubclass(key, nn.Module)
+    return (is_type or isinstance(key, str)) and isinstance(rule, AnyRule)
 
 
 def _as_channels(option: str, through: Any) -> Through:

@@ -169,7 +169,8 @@ class Subject(SharedResults):
         score: The score that perturbed images get.
         seed: The seed of all draws.
         controls: The maps that ignore the prediction and are measured too, which takes most of the passes: names of
-            `CONTROLS`, and "edges" of the image, which needs the model and the images; or False for none.
+            `CONTROLS`, and "edges" of the image, which needs the model and the images; or False for none. Metrics that
+            call the method have controls of their own, whatever the names.
         draws: The number of random controls.
         shared: The scores of perturbed images that other explanations in the same call share with this one.
     """
@@ -186,14 +187,14 @@ class Subject(SharedResults):
         reference: Explanation | None = None,
         score: Score = "probability",
         seed: int = 0,
-        controls: bool | Sequence[str] = True,
+        controls: bool | str | Sequence[str] = True,
         draws: int = DRAWS,
         shared: SharedResults | None = None,
     ) -> None:
         require_explanation(explanation, "a metric")
         reduced_maps(explanation, None)  # raises for NaN and infinity
         self.explanation, self.seed = explanation, seed
-        names = CONTROLS if controls is True else controls or ()
+        names = CONTROLS if controls is True else (controls,) if isinstance(controls, str) else controls or ()
         self.controls = [check_choice("controls", name, (*CONTROLS, "edges")) for name in names]
         self.draws = check_integer("draws", draws, least=0)
         self.shared = shared or SharedResults()

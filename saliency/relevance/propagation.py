@@ -309,7 +309,7 @@ class Propagation:
             scale, shift, grad = map(at_least_float32, self._merged.pop(visit.node))
             op = op.merged(scale, shift)
         passed = self.passed(visit, rule, op, grad)
-        _check_shapes(visit, passed, rule, op)
+        _check_shape(visit, passed.relevance if passed.grad is None else passed.grad, rule, op.input)
         grads: list[Tensor | None] = [None] * len(visit.on_path)
         grads[at + offset] = None if passed.grad is None else passed.grad.to(visit.grad.dtype)
         if passed.relevance is not None and visit.node in self._first_and_last(walk)[0]:
@@ -348,7 +348,9 @@ class Propagation:
             return cast("Tensor", as_results(operation.repeat(**{operand: x.to(visit.grad.dtype)}))[0])
 
         y = at_least_float32(as_results(operation.result)[0])
-        passed = divided(rule.relevance(NonlinearOperation(x, y, run), y * grad), x)
+        relevance = rule.relevance(NonlinearOperation(x, y, run), y * grad)
+        _check_shape(visit, relevance, rule, x)
+        passed = divided(relevance, x)
         visit.walk.treated[f"{operation.name.removeprefix('native_')} by {rule.name}"] += 1
         visit.absorb("stabiliser", y * grad - x * passed)
         return (passed.to(visit.grad.dtype), *[None] * (len(visit.on_path) - 1))
@@ -582,17 +584,16 @@ def _is_zero_at_zero(walk: Walk, edge: Edge, sources: set[Edge]) -> bool:
     return all(operands) and not is_shifted
 
 
-def _check_shapes(visit: Visit, passed: Passed, rule: Rule, op: LinearOperation) -> None:
+def _check_shape(visit: Visit, values: object, rule: AnyRule, x: Tensor) -> None:
     """Raise MethodError for a rule whose result does not have the shape of the input."""
-    values = passed.relevance if passed.grad is None else passed.grad
     found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-    if found == op.input.shape:
+    if found == x.shape:
         return
     names = visit.walk.record.modules(visit.node)
-    weights = tuple(linear_weight(visit.known).shape)
-    place = f'layer "{max(names, key=len)}"' if names else f"an operation {visit.known.name} with weights {weights}"
+    weights = f" with weights {tuple(linear_weight(visit.known).shape)}" if isinstance(rule, Rule) else ""
+    place = f'layer "{max(names, key=len)}"' if names else f"an operation {visit.known.name}{weights}"
     raise MethodError(
-        f"the rule {rule!r} at {place} returned {found} for an input {tuple(op.input.shape)} and an output "
+        f"the rule {rule!r} at {place} returned {found} for an input {tuple(x.shape)} and an output "
         f"{tuple(visit.grad.shape)}; expected the shape of the input"
     )
 

@@ -106,8 +106,9 @@ def frame_of(explanation: Explanation, picture: ImageLike | None = None) -> Fram
     frame = explanation.frames[0]
     if frame is None:
         raise RenderError(
-            "the image was given as a tensor, so the original is not known; explain its path or the PIL image instead, "
-            "or pass overlay(..., picture=image), where the map covers the whole image"
+            "the original image is not known: it was given as a tensor, or the map was saved without it; explain its "
+            "path or the PIL image, draw maps of saliency batch with saliency render, or pass overlay(..., "
+            "picture=image), where the map covers the whole image"
         )
     return frame
 

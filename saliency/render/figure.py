@@ -112,7 +112,7 @@ def figure(
     width = min(LARGEST_PANEL, max(SMALLEST_PANEL, WIDTH / columns))
     heights = [width * _proportion(group) + HEAD_AND_BAR for group, _ in rows]
     drawing = new_figure(columns * width, sum(heights) + TITLE_HEIGHT * bool(title), crop="tight")
-    drawing.suptitle(title or "", fontsize=TITLE_SIZE + 2)
+    drawing.suptitle(title or "", fontsize=TITLE_SIZE + 2, parse_math=False)
     for panels, (group, start) in zip(_panels(drawing, heights, columns), rows, strict=True):
         frame, has_one_class = _print_frame(group[0]), len({image.target_names[0] for image in group}) == 1
         titles = method_titles(group)
@@ -187,6 +187,6 @@ def _add_bar(drawing: Figure, axes: Axes, scaled: ScaledMap, colormap: str | Non
         scale, cax=bar_axes, extend=extend, format="%.3g", orientation="horizontal", ticks=MaxNLocator(3)
     )
     label = textwrap.fill(label, LABEL) + ("" if scaled.outliers is None else f"\n{HATCHED}")
-    bar.set_label(label, fontsize=TEXT_SIZE, labelpad=1)
+    bar.set_label(label, fontsize=TEXT_SIZE, labelpad=1, parse_math=False)
     bar.ax.tick_params(labelsize=TEXT_SIZE, length=2, pad=1)
     bar.outline.set_visible(False)

@@ -219,7 +219,7 @@ def test_class_names_from_a_file_may_have_gaps(tmp_path: Path) -> None:
         ("imagenet", saliency.Preprocess(size=(224, 224), resize=256)),
         ("size=224,resize=256", saliency.Preprocess(size=(224, 224), resize=256)),
         (
-            "size=8,9,resize=10,12,mean=0.5,0.5,0.5,std=1,1,1,interpolation=bicubic,fit=cover",
+            "size=8,9,resize=10,12,mean=.5,0.5,.5,std=1,1,1,interpolation=bicubic,fit=cover",
             saliency.Preprocess(
                 size=(8, 9), resize=(10, 12), mean=(0.5,) * 3, std=(1,) * 3, interpolation="bicubic", fit="cover"
             ),

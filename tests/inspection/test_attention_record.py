@@ -313,6 +313,7 @@ class Plain(nn.Module):
         return scores
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="PyTorch 2.6 does not fuse attention without heads on a CPU")
 def test_fused_attention_without_heads_is_read_of_one_image_and_refused_of_several() -> None:
     model, x = Plain(fused=True).eval(), images(2)
     (found,) = saliency.attention(model, x[:1], 1)

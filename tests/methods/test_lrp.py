@@ -465,6 +465,18 @@ class Half(NonlinearRule):
         return relevance / 2
 
 
+class First(NonlinearRule):
+    """Returns the relevance of the first image, for all images."""
+
+    def relevance(self, op: NonlinearOperation, relevance: Tensor) -> Tensor:
+        return relevance[:1]
+
+
+def test_a_nonlinear_rule_of_a_wrong_shape_is_an_error() -> None:
+    with pytest.raises(saliency.MethodError, match=r"rule First\(\) at .* returned \(1, .* for an input \(2, "):
+        LRP(chain(), composite={"activation": First()}).attribute(images(), 1)
+
+
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("key", ["activation", nn.ReLU, "[148]"])
 def test_an_activation_may_have_a_rule(key: Any, inplace: bool) -> None:
@@ -603,6 +615,8 @@ def test_the_innermost_name_counts() -> None:
         ({"head": Half()}, 'the rule of "head" fits no operation: no activation or normalisation'),
         ({"norm": ZPlus()}, r'"norm" takes a NonlinearRule, got ZPlus'),
         ({"conv": Half()}, r'"conv" takes a Rule, got Half\(\)'),
+        ({int: ZPlus()}, "expected a composite's name, or a mapping from an operation kind, a type of modules"),
+        ({3: ZPlus()}, "expected a composite's name"),
     ],
 )
 def test_a_composite_that_does_not_fit_is_an_error(composite: Any, fact: str) -> None:

@@ -103,6 +103,7 @@ def test_controls_are_chosen_by_name_and_the_edges_are_those_of_the_image(model:
     assert torch.allclose(edges(x)[:, 3, 3], (across.square() + down.square()).sqrt())
     plain = torch.ones_like(x)
     assert measure("deletion", explanation, model=model, inputs=plain, controls=chosen)[0].values.isfinite().all()
+    assert list(measure("deletion", explanation, model=model, inputs=x, controls="edges")[0].controls) == ["edges"]
     with pytest.raises(MethodError, match='did you mean "edges"'):
         measure("deletion", explanation, model=model, inputs=x, controls=["edge"])
 

@@ -252,6 +252,7 @@ def test_a_reentrant_checkpoint_is_named(method: type[saliency.Attribution]) -> 
         method(model).attribute(x[:1], 1)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="roi_align of torchvision 0.21 is a C++ node, which is refused")
 def test_a_detector_with_roi_align_is_conserved() -> None:
     detection = pytest.importorskip("torchvision").models.detection
     torch.manual_seed(0)
