@@ -234,6 +234,7 @@ class Propagation:
             {name: composite.rules[key] for key in layers if isinstance(key, type) is is_type for name in layers[key]}
             for is_type in (False, True)
         )
+        self._has_nonlinear = any(isinstance(rule, NonlinearRule) for rule in composite.rules.values())
         self._treated: set[str] = set()  # the modules in which an operation got the rule of a name or type
         self.relevance: Tensor | None = None
         # By linear operation: the factor and the constant of the batch norm after it, and G at the batch norm's output.
@@ -247,7 +248,7 @@ class Propagation:
         kind = kind_of(visit.operation.op) if visit.operation else ""
         if not kind or not _fits(visit) or refuses_complex(visit):
             return without_rule(visit, self.unknown)
-        if rule := self._nonlinear_rule(visit):
+        if self._has_nonlinear and (rule := self._nonlinear_rule(visit)):
             return self._nonlinear(visit, rule)
         handler: Callable[[Visit], Gradients] = getattr(self, f"_{kind}")  # as in `ast.NodeVisitor`
         return handler(visit)
