@@ -124,7 +124,7 @@ def optional_import(module: str, extra: str, purpose: str) -> Any:
     """Import and return a module of a package that only the extra `extra` installs.
 
     Raises:
-        DependencyError: The package is not installed, or cannot be imported, for example for want of a system library.
+        DependencyError: The package is not installed, or its import fails, for example if a system library is missing.
             The message names the purpose, and the extra or the error.
     """
     try:

@@ -389,9 +389,8 @@ def read_one_forward(
     backwards = [method.backwards for method in methods if method.backwards is not None]
     max_backwards = len(targets) * sum(backwards) if len(backwards) == len(methods) else None
     keeps = {method.keep for method in methods}
-    keep = (
-        SavedValues.ALL if keeps > {SavedValues.CHANGES} else max(keeps)
-    )  # another method may read the graph's values
+    # Beside a method that stores changed values only, another may read the values of the graph.
+    keep = SavedValues.ALL if keeps > {SavedValues.CHANGES} else max(keeps)
     traced = dict.fromkeys(name for method in methods for name in method.traced_modules())
     reads_attention = any(method.needs_attention for method in methods)
     forward = SharedForward(methods[0].model, x, chain(*layers), deepest, max_backwards, keep, traced, reads_attention)

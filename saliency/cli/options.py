@@ -171,7 +171,7 @@ def _field(text: str) -> tuple[str, Any]:
     """Parse a field of `Preprocess`: JSON values separated by commas, or text. A single size means a square."""
     name, _, value = text.partition("=")
     try:
-        values = json.loads(f"[{re.sub(r'(?<![0-9])[.](?=[0-9])', '0.', value)}]")  # .5 is a number to people
+        values = json.loads(f"[{re.sub(r'(?<![0-9])[.](?=[0-9])', '0.', value)}]")  # JSON has no .5
     except json.JSONDecodeError:
         return name, value
     if len(values) == 1 and name in ("size", "resize"):

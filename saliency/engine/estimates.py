@@ -63,7 +63,7 @@ class Estimate:
 
     @property
     def relative_error(self) -> float:
-        """The root mean squares of standard errors and means, divided; infinite if the errors are unknown.
+        """The root mean square of the errors over the root mean square of the means; infinite without errors.
 
         0 if the errors and the means are all 0.
         """

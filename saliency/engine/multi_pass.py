@@ -43,7 +43,7 @@ CHUNK_CPU, CHUNK_ACCELERATOR = 4 * 224**2, 64 * 224**2
 
 Larger chunks are not reliably faster on a CPU: glibc maps blocks above 32 MiB, such as an activation of 16 images of
 resnet50, anew at each pass, and the system clears their pages. That took 86 of 323 ms per pass, and none after
-`keep_memory`. Chunks by the largest tensor of the model (8 for resnet50) were within the noise of 4.
+`keep_memory`. Chunks that follow from the largest tensor of the model (8 for resnet50) gained at most 4 %.
 """
 MAX_CHUNK_CPU, MAX_CHUNK_ACCELERATOR = 16, 256
 """Largest automatic number of passes of a chunk, for small images."""

@@ -170,7 +170,7 @@ class Subject(SharedResults):
         seed: The seed of all draws.
         controls: The maps that ignore the prediction and are measured too, which takes most of the passes: names of
             `CONTROLS`, and "edges" of the image, which needs the model and the images; or False for none. Metrics that
-            call the method have controls of their own, whatever the names.
+            call the method always use their own controls.
         draws: The number of random controls.
         shared: The scores of perturbed images that other explanations in the same call share with this one.
     """

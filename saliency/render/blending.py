@@ -20,7 +20,7 @@ from ..errors import RenderError, did_you_mean, warn
 from ..io.inputs import ImageLike, open_picture
 from ..io.preprocess import Frame, resize_box, scaled_size
 from ..validation import check_number
-from .contours import checked_levels, draw_contours
+from .contours import check_levels, draw_contours
 from .scaling import Percentile, drawn_maps, resolve_percentile, smoothed
 
 Opacity = float | Literal["map"]
@@ -269,8 +269,8 @@ def paint(
         for tone, edge in outline(pixels, area):
             edge[:] = edge // 2 + tone // 2
     picture = Image.fromarray(pixels)
-    for level in checked_levels(contours):
-        draw_contours(picture, values, area, level)
+    if levels := check_levels(contours):
+        draw_contours(picture, values, area, levels)
     return as_drawing(picture)
 
 

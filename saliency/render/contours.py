@@ -15,7 +15,7 @@ WIDTH = 0.004  # of a line, as a fraction of the image's longer edge
 TONES = ((3, "black"), (1, "white"))  # widths in lines: white between black is visible on any image and in print
 
 
-def checked_levels(contours: object) -> list[float]:
+def check_levels(contours: object) -> list[float]:
     """Return the levels of contours. Raises RenderError unless they are numbers above 0 and below 1."""
     if isinstance(contours, str) or not isinstance(contours, Sequence):
         raise RenderError(f"contours={contours!r} is not a list of levels, such as (0.5, 0.8)")
@@ -23,22 +23,26 @@ def checked_levels(contours: object) -> list[float]:
     return [check_number("contours", level, above=0, below=1, hint=hint, error=RenderError) for level in contours]
 
 
-def draw_contours(picture: Image.Image, values: NDArray[np.float32], area: tuple[slice, slice], level: float) -> None:
-    """Draw the line at which the magnitude of a scaled map crosses a level, on an RGB image in place.
+def draw_contours(
+    picture: Image.Image, values: NDArray[np.float32], area: tuple[slice, slice], levels: Sequence[float]
+) -> None:
+    """Draw the lines at which the magnitude of a scaled map crosses some levels, on an RGB image in place.
 
     Args:
         picture: The image.
         values: (h, w) the scaled map, at the pixels of the area.
         area: The rows and columns of the image that the map covers.
-        level: The magnitude, above 0 and below 1.
+        levels: The magnitudes, above 0 and below 1.
     """
-    from contourpy import contour_generator  # a part of matplotlib, which is imported on use
+    from contourpy import contour_generator  # a part of matplotlib, which loads where it is used
 
     rows, columns = area
     # A margin of zeros closes the lines of regions at the edge of the map.
-    lines = contour_generator(z=np.pad(np.abs(values), 1)).lines(level)
+    contours = contour_generator(z=np.pad(np.abs(values), 1))
     draw, width = ImageDraw.Draw(picture), max(1, round(WIDTH * max(picture.size)))
-    for times, tone in TONES:
-        for line in lines:
-            points = [(x + columns.start - 1, y + rows.start - 1) for x, y in np.asarray(line).tolist()]
-            draw.line(points, fill=tone, width=times * width, joint="curve")
+    corner = np.array([columns.start - 1, rows.start - 1])
+    for level in levels:
+        lines = [np.asarray(line) + corner for line in contours.lines(level)]
+        for times, tone in TONES:
+            for line in lines:
+                draw.line([(x, y) for x, y in line.tolist()], fill=tone, width=times * width, joint="curve")

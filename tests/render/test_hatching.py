@@ -68,7 +68,7 @@ def test_at_opacity_0_a_marked_cell_is_the_image() -> None:
 
 
 def test_the_floor_of_a_map_is_that_of_its_other_cells() -> None:
-    """The colours are those of the map without its minimum, with zero in the place of the outlier."""
+    """The colours equal the colours of the map minus the minimum of its other cells, with zero at the outlier."""
     raised, plain = (hatched(whole(noise(60, 40)), zeroed=zeroed) for zeroed in (False, True))
     raised = replace(raised, values=raised.values + 3)
     y, x = np.mgrid[:40, :60]
