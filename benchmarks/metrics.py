@@ -26,10 +26,10 @@ import saliency
 from benchmarks.timing import interleaved, ratio
 from saliency import Attribution, GradCAM, VanillaGradient
 from saliency.attribution.heatmap import heatmap
+from saliency.evaluation.metrics.faithfulness import Infidelity, PixelFlipping
+from saliency.evaluation.metrics.randomisation import MPRT, layers_from_the_top
+from saliency.evaluation.metrics.road import ROAD
 from saliency.metrics import Metric
-from saliency.metrics.faithfulness import Infidelity, PixelFlipping
-from saliency.metrics.randomisation import MPRT, layers_from_the_top
-from saliency.metrics.road import ROAD
 
 ASSETS = Path(__file__).parent.parent / "assets"
 STEPS, PATCH, RUNS = 168, 56, 12

@@ -32,9 +32,15 @@ import saliency
 from benchmarks.train_testbed import HELD_OUT, train_network
 from saliency import METHODS, NotApplicableError, SaliencyError
 from saliency.attribution.heatmap import reduced_maps
-from saliency.inspection.comparison import holm
-from saliency.metrics.base import control_maps, resized_within
-from saliency.metrics.localisation import EnergyPointingGame, LocalisationMetric, PointingGame, RelevanceRank, RocAuc
+from saliency.evaluation.comparison import holm
+from saliency.evaluation.metrics.base import control_maps, resized_within
+from saliency.evaluation.metrics.localisation import (
+    EnergyPointingGame,
+    LocalisationMetric,
+    PointingGame,
+    RelevanceRank,
+    RocAuc,
+)
 from saliency.testbed import Scenes, Task, draw_scenes
 
 RESULTS = Path(__file__).parent / "results" / "testbed.md"

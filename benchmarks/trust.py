@@ -23,13 +23,13 @@ from torch import Tensor
 import saliency
 from saliency import METHODS, Explanation, generator
 from saliency.attribution.heatmap import reduced_maps
-from saliency.inspection.trust import CONTROLS, OTHERS, UNTIL
+from saliency.evaluation.metrics.agreement import RankCorrelation
+from saliency.evaluation.metrics.base import ABSOLUTE, DRAWS, RELATIVE, SPREAD, SharedResults, Subject, edges
+from saliency.evaluation.metrics.faithfulness import Deletion, Infidelity, Insertion
+from saliency.evaluation.metrics.randomisation import layers_from_the_top, randomise
+from saliency.evaluation.metrics.road import ROAD
+from saliency.evaluation.trust import CONTROLS, OTHERS, UNTIL
 from saliency.metrics import Metric
-from saliency.metrics.agreement import RankCorrelation
-from saliency.metrics.base import ABSOLUTE, DRAWS, RELATIVE, SPREAD, SharedResults, Subject, edges
-from saliency.metrics.faithfulness import Deletion, Infidelity, Insertion
-from saliency.metrics.randomisation import layers_from_the_top, randomise
-from saliency.metrics.road import ROAD
 from saliency.render.scaling import smoothed
 
 ASSETS, CACHE = Path(__file__).parent.parent / "assets", Path("build/trust")

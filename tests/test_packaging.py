@@ -15,7 +15,7 @@ import saliency
 from saliency import DependencyError
 from saliency.cli import main
 from saliency.errors import optional_import, require_own_folder
-from saliency.inspection.tables import Table
+from saliency.tables import Table
 from saliency.testing import tiny_model_for
 
 ROOT = Path(__file__).parent.parent

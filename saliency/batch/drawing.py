@@ -22,7 +22,7 @@ from safetensors.torch import save
 
 from ..attribution.explanation import Explanation, pack_explanation, read_explanation
 from ..errors import ExplanationError, ImageError
-from ..inspection.trust import TrustCard
+from ..evaluation.trust import TrustCard
 from ..io.atomic_write import atomic_write
 from ..io.inputs import encode, open_picture
 from ..io.preprocess import Frame, drawable, resize_box, scaled_size

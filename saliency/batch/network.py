@@ -16,10 +16,10 @@ from ..attribution.aliases import option_hint
 from ..attribution.base import Attribution, explain_together, get_method
 from ..attribution.explanation import Explanation
 from ..errors import LayerError, MethodError, NotApplicableError
+from ..evaluation.metrics.base import SharedResults
+from ..evaluation.trust import TrustCard, trust
 from ..hooks.model_state import is_out_of_memory, reference_tensor
-from ..inspection.trust import TrustCard, trust
 from ..io.preprocess import Box, Frame, Range, drawable, locate
-from ..metrics.base import SharedResults
 from ..targets.targets import Target, class_index
 from ..zoo import load
 from .errors import BatchError

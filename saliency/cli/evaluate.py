@@ -27,10 +27,10 @@ from ..batch.run import interruption, require_sensible_options
 from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
 from ..errors import ImageError, MethodError, plural, visible
-from ..inspection.comparison import Comparison, Result, measure_image
-from ..inspection.tables import Table
+from ..evaluation.comparison import Comparison, Result, measure_image
+from ..evaluation.metrics.base import Metric, SharedResults, get_metric
 from ..io.atomic_write import atomic_write
-from ..metrics.base import Metric, SharedResults, get_metric
+from ..tables import Table
 from ..targets.embedding import text
 from .batch import read_sources, select_methods
 from .console import Screen

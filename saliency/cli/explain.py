@@ -26,7 +26,7 @@ from ..batch.run import require_sensible_options
 from ..batch.run_options import RunOptions
 from ..batch.sources import Found, find_images
 from ..errors import plural, visible
-from ..inspection.trust import TrustCard
+from ..evaluation.trust import TrustCard
 from ..methods import METHODS
 from ..render.blending import shrink
 from ..render.overlay import save_picture

@@ -15,9 +15,9 @@ from ..errors import visible
 from ..hooks.model_state import categories_of, prepared_for_attribution, reference_tensor
 from ..inspection import activation_statistics, gradient_statistics, layer_table
 from ..inspection.layer_table import LayerRow, LayerTable
-from ..inspection.tables import Column, Table
 from ..io.inputs import read
 from ..layers.find import LayerScan, scan_layers
+from ..tables import Column, Table
 from ..targets.targets import OutputTarget, as_categories, as_target
 from ..zoo import load
 from .console import Screen, UsageError

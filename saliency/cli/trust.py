@@ -9,7 +9,7 @@ from ..batch.network import trust_card
 from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
 from ..errors import plural, visible
-from ..inspection.trust import TrustCard
+from ..evaluation.trust import TrustCard
 from .console import Screen, UsageError
 from .explain import methods_and_images, open_network
 from .options import METHOD, arguments_of

@@ -9,7 +9,6 @@
     extract_features          extract the activations of a data set
     save_features             write them as safetensors files
     vector_jacobian_product   compute the gradient of a weighted output at a layer
-    ledger_table              list the shares that sum to a score; saliency.draw_ledger draws them
 
 The model and the `.grad` of its parameters are left unchanged.
 """
@@ -24,8 +23,6 @@ from .jacobian import vector_jacobian_product as vector_jacobian_product
 from .layer_table import LayerRow as LayerRow
 from .layer_table import LayerTable as LayerTable
 from .layer_table import layer_table as layer_table
-from .ledger import LedgerRow as LedgerRow
-from .ledger import ledger_table as ledger_table
 from .moments import Moments as Moments
 from .moments import TensorStatistics as TensorStatistics
 from .moments import moments as moments
@@ -39,5 +36,3 @@ from .statistics import LayerGradients as LayerGradients
 from .statistics import ParameterGradients as ParameterGradients
 from .statistics import activation_statistics as activation_statistics
 from .statistics import gradient_statistics as gradient_statistics
-from .tables import Column as Column
-from .tables import Table as Table

@@ -18,9 +18,9 @@ from ..hooks.autograd_graph import DispatchMode
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, unique_modules, unwrap
 from ..hooks.pytree import first_tensor, tree_tensors
+from ..tables import Column, Shapes, Table, shape_text, share, si
 from ..validation import check_integer
 from .arguments import LayersLike, ModelCall, model_call, require_hookable, select_layers
-from .tables import Column, Shapes, Table, shape_text, share, si
 
 _TIMED_FORWARDS = 3
 

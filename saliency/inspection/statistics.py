@@ -23,11 +23,11 @@ from ..hooks.model_state import categories_of, leaf, prepared_for_attribution
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..hooks.rectifiers import differentiate
 from ..render.figure import new_figure
+from ..tables import Column, Table, number, share
 from ..targets.targets import Categories, OutputFacts, OutputTarget, TargetLike, as_target, output_tensor
 from .arguments import Batches, LayersLike, ModelCall, select_layers
 from .moments import Moments, moments, real_values
 from .record import Call, Recording
-from .tables import Column, Table, number, share
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

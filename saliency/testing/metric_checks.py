@@ -21,8 +21,8 @@ from ..attribution.base import source, summary
 from ..attribution.explanation import Explanation
 from ..attribution.options import declared_options
 from ..errors import NonFiniteError
+from ..evaluation.metrics.base import Measurement, Metric
 from ..methods.gradient import InputXGradient, VanillaGradient
-from ..metrics.base import Measurement, Metric
 from .case import SIZE, images, require, require_raises, require_same, run_all, tiny_model
 from .unchanged import Snapshot
 

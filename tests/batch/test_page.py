@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from saliency.batch.report import report
-from saliency.inspection.comparison import Comparison, Result
+from saliency.evaluation.comparison import Comparison, Result
 from tests.batch.test_report import HOSTILE, NOTHING, Row, failed, folder, row
 from tests.browser import Visit, chromium, until, visit
 

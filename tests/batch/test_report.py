@@ -28,7 +28,7 @@ from saliency.cli import main
 from saliency.cli.batch import report as report_command
 from saliency.cli.console import Screen
 from saliency.errors import ExplanationError
-from saliency.inspection.comparison import Comparison, Result
+from saliency.evaluation.comparison import Comparison, Result
 from saliency.render.blending import color_table
 
 Row = dict[str, Any]

@@ -31,7 +31,7 @@ from saliency.batch.sources import find_images
 from saliency.cli import batch as batching
 from saliency.cli import command_parser, main
 from saliency.cli.console import Screen
-from saliency.inspection.trust import TrustCard
+from saliency.evaluation.trust import TrustCard
 from tests.batchwork import Tiny, assert_same, noise, photos, quick, rows
 from tests.commandline import forked_command
 from tests.dual_encoders import for_photos

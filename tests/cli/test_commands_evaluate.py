@@ -15,9 +15,9 @@ from PIL import Image
 
 from saliency import GradCAM
 from saliency.cli import evaluate, main
-from saliency.inspection.comparison import Result, measure_image
+from saliency.evaluation.comparison import Result, measure_image
+from saliency.evaluation.metrics.faithfulness import Deletion
 from saliency.metrics import measure
-from saliency.metrics.faithfulness import Deletion
 from tests.batchwork import Tiny, noise, photos, plain
 
 Run = Callable[..., tuple[int, str, str]]

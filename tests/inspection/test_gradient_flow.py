@@ -19,7 +19,7 @@ from torch import nn
 
 from saliency import RenderError
 from saliency.inspection.statistics import GradientStatistics, LayerGradients, gradient_flow, gradient_statistics
-from saliency.inspection.tables import Table
+from saliency.tables import Table
 from saliency.testing import images, tiny_model
 
 LABELS = torch.tensor([1, 2, 3, 4])

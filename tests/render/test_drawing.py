@@ -12,11 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
-from saliency import contact_sheet, draw_ledger, figure
+from saliency import contact_sheet, draw_ledger, figure, ledger_table
 from saliency.attribution.explanation import Explanation, Sign
 from saliency.attribution.heatmap import heatmap, significance, standard_error
 from saliency.errors import RenderError
-from saliency.inspection import ledger_table
 from saliency.io.preprocess import Frame
 from saliency.render.blending import Opacity, blend, color_table
 from saliency.render.overlay import cutout, overlay, save_picture

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ...errors import ExplanationError, RenderError
-from ...inspection.trust import PROPERTIES
+from ...evaluation.trust import PROPERTIES
 from ...io.atomic_write import atomic_write
 from ...render.blending import MOST_OPACITY, color_table
 from ..manifest import MANIFEST, Row, read_rows

@@ -1,0 +1,604 @@
+"""Comparison of methods by several metrics over many images: means, ranks and significant differences."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from importlib.resources import files
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from ..attribution.base import Attribution, require_methods
+from ..attribution.explanation import Explanation
+from ..engine.estimates import tied_ranks
+from ..errors import ImageError, MethodError, plural
+from ..io.atomic_write import atomic_write
+from ..io.inputs import ImageLike, open_picture
+from ..tables import Column, Table, number
+from ..targets.targets import TargetLike
+from ..validation import check_choice
+from .metrics.base import ABSOLUTE, RELATIVE, Measurement, Metric, SharedResults, measure, resolve_metrics
+
+LEVEL = 0.05
+"""Probability that any difference of a comparison is called significant if there is none."""
+
+DRAWS = 2000
+"""Bootstrap draws of the images for the ranges of ranks."""
+
+RANDOM_CONTROLS = 3
+"""Random controls of each map. The mean over the images needs fewer of them than the verdict on one image."""
+
+CURVE_POINTS = 49
+"""Points of a curve in a result, so that curves of images of any size have a mean."""
+
+EXACT, FLIPS, BLOCK = 14, 20_000, 1000
+"""Largest number of images for which all changes of signs are counted; for more, number of draws, and draws at once."""
+
+_Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Value of one metric for one method and image.
+
+    Attributes:
+        image: The image.
+        method: The method.
+        metric: The metric.
+        value: The value; None where the metric is not defined.
+        controls: The values of maps that ignore the prediction, by their names; None as for `value`.
+        higher_is_better: None if neither is better.
+        seconds: Duration of the method.
+        curves: The scores on which the value is based: of the map ("map") and of each control, at the places "at".
+            Interpolated to `CURVE_POINTS` points; empty if the metric has no curve, or is not defined for one of them.
+    """
+
+    image: str
+    method: str
+    metric: str
+    value: float | None
+    controls: Mapping[str, float | None]
+    higher_is_better: bool | None
+    seconds: float
+    curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonRow:
+    """One method, or one control, by one metric.
+
+    Attributes:
+        name: The method, or "constant", "centre" and the like: the mean over the controls of all methods.
+        metric: The metric.
+        mean: The mean over the images.
+        error: The standard error of the mean over the images; None for one image.
+        random: The mean of the method's own random controls; None for controls.
+        better: "higher" or "lower"; empty if neither is better.
+        rank: The place among the methods, from 1; None for controls, and if neither is better.
+        rank_low, rank_high: The range that contains 95 % of the ranks if the images are drawn again (bootstrap).
+        better_than: The methods, and the controls of this method, that this method is significantly better than.
+        images: The number of images for which all methods have a value.
+        seconds: The median duration of the method for one image; None for controls.
+    """
+
+    name: str
+    metric: str
+    mean: float
+    error: float | None
+    random: float | None
+    better: str
+    rank: int | None = None
+    rank_low: int | None = None
+    rank_high: int | None = None
+    better_than: tuple[str, ...] = ()
+    images: int = 0
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DifferenceRow:
+    """Paired difference between a method and another method, or one of its controls.
+
+    Attributes:
+        name: The method.
+        other: The subtracted method or control.
+        metric: The metric.
+        mean: The mean difference over the images.
+        error: The standard error of the mean; None for one image.
+        p: The p-value of the sign-flip test over the images, corrected by Holm for all differences of the comparison.
+    """
+
+    name: str
+    other: str
+    metric: str
+    mean: float
+    error: float | None
+    p: float
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether the corrected p-value is at most `LEVEL`."""
+        return self.p <= LEVEL
+
+
+def _range(row: ComparisonRow) -> str:
+    return "" if row.rank is None else f"{row.rank_low} to {row.rank_high}"
+
+
+def _beaten(row: ComparisonRow, most: int = 4) -> str:
+    more = f" and {len(row.better_than) - most} more" if len(row.better_than) > most else ""
+    return ", ".join(row.better_than[:most]) + more
+
+
+_ROW: tuple[Column[ComparisonRow], ...] = (
+    Column("metric", lambda row: row.metric, "left"),
+    Column("better", lambda row: row.better, "left"),
+    Column("method", lambda row: row.name, "left"),
+    Column("mean", lambda row: number(row.mean), hint="over the images"),
+    Column("error", lambda row: number(row.error), hint="standard error over the images"),
+    Column("random", lambda row: number(row.random), hint="mean of the method's own random controls"),
+    Column("rank", lambda row: str(row.rank or "")),
+    Column("95 %", _range, hint="range of the rank if the images are drawn again"),
+    Column("better than", _beaten, "left", hint="significantly"),
+    Column("images", lambda row: str(row.images)),
+    Column("seconds", lambda row: number(row.seconds), hint="of the method, for one image (median)"),
+)
+_DIFFERENCE: tuple[Column[DifferenceRow], ...] = (
+    Column("metric", lambda row: row.metric, "left"),
+    Column("method", lambda row: row.name, "left"),
+    Column("less", lambda row: row.other, "left"),
+    Column("difference", lambda row: number(row.mean), hint="mean over the images"),
+    Column("error", lambda row: number(row.error), hint="standard error over the images"),
+    Column("p", lambda row: number(row.p), hint="corrected for all differences"),
+    Column("", lambda row: "significant" if row.is_significant else "", "left"),
+)
+
+
+class Comparison(Table[ComparisonRow]):
+    """Table of methods and controls by metrics, best first. It prints as text and displays as HTML.
+
+    Args:
+        results: The values of all methods, images and metrics. An image counts for a metric if all methods and their
+            controls have a value for it.
+        seed: The seed of the tests and of the ranges of ranks.
+
+    Attributes:
+        differences: The paired differences between the methods, and of each from its controls, with their p-values, by
+            each metric of which higher or lower is better.
+        agreement: Kendall's W of the metrics, as of `concordance`.
+        results: The values of all methods, images and metrics.
+
+    Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure" (1979), https://www.jstor.org/stable/4615733.
+    """
+
+    def __init__(self, results: Iterable[Result], seed: int = 0) -> None:
+        self.results = tuple(results)
+        names = dict.fromkeys(result.metric for result in self.results)
+        metrics = [_MetricValues([each for each in self.results if each.metric == name]) for name in names]
+        measured = [metric for metric in metrics if metric.images]
+        ranked = [metric for metric in measured if metric.higher is not None]
+        differences = _tested(ranked, seed)
+        rows = [row for metric in measured for row in metric.rows(differences, seed)]
+        means = [(1 if metric.higher else -1) * metric.values.mean(1) for metric in ranked]
+        self.agreement = concordance(np.stack(means)) if len(means) > 1 else None
+        notes = _notes(metrics, len(differences), self.agreement)
+        super().__init__(rows, _ROW, "Comparison of methods", notes)
+        self.differences = Table(differences, _DIFFERENCE, "Paired differences")
+        self._curves = [row for metric in measured for row in metric.mean_curves()]
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the comparison atomically, in the format of the suffix, and return the path.
+
+        Args:
+            path: A file that ends in .json (with the differences, the mean curves and the value of each image), .html
+                (a page with tables that can be sorted) or .csv (the rows).
+
+        Raises:
+            MethodError: The suffix is not supported.
+            OSError: The file cannot be written.
+        """
+        path = Path(path)
+        writers = {".json": self._json, ".html": self._page, ".csv": self._csv}
+        check_choice("suffix", path.suffix, tuple(writers))
+        with atomic_write(path) as temporary:
+            temporary.write_text(writers[path.suffix](), "utf-8", newline="")
+        return path
+
+    def _json(self) -> str:
+        rows, results = [asdict(row) for row in self], [asdict(result) for result in self.results]
+        for result in results:
+            del result["curves"]
+        differences = [asdict(row) | {"is_significant": row.is_significant} for row in self.differences]
+        content: dict[str, Any] = {
+            "rows": rows,
+            "differences": differences,
+            "notes": self.notes,
+            "curves": self._curves,
+        }
+        content["agreement"] = self.agreement
+        content["results"] = results
+        return json.dumps(content, indent=1) + "\n"
+
+    def _csv(self) -> str:
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow([field.name for field in fields(ComparisonRow)])
+        writer.writerows([*asdict(row).values()] for row in self)
+        return text.getvalue()
+
+    def _page(self) -> str:
+        page = files(__package__).joinpath("comparison.html").read_text("utf-8")
+        tables = Table(self.rows, self.columns, notes=self.notes).to_html(), self.differences.to_html()
+        return page.replace("<!-- tables -->", "\n".join(tables))
+
+
+class _MetricValues:
+    """Values of one metric.
+
+    Args:
+        results: The results of this metric.
+
+    Attributes:
+        images: The images for which all methods and their controls have a value.
+        values: (K, n) the values of K methods.
+        controls: (K, n) the values of the controls of each method, by their names.
+    """
+
+    def __init__(self, results: Sequence[Result]) -> None:
+        self.name, self.higher = results[0].metric, results[0].higher_is_better
+        self.methods = list(dict.fromkeys(result.method for result in results))
+        found = {
+            (each.method, each.image): each for each in results if None not in (each.value, *each.controls.values())
+        }
+        self.measured = list(dict.fromkeys(result.image for result in results))
+        self.images = [image for image in self.measured if all((name, image) in found for name in self.methods)]
+        rows = [[found[name, image] for image in self.images] for name in self.methods]
+        self.values = np.array([[each.value for each in row] for row in rows], dtype=np.float64)
+        self.controls = {
+            control: np.array([[each.controls[control] for each in row] for row in rows], dtype=np.float64)
+            for control in results[0].controls
+        }
+        self.seconds = [float(np.median([each.seconds for each in row])) if row else 0.0 for row in rows]
+        self.curves = [[each.curves for each in row] for row in rows]
+
+    def mean_curves(self) -> list[dict[str, Any]]:
+        """Return the curves of each method, and of its controls, as means over the images."""
+        rows = []
+        for method, curves in zip(self.methods, self.curves, strict=True):
+            means = {name: np.mean([each[name] for each in curves], 0).tolist() for name in curves[0]}
+            rows.append({"method": method, "metric": self.name, "curves": means})
+        return rows
+
+    def pairs(self) -> list[tuple[str, str, _Array]]:
+        """Return pairs of methods, and of methods and their controls, with the differences of their values (n,)."""
+        named = dict(zip(self.methods, self.values, strict=True))
+        pairs = [(a, b, _difference(named[a], named[b])) for a, b in combinations(self.methods, 2)]
+        for control, values in self.controls.items():
+            pairs += [(name, control, _difference(named[name], own)) for name, own in zip(named, values, strict=True)]
+        return pairs
+
+    def rows(self, differences: Sequence[DifferenceRow], seed: int) -> list[ComparisonRow]:
+        """Return the rows of the methods, best first, and of the controls."""
+        better = {None: "", True: "higher", False: "lower"}[self.higher]
+        sign = -1 if self.higher else 1
+        wins = [
+            (each.name, each.other) if sign * each.mean < 0 else (each.other, each.name)
+            for each in differences
+            if better and each.metric == self.name and each.is_significant
+        ]
+        ranks = rank_ranges(sign * self.values, seed) if better else [(None, None, None)] * len(self.methods)
+        rows, count = [], len(self.images)
+        random = self.controls["random"].mean(1).tolist() if "random" in self.controls else [None] * len(self.methods)
+        for name, values, own, rank, seconds in zip(
+            self.methods, self.values, random, ranks, self.seconds, strict=True
+        ):
+            beaten = tuple(worse for winner, worse in wins if winner == name)
+            rows.append(ComparisonRow(name, self.name, *_mean(values), own, better, *rank, beaten, count, seconds))
+        rows.sort(key=lambda row: row.rank or 0)
+        for name, values in self.controls.items():
+            if name != "random":
+                rows.append(ComparisonRow(name, self.name, *_mean(values.mean(0)), None, better, images=count))
+        return rows
+
+
+def _tested(metrics: Sequence[_MetricValues], seed: int) -> list[DifferenceRow]:
+    """Return the differences of all pairs by all metrics, with corrected p-values."""
+    pairs = [(metric.name, metric.pairs()) for metric in metrics]
+    named = [(name, other, metric, *_mean(values)) for metric, own in pairs for name, other, values in own]
+    # The smallest p-value is small enough to remain significant after the correction.
+    flips = max(FLIPS, round(5 * len(named) / LEVEL))
+    tests = [sign_flip_test(np.stack([values for *_, values in own], 1), seed, flips) for _, own in pairs if own]
+    corrected = holm(np.concatenate([*tests, np.empty(0)]))
+    return [DifferenceRow(*about, float(p)) for about, p in zip(named, corrected, strict=True)]
+
+
+def _difference(first: _Array, second: _Array) -> _Array:
+    """Return the difference of values (n,), and zero where only rounding tells them apart."""
+    return np.where(np.isclose(first, second, rtol=RELATIVE, atol=ABSOLUTE), 0.0, first - second)
+
+
+def _mean(values: _Array) -> tuple[float, float | None]:
+    """Return the mean of values (n,) and its standard error, None for one value."""
+    error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
+    return float(values.mean()), error
+
+
+def concordance(values: _Array) -> float | None:
+    """Return Kendall's coefficient of concordance W of m metrics for n methods: 1 if all rank the methods alike.
+
+    The mean over unrelated metrics is 1 / m. None if there is only one method, or no metric tells them apart.
+
+    Args:
+        values: (m, n) the values of the methods by each metric, higher is better.
+
+    Source: Kendall and Babington Smith, "The Problem of m Rankings" (1939), https://doi.org/10.1214/aoms/1177732186.
+    """
+    metrics, methods = values.shape
+    ranks = np.stack([tied_ranks(torch.from_numpy(row)).numpy() for row in values])
+    ties = sum(
+        float((counts**3 - counts).sum()) for counts in (np.unique(row, return_counts=True)[1] for row in values)
+    )
+    most = metrics**2 * (methods**3 - methods) - metrics * ties
+    total = ranks.sum(0)
+    return float(12 * np.square(total - total.mean()).sum() / most) if most else None
+
+
+def _notes(metrics: Sequence[_MetricValues], count: int, agreement: float | None) -> list[str]:
+    """Return the meaning of the numbers, and the images and metrics that are left out."""
+    notes = [
+        f"{metric.name}: {plural(left, 'image')} left out, for which not all methods and controls have a value"
+        for metric in metrics
+        if (left := len(metric.measured) - len(metric.images))
+    ]
+    notes.append(
+        f"significant: sign-flip test over the images at {100 * LEVEL:g} %, corrected by Holm for "
+        f"{plural(count, 'difference')} between methods, and from their own controls"
+    )
+    images = max((len(metric.images) for metric in metrics), default=0)
+    if count and count * 2.0 ** (1 - images) > LEVEL:
+        least = math.ceil(1 + math.log2(count / LEVEL))
+        notes.append(f"with {plural(images, 'image')} no difference can be significant; {least} or more are needed")
+    if agreement is not None:
+        ranked = sum(metric.higher is not None and bool(metric.images) for metric in metrics)
+        notes.append(
+            f"agreement of the {ranked} metrics on the order of the methods: Kendall's W = {number(agreement)} (1 if "
+            f"equal, {number(1 / ranked)} on average if unrelated)"
+        )
+    return notes
+
+
+def sign_flip_test(differences: _Array, seed: int = 0, flips: int = FLIPS) -> _Array:
+    """Return the p-values (m,) of paired differences (n, m): two-sided, with a mean of zero as the hypothesis.
+
+    If two methods are equally good, each difference is as likely as its negative. The p-value is the share of
+    changes of signs that give a mean at least as large: of all up to `EXACT` differences, else of random ones.
+
+    Args:
+        differences: The differences between two methods for n images, for m pairs.
+        seed: The seed of the random changes.
+        flips: The number of random changes.
+
+    Source: Good, "Permutation, Parametric and Bootstrap Tests of Hypotheses" (2005), https://doi.org/10.1007/b138696.
+    """
+    count, random = len(differences), np.random.default_rng(seed)
+    is_exact = count <= EXACT
+    total = 2**count if is_exact else flips
+    rounding = 1e-12 * np.abs(differences).sum(0)
+    least = np.abs(differences.sum(0)) - rounding
+    extreme = np.zeros(differences.shape[1])
+    for start in range(0, total, BLOCK):
+        numbers = np.arange(start, min(start + BLOCK, total))[:, None]
+        signs = (numbers >> np.arange(count)) & 1 if is_exact else random.integers(0, 2, (len(numbers), count))
+        extreme += (np.abs((1 - 2.0 * signs) @ differences) >= least).sum(0)
+    # The observed signs are one of the equally likely changes.
+    return extreme / total if is_exact else (extreme + 1) / (total + 1)
+
+
+def holm(p: _Array) -> _Array:
+    """Return p-values (m,) corrected for m tests: where nothing differs, any is at most 5 % with a probability of 5 %.
+
+    Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure" (1979), https://www.jstor.org/stable/4615733.
+    """
+    order = p.argsort()
+    corrected = np.empty_like(p)
+    corrected[order] = np.maximum.accumulate((len(p) - np.arange(len(p))) * p[order]).clip(max=1)
+    return corrected
+
+
+def rank_ranges(values: _Array, seed: int = 0) -> list[tuple[int, int, int]]:
+    """Return for each row of values (K, n) its rank by the mean, 1 for the lowest, and the range of 95 % of its ranks.
+
+    The range is taken over `DRAWS` bootstrap draws of the n columns.
+
+    Args:
+        values: The values of K methods for n images.
+        seed: The seed of the draws.
+
+    Source: Efron, "Bootstrap Methods: Another Look at the Jackknife" (1979), https://doi.org/10.1214/aos/1176344552.
+    """
+    count = values.shape[1]
+    draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), DRAWS)
+    means = np.concatenate([np.ones((1, count)), draws]) @ values.T  # (1 + DRAWS, K)
+    ranks = 1 + (means[:, None, :] < means[:, :, None]).sum(2)
+    low, high = np.quantile(ranks[1:], [0.025, 0.975], axis=0, method="inverted_cdf")
+    return list(zip(ranks[0].tolist(), low.tolist(), high.tolist(), strict=True))
+
+
+def compare(
+    methods: Sequence[Attribution],
+    images: Sequence[ImageLike] | Tensor,
+    targets: TargetLike = None,
+    metrics: str | Metric | Sequence[str | Metric] = ("deletion", "insertion"),
+    *,
+    masks: Sequence[Any] | Tensor | None = None,
+    boxes: Sequence[Any] | Tensor | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Comparison:
+    """Compare methods by several metrics over images: which one should be used for this model?
+
+    The metrics of an image and method share their passes, and so do the methods where nothing depends on the map:
+    random patches, the image without any pixel, and the controls "constant" and "centre" of maps of one resolution.
+
+    Args:
+        methods: Methods, such as `GradCAM(model)`. Methods of one name are named with their options, and numbered if
+            these are equal, as of one method on two models.
+        images: The images, or a batch of them (N, C, H, W).
+        targets: One target for all images, a list with one for each image, or None for the top class of each image.
+        metrics: Metrics, or their names in `METRICS`. Metrics of one name are named with their options. Deletion and
+            insertion each run about 1,340 forwards per image, and 890 for each further method with maps of the same
+            resolution; `Deletion(steps=28)` runs about 160 and 110.
+        masks: For each image where the object is, for metrics of localisation: a path or a PIL image of the size of the
+            image, in which the object is not black; or a tensor (H, W) as the model sees it. None for an image without.
+        boxes: Instead of a mask, the box of the object in each image, (x0, y0, x1, y1) in pixels of the upright image;
+            or several boxes, (K, 4). None for an image without. The box (0, 0, 1, 1) is the first pixel.
+        seed: The seed of all draws.
+        **options: As for `saliency.metrics.measure`: `score`, `chunk`, `precision`, `progress`.
+
+    Returns:
+        A table of methods and controls by metrics, with errors, ranks and significant differences.
+
+    Raises:
+        MethodError: `methods` is not a list of methods, a metric does not exist or lacks something, an image has a mask
+            and a box, or the numbers of targets, masks, boxes and images differ.
+        ImageError: The size of a mask differs from the size of its image, or a box is empty or exceeds the image.
+        SaliencyError: A method or an image raises it.
+    """
+    require_methods(methods)
+    resolved = resolve_metrics(metrics)
+    own = targets.tolist() if isinstance(targets, Tensor | np.ndarray) else targets
+    each = own if isinstance(own, list | tuple) else [own] * len(images)
+    regions = [[None] * len(images) if given is None else given for given in (masks, boxes)]
+    for what, given in zip(("targets", "masks", "boxes"), (each, *regions), strict=True):
+        if len(given) != len(images):
+            raise MethodError(f"got {len(given)} {what} for {plural(len(images), 'image')}")
+    results: list[Result] = []
+    for index, (image, target, *where) in enumerate(zip(images, each, *regions, strict=True)):
+        context = {"seed": seed, "shared": SharedResults(), **options}
+        for name, method in zip(unique_names(methods), methods, strict=True):
+            results += measure_image(str(index), name, method, image, target, resolved, *where, **context)
+    return Comparison(results, seed)
+
+
+def unique_names(parts: Sequence[Attribution] | Sequence[Metric]) -> list[str]:
+    """Return the names of methods or metrics. Those of one name are named with their options, or else numbered."""
+    names = [part.name for part in parts]
+    names = [name if names.count(name) == 1 else repr(part) for name, part in zip(names, parts, strict=True)]
+    return [
+        name if names.count(name) == 1 else f"{name} {names[: place + 1].count(name)}"
+        for place, name in enumerate(names)
+    ]
+
+
+def measure_image(
+    name: str,
+    method_name: str,
+    method: Attribution,
+    image: ImageLike,
+    target: Any,
+    metrics: Sequence[Metric],
+    mask: Any = None,
+    boxes: Any = None,
+    **options: Any,
+) -> list[Result]:
+    """Explain one image, and measure the explanation by all metrics.
+
+    Args:
+        name: The name of the image in the results.
+        method_name: The name of the method in the results.
+        method: The method.
+        image: The image.
+        target: The target.
+        metrics: The metrics.
+        mask: The mask of the object, as for `compare`.
+        boxes: One or several boxes of the object, as for `compare`.
+        **options: As for `saliency.metrics.measure`.
+
+    Raises:
+        SaliencyError: As for `compare`.
+    """
+    start = time.perf_counter()
+    explanation = method.attribute(image, target)
+    explanation.values.cpu()  # waits for a GPU
+    seconds = time.perf_counter() - start
+    if mask is not None and boxes is not None:
+        raise MethodError("got a mask and a box of the same image; expected one of them")
+    shown = mask if boxes is None else _box_mask(boxes, explanation)
+    seen = None if shown is None else _mask_as_seen(shown, explanation)
+    context = {"method": method, "inputs": image, "target": target, "masks": seen, **options}
+    measurements = measure(metrics, explanation, **{"draws": RANDOM_CONTROLS, **context})
+    results = []
+    for metric, each in zip(unique_names(metrics), measurements, strict=True):
+        value, controls = _known(each.values), {control: _known(own.values) for control, own in each.controls.items()}
+        curves = {} if None in (value, *controls.values()) else _curves(each)
+        results.append(Result(name, method_name, metric, value, controls, each.higher_is_better, seconds, curves))
+    return results
+
+
+def _known(values: Tensor) -> float | None:
+    """Return the value (1,) of one image, and None for NaN, which JSON does not have."""
+    return None if values.isnan() else float(values)
+
+
+def _curves(measurement: Measurement) -> dict[str, list[float]]:
+    """Return the curves of a measurement of one image, as in a `Result`."""
+    if measurement.curve is None:
+        return {}
+    count = measurement.curve.shape[1]
+    at = torch.arange(count, device="cpu") if measurement.at is None else measurement.at
+    controls = {name: own[0] for name, own in (measurement.control_curves or {}).items()}
+    places, curves = np.linspace(0, count - 1, CURVE_POINTS), {"at": at, "map": measurement.curve[0], **controls}
+    return {name: np.interp(places, np.arange(count), each.cpu().numpy()).tolist() for name, each in curves.items()}
+
+
+def _mask_as_seen(mask: Any, explanation: Explanation) -> Tensor:
+    """Return a mask as the model sees it, from a picture of the size of the image or a tensor (H, W).
+
+    Raises:
+        ImageError: The size of the picture differs from the size of the image, or the image was given as a tensor.
+    """
+    if not isinstance(mask, str | os.PathLike | Image.Image):
+        return torch.as_tensor(mask, device="cpu")
+    picture, frame = open_picture(mask), explanation.frames[0]
+    if frame is None or frame.picture.size != picture.size:
+        size = "a tensor" if frame is None else "x".join(map(str, frame.picture.size))
+        raise ImageError(f"the mask has {'x'.join(map(str, picture.size))} pixels; expected those of the image, {size}")
+    height, width = explanation.input_size
+    seen = picture.transform((width, height), Image.Transform.EXTENT, frame.box)
+    return torch.as_tensor(np.asarray(seen).any(-1), device="cpu")
+
+
+def _box_mask(boxes: Any, explanation: Explanation) -> Image.Image | Tensor:
+    """Return the mask of the boxes of an image: a picture of its size, or a tensor if the image was given as one.
+
+    Raises:
+        ImageError: The boxes are invalid, or one is empty or exceeds the image.
+    """
+    frame, (height, width) = explanation.frames[0], explanation.input_size
+    mask = Image.new("L", (width, height) if frame is None else frame.picture.size)
+    try:
+        rows = torch.as_tensor(boxes, dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError):  # no numbers, or rows of several lengths
+        rows = torch.empty(0, 0, dtype=torch.float64, device="cpu")
+    rows = rows if rows.dim() > 1 else rows.view(1, -1)
+    first, last = rows[:, :2], rows[:, 2:]
+    size = torch.tensor(mask.size, dtype=torch.float64, device="cpu")
+    if rows.shape[1:] != (4,) or not len(rows) or not ((first >= 0) & (first < last) & (last <= size)).all():
+        within = f"0 <= x0 < x1 <= {mask.width} and 0 <= y0 < y1 <= {mask.height}, the size of the image"
+        raise ImageError(f"got the box {boxes!r}; expected (x0, y0, x1, y1), or several, with {within}")
+    for left, top, right, bottom in rows.tolist():
+        mask.paste(255, (math.floor(left), math.floor(top), math.ceil(right), math.ceil(bottom)))
+    return mask if frame is not None else torch.as_tensor(np.array(mask), device="cpu")

@@ -1,0 +1,478 @@
+"""The interface of all metrics, their registry, and the measurement of several metrics at once."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ...attribution.base import Attribution, as_setting
+from ...attribution.explanation import Explanation, Setting
+from ...attribution.heatmap import reduced_maps, require_explanation, resized
+from ...attribution.options import Chunk, HasOptions, Precision, declared_options
+from ...engine.estimates import generator
+from ...errors import MethodError
+from ...hooks.model_state import prepared_for_attribution, run_model
+from ...io.inputs import ImagesLike
+from ...methods.gradient import VanillaGradient
+from ...targets.targets import TargetLike, probability
+from ...validation import Registry, check_choice, check_integer
+
+Score = Literal["probability", "explained"]
+_T = TypeVar("_T")
+
+DRAWS = 19
+"""The number of random controls."""
+
+SPREAD = 2.0
+"""The standard deviations above the mean of the draws from which on a map is clear.
+
+A further normal draw exceeds them in 3.4 % of cases, if mean and deviation are estimated from 19 draws. Real draws are
+not normal: with 1.78, for 5 %, more maps that ignore the prediction are clear than docs/trust.md allows.
+"""
+
+CONTROLS = ("constant", "centre", "random")
+"""The controls by default; the edges of the image, "edges", need the model and the images."""
+
+CENTRE_WIDTH = 0.25
+"""The standard deviation of the Gaussian control, as a share of each edge."""
+
+RELATIVE, ABSOLUTE = 1e-6, 1e-12
+"""The tolerances of `isclose` at which values are called equal."""
+
+METRICS: Registry[type[Metric]] = Registry(
+    "metric",
+    {
+        "relevance_mass": "energy_pointing_game",
+        "sign_agreement": "feature_agreement",
+        "signed_rank_agreement": "rank_agreement",
+        "effective_complexity": "gini or entropy",
+    },
+)
+"""All metrics by name. A class with a `name` is registered when it is defined."""
+
+
+class Control(NamedTuple):
+    """Values of a map that ignores the prediction, or of several draws of such a map."""
+
+    values: Tensor  # (N,) the mean over the draws
+    # The range: the mean and `SPREAD` standard deviations of the draws to each side. For a control without draws its
+    # value, and two standard errors of the difference to the map if the metric samples.
+    low: Tensor  # (N,)
+    high: Tensor  # (N,)
+
+
+class Outcome(NamedTuple):
+    """Values of one metric for the map and each control: M rows, of which the first is the map."""
+
+    values: Tensor  # (M, ...)
+    error: Tensor | None = None  # (M, ...) standard error of each value
+    difference_error: Tensor | None = None  # (M, ...) standard error of the first value minus each value
+    curves: Tensor | None = None  # (M, ..., K)
+    at: Tensor | None = None  # (K,) where the curve was measured
+    passes: int = 0  # of each image: new forwards, or calls of the method
+    controls: tuple[str, ...] = ()  # the names of the rows after the first, if they are not the subject's controls
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measurement:
+    """Values of one metric for the images of an explanation.
+
+    Attributes:
+        metric: The metric's name in the registry.
+        settings: The metric's options, with the score and the seed.
+        values: (N,) one value per image, NaN where the metric is not defined.
+        error: (N,) the standard error of each value, if the metric samples.
+        controls: The values of maps that ignore the prediction: "constant", "centre", a Gaussian at the centre of the
+            image, and "random", the map itself at random places, several times, or others that were asked for. For
+            metrics that call the method: "constant", "random", new noise at each call, and "edges" of the image.
+        higher_is_better: None if neither is better.
+        curve: (N, K) the scores on which the value is based, if the metric has a curve.
+        control_curves: (N, K) the same for each control.
+        at: (K,) the places of the curve, such as the fractions of the pixels that were replaced.
+        passes: The new forwards of each image, or calls of the method. Passes that an earlier metric or method of the
+            same call has run do not count.
+    """
+
+    metric: str
+    settings: Mapping[str, Setting]
+    values: Tensor
+    error: Tensor | None
+    controls: Mapping[str, Control]
+    higher_is_better: bool | None
+    curve: Tensor | None = None
+    control_curves: Mapping[str, Tensor] | None = None
+    at: Tensor | None = None
+    passes: int = 0
+
+    @property
+    def beats_controls(self) -> Tensor:
+        """(N,) of bool: whether the value is better than the range of every control, as of `Control`."""
+        return self._is_beyond(bool(self.higher_is_better))
+
+    @property
+    def loses_to_controls(self) -> Tensor:
+        """(N,) of bool: whether the value is worse than the range of every control."""
+        return self._is_beyond(not self.higher_is_better)
+
+    def _is_beyond(self, above: bool) -> Tensor:
+        """Return whether the values are above, or below, all controls by more than rounding."""
+        if self.higher_is_better is None or not self.controls:
+            return torch.zeros_like(self.values, dtype=torch.bool)
+        if above:
+            limit = torch.stack([control.high for control in self.controls.values()]).amax(0)
+            return (self.values > limit) & ~torch.isclose(self.values, limit, rtol=RELATIVE, atol=ABSOLUTE)
+        limit = torch.stack([control.low for control in self.controls.values()]).amin(0)
+        return (self.values < limit) & ~torch.isclose(self.values, limit, rtol=RELATIVE, atol=ABSOLUTE)
+
+    def __repr__(self) -> str:
+        """Return one line: the mean over the images, and the means of the controls."""
+        controls = ", ".join(f"{name} {_number(control.values)}" for name, control in self.controls.items())
+        return f"<Measurement of {self.metric}: {_number(self.values)}{controls and '; controls: '}{controls}>"
+
+
+def _number(values: Tensor) -> str:
+    return f"{float(values.double().mean()):.3g}"
+
+
+class SharedResults:
+    """Results that metrics share, each of which is computed once."""
+
+    def once(self, key: Hashable, compute: Callable[..., _T], *arguments: Any) -> _T:
+        """Return `compute(*arguments)`, which runs once for each key."""
+        if key not in self._known:
+            self._known[key] = compute(*arguments)
+        result: _T = self._known[key]
+        return result
+
+    @cached_property
+    def _known(self) -> dict[Hashable, Any]:
+        return {}
+
+
+class Subject(SharedResults):
+    """An explanation to measure and its controls, with the images, the model and the method.
+
+    Args:
+        explanation: The explanation of N images.
+        method: The method of the explanation, for metrics that call it.
+        model: The model, if there is no method.
+        inputs: The images, for explanations of tensors, which do not keep them.
+        target: The target, if it is not a class.
+        masks: (N, H, W) of bool, the pixels of the object, for metrics of localisation.
+        reference: Another explanation of the same images, for metrics of agreement.
+        score: The score that perturbed images get.
+        seed: The seed of all draws.
+        controls: The maps that ignore the prediction and are measured too, which takes most of the passes: names of
+            `CONTROLS`, and "edges" of the image, which needs the model and the images; or False for none. Metrics that
+            call the method always use their own controls.
+        draws: The number of random controls.
+        shared: The scores of perturbed images that other explanations in the same call share with this one.
+    """
+
+    def __init__(
+        self,
+        explanation: Explanation,
+        *,
+        method: Attribution | None = None,
+        model: nn.Module | None = None,
+        inputs: ImagesLike | None = None,
+        target: TargetLike = None,
+        masks: Any = None,
+        reference: Explanation | None = None,
+        score: Score = "probability",
+        seed: int = 0,
+        controls: bool | str | Sequence[str] = True,
+        draws: int = DRAWS,
+        shared: SharedResults | None = None,
+    ) -> None:
+        require_explanation(explanation, "a metric")
+        reduced_maps(explanation, None)  # raises for NaN and infinity
+        self.explanation, self.seed = explanation, seed
+        names = CONTROLS if controls is True else (controls,) if isinstance(controls, str) else controls or ()
+        self.controls = [check_choice("controls", name, (*CONTROLS, "edges")) for name in names]
+        self.draws = check_integer("draws", draws, least=0)
+        self.shared = shared or SharedResults()
+        self.score = check_choice("score", score, get_args(Score))
+        self._method, self._model, self._inputs, self._target = method, model, inputs, target
+        self._masks, self._reference = masks, reference
+
+    @cached_property
+    def maps(self) -> Tensor:
+        """The map and the controls at the size of the model's input (M, N, H, W)."""
+        return self.controlled(reduced_maps(self.explanation, None))
+
+    def controlled(self, cells: Tensor, of: slice = slice(None)) -> Tensor:
+        """Return maps (N, h, w) of some images and their controls in the size of the model's input, (M, N, H, W)."""
+        images = self.images[of] if "edges" in self.controls else None
+        rows = [cells, *control_maps(cells, self.seed, self.draws, self.controls, images)]
+        return torch.stack([resized_within(row, self.explanation.input_size) for row in rows])
+
+    def resized(self, values: Tensor) -> Tensor:
+        """Return values (N, C, h, w), summed over the channels, in the size of the model's input: (N, H, W)."""
+        return resized(values.sum(1), self.explanation.input_size)
+
+    def scores_of(self, images: Tensor) -> Tensor:
+        """Return the scores of other images (N, C, H, W) for the explained targets: (N,)."""
+        reader = self.reader
+        with prepared_for_attribution(reader.model), torch.no_grad():
+            return reader.resolve(self.scored_target, images)(run_model(reader.model, images))
+
+    @property
+    def method(self) -> Attribution:
+        """The method of the explanation. Raises MethodError if it was not given."""
+        if not isinstance(self._method, Attribution):
+            raise MethodError("this metric calls the method again: pass it as method=..., such as GradCAM(model)")
+        return self._method
+
+    @property
+    def reader(self) -> Attribution:
+        """A method that reads images for the model: the method of the explanation, or any if only a model was given."""
+        if self._method is None and self._model is None:
+            raise MethodError("this metric runs the model: pass method=... or model=...")
+        return self.method if self._model is None else VanillaGradient(self._model)
+
+    @cached_property
+    def images(self) -> Tensor:
+        """The images as the model's input (N, C, H, W). Raises MethodError if they are not known."""
+        frames = [frame for frame in self.explanation.frames if frame is not None]
+        if self._inputs is None and len(frames) < len(self.explanation):
+            raise MethodError("the explanation of a tensor does not keep it: pass the images as inputs=...")
+        given = [frame.picture for frame in frames] if self._inputs is None else self._inputs
+        images = self.reader.read(given).tensor
+        if (len(images), *images.shape[2:]) != (len(self.explanation), *self.explanation.input_size):
+            expected = f"{len(self.explanation)} images of {self.explanation.input_size} pixels"
+            raise MethodError(f"the inputs have shape {tuple(images.shape)}; the explanation is of {expected}")
+        return images
+
+    @property
+    def explained_target(self) -> TargetLike:
+        """The target of the explanation. Raises MethodError if it is not a class and was not given."""
+        if self._target is not None:
+            return self._target
+        classes = list(self.explanation.target)
+        if None in classes:
+            name = self.explanation.target_names[0]
+            raise MethodError(f'the explained target, "{name}", is not a class: pass it again as target=...')
+        return classes
+
+    @property
+    def scored_target(self) -> TargetLike:
+        """The target whose score perturbed images get: the probability of the class, if the target is one."""
+        is_class = None not in self.explanation.target and self.score == "probability"
+        return probability(list(self.explanation.target)) if is_class else self.explained_target
+
+    @cached_property
+    def masks(self) -> Tensor:
+        """The pixels of the object (N, H, W) of bool. Raises MethodError if they were not given or have other sizes."""
+        if self._masks is None:
+            hint = "pass masks=... of shape (N, H, W), or --masks or --boxes on the command line"
+            raise MethodError(f"this metric needs to know where the object is: {hint}")
+        size = self.explanation.input_size
+        try:
+            masks = torch.as_tensor(self._masks, device=self.explanation.values.device).bool()
+        except (TypeError, ValueError, RuntimeError) as error:
+            kind = "a tensor or an array (N, H, W) of bool; saliency evaluate --masks reads files"
+            raise MethodError(f"masks={self._masks!r}: expected {kind}") from error
+        if masks.shape[-2:] != size or masks.numel() != len(self.explanation) * size[0] * size[1]:
+            expected = (len(self.explanation), *size)
+            raise MethodError(f"the masks have shape {tuple(masks.shape)}; expected {expected}, as the model sees them")
+        return masks.view(-1, *size)
+
+    @cached_property
+    def reference(self) -> Explanation:
+        """The other explanation of the same images. Raises MethodError if it was not given or is of other images."""
+        if not isinstance(self._reference, Explanation):
+            raise MethodError("this metric compares two explanations: pass the other one as reference=...")
+        if len(self._reference) != len(self.explanation):
+            counts = f"{len(self._reference)} images, and the explanation {len(self.explanation)}"
+            raise MethodError(f"the reference has {counts}; expected the same images")
+        return self._reference
+
+
+def resized_within(maps: Tensor, size: tuple[int, int]) -> Tensor:
+    """Resize maps (N, h, w) within the range of each, so that rounding does not give a constant map an order."""
+    return resized(maps, size).clamp(maps.amin((1, 2), True), maps.amax((1, 2), True))
+
+
+def control_maps(
+    cells: Tensor, seed: int, draws: int = DRAWS, names: Sequence[str] = CONTROLS, images: Tensor | None = None
+) -> list[Tensor]:
+    """Return the controls of maps (N, h, w) with these names, in their order.
+
+    They are a constant, a Gaussian at the centre, the edges of images (N, C, H, W), and random draws of `_moved`. All
+    have about the mean magnitude of the map, so that metrics of scale are fair. The Gaussian and the edges are scaled
+    by a power of two: rounding does not change the order of their pixels, so that all maps of one resolution share
+    their scores.
+    """
+    height, width = cells.shape[1:]
+    mean = cells.abs().mean((1, 2), keepdim=True)
+
+    def scaled(maps: Tensor) -> Tensor:
+        return maps * (mean / maps.mean((1, 2), keepdim=True).clamp(min=1e-30)).log2().round().exp2()
+
+    down, across = (
+        torch.exp(-0.5 * ((torch.arange(n, device=cells.device) + 0.5) / n - 0.5).div(CENTRE_WIDTH).square()).to(cells)
+        for n in (height, width)
+    )
+    maps = {
+        "constant": [mean.expand_as(cells)],
+        "centre": [scaled((down[:, None] * across)[None])],
+        "edges": [] if images is None else [scaled(edges(images).to(cells))],
+        "random": [_moved(cells, seed, number) for number in range(draws if "random" in names else 0)],
+    }
+    return [map_ for name in names for map_ in maps[name]]
+
+
+def edges(images: Tensor) -> Tensor:
+    """Return the norm of the gradient of the mean over the channels of images (N, C, H, W): (N, H, W)."""
+    grey = images.mean(1)
+    down, across = (grey.roll(1, axis) - grey.roll(-1, axis) for axis in (1, 2))
+    return torch.hypot(down, across)
+
+
+def _moved(cells: Tensor, seed: int, number: int) -> Tensor:
+    """Return maps (N, h, w) at another place: cyclically shifted by whole cells, and flipped at random.
+
+    All maps get the same shift, as a fraction of the edges. Unless the map is flipped, the shift is at least a
+    quarter of an edge, so that the control is not the map itself.
+    """
+    source = generator(seed, number)
+    while True:
+        draws = torch.rand(4, generator=source, dtype=torch.float64, device="cpu").tolist()
+        flips = [axis for axis, draw in zip((1, 2), draws[2:], strict=True) if draw < 0.5]
+        if flips or any(0.25 <= shift <= 0.75 for shift in draws[:2]):
+            break
+    shifts = [round(shift * edge) for shift, edge in zip(draws[:2], cells.shape[1:], strict=True)]
+    return cells.flip(flips).roll(shifts, (1, 2))
+
+
+class Metric(HasOptions, ABC):
+    """Base class of all metrics. A subclass with a `name` is registered; it implements `outcome`."""
+
+    name: ClassVar[str] = ""
+    higher_is_better: ClassVar[bool | None] = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.__dict__.get("name", ""):
+            METRICS[cls.name] = cls
+
+    @property
+    def settings(self) -> Mapping[str, Setting]:
+        """The options of this metric."""
+        return {name: as_setting(getattr(self, name)) for name in declared_options(type(self))}
+
+    def measure(self, explanation: Explanation, **context: Any) -> Measurement:
+        """Measure an explanation by this metric.
+
+        Args:
+            explanation: The explanation of one image or more.
+            **context: As for `saliency.metrics.measure`.
+        """
+        return measure([self], explanation, **context)[0]
+
+    def together(self, metrics: Sequence[Metric], subject: Subject, **passes: Any) -> dict[Metric, Outcome]:
+        """Measure by this metric, and by the given metrics that share its work; by none of them unless overridden."""
+        return {self: self.outcome(subject)}
+
+    @abstractmethod
+    def outcome(self, subject: Subject) -> Outcome:
+        """Compute the values of all images, (M, N), for the map and its controls."""
+
+    def __repr__(self) -> str:
+        """Return the metric as a call with its options."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"
+
+
+def get_metric(name: object) -> type[Metric]:
+    """Return the metric with this name. Raises MethodError for another name, with the closest ones."""
+    return METRICS.find(name)
+
+
+def resolve_metrics(metrics: str | Metric | Sequence[str | Metric]) -> list[Metric]:
+    """Return metrics that are given by name or as objects, one or several. Raises MethodError for another name."""
+    given = [metrics] if isinstance(metrics, str | Metric) else metrics
+    return [metric if isinstance(metric, Metric) else get_metric(metric)() for metric in given]
+
+
+def measure(
+    metrics: str | Metric | Sequence[str | Metric],
+    explanation: Explanation,
+    *,
+    chunk: Chunk = "auto",
+    precision: Precision = "exact",
+    progress: bool | None = None,
+    **context: Any,
+) -> list[Measurement]:
+    """Measure an explanation by several metrics. Metrics that perturb the image share the forwards of equal images.
+
+    Args:
+        metrics: Metrics, or their names in `METRICS`.
+        explanation: The explanation of one image or more.
+        chunk: As for `saliency.MultiPassAttribution`.
+        precision: As for `saliency.MultiPassAttribution`.
+        progress: As for `saliency.MultiPassAttribution`.
+        **context: Data that the metrics need, as for `Subject`: `method` or `model`, and `inputs`, `target`,
+            `masks`, `reference`, `score`, `seed`, `controls`, `draws`, `shared`.
+
+    Returns:
+        One measurement per metric, in their order.
+
+    Raises:
+        MethodError: A metric is unknown, or needs something that was not given.
+    """
+    resolved = resolve_metrics(metrics)
+    subject = Subject(explanation, **context)
+    measured: dict[Metric, Outcome] = {}
+    for metric in resolved:
+        if metric not in measured:
+            measured |= metric.together(resolved, subject, chunk=chunk, precision=precision, progress=progress)
+    return [measurement(metric, subject, measured[metric]) for metric in resolved]
+
+
+def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measurement:
+    """Return an outcome as a measurement: rows of one name are the draws of one control.
+
+    Raises:
+        MethodError: The metric did not return one row of values for the map and for each control.
+    """
+    label, expected = type(metric).__name__, "saliency.metrics.Outcome(values)"
+    if not isinstance(outcome, Outcome):
+        raise MethodError(f"{label}.outcome returned {type(outcome).__name__}; expected {expected}")
+    drawn = [name for name in subject.controls for _ in range(subject.draws if name == "random" else 1)]
+    names = (outcome.controls or drawn) if subject.controls else ()
+    shape = (1 + len(names), len(subject.explanation))
+    if tuple(outcome.values.shape) != shape:
+        got = f"values {tuple(outcome.values.shape)}"
+        raise MethodError(f"{label}.outcome returned {got}; expected {shape}, a row for the map and for each control")
+    rows = {name: [row for row, other in enumerate(names, 1) if other == name] for name in names}
+    curves = outcome.curves
+    return Measurement(
+        metric.name or type(metric).__name__,
+        {**metric.settings, "score": subject.score, "seed": subject.seed},
+        outcome.values[0],
+        None if outcome.error is None else outcome.error[0],
+        {name: _control(outcome, row) for name, row in rows.items()},
+        metric.higher_is_better,
+        None if curves is None else curves[0],
+        None if curves is None else {name: curves[row].mean(0) for name, row in rows.items()},
+        outcome.at,
+        outcome.passes,
+    )
+
+
+def _control(outcome: Outcome, rows: list[int]) -> Control:
+    """Return the control that some rows are the draws of. Draws have the same samples as the map."""
+    values = outcome.values[rows]
+    mean = values.mean(0)
+    if len(rows) > 1:
+        spread = SPREAD * values.std(0)
+    else:
+        spread = torch.zeros_like(mean) if outcome.difference_error is None else 2 * outcome.difference_error[rows[0]]
+    return Control(mean, mean - spread, mean + spread)

@@ -1,0 +1,571 @@
+"""Metrics of faithfulness: does the score drop where the map says that it depends on the pixels?"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...attribution.options import ConvertedOption, Option
+from ...engine.estimates import generator
+from ...methods.baselines import FillOption
+from ...methods.segments import ResolvedSegments, SegmentsLike, resolve_segments
+from ...validation import check_choice, check_integer, check_number
+from .base import Outcome
+from .changed_images import (
+    PerturbationMetric,
+    PerturbedImage,
+    area,
+    check_shares,
+    correlation,
+    digest,
+    jackknife,
+    row_ranks,
+)
+
+Order = Literal["morf", "lerf"]
+
+
+class SegmentsOption(ConvertedOption[SegmentsLike, ResolvedSegments]):
+    """Option for the features that are hidden as a whole; see `saliency.FeatureAblation`."""
+
+    def __init__(self, default: SegmentsLike) -> None:
+        super().__init__(default, resolve_segments)
+
+
+def _counts(steps: int, pixels: int, until: float = 1) -> list[int]:
+    """Return the numbers of pixels that equal steps replace, from 0 to a share of all."""
+    last = max(1, round(until * pixels))
+    steps = min(steps, last)
+    return [round(step * last / steps) for step in range(steps + 1)]
+
+
+def _fractions(curves: Tensor, until: float = 1) -> Tensor:
+    return torch.linspace(0, until, curves.shape[-1], dtype=torch.float64, device="cpu")
+
+
+class Deletion(PerturbationMetric):
+    """Area under the score while the most relevant pixels are deleted first; lower is better.
+
+    Args:
+        steps: The number of equal steps; 224 steps of an image of 224x224 delete one row of pixels each.
+        fill: The value of deleted pixels, as for `saliency.Occlusion`; 0 is the mean colour of the training images.
+        until: The share of the pixels that the steps delete.
+
+    Values: (N,), in units of the score: the area by the trapezoid rule over the fraction of deleted pixels, divided by
+    `until`.
+
+    Source: Petsiuk et al., "RISE: Randomized Input Sampling for Explanation of Black-box Models" (2018),
+        https://arxiv.org/abs/1806.07421.
+    """
+
+    name = "deletion"
+    higher_is_better = False
+
+    steps: Option[int] = Option(224, check_integer)
+    fill: FillOption = FillOption()
+    until: Option[float] = Option(1.0, check_number, above=0, most=1)
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the areas of one image."""
+        curves = image.curves(_counts(self.steps, image.pixels, self.until), self.fill)
+        return Outcome(area(curves), curves=curves, at=_fractions(curves, self.until))
+
+
+class Insertion(PerturbationMetric):
+    """Area under the score while the most relevant pixels are inserted first into a blurred image; higher is better.
+
+    Args:
+        steps: As for `Deletion`.
+        until: As for `Deletion`.
+
+    Values: (N,), in units of the score, as for `Deletion`. The blur is a Gaussian of 11 pixels with a standard
+    deviation of 5.
+
+    Source: Petsiuk et al., "RISE: Randomized Input Sampling for Explanation of Black-box Models" (2018),
+        https://arxiv.org/abs/1806.07421.
+    """
+
+    name = "insertion"
+    higher_is_better = True
+
+    steps: Option[int] = Option(224, check_integer)
+    until: Option[float] = Option(1.0, check_number, above=0, most=1)
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the areas of one image."""
+        curves = image.curves(_counts(self.steps, image.pixels, self.until), image.blurred, insert=True)
+        return Outcome(area(curves), curves=curves, at=_fractions(curves, self.until))
+
+
+class OrderedMetric(PerturbationMetric):
+    """Base class of metrics that replace pixels in either order of their relevance.
+
+    Args:
+        order: "morf" replaces the most relevant pixels first, where lower is better; "lerf" the least relevant first,
+            where higher is better.
+    """
+
+    order: Option[Order] = Option("morf", check_choice, ("morf", "lerf"))
+
+    @property
+    def higher_is_better(self) -> bool:  # type: ignore[override] # depends on the order
+        """Whether the least relevant pixels are replaced first."""
+        return self.order == "lerf"
+
+
+class PixelFlipping(OrderedMetric):
+    """Area under the score while pixels are replaced in the order of their relevance.
+
+    Args:
+        steps: As for `Deletion`.
+        fill: As for `Deletion`.
+
+    Values: (N,), in units of the score.
+
+    Source: Bach et al., "On Pixel-Wise Explanations for Non-Linear Classifier Decisions by Layer-Wise Relevance
+        Propagation" (2015), https://doi.org/10.1371/journal.pone.0130140.
+    """
+
+    name = "pixel_flipping"
+
+    steps: Option[int] = Option(224, check_integer)
+    fill: FillOption = FillOption()
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the areas of one image."""
+        counts = _counts(self.steps, image.pixels)
+        curves = image.curves(counts, self.fill, lowest_first=self.order == "lerf")
+        return Outcome(area(curves), curves=curves, at=_fractions(curves))
+
+
+class ABPC(PerturbationMetric):
+    """Area between the curves of pixel flipping: least relevant first, minus most relevant first; higher is better.
+
+    Args:
+        steps: As for `Deletion`.
+        fill: As for `Deletion`.
+
+    Values: (N,), in units of the score. The curve is the difference of both curves.
+
+    Source: Schulz et al., "Restricting the Flow: Information Bottlenecks for Attribution" (2020),
+        https://arxiv.org/abs/2001.00396, as the degradation of an image.
+    """
+
+    name = "abpc"
+    higher_is_better = True
+
+    steps: Option[int] = Option(224, check_integer)
+    fill: FillOption = FillOption()
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the areas of one image."""
+        counts = _counts(self.steps, image.pixels)
+        least, most = (image.curves(counts, self.fill, lowest_first=lowest) for lowest in (True, False))
+        return Outcome(area(least - most), curves=least - most, at=_fractions(most))
+
+
+class AOPC(PerturbationMetric):
+    """Mean drop in the score while the patches of highest relevance are replaced by noise; higher is better.
+
+    Args:
+        patch: The edge of a patch in pixels.
+        steps: The largest number of replaced patches.
+        draws: The number of draws of the noise, for the standard error.
+
+    Values: (N,), in units of the score: the mean over the steps, of which the first replaces nothing. The noise is
+    uniform between the smallest and the largest value of each channel.
+
+    Source: Samek et al., "Evaluating the Visualization of What a Deep Neural Network Has Learned" (2017),
+        https://arxiv.org/abs/1509.06321.
+    """
+
+    name = "aopc"
+    higher_is_better = True
+
+    patch: Option[int] = Option(9, check_integer)
+    steps: Option[int] = Option(100, check_integer)
+    draws: Option[int] = Option(10, check_integer, least=2)
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the mean drops of one image."""
+        segments = image.segments(_grid(image, self.patch))
+        places = image.segment_ranks(segments)  # (M, segments)
+        steps = min(self.steps, segments.count)
+        low, high = (extreme[:, None, None] for extreme in image.x[0].flatten(1).aminmax(dim=1))
+        falls = []
+        for place in places:
+
+            def make(start: int, stop: int, place: Tensor = place) -> Tensor:
+                images = []
+                for number in range(start, stop):
+                    draw, step = divmod(number, steps)
+                    source = generator(image.seed, draw, step)
+                    noise = torch.rand(image.x.shape[1:], generator=source, dtype=torch.float32, device="cpu").to(
+                        image.x
+                    )
+                    hidden = (place <= step)[segments.labels]
+                    images.append(torch.where(hidden, low + noise * (high - low), image.x[0]))
+                return torch.stack(images)
+
+            scores = image.scores(("noise", digest(place), self.patch, steps, self.draws), self.draws * steps, make)
+            falls.append(image.full - scores.view(self.draws, steps))
+        curves = torch.stack(falls)  # (M, draws, steps)
+        mean = jackknife(lambda draws: curves[:, draws].sum(2).mean(1) / (steps + 1), self.draws)
+        return Outcome(*mean, curves=curves.mean(1), at=torch.arange(1, steps + 1, device="cpu"))
+
+
+class Selectivity(PerturbationMetric):
+    """Area under the score while the patches of highest mean relevance are deleted first; lower is better.
+
+    Args:
+        patch: The edge of a patch in pixels.
+        fill: As for `Deletion`.
+
+    Values: (N,), in units of the score.
+
+    Source: Montavon et al., "Methods for Interpreting and Understanding Deep Neural Networks" (2018),
+        https://arxiv.org/abs/1706.07979.
+    """
+
+    name = "selectivity"
+    higher_is_better = False
+
+    patch: Option[int] = Option(28, check_integer)
+    fill: FillOption = FillOption()
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the areas of one image."""
+        curves = image.segment_curves(_grid(image, self.patch), self.fill)
+        return Outcome(area(curves), curves=curves, at=_fractions(curves))
+
+
+class IROF(PerturbationMetric):
+    """Area over the score while the superpixels of highest mean relevance are replaced by the mean; higher is better.
+
+    Args:
+        segments: As for `saliency.FeatureAblation`.
+
+    Values: (N,): 1 minus the area under the score relative to the score of the image; 0 for an image of score 0.
+
+    Raises:
+        DependencyError: Superpixels need scikit-image, which is not installed.
+
+    Source: Rieger and Hansen, "IROF: a Low Resource Evaluation Metric for Explanation Methods" (2020),
+        https://arxiv.org/abs/2003.08747.
+    """
+
+    name = "irof"
+    higher_is_better = True
+
+    segments: SegmentsOption = SegmentsOption(100)
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the areas of one image."""
+        curves = image.segment_curves(self.segments, "mean")
+        shares = curves / image.full if image.full else torch.ones_like(curves)
+        return Outcome(1 - area(shares), curves=shares, at=_fractions(curves))
+
+
+class Infidelity(PerturbationMetric):
+    """Mean squared difference between the relevance of a random square and the drop in the score without it.
+
+    Lower is better.
+
+    Args:
+        side: The edge of the squares, as a share of the image's shorter edge.
+        samples: The number of squares.
+        scaled: Whether the map is first multiplied by the factor of at least 0 that gives the smallest value. The scale
+            of most maps has no meaning, and no map has the scale of a probability. The sign has a meaning: a map
+            with the wrong sign gets the value of a map of zeros.
+        fill: As for `Deletion`.
+
+    Values: (N,), in squared units of the score. Relevance in score units per unit of the input is multiplied by the
+    difference to the fill.
+
+    Source: Yeh et al., "On the (In)fidelity and Sensitivity of Explanations" (2019), https://arxiv.org/abs/1901.09392.
+    """
+
+    name = "infidelity"
+    higher_is_better = False
+
+    side: Option[float] = Option(0.25, check_number, above=0, most=1)
+    samples: Option[int] = Option(200, check_integer, least=2)
+    scaled: Option[bool] = Option(True)
+    fill: FillOption = FillOption()
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the errors of one image."""
+        height, width = image.x.shape[2:]
+        side = max(1, round(self.side * min(height, width)))
+        squares = torch.zeros(self.samples, height, width, dtype=torch.bool, device=image.x.device)
+        for number, square in enumerate(squares):
+            draws = torch.rand(2, generator=generator(image.seed, number), dtype=torch.float64, device="cpu").tolist()
+            top, left = int(draws[0] * (height - side + 1)), int(draws[1] * (width - side + 1))
+            square[top : top + side, left : left + side] = True
+
+        def hidden(start: int, stop: int) -> Tensor:
+            return squares[start:stop]
+
+        key = ("square", side, self.samples)
+        falls = image.full - image.masked_scores(key, self.samples, self.fill, hidden, local=True)
+        sums = torch.stack([image.contributions(self.fill)[:, square].sum(1) for square in squares], 1).cpu().double()
+
+        def errors(chosen: Tensor) -> Tensor:
+            own, fall = sums[:, chosen], falls[chosen]
+            norm = own.square().sum(1)
+            fitted = ((own * fall).sum(1) / torch.where(norm > 0, norm, 1)).clamp(min=0)
+            factor = fitted if self.scaled else torch.ones_like(norm)
+            return (factor[:, None] * own - fall).square().mean(1)
+
+        return Outcome(*jackknife(errors, self.samples))
+
+
+class FaithfulnessCorrelation(PerturbationMetric):
+    """Correlation of the relevance of random sets of features with the drop in the score without them.
+
+    Higher is better.
+
+    Args:
+        segments: The features: the (rows, columns) of a grid, or as for `saliency.FeatureAblation`.
+        share: The share of the features that each set hides.
+        samples: The number of sets.
+        fill: As for `Deletion`.
+
+    Values: (N,), Pearson's correlation; 0 if the relevance of all sets is equal.
+
+    Source: Bhatt et al., "Evaluating and Aggregating Feature-based Model Explanations" (2020),
+        https://arxiv.org/abs/2005.00631.
+    """
+
+    name = "faithfulness_correlation"
+    higher_is_better = True
+
+    segments: SegmentsOption = SegmentsOption((16, 16))
+    share: Option[float] = Option(0.25, check_number, above=0, below=1)
+    samples: Option[int] = Option(200, check_integer, least=2)
+    fill: FillOption = FillOption()
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the correlations of one image."""
+        count = image.segments(self.segments).count
+        size = max(1, round(self.share * count))
+        sums, falls = image.subsets(self.segments, size, self.samples, self.fill)
+        return Outcome(*jackknife(lambda chosen: correlation(sums[:, chosen], falls[chosen]), self.samples))
+
+
+class SensitivityN(PerturbationMetric):
+    """Correlation of the relevance of random sets of n features with the drop in the score, for several n.
+
+    Higher is better.
+
+    Args:
+        segments: As for `FaithfulnessCorrelation`.
+        sizes: The number of sizes n, on a logarithmic grid from 1 to 80 % of the features.
+        samples: The number of sets of each size.
+        fill: As for `Deletion`.
+
+    Values: (N,), the mean of Pearson's correlations over n. The curve has them for each n.
+
+    Source: Ancona et al., "Towards better understanding of gradient-based attribution methods for Deep Neural Networks"
+        (2018), https://arxiv.org/abs/1711.06104.
+    """
+
+    name = "sensitivity_n"
+    higher_is_better = True
+
+    segments: SegmentsOption = SegmentsOption((16, 16))
+    sizes: Option[int] = Option(8, check_integer)
+    samples: Option[int] = Option(100, check_integer, least=2)
+    fill: FillOption = FillOption()
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the correlations of one image."""
+        largest = max(1, round(0.8 * image.segments(self.segments).count))
+        grid = torch.logspace(0, math.log10(largest), self.sizes, dtype=torch.float64, device="cpu")
+        sizes = sorted(set(grid.round().int().tolist()))
+        drawn = [image.subsets(self.segments, size, self.samples, self.fill) for size in sizes]
+
+        def curves(chosen: Tensor) -> Tensor:  # (M, sizes)
+            return torch.stack([correlation(sums[:, chosen], falls[chosen]) for sums, falls in drawn], 1)
+
+        mean = jackknife(lambda chosen: curves(chosen).mean(1), self.samples)
+        return Outcome(
+            *mean,
+            curves=curves(torch.arange(self.samples, device="cpu")),
+            at=torch.tensor(sizes, device="cpu", dtype=torch.int64),
+        )
+
+
+class FaithfulnessEstimate(PerturbationMetric):
+    """Correlation of the relevance of each feature with the drop in the score without it; higher is better.
+
+    Args:
+        segments: As for `FaithfulnessCorrelation`.
+        fill: As for `Deletion`.
+
+    Values: (N,), Pearson's correlation; 0 if the map is constant.
+
+    Source: Alvarez-Melis and Jaakkola, "Towards Robust Interpretability with Self-Explaining Neural Networks" (2018),
+        https://arxiv.org/abs/1806.07538.
+    """
+
+    name = "faithfulness_estimate"
+    higher_is_better = True
+
+    segments: SegmentsOption = SegmentsOption((16, 16))
+    fill: FillOption = FillOption()
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the correlations of one image."""
+        single = torch.eye(image.segments(self.segments).count, dtype=torch.bool, device="cpu")
+        return Outcome(correlation(*image.without_segments("single", self.segments, single, self.fill)))
+
+
+class Monotonicity(PerturbationMetric):
+    """Fraction of steps in which the score does not drop while features are inserted, the least relevant first.
+
+    Higher is better.
+
+    Args:
+        segments: As for `FaithfulnessCorrelation`.
+        fill: The value of features before they are inserted, as for `Deletion`.
+
+    Values: (N,), from 0 to 1.
+
+    Source: Arya et al., "One Explanation Does Not Fit All" (2019), https://arxiv.org/abs/1909.03012, who test whether
+        the share is 1.
+    """
+
+    name = "monotonicity"
+    higher_is_better = True
+
+    segments: SegmentsOption = SegmentsOption((8, 8))
+    fill: FillOption = FillOption()
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the fractions of one image."""
+        curves = image.segment_curves(self.segments, self.fill).flip(1)  # inserting is deleting backwards
+        return Outcome((curves.diff(dim=1) >= 0).double().mean(1), curves=curves, at=_fractions(curves))
+
+
+class MonotonicityCorrelation(PerturbationMetric):
+    """Rank correlation of the relevance of each feature with the uncertainty of the score without it.
+
+    Higher is better.
+
+    Args:
+        segments: As for `FaithfulnessCorrelation`.
+        samples: The number of values that replace each feature, uniform between the extremes of each channel.
+
+    Values: (N,), Spearman's correlation of the magnitudes of relevance with E[(f - f_i)²] / f².
+
+    Source: Nguyen and Martinez, "On Quantitative Aspects of Model Interpretability" (2020),
+        https://arxiv.org/abs/2007.07584.
+    """
+
+    name = "monotonicity_correlation"
+    higher_is_better = True
+
+    segments: SegmentsOption = SegmentsOption((8, 8))
+    samples: Option[int] = Option(10, check_integer, least=2)
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the correlations of one image."""
+        relevance, squares = self.relevance_and_squares(image)
+        relevance = row_ranks(relevance)
+
+        def correlations(drawn: Tensor) -> Tensor:
+            return correlation(relevance, row_ranks(squares[None, :, drawn].mean(2)))
+
+        return Outcome(*jackknife(correlations, self.samples))
+
+    def relevance_and_squares(self, image: PerturbedImage) -> tuple[Tensor, Tensor]:
+        """Return the relevance of each feature (M, features), and the squared changes without it (features, samples).
+
+        The relevance is the sum of the map's magnitudes.
+        """
+        segments, channels = image.segments(self.segments), image.x.shape[1]
+        low, high = image.x[0].flatten(1).aminmax(dim=1)
+
+        def make(start: int, stop: int) -> Tensor:
+            images = []
+            for number in range(start, stop):
+                source = generator(image.seed, number)
+                draws = torch.rand(channels, generator=source, dtype=torch.float32, device="cpu").to(low)
+                value = (low + draws * (high - low))[:, None, None]
+                images.append(torch.where(segments.labels == number // self.samples, value, image.x[0]))
+            return torch.stack(images)
+
+        key = ("replaced", id(segments), self.samples)
+        scores = image.scores(key, segments.count * self.samples, make, local=True).view(-1, self.samples)
+        return image.segment_sums(segments, image.maps.abs()), (image.full - scores).square()
+
+
+class Sufficiency(PerturbationMetric):
+    """Mean drop in the score if only the most relevant pixels are shown; lower is better.
+
+    Args:
+        shares: The shares of the pixels that are shown.
+        fill: The value of the other pixels, as for `Deletion`.
+
+    Values: (N,), in units of the score.
+
+    Source: DeYoung et al., "ERASER: A Benchmark to Evaluate Rationalized NLP Models" (2020),
+        https://arxiv.org/abs/1911.03429.
+    """
+
+    name = "sufficiency"
+    higher_is_better = False
+
+    shares: Option[tuple[float, ...]] = Option((0.01, 0.05, 0.1, 0.2, 0.5), check_shares)
+    fill: FillOption = FillOption()
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the drops of one image."""
+        counts = [max(1, round(share * image.pixels)) for share in self.shares]
+        curves = image.full - image.curves(counts, self.fill, insert=True)
+        return Outcome(curves.mean(1), curves=curves, at=torch.tensor(self.shares, device="cpu", dtype=torch.float64))
+
+
+class AverageDrop(PerturbationMetric):
+    """Relative drop in the score of the image multiplied by the map scaled to 0..1; lower is better.
+
+    Values: (N,), relative to the score of the image, 0 if the score rises. A constant map is scaled to 1.
+
+    Source: Chattopadhay et al., "Grad-CAM++: Generalized Gradient-based Visual Explanations for Deep Convolutional
+        Networks" (2018), https://arxiv.org/abs/1710.11063.
+    """
+
+    name = "average_drop"
+    higher_is_better = False
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the drops of one image."""
+        falls = (image.full - image.shown_by_map()) / (abs(image.full) or 1.0)
+        return Outcome(falls.clamp(min=0))
+
+
+class Increase(PerturbationMetric):
+    """Whether the score of the image multiplied by the map scaled to 0..1 is higher; higher is better.
+
+    Values: (N,), 1 or 0.
+
+    Source: Chattopadhay et al., "Grad-CAM++: Generalized Gradient-based Visual Explanations for Deep Convolutional
+        Networks" (2018), https://arxiv.org/abs/1710.11063.
+    """
+
+    name = "increase"
+    higher_is_better = True
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compare the scores of one image."""
+        return Outcome((image.shown_by_map() > image.full).double())
+
+
+def _grid(image: PerturbedImage, patch: int) -> tuple[int, int]:
+    """Return the (rows, columns) of patches of an edge in pixels."""
+    height, width = image.x.shape[2:]
+    return max(1, round(height / patch)), max(1, round(width / patch))

@@ -1,0 +1,252 @@
+"""Metrics of randomisation: does the map change if the weights, or the explained class, change?
+
+`MPRT` and `RandomLogit` measure a drop in similarity: similarity of the map to a repeated computation, minus similarity
+to the map after the change. A map that ignores the model has a value of 0, whether it is constant or noise.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ...attribution.base import Attribution
+from ...attribution.options import Option
+from ...engine.estimates import generator
+from ...errors import MethodError, TargetError
+from ...hooks.manager import HookManager
+from ...hooks.model_state import prepared_for_attribution, run_model
+from ...targets.targets import OutputFacts, class_scores
+from ...validation import check_choice, check_integer, check_number
+from .base import Outcome
+from .repeated_maps import SIMILARITIES, Maps, MethodMetric, Similarity, outputs, similarities
+
+Randomised = Literal["cascading", "independent"]
+
+
+class MPRT(MethodMetric):
+    """Drop in the similarity of the map while the layers are randomised from the top down; higher is better.
+
+    Args:
+        order: "cascading" keeps the layers above randomised; "independent" randomises one layer at a time.
+        compare: The similarity of two maps: "spearman" (rank correlation), "absolute" (of magnitudes) or "ssim".
+        layers: The number of steps, each of which randomises an equal number of layers; None takes one for each layer.
+        draws: The number of draws of the weights, for the standard error.
+        noise: The largest change of a value of the input. Above 0, each map is the mean over noisy images.
+        samples: The number of noisy images.
+
+    Values: (N,), the similarity of the map to a repeated computation, minus the mean similarity over the layers. The
+    curve has the similarities: the first with the model as it is. All parameters and buffers are randomised by
+    permuting the values of each tensor, which keeps their distribution.
+
+    Source: Adebayo et al., "Sanity Checks for Saliency Maps" (2018), https://arxiv.org/abs/1810.03292; with noise,
+        Hedström et al., "A Fresh Look at Sanity Checks for Saliency Maps" (2024), https://arxiv.org/abs/2405.02383.
+    """
+
+    name = "mprt"
+    higher_is_better = True
+
+    order: Option[Randomised] = Option("cascading", check_choice, ("cascading", "independent"))
+    compare: Option[Similarity] = Option("spearman", check_choice, SIMILARITIES)
+    layers: Option[int | None] = Option(None, check_integer)
+    draws: Option[int] = Option(1, check_integer)
+    noise: Option[float] = Option(0.0, check_number, least=0)
+    samples: Option[int] = Option(10, check_integer)
+
+    def measure_maps(self, maps: Maps) -> Outcome:
+        """Compute the drops of the images."""
+        randomised = self.randomised_similarities(maps)  # (draws, N, layers)
+        same = similarities(self._own(maps), [self._maps(maps, None)], self.compare)  # (N, 1)
+        falls = same - randomised.mean(2).T
+        error = standard_error(falls) if self.draws > 1 else None
+        return Outcome(falls.mean(1), error, curves=torch.cat([same, randomised.mean(0)], 1))
+
+    def randomised_similarities(self, maps: Maps) -> Tensor:
+        """Return the similarities of the maps to the maps of randomised models: (draws, N, layers)."""
+        options = (self.order, self.compare, self.layers, self.noise, self.samples)
+        draws = range(self.draws)
+        return torch.stack([maps.once((*options, draw), self._one_draw, maps, draw) for draw in draws])
+
+    def _one_draw(self, maps: Maps, draw: int) -> Tensor:
+        """Return the similarities for one draw of the weights: (N, layers)."""
+        others = (self._maps(maps, method) for method in self._randomised(maps, draw))
+        return similarities(self._own(maps), others, self.compare)
+
+    def _own(self, maps: Maps) -> Tensor:
+        return self._maps(maps, None) if self.noise else maps.own
+
+    def _maps(self, maps: Maps, method: Attribution | None) -> Tensor:
+        images = maps.subject.images
+        if not self.noise:
+            return maps.again() if method is None else maps(images, method)
+        noisy = (maps(images + maps.noise(self.noise, number), method) for number in range(self.samples))
+        return torch.stack(list(noisy)).mean(0)
+
+    def _randomised(self, maps: Maps, draw: int) -> Iterator[Attribution]:
+        """Yield the method on a copy of the model with randomised layers; each is valid until the next one."""
+        subject = maps.subject
+        names = subject.once("layers", layers_from_the_top, subject.method, subject.images[:1])
+        count = min(self.layers or len(names), len(names))
+        if maps.control:
+            yield from [subject.method] * count
+            return
+        method = subject.once("copy", copy.deepcopy, subject.method)
+        restore(method.model, subject.method.model)
+        ends = [round(step * len(names) / count) for step in range(count + 1)]
+        for begin, end in pairwise(ends):
+            if self.order == "independent":
+                restore(method.model, subject.method.model)
+            randomise(method.model, names[begin:end], subject.seed, draw)
+            yield method
+
+
+class EfficientMPRT(MethodMetric):
+    """Relative increase of the map's entropy when all weights are randomised; higher is better.
+
+    Args:
+        bins: The number of bins of the histogram of the map's values.
+
+    Values: (N,), (H of the randomised model - H) / H, where H is the entropy of the histogram.
+
+    Source: Hedström et al., "A Fresh Look at Sanity Checks for Saliency Maps" (2024),
+        https://arxiv.org/abs/2405.02383.
+    """
+
+    name = "efficient_mprt"
+    higher_is_better = True
+
+    bins: Option[int] = Option(100, check_integer, least=2)
+
+    def measure_maps(self, maps: Maps) -> Outcome:
+        """Compute the increases of the images."""
+        method = maps.subject.once("randomised", self._randomised, maps.subject.method, maps.subject.seed)
+        before, after = (self._entropy(values) for values in (maps.own, maps(maps.subject.images, method)))
+        return Outcome(torch.where(before > 0, (after - before) / before.clamp(min=1e-30), 0.0))
+
+    @staticmethod
+    def _randomised(method: Attribution, seed: int) -> Attribution:
+        method = copy.deepcopy(method)
+        randomise(method.model, [name for name, _ in method.model.named_modules()], seed)
+        return method
+
+    def _entropy(self, values: Tensor) -> Tensor:
+        rows = values.sum(1).flatten(1).cpu().double()
+        shares = torch.stack([torch.histc(row, self.bins) for row in rows]) / rows.shape[1]
+        return -torch.xlogy(shares, shares).sum(1)
+
+
+class RandomLogit(MethodMetric):
+    """Drop in the similarity of the map when another class is explained; higher is better.
+
+    Args:
+        compare: The similarity of two maps: "spearman" (rank correlation), "absolute" (of magnitudes) or "ssim".
+        draws: The number of other classes, drawn at random, for the standard error.
+
+    Values: (N,), the similarity of the map to a repeated computation, minus the mean similarity to the maps of other
+    classes. The curve has the similarities: the first for the same class.
+
+    Raises:
+        TargetError: The explained target is not a class, or the model has no other class.
+
+    Source: Sixt et al., "When Explanations Lie: Why Many Modified BP Attributions Fail" (2020),
+        https://arxiv.org/abs/1912.09818.
+    """
+
+    name = "random_logit"
+    higher_is_better = True
+
+    compare: Option[Similarity] = Option("spearman", check_choice, SIMILARITIES)
+    draws: Option[int] = Option(5, check_integer)
+
+    def measure_maps(self, maps: Maps) -> Outcome:
+        """Compute the drops of the images."""
+        subject = maps.subject
+        images, classes = subject.images, subject.explanation.target
+        if None in classes:
+            name = subject.explanation.target_names[classes.index(None)]
+            raise TargetError(f'the explained target, "{name}", is not a class, so there are no other classes')
+        scores = class_scores(subject.once("output", outputs, subject.method, images[:1]))
+        count = OutputFacts(subject.method.categories).class_count(scores.shape[1])
+        if count < 2:
+            raise TargetError("the model returns one number per image, so there are no other classes")
+        draws = torch.rand(count, generator=generator(subject.seed), dtype=torch.float64, device="cpu")
+        others = draws.repeat(len(images), 1)
+        others[torch.arange(len(images), device="cpu"), torch.tensor(classes, dtype=torch.int64, device="cpu")] = 2
+        order = others.argsort(1)[:, : min(self.draws, count - 1)]  # the explained class comes last
+        again = [maps.again(), *(maps(images, target=column.tolist()) for column in order.T)]
+        curve = similarities(maps.own, again, self.compare)
+        falls = curve[:, :1] - curve[:, 1:]
+        return Outcome(falls.mean(1), standard_error(falls), curves=curve)
+
+
+def standard_error(samples: Tensor) -> Tensor:
+    """Return the standard error of the mean of samples (N, k): (N,); 0 for one sample."""
+    count = samples.shape[1]
+    return samples.std(1) / count**0.5 if count > 1 else torch.zeros_like(samples[:, 0])
+
+
+def layers_from_the_top(method: Attribution, x: Tensor) -> list[str]:
+    """Return the names of the modules with parameters or buffers of their own, from the last that starts to run.
+
+    A module that is not called, such as the output projection of `nn.MultiheadAttention`, counts as its parent.
+
+    Raises:
+        MethodError: There are none.
+    """
+    model, began = method.model, list[str]()
+    with prepared_for_attribution(model), torch.no_grad(), HookManager() as hooks:
+        for name, module in model.named_modules():
+            hooks.around(module, partial(_note, began, name), lambda begun, output: None)
+        run_model(model, x)
+    places = {name: place for place, name in reversed(list(enumerate(began)))}
+    own = [name for name, module in model.named_modules() if _tensors(module)]
+    if not own:
+        raise MethodError(f"{type(model).__name__} has no parameters or buffers, so nothing can be randomised")
+
+    def place(name: str) -> int:
+        while name not in places and name:
+            name = name.rpartition(".")[0]
+        return places.get(name, 0)
+
+    return sorted(own, key=place, reverse=True)
+
+
+def _note(began: list[str], name: str, args: object, kwargs: object) -> None:
+    began.append(name)
+
+
+def randomise(model: nn.Module, names: list[str], *seed: int) -> None:
+    """Permute the values of all parameters and buffers of some modules in place.
+
+    Args:
+        model: The model.
+        names: The names of the modules.
+        *seed: The seed, and the number of the draw if there are several.
+    """
+    for name in names:
+        for number, tensor in enumerate(_tensors(model.get_submodule(name))):
+            source = generator(*seed, *name.encode(), number)
+            order = torch.randperm(tensor.numel(), generator=source, device="cpu").to(tensor.device)
+            with torch.no_grad():
+                tensor.copy_(tensor.flatten().index_select(0, order).view_as(tensor))
+
+
+def restore(copied: nn.Module, model: nn.Module) -> None:
+    """Copy the values of a model back into its copy, including buffers that are not saved."""
+    with torch.no_grad():
+        for tensor, value in zip(_all_tensors(copied), _all_tensors(model), strict=True):
+            tensor.copy_(value)
+
+
+def _all_tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers that a module itself holds."""
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]

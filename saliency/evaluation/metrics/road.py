@@ -1,0 +1,187 @@
+"""ROAD: impute removed pixels from their neighbours, so that the mask adds no edges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv2d, interpolate, max_pool2d
+
+from ...attribution.options import Option
+from ...engine.estimates import generator
+from ...validation import check_number
+from .base import Outcome
+from .changed_images import PerturbationMetric, PerturbedImage, check_shares, digest
+from .faithfulness import Order, OrderedMetric
+
+TOLERANCE = 1e-4
+"""The norm of the residual of the linear equations, relative to the norm of their right side."""
+
+WEIGHTS = ((1 / 12, 1 / 6, 1 / 12), (1 / 6, 0, 1 / 6), (1 / 12, 1 / 6, 1 / 12))
+"""The weights of a pixel's neighbours."""
+
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""The shares of the pixels that are removed by default."""
+
+NOISE = 0.01
+"""The standard deviation of the noise by default."""
+
+
+class ROAD(OrderedMetric):
+    """Mean score without the most relevant pixels, replaced by noisy linear imputation; lower is better.
+
+    Each removed pixel becomes the weighted mean of its eight neighbours, 1/6 for those at an edge and 1/12 for those at
+    a corner; at the border of the image the weights of the others are scaled to a sum of 1. So the shape of the mask
+    adds no edges that the model could see.
+
+    Args:
+        order: "morf" removes the most relevant pixels first, where lower is better; "lerf" the least relevant first,
+            where higher is better.
+        shares: The shares of the pixels that are removed.
+        noise: The standard deviation of the Gaussian noise on removed pixels, in units of the normalised input.
+
+    Values: (N,), in units of the score: the mean over the shares. The noise is drawn once for each share, and is the
+    same for all maps.
+
+    Source: Rong et al., "A Consistent and Efficient Evaluation Strategy for Attribution Methods" (2022),
+        https://arxiv.org/abs/2202.00449.
+    """
+
+    name = "road"
+
+    shares: Option[tuple[float, ...]] = Option(SHARES, check_shares)
+    noise: Option[float] = Option(NOISE, check_number, least=0)
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the mean scores of one image."""
+        return _outcome(_curves(image, self.order, self.shares, self.noise), self.shares)
+
+
+class CombinedROAD(PerturbationMetric):
+    """Mean score without the least relevant pixels minus the score without the most relevant ones; higher is better.
+
+    Args:
+        shares: As for `ROAD`.
+        noise: As for `ROAD`.
+
+    Values: (N,), in units of the score: the difference of `ROAD` in both orders. The curve is the difference of both.
+
+    Source: Rong et al. (2022), as for `ROAD`; Gildenblat and contributors (2022),
+        https://github.com/jacobgil/pytorch-grad-cam, who take half of the difference.
+    """
+
+    name = "combined_road"
+    higher_is_better = True
+
+    shares: Option[tuple[float, ...]] = Option(SHARES, check_shares)
+    noise: Option[float] = Option(NOISE, check_number, least=0)
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the differences of one image."""
+        least, most = (_curves(image, order, self.shares, self.noise) for order in ("lerf", "morf"))
+        return _outcome(least - most, self.shares)
+
+
+def _curves(image: PerturbedImage, order: Order, shares: tuple[float, ...], noise: float) -> Tensor:
+    """Return the scores without each share of the pixels, (M, K)."""
+    curves = []
+    for ranks in image.ranks:
+        place = image.pixels - 1 - ranks if order == "lerf" else ranks
+
+        def make(start: int, stop: int, place: Tensor = place) -> Tensor:
+            return removed(image.x, place, shares[start:stop], noise, image.seed, start)
+
+        curves.append(image.scores(("imputed", digest(place), shares, noise), len(shares), make))
+    return torch.stack(curves)
+
+
+def _outcome(curves: Tensor, shares: tuple[float, ...]) -> Outcome:
+    return Outcome(curves.mean(1), curves=curves, at=torch.tensor(shares, dtype=torch.float64, device="cpu"))
+
+
+def removed(x: Tensor, place: Tensor, shares: Sequence[float], noise: float, seed: int, first: int = 0) -> Tensor:
+    """Return an image (1, C, H, W) without the first pixels of an order (H, W), for each share: (k, C, H, W).
+
+    Args:
+        x: The image.
+        place: The place of each pixel in the order, from 0.
+        shares: The shares of the pixels.
+        noise: The standard deviation of the noise on removed pixels.
+        seed: The seed of the noise.
+        first: The number of the first share, on which its noise depends.
+    """
+    limits = torch.tensor([round(share * place.numel()) for share in shares], dtype=torch.int64, device=x.device)
+    missing = (place < limits[:, None, None])[:, None]
+    sources = (generator(seed, first + number) for number in range(len(shares)))
+    drawn = [torch.randn(x.shape, generator=source, dtype=torch.float32, device="cpu") for source in sources]
+    return imputed(x, missing) + missing * noise * torch.cat(drawn).to(x)
+
+
+def imputed(x: Tensor, missing: Tensor) -> Tensor:
+    """Return an image (1, C, H, W) without some pixels (k, 1, H, W): each is the weighted mean of its neighbours.
+
+    The linear equations of all masks are solved at once, by conjugate gradients with a multigrid preconditioner. If all
+    pixels are missing, the result is 0.
+
+    Source: Tatebe, "The Multigrid Preconditioned Conjugate Gradient Method" (1993),
+        https://ntrs.nasa.gov/citations/19940017002.
+    """
+    grid = _Grid(missing.to(torch.promote_types(x.dtype, torch.float32)))
+    known = torch.where(missing, 0, x).to(grid.missing)  # (k, C, H, W)
+    residual = grid.missing * _neighbours(known)
+    goal = TOLERANCE * residual.norm(dim=(2, 3), keepdim=True)
+    solution, step, old = torch.zeros_like(residual), torch.zeros_like(residual), torch.ones_like(goal)
+    # A system that is solved stays as it is, so that the result does not depend on the others.
+    while bool((active := residual.norm(dim=(2, 3), keepdim=True) > goal).any()):
+        descent = grid.descent(residual)
+        new = (residual * descent).sum((2, 3), keepdim=True)
+        step = torch.where(active, descent + new / old * step, 0)
+        image = grid.applied(step)
+        length = torch.where(active, new / (step * image).sum((2, 3), keepdim=True), 0)
+        solution, residual, old = solution + length * step, residual - length * image, new
+    return (known + solution).to(x)
+
+
+def _neighbours(images: Tensor) -> Tensor:
+    """Return the weighted sum of the neighbours of each pixel of images (k, C, H, W)."""
+    count = images.shape[0] * images.shape[1]
+    kernel = torch.tensor(WEIGHTS, dtype=images.dtype, device=images.device).expand(count, 1, 3, 3)
+    return conv2d(images.flatten(0, 1)[None], kernel, padding=1, groups=count).view_as(images)
+
+
+class _Grid:
+    """The equations of the missing pixels (k, 1, H, W), 1 or 0, and the equations at half the resolution.
+
+    At half the resolution, a pixel is missing if all of its pixels are.
+    """
+
+    def __init__(self, missing: Tensor) -> None:
+        size = missing.shape[2:]
+        self.missing = missing
+        self.total = _neighbours(torch.ones_like(missing[:1]))
+        self.inverse = missing / self.total
+        self.coarse: _Grid | None = None
+        if min(size) > 3 and bool(missing.any()):
+            self.rows, self.columns = (_interpolation(edge).to(missing) for edge in size)
+            self.coarse = _Grid(1 - max_pool2d(1 - missing, 2, ceil_mode=True))
+
+    def applied(self, values: Tensor) -> Tensor:
+        """Return the left side of the equations."""
+        return self.missing * (self.total * values - _neighbours(values))
+
+    def descent(self, residual: Tensor) -> Tensor:
+        """Return an approximate solution, by one multigrid cycle."""
+        values = self.inverse * residual
+        if self.coarse is None:
+            return values
+        rest = self.rows.mT @ (residual - self.applied(values)) @ self.columns
+        correction = self.coarse.descent(self.coarse.missing * rest)
+        values = values + self.missing * (self.rows @ correction @ self.columns.mT)
+        return values + self.inverse * (residual - self.applied(values))
+
+
+def _interpolation(size: int) -> Tensor:
+    """Return the matrix (size, half of it) of linear interpolation."""
+    half = (size + 1) // 2
+    return interpolate(torch.eye(half, dtype=torch.float64, device="cpu")[None], size, mode="linear")[0].mT

@@ -1,0 +1,429 @@
+"""The trust card of a map: its properties, each measured next to maps that ignore the prediction."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..attribution.base import METHODS, Attribution, explain_together
+from ..attribution.explanation import Explanation
+from ..errors import LayerError, MethodError, NotApplicableError
+from ..io.atomic_write import SOFTWARE, atomic_write
+from ..io.inputs import ImagesLike
+from ..render.figure import SCREEN_DPI, TEXT_SIZE, TITLE_SIZE, new_figure
+from ..render.notebook import framed
+from ..render.overlay import overlay
+from ..tables import Column, Table, escaped, number
+from ..targets.targets import TargetLike
+from ..validation import check_number
+from .metrics.agreement import RankCorrelation
+from .metrics.base import DRAWS, Measurement, Metric, Outcome, SharedResults, Subject, measure, measurement
+from .metrics.faithfulness import Deletion, Infidelity, Insertion
+from .metrics.randomisation import MPRT, RandomLogit
+from .metrics.road import ROAD
+from .metrics.robustness import NoiseMargin
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GREY, GREEN, RED, INK = "#8a8f98", "#1a8a4a", "#c0392b", "#202430"
+MARKERS = {"constant": "s", "centre": "o", "random": "x", "edges": "^"}
+
+UNCLEAR = "cannot be told from chance"
+WORSE = "worse than all controls"
+OTHERS = ("grad_cam", "layer_cam", "input_x_gradient")
+GRADIENTS = ("input_x_gradient", "vanilla_gradient")
+"""The methods with which a map is compared; on a model without a layer for CAMs, the first other one of `GRADIENTS`."""
+
+PROPERTIES = {
+    "mprt": ("depends on the weights (MPRT)", "the map changes when the weights are randomised"),
+    "random_logit": ("depends on the class (random logit)", "the map changes with the explained class"),
+    "noise_margin": ("stable under noise (noise margin)", "noise changes the map less than random weights do"),
+    "deletion": ("needed for the score (deletion)", "deleting the marked pixels lowers the score faster"),
+    "insertion": ("enough for the score (insertion)", "inserting the marked pixels raises the score faster"),
+    "road": ("needed, with imputation (ROAD)", "imputing the marked pixels lowers the score faster"),
+    "infidelity": ("predicts the score (infidelity)", "the map predicts how far hidden squares lower the score"),
+    "rank_correlation": ("agrees with others (rank correlation)", "other methods mark the same pixels"),
+}
+"""The title and the verdict of each metric of a card."""
+
+GROUPS = {
+    "depends on the model": ("mprt", "random_logit", "noise_margin"),
+    "marks what matters": ("deletion", "insertion", "road", "infidelity", "rank_correlation"),
+}
+"""The metrics of each group of a card. A map of the right model can still be at the wrong place."""
+
+CONTROLS = ("centre", "edges", "random")
+"""The controls of the second group. A constant map gives pixels no order; by ties, it would mark half of the image."""
+
+UNTIL = 0.25
+"""The share of the pixels that are deleted or inserted; over all pixels, right maps are clear less often."""
+
+SLIGHT = 0.05
+"""Rank correlations, and drops in them, below this number are called slight, even if they are clear."""
+
+
+@dataclass(frozen=True, slots=True)
+class Property:
+    """One property of a map.
+
+    Attributes:
+        name: The metric.
+        group: The group of `GROUPS`.
+        title: The property and its metric in words, such as "depends on the weights (MPRT)".
+        value: Its value.
+        error: The standard error of the value; NaN if the metric does not sample.
+        controls: The mean value of each map that ignores the prediction.
+        control_ranges: The range of each of them, as of `saliency.metrics.Control`.
+        higher_is_better: Whether higher values are better.
+        verdict: One sentence; `UNCLEAR` unless the value is outside of the ranges of all controls; `WORSE` if it is at
+            the wrong end.
+    """
+
+    name: str
+    group: str
+    title: str
+    value: float
+    error: float
+    controls: dict[str, float]
+    control_ranges: dict[str, tuple[float, float]]
+    higher_is_better: bool
+    verdict: str
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the value is better than the ranges of all controls."""
+        return self.verdict not in (UNCLEAR, WORSE)
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the value is worse than the ranges of all controls."""
+        return self.verdict == WORSE
+
+
+def _plus_minus(value: float, error: float) -> str:
+    return number(value) if math.isnan(error) else f"{number(value)} ± {number(error)}"
+
+
+def _controls(row: Property) -> str:
+    return ", ".join(f"{name} {_range(value, *row.control_ranges[name])}" for name, value in row.controls.items())
+
+
+def _range(value: float, low: float, high: float) -> str:
+    return number(value) if low == high else f"{number(value)} ({number(low)} to {number(high)})"
+
+
+_COLUMNS: tuple[Column[Property], ...] = (
+    Column("the map ...", lambda row: row.title, "left"),
+    Column(
+        "clear", lambda row: "yes" if row.is_clear else "worse" if row.is_worse else "?", "left", "than all controls"
+    ),
+    Column("verdict", lambda row: row.verdict, "left"),
+    Column("value", lambda row: _plus_minus(row.value, row.error), hint="with its standard error, if it samples"),
+    Column("better", lambda row: "higher" if row.higher_is_better else "lower", "left"),
+    Column("controls", _controls, "left", "with the ranges of their draws or samples"),
+)
+
+
+class TrustCard(Table[Property]):
+    """The properties of one map. It prints as text, displays as HTML and converts with `dataframe()`.
+
+    Attributes:
+        explanation: The explanation of the image.
+        measurements: The measurement of each metric, with its curve.
+        seconds: The time that the card took.
+        seed: The seed of all draws.
+    """
+
+    explanation: Explanation
+    measurements: dict[str, Measurement]
+    seconds: float
+    seed: int
+
+    @property
+    def summary(self) -> str:
+        """One line: the number of clear properties per group, then those that are unclear, worse or not measured."""
+        others = {
+            WORSE: [row.title for row in self if row.is_worse],
+            UNCLEAR: [row.title for row in self if row.verdict == UNCLEAR],
+            "not measured": _missing(self.measurements),
+        }
+        rest = [f"{why}: {', '.join(titles)}" for why, titles in others.items() if titles]
+        return "; ".join([*(f"{group}: {self.clear_in(group)}" for group in GROUPS), *rest])
+
+    def clear_in(self, group: str) -> str:
+        """Return how many measured properties of a group of `GROUPS` are clear."""
+        rows = [row for row in self if row.group == group]
+        return f"{sum(row.is_clear for row in rows)} of {len(rows)} clear"
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the card as .json, .html or .png, atomically, and return the path.
+
+        Raises:
+            MethodError: The suffix is not supported.
+            OSError: The file cannot be written.
+        """
+        path = Path(path)
+        writers = {".json": lambda: self.to_json().encode(), ".html": lambda: self._page().encode(), ".png": self._png}
+        if path.suffix not in writers:
+            raise MethodError(f'cannot save a trust card to "{path.name}": the suffix must be .json, .html or .png')
+        with atomic_write(path) as temporary:
+            temporary.write_bytes(writers[path.suffix]())
+        return path
+
+    def to_json(self) -> str:
+        """Return the card as JSON, with the settings of each metric. NaN and infinite numbers are null."""
+        rows = [
+            {
+                **asdict(row),
+                "is_clear": row.is_clear,
+                "is_worse": row.is_worse,
+                "settings": dict(self.measurements[row.name].settings),
+            }
+            for row in self
+        ]
+        card = {
+            "title": self.title,
+            "summary": self.summary,
+            "seed": self.seed,
+            "seconds": self.seconds,
+            "notes": self.notes,
+            "properties": rows,
+        }
+        return json.dumps(_without_nan(card), indent=2) + "\n"
+
+    def _repr_html_(self) -> str:
+        """Return the figure, as data within the text, and the table."""
+        data = base64.b64encode(self._png()).decode()
+        picture = f'<img src="data:image/png;base64,{data}" alt="{escaped(self.title)}" style="max-width: 100%">'
+        return f"{picture}\n{self.to_html()}"
+
+    def _png(self) -> bytes:
+        png = io.BytesIO()
+        draw_trust(self).savefig(png, format="png", dpi=1.5 * SCREEN_DPI, metadata={"Software": SOFTWARE})
+        return png.getvalue()
+
+    def _page(self) -> str:
+        style = "<style>body { font-family: sans-serif; margin: 2em }</style>"
+        head = f'<meta charset="utf-8"><title>{escaped(self.title)}</title>{style}'
+        return f"<!doctype html>\n<html lang=en><head>{head}</head><body>{self._repr_html_()}</body></html>\n"
+
+
+def _without_nan(value: Any) -> Any:
+    """Replace NaN and infinite numbers, which JSON does not have, by None."""
+    if isinstance(value, dict):
+        return {key: _without_nan(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def trust(
+    method: Attribution,
+    image: ImagesLike,
+    target: TargetLike = None,
+    *,
+    seconds: float | None = None,
+    seed: int = 0,
+    shared: SharedResults | None = None,
+) -> TrustCard:
+    """Measure whether a map of one image can be trusted.
+
+    Each property is measured next to maps that ignore the prediction. It is clear only where the map is better than all
+    of them: for deletion, insertion, ROAD, infidelity and agreement, these are the edges of the image, a spot at the
+    centre and 19 copies of the map at random places.
+
+    Args:
+        method: The method.
+        image: One image, as for `Attribution.attribute`.
+        target: As for `Attribution.attribute`.
+        seconds: A time limit. Fewer samples are drawn if more would not fit, and metrics that call the method are
+            left out if two calls would not fit. Without it, the card is the same for the same seed: about 190
+            forwards and 20 calls of the method.
+        seed: The seed of all draws.
+        shared: The scores of perturbed images that cards of other methods in the same call share with this one.
+
+    Raises:
+        MethodError: `method` is not a method, there are several images, or `seconds` is invalid.
+    """
+    began = time.perf_counter()
+    if not isinstance(method, Attribution):
+        raise MethodError(f"expected a method, such as GradCAM(model), got {method!r}")
+    explanation = method.attribute(image, target)
+    if len(explanation) != 1:
+        raise MethodError(f"a trust card is of one image, got {len(explanation)}")
+    context: dict[str, Any] = {"method": method, "target": target, "seed": seed, "controls": CONTROLS}
+    subject = Subject(explanation, inputs=image, **context)
+    context["inputs"] = subject.images
+    metrics = _metrics(subject, None if seconds is None else check_number("seconds", seconds, above=0))
+    measurements = measure(metrics, explanation, shared=shared, **context)
+    measurements.append(_agreement(subject, context))
+    notes = _notes(explanation, {each.metric for each in measurements})
+    card = TrustCard([property_of(each) for each in measurements], _COLUMNS, _title(explanation), notes)
+    card.explanation, card.seed = explanation, seed
+    card.measurements = {each.metric: each for each in measurements}
+    card.seconds = time.perf_counter() - began
+    return card
+
+
+def _metrics(subject: Subject, seconds: float | None) -> list[Metric]:
+    """Return the metrics of a card, with as many samples as fit into the time."""
+    draws, steps, samples = 5, 2, 60
+    if seconds is not None:
+        call = _seconds_of(lambda: subject.method.attribute(subject.images, subject.explained_target))
+        forward = _seconds_of(lambda: subject.scores_of(subject.images))
+        draws = min(draws, int(0.4 * seconds / call / 5))
+        steps = max(1, min(steps, int(0.4 * seconds / forward / (2 * DRAWS))))
+        samples = max(20, min(samples, int(0.1 * seconds / forward)))
+    metrics: list[Metric] = []
+    if draws >= 2:
+        is_class = None not in subject.explanation.target
+        metrics += [MPRT(layers=1, draws=draws), *([RandomLogit(draws=draws)] if is_class else [])]
+        metrics.append(NoiseMargin(samples=draws, draws=draws))
+    curves = [Deletion(steps=steps, until=UNTIL), Insertion(steps=steps, until=UNTIL)]
+    return [*metrics, *curves, ROAD(shares=(0.2, 0.5)), Infidelity(samples=samples)]
+
+
+def _seconds_of(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def _agreement(subject: Subject, context: dict[str, Any]) -> Measurement:
+    """Return the mean rank correlation with other methods that share one forward, in the context of the subject."""
+    method = subject.method
+
+    def explained(names: Sequence[str]) -> list[Explanation]:
+        others = [METHODS[name](method.model, preprocess=method.preprocess, layout=method.layout) for name in names]
+        return explain_together(others, subject.images, subject.explained_target)
+
+    others, gradients = ([name for name in names if name != method.name] for names in (OTHERS, GRADIENTS))
+    try:
+        references = explained(others)
+    except (LayerError, NotApplicableError):  # no layer for a CAM
+        references = explained(gradients[:1])
+    metric = RankCorrelation()
+    each = [Subject(subject.explanation, reference=other, **context) for other in references]
+    values = torch.stack([metric.outcome(one).values for one in each]).mean(0)
+    return measurement(metric, subject, Outcome(values))
+
+
+def property_of(measured: Measurement) -> Property:
+    """Return the property that a measurement of one image shows."""
+    title, verdict = PROPERTIES[measured.metric]
+    if not measured.beats_controls:
+        verdict = WORSE if measured.loses_to_controls else UNCLEAR
+    elif measured.metric in (*GROUPS["depends on the model"], "rank_correlation") and measured.values < SLIGHT:
+        verdict += ", but only slightly"
+    controls = measured.controls.items()
+    return Property(
+        measured.metric,
+        next(group for group, metrics in GROUPS.items() if measured.metric in metrics),
+        title,
+        float(measured.values),
+        math.nan if measured.error is None else float(measured.error),
+        {name: float(control.values) for name, control in controls},
+        {name: (float(control.low), float(control.high)) for name, control in controls},
+        bool(measured.higher_is_better),
+        verdict,
+    )
+
+
+def _title(explanation: Explanation) -> str:
+    return f"Trust card of {explanation.method} for {explanation.target_names[0]}"
+
+
+def _missing(measured: Collection[str]) -> list[str]:
+    """Return the titles of the properties that were not measured."""
+    return [title for name, (title, _) in PROPERTIES.items() if name not in measured]
+
+
+def _notes(explanation: Explanation, measured: Collection[str]) -> list[str]:
+    notes = [
+        "clear: better than all controls, maps that ignore the prediction: the edges of the image, a spot at the "
+        "centre, and the map itself at 19 random places; for the first three rows a constant, noise and the edges",
+        "worse: worse than all of them; ±: a standard error; in brackets: the range of 90 % of the draws, or two "
+        "standard errors of the difference if the metric samples",
+    ]
+    if missing := _missing(measured):
+        notes.append(f"not measured: {', '.join(missing)}")
+    if explanation.coverage is not None:
+        notes.append(f"coverage: {explanation.coverage}")
+    if explanation.residual is not None:
+        share = float(explanation.residual[0]) / (float(explanation.scores[0]) or 1.0)
+        notes.append(f"residual: {share:.2%} of the score")
+    return notes
+
+
+def draw_trust(card: TrustCard) -> Figure:
+    """Draw a trust card: the overlay, and each property on an axis of its own, on which better values lie to the right.
+
+    The bar of the map shows two standard errors. The grey bars of the controls show their ranges. The map is green
+    where it is better than all controls, and red where it is worse.
+
+    Args:
+        card: The result of `trust`.
+
+    Returns:
+        A matplotlib Figure, which a notebook shows.
+    """
+    rows = list(card)
+    drawing = new_figure(10, 0.6 * len(rows) + 1.4)
+    grid = drawing.add_gridspec(len(rows), 2, width_ratios=(1, 2))
+    picture = drawing.add_subplot(grid[:, 0])
+    picture.imshow(np.asarray(overlay(framed(card.explanation))))
+    picture.set_axis_off()
+    groups = set[str]()
+    for number_of_row, row in enumerate(rows):
+        axes = drawing.add_subplot(grid[number_of_row, 1])
+        _draw_property(axes, row)
+        if row.group not in groups:
+            groups.add(row.group)
+            title = f"{row.group}: {card.clear_in(row.group)}\n"
+            axes.set_title(title, x=0, ha="left", weight="bold", fontsize=TEXT_SIZE + 1)
+    drawing.suptitle(card.title, fontsize=TITLE_SIZE + 2, parse_math=False)
+    from matplotlib.lines import Line2D  # takes a second to import
+
+    names = dict.fromkeys(name for row in rows for name in row.controls)
+    keys = [Line2D([], [], color=GREY, marker=MARKERS[name], linestyle="", label=name) for name in names]
+    title = "better values lie to the right; grey: maps that ignore the prediction"
+    drawing.legend(
+        handles=keys,
+        title=title,
+        loc="outside lower right",
+        ncols=len(keys),
+        fontsize=TEXT_SIZE,
+        title_fontsize=TEXT_SIZE,
+        frameon=False,
+    )
+    return drawing
+
+
+def _draw_property(axes: Axes, row: Property) -> None:
+    """Draw the value and the controls of a property on one line."""
+    for name, value in row.controls.items():
+        axes.plot(row.control_ranges[name], (0, 0), color=GREY, alpha=0.8)
+        axes.plot(value, 0, color=GREY, marker=MARKERS[name], markersize=5, alpha=0.8)
+    error = 0.0 if math.isnan(row.error) else 2 * row.error
+    color = GREEN if row.is_clear else RED if row.is_worse else INK
+    axes.errorbar(row.value, 0, xerr=error, color=color, marker="D", markersize=7)
+    axes.set_title(f"{row.title}: {row.verdict}", loc="left", fontsize=TEXT_SIZE)
+    axes.set_yticks([])
+    axes.xaxis.set_major_formatter(lambda value, place: f"{value:.4g}")
+    axes.tick_params(labelsize=TEXT_SIZE - 1)
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    if not row.higher_is_better:
+        axes.invert_xaxis()
