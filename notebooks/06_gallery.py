@@ -60,7 +60,7 @@ FAMILIES = {
     "Path methods": ["integrated_gradients", "xrai"],
     "Smoothing": ["smoothing"],
     "Masks and windows": ["occlusion", "rise", "mask_optimisation", "sobol_hsic", "token_sampling"],
-    "Superpixels: ablation, Shapley values and local models": ["lime_shap", "segments"],
+    "Superpixels: Shapley values and local models": ["lime_shap"],
 }
 
 

@@ -64,6 +64,7 @@ from .methods.combined_cam import FusedCAM as FusedCAM
 from .methods.combined_cam import GuidedGradCAM as GuidedGradCAM
 from .methods.combined_cam import RefineCAM as RefineCAM
 from .methods.combined_cam import ShapleyCAM as ShapleyCAM
+from .methods.combined_cam import SmoothGradCAMPlusPlus as SmoothGradCAMPlusPlus
 from .methods.deep_lift import DeepLIFT as DeepLIFT
 from .methods.deep_lift import DeepSHAP as DeepSHAP
 from .methods.full_grad import FullGrad as FullGrad
@@ -93,11 +94,10 @@ from .methods.lrp import ExcitationBackprop as ExcitationBackprop
 from .methods.lrp import RelevancePropagation as RelevancePropagation
 from .methods.mask_optimisation import ExtremalPerturbation as ExtremalPerturbation
 from .methods.mask_optimisation import MeaningfulPerturbation as MeaningfulPerturbation
+from .methods.occlusion import FeatureAblation as FeatureAblation
 from .methods.occlusion import Occlusion as Occlusion
 from .methods.rise import RISE as RISE
-from .methods.segments import FeatureAblation as FeatureAblation
 from .methods.smoothing import SmoothGrad as SmoothGrad
-from .methods.smoothing import SmoothGradCAMPlusPlus as SmoothGradCAMPlusPlus
 from .methods.smoothing import SmoothGradSquared as SmoothGradSquared
 from .methods.smoothing import VarGrad as VarGrad
 from .methods.sobol_hsic import HSIC as HSIC

@@ -203,6 +203,17 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
     return scan
 
 
+def default_layer(model: nn.Module, x: Tensor, target: _Score | None = None) -> str:
+    """Return the last layer with spatial output at which the score has a gradient. Raises LayerError without one."""
+    layer = scan_layers(model, x, target).default
+    if layer is None:
+        raise LayerError(
+            f"no layer of {type(model).__name__} has a spatial output, not mirrored, for an input of "
+            f"{x.shape[-2]}x{x.shape[-1]}; pass layer=..., a larger image, or the network inside one that flips images"
+        )
+    return layer
+
+
 def trace_layers(model: nn.Module, x: Tensor) -> LayerTrace:
     """Trace the positions of the layers and of the attention in one forward of noise, cached as in `scan_layers`."""
     traces, key = cache_of(_traces, model), _key(model, x)

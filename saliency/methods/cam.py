@@ -20,7 +20,7 @@ from ..attribution.explanation import Sign
 from ..attribution.forward import TargetGradients
 from ..attribution.options import PositionalOption
 from ..errors import LayerError, MethodError, NotApplicableError, warn
-from ..layers.find import LayerLike, find, scan_layers
+from ..layers.find import LayerLike, default_layer, find
 from ..targets.targets import output_tensor
 
 SIGNED_SHARE = 0.3
@@ -67,17 +67,6 @@ class LayerAttribution(TracedAttribution):
     def layer_names(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:
         """Return the named layer, or the default one."""
         return (self.layer or default_layer(self.model, x, target),)
-
-
-def default_layer(model: nn.Module, x: Tensor, target: Callable[[Any], Tensor] | None = None) -> str:
-    """Return the last layer with spatial output at which the score has a gradient. Raises LayerError without one."""
-    layer = scan_layers(model, x, target).default
-    if layer is None:
-        raise LayerError(
-            f"no layer of {type(model).__name__} has a spatial output, not mirrored, for an input of "
-            f"{x.shape[-2]}x{x.shape[-1]}; pass layer=..., a larger image, or the network inside one that flips images"
-        )
-    return layer
 
 
 class LayerCombination(LayerAttribution):

@@ -10,116 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attribution.forward import SharedForward, TargetGradients, at_least_float32
-from ..attribution.options import Budget, Option, PositionalOption
+from ..attribution.forward import SharedForward, TargetGradients
+from ..attribution.options import Budget, Option
 from ..engine.estimates import ScoreEstimate, generator
-from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner, SampledAttribution, TimedAttribution
-from ..engine.recording import TailForward
+from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, TimedAttribution
 from ..errors import NotApplicableError, TargetError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
 from ..hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
-from ..layers.find import LayerLike
 from ..validation import check_flag, check_integer, check_number
-from .cam import default_layer, is_close, layer_name, linear_head, warn_if_signed
-
-
-class LayerOutput:
-    """Output of a layer for one image, and the channel and location of each of its values.
-
-    Args:
-        forward: The forward of the image (1, C, H, W).
-        layer: The layer's name.
-
-    Attributes:
-        layer: The layer's name.
-        raw: (1, ...) the output in its own layout.
-        maps: (K, h, w) the output as maps; half precision as float32.
-        output: The output of the model.
-    """
-
-    def __init__(self, forward: SharedForward, layer: str) -> None:
-        self.layer, self.raw, self.output = layer, forward.layers[layer], forward.output
-        layout = forward.layout(layer)
-        self.maps = at_least_float32(layout(self.raw)[0])
-        positions = torch.arange(self.raw.numel(), device=self.raw.device).view(self.raw.shape)
-        self._positions = layout(positions)[0].flatten(1)  # (K, h * w) the index of each value in the raw output
-
-    def without(self, channels: Tensor) -> Tensor:
-        """Return the raw output (k, ...), where the channels (k, m) of each row are set to 0."""
-        rows = self.raw.flatten()[None].repeat(len(channels), 1)
-        rows.scatter_(1, self._positions[channels].flatten(1), 0)
-        return rows.view(-1, *self.raw.shape[1:])
-
-    def scaled(self, factors: Tensor) -> Tensor:
-        """Return the raw output (k, ...), where the locations of each row are scaled by factors (k, h, w).
-
-        Values without a location, such as class tokens, are unchanged.
-        """
-        rows = self.raw.flatten()[None].repeat(len(factors), 1)
-        rows[:, self._positions] *= factors.to(rows).flatten(1)[:, None]
-        return rows.view(-1, *self.raw.shape[1:])
-
-    def weighted(self, weights: Tensor) -> Tensor:
-        """Return the map (1, h, w): the sum over the channels of weight (K,) times activation."""
-        return torch.einsum("k,khw->hw", weights.to(self.maps), self.maps)[None]
-
-
-class LayerPasses(MultiPassAttribution):
-    """Base class of methods that read a layer of one image once, and then run the model many times.
-
-    Args:
-        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
-
-    Raises:
-        LayerError: The layer does not exist, is not run, or has no spatial output.
-    """
-
-    sign = "positive"
-    assumes_unsigned: ClassVar[bool] = True
-    """As for `LayerCombination`."""
-
-    layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
-
-    def read_layer(self, passes: PassRunner) -> LayerOutput:
-        """Read the layer in one forward of the image.
-
-        Raises:
-            LayerError: The layer is not run, or has no spatial output.
-        """
-        name = self.layer or default_layer(self.model, passes.x, passes.target(1))
-        layer = LayerOutput(SharedForward(self.model, passes.x, [name], "none"), name)
-        if self.assumes_unsigned:
-            warn_if_signed(self.name, layer.maps[None])
-        return layer
-
-    def tail_scores(
-        self, passes: PassRunner, layer: LayerOutput, make: Callable[[int, int], Tensor], count: int
-    ) -> Tensor:
-        """Return the scores (k,) for the layer's outputs (k, ...) that `make` creates; k < `count` after an interrupt.
-
-        Only the part of the model after the layer runs, where that is possible.
-        """
-        tail = TailForward(self.model, layer.layer, passes.x)
-
-        def compute(start: int, stop: int) -> Tensor:
-            with torch.no_grad():
-                return passes.target(stop - start)(tail(make(start, stop)))
-
-        scores = list(passes.chunks(compute, count))
-        passes.notes.append(tail.how)
-        return torch.cat(scores)
+from .cam import is_close, linear_head
+from .layer_passes import LayerOutput, LayerPasses, stretched
 
 
 def strongest(strength: Tensor, limit: int | None) -> Tensor:
     """Return the channels in descending order of strength (K,), at most `limit`; ties by number."""
     return torch.sort(strength, descending=True, stable=True).indices[:limit]
-
-
-def stretched(maps: Tensor) -> Tensor:
-    """Return maps (..., H, W), each stretched to 0..1; constant ones become 0."""
-    low, high = maps.amin((-2, -1), keepdim=True), maps.amax((-2, -1), keepdim=True)
-    return (maps - low) / torch.where(high == low, torch.ones_like(high), high - low)
 
 
 class ChannelMasks:

@@ -22,7 +22,7 @@ from ..hooks.autograd_graph import Gradients, result_spec
 from ..hooks.operations import LINEAR, SOFTMAX, Operation, SavedValues
 from ..hooks.rectifiers import Coverage, nodes_between, require_visible
 from ..io.preprocess import Preprocess
-from ..layers.find import LayerLike, named_layers, scan_layers, trace_layers
+from ..layers.find import LayerLike, default_layer, named_layers, scan_layers, trace_layers
 from ..layers.layout import given_layout
 from ..relevance.composites import COMPOSITES
 from ..relevance.propagation import (
@@ -50,7 +50,7 @@ from ..relevance.rules import (
 )
 from ..relevance.walk import Visit, Walk, has_ambiguous_shapes
 from ..validation import check_choice, check_flag, check_number, is_integer
-from .cam import default_layer, layer_name
+from .cam import layer_name
 
 _ROUNDING = 1e-5
 

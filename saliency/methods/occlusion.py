@@ -1,4 +1,4 @@
-"""Occlusion: the drop in the score when a sliding window hides part of the image."""
+"""The drop in the score when a part of the image is hidden: a sliding window, or a segment."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
 from ..errors import MethodError
 from ..validation import is_integer, is_pair
 from .baselines import Filler, FillOption
+from .segments import SUPERPIXELS, SegmentAttribution
 
 
 def _checked_edges(option: str, edges: object) -> int | tuple[int, int]:
@@ -120,3 +121,34 @@ def _covering(starts: list[int], window: int) -> list[int]:
 
 def _pair(edges: int | tuple[int, int]) -> tuple[int, int]:
     return edges if isinstance(edges, tuple) else (edges, edges)
+
+
+class FeatureAblation(SegmentAttribution):
+    """The drop in the score when a single segment of the image is hidden.
+
+    Joint effects are missed, for example if either of two eyes suffices, so the sum of the values has no meaning.
+    `KernelSHAP` and `ShapleySampling` divide joint effects among the segments.
+
+    Values: (N, 1, H, W), signed, in score units per pixel: f(x) minus the score without the segment, divided evenly
+    among the segment's pixels, so that the sum over a segment is the drop in the score.
+
+    Source: Zeiler and Fergus, "Visualizing and Understanding Convolutional Networks" (2013),
+        https://arxiv.org/abs/1311.2901, with superpixels instead of squares.
+    """
+
+    name = "feature_ablation"
+    cost = f"about {SUPERPIXELS} forwards, one for each segment"
+    quick_options: ClassVar = {"segments": (3, 3)}
+
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+        """Compute the drop in the score for each segment; 0 for segments that an interrupt left out."""
+        segments, filler = self.segmented(passes)
+        falls = torch.zeros(segments.count, dtype=torch.float64, device="cpu")
+
+        def make(start: int, stop: int) -> Tensor:
+            numbers = torch.arange(segments.count, device="cpu")
+            return filler(segments.hidden(numbers != torch.arange(start, stop, device="cpu")[:, None]))
+
+        for done in passes.forwards(make, segments.count):
+            falls[done.start : done.start + len(done.scores)] = (score - done.scores).cpu().double()
+        return ImageAttribution(segments.painted(falls).to(passes.x))

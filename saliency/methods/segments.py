@@ -1,10 +1,10 @@
-"""Segments of an image that are hidden as a whole: superpixels, a grid, or a label map; and feature ablation."""
+"""Segments of an image that are hidden as a whole: superpixels, a grid, or a label map."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attribution.options import ConvertedOption
-from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner
+from ..engine.multi_pass import MultiPassAttribution, PassRunner
 from ..errors import MethodError, optional_import
 from ..io.preprocess import Preprocess
 from ..validation import is_integer, is_pair
@@ -169,34 +169,3 @@ class SegmentAttribution(MultiPassAttribution):
         segments = segmented(passes.x, self.segments, self.preprocess)
         passes.notes.append(f"{segments.count} segments")
         return segments, Filler(passes.x, self.fill)
-
-
-class FeatureAblation(SegmentAttribution):
-    """The drop in the score when a single segment of the image is hidden.
-
-    Joint effects are missed, for example if either of two eyes suffices, so the sum of the values has no meaning.
-    `KernelSHAP` and `ShapleySampling` divide joint effects among the segments.
-
-    Values: (N, 1, H, W), signed, in score units per pixel: f(x) minus the score without the segment, divided evenly
-    among the segment's pixels, so that the sum over a segment is the drop in the score.
-
-    Source: Zeiler and Fergus, "Visualizing and Understanding Convolutional Networks" (2013),
-        https://arxiv.org/abs/1311.2901, with superpixels instead of squares.
-    """
-
-    name = "feature_ablation"
-    cost = f"about {SUPERPIXELS} forwards, one for each segment"
-    quick_options: ClassVar = {"segments": (3, 3)}
-
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """Compute the drop in the score for each segment; 0 for segments that an interrupt left out."""
-        segments, filler = self.segmented(passes)
-        falls = torch.zeros(segments.count, dtype=torch.float64, device="cpu")
-
-        def make(start: int, stop: int) -> Tensor:
-            numbers = torch.arange(segments.count, device="cpu")
-            return filler(segments.hidden(numbers != torch.arange(start, stop, device="cpu")[:, None]))
-
-        for done in passes.forwards(make, segments.count):
-            falls[done.start : done.start + len(done.scores)] = (score - done.scores).cpu().double()
-        return ImageAttribution(segments.painted(falls).to(passes.x))

@@ -18,7 +18,7 @@ from ..errors import ModelError, NotApplicableError, optional_import
 from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import run_model
 from ..validation import check_integer, check_number
-from .gradient_free_cam import LayerPasses, stretched
+from .layer_passes import LayerPasses, stretched
 from .token_attention import TokenAttention
 
 _INSTEAD = "vit_cx hides parts of the image instead"

@@ -1,6 +1,6 @@
 """Methods made of others: guided Grad-CAM and the fusion of layers, against their parts.
 
-Shapley-CAM, Finer-CAM and Refine-CAM, against closed forms and the CAMs that they are made of.
+Shapley-CAM, Finer-CAM, Refine-CAM and Smooth Grad-CAM++, against closed forms and the CAMs that they are made of.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from saliency import (
     NotApplicableError,
     XGradCAM,
 )
+from saliency.engine.estimates import generator
 from saliency.methods.cam import LayerAttribution
-from saliency.methods.combined_cam import FinerCAM, RefineCAM, ShapleyCAM
+from saliency.methods.combined_cam import FinerCAM, RefineCAM, ShapleyCAM, SmoothGradCAMPlusPlus
+from saliency.testing import tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -368,3 +370,67 @@ def test_one_forward_and_one_backward_serve_all_layers(small: Tensor) -> None:
     model.register_forward_hook(lambda *_: calls.append(1))
     method.attribute(small, 1)
     assert len(calls) == 1
+
+
+# Smooth Grad-CAM++.
+
+
+def test_without_noise_it_is_grad_cam_plus_plus() -> None:
+    model = tiny_model().double()
+    x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    found = SmoothGradCAMPlusPlus(model, "last", noise=0.0, passes=3)
+    with pytest.warns(saliency.SaliencyWarning, match="are signed"):
+        values = found.attribute(x, [0, 1]).values
+    with pytest.warns(saliency.SaliencyWarning, match="are signed"):
+        expected = GradCAMPlusPlus(model, "last").attribute(x, [0, 1]).values
+    assert torch.allclose(values, expected)
+
+
+def test_means_of_powers_meet_the_clean_activations() -> None:
+    """Against the formula, written out over the same noisy copies."""
+    model = tiny_model().double()
+    x = torch.randn(1, 3, 16, 16, dtype=torch.float64)
+    found = SmoothGradCAMPlusPlus(model, "relu", passes=7, noise=0.2, seed=3).attribute(x, 1)
+    sigma = 0.2 * float(x.max() - x.min())
+
+    def at_layer(image: Tensor) -> tuple[Tensor, Tensor]:
+        kept: list[Tensor] = []
+        handle = model.get_submodule("last").register_forward_hook(lambda m, i, o: kept.append(o))
+        score = model(image)[0, 1]
+        handle.remove()
+        (gradient,) = torch.autograd.grad(score, kept[0])
+        return kept[0].detach(), gradient
+
+    # The layer is the last ReLU, whose derivative with respect to its output is that of the pooled mean.
+    activation = at_layer(x)[0].relu()[0]
+    weight = model.get_submodule("head").weight[1].detach()  # type: ignore[index]
+    gradient = (weight[:, None, None] / activation[0].numel()).expand_as(activation)
+    noise = [torch.empty(3, 16, 16).normal_(generator=generator(3, i)).double() for i in range(7)]
+    assert all(at_layer(x + sigma * each)[1].isfinite().all() for each in noise)
+    mass = activation.sum((1, 2), keepdim=True)
+    alpha = gradient**2 / (2 * gradient**2 + mass * gradient.clamp(min=0) ** 3)
+    weights = (alpha * gradient.clamp(min=0)).sum((1, 2))
+    assert torch.allclose(found.values[0, 0], torch.einsum("k,khw->hw", weights, activation))
+    assert found.error is not None
+    assert float(found.error.max()) < 1e-12
+    assert found.layer == "relu"
+
+
+def test_the_jackknife_knows_how_much_the_map_varies() -> None:
+    model = tiny_model().double()
+    x = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    maps, errors = [], []
+    for seed in range(30):
+        found = SmoothGradCAMPlusPlus(model, "norm", passes=50, seed=seed, chunk=16, noise=0.3)
+        with pytest.warns(saliency.SaliencyWarning):
+            made = found.attribute(x, 1)
+        assert made.error is not None
+        maps.append(made.values)
+        errors.append(made.error)
+    ratio = torch.stack(errors).square().mean(0).sqrt() / torch.stack(maps).std(0)
+    assert 0.75 < float(ratio.median()) < 1.35
+
+
+def test_negative_noise_is_refused() -> None:
+    with pytest.raises(MethodError):
+        SmoothGradCAMPlusPlus(tiny_model(), noise=-1.0)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from saliency.engine import multi_pass
 from saliency.errors import MethodError
 from saliency.methods.baselines import Filler, resolve_fill
-from saliency.methods.occlusion import Occlusion
+from saliency.methods.occlusion import FeatureAblation, Occlusion
+from saliency.methods.segments import resolve_segments, segmented
 from saliency.testing import check_method, tiny_model
-from tests.games import Linear, noise, picture
+from tests.games import Linear, noise, per_cell, picture
 
 
 def by_hand(model: nn.Module, x: Tensor, window: tuple[int, int], stride: tuple[int, int], fill: Tensor) -> Tensor:
@@ -202,3 +203,36 @@ def test_a_fill_is_kept_as_what_it_was_and_settings_name_it() -> None:
     kept = Occlusion(Linear(), fill=noise(3, 8, 10))
     assert kept.settings["fill"] == "image"
     assert Occlusion(Linear(), fill=kept.fill).fill is kept.fill
+
+
+# Feature ablation.
+
+
+def test_segments_of_a_linear_model_have_the_sum_of_weight_times_input() -> None:
+    model, x = Linear(), picture(2)
+    for fill in (0.0, 1.5):
+        found = FeatureAblation(model, segments=(4, 5), fill=fill).attribute(x, 0)
+        effect = ((x - fill) * model.weight).sum(1, keepdim=True).detach()
+        for i in range(2):
+            torch.testing.assert_close(per_cell(found.values[i : i + 1], (4, 5)), per_cell(effect[i : i + 1], (4, 5)))
+        assert len(found.values[0, 0, :2, :2].unique()) == 1
+
+
+def test_it_is_captums_shared_out_among_the_pixels() -> None:
+    model, x = tiny_model().double(), noise(1, 3, 16, 16)
+    labels = torch.tensor([[0, 0, 7, 7], [0, 3, 3, 7], [5, 5, 3, 3], [5, 5, 5, 5]]).repeat_interleave(4, 0)
+    labels = labels.repeat_interleave(4, 1)
+    found = FeatureAblation(model, segments=labels, fill=-0.2).attribute(x, 2)
+    numbered = segmented(x, resolve_segments("segments", labels)).labels
+    peer = pytest.importorskip("captum.attr")
+    expected = peer.FeatureAblation(model).attribute(x, target=2, feature_mask=numbered[None, None], baselines=-0.2)
+    sizes = torch.bincount(numbered.flatten())[numbered]
+    torch.testing.assert_close(found.values[0, 0], expected[0, 0].double() / sizes, rtol=1e-5, atol=1e-7)
+    assert found.effort[0].note == "4 segments"
+    assert found.effort[0].passes == 4
+
+
+def test_what_is_painted_in_is_painted_in_for_each_segment() -> None:
+    model, x = Linear(), picture()
+    found = FeatureAblation(model, segments=(2, 2), fill="inpaint").attribute(x, 0)
+    assert len(found.values.unique()) == 4

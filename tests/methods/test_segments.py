@@ -1,4 +1,4 @@
-"""FeatureAblation, and how a picture is cut into segments."""
+"""How a picture is cut into segments."""
 
 from __future__ import annotations
 
@@ -13,50 +13,12 @@ from torch import Tensor
 from saliency.errors import MethodError
 from saliency.io.inputs import open_picture
 from saliency.io.preprocess import Preprocess
-from saliency.methods.segments import FeatureAblation, resolve_segments, segmented
-from saliency.testing import tiny_model
-from tests.games import Linear, noise, per_cell, picture
+from saliency.methods.occlusion import FeatureAblation
+from saliency.methods.segments import resolve_segments, segmented
+from tests.games import Linear, noise, picture
 
 CAT = Path(__file__).parents[2] / "assets" / "chelsea.jpg"
 PREPROCESS = Preprocess(size=(224, 224), resize=256)
-
-
-def distinct(values: Tensor) -> int:
-    """How many different values there are."""
-    return len(set(values.flatten().tolist()))
-
-
-def test_segments_of_a_linear_model_have_the_sum_of_weight_times_input() -> None:
-    model, x = Linear(), picture(2)
-    for fill in (0.0, 1.5):
-        found = FeatureAblation(model, segments=(4, 5), fill=fill).attribute(x, 0)
-        effect = ((x - fill) * model.weight).sum(1, keepdim=True).detach()
-        for i in range(2):
-            torch.testing.assert_close(per_cell(found.values[i : i + 1], (4, 5)), per_cell(effect[i : i + 1], (4, 5)))
-        assert distinct(found.values[0, 0, :2, :2]) == 1
-
-
-def test_it_is_captums_shared_out_among_the_pixels() -> None:
-    model, x = tiny_model().double(), noise(1, 3, 16, 16)
-    labels = torch.tensor([[0, 0, 7, 7], [0, 3, 3, 7], [5, 5, 3, 3], [5, 5, 5, 5]]).repeat_interleave(4, 0)
-    labels = labels.repeat_interleave(4, 1)
-    found = FeatureAblation(model, segments=labels, fill=-0.2).attribute(x, 2)
-    numbered = segmented(x, resolve_segments("segments", labels)).labels
-    peer = pytest.importorskip("captum.attr")
-    expected = peer.FeatureAblation(model).attribute(x, target=2, feature_mask=numbered[None, None], baselines=-0.2)
-    sizes = torch.bincount(numbered.flatten())[numbered]
-    torch.testing.assert_close(found.values[0, 0], expected[0, 0].double() / sizes, rtol=1e-5, atol=1e-7)
-    assert found.effort[0].note == "4 segments"
-    assert found.effort[0].passes == 4
-
-
-def test_what_is_painted_in_is_painted_in_for_each_segment() -> None:
-    model, x = Linear(), picture()
-    found = FeatureAblation(model, segments=(2, 2), fill="inpaint").attribute(x, 0)
-    assert distinct(found.values) == 4
-
-
-# Segments.
 
 
 def connected(labels: Tensor) -> bool:
@@ -124,7 +86,7 @@ def test_a_function_segments_the_picture_that_the_model_sees() -> None:
     found = FeatureAblation(Linear(), segments=halves).attribute(picture(), 0)
     assert came[0].shape == (8, 10, 3)
     assert (came[0].min(), came[0].max()) == (0.0, 1.0)
-    assert distinct(found.values) == 2
+    assert len(found.values.unique()) == 2
     assert found.settings["segments"] == "halves"
     labels = halves(came[0])
     assert FeatureAblation(Linear(), segments=labels).settings["segments"] == "labels"

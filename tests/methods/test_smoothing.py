@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import GradCAM, GradCAMPlusPlus, GuidedBackprop, MethodError, VanillaGradient
+from saliency import GradCAM, GuidedBackprop, MethodError, VanillaGradient
 from saliency.methods.smoothing import (
     NoisyAttribution,
     SmoothGrad,
-    SmoothGradCAMPlusPlus,
     SmoothGradSquared,
     VarGrad,
     Variance,
@@ -211,7 +210,6 @@ def test_an_interrupt_gives_what_was_computed(cls: type[NoisyAttribution]) -> No
         lambda: SmoothGrad(GuidedBackprop(tiny_model()), inner="grad_cam"),
         lambda: SmoothGrad(GuidedBackprop(tiny_model()), inner_options={"smooth": "leave"}),
         lambda: VarGrad(tiny_model(), passes=1).attribute(torch.randn(1, 3, 16, 16), 0),
-        lambda: SmoothGradCAMPlusPlus(tiny_model(), noise=-1.0),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Any) -> None:
@@ -245,64 +243,3 @@ def test_the_variance_does_not_depend_on_the_chunks() -> None:
     expected = ((central**4).mean(0) - samples.var(0).square() * 34 / 36) / 37
     assert found[0].error is not None
     assert torch.allclose(found[0].error, expected.sqrt(), rtol=1e-6)
-
-
-# Smooth Grad-CAM++.
-
-
-def test_without_noise_it_is_grad_cam_plus_plus() -> None:
-    model = tiny_model().double()
-    x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    found = SmoothGradCAMPlusPlus(model, "last", noise=0.0, passes=3)
-    with pytest.warns(saliency.SaliencyWarning, match="are signed"):
-        values = found.attribute(x, [0, 1]).values
-    with pytest.warns(saliency.SaliencyWarning, match="are signed"):
-        expected = GradCAMPlusPlus(model, "last").attribute(x, [0, 1]).values
-    assert torch.allclose(values, expected)
-
-
-def test_means_of_powers_meet_the_clean_activations() -> None:
-    """Against the formula, written out over the same noisy copies."""
-    from saliency.engine.estimates import generator
-
-    model = tiny_model().double()
-    x = torch.randn(1, 3, 16, 16, dtype=torch.float64)
-    found = SmoothGradCAMPlusPlus(model, "relu", passes=7, noise=0.2, seed=3).attribute(x, 1)
-    sigma = deviation(x, 0.2)
-
-    def at_layer(image: Tensor) -> tuple[Tensor, Tensor]:
-        kept: list[Tensor] = []
-        handle = model.get_submodule("last").register_forward_hook(lambda m, i, o: kept.append(o))
-        score = model(image)[0, 1]
-        handle.remove()
-        (gradient,) = torch.autograd.grad(score, kept[0])
-        return kept[0].detach(), gradient
-
-    # The layer is the last ReLU, whose derivative with respect to its output is that of the pooled mean.
-    activation = at_layer(x)[0].relu()[0]
-    weight = model.get_submodule("head").weight[1].detach()  # type: ignore[index]
-    gradient = (weight[:, None, None] / activation[0].numel()).expand_as(activation)
-    noise = [torch.empty(3, 16, 16).normal_(generator=generator(3, i)).double() for i in range(7)]
-    assert all(at_layer(x + sigma * each)[1].isfinite().all() for each in noise)
-    mass = activation.sum((1, 2), keepdim=True)
-    alpha = gradient**2 / (2 * gradient**2 + mass * gradient.clamp(min=0) ** 3)
-    weights = (alpha * gradient.clamp(min=0)).sum((1, 2))
-    assert torch.allclose(found.values[0, 0], torch.einsum("k,khw->hw", weights, activation))
-    assert found.error is not None
-    assert float(found.error.max()) < 1e-12
-    assert found.layer == "relu"
-
-
-def test_the_jackknife_knows_how_much_the_map_varies() -> None:
-    model = tiny_model().double()
-    x = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    maps, errors = [], []
-    for seed in range(30):
-        found = SmoothGradCAMPlusPlus(model, "norm", passes=50, seed=seed, chunk=16, noise=0.3)
-        with pytest.warns(saliency.SaliencyWarning):
-            made = found.attribute(x, 1)
-        assert made.error is not None
-        maps.append(made.values)
-        errors.append(made.error)
-    ratio = torch.stack(errors).square().mean(0).sqrt() / torch.stack(maps).std(0)
-    assert 0.75 < float(ratio.median()) < 1.35

@@ -14,8 +14,7 @@ from torch import Tensor
 from ...attribution.forward import SharedForward
 from ...attribution.options import Option
 from ...hooks.model_state import prepared_for_attribution
-from ...layers.find import find
-from ...methods.cam import default_layer
+from ...layers.find import default_layer, find
 from ...targets.targets import class_scores
 from ...validation import check_integer, check_number
 from .base import Outcome, Subject
