@@ -22,7 +22,7 @@ MEMORY_LIMIT = 1.15
 
 def methods() -> list[str]:
     """Return the attention methods of one forward."""
-    return [name for name, cls in saliency.METHODS.items() if cls.needs_attention and name not in MANY_PASSES]
+    return [name for name, cls in saliency.METHODS.items() if cls.needs.attention and name not in MANY_PASSES]
 
 
 def forward(model: nn.Module, x: Tensor) -> Contender:

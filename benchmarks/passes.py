@@ -159,7 +159,7 @@ def engine(names: list[str], rounds: int, passes_of_rise: int) -> Iterator[str]:
                 yield (
                     f"| {name} | {entry.label} | {precision} | {measured:.3f} | {walls:.3f} | "
                     f"{verdict(measured, entry.targets.get(precision))} | "
-                    f"{agreement(explanation.values, exact.values)} | {explanation.effort[0].precision} |"
+                    f"{agreement(explanation.values, exact.values)} | {explanation.run_stats[0].precision} |"
                 )
             yield f"| {name} | {entry.label} | plain, chunks of {size} | {timings['plain'].seconds:.2f} s | | | | |"
 
@@ -258,7 +258,7 @@ def occlusion() -> Iterator[str]:
     for name, goal in (("vgg16", 0.40), ("resnet50", 0.70), ("efficientnet_lite0", None)):
         case = load_case(name)
         method = saliency.Occlusion(case.model, window=32, stride=16)
-        count = method.attribute(case.x, case.target).effort[0].passes
+        count = method.attribute(case.x, case.target).run_stats[0].passes
         size = best_chunk(case, backward=False, rounds=1)
         timings = once(
             {
@@ -279,7 +279,7 @@ def tolerance() -> Iterator[str]:
         explanation = saliency.IntegratedGradients(case.model, tolerance=0.01).attribute(case.x, case.target)
         assert explanation.residual is not None
         total = float(explanation.values.sum())
-        passes = explanation.effort[0].passes
+        passes = explanation.run_stats[0].passes
         share = float(explanation.residual.abs()) / max(abs(total), 1e-12)
         yield f"| {photo} | {passes} | {share:.2e} | {passes / 50:.2f} | {verdict(passes / 50, 0.5)} |"
 

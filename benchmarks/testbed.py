@@ -596,7 +596,7 @@ WITHOUT_ATTENTION = """attn_lrp cp_lrp lrp deep_lift integrated_gradients grad_c
 
 def compared() -> list[str]:
     """Return the methods that read attention, and some others."""
-    return [*(name for name, cls in METHODS.items() if cls.needs_attention), *WITHOUT_ATTENTION.split()]
+    return [*(name for name, cls in METHODS.items() if cls.needs.attention), *WITHOUT_ATTENTION.split()]
 
 
 def planted_values(network: str, method: str, **options: Any) -> dict[str, Tensor]:

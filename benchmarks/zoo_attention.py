@@ -263,7 +263,7 @@ def judge_methods(model: nn.Module, x: Tensor) -> dict[str, str]:
     """Return the verdict on each attention method. Large errors are measured again in float64."""
     verdicts = {}
     for name, cls in saliency.METHODS.items():
-        if cls.needs_attention or name in WITHOUT_READING:
+        if cls.needs.attention or name in WITHOUT_READING:
             verdicts[name] = judge_method(model, x, name)
             if verdicts[name].startswith("WRONG"):
                 verdicts[name] = f"{judge_method(copy.deepcopy(model).double(), x.double(), name)}, in float64"
@@ -274,7 +274,7 @@ def judge_method(model: nn.Module, x: Tensor, name: str) -> str:
     """Return "exact" with the grid, "refused" or "WRONG" with details."""
     cls = saliency.METHODS[name]
     try:
-        method = cls(model, **cls.quick_options)
+        method = cls(model, **cls.preview_options)
         batch, single = method.attribute(x, CLASSES).values, method.attribute(x[1:], CLASSES[1]).values
         return verdict(batch, single, misplaced(model, x))
     except saliency.SaliencyError as refusal:

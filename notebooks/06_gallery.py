@@ -39,7 +39,7 @@ saliency.contact_sheet([[saliency.GradCAM(model).attribute(photo)] for photo in 
 # ## The methods
 
 # %%
-classes = [cls for cls in saliency.METHODS.values() if not cls.needs_attention]
+classes = [cls for cls in saliency.METHODS.values() if not cls.needs.attention]
 rows = [f"| `{cls.__name__}` | {summary(cls)} | {cls.cost} |" for cls in classes]
 Markdown("\n".join(["| method | summary | cost of a call |", "|---|---|---|", *rows]))
 

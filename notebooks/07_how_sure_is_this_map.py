@@ -65,11 +65,11 @@ draw(
 runs = [*(saliency.RISE(model, passes=passes).attribute(PHOTO, TARGET) for passes in (25, 100)), rise]
 draw(
     [saliency.overlay(each) for each in runs],
-    [f"{each.effort[0].passes} masks, the halves agree to {float(each.agreement):.2f}" for each in runs],
+    [f"{each.run_stats[0].passes} masks, the halves agree to {float(each.agreement):.2f}" for each in runs],
 )
 for each in runs:
     relative = float(each.error.square().mean().sqrt() / each.values.square().mean().sqrt())
-    print(f"{each.effort[0].passes:4} masks: relative error {relative:.3f}, agreement {float(each.agreement):.2f}")
+    print(f"{each.run_stats[0].passes:4} masks: relative error {relative:.3f}, agreement {float(each.agreement):.2f}")
 
 # %% [markdown]
 # ## Is the error correct?
@@ -104,8 +104,8 @@ print("within 1.96 errors of the long run, per seed:", ", ".join(f"{share:.1%}" 
 
 # %%
 for options in ({"tolerance": 0.4}, {"seconds": 1}, {"passes": 50}):
-    effort = saliency.RISE(model, **options).attribute(PHOTO, TARGET).effort[0]
-    print(f"{options!s:20} {effort.passes:5} passes in {effort.seconds:4.1f} s, ended by {effort.stopped}")
+    stats = saliency.RISE(model, **options).attribute(PHOTO, TARGET).run_stats[0]
+    print(f"{options!s:20} {stats.passes:5} passes in {stats.seconds:4.1f} s, ended by {stats.stopped}")
 
 # %% [markdown]
 # ## Errors without sampling
@@ -118,7 +118,7 @@ print("photo        passes  residual / rise")
 for photo in sorted(Path("../assets").glob("*.jpg")):
     found = saliency.IntegratedGradients(model, tolerance=0.01).attribute(photo)
     rise_of_score = float(found.values.sum() + found.residual)
-    print(f"{photo.stem:10} {found.effort[0].passes:8}  {float(found.residual) / rise_of_score:+.4f}")
+    print(f"{photo.stem:10} {found.run_stats[0].passes:8}  {float(found.residual) / rise_of_score:+.4f}")
 
 # %%
 few, many = (saliency.IntegratedGradients(model, steps=steps).attribute(PHOTO, TARGET) for steps in (4, 32))
@@ -148,7 +148,7 @@ maps = {
 }
 draw(
     [saliency.overlay(each) for each in maps.values()],
-    [f'precision="{asked}" gave\n{fill(each.effort[0].precision, 44)}' for asked, each in maps.items()],
+    [f'precision="{asked}" gave\n{fill(each.run_stats[0].precision, 44)}' for asked, each in maps.items()],
 )
 for asked, each in maps.items():
     same = np.corrcoef(np.asarray(each).ravel(), np.asarray(maps["exact"]).ravel())[0, 1]

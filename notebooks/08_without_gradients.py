@@ -38,7 +38,7 @@ def draw(explanations, columns=4, **options):
         axis.axis("off")
     for axis, each in zip(axes.flat, explanations, strict=False):
         axis.imshow(saliency.overlay(each, **options))
-        axis.set_title(f"{each.method}\n{each.effort[0].passes} passes", fontsize=10)
+        axis.set_title(f"{each.method}\n{each.run_stats[0].passes} passes", fontsize=10)
 
 
 occlusion = saliency.Occlusion(model, window=48, stride=24).attribute(PHOTO, TARGET)
@@ -126,8 +126,8 @@ inside = [saliency.ScoreCAM(model, channels=64), saliency.AblationCAM(model), sa
 found = [method.attribute(PHOTO, TARGET) for method in inside]
 draw(found, columns=3)
 for each in found:
-    effort = each.effort[0]
-    print(f"{each.method:14} {effort.passes:5} passes, {effort.seconds:5.2f} s. {effort.note}")
+    stats = each.run_stats[0]
+    print(f"{each.method:14} {stats.passes:5} passes, {stats.seconds:5.2f} s. {stats.note}")
 
 # %% [markdown]
 # ## Is a small part of the image enough?

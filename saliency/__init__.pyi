@@ -7,19 +7,23 @@ from . import testing as testing
 from . import zoo as zoo
 from ._version import __version__ as __version__
 from .attribution.base import Attribution as Attribution
-from .attribution.base import BatchAttribution as BatchAttribution
 from .attribution.base import TracedAttribution as TracedAttribution
 from .attribution.base import explain_together as explain_together
+from .attribution.explanation import BatchAttribution as BatchAttribution
 from .attribution.explanation import Explanation as Explanation
+from .attribution.forward import Needs as Needs
+from .attribution.forward import TargetGradients as TargetGradients
 from .attribution.heatmap import heatmap as heatmap
 from .attribution.heatmap import significance as significance
 from .attribution.heatmap import standard_error as standard_error
 from .attribution.options import Option as Option
+from .attribution.resolved_target import ResolvedTarget as ResolvedTarget
 from .engine.allocator import keep_memory as keep_memory
 from .engine.estimates import Estimate as Estimate
 from .engine.estimates import generator as generator
 from .engine.multi_pass import ImageAttribution as ImageAttribution
 from .engine.multi_pass import MultiPassAttribution as MultiPassAttribution
+from .engine.multi_pass import PassRunner as PassRunner
 from .engine.multi_pass import SampledAttribution as SampledAttribution
 from .engine.multi_pass import TimedAttribution as TimedAttribution
 from .engine.multi_pass import from_estimate as from_estimate
@@ -48,6 +52,7 @@ from .inspection.attention_record import attention as attention
 from .inspection.statistics import gradient_flow as gradient_flow
 from .io.preprocess import Preprocess as Preprocess
 from .methods import METHODS as METHODS
+from .methods.baselines import BaselineOption as BaselineOption
 from .methods.cam import CAM as CAM
 from .methods.cam import EigenCAM as EigenCAM
 from .methods.cam import EigenGradCAM as EigenGradCAM
@@ -72,6 +77,7 @@ from .methods.gradient import DeconvNet as DeconvNet
 from .methods.gradient import GuidedBackprop as GuidedBackprop
 from .methods.gradient import InputXGradient as InputXGradient
 from .methods.gradient import RectGrad as RectGrad
+from .methods.gradient import RectifiedGradient as RectifiedGradient
 from .methods.gradient import VanillaGradient as VanillaGradient
 from .methods.gradient_free_cam import ISCAM as ISCAM
 from .methods.gradient_free_cam import SSCAM as SSCAM
@@ -84,6 +90,7 @@ from .methods.integrated_gradients import BlurIG as BlurIG
 from .methods.integrated_gradients import ExpectedGradients as ExpectedGradients
 from .methods.integrated_gradients import GuidedIG as GuidedIG
 from .methods.integrated_gradients import IntegratedGradients as IntegratedGradients
+from .methods.layer_passes import LayerPasses as LayerPasses
 from .methods.lime_shap import LIME as LIME
 from .methods.lime_shap import KernelSHAP as KernelSHAP
 from .methods.lime_shap import ShapleySampling as ShapleySampling
@@ -97,6 +104,7 @@ from .methods.mask_optimisation import MeaningfulPerturbation as MeaningfulPertu
 from .methods.occlusion import FeatureAblation as FeatureAblation
 from .methods.occlusion import Occlusion as Occlusion
 from .methods.rise import RISE as RISE
+from .methods.segments import SegmentAttribution as SegmentAttribution
 from .methods.smoothing import SmoothGrad as SmoothGrad
 from .methods.smoothing import SmoothGradSquared as SmoothGradSquared
 from .methods.smoothing import VarGrad as VarGrad
@@ -126,4 +134,7 @@ from .targets.targets import contrast as contrast
 from .targets.targets import probability as probability
 from .targets.targets import region as region
 from .targets.targets import value as value
+from .validation import check_choice as check_choice
+from .validation import check_integer as check_integer
+from .validation import check_number as check_number
 from .zoo import load as load

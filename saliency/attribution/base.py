@@ -12,9 +12,10 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self
+from dataclasses import fields, replace
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import numpy as np
 import torch
@@ -23,40 +24,22 @@ from torch import Tensor, nn
 from ..errors import MethodError, NonFiniteError, plural, warn
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
-from ..hooks.operations import SavedValues
-from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch, ImagesLike, Prepare, read
 from ..io.preprocess import WHOLE, PreprocessLike, Whole, as_preprocess, without_crop
 from ..layers.layout import LayoutFunction, as_layout, bind_layout
 from ..targets.targets import TargetLike, as_categories
 from ..validation import Registry, check_choice
 from .aliases import refuse_unknown_keywords
-from .explanation import Explanation, Setting, Sign
-from .forward import SharedForward, TargetGradients
+from .explanation import BatchAttribution, Explanation, Setting, Sign
+from .forward import Needs, SharedForward, TargetGradients
 from .heatmap import rounding_errors
-from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOption, RunStats, declared_options
+from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOption, declared_options
 from .resolved_target import ResolvedTarget, has_batch_statistics, warn_of_coupled_images
 
 METHODS: Registry[type[Attribution]] = Registry(
     "method", {"att_cat": "chefer_attention", "attention_grad_cam": "gradient_rollout", "token_tm": "chefer_attention"}
 )
 """All methods by name. A class with a `name` is registered when it is defined."""
-
-
-class BatchAttribution(NamedTuple):
-    """Result of a method on a batch, for one target."""
-
-    values: Tensor  # (N, C, H, W) at the input or (N, 1, h, w) at a layer
-    scores: Tensor  # (N,)
-    coverage: Coverage | None = None
-    layer: str | None = None
-    residual: Tensor | None = None
-    error: Tensor | None = None  # in the shape of the values
-    agreement: Tensor | None = None  # (N,)
-    effort: tuple[RunStats, ...] = ()
-    ledger: Tensor | None = None  # (N, K)
-    ledger_names: tuple[str, ...] = ()  # K
-    outliers: Tensor | None = None  # (N, h, w) of bool
 
 
 class Attribution(HasOptions, ABC):
@@ -95,9 +78,9 @@ class Attribution(HasOptions, ABC):
     """Whether the values and the residual, if any, sum to the score minus a constant, such as a baseline's score."""
     ignores_sign: ClassVar[bool] = False
     """Whether a score and its negative have the same map, as for magnitudes and for maps that ignore the target."""
-    needs_attention: ClassVar[bool] = False
-    """Whether the method only works on networks in which every token attends to all tokens."""
-    quick_options: ClassVar[Mapping[str, Any]] = {}
+    needs: ClassVar[Needs] = Needs()
+    """What the method reads of a forward."""
+    preview_options: ClassVar[Mapping[str, Any]] = {}
     """Options that reduce the passes of a slow method, for tests and previews; empty if the defaults are fast."""
 
     model: PositionalOption[nn.Module, nn.Module] = PositionalOption(
@@ -291,8 +274,9 @@ class Attribution(HasOptions, ABC):
         if not math.isfinite(float(values.sum())) and not torch.isfinite(values).all():
             bad = int((~torch.isfinite(values)).sum())
             raise NonFiniteError(f"{bad} of {values.numel()} values of {label} are NaN or infinite")
+        own = {field.name: getattr(result, field.name) for field in fields(BatchAttribution)}
         explanation = Explanation(
-            **result._replace(values=values, scores=result.scores.detach())._asdict(),
+            **own | {"values": values, "scores": result.scores.detach()},
             method=label,
             settings=self.settings,
             target=target.indices,
@@ -332,12 +316,12 @@ def _require_maps(name: str, result: Any, images: int) -> None:
     expected = "saliency.BatchAttribution(values, scores) with values (N, C, H, W) or (N, 1, h, w) and scores (N,)"
     if not isinstance(result, BatchAttribution):
         raise MethodError(f"{name} returned {type(result).__name__}; expected {expected}")
-    shapes = [tuple(getattr(part, "shape", ())) for part in result[:2]]
+    shapes = [tuple(getattr(part, "shape", ())) for part in (result.values, result.scores)]
     if len(shapes[0]) != 4 or shapes[0][0] != images or shapes[1] != (images,):
         got = f"values {shapes[0]} and scores {shapes[1]} for {plural(images, 'image')}"
         raise MethodError(f"{name} returned {got}; expected {expected}")
-    for part, rows in result._asdict().items():
-        if isinstance(rows, Tensor) and tuple(rows.shape[:1]) != (images,):
+    for part, rows in result.tensors().items():
+        if tuple(rows.shape[:1]) != (images,):
             got = f"{part} {tuple(rows.shape)} for {plural(images, 'image')}"
             raise MethodError(f"{name} returned {got}; expected one row for each")
 
@@ -345,28 +329,21 @@ def _require_maps(name: str, result: Any, images: int) -> None:
 class TracedAttribution(Attribution):
     """Base class of methods that read one forward, which several methods and targets can share.
 
-    A subclass declares its needs in `gradients` and `layer_names`, and reads them in `explain_gradients`.
+    A subclass declares its `needs` of the forward, and reads them in `explain_gradients`.
     """
 
-    gradients: ClassVar[str] = "input"
-    """Where gradients are needed: at the "input", at the "layers" only, or "none"."""
-    backwards: ClassVar[int | None] = None
-    """Maximum number of backward passes for one target. The last one frees the graph; None keeps the graph."""
-
-    keep: SavedValues = SavedValues.NOTHING
-    """Values of the forward's operations that the method reads."""
-
-    def layer_names(self, x: Tensor, target: ResolvedTarget) -> tuple[str, ...]:
-        """Return the names of the layers that the method reads on a batch, for a target; none by default."""
-        return ()
-
-    def traced_modules(self) -> Sequence[str]:
-        """Return the names of the modules whose operations the method distinguishes; none by default."""
-        return ()
+    def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
+        """Return what the method reads of the forward of a batch. Override this if it depends on options or layers."""
+        return self.needs
 
     @abstractmethod
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
-        """Return the result for one target, from the gradients of one forward."""
+        """Return the result for one target, from the gradients of one forward.
+
+        Args:
+            grads: The scores, activations and gradients.
+            layers: The layers that the method needs.
+        """
 
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         """Explain one target."""
@@ -383,23 +360,14 @@ def read_one_forward(
     """Explain several targets by several methods from one forward; one list per target, in the order of the methods."""
     if len(x) > 1 and has_batch_statistics(methods[0].model):
         warn_of_coupled_images()
-    layers = [method.layer_names(x, targets[0]) for method in methods]
-    depths = {method.gradients for method in methods}
-    deepest = next(depth for depth in ("input", "layers", "none") if depth in depths)
-    backwards = [method.backwards for method in methods if method.backwards is not None]
-    max_backwards = len(targets) * sum(backwards) if len(backwards) == len(methods) else None
-    keeps = {method.keep for method in methods}
-    # Beside a method that stores changed values only, another may read the values of the graph.
-    keep = SavedValues.ALL if keeps > {SavedValues.CHANGES} else max(keeps)
-    traced = dict.fromkeys(name for method in methods for name in method.traced_modules())
-    reads_attention = any(method.needs_attention for method in methods)
-    forward = SharedForward(methods[0].model, x, chain(*layers), deepest, max_backwards, keep, traced, reads_attention)
+    needs = [method.needs_for(x, targets[0]) for method in methods]
+    forward = SharedForward(methods[0].model, x, reduce(or_, needs), len(targets))
     results = []
     for target in targets:
         grads = TargetGradients(forward, target)
         # Methods compute in full precision, even under the caller's autocast.
         with torch.autocast(x.device.type, enabled=False):
-            results.append([m.explain_gradients(grads, names) for m, names in zip(methods, layers, strict=True)])
+            results.append([m.explain_gradients(grads, own.layers) for m, own in zip(methods, needs, strict=True)])
         grads.forget()
     return results
 

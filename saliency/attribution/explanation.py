@@ -30,11 +30,34 @@ Sign = Literal["positive", "signed", "absolute"]
 Setting = str | int | float | bool | None | list[Any] | dict[str, Any]
 
 _FORMAT = "saliency explanation 1"
-_TENSORS = ("values", "scores", "probabilities", "residual", "error", "agreement", "ledger", "outliers")
+_LISTS, _OPTIONAL_LISTS = ("target", "target_names", "frames"), ("run_stats", "notes")
+"""The attributes with one entry for each image."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Explanation:
+class BatchAttribution:
+    """Values and scores that a method returns for a batch and a target. `Explanation` describes the attributes."""
+
+    values: Tensor  # (N, C, H, W) at the input or (N, 1, h, w) at a layer
+    scores: Tensor  # (N,)
+    coverage: Coverage | None = None
+    layer: str | None = None
+    residual: Tensor | None = None  # (N,)
+    error: Tensor | None = None  # in the shape of the values
+    agreement: Tensor | None = None  # (N,)
+    run_stats: tuple[RunStats, ...] = ()  # N
+    ledger: Tensor | None = None  # (N, K)
+    ledger_names: tuple[str, ...] = ()  # K
+    outliers: Tensor | None = None  # (N, h, w) of bool
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name; each has one row for each image."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Explanation(BatchAttribution):
     """Result of a method on a batch: one signed number per pixel or cell, never normalised.
 
     It is a sequence: `len(e)` is the number of images, `e[0]` and iteration give explanations of one image, and
@@ -61,7 +84,7 @@ class Explanation:
         error: The standard error of each value, in the shape and the units of `values`, if the method samples.
         agreement: (N,) the rank correlation of the maps of two halves of the samples, if the method samples; 1 means
             that more samples would not change the map.
-        effort: The passes and time of each image, for methods of many passes; otherwise empty.
+        run_stats: The passes and time of each image, for methods of many passes; otherwise empty.
         ledger: (N, K) the shares of the score, in score units, if the method gives them. An image's shares and its
             residual sum to its score.
         ledger_names: The names of the K shares, such as "input" and "biases".
@@ -73,25 +96,14 @@ class Explanation:
         units: The units of the values; by default "<title> value".
     """
 
-    values: Tensor
-    scores: Tensor
     method: str
     settings: Mapping[str, Setting]
     target: tuple[int | None, ...]
     target_names: tuple[str, ...]
     probabilities: Tensor | None
-    layer: str | None
     input_size: tuple[int, int]
     frames: tuple[Frame | None, ...]
     sign: Sign
-    coverage: Coverage | None = None
-    residual: Tensor | None = None
-    error: Tensor | None = None
-    agreement: Tensor | None = None
-    effort: tuple[RunStats, ...] = ()
-    ledger: Tensor | None = None
-    ledger_names: tuple[str, ...] = ()
-    outliers: Tensor | None = None
     notes: tuple[str, ...] = ()
     title: str = ""
     units: str = ""
@@ -114,10 +126,10 @@ class Explanation:
         rows = chosen if isinstance(chosen, range) else range(chosen, chosen + 1)
         parts: dict[str, Any] = {
             name: tensor[list(rows)] if len(rows) != 1 else tensor[rows[0] : rows[0] + 1]
-            for name, tensor in self._tensors().items()
+            for name, tensor in self.tensors().items()
         }
-        parts |= {name: tuple(getattr(self, name)[i] for i in rows) for name in ("target", "target_names", "frames")}
-        parts |= {name: tuple(own[i] for i in rows) for name in ("effort", "notes") if (own := getattr(self, name))}
+        lists = {name: getattr(self, name) for name in (*_LISTS, *_OPTIONAL_LISTS)}
+        parts |= {name: tuple(own[i] for i in rows) for name, own in lists.items() if own}
         return replace(self, **parts)
 
     def __iter__(self) -> Iterator[Explanation]:
@@ -149,11 +161,8 @@ class Explanation:
 
     def to(self, device: torch.device | str) -> Explanation:
         """Return the explanation with its tensors on another device."""
-        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors().items()}
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return replace(self, **moved)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the explanation in the format of the path's suffix, and return the path.
@@ -194,7 +203,8 @@ class Explanation:
         return read_explanation(path)[0]
 
     def _header(self) -> dict[str, Any]:
-        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _TENSORS}
+        names = [field.name for field in fields(self) if not isinstance(getattr(self, field.name), Tensor)]
+        plain = {name: getattr(self, name) for name in names}
         plain["settings"] = dict(self.settings)
         plain["frames"] = [None if frame is None else list(frame.box) for frame in self.frames]
         return {"format": _FORMAT, **plain}
@@ -213,7 +223,7 @@ def pack_explanation(
     """
     tensors = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in explanation._tensors().items()
+        for name, tensor in explanation.tensors().items()
     }
     tensors |= {f"picture.{i}": _encode_png(f.picture) for i, f in enumerate(explanation.frames) if f is not None}
     header = explanation._header()
@@ -246,30 +256,23 @@ def read_explanation(path: str | os.PathLike[str]) -> tuple[Explanation, dict[st
 
 
 def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    stored = {name: tensor for name, tensor in tensors.items() if not name.startswith("picture.")}
+    if not stored.keys() >= {"values", "scores"}:
+        raise ValueError("the values or the scores are missing")
     plain = {name: value for name, value in header.items() if name not in ("format", "image", "scale")}
-    plain |= {name: tuple(plain[name]) for name in ("target", "target_names", "input_size")}
+    plain["run_stats"] = plain.pop("effort", plain.get("run_stats", ()))  # the name in older files
+    tuples = ("target", "target_names", "input_size", "ledger_names", "notes")
+    plain |= {name: tuple(plain.get(name, ())) for name in tuples}
     plain["coverage"] = Coverage(**plain["coverage"]) if plain["coverage"] else None
-    plain["ledger_names"] = tuple(plain.get("ledger_names", ()))
-    plain["notes"] = tuple(plain.get("notes", ()))
-    plain["effort"] = tuple(RunStats(**stats) for stats in plain.get("effort", ()))
+    plain["run_stats"] = tuple(RunStats(**stats) for stats in plain["run_stats"])
     plain["frames"] = tuple(
         None if box is None else _frame(tensors[f"picture.{i}"], *box) for i, box in enumerate(plain["frames"])
     )
-    stored = {name: tensors.get(name) for name in _TENSORS}
-    per_image = [
-        plain["effort"] or None,
-        plain["notes"] or None,
-        plain["target"],
-        plain["target_names"],
-        plain["frames"],
-        *stored.values(),
-    ]
-    if stored["values"] is None or stored["scores"] is None:
-        raise ValueError("the values or the scores are missing")
+    lists = [*map(plain.get, _LISTS), *filter(None, map(plain.get, _OPTIONAL_LISTS))]
+    if {len(part) for part in (*lists, *stored.values())} != {len(stored["values"])}:
+        raise ValueError("the tensors and lists have different numbers of images")
     if "scale" in header:
         stored["values"] = (stored["values"].double() * header["scale"]).float()
-    if {len(part) for part in per_image if part is not None} != {len(stored["values"])}:
-        raise ValueError("the tensors and lists have different numbers of images")
     return plain | stored
 
 

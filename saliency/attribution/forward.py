@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -36,50 +37,72 @@ from .resolved_target import ResolvedTarget
 
 T = TypeVar("T")
 
+RecordedFrom = Literal["input", "layers", "none"]  # from the largest graph to the smallest
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Parts of a forward that a method reads.
+
+    `first | second` is what two methods need of the forward that they share.
+
+    Attributes:
+        gradients: "input" records the autograd graph from the input on. "layers" records it from the first of the
+            layers on, which saves the memory for all layers before it. "none" records no graph.
+        backwards: The maximum number of backward passes for one target. The last one frees the graph as it runs, which
+            is up to 10 % faster than keeping it. None keeps the graph and sets no maximum.
+        layers: The names of the layers whose outputs are kept.
+        values: The values of operations that are recorded, for methods that walk the graph.
+        modules: The names of the modules whose operations such a method distinguishes.
+        attention: Whether the attention is read, so that the method only works on networks in which every token attends
+            to all tokens.
+    """
+
+    gradients: RecordedFrom = "input"
+    backwards: int | None = None
+    layers: tuple[str, ...] = ()
+    values: SavedValues = SavedValues.NOTHING
+    modules: tuple[str, ...] = ()
+    attention: bool = False
+
+    def __or__(self, other: Needs) -> Needs:
+        """Return what two methods need of a forward that they share."""
+        is_counted = self.backwards is not None and other.backwards is not None
+        # Beside a method that stores changed values only, another may read the values of the graph.
+        differ = self.values != other.values and SavedValues.CHANGES in (self.values, other.values)
+        return Needs(
+            min(self.gradients, other.gradients, key=get_args(RecordedFrom).index),
+            (self.backwards or 0) + (other.backwards or 0) if is_counted else None,
+            tuple(dict.fromkeys(self.layers + other.layers)),
+            SavedValues.ALL if differ else max(self.values, other.values),
+            tuple(dict.fromkeys(self.modules + other.modules)),
+            self.attention or other.attention,
+        )
+
 
 class SharedForward:
-    """One forward of a prepared model on a batch, with the stored outputs of some layers.
+    """One forward of a prepared model on a batch, with what methods read of it.
 
     Args:
         model: The model, in `prepared_for_attribution`.
         x: The batch (N, C, H, W).
-        layers: The names of the layers to keep.
-        gradients: "input" records the autograd graph from the input on. "layers" records it from the first of the
-            layers on, which saves the memory for all layers before it. "none" records no graph.
-        keep: The values of the forward's operations that are recorded, for methods that walk the graph.
-        traced: The names of the modules whose operations such a method distinguishes.
-        reads_attention: Whether the attention of the forward is read.
-        backwards: The maximum number of backward passes. The last one frees the graph as it runs, which is up to 10 %
-            faster than keeping it. None keeps the graph and sets no maximum.
+        needs: What the methods need of it together.
+        targets: The number of targets, each with the backward passes that `needs` allows.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        x: Tensor,
-        layers: Iterable[str] = (),
-        gradients: str = "input",
-        backwards: int | None = None,
-        keep: SavedValues = SavedValues.NOTHING,
-        traced: Iterable[str] = (),
-        reads_attention: bool = False,
-    ) -> None:
-        self.model = model
-        self.recorded = gradients
-        self.reads_attention = reads_attention
-        self._backwards_left = backwards
+    def __init__(self, model: nn.Module, x: Tensor, needs: Needs, targets: int = 1) -> None:
+        self.model, self.needs = model, needs
+        self._backwards_left = None if needs.backwards is None else targets * needs.backwards
         kind = x.device.type
         self.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self._other: SharedForward | None = None
-        self.x = leaf(x) if gradients == "input" else x.detach()
-        self.operations = OperationRecord(self.x, keep)
+        self.x = leaf(x) if needs.gradients == "input" else x.detach()
+        self.operations = OperationRecord(self.x, needs.values)
         with HookManager() as hooks:
-            self.operations.trace(hooks, model, traced)
-            captured = {
-                name: hooks.capture(model.get_submodule(name), record=gradients == "layers")
-                for name in dict.fromkeys(layers)
-            }
-            with torch.set_grad_enabled(gradients == "input"), self.recording():
+            self.operations.trace(hooks, model, needs.modules)
+            starts = needs.gradients == "layers"
+            captured = {n: hooks.capture(model.get_submodule(n), record=starts) for n in dict.fromkeys(needs.layers)}
+            with torch.set_grad_enabled(needs.gradients == "input"), self.recording():
                 self.output: Any = run_model(model, self.x)
         self.layers = {name: _last_call(name, calls) for name, calls in captured.items()}
         self._layouts: dict[str, Layout] = {}
@@ -94,7 +117,7 @@ class SharedForward:
         """Return a forward of another batch with the same layers and record. The last one is cached."""
         if self._other is None or not torch.equal(self._other.x, x):
             self._other = None  # free its memory first
-            self._other = SharedForward(self.model, x, self.layers, keep=self.operations.keep)
+            self._other = SharedForward(self.model, x, Needs(layers=self.needs.layers, values=self.needs.values))
         return self._other
 
     def layout(self, name: str) -> Layout:
@@ -108,9 +131,7 @@ class SharedForward:
         if self._backwards_left is not None:
             self._backwards_left -= 1
             if self._backwards_left < 0:
-                raise RuntimeError(
-                    "more backward passes than the methods' class attribute `backwards` declares; increase it there"
-                )
+                raise RuntimeError("more backward passes than the methods' `needs` declare: increase `backwards`")
         return self._backwards_left == 0
 
     def gradients(self, score: Tensor, inputs: Sequence[Tensor | GradientEdge]) -> list[Tensor | None]:
@@ -118,7 +139,7 @@ class SharedForward:
 
         Raises:
             NotApplicableError: A part of the model is checkpointed with use_reentrant=True.
-            RuntimeError: The methods declare fewer `backwards` than they need.
+            RuntimeError: The methods run more backward passes than their `needs` declare.
         """
         has_gradient = [isinstance(part, GradientEdge) or part.requires_grad for part in inputs]
         ends = list(compress(inputs, has_gradient))
@@ -150,7 +171,7 @@ class TargetGradients:
         self._shared: list[tuple[Any, Any]] = []
         self.attention: list[AttentionCall] = []
         self.unread_softmaxes: list[Node] = []
-        if forward.reads_attention:  # before a backward pass frees the graph
+        if forward.needs.attention:  # before a backward pass frees the graph
             self.attention, self.unread_softmaxes = find_attention(self.nodes, len(self.x))
 
     @cached_property
@@ -249,13 +270,13 @@ class TargetGradients:
         """
         if self.scores_in_graph.requires_grad:
             return
-        if self.forward.recorded == "layers" and self._has_gradient():
+        if self.forward.needs.gradients == "layers" and self._has_gradient():
             raise LayerError(no_gradient_message(*self.forward.layers))
         raise TargetError(NO_GRADIENT)
 
     def _has_gradient(self) -> bool:
         """Return whether the scores have a gradient at the input, by running the model again, for an error only."""
-        whole = SharedForward(self.forward.model, self.forward.x)
+        whole = SharedForward(self.forward.model, self.forward.x, Needs())
         scores = self.target(whole.output)
         return scores.requires_grad and whole.gradients(scores.sum(), [whole.x])[0] is not None
 

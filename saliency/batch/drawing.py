@@ -182,7 +182,7 @@ def _write(out: Path, column: str, name: str, data: bytes) -> dict[str, Any]:
 def _encode_map(explanation: Explanation, entry: ImageEntry, frame: Frame, range: list[float] | None) -> bytes:
     """Return the file of a map, for `Explanation.load`: values in float16, no standard errors, no picture, no times."""
     image = {"entry": entry.to_json(), "size": frame.picture.size, "box": frame.box, "range": range}
-    return save(*pack_explanation(replace(explanation, error=None, effort=()), image))
+    return save(*pack_explanation(replace(explanation, error=None, run_stats=()), image))
 
 
 def _write_card(options: RunOptions, out: Path, task: Task, card: TrustCard | Exception) -> Row:

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, get_
 import torch
 from torch import Tensor
 
-from ..attribution.base import Attribution, BatchAttribution
+from ..attribution.base import Attribution
+from ..attribution.explanation import BatchAttribution
 from ..attribution.options import Budget, Chunk, OnInterrupt, Option, PerImage, Precision, RunStats, Stopped
 from ..attribution.resolved_target import OutputRows, ResolvedTarget, output_rows
 from ..errors import MethodError, TargetError
@@ -134,7 +135,7 @@ class PassRunner(ExitStack):
         self.interrupted = True
 
     @property
-    def effort(self) -> RunStats:
+    def run_stats(self) -> RunStats:
         """The passes, the time and how the passes were run, so far."""
         seconds = time.perf_counter() - self.began
         precisions = [f"{precision} ({kind})" for kind, precision in self.precisions.items()]
@@ -437,7 +438,7 @@ class MultiPassAttribution(Attribution):
                     passes.began -= spent
                     passes.interrupted |= interrupted  # one Ctrl-C ends the passes of all images
                     images.append(method.explain_image(passes, scores[image]))
-                    stats.append(passes.effort)
+                    stats.append(passes.run_stats)
                     interrupted = passes.interrupted
         return stack_images(images, scores, tuple(stats))
 
@@ -469,7 +470,7 @@ class TimedAttribution(MultiPassAttribution):
 
     Args:
         seconds: The maximum time per image, in seconds. The method runs as many steps, channels or other passes as fit.
-            `effort` reports passes that were left out.
+            `run_stats` reports passes that were left out.
     """
 
     seconds: Option[float | None] = Option(None, check_number, above=0)
@@ -555,7 +556,7 @@ def stack_images(images: Sequence[Any], scores: Tensor, stats: tuple[RunStats, .
         residual=_row([image.residual for image in images], scores),
         error=torch.stack(errors) if len(errors) == len(images) else None,
         agreement=_row([image.agreement for image in images], scores),
-        effort=stats,
+        run_stats=stats,
     )
 
 

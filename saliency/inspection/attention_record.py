@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from torch import Tensor, nn
 
-from ..attribution.forward import SharedForward, TargetGradients
+from ..attribution.forward import Needs, SharedForward, TargetGradients
 from ..attribution.resolved_target import ResolvedTarget
 from ..errors import NotApplicableError, TargetError, plural, warn
 from ..hooks.attention import AttentionCall, fuse_heads
@@ -100,12 +100,12 @@ def attention(
     model = unwrap(model)
     read_images = partial(read, preprocess=model_attribute("preprocess", model), like=reference_tensor(model))
     batch = read_images(image).tensor
-    names = [name for name, module in model.named_modules() if is_hookable(model, name, module)]
-    backwards = int(target is not None)
+    names = tuple(name for name, module in model.named_modules() if is_hookable(model, name, module))
+    needs = Needs(backwards=int(target is not None), modules=names, attention=True)
     with prepared_for_attribution(model), bind_forward_args(forward_args, len(batch)):
         resolved = ResolvedTarget(target, len(batch), categories_of(model))
         resolved.bind(model, batch, lambda reference: read_images(reference).tensor)
-        forward = SharedForward(model, batch, backwards=backwards, traced=names, reads_attention=True)
+        forward = SharedForward(model, batch, needs)
         grads = TargetGradients(forward, resolved)
         if not grads.attention:
             raise NotApplicableError(

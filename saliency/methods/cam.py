@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attribution.base import Attribution, BatchAttribution, TracedAttribution
-from ..attribution.explanation import Sign
-from ..attribution.forward import TargetGradients
+from ..attribution.base import Attribution, TracedAttribution
+from ..attribution.explanation import BatchAttribution, Sign
+from ..attribution.forward import Needs, TargetGradients
 from ..attribution.options import PositionalOption
+from ..attribution.resolved_target import ResolvedTarget
 from ..errors import LayerError, MethodError, NotApplicableError, warn
 from ..layers.find import LayerLike, default_layer, find
 from ..targets.targets import output_tensor
@@ -58,21 +59,21 @@ class LayerAttribution(TracedAttribution):
         LayerError: The layer does not exist, is not run, or has no spatial output.
     """
 
-    gradients = "layers"
+    needs = Needs("layers")
     sign: ClassVar[Sign] = "positive"
     cost = "1 forward, 1 backward to the layer"
 
     layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
 
-    def layer_names(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:
+    def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
         """Return the named layer, or the default one."""
-        return (self.layer or default_layer(self.model, x, target),)
+        return replace(self.needs, layers=(self.layer or default_layer(self.model, x, target),))
 
 
 class LayerCombination(LayerAttribution):
     """Base class of maps computed from one layer's activations and the gradients there."""
 
-    backwards = 1
+    needs = Needs("layers", backwards=1)
     assumes_unsigned: ClassVar[bool] = False
     """Whether the weights assume activations of at least zero. If so, the method warns about negative activations."""
 
@@ -82,7 +83,7 @@ class LayerCombination(LayerAttribution):
         activation = grads.activation(layer)
         if self.assumes_unsigned:
             warn_if_signed(self.name, activation)
-        gradient = activation if self.gradients == "none" else grads.gradient(layer)
+        gradient = activation if self.needs.gradients == "none" else grads.gradient(layer)
         return BatchAttribution(self.combine(activation, gradient), grads.scores, layer=layer)
 
     @abstractmethod
@@ -267,7 +268,7 @@ class EigenCAM(LayerCombination):
     name = "eigen_cam"
     ignores_sign = True
     units = "activation"
-    gradients = "none"
+    needs = Needs("none", backwards=0)
     cost = "1 forward"
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
@@ -360,8 +361,7 @@ class CAM(LayerAttribution):
     """
 
     name = "cam"
-    gradients = "none"
-    backwards = 0
+    needs = Needs("none", backwards=0)
     cost = "1 forward"
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attribution.base import Attribution, BatchAttribution, TracedAttribution
-from ..attribution.forward import SharedForward, TargetGradients, no_gradient_message
+from ..attribution.base import Attribution, TracedAttribution
+from ..attribution.explanation import BatchAttribution
+from ..attribution.forward import Needs, SharedForward, TargetGradients, no_gradient_message
 from ..attribution.options import Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
 from ..engine.estimates import Estimate
@@ -51,8 +53,7 @@ class GuidedGradCAM(LayerAttribution):
     name = "guided_grad_cam"
     units = "product of the guided gradient and the CAM"
     cost = "1 forward, 1 backward"
-    gradients = "input"
-    backwards = 2
+    needs = Needs(backwards=2)
     sign = "absolute"
 
     smooth: Option[Smooth] = Option("leave", check_choice, get_args(Smooth))
@@ -79,8 +80,7 @@ class _LayerFusion(TracedAttribution):
     """Base class of methods that combine the maps of one CAM at several layers."""
 
     cost = "1 forward, 1 backward to the first layer"
-    gradients = "layers"
-    backwards = 1
+    needs = Needs("layers", backwards=1)
     sign = "positive"
     layers: PositionalOption[Sequence[str | nn.Module] | None, tuple[str, ...] | None] = PositionalOption(
         check=_layer_names, default=None, kw_only=False
@@ -90,12 +90,12 @@ class _LayerFusion(TracedAttribution):
     def __post_init__(self) -> None:
         self._cam = _CAMS[self.cam](self.model)
 
-    def layer_names(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:
+    def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
         """Return the named layers, or the last layer of each of the last three resolutions."""
         layers = self.layers or scan_layers(self.model, x, target).last_per_resolution()
         if not layers:
             raise LayerError(f"no layer of {type(self.model).__name__} has a spatial output; pass layers=[...]")
-        return layers
+        return replace(self.needs, layers=layers)
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Combine the scaled maps of the layers."""
@@ -199,7 +199,7 @@ class FinerCAM(LayerAttribution):
     """
 
     name = "finer_cam"
-    backwards = 1
+    needs = Needs("layers", backwards=1)
 
     references: Option[int] = Option(3, check_integer)
     gamma: Option[float] = Option(0.6, check_number, least=0)
@@ -222,7 +222,8 @@ class FinerCAM(LayerAttribution):
             return scores.gather(1, own)[:, 0] - self.gamma * (scores * shares).sum(1)
 
         target = ResolvedTarget(contrast, grads.target.images, grads.target.categories)
-        return self._cam.explain_gradients(TargetGradients(grads.forward, target), layers)._replace(scores=grads.scores)
+        result = self._cam.explain_gradients(TargetGradients(grads.forward, target), layers)
+        return replace(result, scores=grads.scores)
 
     def _reference_shares(self, scores: Tensor, own: Tensor) -> Tensor:
         """Return the weight of each class (N, classes) in the mean of the references, for explained classes (N, 1)."""
@@ -275,7 +276,7 @@ class ShapleyCAM(LayerAttribution):
                 raise
         # Fused attention has no second derivative; elementary operations have one.
         with PlainAttention():
-            forward = SharedForward(self.model, grads.x, [layer], "layers")
+            forward = SharedForward(self.model, grads.x, Needs("layers", layers=(layer,)))
             try:
                 return self._slopes_of(forward, grads.target, layer)
             except (RuntimeError, NotImplementedError) as error:
@@ -332,17 +333,18 @@ class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
     name = "smooth_grad_cam_plus_plus"
     units = "score, up to a factor"
     cost = "51 forwards, 50 backwards to the layer"
-    quick_options: ClassVar = {"passes": 6}
+    preview_options: ClassVar = {"passes": 6}
 
     noise: Option[float] = Option(0.15, check_number, least=0, hint=NOISE_HINT)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Weight the clean activations by the noisy gradients."""
         layer = self.read_layer(passes)
+        needs = Needs("layers", backwards=1, layers=(layer.layer,))
 
         def compute(start: int, stop: int) -> Tensor:
             noisy = noisy_copies(passes.x, self.noise, self.seed, start, stop)
-            forward = SharedForward(self.model, noisy, [layer.layer], "layers", 1)
+            forward = SharedForward(self.model, noisy, needs)
             return TargetGradients(forward, passes.target(len(noisy))).gradient(layer.layer)  # (k, K, h, w)
 
         estimate = _SmoothMap(layer.maps)

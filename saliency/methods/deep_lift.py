@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
 
-from ..attribution.base import BatchAttribution, TracedAttribution
-from ..attribution.forward import SharedForward, TargetGradients, at_least_float32
+from ..attribution.base import TracedAttribution
+from ..attribution.explanation import BatchAttribution
+from ..attribution.forward import Needs, SharedForward, TargetGradients, at_least_float32
 from ..attribution.options import Option, PerImage
+from ..attribution.resolved_target import ResolvedTarget
 from ..engine.estimates import Estimate, generator
 from ..errors import warn
 from ..hooks.operations import SavedValues
@@ -58,17 +61,17 @@ class DeepLIFT(TracedAttribution):
 
     name = "deep_lift"
     cost = "2 forwards, 1 backward"
-    backwards = 1
+    needs = Needs(backwards=1)
     has_error: ClassVar[bool] = False
     """Whether the baselines are a sample, so that their mean has a standard error."""
 
     baseline: BaselineOption = BaselineOption("mean")
     unknown: Option[Unknown] = Option("refuse", check_choice, get_args(Unknown))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
+        """Return the values that the rules read."""
         # Only gradients of unknown operations read the values of linear operations.
-        self.keep = SavedValues.CHANGES if self.unknown == "refuse" else SavedValues.ALL
+        return replace(self.needs, values=SavedValues.CHANGES if self.unknown == "refuse" else SavedValues.ALL)
 
     def references(self, x: Tensor) -> Tensor:
         """Return the baselines (K, N, C, H, W) of a batch."""
@@ -112,7 +115,7 @@ class DeepLIFT(TracedAttribution):
         if self.unknown == "gradient" or bool((missing.abs() <= MAX_MISSING_SHARE * rise + rounding).all()):
             return
         with grads.forward.autocast:
-            forwards = (SharedForward(self.model, side.x, keep=SavedValues.ALL) for side in (grads, base))
+            forwards = (SharedForward(self.model, side.x, Needs(values=SavedValues.ALL)) for side in (grads, base))
             grads, base = (TargetGradients(forward, grads.target) for forward in forwards)
         rule = Multipliers(grads, base, self.unknown)
         rule.lost = {}
@@ -151,7 +154,7 @@ class DeepSHAP(DeepLIFT):
 
     name = "deep_shap"
     cost = "11 forwards, 10 backwards"
-    quick_options: ClassVar = {"samples": 2}
+    preview_options: ClassVar = {"samples": 2}
     has_error = True
 
     baseline: BaselineOption = BaselineOption("colours")

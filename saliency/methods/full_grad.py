@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from ..attribution.base import Attribution, BatchAttribution
-from ..attribution.forward import SharedForward, TargetGradients, at_least_float32
+from ..attribution.base import Attribution
+from ..attribution.explanation import BatchAttribution
+from ..attribution.forward import Needs, SharedForward, TargetGradients, at_least_float32
 from ..attribution.options import RunStats
 from ..attribution.resolved_target import ResolvedTarget, output_rows
 from ..engine.multi_pass import ImageAttribution, stack_images
@@ -67,6 +68,7 @@ class FullGrad(Attribution):
     cost = "1 forward, 1 backward"
     units = "shares of each layer's largest"
     sign = "absolute"
+    needs = Needs(backwards=1, values=SavedValues.CONSTANTS)
     is_complete = False
     """The residual belongs to the unscaled terms, not to the values of the map."""
 
@@ -87,7 +89,7 @@ class FullGrad(Attribution):
             start = time.perf_counter()
             with bind_image(image):
                 one = x[image : image + 1]
-                forward = SharedForward(self.model, one, backwards=len(targets), keep=SavedValues.CONSTANTS)
+                forward = SharedForward(self.model, one, self.needs, len(targets))
                 for number, target in enumerate(targets):
                     own = target if len(x) == 1 else target.repeated(image, 1, rows)
                     grads = TargetGradients(forward, own)

@@ -9,8 +9,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..attribution.base import BatchAttribution, TracedAttribution
-from ..attribution.forward import TargetGradients
+from ..attribution.base import TracedAttribution
+from ..attribution.explanation import BatchAttribution
+from ..attribution.forward import Needs, TargetGradients
 from ..attribution.options import Option
 from ..errors import NotApplicableError, warn
 from ..hooks.manager import Rule
@@ -33,7 +34,7 @@ class VanillaGradient(TracedAttribution):
 
     name = "vanilla_gradient"
     units = "score per unit of normalised input"
-    backwards = 1
+    needs = Needs(backwards=1)
     cost = "1 forward, 1 backward"
     sign = "absolute"
 
@@ -55,7 +56,7 @@ class InputXGradient(TracedAttribution):
     """
 
     name = "input_x_gradient"
-    backwards = 1
+    needs = Needs(backwards=1)
     cost = "1 forward, 1 backward"
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
@@ -76,7 +77,7 @@ class RectifiedGradient(TracedAttribution):
     """
 
     cost = "1 forward, 1 backward"
-    backwards = 1
+    needs = Needs(backwards=1)
 
     smooth: Option[Smooth] = Option("leave", check_choice, get_args(Smooth))
 

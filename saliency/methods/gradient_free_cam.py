@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attribution.forward import SharedForward, TargetGradients
+from ..attribution.forward import Needs, SharedForward, TargetGradients
 from ..attribution.options import Budget, Option
 from ..engine.estimates import ScoreEstimate, generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, TimedAttribution
@@ -192,7 +192,7 @@ class GScoreCAM(ScoreCAM):
     def strength(self, passes: PassRunner, layer: LayerOutput) -> Tensor:
         """Return the mean gradient (K,) of each channel."""
         with torch.enable_grad():
-            forward = SharedForward(self.model, passes.x, [layer.layer], "layers", backwards=1)
+            forward = SharedForward(self.model, passes.x, Needs("layers", backwards=1, layers=(layer.layer,)))
             return TargetGradients(forward, passes.target(1)).gradient(layer.layer)[0].mean((1, 2))
 
 
@@ -216,7 +216,7 @@ class ISCAM(ScoreCAM):
 
     name = "is_cam"
     cost = "2 forwards, 10 forwards for each channel that is not constant"
-    quick_options: ClassVar = {"steps": 2}
+    preview_options: ClassVar = {"steps": 2}
 
     steps: Option[int] = Option(10, check_integer)
 
@@ -255,7 +255,7 @@ class SSCAM(ScoreCAM, SampledAttribution):
 
     name = "ss_cam"
     cost = "2 forwards, 10 forwards for each channel that is not constant"
-    quick_options: ClassVar = {"draws": 2}
+    preview_options: ClassVar = {"draws": 2}
 
     noise: Option[float] = Option(2.0, check_number, above=0, hint="; without noise it is score_cam")
     draws: Option[int] = Option(10, check_integer)
@@ -417,7 +417,7 @@ class ReciproCAM(LayerPasses):
     name = "recipro_cam"
     cost = "2 forwards, 1 pass from the layer on for each location"
     units = "score"
-    quick_options: ClassVar = {"chunk": 16}
+    preview_options: ClassVar = {"chunk": 16}
     assumes_unsigned = False
 
     alone: Option[bool] = Option(False, check_flag)

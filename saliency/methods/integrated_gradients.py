@@ -73,7 +73,7 @@ class IntegratedGradients(SteppedAttribution):
 
     name = "integrated_gradients"
     cost = "50 forwards and backwards, 1 forward; with a tolerance of 1 % about 13"
-    quick_options: ClassVar = {"steps": 3}
+    preview_options: ClassVar = {"steps": 3}
 
     baseline: BaselineOption = BaselineOption("mean")
     rule: Option[QuadratureRule] = Option("gauss_legendre", check_choice, RULES)
@@ -127,7 +127,7 @@ class IDGI(SteppedAttribution):
 
     name = "idgi"
     cost = "51 forwards and backwards"
-    quick_options: ClassVar = {"steps": 3}
+    preview_options: ClassVar = {"steps": 3}
 
     baseline: BaselineOption = BaselineOption("mean")
 
@@ -202,7 +202,7 @@ class ExpectedGradients(SampledAttribution):
     name = "expected_gradients"
     cost = "200 forwards and backwards"
     samples = 200
-    quick_options: ClassVar = {"passes": 4}
+    preview_options: ClassVar = {"passes": 4}
 
     references: BaselineOption = BaselineOption("colours")
 
@@ -260,7 +260,7 @@ class GuidedIG(SteppedAttribution):
 
     name = "guided_ig"
     cost = "200 forwards and backwards, one by one, 1 forward"
-    quick_options: ClassVar = {"steps": 3}
+    preview_options: ClassVar = {"steps": 3}
 
     baseline: BaselineOption = BaselineOption("mean")
     steps: Option[int] = Option(200, check_integer)
@@ -338,7 +338,7 @@ class BlurIG(SteppedAttribution):
     name = "blur_ig"
     is_complete = False  # the baseline differs for each image
     cost = "100 forwards and backwards, 1 forward"
-    quick_options: ClassVar = {"steps": 3}
+    preview_options: ClassVar = {"steps": 3}
 
     max_sigma: Option[float] = Option(50.0, check_number, above=0)
     rule: Option[QuadratureRule] = Option("gauss_legendre", check_choice, RULES)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..attribution.forward import SharedForward, at_least_float32
+from ..attribution.forward import Needs, SharedForward, at_least_float32
 from ..attribution.options import PositionalOption
 from ..engine.multi_pass import MultiPassAttribution, PassRunner
 from ..engine.recording import TailForward
@@ -80,7 +80,7 @@ class LayerPasses(MultiPassAttribution):
             LayerError: The layer is not run, or has no spatial output.
         """
         name = self.layer or default_layer(self.model, passes.x, passes.target(1))
-        layer = LayerOutput(SharedForward(self.model, passes.x, [name], "none"), name)
+        layer = LayerOutput(SharedForward(self.model, passes.x, Needs("none", layers=(name,))), name)
         if self.assumes_unsigned:
             warn_if_signed(self.name, layer.maps[None])
         return layer

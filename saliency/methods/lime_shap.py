@@ -134,7 +134,7 @@ class LIME(CoalitionSampling):
     segments and all M. The image itself is one more sample, of weight 1. (The 2 is in the authors' code, not in the
     paper.)
 
-    `effort[0].note` gives the weighted variance that the linear model explains, adjusted for the number of its
+    `run_stats[0].note` gives the weighted variance that the linear model explains, adjusted for the number of its
     coefficients (for n samples, the residual variance has n - M - 1 degrees of freedom). The standard errors hold for a
     weighted regression under any distribution of its residuals (White's sandwich, each residual divided by the root of
     1 minus its leverage). In simulations with at least 1.6 times as many samples as coefficients, they were accurate to
@@ -156,7 +156,7 @@ class LIME(CoalitionSampling):
     name = "lime"
     cost = "1000 forwards"
     samples = 1000
-    quick_options: ClassVar = {"segments": (2, 2), "passes": 16}
+    preview_options: ClassVar = {"segments": (2, 2), "passes": 16}
 
     width: Option[float] = Option(0.25, check_number, least=1e-3)
     penalty: Option[float] = Option(0.0, check_number, least=0)
@@ -233,7 +233,7 @@ class KernelSHAP(CoalitionSampling):
     name = "kernel_shap"
     cost = "2000 forwards"
     samples = 2000
-    quick_options: ClassVar = {"segments": (2, 3), "passes": 21}
+    preview_options: ClassVar = {"segments": (2, 3), "passes": 21}
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Solve the regression."""
@@ -327,7 +327,7 @@ class ShapleySampling(CoalitionSampling):
     name = "shapley_sampling"
     cost = "2000 forwards"
     samples = 2000
-    quick_options: ClassVar = {"segments": (2, 2), "passes": 25}
+    preview_options: ClassVar = {"segments": (2, 2), "passes": 25}
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the mean gains over the pairs of orders."""

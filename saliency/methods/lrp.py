@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from ..attribution.base import BatchAttribution, TracedAttribution
-from ..attribution.explanation import Sign
-from ..attribution.forward import TargetGradients, at_least_float32, no_gradient_message
+from ..attribution.base import TracedAttribution
+from ..attribution.explanation import BatchAttribution, Sign
+from ..attribution.forward import Needs, TargetGradients, at_least_float32, no_gradient_message
 from ..attribution.options import ConvertedOption, Option, PositionalOption
+from ..attribution.resolved_target import ResolvedTarget
 from ..errors import LayerError, MethodError, did_you_mean, warn
 from ..hooks.autograd_graph import Gradients, result_spec
 from ..hooks.operations import LINEAR, SOFTMAX, Operation, SavedValues
@@ -106,8 +107,7 @@ class RelevancePropagation(TracedAttribution):
         unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
     """
 
-    backwards = 1
-    keep = SavedValues.LINEAR
+    needs = Needs(backwards=1, values=SavedValues.LINEAR)
     propagation: ClassVar[type[Propagation]] = Propagation
 
     layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
@@ -122,14 +122,14 @@ class RelevancePropagation(TracedAttribution):
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the rules for a forward and its scores."""
 
-    def read_layer(self, x: Tensor, target: Callable[[Any], Tensor]) -> str | None:
+    def read_layer(self, x: Tensor, target: ResolvedTarget) -> str | None:
         """Return the layer whose relevance is read; None for the input."""
         return self.layer
 
-    def layer_names(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:
+    def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
         """Return the layers whose relevance is restricted, and the one whose relevance is read, if any."""
         layer = self.read_layer(x, target)
-        return (*self._through, *([] if layer is None else [layer]))
+        return replace(self.needs, layers=(*self._through, *([] if layer is None else [layer])))
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Propagate the relevance of the scores."""
@@ -372,13 +372,15 @@ class LRP(PixelRelevance):
         super().__post_init__()
         composite = self.composite if self.gamma is None else _with_gamma(self.composite, self.gamma)
         self._composite = None if composite is None else _bounded(composite, self.preprocess)
-        rules = () if composite is None else composite.rules.values()
-        if any(isinstance(rule, NonlinearRule) for rule in rules):
-            self.keep = SavedValues.ALL  # the operands of ReLUs too
 
-    def traced_modules(self) -> Sequence[str]:
-        """Return the modules with their own rules."""
-        return [] if self._composite is None else list(chain(*self._composite.layers(self.model).values()))
+    def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
+        """Return the layers, the modules with their own rules, and all values if activations have a rule."""
+        needs = super().needs_for(x, target)
+        if self._composite is None:
+            return needs
+        is_nonlinear = any(isinstance(rule, NonlinearRule) for rule in self._composite.rules.values())
+        values = SavedValues.ALL if is_nonlinear else needs.values  # the operands of ReLUs too
+        return replace(needs, values=values, modules=tuple(chain(*self._composite.layers(self.model).values())))
 
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the given composite; by default the composite for the network's kind."""
@@ -421,8 +423,12 @@ class AttnLRP(PixelRelevance):
         super().__post_init__()
         gammas = {"linear": self.gamma, "conv": self.conv_gamma}
         rules: dict[RuleKey, AnyRule] = {kind: Gamma(gamma) for kind, gamma in gammas.items() if gamma}
-        self.keep = SavedValues.LINEAR if rules else SavedValues.ACTIVATIONS
         self._composite = Composite(rules, constant_gates=self.constant_gates)
+
+    def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
+        """Return the layers, and the values that the rules read."""
+        values = SavedValues.LINEAR if self._composite.rules else SavedValues.ACTIVATIONS
+        return replace(super().needs_for(x, target), values=values)
 
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the rules of the options."""
@@ -518,7 +524,7 @@ class ExcitationBackprop(RelevancePropagation):
 
     contrastive: Option[bool] = Option(False, check_flag)
 
-    def read_layer(self, x: Tensor, target: Callable[[Any], Tensor]) -> str | None:
+    def read_layer(self, x: Tensor, target: ResolvedTarget) -> str | None:
         """Return the given layer, or the last one of the second-lowest resolution."""
         if self.layer is not None:
             return self.layer
@@ -537,7 +543,7 @@ class ExcitationBackprop(RelevancePropagation):
         shares = divided(result.values, total[:, None, None, None])
         self._check(shares, result.layer)
         values = shares.clamp(min=0) if self.contrastive else shares
-        return result._replace(values=values, residual=None, ledger=None, ledger_names=())
+        return replace(result, values=values, residual=None, ledger=None, ledger_names=())
 
     def _check(self, shares: Tensor, layer: str | None) -> None:
         """Warn of shares (N, 1, h, w) that are not probabilities."""

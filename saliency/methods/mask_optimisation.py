@@ -39,7 +39,7 @@ class OptimisedMask(SteppedAttribution):
     """
 
     sign = "positive"
-    quick_options: ClassVar = {"steps": 2}
+    preview_options: ClassVar = {"steps": 2}
     rate = 0.1
     """The largest change of a mask's numbers in one step."""
     steps: Option[int] = Option(300, check_integer)

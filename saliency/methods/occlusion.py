@@ -34,7 +34,7 @@ class Occlusion(TimedAttribution):
     row or column ends at the border, so every pixel is covered and no window reaches outside.
 
     If possible, only the part of each forward that depends on the window is computed; the result is equal up to
-    rounding. `effort[0].note` reports this.
+    rounding. `run_stats[0].note` reports this.
 
     Args:
         window: The edge of the window in pixels of the model's input, or (height, width); cropped to the image.
@@ -57,7 +57,7 @@ class Occlusion(TimedAttribution):
     name = "occlusion"
     cost = "1 forward for each position of the window: 169 at 224x224"
     sign = "signed"
-    quick_options: ClassVar = {"window": 7, "stride": 5}
+    preview_options: ClassVar = {"window": 7, "stride": 5}
 
     window: ConvertedOption[int | Sequence[int], int | tuple[int, int]] = ConvertedOption(32, _checked_edges)
     stride: ConvertedOption[int | Sequence[int], int | tuple[int, int]] = ConvertedOption(16, _checked_edges)
@@ -138,7 +138,7 @@ class FeatureAblation(SegmentAttribution):
 
     name = "feature_ablation"
     cost = f"about {SUPERPIXELS} forwards, one for each segment"
-    quick_options: ClassVar = {"segments": (3, 3)}
+    preview_options: ClassVar = {"segments": (3, 3)}
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the drop in the score for each segment; 0 for segments that an interrupt left out."""

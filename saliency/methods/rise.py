@@ -54,7 +54,7 @@ class RISE(SampledAttribution):
     cost = "4000 forwards"
     sign = "positive"
     samples = 4000
-    quick_options: ClassVar = {"passes": 12, "grid": 3}
+    preview_options: ClassVar = {"passes": 12, "grid": 3}
 
     grid: Option[int] = Option(7, check_integer)
     shown: Option[float] = Option(0.5, check_number, above=0, below=1)

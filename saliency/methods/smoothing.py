@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..attribution.base import Attribution, BatchAttribution, get_method
-from ..attribution.explanation import Explanation, Setting
+from ..attribution.base import Attribution, get_method
+from ..attribution.explanation import BatchAttribution, Explanation, Setting
 from ..attribution.forward import at_least_float32
 from ..attribution.options import Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
@@ -37,7 +37,7 @@ class NoisyAttribution(SampledAttribution):
     """
 
     cost = "50 times the wrapped method: 50 forwards, 50 backwards"
-    quick_options: ClassVar = {"passes": 6}
+    preview_options: ClassVar = {"passes": 6}
 
     model: PositionalOption[nn.Module | Attribution, nn.Module] = PositionalOption(
         check=lambda method, model: unwrap(model), kw_only=False
@@ -97,7 +97,7 @@ class NoisyAttribution(SampledAttribution):
             return wrapped.explain(rows, passes.target(len(rows)))
 
         for result in passes.chunks(compute, self.most_passes):
-            for stats in result.effort:
+            for stats in result.run_stats:
                 passes.precisions[self.inner] = stats.precision
             yield result
 

@@ -189,7 +189,7 @@ class Sobol(GridAttribution):
     units = "share of the score's variance"
     cost = "2112 forwards"
     rows: ClassVar[int] = 32
-    quick_options: ClassVar = {"grid": 2, "passes": 24}
+    preview_options: ClassVar = {"grid": 2, "passes": 24}
     interpolation = "bilinear"  # as in the authors' code; hard edges would change the score
 
     fill: FillOption = FillOption(partial="sobol")
@@ -254,7 +254,7 @@ class HSIC(GridAttribution):
     units = "dependence, 0 for none"
     cost = "1500 forwards"
     samples = 1500
-    quick_options: ClassVar = {"grid": 3, "passes": 16}
+    preview_options: ClassVar = {"grid": 3, "passes": 16}
     interpolation = "nearest-exact"
 
     grid: Option[int] = Option(7, check_integer)

@@ -14,9 +14,9 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..attribution.base import BatchAttribution, TracedAttribution
-from ..attribution.explanation import Sign
-from ..attribution.forward import TargetGradients, at_least_float32
+from ..attribution.base import TracedAttribution
+from ..attribution.explanation import BatchAttribution, Sign
+from ..attribution.forward import Needs, TargetGradients, at_least_float32
 from ..attribution.options import Option
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_passages, fuse_heads, is_chain
@@ -153,8 +153,7 @@ class AttentionMap(TracedAttribution):
         LayerError: The tokens are not a grid of patches.
     """
 
-    needs_attention = True
-    backwards: ClassVar[int | None] = 1
+    needs = Needs(backwards=1, attention=True)
     sign: ClassVar[Sign] = "positive"
     is_complete = False
     reads_decoders: ClassVar[bool] = False
@@ -234,7 +233,7 @@ class GradientRollout(AttentionRollout):
     name = "gradient_rollout"
     ignores_sign = False
     cost = "1 forward, 1 backward"
-    backwards = 2
+    needs = Needs(backwards=2, attention=True)
 
     def fused(self, attention: TokenAttention, call: AttentionCall) -> Tensor:
         """Return attention times gradient of a block, averaged over its heads (N, queries, keys)."""
@@ -267,7 +266,7 @@ class CheferAttention(AttentionMap):
     name = "chefer_attention"
     cost = "1 forward, 1 backward"
     units = "relevance"
-    backwards = 2
+    needs = Needs(backwards=2, attention=True)
     reads_decoders = True
 
     def relevance(self, attention: TokenAttention) -> Tensor:
@@ -307,7 +306,7 @@ class GradECLIP(AttentionMap):
     name = "grad_eclip"
     cost = "1 forward, 1 backward"
     units = "relevance"
-    backwards = 2
+    needs = Needs(backwards=2, attention=True)
 
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the weighted values of all tokens."""

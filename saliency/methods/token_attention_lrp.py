@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ..attribution.forward import Needs
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall
 from ..hooks.autograd_graph import Gradients
@@ -43,8 +44,7 @@ class CheferLRP(CheferAttention):
 
     name = "chefer_lrp"
     cost = "1 forward, 3 backwards"
-    backwards = 3
-    keep = SavedValues.ALL
+    needs = Needs(backwards=3, values=SavedValues.ALL, attention=True)
 
     def weights(self, attention: TokenAttention) -> Callable[[AttentionCall], Tensor]:
         """Return the weighted attention, as a function of the call."""

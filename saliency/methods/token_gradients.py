@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, cast, get_args
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from ..attribution.forward import at_least_float32
+from ..attribution.forward import Needs, at_least_float32
 from ..attribution.options import Option
+from ..attribution.resolved_target import ResolvedTarget
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
 from ..hooks.autograd_graph import DispatchMode, next_functions, result_shape
@@ -169,13 +171,13 @@ class LeGrad(AttentionMap):
     name = "le_grad"
     cost = "1 forward, 1 backward"
     units = "score per attention"
-    backwards = None
+    needs = Needs(attention=True)
 
     score: Option[ScoreOf] = Option("layer", check_choice, get_args(ScoreOf))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.keep = SavedValues.NOTHING if self.score == "final" else SavedValues.ALL
+    def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
+        """Return the attention, and all values if each layer has a score of its own."""
+        return replace(self.needs, values=SavedValues.NOTHING if self.score == "final" else SavedValues.ALL)
 
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the mean over the layers of the positive gradient at all tokens."""
@@ -237,8 +239,7 @@ class AGCAM(AttentionMap):
 
     name = "ag_cam"
     cost = "1 forward, 1 backward"
-    backwards = None
-    keep = SavedValues.ALL
+    needs = Needs(values=SavedValues.ALL, attention=True)
 
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the sum over the blocks of the gated gradient at all tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import chain
 from typing import ClassVar
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attribution.forward import SharedForward, TargetGradients, at_least_float32
+from ..attribution.forward import Needs, SharedForward, TargetGradients, at_least_float32
 from ..attribution.options import Option
 from ..engine.estimates import generator, precise_type
 from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
@@ -72,8 +73,8 @@ class TIS(TimedAttribution):
     name = "tis"
     cost = "3 forwards, 1024 forwards with half of the patches"
     sign = "positive"
-    needs_attention = True
-    quick_options: ClassVar = {"masks": 8}
+    needs = Needs(attention=True)
+    preview_options: ClassVar = {"masks": 8}
 
     masks: Option[int] = Option(1024, check_integer)
     shown: Option[float] = Option(0.5, check_number, above=0, below=1)
@@ -100,12 +101,13 @@ class TIS(TimedAttribution):
             NotApplicableError: The network has no attention among all tokens in each block, or no module for a block.
             LayerError: The tokens are not a grid of patches.
         """
-        names = [name for name, module in self.model.named_modules() if name and is_hookable(self.model, name, module)]
+        named = self.model.named_modules()
+        names = tuple(name for name, module in named if name and is_hookable(self.model, name, module))
         with torch.enable_grad():
-            forward = SharedForward(self.model, passes.x, traced=names, reads_attention=True)
+            forward = SharedForward(self.model, passes.x, replace(self.needs, modules=names))
             attention = TokenAttention(TargetGradients(forward, passes.target(1)), self.name)
         blocks = _block_names(attention)
-        outputs = list(SharedForward(self.model, passes.x, blocks, "none").layers.values())
+        outputs = list(SharedForward(self.model, passes.x, Needs("none", layers=tuple(blocks))).layers.values())
         shape = (1, attention.tokens)
         if len(outputs) < len(attention.blocks) or any(output.shape[:2] != shape for output in outputs):
             problem = f"{type(self.model).__name__} has no module for each block that returns tokens (N, tokens, C)"

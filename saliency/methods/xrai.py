@@ -54,7 +54,7 @@ class XRAI(TimedAttribution):
     name = "xrai"
     cost = "100 forwards and backwards"
     sign = "positive"
-    quick_options: ClassVar = {"steps": 2}
+    preview_options: ClassVar = {"steps": 2}
 
     rule: Option[QuadratureRule] = Option("gauss_legendre", check_choice, RULES)
     steps: Option[int] = Option(50, check_integer)

@@ -51,9 +51,9 @@ def checks(
             scores (N, classes) with at least 2 classes, in float32 on the CPU. By default a small convolutional network
             with several kinds of ReLU, global average pooling and a linear head; for a method that needs attention, a
             small transformer.
-        options: Options of the method's constructor, with layers by name. They extend the method's `quick_options`.
+        options: Options of the method's constructor, with layers by name. They extend the method's `preview_options`.
     """
-    case = MethodCase(method, {**method.quick_options, **options}, model or tiny_model_for(method))
+    case = MethodCase(method, {**method.preview_options, **options}, model or tiny_model_for(method))
     return [(name, partial(_without_warnings, check, case)) for name, check in CHECKS.items()]
 
 

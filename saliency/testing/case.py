@@ -82,7 +82,7 @@ def tiny_transformer(seed: int = 0) -> nn.Module:
 
 def tiny_model_for(method: type[Attribution]) -> Callable[[], nn.Module]:
     """Return the function that creates a small model on which a method is defined."""
-    return tiny_transformer if method.needs_attention else tiny_model
+    return tiny_transformer if method.needs.attention else tiny_model
 
 
 def _with_fixed_weights(kind: type[nn.Module], seed: int) -> nn.Module:

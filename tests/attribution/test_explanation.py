@@ -141,7 +141,7 @@ def test_what_a_method_gives_is_kept(name: str, tmp_path: Path) -> None:
     model = tiny_model_for(METHODS[name])()
     model.preprocess = _as_tensor  # type: ignore[assignment]
     model.categories = list("abcde")  # type: ignore[assignment]
-    found = METHODS[name](model, **METHODS[name].quick_options).attribute(
+    found = METHODS[name](model, **METHODS[name].preview_options).attribute(
         [picture(16, 16), picture(16, 16, 1)], ["b", "a"]
     )
     assert_same(Explanation.load(found.save(tmp_path / "a.safetensors")), found)

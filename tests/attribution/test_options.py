@@ -85,7 +85,7 @@ COUNTED = {"passes", "seconds", "tolerance", "chunk", "channels"}  # by default 
 def refused(method: type[saliency.Attribution], option: str, given: Any) -> str:
     """The message of the error about an option; empty where it is taken."""
     try:
-        method(SMALL, **{**method.quick_options, option: given})
+        method(SMALL, **{**method.preview_options, option: given})
     except SaliencyError as error:
         return str(error)
     return ""
@@ -94,7 +94,7 @@ def refused(method: type[saliency.Attribution], option: str, given: Any) -> str:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_option_of_a_method_is_checked_when_it_is_made(name: str) -> None:
     method = METHODS[name]
-    for option, default in method(SMALL, **method.quick_options).settings.items():
+    for option, default in method(SMALL, **method.preview_options).settings.items():
         is_number = isinstance(default, int | float) or option in COUNTED
         taken = [given for given in NO_NUMBERS if not refused(method, option, given).startswith(option)]
         if isinstance(default, bool):
@@ -207,7 +207,7 @@ PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 60, 3), d
     ("name", "whole", "size"), [("grad_cam", True, (16, 16)), *((name, "aspect", (20, 40)) for name in METHODS)]
 )
 def test_every_method_explains_the_whole_image(name: str, whole: Any, size: tuple[int, int]) -> None:
-    quick = METHODS[name].quick_options
+    quick = METHODS[name].preview_options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SaliencyWarning)
         found = METHODS[name](photo_model(METHODS[name]), **quick, whole=whole).attribute(PHOTO, 1)

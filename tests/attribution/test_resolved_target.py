@@ -62,7 +62,7 @@ def test_an_output_that_does_not_divide_runs_one_by_one_and_says_so() -> None:
     found = saliency.RISE(model, passes=12, chunk=4).attribute(one_image(), lambda output: output["scores"][:, 1])
     expected = saliency.RISE(model.inner, passes=12, chunk=1).attribute(one_image(), 1)
     assert torch.equal(found.values, expected.values)
-    assert "does not show which part of it belongs to which image" in found.effort[0].note
+    assert "does not show which part of it belongs to which image" in found.run_stats[0].note
 
 
 def test_an_output_that_does_not_divide_is_an_error_for_a_batch() -> None:
@@ -74,7 +74,7 @@ def test_an_output_that_does_not_divide_is_an_error_for_a_batch() -> None:
 def test_a_class_needs_no_division_of_the_output() -> None:
     model = Packed(lambda scores: {"logits": scores, "similarities": scores @ scores.T})
     found = saliency.RISE(model, passes=12, chunk=4).attribute(one_image(), 1)
-    assert found.effort[0].note == ""
+    assert found.run_stats[0].note == ""
     torch.testing.assert_close(found.values, saliency.RISE(model.inner, passes=12).attribute(one_image(), 1).values)
 
 
@@ -94,17 +94,17 @@ def batch_coupled() -> nn.Sequential:
 )
 @pytest.mark.parametrize("chunk", [4, "auto"])
 def test_the_chunk_does_not_show_on_a_model_whose_images_affect_each_other(name: str, chunk: Any) -> None:
-    model, options = batch_coupled(), dict(named[name].quick_options)
+    model, options = batch_coupled(), dict(named[name].preview_options)
     found = named[name](model, **{**options, "chunk": chunk}).attribute(one_image(), 1)
     expected = named[name](model, **{**options, "chunk": 1}).attribute(one_image(), 1)
     assert torch.equal(found.values, expected.values)
     if chunk == 4:  # "auto" begins with single passes, and may need no more
-        assert "the images of a batch affect each other" in found.effort[0].note
+        assert "the images of a batch affect each other" in found.run_stats[0].note
 
 
 @pytest.mark.parametrize("name", ["vanilla_gradient", "grad_cam", "rise"])
 def test_a_batch_of_images_that_affect_each_other_is_warned_of(name: str) -> None:
-    method = named[name](batch_coupled(), **named[name].quick_options)
+    method = named[name](batch_coupled(), **named[name].preview_options)
     with pytest.warns(SaliencyWarning, match="explain them one at a time"):
         method.attribute(one_image().repeat(2, 1, 1, 1), 1)
 
@@ -136,7 +136,7 @@ def test_an_output_that_grows_between_two_calls_is_divided_anew() -> None:
 def test_a_model_of_single_images_runs_one_by_one() -> None:
     model = Packed(lambda scores: scores.reshape(1, 5))
     found = saliency.RISE(model, passes=8).attribute(one_image(), 1)
-    assert "does not run a batch of two images" in found.effort[0].note
+    assert "does not run a batch of two images" in found.run_stats[0].note
     torch.testing.assert_close(found.values, saliency.RISE(model.inner, passes=8).attribute(one_image(), 1).values)
 
 
@@ -167,7 +167,7 @@ class InAThread(nn.Module):
 
 @pytest.mark.parametrize("name", ["rise", "occlusion", "kernel_shap", "feature_ablation", "sobol"])
 def test_a_model_with_threads_of_its_own_is_explained_by_forwards(name: str) -> None:
-    model, options = InAThread(), named[name].quick_options
+    model, options = InAThread(), named[name].preview_options
     found = named[name](model, **options, chunk=2).attribute(one_image(), 1)
     expected = named[name](model.inner, **options, chunk=2).attribute(one_image(), 1)
     torch.testing.assert_close(found.values, expected.values)

@@ -140,7 +140,7 @@ def test_the_same_method_twice_gives_two_explanations(model: Net, x: Tensor) -> 
 
 
 def test_a_method_that_traces_nothing_takes_part(model: Net, x: Tensor) -> None:
-    from saliency.attribution.base import BatchAttribution
+    from saliency.attribution.explanation import BatchAttribution
     from saliency.attribution.resolved_target import ResolvedTarget
 
     class Constant(Attribution):

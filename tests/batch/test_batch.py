@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,8 @@ def test_a_row_accounts_for_the_score_and_says_what_was_treated(
         found = explain(self, *given)
         shares = torch.stack([found.scores * 2, -found.scores], 1)
         coverage = Coverage(treated={"conv by z+": 3})
-        kept = found._replace(ledger=shares, ledger_names=("input", "biases"))
-        return kept._replace(coverage=coverage, residual=torch.full_like(found.scores, 0.25))
+        kept = replace(found, ledger=shares, ledger_names=("input", "biases"))
+        return replace(kept, coverage=coverage, residual=torch.full_like(found.scores, 0.25))
 
     monkeypatch.setattr(GradCAM, "explain_gradients", accounting)
     quick(source, tmp_path / "out")

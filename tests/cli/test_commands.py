@@ -113,7 +113,7 @@ def test_every_method_is_drawn_and_on_the_sheet(
     run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = tiny_model()  # every method applies to it that does not need attention
-    drawn = [name for name, cls in METHODS.items() if not cls.needs_attention]
+    drawn = [name for name, cls in METHODS.items() if not cls.needs.attention]
     model.preprocess, model.categories = Preprocess(size=(32, 32), resize=32, mean=(0.5,) * 3, std=(0.5,) * 3), None
     monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: model)
     (photo,) = copies(tmp_path, "coffee.jpg")

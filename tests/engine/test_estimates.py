@@ -103,7 +103,7 @@ def test_continuous_maps_keep_their_ranks() -> None:
 @pytest.mark.parametrize("method", [cls for cls in METHODS.values() if "passes" in cls.options()])
 def test_the_agreement_of_few_passes_does_not_depend_on_the_chunks(method: type[Attribution]) -> None:
     model, x = tiny_model_for(method)().double(), images(2, (32, 32), dtype=torch.float64)
-    options = {**method.quick_options, "passes": 12}
+    options = {**method.preview_options, "passes": 12}
     found = [method(model, chunk=chunk, **options).attribute(x, [0, 1]).agreement for chunk in (1, 5)]
     first, second = (agreement if agreement is None else agreement.tolist() for agreement in found)
     assert first == pytest.approx(second, abs=1e-9)

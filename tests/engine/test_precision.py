@@ -607,16 +607,16 @@ def test_threads_share_a_model() -> None:
 def test_gradients_are_computed_faster_where_that_is_asked(name: str) -> None:
     """Methods run with gradients off, and passes turn them on: a trial has to do so too."""
     model, x = network(torch.float32), X.float()[:1]
-    asked = named[name](model, **named[name].quick_options, precision="fast").attribute(x, 1)
-    assert asked.effort[0].precision == "fast: cosine 1.0000, 3 batch norms folded"
-    plain = named[name](model, **named[name].quick_options).attribute(x, 1)
+    asked = named[name](model, **named[name].preview_options, precision="fast").attribute(x, 1)
+    assert asked.run_stats[0].precision == "fast: cosine 1.0000, 3 batch norms folded"
+    plain = named[name](model, **named[name].preview_options).attribute(x, 1)
     torch.testing.assert_close(asked.values, plain.values, rtol=2e-2, atol=2e-2 * float(plain.values.abs().max()))
 
 
 def test_each_kind_of_pass_says_how_it_was_run() -> None:
     model, x = network(torch.float32), X.float()[:1]
     found = named["integrated_gradients"](model, steps=3, precision="bf16").attribute(x, 1)
-    gradients, forwards = found.effort[0].precision.split(" (gradients); ")
+    gradients, forwards = found.run_stats[0].precision.split(" (gradients); ")
     assert gradients == "fast: cosine 1.0000, 3 batch norms folded; bf16 is for passes without gradients"
     assert re.fullmatch(r"bf16: cosine \d\.\d{4}, 3 batch norms folded \(forwards\)", forwards)
 
@@ -628,7 +628,7 @@ def test_the_model_is_copied_once_for_an_image(
     name: str, precision: str, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = network(torch.float32), X.float()[:1]
-    method = named[name](model, **named[name].quick_options, precision=precision)
+    method = named[name](model, **named[name].preview_options, precision=precision)
     method.attribute(x, 1)  # chooses the copy
     made = counted(monkeypatch, "private_copy")
     method.attribute(x, 1)
@@ -639,10 +639,10 @@ def test_the_model_is_copied_once_for_an_image(
 def test_a_smoothed_method_says_how_the_one_within_was_run(precision: str) -> None:
     model, x = network(torch.float32), X.float()[:1]
     inner = named["occlusion"](model, window=6, stride=6, precision="fast")
-    (effort,) = named["smooth_grad"](inner, passes=3, precision=precision).attribute(x, 1).effort
-    assert effort.precision == "fast: cosine 1.0000, 3 batch norms folded"
-    assert effort.note == ("occlusion runs the model by its own precision" if precision == "fast" else "")
+    (stats,) = named["smooth_grad"](inner, passes=3, precision=precision).attribute(x, 1).run_stats
+    assert stats.precision == "fast: cosine 1.0000, 3 batch norms folded"
+    assert stats.note == ("occlusion runs the model by its own precision" if precision == "fast" else "")
     guided = named["guided_backprop"](model)
-    (effort,) = named["smooth_grad"](guided, passes=3, precision=precision).attribute(x, 1).effort
-    assert effort.precision == "exact"
-    assert effort.note == ("guided_backprop runs the model exactly" if precision == "fast" else "")
+    (stats,) = named["smooth_grad"](guided, passes=3, precision=precision).attribute(x, 1).run_stats
+    assert stats.precision == "exact"
+    assert stats.note == ("guided_backprop runs the model exactly" if precision == "fast" else "")

@@ -144,7 +144,7 @@ def test_the_first_limit_that_is_met_ends_the_work() -> None:
     with prepared_for_attribution(model), passes_on(model, Budget(passes=10), chunk=4) as passes:
         assert sum(len(done.scores) for done in passes.forwards(brighter(passes.x), 50)) == 10
     assert (passes.used, passes.stopped) == (10, "passes")
-    assert METHODS["rise"](model, passes=10).attribute(images(1, (24, 24)), 0).effort[0].stopped == "passes"
+    assert METHODS["rise"](model, passes=10).attribute(images(1, (24, 24)), 0).run_stats[0].stopped == "passes"
     with prepared_for_attribution(model), passes_on(model, Budget(seconds=1e-9), chunk=4) as passes:
         assert sum(len(done.scores) for done in passes.forwards(brighter(passes.x), 50)) == 1  # at the rate before
     assert passes.stopped == "seconds"
@@ -187,7 +187,7 @@ def timed(
     """The explanation of one image in two seconds, where a forward takes 20 ms, and the clock."""
     clock = Clock()
     monkeypatch.setattr(multi_pass, "time", clock)
-    quick = {key: each for key, each in METHODS[name].quick_options.items() if key not in COUNTED}
+    quick = {key: each for key, each in METHODS[name].preview_options.items() if key not in COUNTED}
     method = METHODS[name](
         Ticking(clock, 0.02, inner or tiny_model_for(METHODS[name])()),
         **quick | SMALL.get(name, {}) | options,
@@ -201,30 +201,30 @@ def timed(
 @pytest.mark.parametrize("name", TIMED)
 def test_seconds_are_kept_and_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, clock = timed(name, monkeypatch)
-    (effort,) = found.effort
-    assert effort.seconds == pytest.approx(clock.now)
+    (stats,) = found.run_stats
+    assert stats.seconds == pytest.approx(clock.now)
     assert clock.now <= 2.4
-    if effort.stopped == "complete":
+    if stats.stopped == "complete":
         complete = ("ablation_cam", "score_cam", "gscore_cam", "is_cam", "kernel_shap", "tis", "vit_cx")
         assert name in complete  # all that they need fits
     else:
-        assert effort.stopped == "seconds"
+        assert stats.stopped == "seconds"
         assert clock.now > 1.2
 
 
 def test_fewer_windows_cover_the_image_and_the_note_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    (effort,) = timed("occlusion", monkeypatch)[0].effort
-    assert f"{effort.passes} of 169 windows" in effort.note
-    (effort,) = timed("occlusion", monkeypatch, window=4)[0].effort  # 64 windows cover it
-    assert f"{effort.passes} of 225 windows" in effort.note
-    assert "covered" not in effort.note
+    (stats,) = timed("occlusion", monkeypatch)[0].run_stats
+    assert f"{stats.passes} of 169 windows" in stats.note
+    (stats,) = timed("occlusion", monkeypatch, window=4)[0].run_stats  # 64 windows cover it
+    assert f"{stats.passes} of 225 windows" in stats.note
+    assert "covered" not in stats.note
 
 
 def test_fewer_steps_are_a_complete_path(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = timed("integrated_gradients", monkeypatch, steps=1000)
-    (effort,) = found.effort
-    steps = int(effort.note.split(" of 1000 steps")[0])
-    assert effort.stopped == "seconds"
+    (stats,) = found.run_stats
+    steps = int(stats.note.split(" of 1000 steps")[0])
+    assert stats.stopped == "seconds"
     expected = METHODS["integrated_gradients"](tiny_model(), steps=steps).attribute(images(1, (32, 32)), 0)
     torch.testing.assert_close(found.values, expected.values)
 
@@ -232,15 +232,15 @@ def test_fewer_steps_are_a_complete_path(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_nodes_are_added_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     waves = Packed(lambda scores: (4e4 * scores).sin())
     found, clock = timed("integrated_gradients", monkeypatch, waves, tolerance=1e-6, baseline=["mean", 0.5, -0.5])
-    assert (found.effort[0].stopped, found.effort[0].passes > 20) == ("seconds", True)
+    assert (found.run_stats[0].stopped, found.run_stats[0].passes > 20) == ("seconds", True)
     assert clock.now <= 2.4
 
 
 def test_sobol_takes_a_coarser_grid_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = timed("sobol", monkeypatch)
-    assert "a grid of 4 cells along each edge" in found.effort[0].note
+    assert "a grid of 4 cells along each edge" in found.run_stats[0].note
     found, _ = timed("sobol", monkeypatch, grid=3)
-    assert "grid" not in found.effort[0].note
+    assert "grid" not in found.run_stats[0].note
 
 
 def test_a_method_that_needs_all_its_passes_refuses_a_time() -> None:
@@ -252,9 +252,9 @@ def test_a_tolerance_is_reached_at_the_same_pass_whatever_the_chunk_size() -> No
     model = tiny_model().double()
     x = images(1, dtype=torch.float64)
     found = [Noisy(model, tolerance=0.05, chunk=chunk).attribute(x, 0) for chunk in (1, 3, 16, "auto")]
-    spent = {each.effort[0].passes for each in found}
+    spent = {each.run_stats[0].passes for each in found}
     assert len(spent) == 1
-    assert all(each.effort[0].stopped == "tolerance" for each in found)
+    assert all(each.run_stats[0].stopped == "tolerance" for each in found)
     for each in found:
         assert each.error is not None
         assert float(each.error.square().mean().sqrt() / each.values.square().mean().sqrt()) <= 0.05
@@ -266,8 +266,8 @@ def test_a_tolerance_is_reached_at_the_same_pass_whatever_the_chunk_size() -> No
 
 def test_each_image_of_a_batch_says_what_it_took() -> None:
     found = Noisy(tiny_model(), passes=9).attribute(images(3), [0, 1, 2])
-    assert [each.passes for each in found.effort] == [9, 9, 9]
-    assert found[1].effort == found.effort[1:2]
+    assert [each.passes for each in found.run_stats] == [9, 9, 9]
+    assert found[1].run_stats == found.run_stats[1:2]
     assert found.agreement is not None
     assert found.agreement.shape == (3,)
 
@@ -332,7 +332,7 @@ def test_a_chunk_that_runs_out_of_memory_is_halved(error: type[Exception]) -> No
 def test_a_chunk_size_of_the_users_that_is_too_large_is_halved_too() -> None:
     model = Crammed(3)
     found = Noisy(model, passes=20, chunk=8).attribute(images(1), 0)
-    assert found.effort[0].passes == 20
+    assert found.run_stats[0].passes == 20
     assert torch.allclose(found.values, Noisy(model.inner, passes=20).attribute(images(1), 0).values, atol=1e-6)
 
 
@@ -425,7 +425,7 @@ class Remembering(nn.Module):
 @pytest.mark.parametrize("most", [1, 99])
 def test_what_a_model_keeps_for_a_batch_size_can_be_trained_on_afterwards(name: str, most: int) -> None:
     model, x = Remembering(most=most), images(1)
-    options = {**named[name].quick_options, "chunk": 3}
+    options = {**named[name].preview_options, "chunk": 3}
     for _ in range(2):
         named[name](model, **options).attribute(x, 0)
     assert model.kept
@@ -450,7 +450,7 @@ def test_the_callers_autocast_is_for_the_model_alone(name: str) -> None:
     model.get_submodule("stem").register_forward_hook(lambda module, inputs, output: kinds.append(output.dtype))
     cls = METHODS[name]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = cls(model, **cls.quick_options).attribute(images(1), 0)
+        found = cls(model, **cls.preview_options).attribute(images(1), 0)
     assert set(kinds[1:]) == {torch.bfloat16}
     assert found.values.dtype is torch.float32
 
@@ -464,10 +464,10 @@ def test_an_interrupt_gives_back_what_was_computed_when_asked(by_signal: bool) -
     before = signal.getsignal(signal.SIGINT)
     found = Noisy(model, passes=24, chunk=2, on_interrupt="return").attribute(images(1), 0)
     assert signal.getsignal(signal.SIGINT) is before
-    effort = found.effort[0]
-    assert effort.stopped == "interrupt"
-    assert 0 < effort.passes < 24
-    expected = Noisy(model.inner, passes=effort.passes, chunk=2).attribute(images(1), 0)
+    stats = found.run_stats[0]
+    assert stats.stopped == "interrupt"
+    assert 0 < stats.passes < 24
+    expected = Noisy(model.inner, passes=stats.passes, chunk=2).attribute(images(1), 0)
     assert torch.equal(found.values, expected.values)
 
 
@@ -475,14 +475,14 @@ def test_an_interrupt_gives_back_what_was_computed_when_asked(by_signal: bool) -
 def test_one_interrupt_ends_the_work_on_all_images(by_signal: bool) -> None:
     model = Interrupting(6, by_signal=by_signal)
     found = Noisy(model, passes=24, chunk=2, on_interrupt="return").attribute(images(3), 0)
-    assert [each.stopped for each in found.effort] == ["interrupt"] * 3
-    assert [each.passes for each in found.effort[1:]] == [2, 2]
+    assert [each.stopped for each in found.run_stats] == ["interrupt"] * 3
+    assert [each.passes for each in found.run_stats[1:]] == [2, 2]
 
 
 def test_an_interrupt_in_the_last_chunk_of_an_image_is_not_lost() -> None:
     # Forwards: the batch, one and two images to see how they divide, and two chunks.
     found = Noisy(Interrupting(5, by_signal=True), passes=4, chunk=2, on_interrupt="return").attribute(images(2), 0)
-    assert [(each.stopped, each.passes) for each in found.effort] == [("passes", 4), ("interrupt", 2)]
+    assert [(each.stopped, each.passes) for each in found.run_stats] == [("passes", 4), ("interrupt", 2)]
 
 
 @pytest.mark.parametrize(
@@ -492,7 +492,7 @@ def test_an_interrupt_in_the_last_chunk_of_an_image_is_not_lost() -> None:
 def test_an_interrupt_waits_for_the_passes_that_a_map_takes(name: str, options: dict[str, Any], least: int) -> None:
     model = Interrupting(2, by_signal=True)
     found = named[name](model, **options, chunk=1, on_interrupt="return").attribute(images(2), 0)
-    assert [(each.stopped, each.passes) for each in found.effort] == [("interrupt", least)] * 2
+    assert [(each.stopped, each.passes) for each in found.run_stats] == [("interrupt", least)] * 2
 
 
 @pytest.mark.usefixtures("_ctrl_c")
@@ -511,7 +511,7 @@ def test_a_thread_that_may_not_handle_signals_computes_all_the_same() -> None:
     found: list[RunStats] = []
 
     def work() -> None:
-        found.extend(Noisy(tiny_model(), passes=4, on_interrupt="return").attribute(images(1), 0).effort)
+        found.extend(Noisy(tiny_model(), passes=4, on_interrupt="return").attribute(images(1), 0).run_stats)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -601,9 +601,9 @@ def many_pass_methods() -> Sequence[str]:
 def test_what_was_spent_stands_in_the_explanation(name: str) -> None:
     cls = METHODS[name]
     with _quiet():
-        found = cls(tiny_model_for(cls)(), **cls.quick_options).attribute(images(2), [0, 1])
-    assert len(found.effort) == 2
-    for each in found.effort:
+        found = cls(tiny_model_for(cls)(), **cls.preview_options).attribute(images(2), [0, 1])
+    assert len(found.run_stats) == 2
+    for each in found.run_stats:
         assert each.passes >= 1
         assert each.seconds > 0
         assert each.precision == "exact"
@@ -612,12 +612,12 @@ def test_what_was_spent_stands_in_the_explanation(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in many_pass_methods() if "passes" in METHODS[name].options()])
 def test_every_sampling_method_takes_the_same_three_limits(name: str) -> None:
     cls = METHODS[name]
-    options = {key: each for key, each in cls.quick_options.items() if key not in ("passes", "seconds", "tolerance")}
+    options = {key: each for key, each in cls.preview_options.items() if key not in ("passes", "seconds", "tolerance")}
     assert {"passes", "seconds", "tolerance"} <= set(cls.options())
     options["seconds"] = 0.05
     with _quiet():
         found = cls(tiny_model(), **options).attribute(images(1), 0)
-    assert found.effort[0].stopped in ("seconds", "complete")
+    assert found.run_stats[0].stopped in ("seconds", "complete")
 
 
 @contextmanager

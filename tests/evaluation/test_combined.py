@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from saliency.attribution.base import Attribution, BatchAttribution
+from saliency.attribution.base import Attribution
+from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.metrics import METRICS, measure
 from saliency.testing import Snapshot

@@ -22,7 +22,8 @@ from saliency import (
     VanillaGradient,
     value,
 )
-from saliency.attribution.base import Attribution, BatchAttribution
+from saliency.attribution.base import Attribution
+from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.evaluation.metrics.randomisation import MPRT, layers_from_the_top, randomise, restore
 from saliency.metrics import METRICS, Measurement, measure

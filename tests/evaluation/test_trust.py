@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import InputXGradient, MethodError, VanillaGradient
-from saliency.attribution.base import Attribution, BatchAttribution
+from saliency.attribution.base import Attribution
+from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.evaluation.metrics.agreement import RankCorrelation
 from saliency.evaluation.trust import GROUPS, UNCLEAR, WORSE, TrustCard, draw_trust, property_of, trust

@@ -59,7 +59,7 @@ def mask() -> Tensor:
 
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_each_image_has_its_own_row_in_every_method(name: str, x: Tensor, mask: Tensor) -> None:
-    method, options = METHODS[name], dict(METHODS[name].quick_options)
+    method, options = METHODS[name], dict(METHODS[name].preview_options)
     options |= {"chunk": 16} if "chunk" in method.options() else {}
     batch = method(with_mask(method), **options).attribute(x, [0, 1], forward_args={"mask": mask, "stretch": 2.0})
     alone = method(fixed(mask[1:], method), **options).attribute(x[1], 1)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saliency import GradCAM, GuidedBackprop, GuidedGradCAM, HiResCAM, LayerError, ModelError, TargetError
-from saliency.attribution.forward import SharedForward, TargetGradients
+from saliency.attribution.forward import Needs, RecordedFrom, SharedForward, TargetGradients
 from saliency.hooks.manager import HookManager
 from saliency.hooks.model_state import prepared_for_attribution
 from tests.models import Checkpointed, OwnForward, Packed
@@ -285,7 +285,7 @@ def test_backward_hooks_of_the_users_do_not_change_the_map() -> None:
 # Recording starts at the layer.
 
 
-def trace(model: nn.Module, x: Tensor, gradients: str) -> tuple[int, SharedForward]:
+def trace(model: nn.Module, x: Tensor, gradients: RecordedFrom) -> tuple[int, SharedForward]:
     """How many tensors the forward saved for its graph, and the forward."""
     saved: list[int] = []
 
@@ -294,7 +294,7 @@ def trace(model: nn.Module, x: Tensor, gradients: str) -> tuple[int, SharedForwa
         return tensor
 
     with prepared_for_attribution(model), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        made = SharedForward(model, x, ["body"], gradients)
+        made = SharedForward(model, x, Needs(gradients, layers=("body",)))
     return len(saved), made
 
 
@@ -336,7 +336,8 @@ def test_recording_from_the_layer_gives_the_same_values_bit_for_bit() -> None:
     found = {}
     for gradients in ("layers", "input"):
         with prepared_for_attribution(model):
-            grads = TargetGradients(SharedForward(model, x, ["body"], gradients), ResolvedTarget([1, 2], 2))
+            forward = SharedForward(model, x, Needs(gradients, layers=("body",)))
+            grads = TargetGradients(forward, ResolvedTarget([1, 2], 2))
             found[gradients] = grads.scores, grads.activation("body"), grads.gradient("body")
     assert all(torch.equal(*pair) for pair in zip(found["layers"], found["input"], strict=True))
 

@@ -74,15 +74,15 @@ def test_attention_is_read_by_the_given_function() -> None:
     assert found.settings["layout"] == "patches"
 
 
-@pytest.mark.parametrize("name", [name for name, cls in METHODS.items() if cls.needs_attention])
+@pytest.mark.parametrize("name", [name for name, cls in METHODS.items() if cls.needs.attention])
 def test_a_given_layout_equals_the_recognised_one(name: str) -> None:
     def cells(tokens: Tensor) -> Tensor:
         return tokens[:, 1:].transpose(1, 2).reshape(len(tokens), -1, 4, 6)
 
     model, method = tiny_transformer(), METHODS[name]
     model.token.weight.data.mul_(100)  # type: ignore[operator, union-attr]  # so that it stands apart from the patches
-    wanted = method(model, **method.quick_options).attribute(X, 1)
-    found = method(model, **method.quick_options, layout=cells).attribute(X, 1)
+    wanted = method(model, **method.preview_options).attribute(X, 1)
+    found = method(model, **method.preview_options, layout=cells).attribute(X, 1)
     torch.testing.assert_close(found.values, wanted.values)
 
 

@@ -105,10 +105,10 @@ def test_the_peak_lies_on_the_only_patch_that_the_score_depends_on(order: str, m
     assert set(peaks) == {PATCH}
 
 
-@pytest.mark.parametrize("name", [name for name, cls in METHODS.items() if cls.needs_attention])
+@pytest.mark.parametrize("name", [name for name, cls in METHODS.items() if cls.needs.attention])
 def test_maps_from_attention_do_not_depend_on_the_order_of_the_tokens(name: str) -> None:
     one, other = one_patch("class patches prompts"), one_patch("prompts patches class", in_windows)
-    options = METHODS[name].quick_options
+    options = METHODS[name].preview_options
     if name in ("le_grad", "tis"):
         pytest.skip("they need two blocks, or read more than the values")
     maps = [METHODS[name](model, **options).attribute(X, 1).values for model in (one, other)]

@@ -167,7 +167,7 @@ def test_cam_reads_the_head_in_half_precision(
         given = (model, x) if autocast else (model.to(dtype), x.to(dtype))
         found = method(given[0], "features").attribute(given[1], CLASSES)
     assert torch.allclose(found.values.float(), expected, atol=0.03 * float(expected.abs().max()))
-    assert all("closed form" in each.note for each in found.effort)  # the linear head was found
+    assert all("closed form" in each.note for each in found.run_stats)  # the linear head was found
 
 
 @pytest.mark.parametrize("make", [Flattened, Deep])
@@ -506,14 +506,14 @@ class InParts(nn.Module):
 def test_a_model_that_runs_a_batch_in_parts_gets_a_map_for_each_image_or_an_error(name: str) -> None:
     method, targets = METHODS[name], [0, 1, 2, 0]
     inner = tiny_model_for(method)()
-    in_parts = method(InParts(inner), **method.quick_options)
+    in_parts = method(InParts(inner), **method.preview_options)
     if issubclass(method, LayerCombination):
         with pytest.raises(LayerError, match="2 rows for 4 images, so the model runs them in parts; explain one image"):
             in_parts.attribute(images(4), targets)
         return
     with suppress(LayerError, NotApplicableError):
         found = in_parts.attribute(images(4), targets).values
-        wanted = method(inner, **method.quick_options).attribute(images(4), targets).values
+        wanted = method(inner, **method.preview_options).attribute(images(4), targets).values
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
 
 

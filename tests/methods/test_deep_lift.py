@@ -24,7 +24,7 @@ from saliency import (
     VanillaGradient,
     explain_together,
 )
-from saliency.attribution.forward import SharedForward
+from saliency.attribution.forward import Needs, SharedForward
 from saliency.hooks.autograd_graph import saved
 from saliency.hooks.operations import SavedValues
 from saliency.hooks.rectifiers import nodes_between
@@ -189,7 +189,7 @@ def test_methods_that_share_the_forward_change_nothing() -> None:
 def test_only_operands_of_nonlinear_operations_are_kept() -> None:
     conv, norm, x = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4).eval(), images(2)
     model = nn.Sequential(conv, norm, nn.ReLU(inplace=True), nn.MaxPool2d(2))
-    forward = SharedForward(model, x, keep=SavedValues.CHANGES)
+    forward = SharedForward(model, x, Needs(values=SavedValues.CHANGES))
     pool, relu, batch_norm, convolution = nodes_between(forward.output, forward.x)[:4]
     with pytest.raises(RuntimeError):
         saved(pool, "result1")

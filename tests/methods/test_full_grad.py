@@ -98,7 +98,7 @@ def test_the_terms_make_up_the_score_of_known_networks(make: Callable[[], nn.Mod
     assert found.residual is not None
     assert found.residual.abs() < 1e-9 * found.scores.abs()
     assert found.values.any()
-    assert found.effort[0].note.endswith("of the score")
+    assert found.run_stats[0].note.endswith("of the score")
 
 
 @pytest.mark.parametrize("target", [saliency.probability(2), lambda output: output[:, 1].exp() + 3])
@@ -148,7 +148,7 @@ def test_what_does_not_depend_on_the_image_has_no_part() -> None:
     found = FullGrad(Prompted().double()).attribute(x, 1)
     assert found.residual is not None
     assert found.residual.abs() < 1e-12
-    assert found.effort[0].note.startswith("3 biases")  # of the convolution, the sum and the head
+    assert found.run_stats[0].note.startswith("3 biases")  # of the convolution, the sum and the head
 
 
 @pytest.mark.parametrize(

@@ -80,12 +80,12 @@ def by_definition(model: Net, image: Tensor, target: int, score: Callable[[Tenso
 
 def test_one_forward_for_all_constant_channels_is_the_plain_loop(model: Net, x: Tensor) -> None:
     found = ScoreCAM(model, "features").attribute(x, [3, 0])
-    for image, target, values, effort in zip(x, (3, 0), found.values, found.effort, strict=True):
+    for image, target, values, stats in zip(x, (3, 0), found.values, found.run_stats, strict=True):
         with torch.no_grad():
             expected = by_definition(model, image, target, lambda mask: model((image * mask)[None])[0, target])  # noqa: B023
         torch.testing.assert_close(values, expected)
-        assert effort.passes == 9  # eight channels and the empty image
-        assert "one forward for the 4" in effort.note
+        assert stats.passes == 9  # eight channels and the empty image
+        assert "one forward for the 4" in stats.note
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -114,7 +114,7 @@ def test_the_integrated_form_is_the_mean_over_its_steps(model: Net, x: Tensor) -
 
     with torch.no_grad():
         torch.testing.assert_close(found.values[0], by_definition(model, x[0], 2, score))
-    assert found.effort[0].passes == 8 * 4 + 1
+    assert found.run_stats[0].passes == 8 * 4 + 1
 
 
 def test_one_step_is_score_cam(model: Net, x: Tensor) -> None:
@@ -125,7 +125,7 @@ def test_one_step_is_score_cam(model: Net, x: Tensor) -> None:
 def test_little_noise_is_score_cam(model: Net, x: Tensor) -> None:
     plain, noisy = ScoreCAM(model).attribute(x, 1), SSCAM(model, noise=1e-7, draws=4).attribute(x, 1)
     torch.testing.assert_close(noisy.values, plain.values, rtol=1e-5, atol=1e-6)
-    assert noisy.effort[0].passes == 4 * plain.effort[0].passes
+    assert noisy.run_stats[0].passes == 4 * plain.run_stats[0].passes
 
 
 def test_the_error_of_the_smoothed_form_is_what_other_seeds_differ_by(model: Net, x: Tensor) -> None:
@@ -143,7 +143,7 @@ def test_a_tolerance_ends_after_whole_rounds_whatever_the_chunks(model: Net, x: 
     found = [
         SSCAM(model, "features", noise=0.5, tolerance=0.02, chunk=chunk).attribute(x[0], 1) for chunk in (1, 5, 16)
     ]
-    assert all(each.effort[0].stopped == "tolerance" for each in found)
+    assert all(each.run_stats[0].stopped == "tolerance" for each in found)
     for each in found[1:]:
         torch.testing.assert_close(each.values, found[0].values)
         torch.testing.assert_close(each.error, found[0].error)
@@ -159,7 +159,7 @@ def test_a_limit_below_one_round_takes_the_channels_that_vary_most(model: Net, x
     weights = torch.linalg.lstsq(zeroed.flatten(1).T, found.values[0].flatten()[:, None]).solution
     torch.testing.assert_close(torch.einsum("k,khw->hw", weights[:, 0], zeroed), found.values[0, 0])
     assert float(weights.sum()) == pytest.approx(1)
-    assert found.effort[0].stopped == "passes"
+    assert found.run_stats[0].stopped == "passes"
     assert found.error is None
 
 
@@ -172,7 +172,7 @@ def test_fewer_channels_are_those_that_vary_most(model: Net, x: Tensor) -> None:
     with torch.no_grad():
         weights = model(x[0] * (large - low) / (high - low))[:, 1].softmax(0)
     torch.testing.assert_close(found.values[0, 0], torch.einsum("k,khw->hw", weights, activation))
-    assert "10 left out" in found.effort[0].note
+    assert "10 left out" in found.run_stats[0].note
 
 
 def test_gscore_cam_weighs_only_the_channels_of_the_largest_mean_gradient(model: Net, x: Tensor) -> None:
@@ -189,7 +189,7 @@ def test_gscore_cam_weighs_only_the_channels_of_the_largest_mean_gradient(model:
         with torch.no_grad():
             weights = model(image * (large - low) / (high - low))[:, target].softmax(0)
         torch.testing.assert_close(found.values[0, 0], torch.einsum("k,khw->hw", weights, activation))
-        assert found.effort[0].passes == 3
+        assert found.run_stats[0].passes == 3
 
 
 def test_gscore_cam_with_all_channels_is_score_cam(model: Net, x: Tensor) -> None:
@@ -278,7 +278,7 @@ def test_behind_pooling_and_a_linear_layer_the_drop_is_weight_times_mean_activat
         activation = model.features(small)
         drops = model.head.weight[[4, 1]] * activation.mean((2, 3))
     torch.testing.assert_close(found.values[:, 0], torch.einsum("nk,nkhw->nhw", drops, activation))
-    assert all(each.passes == 1 and "closed form" in each.note for each in found.effort)
+    assert all(each.passes == 1 and "closed form" in each.note for each in found.run_stats)
 
 
 @pytest.mark.parametrize("target", [2, saliency.probability(1), lambda output: output[:, 0].square()])
@@ -286,8 +286,8 @@ def test_the_closed_form_is_what_running_each_channel_gives(target: Any, small: 
     model = PooledNet().double()
     found = AblationCAM(model, "features").attribute(small, target)
     measured = AblationCAM(Hidden(model), "features").attribute(small, target)
-    assert "closed form" in found.effort[0].note
-    assert "closed form" not in measured.effort[0].note
+    assert "closed form" in found.run_stats[0].note
+    assert "closed form" not in measured.run_stats[0].note
     torch.testing.assert_close(found.values, measured.values)
 
 
@@ -316,7 +316,7 @@ def test_a_head_that_only_seems_linear_is_run(small: Tensor) -> None:
     with torch.no_grad():
         model.features[2].bias.fill_(1)  # type: ignore[operator]
     found = AblationCAM(model, "features").attribute(small[:1], 2)
-    assert "closed form" not in found.effort[0].note
+    assert "closed form" not in found.run_stats[0].note
     assert found.scores.abs() > 0
     expected = found.scores * model.features(small[:1]).sum(1)  # all of the score is lost with each channel
     torch.testing.assert_close(found.values[:, 0], expected.detach())
@@ -373,7 +373,7 @@ def test_both_are_one_changed_forward_after_the_other(name: str) -> None:
     some = [0, 1, 2 + w, h * w]  # none, the first, one of the second row, the last
     scores = plainly(model, layer, small, places[some], 3)
     torch.testing.assert_close(shown.values.flatten()[[i - 1 for i in some[1:]]], scores[1:] - scores[0])
-    assert shown.effort[0].passes == h * w + 1
+    assert shown.run_stats[0].passes == h * w + 1
 
 
 def test_each_place_alone_is_cam_over_the_number_of_places(small: Tensor) -> None:
@@ -413,7 +413,7 @@ def test_a_layer_that_is_called_many_times_is_changed_in_its_last_call(small: Te
         maps = model.second(model.first(small).relu()).relu()
         drops = model.head.weight[1] * maps.mean((2, 3))
     torch.testing.assert_close(found.values[:, 0], torch.einsum("nk,nkhw->nhw", drops, maps))
-    assert "closed form" in found.effort[0].note
+    assert "closed form" in found.run_stats[0].note
 
 
 def test_fewer_channels_leave_the_others_at_zero(small: Tensor) -> None:

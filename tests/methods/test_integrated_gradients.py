@@ -193,8 +193,8 @@ def test_a_tolerance_that_cannot_be_met_ends_and_says_so(monkeypatch: pytest.Mon
     model = FunctionModel(lambda x: (x[:, 0, 0, 0] > 0.1).double() + 1e-9 * x[:, 0, 0, 0])  # a jump has no gradient
     x = torch.ones(1, *SHAPE, dtype=torch.float64)
     found = IntegratedGradients(model, tolerance=0.01).attribute(x, 0)
-    assert "not met" in found.effort[0].note
-    assert 20 <= found.effort[0].passes <= 24
+    assert "not met" in found.run_stats[0].note
+    assert 20 <= found.run_stats[0].passes <= 24
 
 
 @pytest.mark.parametrize("options", [{"steps": 0}, {"steps": 2.5}, {"rule": "simpson"}, {"tolerance": 0.0}])

@@ -32,7 +32,7 @@ def test_a_linear_model_has_weight_times_input_without_error(passes: int) -> Non
         torch.testing.assert_close(per_cell(found.values[i : i + 1], (4, 5)), per_cell(effect[i : i + 1], (4, 5)))
     assert found.error is not None
     assert float(found.error.max()) < 1e-11
-    assert "explains 100%" in found.effort[0].note
+    assert "explains 100%" in found.run_stats[0].note
 
 
 @pytest.mark.parametrize(("penalty", "width"), [(0.0, 0.25), (1.0, 0.25), (1.0, 0.4)])
@@ -53,7 +53,7 @@ def test_the_coefficients_are_those_of_a_weighted_regression_near_the_picture(pe
     oracle = peer.Ridge(alpha=max(penalty, 1e-10), solver="svd").fit(shown.numpy(), scores.numpy(), weights)
     torch.testing.assert_close(per_cell(found.values, (2, 5)), torch.from_numpy(oracle.coef_), rtol=1e-6, atol=1e-8)
     left = 1 - oracle.score(shown.numpy(), scores.numpy(), weights)
-    assert f"explains {1 - left * (121 - 1) / (121 - 11):.0%}" in found.effort[0].note
+    assert f"explains {1 - left * (121 - 1) / (121 - 11):.0%}" in found.run_stats[0].note
     assert 0.4 < float(shown[1:].mean()) < 0.6
 
 
@@ -75,13 +75,13 @@ def test_few_passes_give_values_and_a_warning_until_there_are_more_than_unknowns
         found = LIME(Linear(), segments=(2, 5), passes=passes).attribute(picture(), 0)
     assert torch.isfinite(found.values).all()
     assert (found.error is None) == few
-    assert ("explains" in found.effort[0].note) != few
+    assert ("explains" in found.run_stats[0].note) != few
 
 
 def test_the_explained_variance_does_not_grow_with_fewer_samples() -> None:
     def explained(passes: int, seed: int = 0) -> float:
         model, x = Game(interplay(8), (2, 4)), torch.ones(1, 3, 4, 8, dtype=torch.float64)
-        note = LIME(model, segments=(2, 4), passes=passes, chunk=passes, seed=seed).attribute(x, 0).effort[0].note
+        note = LIME(model, segments=(2, 4), passes=passes, chunk=passes, seed=seed).attribute(x, 0).run_stats[0].note
         return float(re.search(r"explains (-?\d+)%", note)[1]) / 100  # type: ignore[index] # no match is a failure
 
     expected = explained(5000)
@@ -93,8 +93,8 @@ def test_the_explained_variance_does_not_grow_with_fewer_samples() -> None:
 def test_a_tolerance_ends_the_work_at_the_same_pass_whatever_the_chunk() -> None:
     model = Game(interplay(10), (2, 5))
     found = [LIME(model, segments=(2, 5), tolerance=0.1, chunk=chunk).attribute(ONES, 0) for chunk in (1, 7, 16)]
-    assert {each.effort[0].stopped for each in found} == {"tolerance"}
-    assert len({each.effort[0].passes for each in found}) == 1
+    assert {each.run_stats[0].stopped for each in found} == {"tolerance"}
+    assert len({each.run_stats[0].passes for each in found}) == 1
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_with_all_combinations_kernel_shap_is_the_definition(many: int) -> None:
     x = torch.ones(1, 3, 4, many, dtype=torch.float64)
     found = KernelSHAP(Game(value, (1, many)), segments=(1, many)).attribute(x, 0)
     torch.testing.assert_close(per_cell(found.values, (1, many)), shapley_values(value, many))
-    assert found.effort[0].passes == 2**many - 1
-    assert found.effort[0].stopped == "complete"
-    assert "all combinations" in found.effort[0].note
+    assert found.run_stats[0].passes == 2**many - 1
+    assert found.run_stats[0].stopped == "complete"
+    assert "all combinations" in found.run_stats[0].note
     assert found.error is not None
     assert not found.error.any()
 
@@ -163,7 +163,7 @@ def test_however_many_passes_the_values_sum_to_what_the_picture_adds(method: Any
         gap = (model(x) - model(torch.zeros_like(x)))[[0, 1], [1, 2]]
     torch.testing.assert_close(found.values.sum((1, 2, 3)), gap)
     assert float(found.residual.abs().max()) < 1e-9
-    assert all(each.passes <= passes for each in found.effort)
+    assert all(each.passes <= passes for each in found.run_stats)
 
 
 def test_the_errors_shrink_with_the_root_of_the_passes() -> None:
@@ -236,9 +236,9 @@ def test_a_tolerance_ends_the_work_at_the_same_pass_whatever_the_chunk_by_shaple
     model = Game(interplay(12), (3, 4))
     x = torch.ones(1, 3, 9, 8, dtype=torch.float64)
     found = [method(model, segments=(3, 4), tolerance=0.05, chunk=chunk).attribute(x, 0) for chunk in (1, 5, 16)]
-    assert {each.effort[0].stopped for each in found} == {"tolerance"}
-    assert len({each.effort[0].passes for each in found}) == 1
-    assert found[0].effort[0].passes < 3000
+    assert {each.run_stats[0].stopped for each in found} == {"tolerance"}
+    assert len({each.run_stats[0].passes for each in found}) == 1
+    assert found[0].run_stats[0].passes < 3000
     torch.testing.assert_close(found[1].values, found[0].values)
 
 
@@ -246,9 +246,9 @@ def test_a_tolerance_ends_the_work_at_the_same_pass_whatever_the_chunk_by_shaple
 def test_passes_that_do_not_determine_the_values_are_said_to_be_too_few(method: Any, least: int) -> None:
     with pytest.warns(SaliencyWarning, match=f"20 segments; allow for at least {least}"):
         found = method(Linear(), segments=(4, 5), passes=least - 1).attribute(picture(), 0)
-    assert "far too few" in found.effort[0].note
+    assert "far too few" in found.run_stats[0].note
     enough = method(Linear(), segments=(4, 5), passes=least).attribute(picture(), 0)
-    assert "far too few" not in enough.effort[0].note
+    assert "far too few" not in enough.run_stats[0].note
     if method is KernelSHAP:
         assert found.error is None
         assert enough.error is not None
@@ -266,8 +266,8 @@ def test_an_interrupt_gives_back_what_was_found_so_far() -> None:
 
         model.register_forward_hook(interrupt)
         found = method(model, segments=(3, 4), chunk=1, on_interrupt="return").attribute(x, 0)
-        assert found.effort[0].stopped == "interrupt"
-        assert found.effort[0].passes == 58
+        assert found.run_stats[0].stopped == "interrupt"
+        assert found.run_stats[0].passes == 58
         assert found.residual is not None
         assert float(found.residual.abs()) < 1e-12
         runs = 100
@@ -287,9 +287,9 @@ def test_an_interrupted_run_over_all_combinations_is_near_and_claims_no_error() 
 
     game.register_forward_hook(interrupt)
     found = KernelSHAP(game, segments=(2, 4), chunk=121, on_interrupt="return").attribute(x, 0)
-    assert found.effort[0].stopped == "interrupt"
-    assert found.effort[0].passes == 121
+    assert found.run_stats[0].stopped == "interrupt"
+    assert found.run_stats[0].passes == 121
     assert found.error is None
-    assert "all combinations" not in found.effort[0].note
+    assert "all combinations" not in found.run_stats[0].note
     truth = shapley_values(value, 8)
     assert float((per_cell(found.values, (2, 4)) - truth).abs().max()) < 0.2 * float(truth.abs().max())

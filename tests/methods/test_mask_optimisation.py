@@ -92,7 +92,7 @@ def test_several_areas_are_the_mean_of_their_masks() -> None:
     both = ExtremalPerturbation(model, areas=(0.1, 0.4), steps=20).attribute(x, 1)
     each = [ExtremalPerturbation(model, areas=[area], steps=20).attribute(x, 1).values for area in (0.1, 0.4)]
     assert torch.allclose(both.values, (each[0] + each[1]) / 2)
-    assert both.effort[0].passes == 41  # one for the range of the score, and 20 for each area
+    assert both.run_stats[0].passes == 41  # one for the range of the score, and 20 for each area
 
 
 @pytest.mark.parametrize("cls", BOTH)
@@ -118,8 +118,8 @@ def test_the_same_seed_gives_the_same_mask_and_another_another(cls: type[Optimis
 @pytest.mark.parametrize("cls", BOTH)
 def test_an_interrupt_gives_the_mask_so_far(cls: type[OptimisedMask]) -> None:
     found = cls(Interrupting(12, OnePatch()), steps=500, on_interrupt="return").attribute(picture(), 0)
-    assert found.effort[0].stopped == "interrupt"
-    assert found.effort[0].passes == 11
+    assert found.run_stats[0].stopped == "interrupt"
+    assert found.run_stats[0].passes == 11
     with pytest.raises(KeyboardInterrupt):
         cls(Interrupting(12, OnePatch()), steps=500).attribute(picture(), 0)
 
@@ -147,7 +147,7 @@ def test_the_fast_precision_serves_each_step(cls: type[OptimisedMask]) -> None:
     x = torch.randn(1, 3, 32, 32)
     exact, fast = (cls(tiny_model(), steps=5, precision=how).attribute(x, 1) for how in ("exact", "fast"))
     assert float((exact.values - fast.values).abs().mean()) < 0.02
-    assert fast.effort[0].passes == 6
+    assert fast.run_stats[0].passes == 6
 
 
 @pytest.mark.parametrize(

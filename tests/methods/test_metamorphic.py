@@ -41,7 +41,7 @@ class Net(nn.Module):
 @pytest.fixture
 def model(request: pytest.FixtureRequest) -> Any:
     """The network, or a small transformer for a method that needs attention."""
-    if METHODS[request.getfixturevalue("name")].needs_attention:
+    if METHODS[request.getfixturevalue("name")].needs.attention:
         return saliency.testing.tiny_transformer().double()
     torch.manual_seed(0)
     return Net().double()
@@ -53,7 +53,7 @@ def batch(height: int, width: int, images: int = 2) -> Tensor:
 
 
 def of(name: str, model: nn.Module) -> Attribution:
-    return METHODS[name](model, **METHODS[name].quick_options)
+    return METHODS[name](model, **METHODS[name].preview_options)
 
 
 # Mirrors. With odd sizes, a padding of 1 and a stride of 2, the grid of places is its own mirror image. That of patches
@@ -61,7 +61,7 @@ def of(name: str, model: nn.Module) -> Attribution:
 
 
 def mirrorable(name: str) -> Tensor:
-    return batch(12, 20) if METHODS[name].needs_attention else batch(13, 21)
+    return batch(12, 20) if METHODS[name].needs.attention else batch(13, 21)
 
 
 def symmetric_about(axis: int, model: Net) -> Net:

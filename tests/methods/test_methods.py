@@ -48,7 +48,7 @@ def test_the_promises_hold_for_other_options_too(cls: type[Attribution], options
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_that_gives_a_contrast_and_its_opposite_one_map_says_so(name: str) -> None:
     cls = METHODS[name]
-    method = cls(tiny_model_for(cls)(), **cls.quick_options)
+    method = cls(tiny_model_for(cls)(), **cls.preview_options)
     try:
         one, opposite = (method.attribute(images(2), saliency.contrast(*pair)) for pair in ((0, 1), (1, 0)))
     except saliency.NotApplicableError:
@@ -79,7 +79,7 @@ class Flat(nn.Module):
     ("scale", "message"), [(0.0, "is 0 everywhere"), (1e-9, r"is at most .*, below the rounding error")]
 )
 def test_a_map_of_rounding_errors_or_zeros_warns(scale: float, message: str, name: str) -> None:
-    method = METHODS[name](Flat(scale).eval(), **METHODS[name].quick_options)
+    method = METHODS[name](Flat(scale).eval(), **METHODS[name].preview_options)
     with pytest.warns(saliency.SaliencyWarning, match=f"the {name} map for class 1 {message}"):
         explanation = method.attribute(images(1), 1)
     assert f"the {name} map for class 1" in explanation.notes[0]
@@ -92,7 +92,7 @@ def test_a_map_of_rounding_errors_or_zeros_warns(scale: float, message: str, nam
 @pytest.mark.parametrize("name", METHODS)
 def test_a_map_of_a_normal_network_is_not_called_rounding(target: Any, name: str) -> None:
     cls = METHODS[name]
-    method = cls(tiny_model_for(cls)(), **cls.quick_options)
+    method = cls(tiny_model_for(cls)(), **cls.preview_options)
     try:
         explanation = method.attribute(images(2), target)
     except saliency.NotApplicableError:

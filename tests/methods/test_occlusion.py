@@ -56,7 +56,7 @@ def test_a_window_larger_than_the_picture_is_the_whole_picture() -> None:
     model, x = Linear(), picture()
     found = Occlusion(model).attribute(x, 0)
     torch.testing.assert_close(found.values, (model(x)[0, 0] - model.bias).detach().expand(1, 1, 8, 10))
-    assert found.effort[0].passes == 1
+    assert found.run_stats[0].passes == 1
 
 
 def test_it_is_captums_where_the_windows_fit_the_picture() -> None:
@@ -94,11 +94,11 @@ def test_recomputed_where_the_window_reaches_it_is_the_same_as_by_whole_forwards
     model, x = Residual().double(), noise(1, 3, 40, 33)
     method = Occlusion(model, window=8, stride=5, fill=fill)
     local = method.attribute(x, 1)
-    assert "only where the window reaches" in local.effort[0].note
+    assert "only where the window reaches" in local.run_stats[0].note
     monkeypatch.setattr(multi_pass, "MIN_WINDOWS", 10**9)
     whole = method.attribute(x, 1)
-    assert whole.effort[0].note == ""
-    assert whole.effort[0].passes == local.effort[0].passes == 8 * 6
+    assert whole.run_stats[0].note == ""
+    assert whole.run_stats[0].passes == local.run_stats[0].passes == 8 * 6
     torch.testing.assert_close(local.values, whole.values, rtol=1e-9, atol=1e-12)
 
 
@@ -119,9 +119,9 @@ def test_an_interrupt_leaves_the_windows_that_were_run() -> None:
 
     model.register_forward_hook(interrupt)
     found = Occlusion(model, window=4, stride=4, chunk=1, on_interrupt="return").attribute(x, 0)
-    assert found.effort[0].stopped == "interrupt"
-    assert found.effort[0].passes == 2
-    assert found.effort[0].note == "2 of 6 windows; 40% of the image was covered"
+    assert found.run_stats[0].stopped == "interrupt"
+    assert found.run_stats[0].passes == 2
+    assert found.run_stats[0].note == "2 of 6 windows; 40% of the image was covered"
     assert found.values[0, 0, :4, :8].all()
     assert not found.values[0, 0, 4:].any()
 
@@ -228,8 +228,8 @@ def test_it_is_captums_shared_out_among_the_pixels() -> None:
     expected = peer.FeatureAblation(model).attribute(x, target=2, feature_mask=numbered[None, None], baselines=-0.2)
     sizes = torch.bincount(numbered.flatten())[numbered]
     torch.testing.assert_close(found.values[0, 0], expected[0, 0].double() / sizes, rtol=1e-5, atol=1e-7)
-    assert found.effort[0].note == "4 segments"
-    assert found.effort[0].passes == 4
+    assert found.run_stats[0].note == "4 segments"
+    assert found.run_stats[0].passes == 4
 
 
 def test_what_is_painted_in_is_painted_in_for_each_segment() -> None:

@@ -119,8 +119,8 @@ def test_the_intervals_hold_a_long_run_as_often_as_they_claim(debiased: bool, pa
 def test_a_tolerance_ends_the_work_at_the_same_pass_whatever_the_chunk() -> None:
     model, x = tiny_model().double(), noise(1, 3, 16, 16)
     found = [RISE(model, tolerance=0.3, grid=3, chunk=chunk).attribute(x, 0) for chunk in (5, 16, "auto")]
-    assert {each.effort[0].stopped for each in found} == {"tolerance"}
-    assert len({each.effort[0].passes for each in found}) == 1
+    assert {each.run_stats[0].stopped for each in found} == {"tolerance"}
+    assert len({each.run_stats[0].passes for each in found}) == 1
     assert found[0].error is not None
     assert float(found[0].error.square().mean().sqrt() / found[0].values.square().mean().sqrt()) <= 0.3
 

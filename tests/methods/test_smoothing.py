@@ -169,7 +169,7 @@ def test_a_smoothed_method_can_be_smoothed() -> None:
     assert found.error is not None
     # The inner noise is the same in each outer pass, so it stays.
     assert float((found.values - 2 * x).abs().max()) < 2 * deviation(x, 0.1) * 4 / 8**0.5 + 6 * float(found.error.max())
-    assert found.effort[0].passes == 400
+    assert found.run_stats[0].passes == 400
 
 
 def test_the_noise_goes_with_the_range_of_each_image() -> None:
@@ -185,19 +185,19 @@ def test_the_noise_goes_with_the_range_of_each_image() -> None:
 
 def test_the_tolerance_ends_the_work_and_is_kept() -> None:
     found = SmoothGrad(Square(), tolerance=0.02).attribute(picture(), 0)
-    assert found.effort[0].stopped == "tolerance"
+    assert found.run_stats[0].stopped == "tolerance"
     assert found.error is not None
     assert float(found.error.square().mean().sqrt() / found.values.square().mean().sqrt()) <= 0.02
-    assert found.effort[0].passes % 16 == 0
+    assert found.run_stats[0].passes % 16 == 0
 
 
 @pytest.mark.parametrize("cls", ALL)
 def test_an_interrupt_gives_what_was_computed(cls: type[NoisyAttribution]) -> None:
     found = cls(Interrupting(7, Square()), passes=500, chunk=5, on_interrupt="return").attribute(picture(), 0)
-    assert found.effort[0].stopped == "interrupt"
-    assert 20 <= found.effort[0].passes <= 30
+    assert found.run_stats[0].stopped == "interrupt"
+    assert 20 <= found.run_stats[0].passes <= 30
     assert torch.equal(
-        found.values, cls(Square(), passes=found.effort[0].passes, chunk=5).attribute(picture(), 0).values
+        found.values, cls(Square(), passes=found.run_stats[0].passes, chunk=5).attribute(picture(), 0).values
     )
 
 

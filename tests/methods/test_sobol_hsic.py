@@ -191,7 +191,7 @@ def test_a_score_that_never_changes_has_an_empty_map(cls: type[GridAttribution])
     constant = Cells(lambda cells: 0 * cells.sum(1) + 3)
     found = cls(constant, grid=3, passes=44).attribute(ones(), 0)
     assert not found.values.any()
-    assert found.effort[0].note == "the score varied by no more than rounding"
+    assert found.run_stats[0].note == "the score varied by no more than rounding"
     # Hidden pixels that look like the rest leave nothing but rounding.
     same = cls(tiny_model(), grid=3, passes=44, fill=0.3).attribute(torch.full((1, 3, 16, 16), 0.3), 0)
     assert not same.values.any()
@@ -253,10 +253,10 @@ def test_seeds_repeat_and_differ(cls: type[GridAttribution]) -> None:
 @pytest.mark.parametrize(("cls", "used"), [(Sobol, 32 * 11), (HSIC, 1500)])
 def test_the_passes_are_those_of_the_papers_unless_asked_otherwise(cls: type[GridAttribution], used: int) -> None:
     model, x = tiny_model(), torch.randn(1, 3, 16, 16)
-    assert cls(model, grid=3).attribute(x, 0).effort[0].passes == used
-    assert cls(model, grid=3, passes=50).attribute(x, 0).effort[0].passes == (44 if cls is Sobol else 50)
+    assert cls(model, grid=3).attribute(x, 0).run_stats[0].passes == used
+    assert cls(model, grid=3, passes=50).attribute(x, 0).run_stats[0].passes == (44 if cls is Sobol else 50)
     loose = cls(Cells(weighted), grid=3, tolerance=0.3).attribute(ones(), 0)
-    assert loose.effort[0].stopped == "tolerance"
+    assert loose.run_stats[0].stopped == "tolerance"
 
 
 @pytest.mark.parametrize("cls", BOTH)
@@ -271,7 +271,7 @@ def test_an_interrupt_gives_what_was_computed(cls: type[GridAttribution]) -> Non
             return super().forward(x)
 
     found = cls(Interrupting(weighted), grid=3, passes=990, chunk=10, on_interrupt="return").attribute(ones(), 0)
-    assert found.effort[0].stopped == "interrupt"
+    assert found.run_stats[0].stopped == "interrupt"
     assert int(found.values.flatten(1).argmax()) >= 0
     Interrupting.calls = 40
     if cls is Sobol:
@@ -297,7 +297,7 @@ def test_what_makes_no_sense_is_refused(make: Any) -> None:
 
 def test_too_little_time_is_enough_for_the_fewest_passes_that_make_a_map() -> None:
     found = Sobol(tiny_model(), grid=2, seconds=1e-9, chunk=4).attribute(torch.randn(1, 3, 16, 16), 0)
-    assert (found.effort[0].stopped, found.effort[0].passes) == ("seconds", 2 + 12)  # a trial, and two rows
+    assert (found.run_stats[0].stopped, found.run_stats[0].passes) == ("seconds", 2 + 12)  # a trial, and two rows
 
 
 def test_the_agreement_of_halves_is_high_where_the_map_is_clear() -> None:

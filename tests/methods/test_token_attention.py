@@ -210,11 +210,11 @@ def test_a_network_for_which_it_is_not_defined_is_refused(
         method(model).attribute(images(1, (size, size)), 0)
 
 
-@pytest.mark.parametrize("name", [name for name, cls in saliency.METHODS.items() if cls.needs_attention])
+@pytest.mark.parametrize("name", [name for name, cls in saliency.METHODS.items() if cls.needs.attention])
 def test_the_graph_is_freed_with_the_call(name: str) -> None:
     model, outputs = tiny_transformer(), list[weakref.ref[Tensor]]()
     model.get_submodule("blocks.0").register_forward_hook(lambda module, args, out: outputs.append(weakref.ref(out)))
-    method = saliency.METHODS[name](model, **saliency.METHODS[name].quick_options)
+    method = saliency.METHODS[name](model, **saliency.METHODS[name].preview_options)
     gc.collect()
     gc.disable()
     try:

@@ -66,7 +66,7 @@ def test_tis_is_the_mean_score_of_the_masks_that_keep_a_patch(shown: float, kept
     papers = (scores[:, None] * masks).sum(0) / masks.sum(0)
     found = TIS(model, masks=12, shown=shown).attribute(x, 2)
     torch.testing.assert_close(found.values.flatten(), (papers - scores.mean()).nan_to_num(0), rtol=1e-4, atol=1e-6)
-    assert f"12 masks, each of {kept} of 16 patches" in found.effort[0].note
+    assert f"12 masks, each of {kept} of 16 patches" in found.run_stats[0].note
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_nested_tensors_of_an_encoder_with_padding_are_refused_where_they_are_re
 
 def test_a_shortage_of_time_leaves_whole_masks() -> None:
     found = TIS(tiny_transformer(), masks=8, seconds=1e-9, chunk=1).attribute(images(1), 0)
-    assert (found.effort[0].stopped, found.effort[0].passes) == ("seconds", 1)
+    assert (found.run_stats[0].stopped, found.run_stats[0].passes) == ("seconds", 1)
     found = ViTCX(tiny_model(), seconds=1e-9, chunk=1).attribute(images(1), 0)
-    assert (found.effort[0].stopped, found.effort[0].passes) == ("seconds", 2)
+    assert (found.run_stats[0].stopped, found.run_stats[0].passes) == ("seconds", 2)
 
 
 def stretched(maps: Tensor) -> Tensor:
@@ -188,14 +188,14 @@ def test_vit_cx_is_the_effect_of_each_cluster_corrected_for_coverage(
     torch.testing.assert_close(found.values[0, 0], papers - effects.mean())
     assert 2 < len(masks) < 36
     assert found.layer == "blocks.1.norm1"
-    assert f"{len(masks)} clusters of 36 feature maps" in found.effort[0].note
+    assert f"{len(masks)} clusters of 36 feature maps" in found.run_stats[0].note
 
 
 def test_the_same_noise_is_where_a_mask_hides_and_is_taken_off_again() -> None:
     model, x = tiny_model().double(), images(1, dtype=torch.float64)
     seen = inputs_of(model)
     found = ViTCX(model, noise=0.3, chunk=1).attribute(x, 1)
-    masked, whole = torch.cat(seen[-found.effort[0].passes :]).view(-1, 2, *x.shape[1:]).unbind(1)
+    masked, whole = torch.cat(seen[-found.run_stats[0].passes :]).view(-1, 2, *x.shape[1:]).unbind(1)
     masks = 1 - ((whole - masked) / x).mean(1, keepdim=True)
     torch.testing.assert_close(masks.amax((1, 2, 3)), torch.ones(len(masks)).double())
     noise = (whole - x) / (1 - masks)
@@ -213,7 +213,7 @@ def test_equal_feature_maps_are_one_cluster_whatever_the_rounding() -> None:
         for parameter in (model.get_parameter("last.weight"), model.get_parameter("last.bias")):
             parameter.copy_(parameter[:2].repeat_interleave(4, 0))
     found = ViTCX(model, layer="last", distance=1e-5).attribute(images(3, (32, 32)), 0)
-    assert ["2 clusters of 8 feature maps" in each.note for each in found.effort] == [True] * 3
+    assert ["2 clusters of 8 feature maps" in each.note for each in found.run_stats] == [True] * 3
 
 
 def test_feature_maps_that_are_constant_highlight_nothing() -> None:
@@ -223,4 +223,4 @@ def test_feature_maps_that_are_constant_highlight_nothing() -> None:
     found = ViTCX(model, layer="last").attribute(x, 0)
     assert not found.values.any()
     assert found.values.shape == (2, 1, 16, 16)
-    assert found.effort[0].passes == 0
+    assert found.run_stats[0].passes == 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from saliency.attribution.base import BatchAttribution, TracedAttribution
-from saliency.attribution.forward import TargetGradients
+from saliency.attribution.base import TracedAttribution
+from saliency.attribution.explanation import BatchAttribution
+from saliency.attribution.forward import Needs, TargetGradients
 from saliency.hooks.operations import SavedValues
 from saliency.relevance.walk import Visit, Walk
 
@@ -11,7 +12,7 @@ from saliency.relevance.walk import Visit, Walk
 class PlainWalk(TracedAttribution):
     """Input times gradient, computed by the walk without rules."""
 
-    keep = SavedValues.CONSTANTS
+    needs = Needs(values=SavedValues.CONSTANTS)
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Walk the graph of the forward."""

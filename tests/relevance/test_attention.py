@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from saliency import CPLRP, AttnLRP, SaliencyWarning, probability
 from saliency.attribution.explanation import Explanation
 from saliency.attribution.forward import SharedForward
+from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.hooks.rectifiers import nodes_between
 from tests.models import Checkpointed, FunctionModel, OwnForward, small_vit
 from tests.relevance.explicit_vit import ExplicitViT
@@ -59,7 +60,9 @@ def test_a_vision_transformer_is_the_one_spelled_out(method: type[AttnLRP]) -> N
 
 def test_constant_factors_and_logits_keep_no_operands() -> None:
     model = FunctionModel(lambda x: (x * 2).softmax(-1).tanh())
-    forward = SharedForward(model, images(), keep=AttnLRP(model).keep)
+    x = images()
+    needs = AttnLRP(model, at="pixels").needs_for(x, ResolvedTarget(0, len(x), None))
+    forward = SharedForward(model, x, needs)
     found = map(forward.operations.operation, nodes_between(forward.output, forward.x))
     operands = {operation.name: list(operation.args) for operation in found if operation}
     assert operands["tanh"] == ["self"]

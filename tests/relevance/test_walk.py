@@ -13,8 +13,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import saliency
-from saliency.attribution.base import BatchAttribution
-from saliency.attribution.forward import TargetGradients
+from saliency.attribution.explanation import BatchAttribution
+from saliency.attribution.forward import Needs, TargetGradients
 from saliency.hooks.operations import SavedValues
 from tests.reference import error
 from tests.relevance.plain_walk import PlainWalk
@@ -173,7 +173,7 @@ def test_an_operation_keeps_the_ledger_complete(name: str, method: type[saliency
 
 
 class _WalkWithAllValues(PlainWalk):
-    keep = SavedValues.ALL
+    needs = Needs(values=SavedValues.ALL)
 
 
 @pytest.mark.parametrize("name", _CONSERVED)

@@ -191,9 +191,9 @@ NEED_RELU = {"guided_backprop", "deconvnet", "rectgrad", "guided_grad_cam"}
 def test_every_method_explains_a_text_and_a_reference(name: str, method: str) -> None:
     model, x = MODELS[name]()
     cls = saliency.METHODS[method]
-    options = {**cls.quick_options, **({"progress": False} if "progress" in cls.options() else {})}
+    options = {**cls.preview_options, **({"progress": False} if "progress" in cls.options() else {})}
     refused = NEED_CLASSES | NEED_ONE_SIGN | (NEED_RELU if name == "transformers CLIP" else set())
-    if cls.needs_attention and name == "open_clip ResNet":
+    if cls.needs.attention and name == "open_clip ResNet":
         pytest.skip("the image has a single patch there")
     targets: list[Any] = [text("a cat", against=OTHERS), similarity(x[1], by="distance")]
     for target in targets:

@@ -357,7 +357,7 @@ def test_a_number_with_two_names_is_the_logit_of_the_second(pack: Callable[[Tens
 def test_a_sigmoid_is_a_probability_with_and_without_a_graph(name: str, pack: Callable[[Tensor], Any]) -> None:
     x, model = images(2), Packed(lambda scores: pack((scores - 0.3).sigmoid())).eval()
     expected = (tiny_model()(x)[:, 0] - 0.3).sigmoid().detach()
-    method = METHODS[name](model, categories=TWO_NAMES, **METHODS[name].quick_options)
+    method = METHODS[name](model, categories=TWO_NAMES, **METHODS[name].preview_options)
     first, second = method.attribute(x, "healthy"), method.attribute(x, "sick")
     torch.testing.assert_close(second.scores, expected)
     torch.testing.assert_close(first.scores, -expected)
@@ -365,14 +365,14 @@ def test_a_sigmoid_is_a_probability_with_and_without_a_graph(name: str, pack: Ca
     torch.testing.assert_close(first.probabilities, 1 - expected)
     torch.testing.assert_close(method.attribute(x, probability("healthy")).scores, 1 - expected)
     assert method.attribute(x).target == tuple((expected > 0.5).long().tolist())
-    nameless = METHODS[name](model, **METHODS[name].quick_options).attribute(x, probability())
+    nameless = METHODS[name](model, **METHODS[name].preview_options).attribute(x, probability())
     torch.testing.assert_close(nameless.scores, expected)
 
 
 def test_a_logit_of_0_to_1_is_no_probability() -> None:
     x, model = images(2), Packed(lambda scores: (scores - 0.3)[:, :1].sigmoid() * 1.0)
     for name in ("vanilla_gradient", "rise"):
-        found = METHODS[name](model.eval(), categories=TWO_NAMES, **METHODS[name].quick_options).attribute(x, 1)
+        found = METHODS[name](model.eval(), categories=TWO_NAMES, **METHODS[name].preview_options).attribute(x, 1)
         torch.testing.assert_close(found.probabilities, found.scores.sigmoid())
 
 
@@ -380,7 +380,7 @@ def test_sigmoids_of_several_classes_are_their_probabilities() -> None:
     x, model = images(2), Packed(Tensor.sigmoid)
     expected = tiny_model()(x).sigmoid()[:, 2].detach()
     for name in ("vanilla_gradient", "rise"):
-        method = METHODS[name](model.eval(), **METHODS[name].quick_options)
+        method = METHODS[name](model.eval(), **METHODS[name].preview_options)
         torch.testing.assert_close(method.attribute(x, 2).probabilities, expected)
         torch.testing.assert_close(method.attribute(x, [probability(2), probability(2)]).scores, expected)
 
@@ -580,7 +580,7 @@ def test_the_region_of_one_channel_is_its_foreground(categories: Any, is_sigmoid
     foreground = output > (0.5 if is_sigmoid else 0)
     assert foreground.any()
     assert not foreground.all()
-    method = METHODS[name](model, categories=categories, **METHODS[name].quick_options)
+    method = METHODS[name](model, categories=categories, **METHODS[name].preview_options)
     found = method.attribute(x, region("road" if categories else 0))
     means = [rows[where].mean() for rows, where in zip(output, foreground, strict=True)]
     torch.testing.assert_close(found.scores, torch.stack(means))
@@ -793,7 +793,7 @@ def test_each_image_has_its_own_target_in_every_method(kind: str, name: str) -> 
         model, x = dual_encoders.MODELS["open_clip ViT"]()
     else:
         model, x = wrap(tiny_model_for(cls)()).eval(), images(2)
-    method = cls(model, **cls.quick_options)
+    method = cls(model, **cls.preview_options)
     try:
         batch = method.attribute(x, targets)
     except SaliencyError as error:
@@ -871,7 +871,7 @@ def all_boxes(output: list[dict[str, Tensor]]) -> Tensor:
 
 @pytest.mark.parametrize("name", ["grad_cam", "vanilla_gradient", "rise", "full_grad", "occlusion"])
 def test_a_detector_takes_several_functions_and_one_for_each_image(name: str) -> None:
-    x, options = images(2), METHODS[name].quick_options
+    x, options = images(2), METHODS[name].preview_options
     method = METHODS[name](Detector().eval(), **options)
     first, second, mixed = method.attribute_classes(x, [surest, all_boxes, [all_boxes, surest]])
     for explanation, target in ((first, surest), (second, all_boxes)):

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import METHODS, Attribution, GradCAM, NotApplicableError, TargetError
-from saliency.attribution.base import BatchAttribution, get_method, source, summary
+from saliency.attribution.base import get_method, source, summary
+from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.hooks.model_state import leaf, run_model
 from saliency.methods.cam import WeightedCAM
@@ -495,7 +497,7 @@ def test_inputs_drawn_from_a_generator_that_moves_are_found_without_a_lack_of_me
         """The mean gradient over copies with a random brightness, drawn one after the other."""
 
         name = "moving_generator"
-        quick_options: ClassVar = {"passes": 4}
+        preview_options: ClassVar = {"passes": 4}
 
         def explain_image(self, passes: Any, score: Tensor) -> Any:
             estimate, source = saliency.Estimate(), saliency.generator(self.seed, 0)
@@ -518,13 +520,13 @@ def test_more_backward_passes_than_declared_are_named() -> None:
         """The gradient, computed twice."""
 
         name = "two_backwards"
-        backwards = 1
+        needs = saliency.Needs(backwards=1)
 
         def explain_gradients(self, grads: Any, layers: tuple[str, ...]) -> Any:
             grads.rewritten_gradient([], None)
             return saliency.BatchAttribution(grads.input_gradient(), grads.scores)
 
-    with pytest.raises(AssertionError, match=r"result: RuntimeError: more backward passes than .*`backwards`"):
+    with pytest.raises(AssertionError, match=r"result: RuntimeError: more backward passes than .* `needs` declare"):
         check_method(TwoBackwards)
 
 
@@ -545,10 +547,10 @@ class Returns(saliency.VanillaGradient):
     ("change", "message"),
     [
         (lambda result: result.values, "Returns returned Tensor; expected saliency.BatchAttribution"),
-        (lambda result: result._replace(values=result.values.sum(1)), r"values \(2, 16, 16\) and scores \(2,\) for 2"),
-        (lambda result: result._replace(values=result.values[:1]), r"values \(1, 3, 16, 16\)"),
-        (lambda result: result._replace(scores=result.scores.sum()), r"scores \(\) for 2 images"),
-        (lambda result: result._replace(residual=result.scores.sum()), r"residual \(\) for 2 images; expected one row"),
+        (lambda result: replace(result, values=result.values.sum(1)), r"values \(2, 16, 16\) and scores \(2,\) for 2"),
+        (lambda result: replace(result, values=result.values[:1]), r"values \(1, 3, 16, 16\)"),
+        (lambda result: replace(result, scores=result.scores.sum()), r"scores \(\) for 2 images"),
+        (lambda result: replace(result, residual=result.scores.sum()), r"residual \(\) for 2 images; expected one row"),
     ],
 )
 def test_a_method_that_returns_something_else_is_told_what_to_return(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...attribution.forward import SharedForward
+from ...attribution.forward import Needs, SharedForward
 from ...attribution.options import Option
 from ...hooks.model_state import prepared_for_attribution
 from ...layers.find import default_layer, find
@@ -206,7 +206,8 @@ class RelativeRepresentationStability(RelativeStability):
         model = subject.method.model
         with prepared_for_attribution(model):
             name, _ = find(model, self.layer or default_layer(model, subject.images[:1]))
-            forwards = [SharedForward(model, each, [name], gradients="none") for each in (subject.images, images)]
+            needs = Needs("none", layers=(name,))
+            forwards = [SharedForward(model, each, needs) for each in (subject.images, images)]
         before, after = (forward.layers[name] for forward in forwards)
         return norm(_each_relative(after - before, before))
 
