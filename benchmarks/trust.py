@@ -24,7 +24,7 @@ import saliency
 from saliency import METHODS, Explanation, generator
 from saliency.attribution.heatmap import reduced_maps
 from saliency.evaluation.metrics.agreement import RankCorrelation
-from saliency.evaluation.metrics.base import ABSOLUTE, DRAWS, RELATIVE, SPREAD, SharedResults, Subject, edges
+from saliency.evaluation.metrics.base import ABSOLUTE, RANDOM_CONTROLS, RELATIVE, SPREAD, SharedResults, Subject, edges
 from saliency.evaluation.metrics.faithfulness import Deletion, Infidelity, Insertion
 from saliency.evaluation.metrics.randomisation import layers_from_the_top, randomise
 from saliency.evaluation.metrics.road import ROAD
@@ -186,13 +186,13 @@ def measured(case: Case, shared: SharedResults) -> Record:
         "shared": shared,
         "controls": ("constant", *CONTROLS),
     }
-    few, usual = (Subject(case.explanation, draws=draws, **context) for draws in (0, DRAWS))
+    few, usual = (Subject(case.explanation, random_controls=count, **context) for count in (0, RANDOM_CONTROLS))
     rows: Record = {}
     for metric, row in _rows(CURVES, few).items():
         own, _, centre, _ = row["values"]
         is_worse = own == centre or (own < centre) == (metric.name in HIGHER)
         if is_worse and case.group != "altered":
-            rows[metric.name] = row | {"values": [*row["values"], *[math.nan] * DRAWS]}
+            rows[metric.name] = row | {"values": [*row["values"], *[math.nan] * RANDOM_CONTROLS]}
         else:
             rows[metric.name] = _rows([metric], usual)[metric]
     infidelity = Infidelity(samples=60)

@@ -177,14 +177,14 @@ def significance(explanation: Explanation, *, sign: Sign | None = None) -> Tenso
         RenderError: The explanation has no standard error, or the sign is unknown.
     """
     error = _require_error(explanation, "significance").to(explanation.values.dtype)
-    shown = reduced_maps(explanation, sign).abs()
+    magnitudes = reduced_maps(explanation, sign).abs()
     if (explanation.sign if sign is None else sign) == "absolute":
         strongest = explanation.values.abs().argmax(1, keepdim=True)
         errors = error.gather(1, strongest)[:, 0]
     else:
         errors = error.sum(1)
-    distance = shown / errors.to(shown.dtype)
-    return torch.where(shown == 0, torch.zeros_like(distance), distance)
+    distance = magnitudes / errors.to(magnitudes.dtype)
+    return torch.where(magnitudes == 0, torch.zeros_like(distance), distance)
 
 
 def _require_error(explanation: Explanation, name: str) -> Tensor:

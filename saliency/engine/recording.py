@@ -62,7 +62,7 @@ class RowCount:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReplayStep:
     """One operation, with placeholders for tensors in its arguments.
 
     Attributes:
@@ -148,7 +148,7 @@ class Tape(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[Step] = []
+        self.steps: list[ReplayStep] = []
         self.external: list[Tensor] = []
         self.overwritten: set[int] = set()
         self.slots = 0
@@ -197,7 +197,7 @@ class Tape(DispatchMode):
             results = as_list(result)
             slots = tuple(self._add_slot(part) if _is_plain(part) else None for part in results)
             shape = next((tuple(part.shape) for part in results if isinstance(part, Tensor)), ())
-            self.steps.append(Step(op, placeholders[0], placeholders[1], slots, shape))
+            self.steps.append(ReplayStep(op, placeholders[0], placeholders[1], slots, shape))
         return result
 
     def _unreadable(self, tensors: list[Tensor]) -> str:
@@ -327,14 +327,14 @@ class Replay:
         self.external = program.external(rows)
         self.values: list[Any] = [source] + [None] * (program.slots - 1)
 
-    def run(self, step: Step) -> list[Any]:
+    def run(self, step: ReplayStep) -> list[Any]:
         """Return the results of a step."""
         args, kwargs = self.arguments(step)
         results = as_list(step.op(*args, **kwargs))
         self.computed += sum(part.numel() for part in results if isinstance(part, Tensor))
         return results
 
-    def arguments(self, step: Step) -> list[Any]:
+    def arguments(self, step: ReplayStep) -> list[Any]:
         """Return the positional and the keyword arguments of a step."""
         return _map([step.args, step.kwargs], self._value)  # type: ignore[no-any-return]
 
@@ -582,7 +582,7 @@ def _last_reads(tape: Tape) -> list[frozenset[int]]:
     return last[::-1]
 
 
-def _merged_step(one: Step, two: Step, last: frozenset[int], rows: int) -> Step:
+def _merged_step(one: ReplayStep, two: ReplayStep, last: frozenset[int], rows: int) -> ReplayStep:
     if one.op is not two.op or one.results != two.results:
         raise ReplayMismatch(f"the model runs {one.op} for {rows} rows, but {two.op} for {rows + 1}")
     return replace(one, args=_merged(one.args, two.args, rows), kwargs=_merged(one.kwargs, two.kwargs, rows), last=last)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..hooks.model_state import run_model
 from ..hooks.operations import named_arguments
-from .recording import Op, PartialForward, Program, Replay, ReplayMismatch, Step, Tape, as_list
+from .recording import Op, PartialForward, Program, Replay, ReplayMismatch, ReplayStep, Tape, as_list
 
 aten = torch.ops.aten
 
@@ -109,7 +109,7 @@ class Kernel(NamedTuple):
 class WindowCall(NamedTuple):
     """One operation whose arguments are patches, tensors that are the same in all windows, and constants."""
 
-    step: Step
+    step: ReplayStep
     args: list[Any]
     kwargs: dict[str, Any]
 
@@ -380,7 +380,7 @@ class _CleanReplay(Replay):
         super().__init__(program, source, rows)
         self.maps: dict[int, Tensor] = {}  # by slot
 
-    def run(self, step: Step) -> list[Any]:
+    def run(self, step: ReplayStep) -> list[Any]:
         """Return the results of a step."""
         results = super().run(step)
         pairs = zip(step.results, results, strict=True)
@@ -395,7 +395,7 @@ class _PatchReplay(Replay):
         super().__init__(program, source, rows)
         self._maps = maps
 
-    def run(self, step: Step) -> list[Any]:
+    def run(self, step: ReplayStep) -> list[Any]:
         """Return the results of a step: patches if a rule computes them."""
         rule = patch_rule(step.op)
         if rule and all(isinstance(self.values[at], Patch) for at in step.slots):

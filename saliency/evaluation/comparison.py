@@ -536,10 +536,10 @@ def measure_image(
     seconds = time.perf_counter() - start
     if mask is not None and boxes is not None:
         raise MethodError("got a mask and a box of the same image; expected one of them")
-    shown = mask if boxes is None else _box_mask(boxes, explanation)
-    seen = None if shown is None else _mask_as_seen(shown, explanation)
+    on_image = mask if boxes is None else _box_mask(boxes, explanation)
+    seen = None if on_image is None else _mask_as_seen(on_image, explanation)
     context = {"method": method, "inputs": image, "target": target, "masks": seen, **options}
-    measurements = measure(metrics, explanation, **{"draws": RANDOM_CONTROLS, **context})
+    measurements = measure(metrics, explanation, **{"random_controls": RANDOM_CONTROLS, **context})
     results = []
     for metric, each in zip(unique_names(metrics), measurements, strict=True):
         value, controls = _known(each.values), {control: _known(own.values) for control, own in each.controls.items()}

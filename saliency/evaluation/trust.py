@@ -28,7 +28,7 @@ from ..tables import Column, Table, escaped, number
 from ..targets.targets import TargetLike
 from ..validation import check_number
 from .metrics.agreement import RankCorrelation
-from .metrics.base import DRAWS, Measurement, Metric, Outcome, SharedResults, Subject, measure, measurement
+from .metrics.base import RANDOM_CONTROLS, Measurement, Metric, Outcome, SharedResults, Subject, measure, measurement
 from .metrics.faithfulness import Deletion, Infidelity, Insertion
 from .metrics.randomisation import MPRT, RandomLogit
 from .metrics.road import ROAD
@@ -285,7 +285,7 @@ def _metrics(subject: Subject, seconds: float | None) -> list[Metric]:
         call = _seconds_of(lambda: subject.method.attribute(subject.images, subject.explained_target))
         forward = _seconds_of(lambda: subject.scores_of(subject.images))
         draws = min(draws, int(0.4 * seconds / call / 5))
-        steps = max(1, min(steps, int(0.4 * seconds / forward / (2 * DRAWS))))
+        steps = max(1, min(steps, int(0.4 * seconds / forward / (2 * RANDOM_CONTROLS))))
         samples = max(20, min(samples, int(0.1 * seconds / forward)))
     metrics: list[Metric] = []
     if draws >= 2:

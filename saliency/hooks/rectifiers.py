@@ -39,7 +39,7 @@ class Coverage:
     rewritten: Mapping[str, int] = field(default_factory=dict)
     passed: Mapping[str, int] = field(default_factory=dict)
     hidden: Mapping[str, int] = field(default_factory=dict)
-    treated: Mapping[str, int] = field(default_factory=dict)
+    handled: Mapping[str, int] = field(default_factory=dict)
     rules: Mapping[str, str] = field(default_factory=dict)
 
     def table(self) -> str:
@@ -48,7 +48,7 @@ class Coverage:
 
     def __str__(self) -> str:
         """Return a summary such as `17 relu rewritten, 2 silu passed through`."""
-        parts = [f"{n} {operation}" for operation, n in self.treated.items()]
+        parts = [f"{n} {operation}" for operation, n in self.handled.items()]
         parts += [f"{n} {kind} rewritten" for kind, n in self.rewritten.items()]
         parts += [f"{n} {kind} passed through" for kind, n in self.passed.items()]
         parts += [f"{n} {kind} that may hide a ReLU" for kind, n in self.hidden.items()]

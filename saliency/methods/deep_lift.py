@@ -88,7 +88,7 @@ class DeepLIFT(TracedAttribution):
         for at, reference in enumerate(references, 1):
             # In the memory format of the images, in which a reshape may be a view or a copy.
             base = grads.on(torch.empty_like(grads.x).copy_(reference))
-            values, treated = self._values(grads, base, at == len(references) and grads.forward.count_backward())
+            values, handled = self._values(grads, base, at == len(references) and grads.forward.count_backward())
             missing = grads.scores.double() - base.scores.double() - values.flatten(1).sum(1, dtype=torch.float64)
             self._check(grads, base, missing)
             estimate.add(values[None])
@@ -96,7 +96,7 @@ class DeepLIFT(TracedAttribution):
         return BatchAttribution(
             estimate.mean.to(grads.x.dtype),
             grads.scores,
-            Coverage(treated=treated),
+            Coverage(handled=handled),
             residual=residual.mean.to(at_least_float32(grads.scores).dtype),
             error=None if estimate.error is None or not self.has_error else estimate.error.to(grads.x.dtype),
         )
@@ -105,7 +105,7 @@ class DeepLIFT(TracedAttribution):
         """Return the values (N, C, H, W) against one baseline, and the number of operations by kind."""
         walk = Walk(grads, Multipliers(grads, base, self.unknown, frees=frees))
         change = at_least_float32(grads.x) - at_least_float32(base.x)
-        return change * (0 if walk.gradient is None else walk.gradient), dict(walk.treated)
+        return change * (0 if walk.gradient is None else walk.gradient), dict(walk.handled)
 
     def _check(self, grads: TargetGradients, base: TargetGradients, missing: Tensor) -> None:
         """Warn if too much of the difference of the scores is missing (N,), and name the operation that loses most."""

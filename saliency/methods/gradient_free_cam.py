@@ -65,11 +65,11 @@ class ChannelMasks:
         """Return the masks (k, 1, H, W) of some numbers (k,), each below `count`."""
         size = self._x.shape[-2:]
         masks = self._x.new_zeros(len(numbers), 1, *size)
-        shown = numbers < len(self.varied)
-        if bool(shown.any()):
-            maps = self.varied_maps[numbers[shown]][:, None]  # (k, 1, h, w)
+        varies = numbers < len(self.varied)
+        if bool(varies.any()):
+            maps = self.varied_maps[numbers[varies]][:, None]  # (k, 1, h, w)
             large = F.interpolate(maps, size, mode="bilinear", align_corners=self._align)
-            masks[shown] = stretched(large).to(masks)
+            masks[varies] = stretched(large).to(masks)
         return masks
 
     def shares(self, scores: Tensor) -> Tensor:
@@ -94,9 +94,9 @@ class ChannelMasks:
     @property
     def note(self) -> str:
         """The numbers of used, constant and omitted channels."""
-        shown, channels = len(self.varied), len(self._layer.maps)
-        text = f"{shown} of {channels} channels as masks, one forward for the {self.flat} constant channels"
-        return f"{text}, {channels - shown - self.flat} left out"
+        used, channels = len(self.varied), len(self._layer.maps)
+        text = f"{used} of {channels} channels as masks, one forward for the {self.flat} constant channels"
+        return f"{text}, {channels - used - self.flat} left out"
 
 
 class ScoreCAM(LayerPasses, TimedAttribution):
@@ -269,8 +269,8 @@ class SSCAM(ScoreCAM, SampledAttribution):
                 torch.randn(1, *x.shape[-2:], generator=generator(self.seed, i), dtype=torch.float64, device="cpu")
                 for i in range(start, stop)
             ]
-            shown = masks(torch.arange(start, stop, device=x.device) % masks.count)
-            return x * (shown + self.noise * torch.stack(noise).to(x))
+            clean = masks(torch.arange(start, stop, device=x.device) % masks.count)
+            return x * (clean + self.noise * torch.stack(noise).to(x))
 
         # One more than the limit, so that the limit ends the passes.
         count = self.draws * masks.count if self.limits() == Budget() else self.most_passes + 1

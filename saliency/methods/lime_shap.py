@@ -199,13 +199,13 @@ class _LimeRegression(Coalitions):
 
     def _fit(self, part: slice) -> tuple[Regression, Tensor, Tensor]:
         """Return the fit of some samples, and their scores minus the weighted mean (n,) and weights (n,)."""
-        shown = torch.cat([self.rows.new_ones(1, self.segments.count), self.rows])[part].double()
+        visible = torch.cat([self.rows.new_ones(1, self.segments.count), self.rows])[part].double()
         scores = torch.cat([self.scores.new_zeros(1), self.scores - self.full])[part]
-        weights = torch.exp(-(1 - shown.mean(1).sqrt()).square() / (2 * self.width**2))
+        weights = torch.exp(-(1 - visible.mean(1).sqrt()).square() / (2 * self.width**2))
         # Without weighted means, no intercept is needed.
         shares = weights / weights.sum()
-        shown, scores = shown - shares @ shown, scores - shares @ scores
-        return regression(shown, scores, weights, self.penalty, shares), scores, weights
+        visible, scores = visible - shares @ visible, scores - shares @ scores
+        return regression(visible, scores, weights, self.penalty, shares), scores, weights
 
 
 class KernelSHAP(CoalitionSampling):
@@ -294,13 +294,13 @@ class _KernelRegression(Coalitions):
         count, pairs = self.segments.count, (self.count - 1) // 2
         rows = self.rows[1 : 2 * pairs : 2][part]
         mean = (self.full - float(self.scores[0])) / count
-        shown = rows.double() - 0.5
+        visible = rows.double() - 0.5
         scores = self.scores[1 : 2 * pairs + 1].view(-1, 2)[part]
-        halves = (scores[:, 0] - scores[:, 1]) / 2 - shown.sum(1) * mean
+        halves = (scores[:, 0] - scores[:, 1]) / 2 - visible.sum(1) * mean
         sizes = rows.sum(1).tolist() if self.includes_all else []
         weights = [1 / (math.comb(count, k) * k * (count - k)) for k in sizes] or [1.0] * len(rows)
         # Remove the fixed sum. The rest determines the differences between segments.
-        fit = regression(shown - shown.mean(1, keepdim=True), halves, halves.new_tensor(weights))
+        fit = regression(visible - visible.mean(1, keepdim=True), halves, halves.new_tensor(weights))
         errors = fit.errors if len(rows) >= count and not self.includes_all else None
         return fit.coefficients + mean, torch.zeros_like(fit.coefficients) if self.is_exact else errors
 

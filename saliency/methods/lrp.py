@@ -39,7 +39,7 @@ from ..relevance.propagation import (
 )
 from ..relevance.rules import (
     AnyRule,
-    Contrast,
+    ContrastiveRule,
     Excitation,
     Gamma,
     LinearOperation,
@@ -153,7 +153,7 @@ class RelevancePropagation(TracedAttribution):
         return BatchAttribution(
             values,
             grads.scores,
-            Coverage(treated=dict(walk.treated), rules=_rules_of_modules(self.model, walk)),
+            Coverage(handled=dict(walk.handled), rules=_rules_of_modules(self.model, walk)),
             layer,
             _missing(walk, grads),
             ledger=torch.stack(list(ledger.values()), 1),
@@ -533,7 +533,7 @@ class ExcitationBackprop(RelevancePropagation):
 
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the rules of excitation backpropagation."""
-        top = Contrast() if self.contrastive else Excitation()
+        top = ContrastiveRule() if self.contrastive else Excitation()
         return Composite({**COMPOSITES[self.name].rules, "last": top})
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:

@@ -34,7 +34,7 @@ class RISE(SampledAttribution):
 
     Args:
         grid: The number of cells of a mask along each edge.
-        shown: The probability p with which a cell is shown.
+        visible: The probability p with which a cell is visible.
         debiased: See above.
         fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0 is the mean
             colour of its training images), "mean" (of the image), "blur", or an image (C, H, W) as the model takes it.
@@ -57,13 +57,13 @@ class RISE(SampledAttribution):
     preview_options: ClassVar = {"passes": 12, "grid": 3}
 
     grid: Option[int] = Option(7, check_integer)
-    shown: Option[float] = Option(0.5, check_number, above=0, below=1)
+    visible: Option[float] = Option(0.5, check_number, above=0, below=1)
     debiased: Option[bool] = Option(True, check_flag)
     fill: FillOption = FillOption(partial="rise")
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the weighted sum of the masks."""
-        x, masks = passes.x, RandomMasks(passes.x, self.grid, self.shown, self.seed)
+        x, masks = passes.x, RandomMasks(passes.x, self.grid, self.visible, self.seed)
         background = Filler(x, self.fill).background
         chunk: dict[int, Tensor] = {}  # the masks of the current chunk
 
@@ -73,9 +73,9 @@ class RISE(SampledAttribution):
             return x * chunk[start] if self.fill == 0 else torch.lerp(background, x, chunk[start])
 
         if self.debiased:  # subtracting the score of the whole image does not change the covariance
-            estimate = MaskedScores(self.shown, masks.variance, float(score))
+            estimate = MaskedScores(self.visible, masks.variance, float(score))
         else:
-            estimate = MaskedScores(self.shown, torch.full_like(x[0, :1], self.shown), None)
+            estimate = MaskedScores(self.visible, torch.full_like(x[0, :1], self.visible), None)
         for done in passes.until_precise(estimate, passes.forwards(make, self.most_passes)):
             estimate.take(done.scores, chunk[done.start])
         return from_estimate(estimate, x)
@@ -87,16 +87,16 @@ class RandomMasks:
     Args:
         x: (1, C, H, W) the image.
         grid: The number of cells of a mask along each edge.
-        shown: The probability with which a cell is shown.
+        visible: The probability with which a cell is visible.
         seed: The seed of all draws.
 
     Attributes:
         variance: (1, H, W) the variance of a mask at each pixel.
     """
 
-    def __init__(self, x: Tensor, grid: int, shown: float, seed: int) -> None:
+    def __init__(self, x: Tensor, grid: int, visible: float, seed: int) -> None:
         self._size = (int(x.shape[2]), int(x.shape[3]))
-        self._grid, self._shown, self._seed = grid, shown, seed
+        self._grid, self._visible, self._seed = grid, visible, seed
         self._cell = [math.ceil(edge / grid) for edge in self._size]
         # Enlarging is linear along each edge: one matrix (enlarged, grid) for each.
         unit = torch.eye(grid, dtype=torch.float64, device="cpu")[None]
@@ -106,7 +106,7 @@ class RandomMasks:
             matrix.square().sum(1).unfold(0, edge, 1)[:cell].mean(0)
             for matrix, edge, cell in zip(enlarging, self._size, self._cell, strict=True)
         )
-        self.variance = (shown * (1 - shown) * down[:, None] * across).to(x)[None]
+        self.variance = (visible * (1 - visible) * down[:, None] * across).to(x)[None]
 
     def __call__(self, start: int, stop: int) -> Tensor:
         """Return masks (k, 1, H, W) from `start` to `stop`, 0 (hidden) to 1 (shown); all pixels have equal means."""
@@ -116,26 +116,26 @@ class RandomMasks:
             source = generator(self._seed, number)
             draws = torch.rand(self._grid**2 + 2, generator=source, dtype=torch.float32, device="cpu")
             top, left = (int(draw * cell) for draw, cell in zip(draws[-2:], self._cell, strict=True))
-            cells.append(draws[:-2] < self._shown)
+            cells.append(draws[:-2] < self._visible)
             down.append(self._down[top : top + height])
             across.append(self._across[left : left + width])
-        shown = torch.stack(cells).view(-1, self._grid, self._grid).to(self._down)
-        return (torch.stack(down) @ shown @ torch.stack(across).mT)[:, None]
+        visible = torch.stack(cells).view(-1, self._grid, self._grid).to(self._down)
+        return (torch.stack(down) @ visible @ torch.stack(across).mT)[:, None]
 
 
 class MaskedScores(Estimate):
     """Sum of masks weighted by their scores, in constant memory.
 
     Args:
-        shown: The mean of a mask.
+        visible: The mean of a mask.
         scale: (1, H, W) the divisor of the sum.
         level: A constant close to the scores that is subtracted from them, for the debiased map; None for the paper's.
     """
 
-    def __init__(self, shown: float, scale: Tensor, level: float | None) -> None:
+    def __init__(self, visible: float, scale: Tensor, level: float | None) -> None:
         super().__init__()
         self._debiased, self._level = level is not None, level or 0.0
-        self._centre = shown if self._debiased else 0.0
+        self._centre = visible if self._debiased else 0.0
         self._scale = scale.to(precise_type(scale))
         self._scores = [0.0, 0.0]  # the sum of all masks, and of the even ones
         # With d a mask minus its mean, and s a score: sums of s d, d; of these over even masks; of s s d d, s d d, d d.

@@ -80,9 +80,9 @@ class Segments:
         self.sizes = torch.bincount(self.labels.flatten())
         self.count = len(self.sizes)
 
-    def hidden(self, shown: Tensor) -> Tensor:
+    def hidden(self, visible: Tensor) -> Tensor:
         """Return the mask (k, 1, H, W) of hidden pixels, given which segments are shown, boolean (k, M)."""
-        hidden: Tensor = ~shown.to(self.labels.device)
+        hidden: Tensor = ~visible.to(self.labels.device)
         return hidden[:, self.labels][:, None]
 
     def painted(self, values: Tensor) -> Tensor:

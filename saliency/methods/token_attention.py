@@ -166,7 +166,7 @@ class AttentionMap(TracedAttribution):
         outliers = attention.outliers
         count = 0 if outliers is None else int(outliers.sum())
         values = attention.layout(self.relevance(attention)[:, :, None])
-        coverage = Coverage(treated={"outlier tokens (hatched)": count}) if count else None
+        coverage = Coverage(handled={"outlier tokens (hatched)": count}) if count else None
         return BatchAttribution(values, grads.scores, coverage, outliers=outliers)
 
     @abstractmethod

@@ -56,7 +56,7 @@ class TIS(TimedAttribution):
 
     Args:
         masks: The number of masks. At most the number of channels of all blocks.
-        shown: The share of the patches that each mask keeps.
+        visible: The share of the patches that each mask keeps.
 
     Values: (N, 1, h, w), signed, in score units; 0 for a patch that no mask keeps.
 
@@ -77,7 +77,7 @@ class TIS(TimedAttribution):
     preview_options: ClassVar = {"masks": 8}
 
     masks: Option[int] = Option(1024, check_integer)
-    shown: Option[float] = Option(0.5, check_number, above=0, below=1)
+    visible: Option[float] = Option(0.5, check_number, above=0, below=1)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the map of one image."""
@@ -121,7 +121,7 @@ class TIS(TimedAttribution):
         order = torch.randperm(len(maps), generator=generator(self.seed), device="cpu")
         points = maps.cpu()
         centres, _ = kmeans(points.numpy(), points[order[: self.masks]].numpy(), thresh=1e-4 * float(points.std()))
-        count = max(1, int(self.shown * maps.shape[1]))
+        count = max(1, int(self.visible * maps.shape[1]))
         visible = torch.from_numpy(centres).to(maps.device).topk(count).indices
         return torch.zeros(centres.shape, dtype=torch.bool, device=maps.device).scatter_(1, visible, True)
 
@@ -227,9 +227,9 @@ class ViTCX(LayerPasses, TimedAttribution):
             numbers = range(start, stop)
             draws = [generator(self.seed, number // 2) for number in numbers]
             noise = [torch.randn(x.shape[1:], generator=draw, dtype=torch.float64, device="cpu") for draw in draws]
-            shown = masks[[number // 2 for number in numbers]]
+            part = masks[[number // 2 for number in numbers]]
             is_whole = torch.tensor([number % 2 for number in numbers], device=x.device).view(-1, 1, 1, 1)
-            return x * torch.where(is_whole == 1, 1, shown) + self.noise * torch.stack(noise).to(shown) * (1 - shown)
+            return x * torch.where(is_whole == 1, 1, part) + self.noise * torch.stack(noise).to(part) * (1 - part)
 
         scores = torch.cat([done.scores for done in passes.forwards(make, 2 * len(masks))])
         pairs = scores[: len(scores) // 2 * 2].view(-1, 2)

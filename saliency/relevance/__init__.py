@@ -3,7 +3,7 @@
 from .composites import COMPOSITES as COMPOSITES
 from .propagation import Composite as Composite
 from .rules import AlphaBeta as AlphaBeta
-from .rules import Contrast as Contrast
+from .rules import ContrastiveRule as ContrastiveRule
 from .rules import Epsilon as Epsilon
 from .rules import Excitation as Excitation
 from .rules import Flat as Flat

@@ -60,7 +60,7 @@ class Pair(NamedTuple):
         return (self.x + self.x0) / 2
 
 
-class Step(NamedTuple):
+class MultiplierStep(NamedTuple):
     """One node of a walk, with its operation for the image and for the baseline."""
 
     visit: Visit
@@ -116,8 +116,8 @@ class Multipliers:
         is_part = writes_part(visit) and (kind != "mul" or sum(visit.on_path) > 1)
         if operation.op.namespace != "aten" or is_part or refuses_complex(visit):
             return without_rule(visit, self.unknown)
-        step = Step(visit, operation, base)
-        visit.walk.treated[operation.name.removeprefix("_")] += 1
+        step = MultiplierStep(visit, operation, base)
+        visit.walk.handled[operation.name.removeprefix("_")] += 1
         passed = _RULES.get(kind, _integrated)(step)
         if self._frees:
             operation.args.clear()
@@ -137,7 +137,7 @@ def _kind(op: Op) -> str:
     return "" if name in OF_DEGREE_ONE else kind_of(op)
 
 
-def _linear(step: Step) -> Gradients:
+def _linear(step: MultiplierStep) -> Gradients:
     """Pass the gradient of a convolution or matrix product with constant weights."""
     visit = step.visit
     if visit.on_path == [True, True]:
@@ -150,13 +150,13 @@ def _linear(step: Step) -> Gradients:
     return (*[None] * at, *torch.autograd.grad(*edges, [visit.grad], retain_graph=True))
 
 
-def _batch_norm(step: Step) -> Gradients:
+def _batch_norm(step: MultiplierStep) -> Gradients:
     """Pass the gradient of a batch norm with constant statistics."""
     scale = batch_norm_scale(step.operation, step.grad)
     return _norm(step) if scale is None else (step.grad * scale, None, None)
 
 
-def _norm(step: Step) -> Gradients:
+def _norm(step: MultiplierStep) -> Gradients:
     """Pass through a normalisation as the product of the centred values and the inverse deviation."""
     x = step.pair("input")
     norm = normalisation(step.operation)
@@ -171,7 +171,7 @@ def _norm(step: Step) -> Gradients:
     return (passed.reshape(x.x.shape), *[None] * (len(step.visit.on_path) - 1))
 
 
-def _pointwise(step: Step) -> Gradients:
+def _pointwise(step: MultiplierStep) -> Gradients:
     """Rescale: pass the difference of the results divided by the difference of the operands."""
     visit, operation = step.visit, step.operation
     name = next(iter(operation.args))
@@ -186,7 +186,7 @@ def _pointwise(step: Step) -> Gradients:
     return (slope.mul_(step.grad), *[None] * (len(visit.on_path) - 1))
 
 
-def _winners(step: Step) -> Gradients:
+def _winners(step: MultiplierStep) -> Gradients:
     """Pass the gain of a window to its winner for the image, and its loss to its winner for the baseline."""
     x, x0 = _floats(step.operation.args), _floats(step.base.args)
     change = _floats(step.operation.repeat())[0] - _floats(step.base.repeat())[0]
@@ -200,14 +200,14 @@ def _winners(step: Step) -> Gradients:
     )
 
 
-def _mul(step: Step) -> Gradients:
+def _mul(step: MultiplierStep) -> Gradients:
     """Count each factor of a product at the mean of the other one."""
     if step.visit.on_path != [True, True]:
         return step.visit.plain()
     return step.grad * step.pair("other").mean, step.grad * step.pair("self").mean
 
 
-def _div(step: Step) -> Gradients:
+def _div(step: MultiplierStep) -> Gradients:
     """Pass through a quotient as the product with the inverse of the denominator."""
     if not step.visit.on_path[1]:
         return step.visit.plain()
@@ -216,12 +216,12 @@ def _div(step: Step) -> Gradients:
     return step.grad * denominator.mean / product, -step.grad * numerator.mean / product
 
 
-def _softmax(step: Step) -> Gradients:
+def _softmax(step: MultiplierStep) -> Gradients:
     """Pass through exp(z - l), where l is the logarithm of the sum of exponentials."""
     return (_through_softmax(step.pair("self"), step.grad, step.operation.args["dim"]),)
 
 
-def _attention(step: Step) -> Gradients:
+def _attention(step: MultiplierStep) -> Gradients:
     """Pass through the two products and the softmax of fused attention."""
     query, key, value = (step.pair(name) for name in ("query", "key", "value"))
     logits = Pair(attention_logits(step.operation), attention_logits(step.base))
@@ -253,7 +253,7 @@ def _through_softmax(z: Pair, grad: Tensor, dim: int) -> Tensor:
     return slope * grad
 
 
-def _integrated(step: Step) -> Gradients:
+def _integrated(step: MultiplierStep) -> Gradients:
     """Return the mean gradients of an operation on the straight path between both points, by a Gauss-Legendre rule.
 
     It has as many nodes as a complete result needs; one is exact for products.
@@ -275,7 +275,7 @@ def _integrated(step: Step) -> Gradients:
     return passed
 
 
-def _gradients(step: Step, operands: list[Tensor], grads: Gradients) -> list[Tensor]:
+def _gradients(step: MultiplierStep, operands: list[Tensor], grads: Gradients) -> list[Tensor]:
     """Return the gradients of an operation at other floating-point operands, for given ones at its results."""
 
     def run(*operands: Tensor) -> list[Tensor]:
@@ -295,7 +295,7 @@ def _floats(tree: Any) -> list[Tensor]:
     return [tensor for tensor in tree_tensors(tree) if tensor.is_floating_point()]
 
 
-def _lost(step: Step, passed: Gradients) -> tuple[float, float]:
+def _lost(step: MultiplierStep, passed: Gradients) -> tuple[float, float]:
     """Return the share of the results that the operands of an operation do not get, and the size of all shares."""
     given = _shares(step.visit.grads, step.operation.repeat(), step.base.repeat())
     kept = _shares(passed, step.operation.args, step.base.args)

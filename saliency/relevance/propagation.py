@@ -235,7 +235,7 @@ class Propagation:
             for is_type in (False, True)
         )
         self._has_nonlinear = any(isinstance(rule, NonlinearRule) for rule in composite.rules.values())
-        self._treated: set[str] = set()  # the modules in which an operation got the rule of a name or type
+        self._handled: set[str] = set()  # the modules in which an operation got the rule of a name or type
         self.relevance: Tensor | None = None
         # By linear operation: the factor and the constant of the batch norm after it, and G at the batch norm's output.
         self._merged: dict[Node, tuple[Tensor, Tensor, Tensor]] = {}
@@ -299,7 +299,7 @@ class Propagation:
         kind = "conv" if operation.name == "convolution" else "linear"
         rule = cast("Rule | None", self._rule(visit, kind, Rule)) or _GRADIENT
         self.rules[linear_weight(operation).data_ptr()] = rule
-        walk.treated[f"{kind} by {rule.name}"] += 1
+        walk.handled[f"{kind} by {rule.name}"] += 1
         if visit.node in self._biases:
             bias = at_least_float32(self._biases[visit.node])
             op = replace(op, bias=bias, shift=bias, norms=None)
@@ -352,7 +352,7 @@ class Propagation:
         relevance = rule.relevance(NonlinearOperation(x, y, run), y * grad)
         _check_shape(visit, relevance, rule, x)
         passed = divided(relevance, x)
-        visit.walk.treated[f"{operation.name.removeprefix('native_')} by {rule.name}"] += 1
+        visit.walk.handled[f"{operation.name.removeprefix('native_')} by {rule.name}"] += 1
         visit.absorb("stabiliser", y * grad - x * passed)
         return (passed.to(visit.grad.dtype), *[None] * (len(visit.on_path) - 1))
 
@@ -363,7 +363,7 @@ class Propagation:
             {name: rule for name in modules if isinstance(rule := by_module.get(name), base)}
             for by_module in (self._by_name, self._by_type)
         )
-        self._treated.update(named, typed)
+        self._handled.update(named, typed)
         if named:
             return named[max(named, key=len)]
         for at, end in enumerate(("first", "last")):
@@ -374,7 +374,7 @@ class Propagation:
     def check_layers(self) -> None:
         """Raise MethodError for a pattern or type whose rule no operation of its modules got."""
         for key, names in self.layers.items():
-            if names and not self._treated.intersection(names):
+            if names and not self._handled.intersection(names):
                 is_linear = isinstance(self.composite.rules[key], Rule)
                 operation = "convolution or matrix product with weights" if is_linear else "activation or normalisation"
                 raise MethodError(
@@ -408,9 +408,9 @@ class Propagation:
                 y_grad = cast("Tensor", walk.watch(edge, y_grad, at_least_float32(torch.addcmul(shift, x, scale))))
                 del walk.watched[edge]
             self._merged[edges[-1][0]] = scale, shift, y_grad
-            walk.treated["batch_norm merged"] += 1
+            walk.handled["batch_norm merged"] += 1
             return (y_grad, None, None)
-        walk.treated["batch_norm by |z|"] += 1
+        walk.handled["batch_norm by |z|"] += 1
         part = x * scale
         relevance = (part + shift) * y_grad
         shares = divided(relevance, part.abs() + shift.abs() * self.shift_receives)
@@ -436,7 +436,7 @@ class Propagation:
         """Pass through the centring, with the deviation as a constant."""
         operation = visit.known
         norm = normalisation(operation)
-        visit.walk.treated[f"{operation.name.removeprefix('native_')} with a constant deviation"] += 1
+        visit.walk.handled[f"{operation.name.removeprefix('native_')} with a constant deviation"] += 1
         grad = at_least_float32(visit.grad)
         if norm.bias is not None:
             bias = norm.bias.to(grad)
@@ -451,7 +451,7 @@ class Propagation:
         at_zero = _at_zero(operation)
         if sum(visit.on_path) > 1 or not bool(torch.isfinite(at_zero).all()):
             return without_rule(visit, self.unknown)
-        visit.walk.treated[f"{operation.name} by f(x)/x"] += 1
+        visit.walk.handled[f"{operation.name} by f(x)/x"] += 1
         ratio = operation.result / x
         if bool(at_zero.any()):
             visit.absorb("activations", visit.grad * at_zero)
@@ -475,14 +475,14 @@ class Propagation:
         factors = [at for at, on_path in enumerate(visit.on_path) if on_path][-2:]  # the first of three is a summand
         constants = [at for at in factors if self._is_constant_factor(next_functions(visit.node)[at][0], walk)]
         if len(constants) == 1:
-            walk.treated["product with a constant factor"] += 1
+            walk.handled["product with a constant factor"] += 1
             grads[constants[0]] = None
             return tuple(grads)
         if (gate := _gate(visit, factors)) is not None:
-            walk.treated["product by f(x)/x"] += 1
+            walk.handled["product by f(x)/x"] += 1
             grads[gate] = None
             return tuple(grads)
-        walk.treated["product by halves"] += 1
+        walk.handled["product by halves"] += 1
         for at in factors:
             grad = grads[at]
             grads[at] = None if grad is None else grad / 2
@@ -508,7 +508,7 @@ class Propagation:
         s = cast("Tensor", saved(visit.node, "result"))
         is_weight = self.composite.constant_gates and self._has_product  # not the probabilities of the classes
         passed = torch.zeros_like(s) if is_weight else cast("Tensor", visit.plain()[0])
-        visit.walk.treated["softmax as a constant" if is_weight else "softmax by gradient"] += 1
+        visit.walk.handled["softmax as a constant" if is_weight else "softmax by gradient"] += 1
         # The passed G sums to zero, so log(s), which differs from the logits by a constant, can replace them.
         visit.absorb("softmax", s * visit.grad - torch.where(s > 0, s.log().mul_(passed), 0))
         return (passed,)
@@ -535,7 +535,7 @@ class Propagation:
                 visit.plain(), visit.on_path, (at_weights, at_weights, at_value), strict=False
             )
         ]
-        visit.walk.treated["attention"] += 1
+        visit.walk.handled["attention"] += 1
         visit.absorb("softmax", operation.result[0] * visit.grad)
         for name, grad in zip(("query", "key", "value"), grads, strict=True):
             if grad is not None:
@@ -654,7 +654,7 @@ def without_rule(visit: Visit, unknown: Unknown) -> Gradients:
             f'no rule for the operation {name}; pass unknown="gradient" to pass its gradient, which is right for '
             f"linear operations{_CURES.get(name, '')}"
         )
-    visit.walk.treated[f"{name} by gradient"] += 1
+    visit.walk.handled[f"{name} by gradient"] += 1
     return visit.plain()
 
 

@@ -426,7 +426,7 @@ class Excitation(_GradientRule):
 
 
 @dataclass(frozen=True)
-class Contrast(Excitation):
+class ContrastiveRule(Excitation):
     """The rule of the top layer in contrastive excitation backpropagation: negative parts receive relevance too.
 
     They are scaled to the sum of the positive ones, so that nothing passes in total.

@@ -88,7 +88,7 @@ class Walk:
         watched: The names of the watched tensors by edge.
         rule: The rule.
         ledger: The shares (N,) of the scores, by name: of the input, and of each kind of absorbed relevance.
-        treated: The number of operations by kind and rule.
+        handled: The number of operations by kind and rule.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Walk:
         self.users = Counter(chain.from_iterable(self.next.values()))
         self.at: dict[str, Tensor] = {}
         self._absorbed: list[tuple[str, Node, Tensor]] = []
-        self.treated: Counter[str] = Counter()
+        self.handled: Counter[str] = Counter()
         self.rule, self._changes, self._length_first = rule, changes or {}, length_first
         self._tensors = {name: tensor for name, tensor in (watched or {}).items() if tensor.requires_grad}
         edges = {name: get_gradient_edge(tensor) for name, tensor in self._tensors.items()}

@@ -115,15 +115,15 @@ def test_what_is_not_there_stays_away(name: str, explanation: Explanation, tmp_p
 def test_a_file_from_before_ledgers_is_read(explanation: Explanation, tmp_path: Path) -> None:
     old = replace(explanation, ledger=None, ledger_names=(), coverage=Coverage({"relu": 3}))
     header, tensors = opened(old.save(tmp_path / "a.safetensors"))
-    del header["ledger_names"], header["coverage"]["treated"]
+    del header["ledger_names"], header["coverage"]["handled"]
     save_file(tensors, tmp_path / "a.safetensors", metadata={"saliency": json.dumps(header)})
     assert_same(Explanation.load(tmp_path / "a.safetensors"), old)
 
 
 def test_a_coverage_reads_as_a_list_of_treated_operations() -> None:
-    treated = {"conv by z+": 53, "batch_norm merged": 49, "linear by epsilon": 1}
-    assert str(Coverage(treated=treated)) == "53 conv by z+, 49 batch_norm merged, 1 linear by epsilon"
-    assert str(Coverage({"relu": 2}, treated={"conv by z+": 1})) == "1 conv by z+, 2 relu rewritten"
+    handled = {"conv by z+": 53, "batch_norm merged": 49, "linear by epsilon": 1}
+    assert str(Coverage(handled=handled)) == "53 conv by z+, 49 batch_norm merged, 1 linear by epsilon"
+    assert str(Coverage({"relu": 2}, handled={"conv by z+": 1})) == "1 conv by z+, 2 relu rewritten"
 
 
 def test_an_empty_coverage_is_not_none(explanation: Explanation, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_row_accounts_for_the_score_and_says_what_was_treated(
     def accounting(self: GradCAM, *given: Any) -> BatchAttribution:
         found = explain(self, *given)
         shares = torch.stack([found.scores * 2, -found.scores], 1)
-        coverage = Coverage(treated={"conv by z+": 3})
+        coverage = Coverage(handled={"conv by z+": 3})
         kept = replace(found, ledger=shares, ledger_names=("input", "biases"))
         return replace(kept, coverage=coverage, residual=torch.full_like(found.scores, 0.25))
 

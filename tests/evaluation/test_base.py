@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from saliency import InputXGradient, MethodError, VanillaGradient, metrics
-from saliency.evaluation.metrics.base import DRAWS, SPREAD, control_maps, edges
+from saliency.evaluation.metrics.base import RANDOM_CONTROLS, SPREAD, control_maps, edges
 from saliency.evaluation.metrics.faithfulness import ABPC, Deletion, FaithfulnessEstimate, Infidelity, PixelFlipping
 from saliency.metrics import METRICS, Control, measure
 from tests.evaluation.maps import explanation_of
@@ -166,7 +166,7 @@ def test_controls_without_a_draw_have_no_error_and_those_with_draws_have_their_r
 
 
 def test_a_further_normal_draw_exceeds_the_range_of_19_draws_in_3_percent() -> None:
-    draws = torch.randn(DRAWS + 1, 100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    draws = torch.randn(RANDOM_CONTROLS + 1, 100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     high = draws[1:].mean(0) + SPREAD * draws[1:].std(0)
     assert float((draws[0] > high).double().mean()) == pytest.approx(0.034, abs=0.002)
 

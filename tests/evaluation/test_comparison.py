@@ -218,7 +218,9 @@ def test_values_are_those_of_measure() -> None:
     table = compare(methods, images, torch.tensor([0, 1]), [Deletion(steps=4), "gini"], seed=3)
     assert [row.metric for row in table] == [*["deletion"] * 4, *["gini"] * 4]
     explanation = methods[1].attribute(images[1], 1)
-    expected = measure([Deletion(steps=4)], explanation, method=methods[1], inputs=images[1], seed=3, draws=3)[0]
+    expected = measure(
+        [Deletion(steps=4)], explanation, method=methods[1], inputs=images[1], seed=3, random_controls=3
+    )[0]
     (own,) = [
         each for each in table.results if (each.image, each.method, each.metric)[1:] == ("input_x_gradient", "deletion")
     ][1:]

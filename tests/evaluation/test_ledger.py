@@ -67,7 +67,7 @@ def test_several_images_and_methods_have_rows_of_their_own() -> None:
 
 
 def test_the_notes_are_what_each_method_treated() -> None:
-    coverage = Coverage(treated={"conv by z+": 53, "linear by epsilon": 1})
+    coverage = Coverage(handled={"conv by z+": 53, "linear by epsilon": 1})
     images = [replace(with_ledger(), coverage=coverage)] * 2
     assert ledger_table([*images, with_ledger()]).notes == ("made_up: 53 conv by z+, 1 linear by epsilon",)
 

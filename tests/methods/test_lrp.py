@@ -441,7 +441,7 @@ def test_an_own_rule_of_ten_lines_is_used_in_any_layer() -> None:
         found.values, LRP(net, composite={"first": Flat(), "conv": ZPlus(), "linear": Epsilon()}).attribute(x, 3).values
     )
     assert found.coverage is not None
-    assert found.coverage.treated == {"linear by epsilon": 2, "conv by z+": 1, "conv by uniform": 1}
+    assert found.coverage.handled == {"linear by epsilon": 2, "conv by z+": 1, "conv by uniform": 1}
     inner = LRP(net, composite={"last": Uniform()}).attribute(x, 3)
     rules = {
         0: textbook.epsilon(0),
@@ -488,7 +488,7 @@ def test_an_activation_may_have_a_rule(key: Any, inplace: bool) -> None:
     assert_same(found.values, usual.values / 8)
     assert float(cast("Tensor", found.residual).abs().max()) < 1e-9
     assert found.coverage is not None
-    assert found.coverage.treated["relu by half"] == 3
+    assert found.coverage.handled["relu by half"] == 3
 
 
 @pytest.mark.parametrize("key", ["norm", nn.LayerNorm, "1"])
@@ -505,8 +505,8 @@ def test_a_batch_norm_with_a_rule_is_not_merged() -> None:
     found = LRP(net, composite={"conv": Epsilon(0), "bn1": Half()}).attribute(x, 3)
     usual = LRP(net, "bn1", composite={"conv": Epsilon(0)}).attribute(x, 3)
     assert found.coverage is not None
-    assert found.coverage.treated["batch_norm merged"] == 1
-    assert found.coverage.treated["batch_norm by half"] == 1
+    assert found.coverage.handled["batch_norm merged"] == 1
+    assert found.coverage.handled["batch_norm by half"] == 1
     inner = net.conv1(x).detach()
     at_conv = LRP(net, "conv1", composite={"conv": Epsilon(0), "bn1": Half()}).attribute(x, 3)
     assert inner.all()
@@ -521,7 +521,7 @@ def test_types_of_modules_follow_names_and_first() -> None:
     mixed = {**table, "linear": Flat(), "first": Uniform(), "9": Gamma()}
     coverage = LRP(net, composite=mixed).attribute(x, 3).coverage
     assert coverage is not None
-    assert coverage.treated == {"linear by gamma": 1, "linear by epsilon": 1, "conv by z+": 1, "conv by uniform": 1}
+    assert coverage.handled == {"linear by gamma": 1, "linear by epsilon": 1, "conv by z+": 1, "conv by uniform": 1}
 
 
 def test_composites_and_coverage_print_as_tables() -> None:
@@ -573,13 +573,13 @@ def test_relevance_of_channels_at_patches() -> None:
 def test_names_precede_first_and_last_which_precede_kinds() -> None:
     net, x = chain(), images()
     table = {"conv": ZPlus(), "linear": Epsilon(), "first": Flat(), "last": Gamma(), "0": Pass1(), "[79]": Uniform()}
-    treated = LRP(net, composite=table).attribute(x, 3).coverage
-    assert treated is not None
-    assert treated.treated == {"linear by uniform": 2, "conv by z+": 1, "conv by one": 1}
+    handled = LRP(net, composite=table).attribute(x, 3).coverage
+    assert handled is not None
+    assert handled.handled == {"linear by uniform": 2, "conv by z+": 1, "conv by one": 1}
     table = {"linear": Epsilon(), "first": Flat(), "last": Gamma()}
-    treated = LRP(net, composite=table).attribute(x, 3).coverage
-    assert treated is not None
-    assert treated.treated == {"linear by gamma": 1, "linear by epsilon": 1, "conv by epsilon": 1, "conv by flat": 1}
+    handled = LRP(net, composite=table).attribute(x, 3).coverage
+    assert handled is not None
+    assert handled.handled == {"linear by gamma": 1, "linear by epsilon": 1, "conv by epsilon": 1, "conv by flat": 1}
 
 
 class Pass1(Flat):
@@ -591,10 +591,10 @@ def test_the_innermost_name_counts() -> None:
     found = LRP(net, composite={"0.0": ZPlus(), "0": Gamma(), "0.*": Epsilon(0.1)}).attribute(images(), 3).coverage
     assert found is not None
     # A pattern gives its rule to all modules that it matches, and a later entry overrides an earlier one.
-    assert found.treated == {"linear by epsilon": 2, "conv by epsilon": 2}
+    assert found.handled == {"linear by epsilon": 2, "conv by epsilon": 2}
     found = LRP(net, composite={"0": Gamma(), "0.0": ZPlus()}).attribute(images(), 3).coverage
     assert found is not None
-    assert found.treated == {"linear by gamma": 2, "conv by gamma": 1, "conv by z+": 1}
+    assert found.handled == {"linear by gamma": 2, "conv by gamma": 1, "conv by z+": 1}
 
 
 @pytest.mark.parametrize(
@@ -728,7 +728,7 @@ def test_the_contrastive_map_is_the_positive_difference_to_negated_weights() -> 
         difference = (dual[0][number + 1] - dual[1][number + 1]).sum(1, keepdim=True)
         assert_same(found.values, difference.clamp(min=0))
     assert found.coverage is not None
-    assert found.coverage.treated["linear by contrast"] == 1
+    assert found.coverage.handled["linear by contrast"] == 1
 
 
 def with_head(body: nn.Sequential, weight: Tensor) -> nn.Sequential:

@@ -41,13 +41,13 @@ def test_masks_have_the_mean_and_the_variance_that_are_claimed_at_every_pixel() 
     torch.testing.assert_close(masks.var(0), drawn.variance, rtol=0.06, atol=0)
 
 
-def by_hand(model: nn.Module, x: Tensor, masks: Tensor, shown: float) -> tuple[Tensor, Tensor]:
+def by_hand(model: nn.Module, x: Tensor, masks: Tensor, visible: float) -> tuple[Tensor, Tensor]:
     """The paper's map and the slopes, from all masks at once: (H, W)."""
     with torch.no_grad():
         scores = model(x * masks)[:, 0]
-    plain = (scores[:, None, None, None] * masks).mean(0) / shown
+    plain = (scores[:, None, None, None] * masks).mean(0) / visible
     off = scores - scores.mean()
-    covariance = (off[:, None, None, None] * (masks - shown)).sum(0) / (len(masks) - 1)
+    covariance = (off[:, None, None, None] * (masks - visible)).sum(0) / (len(masks) - 1)
     return plain[0], covariance[0]
 
 
@@ -55,7 +55,7 @@ def test_both_forms_are_what_they_are_said_to_be() -> None:
     model, x = tiny_model().double(), noise(1, 3, 16, 16)
     drawn = RandomMasks(x, 4, 0.6, 3)
     plain, covariance = by_hand(model, x, drawn(0, 50), 0.6)
-    options: dict[str, Any] = {"passes": 50, "grid": 4, "shown": 0.6, "seed": 3, "chunk": 7}
+    options: dict[str, Any] = {"passes": 50, "grid": 4, "visible": 0.6, "seed": 3, "chunk": 7}
     found = RISE(model, **options, debiased=False).attribute(x, 0)
     torch.testing.assert_close(found.values[0, 0], plain)
     found = RISE(model, **options).attribute(x, 0)
@@ -153,7 +153,7 @@ def test_the_papers_form_keeps_the_promises_too(name: str, check: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"grid": 0}, {"grid": 2.0}, {"shown": 0}, {"shown": 1.0}, {"shown": "half"}, {"fill": "inpaint"}]
+    "options", [{"grid": 0}, {"grid": 2.0}, {"visible": 0}, {"visible": 1.0}, {"visible": "half"}, {"fill": "inpaint"}]
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(MethodError):

@@ -50,8 +50,8 @@ def kept_by_k_means(model: Any, x: Tensor, masks: int, kept: int, prefix: int) -
     return torch.from_numpy(np.argsort(-centres, 1)[:, :kept].copy())
 
 
-@pytest.mark.parametrize(("shown", "kept"), [(0.5, 8), (0.2, 3)])
-def test_tis_is_the_mean_score_of_the_masks_that_keep_a_patch(shown: float, kept: int) -> None:
+@pytest.mark.parametrize(("visible", "kept"), [(0.5, 8), (0.2, 3)])
+def test_tis_is_the_mean_score_of_the_masks_that_keep_a_patch(visible: float, kept: int) -> None:
     model, x = tiny_timm(), X[:1]
     patches = kept_by_k_means(model, x, 12, kept, 1)
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_tis_is_the_mean_score_of_the_masks_that_keep_a_patch(shown: float, kept
         )
     masks = torch.zeros(12, 16).scatter_(1, patches, 1)
     papers = (scores[:, None] * masks).sum(0) / masks.sum(0)
-    found = TIS(model, masks=12, shown=shown).attribute(x, 2)
+    found = TIS(model, masks=12, visible=visible).attribute(x, 2)
     torch.testing.assert_close(found.values.flatten(), (papers - scores.mean()).nan_to_num(0), rtol=1e-4, atol=1e-6)
     assert f"12 masks, each of {kept} of 16 patches" in found.run_stats[0].note
 

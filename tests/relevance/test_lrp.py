@@ -415,7 +415,7 @@ def test_all_composites_have_a_test_here() -> None:
 def test_coverage_counts_operations_by_kind_and_rule() -> None:
     found = LRP(resnet50(), composite="epsilon_plus").attribute(images(1, 32), 0)
     assert found.coverage is not None
-    assert found.coverage.treated == {"conv by z+": 53, "batch_norm merged": 53, "linear by epsilon": 1}
+    assert found.coverage.handled == {"conv by z+": 53, "batch_norm merged": 53, "linear by epsilon": 1}
     assert "53 conv by z+" in str(found.coverage)
 
 

@@ -26,7 +26,7 @@ from ...validation import Registry, check_choice, check_integer
 Score = Literal["probability", "explained"]
 _T = TypeVar("_T")
 
-DRAWS = 19
+RANDOM_CONTROLS = 19
 """The number of random controls."""
 
 SPREAD = 2.0
@@ -171,7 +171,7 @@ class Subject(SharedResults):
         controls: The maps that ignore the prediction and are measured too, which takes most of the passes: names of
             `CONTROLS`, and "edges" of the image, which needs the model and the images; or False for none. Metrics that
             call the method always use their own controls.
-        draws: The number of random controls.
+        random_controls: The number of random controls.
         shared: The scores of perturbed images that other explanations in the same call share with this one.
     """
 
@@ -188,7 +188,7 @@ class Subject(SharedResults):
         score: Score = "probability",
         seed: int = 0,
         controls: bool | str | Sequence[str] = True,
-        draws: int = DRAWS,
+        random_controls: int = RANDOM_CONTROLS,
         shared: SharedResults | None = None,
     ) -> None:
         require_explanation(explanation, "a metric")
@@ -196,7 +196,7 @@ class Subject(SharedResults):
         self.explanation, self.seed = explanation, seed
         names = CONTROLS if controls is True else (controls,) if isinstance(controls, str) else controls or ()
         self.controls = [check_choice("controls", name, (*CONTROLS, "edges")) for name in names]
-        self.draws = check_integer("draws", draws, least=0)
+        self.random_controls = check_integer("random_controls", random_controls, least=0)
         self.shared = shared or SharedResults()
         self.score = check_choice("score", score, get_args(Score))
         self._method, self._model, self._inputs, self._target = method, model, inputs, target
@@ -210,7 +210,7 @@ class Subject(SharedResults):
     def controlled(self, cells: Tensor, of: slice = slice(None)) -> Tensor:
         """Return maps (N, h, w) of some images and their controls in the size of the model's input, (M, N, H, W)."""
         images = self.images[of] if "edges" in self.controls else None
-        rows = [cells, *control_maps(cells, self.seed, self.draws, self.controls, images)]
+        rows = [cells, *control_maps(cells, self.seed, self.random_controls, self.controls, images)]
         return torch.stack([resized_within(row, self.explanation.input_size) for row in rows])
 
     def resized(self, values: Tensor) -> Tensor:
@@ -301,7 +301,11 @@ def resized_within(maps: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def control_maps(
-    cells: Tensor, seed: int, draws: int = DRAWS, names: Sequence[str] = CONTROLS, images: Tensor | None = None
+    cells: Tensor,
+    seed: int,
+    count: int = RANDOM_CONTROLS,
+    names: Sequence[str] = CONTROLS,
+    images: Tensor | None = None,
 ) -> list[Tensor]:
     """Return the controls of maps (N, h, w) with these names, in their order.
 
@@ -324,7 +328,7 @@ def control_maps(
         "constant": [mean.expand_as(cells)],
         "centre": [scaled((down[:, None] * across)[None])],
         "edges": [] if images is None else [scaled(edges(images).to(cells))],
-        "random": [_moved(cells, seed, number) for number in range(draws if "random" in names else 0)],
+        "random": [_moved(cells, seed, number) for number in range(count if "random" in names else 0)],
     }
     return [map_ for name in names for map_ in maps[name]]
 
@@ -419,7 +423,7 @@ def measure(
         precision: As for `saliency.MultiPassAttribution`.
         progress: As for `saliency.MultiPassAttribution`.
         **context: Data that the metrics need, as for `Subject`: `method` or `model`, and `inputs`, `target`,
-            `masks`, `reference`, `score`, `seed`, `controls`, `draws`, `shared`.
+            `masks`, `reference`, `score`, `seed`, `controls`, `random_controls`, `shared`.
 
     Returns:
         One measurement per metric, in their order.
@@ -445,7 +449,7 @@ def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measureme
     label, expected = type(metric).__name__, "saliency.metrics.Outcome(values)"
     if not isinstance(outcome, Outcome):
         raise MethodError(f"{label}.outcome returned {type(outcome).__name__}; expected {expected}")
-    drawn = [name for name in subject.controls for _ in range(subject.draws if name == "random" else 1)]
+    drawn = [name for name in subject.controls for _ in range(subject.random_controls if name == "random" else 1)]
     names = (outcome.controls or drawn) if subject.controls else ()
     shape = (1 + len(names), len(subject.explanation))
     if tuple(outcome.values.shape) != shape:

@@ -247,8 +247,8 @@ class PerturbedImage:
 
     def shown_by_map(self) -> Tensor:
         """Return the scores of the image multiplied by each map, scaled to 0..1 (M,); a constant map is scaled to 1."""
-        shown = scaled_to_one(self.maps)
-        return self.scores(("shown", digest(shown)), len(shown), lambda start, stop: self.x * shown[start:stop, None])
+        masks = scaled_to_one(self.maps)
+        return self.scores(("masked", digest(masks)), len(masks), lambda start, stop: self.x * masks[start:stop, None])
 
 
 def scaled_to_one(maps: Tensor) -> Tensor:

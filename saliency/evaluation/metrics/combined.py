@@ -25,13 +25,13 @@ class CombinedMetric(MethodMetric):
     higher_is_better = True
 
     @abstractmethod
-    def effect(self, subject: Subject, maps: Tensor, shown: Tensor) -> Tensor:
+    def effect(self, subject: Subject, maps: Tensor, masked: Tensor) -> Tensor:
         """Compute the effect on the score (N,), from 0 to 1.
 
         Args:
             subject: The explanation to measure.
             maps: (N, H, W) the maps in the size of the images.
-            shown: (N, C, H, W) the images multiplied by their maps, scaled to 0..1.
+            masked: (N, C, H, W) the images multiplied by their maps, scaled to 0..1.
         """
 
     def measure_maps(self, maps: Maps) -> Outcome:
@@ -39,11 +39,11 @@ class CombinedMetric(MethodMetric):
         subject = maps.subject
         own = subject.resized(maps.own)
         scaled = scaled_to_one(own)
-        shown = subject.images * scaled[:, None]
-        again = subject.resized(maps.once("shown", maps, shown))
+        masked = subject.images * scaled[:, None]
+        again = subject.resized(maps.once("masked", maps, masked))
         is_equal = (own == again).flatten(1).all(1)
         coherency = torch.where(is_equal, 1.0, (correlation(own.flatten(1), again.flatten(1)) + 1) / 2)
-        parts = torch.stack([coherency, 1 - scaled.flatten(1).mean(1).double(), self.effect(subject, own, shown)])
+        parts = torch.stack([coherency, 1 - scaled.flatten(1).mean(1).double(), self.effect(subject, own, masked)])
         return Outcome(torch.where((parts > 0).all(0), 3 / (1 / parts.clamp(min=1e-30)).sum(0), 0.0))
 
 
@@ -60,9 +60,9 @@ class ADCC(CombinedMetric):
 
     name = "adcc"
 
-    def effect(self, subject: Subject, maps: Tensor, shown: Tensor) -> Tensor:
+    def effect(self, subject: Subject, maps: Tensor, masked: Tensor) -> Tensor:
         """Compute 1 minus the average drop."""
-        before, after = (subject.scores_of(images).double() for images in (subject.images, shown))
+        before, after = (subject.scores_of(images).double() for images in (subject.images, masked))
         return 1 - ((before - after) / before.abs().clamp(min=1e-30)).clamp(0, 1)
 
 
@@ -84,7 +84,7 @@ class ARCC(CombinedMetric):
     shares: Option[tuple[float, ...]] = Option((0.2, 0.4, 0.6, 0.8), check_shares)
     noise: Option[float] = Option(NOISE, check_number, least=0)
 
-    def effect(self, subject: Subject, maps: Tensor, shown: Tensor) -> Tensor:
+    def effect(self, subject: Subject, maps: Tensor, masked: Tensor) -> Tensor:
         """Compute the combined ROAD."""
         ranks = ranks_of(maps.flatten(1)).view_as(maps)
         least, most = (self._mean_scores(subject, places) for places in (maps[0].numel() - 1 - ranks, ranks))
