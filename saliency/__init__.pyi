@@ -53,6 +53,7 @@ from .inspection.statistics import gradient_flow as gradient_flow
 from .io.preprocess import Preprocess as Preprocess
 from .methods import METHODS as METHODS
 from .methods.baselines import BaselineOption as BaselineOption
+from .methods.baselines import baselines as baselines
 from .methods.cam import CAM as CAM
 from .methods.cam import EigenCAM as EigenCAM
 from .methods.cam import EigenGradCAM as EigenGradCAM

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+import saliency
 from benchmarks.methods_table import PAGE, with_table
 from saliency import LRP, Attribution
 from saliency.methods import METHODS
@@ -106,6 +108,20 @@ def test_the_rule_and_the_metric_of_the_page_keep_their_promises() -> None:
     found = LRP(model, composite={"conv": session["SquaredParts"](), "linear": Epsilon(0)}).attribute(x, 1)
     assert found.residual is not None
     torch.testing.assert_close(found.residual, torch.zeros(2), atol=1e-4, rtol=0)
+
+
+def test_the_methods_of_the_page_use_public_names_only() -> None:
+    trees = [ast.parse(block) for block in blocks(EXTENDING)]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    imports = {ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)}
+    assert imports == {"import torch", "import saliency"}
+    used = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    for name in (name.split(".") for name in used if name.startswith("saliency.")):
+        module = saliency if len(name) == 2 else getattr(saliency, name[1])
+        assert name[-1] in dir(module), ".".join(name)
+    families = {base.__name__ for cls in methods_of_the_page().values() for base in cls.__bases__}
+    listed = re.findall(r"^\| [^|]* \| `(\w+)` \|", EXTENDING.read_text(), re.MULTILINE)
+    assert families == set(listed)
 
 
 @pytest.mark.parametrize("name", sorted(methods_of_the_page()))

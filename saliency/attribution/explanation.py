@@ -77,7 +77,7 @@ class Explanation(BatchAttribution):
         input_size: (H, W) of the model's input.
         frames: The position of the model's input on each original image; None for an image given as a tensor.
         sign: The sign that the method's authors show: "positive" values only, "signed", or "absolute" magnitude.
-        coverage: The number of operations that each rule of the method treated, and of nonlinearities that it left;
+        coverage: The number of operations that each rule of the method handled, and of nonlinearities that it left;
             None for methods without rules.
         residual: (N,) for complete methods, the difference between the expected and the actual sum of the values. With
             a ledger, the score minus the sum of the ledger.
@@ -244,7 +244,7 @@ def read_explanation(path: str | os.PathLike[str]) -> tuple[Explanation, dict[st
     """
     try:
         with safe_open(str(path), framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get("saliency", "null"))
+            header = json.loads((file.metadata() or {}).get("saliency", "null"), object_pairs_hook=_renamed)
             if not isinstance(header, dict) or header.get("format") != _FORMAT:
                 raise ExplanationError(f"{path}: a safetensors file, but not one that Explanation.save wrote")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -255,16 +255,21 @@ def read_explanation(path: str | os.PathLike[str]) -> tuple[Explanation, dict[st
         raise ExplanationError(f"{path}: not a readable explanation: {error}") from error
 
 
+def _renamed(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of a header, with the present names of attributes."""
+    names = {"effort": "run_stats", "treated": "handled"}
+    return {names.get(name, name): value for name, value in pairs}
+
+
 def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     stored = {name: tensor for name, tensor in tensors.items() if not name.startswith("picture.")}
     if not stored.keys() >= {"values", "scores"}:
         raise ValueError("the values or the scores are missing")
     plain = {name: value for name, value in header.items() if name not in ("format", "image", "scale")}
-    plain["run_stats"] = plain.pop("effort", plain.get("run_stats", ()))  # the name in older files
     tuples = ("target", "target_names", "input_size", "ledger_names", "notes")
     plain |= {name: tuple(plain.get(name, ())) for name in tuples}
     plain["coverage"] = Coverage(**plain["coverage"]) if plain["coverage"] else None
-    plain["run_stats"] = tuple(RunStats(**stats) for stats in plain["run_stats"])
+    plain["run_stats"] = tuple(RunStats(**stats) for stats in plain.get("run_stats", ()))
     plain["frames"] = tuple(
         None if box is None else _frame(tensors[f"picture.{i}"], *box) for i, box in enumerate(plain["frames"])
     )

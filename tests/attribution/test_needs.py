@@ -1,0 +1,106 @@
+"""What methods read of a forward: one object each, merged for the forward that they share."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import reduce
+from itertools import permutations
+from operator import or_
+
+import pytest
+import torch
+from torch import Tensor
+
+import saliency
+from saliency import METHODS, BatchAttribution, Explanation, Needs, explain_together
+from saliency.attribution.base import TracedAttribution
+from saliency.attribution.forward import SharedForward
+from saliency.hooks.operations import SavedValues
+from saliency.testing import images, tiny_model, tiny_model_for
+
+
+def test_needs_merge_to_what_serves_both() -> None:
+    cam = Needs("layers", backwards=1, layers=("a",))
+    walk = Needs(backwards=2, layers=("b", "a"), values=SavedValues.LINEAR, modules=("c",))
+    both = Needs("input", 3, ("a", "b"), SavedValues.LINEAR, ("c",))
+    assert cam | walk == both
+    assert Needs("none", backwards=0) | Needs("layers", backwards=1) == Needs("layers", backwards=1)
+    assert (cam | Needs(attention=True)) == Needs("input", None, ("a",), attention=True)
+
+
+@pytest.mark.parametrize("values", set(SavedValues) - {SavedValues.CHANGES})
+def test_changes_alone_do_not_serve_another_method(values: SavedValues) -> None:
+    changes = Needs(values=SavedValues.CHANGES)
+    assert (changes | changes).values == SavedValues.CHANGES
+    assert (changes | Needs(values=values)).values == (Needs(values=values) | changes).values == SavedValues.ALL
+
+
+def test_the_order_of_methods_changes_no_need() -> None:
+    several = [
+        Needs("none", backwards=0),
+        Needs("layers", backwards=1, values=SavedValues.CHANGES),
+        Needs(backwards=2, values=SavedValues.LINEAR, attention=True),
+    ]
+    assert len({reduce(or_, order) for order in permutations(several)}) == 1
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_declares_its_needs_in_one_object(name: str) -> None:
+    cls = METHODS[name]
+    assert isinstance(cls.needs, Needs)
+    former = ("gradients", "backwards", "keep", "needs_attention", "layer_names", "traced_modules", "quick_options")
+    assert not [attribute for attribute in former if hasattr(cls, attribute) and attribute not in cls.options()]
+
+
+@pytest.mark.parametrize("name", [name for name, cls in METHODS.items() if issubclass(cls, TracedAttribution)])
+def test_a_method_runs_no_more_backward_passes_than_it_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last pass may free the graph, so the declared number is exact where it is declared."""
+    cls, counts, count = METHODS[name], list[bool](), SharedForward.count_backward
+
+    def counted(forward: SharedForward) -> bool:
+        counts.append(count(forward))
+        return counts[-1]
+
+    monkeypatch.setattr(SharedForward, "count_backward", counted)
+    x, model = images(2), tiny_model_for(cls)()
+    cls(model, **cls.preview_options).attribute(x, 1)
+    assert cls.needs.backwards is None or len(counts) <= cls.needs.backwards
+
+
+def test_a_cam_without_gradients_lets_the_other_method_free_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    frees, count = list[bool](), SharedForward.count_backward
+
+    def counted(forward: SharedForward) -> bool:
+        frees.append(count(forward))
+        return frees[-1]
+
+    monkeypatch.setattr(SharedForward, "count_backward", counted)
+    model = tiny_model()
+    explain_together([saliency.EigenCAM(model), saliency.GradCAM(model)], images(1), 1)
+    assert frees == [True]
+
+
+def test_facts_of_a_result_stand_once_and_all_reach_the_explanation() -> None:
+    own = {"values", "scores", "residual", "run_stats", "outliers"}
+    assert own <= {field.name for field in fields(BatchAttribution)}
+    assert not set(Explanation.__annotations__) & {field.name for field in fields(BatchAttribution)}
+
+    class Complete(saliency.TracedAttribution):
+        """A method that states every fact; without a name, it stays out of the registry."""
+
+        needs = Needs("none", backwards=0)
+        stated: BatchAttribution
+
+        def explain_gradients(self, grads: saliency.TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+            rows, map_ = torch.arange(2.0), torch.ones(2, 1, 4, 4)
+            stats = (saliency.attribution.options.RunStats(1, 0.5, "complete"),) * 2
+            facts = {"agreement": rows, "run_stats": stats, "ledger": torch.ones(2, 1), "ledger_names": ("all",)}
+            type(self).stated = BatchAttribution(
+                map_, grads.scores, None, "relu", rows, map_ / 2, outliers=map_[:, 0] > 2, **facts
+            )
+            return self.stated
+
+    found = Complete(tiny_model()).attribute(images(2), 1)
+    for field in fields(BatchAttribution):
+        got, stated = getattr(found, field.name), getattr(Complete.stated, field.name)
+        assert torch.equal(got, stated) if isinstance(stated, Tensor) else got == stated, field.name
