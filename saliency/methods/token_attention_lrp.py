@@ -50,7 +50,7 @@ class CheferLRP(CheferAttention):
         """Return the weighted attention, as a function of the call."""
         rules = _Rules(attention)
         try:
-            Walk(attention.grads, rules, frees=attention.grads.forward.count_backward())
+            Walk(attention.grads, rules, frees=attention.grads.forward.count_backward()).run()
         except NotApplicableError as error:
             problem = str(error).partition(";")[0]  # the rest names an option of LRP
             raise NotApplicableError(f"{self.name}: {problem}; chefer_attention needs no rules") from error

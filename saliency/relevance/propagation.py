@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from ..attribution.forward import TargetGradients, at_least_float32
+from ..attribution.forward import at_least_float32
 from ..errors import MethodError, NotApplicableError, did_you_mean
 from ..hooks.autograd_graph import CHECKPOINT_NODE, Gradients, next_functions, result_spec, saved, sequence_nr
 from ..hooks.operations import (
@@ -70,8 +70,7 @@ _GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *SOFTMAX})
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
 _KINDS = ("conv", "linear", "activation", "norm", "first", "last")
 _GRADIENT = Epsilon(0)
-# Activations, which a patch embedding does not have.
-_ACTIVATIONS = ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
+NONLINEAR = ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
 # The types of operands in the arguments of an operation, which keep None for some.
 _OPERANDS = (Tensor, type(None))
 _CURES = {
@@ -144,58 +143,6 @@ class Composite:
 
 def _text(key: RuleKey) -> str:
     return key.__name__ if isinstance(key, type) else key
-
-
-def attention_nodes(grads: TargetGradients) -> list[Node]:
-    """Return the attention on which the scores depend: fused, or products of two signals. The last one comes first."""
-    on_path, found = {*grads.nodes}, []
-    for node in grads.nodes:
-        operation = grads.forward.operations.operation(node)
-        if operation is None:
-            continue
-        factors = [function in on_path for function, _ in next_functions(node)][-2:]
-        if is_attention(operation.op) or (operation.name in ("bmm", "baddbmm") and all(factors)):
-            found.append(node)
-    return found
-
-
-def first_linear(grads: TargetGradients) -> Node | None:
-    """Return the first convolution or matrix product with weights, such as a patch embedding; None if there is none."""
-    on_path = {*grads.nodes}
-    for node in reversed(grads.nodes):
-        operation = grads.forward.operations.operation(node)
-        factors = [function in on_path for function, _ in next_functions(node)][-2:]
-        if operation is not None and operation.name in LINEAR and not all(factors):
-            return node
-    return None
-
-
-def embeds_patches(grads: TargetGradients, first: Node) -> bool:
-    """Return whether the first linear operation is a patch embedding, whose results are the tokens of attention.
-
-    All other linear operations come after it, and at least one, but no activation, between it and the attention.
-    """
-    attention, record = attention_nodes(grads), grads.forward.operations
-    if not attention:
-        return False
-    names = {node: operation.name for node in grads.nodes if (operation := record.operation(node))}
-    before, after = {attention[-1]}, {first, *following(grads.nodes, first)}
-    for node in grads.nodes:
-        if node in before:
-            before.update(operand for operand, _ in next_functions(node) if operand is not None)
-    linear = {node for node, name in names.items() if name in LINEAR}
-    between = before & after - {*attention}
-    has_activation = any(names.get(node) in _ACTIVATIONS for node in between)
-    return first in between and linear <= after and len(linear & between) > 1 and not has_activation
-
-
-def following(nodes: Sequence[Node], first: Node) -> set[Node]:
-    """Return the nodes, in the order of the backward pass, that depend on the result of one of them."""
-    after = {first}
-    for node in reversed(nodes):
-        if any(operand in after for operand, _ in next_functions(node)):
-            after.add(node)
-    return after - {first}
 
 
 def linear_weight(operation: Operation) -> Tensor:
@@ -335,7 +282,7 @@ class Propagation:
     def _nonlinear_rule(self, visit: Visit) -> NonlinearRule | None:
         """Return the given rule of an activation or a normalisation; None for the usual one."""
         name, op = visit.known.name, visit.known.op
-        kind = "activation" if name in _ACTIVATIONS else "norm" if name in NORMS or is_batch_norm(op) else ""
+        kind = "activation" if name in NONLINEAR else "norm" if name in NORMS or is_batch_norm(op) else ""
         is_whole = kind and not writes_part(visit)
         return cast("NonlinearRule | None", self._rule(visit, kind, NonlinearRule) if is_whole else None)
 
