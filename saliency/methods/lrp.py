@@ -17,18 +17,16 @@ from ..attribution.base import BatchAttribution, TracedAttribution
 from ..attribution.explanation import Sign
 from ..attribution.forward import TargetGradients, at_least_float32, no_gradient_message
 from ..attribution.options import ConvertedOption, Option, PositionalOption
-from ..errors import LayerError, MethodError, did_you_mean, warn
+from ..errors import LayerError, MethodError, warn
 from ..hooks.autograd_graph import Gradients
 from ..hooks.operations import LINEAR, SOFTMAX, SavedValues
 from ..hooks.rectifiers import Coverage, require_visible
 from ..io.preprocess import Preprocess
 from ..layers.find import LayerLike, default_layer, scan_layers
-from ..relevance.composites import COMPOSITES
+from ..relevance.composites import COMPOSITES, Composite, CompositeLike, RuleKey, as_composite
 from ..relevance.patches import Patches, attention_nodes, embeds_patches, find_patches, first_linear, following
 from ..relevance.propagation import (
-    Composite,
     Propagation,
-    RuleKey,
     Unknown,
 )
 from ..relevance.rules import (
@@ -53,30 +51,8 @@ MAX_MISSING_SHARE = 1e-3
 MIN_SHARE = 0.5
 """The fraction of the relevance that a layer receives in excitation backpropagation without a warning."""
 
-CompositeLike = str | Composite | Mapping[Any, AnyRule]  # names and types, as keys of a dict, have no common type
 Through = Mapping[str, Sequence[int]]
 At = Literal["pixels", "patches"]
-
-
-def as_composite(option: str, composite: CompositeLike) -> Composite:
-    """Return a composite given by name, or as a table of rules. Raises MethodError for anything else."""
-    if isinstance(composite, Composite):
-        return composite
-    if isinstance(composite, str) and composite in COMPOSITES:
-        return COMPOSITES[composite]
-    if isinstance(composite, Mapping) and all(_is_entry(key, rule) for key, rule in composite.items()):
-        return Composite(composite, name=str(dict(composite)))
-    hint = did_you_mean(str(composite), COMPOSITES) or "; the composites are " + ", ".join(COMPOSITES)
-    raise MethodError(
-        f"{option}={composite!r}: expected a composite's name, or a mapping from an operation kind, a type of modules "
-        f"or a layer's name to a rule{hint}"
-    )
-
-
-def _is_entry(key: object, rule: object) -> bool:
-    """Return whether a composite may have a rule for a key: an operation kind, a name, or a type of modules."""
-    is_type = isinstance(key, type) and issubclass(key, nn.Module)
-    return (is_type or isinstance(key, str)) and isinstance(rule, AnyRule)
 
 
 def _as_channels(option: str, through: Any) -> Through:

@@ -13,7 +13,8 @@ from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall
 from ..hooks.autograd_graph import Gradients
 from ..hooks.operations import NORMS, SOFTMAX, SavedValues
-from ..relevance.propagation import Composite, Propagation
+from ..relevance.composites import Composite
+from ..relevance.propagation import Propagation
 from ..relevance.rules import LinearOperation, Passed, ZPlus, divided
 from ..relevance.walk import Visit, Walk
 from .token_attention import CheferAttention, TokenAttention

@@ -43,8 +43,8 @@ def find_patches(model: nn.Module, grads: TargetGradients, node: Node) -> Patche
     layer = next((layer for layer in trace_layers(model, grads.x).spatial if layer.name == name), None)
     if layer is None:
         return None
-    layout, shape = given_layout(grads.x.new_zeros(layer.shape)) or layer.layout, layer.shape[1:]
-    return Patches(node, name, lambda rows: layout(rows.reshape(images, *shape)))
+    layout, tokens = given_layout(grads.x.new_zeros(layer.shape)) or layer.layout, layer.shape[1:]
+    return Patches(node, name, lambda rows: layout(rows.reshape(images, *tokens)))
 
 
 def attention_nodes(grads: TargetGradients) -> list[Node]:
