@@ -103,7 +103,7 @@ class DeepLIFT(TracedAttribution):
 
     def _values(self, grads: TargetGradients, base: TargetGradients, frees: bool) -> tuple[Tensor, dict[str, int]]:
         """Return the values (N, C, H, W) against one baseline, and the number of operations by kind."""
-        walk = Walk(grads, Multipliers(grads, base, self.unknown, frees=frees))
+        walk = Walk(grads, Multipliers(grads, base, self.unknown, frees=frees)).run()
         change = at_least_float32(grads.x) - at_least_float32(base.x)
         return change * (0 if walk.gradient is None else walk.gradient), dict(walk.handled)
 
@@ -119,7 +119,7 @@ class DeepLIFT(TracedAttribution):
             grads, base = (TargetGradients(forward, grads.target) for forward in forwards)
         rule = Multipliers(grads, base, self.unknown)
         rule.lost = {}
-        Walk(grads, rule)
+        Walk(grads, rule).run()
         worst = max(rule.lost, key=rule.lost.__getitem__)
         warn(
             f"{self.name}: the values miss {float(missing.abs().max()):.1g} of a difference of the scores of "

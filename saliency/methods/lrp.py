@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +18,17 @@ from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.forward import Needs, TargetGradients, at_least_float32, no_gradient_message
 from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
-from ..errors import LayerError, MethodError, did_you_mean, warn
-from ..hooks.autograd_graph import Gradients, result_spec
-from ..hooks.operations import LINEAR, SOFTMAX, Operation, SavedValues
-from ..hooks.rectifiers import Coverage, nodes_between, require_visible
+from ..errors import LayerError, MethodError, warn
+from ..hooks.autograd_graph import Gradients
+from ..hooks.operations import LINEAR, SOFTMAX, SavedValues
+from ..hooks.rectifiers import Coverage, require_visible
 from ..io.preprocess import Preprocess
-from ..layers.find import LayerLike, default_layer, named_layers, scan_layers, trace_layers
-from ..layers.layout import given_layout
-from ..relevance.composites import COMPOSITES
+from ..layers.find import LayerLike, default_layer, scan_layers
+from ..relevance.composites import COMPOSITES, Composite, CompositeLike, RuleKey, as_composite
+from ..relevance.patches import Patches, attention_nodes, embeds_patches, find_patches, first_linear, following
 from ..relevance.propagation import (
-    Composite,
     Propagation,
-    RuleKey,
     Unknown,
-    attention_nodes,
-    embeds_patches,
-    first_linear,
-    following,
-    linear_weight,
 )
 from ..relevance.rules import (
     AnyRule,
@@ -49,11 +42,9 @@ from ..relevance.rules import (
     ZBox,
     divided,
 )
-from ..relevance.walk import Visit, Walk, has_ambiguous_shapes
+from ..relevance.walk import Visit, Walk
 from ..validation import check_choice, check_flag, check_number, is_integer
 from .cam import layer_name
-
-_ROUNDING = 1e-5
 
 MAX_MISSING_SHARE = 1e-3
 """The share of the score that may be missing from the ledger without a warning."""
@@ -61,30 +52,8 @@ MAX_MISSING_SHARE = 1e-3
 MIN_SHARE = 0.5
 """The fraction of the relevance that a layer receives in excitation backpropagation without a warning."""
 
-CompositeLike = str | Composite | Mapping[Any, AnyRule]  # names and types, as keys of a dict, have no common type
 Through = Mapping[str, Sequence[int]]
 At = Literal["pixels", "patches"]
-
-
-def as_composite(option: str, composite: CompositeLike) -> Composite:
-    """Return a composite given by name, or as a table of rules. Raises MethodError for anything else."""
-    if isinstance(composite, Composite):
-        return composite
-    if isinstance(composite, str) and composite in COMPOSITES:
-        return COMPOSITES[composite]
-    if isinstance(composite, Mapping) and all(_is_entry(key, rule) for key, rule in composite.items()):
-        return Composite(composite, name=str(dict(composite)))
-    hint = did_you_mean(str(composite), COMPOSITES) or "; the composites are " + ", ".join(COMPOSITES)
-    raise MethodError(
-        f"{option}={composite!r}: expected a composite's name, or a mapping from an operation kind, a type of modules "
-        f"or a layer's name to a rule{hint}"
-    )
-
-
-def _is_entry(key: object, rule: object) -> bool:
-    """Return whether a composite may have a rule for a key: an operation kind, a name, or a type of modules."""
-    is_type = isinstance(key, type) and issubclass(key, nn.Module)
-    return (is_type or isinstance(key, str)) and isinstance(rule, AnyRule)
 
 
 def _as_channels(option: str, through: Any) -> Through:
@@ -141,13 +110,12 @@ class RelevancePropagation(TracedAttribution):
         layer = layers[-1] if len(layers) > len(self._through) else None
         patches = self.patches(grads) if layer is None else None
         walk = self.walk(grads, patches)
+        values, ledger = walk.relevance, walk.ledger
         if layer is not None:
-            values, ledger = _read(walk, grads, layer)
+            values, ledger = _at_layer(walk, layer)
         elif patches is not None:
-            layer = patches.layer
-            values, ledger = _read_patches(walk, grads, patches)
-        else:
-            values, ledger = walk.relevance, walk.ledger
+            layer, values = patches.layer, patches.read(cast("Tensor", cast("Propagation", walk.rule).relevance))
+            ledger = walk.ledger_at(values, following(walk.nodes, patches.node))
         if values is not walk.relevance and not self.per_channel:
             values = values.sum(1, keepdim=True)
         return BatchAttribution(
@@ -155,16 +123,16 @@ class RelevancePropagation(TracedAttribution):
             grads.scores,
             Coverage(handled=dict(walk.handled), rules=_rules_of_modules(self.model, walk)),
             layer,
-            _missing(walk, grads),
+            walk.missing,
             ledger=torch.stack(list(ledger.values()), 1),
             ledger_names=tuple(ledger),
         )
 
-    def patches(self, grads: TargetGradients) -> _Patches | None:
+    def patches(self, grads: TargetGradients) -> Patches | None:
         """Return the patches at which relevance is read if no layer is given; None for the input."""
         return None
 
-    def walk(self, grads: TargetGradients, patches: _Patches | None = None) -> Walk:
+    def walk(self, grads: TargetGradients, patches: Patches | None = None) -> Walk:
         """Return the walk of this method from the scores of one forward; methods with the same rules share it."""
         composite, first = self.rules(grads), patches and patches.node
         key = composite, self._through, self.unknown, first
@@ -172,29 +140,16 @@ class RelevancePropagation(TracedAttribution):
 
     def _checked_walk(self, grads: TargetGradients, composite: Composite, first: Node | None) -> Walk:
         """Return a walk, and warn if its ledger does not hold the whole score."""
-        frees, is_ambiguous = grads.forward.count_backward(), has_ambiguous_shapes(grads)
-        walk = self._new_walk(grads, composite, first, frees=frees and not is_ambiguous)
-        missing = _missing(walk, grads)
-        if is_ambiguous and bool(missing.abs().max() > 10 * missing.sum().abs() + _ROUNDING * grads.scores.abs().max()):
-            # The ledger mixes images, since some length is a multiple of their number.
-            walk = self._new_walk(grads, composite, first, length_first=True, frees=frees)
-        share = float((_missing(walk, grads).abs() / grads.scores.abs().clamp(min=1e-6)).max())
+        rules = self.propagation(composite, composite.layers(self.model), self.unknown, first)
+        changes = {name: partial(_restricted, grads, name, channels) for name, channels in self._through.items()}
+        walk = Walk(grads, rules, grads.forward.layers, changes, frees=grads.forward.count_backward()).run()
+        rules.check_layers()
+        share = float((walk.missing.abs() / grads.scores.abs().clamp(min=1e-6)).max())
         rounding = 16 * torch.finfo(grads.scores.dtype).eps
         # This comparison is false for NaN.
         if not share <= max(MAX_MISSING_SHARE, rounding) and self.unknown == "refuse":
             warn(f"{self.name}: {share:.1g} of the score is missing from the ledger")
         return walk
-
-    def _new_walk(self, grads: TargetGradients, composite: Composite, first: Node | None, **options: bool) -> Walk:
-        rules = self.propagation(composite, composite.layers(self.model), self.unknown, first)
-        changes = {name: partial(_restricted, grads, name, channels) for name, channels in self._through.items()}
-        walk = Walk(grads, rules, grads.forward.layers, changes, **options)
-        rules.check_layers()
-        return walk
-
-
-def _missing(walk: Walk, grads: TargetGradients) -> Tensor:
-    return at_least_float32(grads.scores) - _total(walk.ledger)
 
 
 def _rules_of_modules(model: nn.Module, walk: Walk) -> dict[str, str]:
@@ -204,67 +159,16 @@ def _rules_of_modules(model: nn.Module, walk: Walk) -> dict[str, str]:
     return {name: repr(rules[address]) for name, address in weights if address in rules}
 
 
-def _total(ledger: Mapping[str, Tensor]) -> Tensor:
-    return torch.stack(list(ledger.values())).sum(0)
-
-
-def _read(walk: Walk, grads: TargetGradients, layer: str) -> tuple[Tensor, dict[str, Tensor]]:
+def _at_layer(walk: Walk, layer: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the relevance at a layer (N, K, h, w), and the shares of the score (N,) from the layer on."""
-    tensor, layout = grads.forward.layers[layer], grads.forward.layout(layer)
+    tensor, layout = walk.grads.forward.layers[layer], walk.grads.forward.layout(layer)
     relevance = walk.at.get(layer, torch.zeros_like(tensor))
-    values = at_least_float32(layout(relevance.detach()))
-    above = [*nodes_between(grads.scores_in_graph, tensor), cast("Node", tensor.grad_fn)]
-    ledger = {"layer": walk.per_image(values), **walk.absorbed(above)}
+    values, node = at_least_float32(layout(relevance.detach())), cast("Node", tensor.grad_fn)
+    tokens = None
     if layout.kind == "NTC" and len(layout.tokens) < relevance.shape[1]:
         others = [token for token in range(relevance.shape[1]) if token not in layout.tokens]
-        ledger["tokens"] = ledger.get("tokens", 0) + walk.per_image(
-            relevance[:, torch.tensor(others, device=relevance.device)]
-        )
-    ledger["other paths"] = _total(walk.ledger) - _total(ledger)
-    return values, ledger
-
-
-class _Patches(NamedTuple):
-    """The output of the first convolution or linear layer.
-
-    Attributes:
-        node: The operation.
-        layer: The name of the module; None if its weights match no composite.
-        shape: The shape of the module's output for one image; None for a convolution.
-        layout: The layout of the output in this shape.
-    """
-
-    node: Node
-    layer: str | None
-    shape: tuple[int, ...] | None
-    layout: Callable[[Tensor], Tensor]
-
-
-def _find_patches(model: nn.Module, grads: TargetGradients, node: Node) -> _Patches | None:
-    """Return the output of a linear operation as patches; None if it has no spatial extent."""
-    operation = cast("Operation", grads.forward.operations.operation(node))
-    address = linear_weight(operation).data_ptr()
-    weights = ((name, getattr(module, "weight", None)) for name, module in named_layers(model).items())
-    name = next((name for name, own in weights if isinstance(own, Tensor) and own.data_ptr() == address), None)
-    if operation.name == "convolution":
-        shape = result_spec(node, 0).shape
-        is_map = len(shape) == 4 and shape[0] == len(grads.x)  # not patches of patches, as in TNT
-        return _Patches(node, name, None, lambda maps: maps) if is_map else None
-    layers = {layer.name: layer for layer in trace_layers(model, grads.x).spatial} if name is not None else {}
-    if name not in layers:
-        return None
-    layer = layers[name]
-    return _Patches(node, name, layer.shape, given_layout(grads.x.new_zeros(layer.shape)) or layer.layout)
-
-
-def _read_patches(walk: Walk, grads: TargetGradients, patches: _Patches) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the relevance of patches (N, K, h, w), and the shares of the score (N,) from them on."""
-    relevance = cast("Tensor", cast("Propagation", walk.rule).relevance)
-    relevance = relevance if patches.shape is None else relevance.reshape(len(grads.x), *patches.shape[1:])
-    values = patches.layout(relevance)
-    ledger = {"layer": walk.per_image(values), **walk.absorbed(following(walk.nodes, patches.node))}
-    ledger["other paths"] = _total(walk.ledger) - _total(ledger)
-    return values, ledger
+        tokens = relevance[:, torch.tensor(others, device=relevance.device)]
+    return values, walk.ledger_at(values, {node, *following(walk.nodes, node)}, tokens)
 
 
 def _restricted(
@@ -278,25 +182,6 @@ def _restricted(
     lost = grad.index_fill(channels, torch.tensor(selected, dtype=torch.long, device=grad.device), 0)
     walk.absorb("other channels", value * lost, cast("Node", tensor.grad_fn))
     return grad - lost
-
-
-def _bounded(composite: Composite, preprocess: Any) -> Composite:
-    """Return a composite with the bounds of the input in its z-box rules, if the preprocessing has them."""
-    if not isinstance(preprocess, Preprocess):
-        return composite
-    pairs = list(zip(preprocess.mean, preprocess.std, strict=True))
-    box = ZBox(*(tuple((end - mean) / std for mean, std in pairs) for end in (0, 1)))
-    return replace(composite, rules={key: box if rule == ZBox() else rule for key, rule in composite.rules.items()})
-
-
-def _with_gamma(composite: Composite | None, gamma: float) -> Composite:
-    """Return a composite with another gamma. Raises MethodError for one without a gamma rule."""
-    rules: Mapping[RuleKey, AnyRule] = {} if composite is None else composite.rules
-    changed = {key: Gamma(gamma) if isinstance(rule, Gamma) else rule for key, rule in rules.items()}
-    if composite is None or not any(isinstance(rule, Gamma) for rule in rules.values()):
-        names = ", ".join(name for name, own in COMPOSITES.items() if Gamma() in own.rules.values())
-        raise MethodError(f"gamma={gamma}: the composite has no gamma rule; those with one are {names}; or use AttnLRP")
-    return replace(composite, rules=changed)
 
 
 class PixelRelevance(RelevancePropagation):
@@ -315,13 +200,12 @@ class PixelRelevance(RelevancePropagation):
 
     at: Option[At | None] = Option(None, check_choice, get_args(At))
 
-    def patches(self, grads: TargetGradients) -> _Patches | None:
+    def patches(self, grads: TargetGradients) -> Patches | None:
         """Return the patches at which relevance is read; None for the input."""
         first = first_linear(grads)
-        is_default = self.at is None and first is not None and embeds_patches(grads, first)
-        if self.at != "patches" and not is_default:
-            return None
-        patches = None if first is None else _find_patches(self.model, grads, first)
+        patches = None
+        if first is not None and (self.at == "patches" or (self.at is None and embeds_patches(grads, first))):
+            patches = find_patches(self.model, grads, first)
         if patches is None and self.at == "patches":
             raise LayerError('at="patches": the first convolution or linear layer has no spatial output; pass layer=')
         return patches
@@ -370,21 +254,35 @@ class LRP(PixelRelevance):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        composite = self.composite if self.gamma is None else _with_gamma(self.composite, self.gamma)
-        self._composite = None if composite is None else _bounded(composite, self.preprocess)
+        given = {} if self.composite is None else self.composite.rules
+        if self.gamma is not None and not any(isinstance(rule, Gamma) for rule in given.values()):
+            names = ", ".join(name for name, own in COMPOSITES.items() if Gamma() in own.rules.values())
+            problem = f"gamma={self.gamma}: the composite has no gamma rule; those with one are {names}"
+            raise MethodError(f"{problem}; or use AttnLRP")
+        if self.composite is not None:
+            self.composite = replace(self.composite, rules={key: self._completed(rule) for key, rule in given.items()})
+
+    def _completed(self, rule: AnyRule) -> AnyRule:
+        """Return a rule with the gamma of the method, or with the bounds of the input under its preprocessing."""
+        if isinstance(rule, Gamma) and self.gamma is not None:
+            return Gamma(self.gamma)
+        if rule == ZBox() and isinstance(self.preprocess, Preprocess):
+            pairs = list(zip(self.preprocess.mean, self.preprocess.std, strict=True))
+            return ZBox(*(tuple((end - mean) / std for mean, std in pairs) for end in (0, 1)))
+        return rule
 
     def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
         """Return the layers, the modules with their own rules, and all values if activations have a rule."""
         needs = super().needs_for(x, target)
-        if self._composite is None:
+        if self.composite is None:
             return needs
-        is_nonlinear = any(isinstance(rule, NonlinearRule) for rule in self._composite.rules.values())
+        is_nonlinear = any(isinstance(rule, NonlinearRule) for rule in self.composite.rules.values())
         values = SavedValues.ALL if is_nonlinear else needs.values  # the operands of ReLUs too
-        return replace(needs, values=values, modules=tuple(chain(*self._composite.layers(self.model).values())))
+        return replace(needs, values=values, modules=tuple(chain(*self.composite.layers(self.model).values())))
 
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the given composite; by default the composite for the network's kind."""
-        return self._composite or COMPOSITES["attn_lrp" if attention_nodes(grads) else "epsilon_plus"]
+        return self.composite or COMPOSITES["attn_lrp" if attention_nodes(grads) else "epsilon_plus"]
 
 
 class AttnLRP(PixelRelevance):
@@ -455,14 +353,14 @@ class _Excitation(Propagation):
     """The rules of excitation backpropagation: biases receive nothing, and relevance starts before a final softmax.
 
     Attributes:
-        total: The relevance that the positive parts of the top layers receive, (N,).
+        received: The relevance that the positive parts of each top layer receive, by node.
     """
 
     shift_receives = False
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.total: Tensor | float = 0.0
+        self.received: dict[Node, Tensor] = {}
         self._below: set[Node | None] = set()  # the nodes from which a linear operation is computed
 
     def __call__(self, visit: Visit) -> Gradients:
@@ -480,8 +378,7 @@ class _Excitation(Propagation):
         """Return G at the input of a linear operation, given G at its output."""
         passed = rule.propagate(op, grad)
         if isinstance(rule, Excitation):
-            shares = op.input * cast("Tensor", passed.grad)
-            self.total = self.total + visit.walk.per_image(shares.clamp(min=0), visit.node)
+            self.received[visit.node] = (op.input * cast("Tensor", passed.grad)).clamp(min=0)
         return passed
 
 
@@ -539,7 +436,9 @@ class ExcitationBackprop(RelevancePropagation):
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the relevance at the layer as fractions of the relevance that the top layers receive."""
         result = super().explain_gradients(grads, layers)
-        total = torch.zeros_like(grads.scores) + cast("_Excitation", self.walk(grads).rule).total
+        walk, total = self.walk(grads), torch.zeros_like(grads.scores)
+        for node, relevance in cast("_Excitation", walk.rule).received.items():
+            total = total + walk.per_image(relevance, node)
         shares = divided(result.values, total[:, None, None, None])
         self._check(shares, result.layer)
         values = shares.clamp(min=0) if self.contrastive else shares

@@ -14,7 +14,8 @@ from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall
 from ..hooks.autograd_graph import Gradients
 from ..hooks.operations import NORMS, SOFTMAX, SavedValues
-from ..relevance.propagation import Composite, Propagation
+from ..relevance.composites import Composite
+from ..relevance.propagation import Propagation
 from ..relevance.rules import LinearOperation, Passed, ZPlus, divided
 from ..relevance.walk import Visit, Walk
 from .token_attention import CheferAttention, TokenAttention
@@ -50,7 +51,7 @@ class CheferLRP(CheferAttention):
         """Return the weighted attention, as a function of the call."""
         rules = _Rules(attention)
         try:
-            Walk(attention.grads, rules, frees=attention.grads.forward.count_backward())
+            Walk(attention.grads, rules, frees=attention.grads.forward.count_backward()).run()
         except NotApplicableError as error:
             problem = str(error).partition(";")[0]  # the rest names an option of LRP
             raise NotApplicableError(f"{self.name}: {problem}; chefer_attention needs no rules") from error

@@ -1,7 +1,7 @@
 """Relevance propagation: a walk of the autograd graph of one call, its rules, and composites of rules."""
 
 from .composites import COMPOSITES as COMPOSITES
-from .propagation import Composite as Composite
+from .composites import Composite as Composite
 from .rules import AlphaBeta as AlphaBeta
 from .rules import ContrastiveRule as ContrastiveRule
 from .rules import Epsilon as Epsilon

@@ -1,10 +1,71 @@
-"""Composites: the rules of each kind of operation, by name."""
+"""Composites: tables of the rules of each kind of operation, type of modules and layer."""
 
 from __future__ import annotations
 
-from .propagation import Composite, RuleKey
-from .rules import AlphaBeta, AnyRule, Epsilon, Flat, Gamma, ZBox, ZPlus
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from torch import nn
+
+from ..errors import MethodError, did_you_mean
+from ..hooks.rectifiers import table
+from .rules import AlphaBeta, AnyRule, Epsilon, Flat, Gamma, NonlinearRule, Rule, ZBox, ZPlus
+
+RuleKey = str | type[nn.Module]
+_KINDS = ("conv", "linear", "activation", "norm", "first", "last")
+
+
+@dataclass(frozen=True)
+class Composite:
+    """The rules of a walk.
+
+    Attributes:
+        rules: From an operation kind, a type of modules, a layer's name, or a pattern of names, to a rule. The kinds
+            are "conv", "linear", "first" or "last" for those before or after which no other convolution or matrix
+            product runs, and "activation" and "norm" for a `NonlinearRule`. Names precede "first" and "last", which
+            precede types, which precede the others. Convolutions and matrix products without an entry pass their
+            gradient.
+        constant_gates: Whether attention weights and gates are constants, so that the other factor of a product gets
+            all relevance. Otherwise each factor gets half.
+        name: The name in settings.
+    """
+
+    rules: Mapping[RuleKey, AnyRule] = field(default_factory=dict)
+    constant_gates: bool = False
+    name: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        for kind in _KINDS:
+            base = NonlinearRule if kind in ("activation", "norm") else Rule
+            if kind in self.rules and not isinstance(self.rules[kind], base):
+                raise MethodError(f'composite: "{kind}" takes a {base.__name__}, got {self.rules[kind]}')
+
+    def __str__(self) -> str:
+        """Return a table of operations and rules."""
+        return table({key_name(key): str(rule) for key, rule in self.rules.items()})
+
+    def layers(self, model: nn.Module) -> dict[RuleKey, list[str]]:
+        """Return the names of the modules of each pattern and type. Raises MethodError for a pattern that fits none."""
+        keys = [key for key in self.rules if key not in _KINDS]
+        modules = {name: module for name, module in model.named_modules() if name} if keys else {}
+        layers: dict[RuleKey, list[str]] = {}
+        for key in keys:
+            if isinstance(key, type):
+                layers[key] = [name for name, module in modules.items() if isinstance(module, key)]
+            elif not layers.setdefault(key, fnmatch.filter(modules, key)):
+                kinds = ", ".join(_KINDS)
+                raise MethodError(f'composite: no layer "{key}"{did_you_mean(key, modules)} (the kinds are {kinds})')
+        return layers
+
+
+def key_name(key: RuleKey) -> str:
+    """Return the name of a key of a composite."""
+    return key.__name__ if isinstance(key, type) else key
+
+
+CompositeLike = str | Composite | Mapping[Any, AnyRule]  # names and types, as keys of a dict, have no common type
 _RULES: dict[str, dict[RuleKey, AnyRule]] = {
     # A quarter of the root mean square: with a smaller epsilon, the map approaches the gradient times the input.
     "epsilon": {"conv": Epsilon(0.25), "linear": Epsilon(0.25)},
@@ -21,3 +82,24 @@ _RULES: dict[str, dict[RuleKey, AnyRule]] = {
 }
 COMPOSITES = {name: Composite(rules, constant_gates=name == "cp_lrp", name=name) for name, rules in _RULES.items()}
 """Composites by name."""
+
+
+def as_composite(option: str, composite: CompositeLike) -> Composite:
+    """Return a composite given by name, or as a table of rules. Raises MethodError for anything else."""
+    if isinstance(composite, Composite):
+        return composite
+    if isinstance(composite, str) and composite in COMPOSITES:
+        return COMPOSITES[composite]
+    if isinstance(composite, Mapping) and all(_is_entry(key, rule) for key, rule in composite.items()):
+        return Composite(composite, name=str(dict(composite)))
+    hint = did_you_mean(str(composite), COMPOSITES) or "; the composites are " + ", ".join(COMPOSITES)
+    raise MethodError(
+        f"{option}={composite!r}: expected a composite's name, or a mapping from an operation kind, a type of modules "
+        f"or a layer's name to a rule{hint}"
+    )
+
+
+def _is_entry(key: object, rule: object) -> bool:
+    """Return whether a composite may have a rule for a key: an operation kind, a name, or a type of modules."""
+    is_type = isinstance(key, type) and issubclass(key, nn.Module)
+    return (is_type or isinstance(key, str)) and isinstance(rule, AnyRule)

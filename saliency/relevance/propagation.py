@@ -5,20 +5,19 @@ The relevance of a value x is R = x * G. A kind without an entry here has no rul
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from ..attribution.forward import TargetGradients, at_least_float32
-from ..errors import MethodError, NotApplicableError, did_you_mean
+from ..attribution.forward import at_least_float32
+from ..errors import MethodError, NotApplicableError
 from ..hooks.autograd_graph import CHECKPOINT_NODE, Gradients, next_functions, result_spec, saved, sequence_nr
 from ..hooks.operations import (
     ACTIVATIONS,
@@ -39,7 +38,8 @@ from ..hooks.operations import (
     operator_name,
 )
 from ..hooks.pytree import tree_map, tree_tensors
-from ..hooks.rectifiers import require_visible, table
+from ..hooks.rectifiers import require_visible
+from .composites import Composite, RuleKey, key_name
 from .rules import (
     AnyRule,
     Epsilon,
@@ -55,7 +55,6 @@ from .rules import (
 from .walk import Edge, Visit, Walk
 
 Unknown = Literal["refuse", "gradient"]
-RuleKey = str | type[nn.Module]
 
 aten = torch.ops.aten
 
@@ -68,10 +67,8 @@ _DEVIATIONS = frozenset({"rsqrt", "reciprocal"})
 _GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *SOFTMAX})
 # The two factors of a matrix product.
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
-_KINDS = ("conv", "linear", "activation", "norm", "first", "last")
 _GRADIENT = Epsilon(0)
-# Activations, which a patch embedding does not have.
-_ACTIVATIONS = ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
+NONLINEAR = ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
 # The types of operands in the arguments of an operation, which keep None for some.
 _OPERANDS = (Tensor, type(None))
 _CURES = {
@@ -97,105 +94,6 @@ def kind_of(op: Op) -> str:
     tests = {"attention": is_attention, "batch_norm": is_batch_norm, "plain": is_view, "activation": is_pointwise}
     kinds = [kind for kind, names in named.items() if name in names]
     return next(iter([*kinds, *(kind for kind, test in tests.items() if test(op))]), "")
-
-
-@dataclass(frozen=True)
-class Composite:
-    """The rules of a walk.
-
-    Attributes:
-        rules: From an operation kind, a type of modules, a layer's name, or a pattern of names, to a rule. The kinds
-            are "conv", "linear", "first" or "last" for those before or after which no other convolution or matrix
-            product runs, and "activation" and "norm" for a `NonlinearRule`. Names precede "first" and "last", which
-            precede types, which precede the others. Convolutions and matrix products without an entry pass their
-            gradient.
-        constant_gates: Whether attention weights and gates are constants, so that the other factor of a product gets
-            all relevance. Otherwise each factor gets half.
-        name: The name in settings.
-    """
-
-    rules: Mapping[RuleKey, AnyRule] = field(default_factory=dict)
-    constant_gates: bool = False
-    name: str = field(default="", compare=False)
-
-    def __post_init__(self) -> None:
-        for kind in _KINDS:
-            base = NonlinearRule if kind in ("activation", "norm") else Rule
-            if kind in self.rules and not isinstance(self.rules[kind], base):
-                raise MethodError(f'composite: "{kind}" takes a {base.__name__}, got {self.rules[kind]}')
-
-    def __str__(self) -> str:
-        """Return a table of operations and rules."""
-        return table({_text(key): str(rule) for key, rule in self.rules.items()})
-
-    def layers(self, model: nn.Module) -> dict[RuleKey, list[str]]:
-        """Return the names of the modules of each pattern and type. Raises MethodError for a pattern that fits none."""
-        keys = [key for key in self.rules if key not in _KINDS]
-        modules = {name: module for name, module in model.named_modules() if name} if keys else {}
-        layers: dict[RuleKey, list[str]] = {}
-        for key in keys:
-            if isinstance(key, type):
-                layers[key] = [name for name, module in modules.items() if isinstance(module, key)]
-            elif not layers.setdefault(key, fnmatch.filter(modules, key)):
-                kinds = ", ".join(_KINDS)
-                raise MethodError(f'composite: no layer "{key}"{did_you_mean(key, modules)} (the kinds are {kinds})')
-        return layers
-
-
-def _text(key: RuleKey) -> str:
-    return key.__name__ if isinstance(key, type) else key
-
-
-def attention_nodes(grads: TargetGradients) -> list[Node]:
-    """Return the attention on which the scores depend: fused, or products of two signals. The last one comes first."""
-    on_path, found = {*grads.nodes}, []
-    for node in grads.nodes:
-        operation = grads.forward.operations.operation(node)
-        if operation is None:
-            continue
-        factors = [function in on_path for function, _ in next_functions(node)][-2:]
-        if is_attention(operation.op) or (operation.name in ("bmm", "baddbmm") and all(factors)):
-            found.append(node)
-    return found
-
-
-def first_linear(grads: TargetGradients) -> Node | None:
-    """Return the first convolution or matrix product with weights, such as a patch embedding; None if there is none."""
-    on_path = {*grads.nodes}
-    for node in reversed(grads.nodes):
-        operation = grads.forward.operations.operation(node)
-        factors = [function in on_path for function, _ in next_functions(node)][-2:]
-        if operation is not None and operation.name in LINEAR and not all(factors):
-            return node
-    return None
-
-
-def embeds_patches(grads: TargetGradients, first: Node) -> bool:
-    """Return whether the first linear operation is a patch embedding, whose results are the tokens of attention.
-
-    All other linear operations come after it, and at least one, but no activation, between it and the attention.
-    """
-    attention, record = attention_nodes(grads), grads.forward.operations
-    if not attention:
-        return False
-    names = {node: operation.name for node in grads.nodes if (operation := record.operation(node))}
-    before, after = {attention[-1]}, {first, *following(grads.nodes, first)}
-    for node in grads.nodes:
-        if node in before:
-            before.update(operand for operand, _ in next_functions(node) if operand is not None)
-    linear = {node for node, name in names.items() if name in LINEAR}
-    between = before & after - {*attention}
-    has_activation = any(names.get(node) in _ACTIVATIONS for node in between)
-    return first in between and linear <= after and len(linear & between) > 1 and not has_activation
-
-
-def following(nodes: Sequence[Node], first: Node) -> set[Node]:
-    """Return the nodes, in the order of the backward pass, that depend on the result of one of them."""
-    after = {first}
-    for node in reversed(nodes):
-        if any(operand in after for operand, _ in next_functions(node)):
-            after.add(node)
-    return after - {first}
 
 
 def linear_weight(operation: Operation) -> Tensor:
@@ -335,7 +233,7 @@ class Propagation:
     def _nonlinear_rule(self, visit: Visit) -> NonlinearRule | None:
         """Return the given rule of an activation or a normalisation; None for the usual one."""
         name, op = visit.known.name, visit.known.op
-        kind = "activation" if name in _ACTIVATIONS else "norm" if name in NORMS or is_batch_norm(op) else ""
+        kind = "activation" if name in NONLINEAR else "norm" if name in NORMS or is_batch_norm(op) else ""
         is_whole = kind and not writes_part(visit)
         return cast("NonlinearRule | None", self._rule(visit, kind, NonlinearRule) if is_whole else None)
 
@@ -378,8 +276,8 @@ class Propagation:
                 is_linear = isinstance(self.composite.rules[key], Rule)
                 operation = "convolution or matrix product with weights" if is_linear else "activation or normalisation"
                 raise MethodError(
-                    f'composite: the rule of "{_text(key)}" fits no operation: no {operation} runs there between the '
-                    "input and the score"
+                    f'composite: the rule of "{key_name(key)}" fits no operation: no {operation} runs there between '
+                    "the input and the score"
                 )
 
     def _first_and_last(self, walk: Walk) -> tuple[set[Node], set[Node]]:

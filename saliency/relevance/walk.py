@@ -22,6 +22,8 @@ from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_
 from ..hooks.operations import ADDITIVE, Operation, OperationRecord, is_batch_norm, is_pointwise, is_view
 
 Edge = tuple[Node, int]
+# Shares of the score below this are rounding errors.
+_ROUNDING = 1e-5
 # Operations that move or repeat numbers without changing them, besides views.
 _MOVES = {
     *("cat", "clone", "constant_pad_nd", "copy", "flip", "im2col", "index", "index_select", "pixel_shuffle"),
@@ -77,7 +79,6 @@ class Walk:
         rule: The function from a visit to G at the operands of the node.
         watched: Tensors of the forward at which relevance is read, by name.
         changes: Functions that change G at watched tensors, by name, given the walk, the value and G.
-        length_first: Whether a shape (length, N, ...) is read as such even if the length is a multiple of N.
         frees: Whether values of the forward are freed as soon as they are used. No other walk can follow.
 
     Attributes:
@@ -88,6 +89,7 @@ class Walk:
         watched: The names of the watched tensors by edge.
         rule: The rule.
         ledger: The shares (N,) of the scores, by name: of the input, and of each kind of absorbed relevance.
+        missing: (N,) the scores minus the sum of the ledger.
         handled: The number of operations by kind and rule.
     """
 
@@ -98,38 +100,57 @@ class Walk:
         watched: Mapping[str, Tensor] | None = None,
         changes: Mapping[str, Callable[[Walk, Tensor | float, Tensor], Tensor]] | None = None,
         *,
-        length_first: bool = False,
         frees: bool = False,
     ) -> None:
-        x, score = grads.forward.x, grads.scores_in_graph
-        self.x, self.images = x, len(x)
+        self.grads, self.rule, self._changes, self._frees = grads, rule, changes or {}, frees
+        self.x, self.images = grads.forward.x, len(grads.x)
         self.record: OperationRecord = grads.forward.operations
         self.nodes = grads.nodes
-        end = get_gradient_edge(x)
-        self.on_path = {*self.nodes, end.node}
+        self.on_path = {*self.nodes, get_gradient_edge(self.x).node}
         self.next = {node: next_functions(node) for node in self.nodes}
         self.users = Counter(chain.from_iterable(self.next.values()))
         self.at: dict[str, Tensor] = {}
-        self._absorbed: list[tuple[str, Node, Tensor]] = []
         self.handled: Counter[str] = Counter()
-        self.rule, self._changes, self._length_first = rule, changes or {}, length_first
         self._tensors = {name: tensor for name, tensor in (watched or {}).items() if tensor.requires_grad}
         edges = {name: get_gradient_edge(tensor) for name, tensor in self._tensors.items()}
         self.watched = {(edge.node, edge.output_nr): name for name, edge in edges.items()}
         self._arrived: dict[Edge, Tensor] = {}
         self._fixed: dict[Edge, Tensor] = {}  # relevance that has no G
-        self._interleaved: set[Node] = set()
-        self._arrived[source_edge(score)] = torch.ones_like(score)
         self._image: dict[Node, int | None] = {}  # of nodes that compute something for one image alone
+        shapes = [result_spec(node, 0).shape for node in self.nodes] if self.images > 1 else []
+        is_ambiguous = any(self._is_length_first(shape, 1) != self._is_length_first(shape, 0) for shape in shapes)
+        # The ledger is kept for each reading of shapes that may be (N, ...) or (length, N, ...): reading 1 takes them
+        # as (length, N, ...).
+        self._reading, self._readings = 0, range(1 + is_ambiguous)
+        self._interleaved: tuple[set[Node], ...] = tuple(set() for _ in self._readings)
+        self._absorbed: list[tuple[str, Node, list[Tensor]]] = []
+
+    def run(self) -> Walk:
+        """Walk from the scores to the image, and return this walk."""
+        score, (end, at) = self.grads.scores_in_graph, get_gradient_edge(self.x)[:2]
+        self._arrived[source_edge(score)] = torch.ones_like(score)
         with torch.no_grad():
             for node in self.nodes:
                 self._visit(node)
-                if frees:
+                if self._frees:
                     self.record.free(node)
-        self.gradient = self._arrived.get((end.node, end.output_nr))
-        fixed = self._fixed.get((end.node, end.output_nr), torch.zeros_like(grads.x))
-        self.relevance = fixed if self.gradient is None else torch.addcmul(fixed, grads.x, self.gradient)
-        self.ledger = {"input": self.per_image(self.relevance), **self.absorbed(self.nodes)}
+        self.gradient = self._arrived.get((end, at))
+        x, fixed = self.grads.x, self._fixed.get((end, at), torch.zeros_like(self.grads.x))
+        self.relevance = fixed if self.gradient is None else torch.addcmul(fixed, x, self.gradient)
+        self._balance()
+        return self
+
+    def _balance(self) -> None:
+        """Set the ledger: of ambiguous shapes, by the reading with which it holds the score of each image."""
+        scores, tried = at_least_float32(self.grads.scores), []
+        for reading in self._readings:
+            self._reading = reading
+            ledger = {"input": self.per_image(self.relevance), **self.absorbed(self.nodes)}
+            tried.append((ledger, scores - total(ledger)))
+        if len(tried) > 1:
+            rounding = _ROUNDING * float(scores.abs().max())
+            self._reading = min(self._readings, key=lambda i: max(rounding, float(tried[i][1].abs().max())))
+        self.ledger, self.missing = tried[self._reading]
 
     def _visit(self, node: Node) -> None:
         edges = [(node, at) for at in range(result_count(node))]
@@ -180,8 +201,9 @@ class Walk:
             fitted = result_spec(node, at).fitted(grad)
             known = arrived.get((node, at))
             arrived[node, at] = fitted if known is None else known + fitted
-            if self.images > 1 and self._flattens_length_first(visit, fitted.shape):
-                self._interleaved.add(node)
+            for reading in self._readings if self.images > 1 else ():
+                if self._flattens_length_first(visit, fitted.shape, reading):
+                    self._interleaved[reading].add(node)
 
     def fix(self, visit: Visit, operand: int, relevance: Tensor) -> None:
         """Send relevance to an operand that has no G, because the operand may be zero."""
@@ -189,41 +211,64 @@ class Walk:
         known = self._fixed.get(edge)
         self._fixed[edge] = relevance if known is None else known + relevance
 
-    def _is_length_first(self, shape: torch.Size) -> bool:
+    def _is_length_first(self, shape: torch.Size, reading: int) -> bool:
         """Return whether a shape is (length, N, ...), as inside `nn.MultiheadAttention`, instead of (N, ...)."""
-        is_either = self._length_first and len(shape) < 4  # four dimensions are (N, heads, length, d)
+        is_either = reading > 0 and len(shape) < 4  # four dimensions are (N, heads, length, d)
         return shape[1:2] == (self.images,) and (is_either or shape[0] % self.images > 0)
 
-    def _flattens_length_first(self, visit: Visit, shape: torch.Size) -> bool:
+    def _flattens_length_first(self, visit: Visit, shape: torch.Size, reading: int) -> bool:
         """Return whether an operand has the images of a batch interleaved along its first dimension."""
         result = visit.grad.shape
-        if visit.node in self._interleaved:
+        if visit.node in self._interleaved[reading]:
             return shape[:1] == result[:1]
-        return self._is_length_first(result) and shape[:1] == (result[:2].numel(),)
+        return self._is_length_first(result, reading) and shape[:1] == (result[:2].numel(),)
 
     def absorb(self, name: str, values: Tensor, node: Node) -> None:
         """Add values, in the shape of the result of a node, to an entry of the ledger."""
-        self._absorbed.append((name, node, self.per_image(values, node)))
+        self._absorbed.append((name, node, [self._per_image(values, node, reading) for reading in self._readings]))
 
     def absorbed(self, nodes: Iterable[Node]) -> dict[str, Tensor]:
         """Return the relevance (N,) that some nodes absorb, by name."""
         shares: dict[str, Tensor] = {}
         chosen = set(nodes)
-        for name, node, share in self._absorbed:
+        for name, node, readings in self._absorbed:
             if node in chosen:
+                share = readings[self._reading]
                 shares[name] = shares[name] + share if name in shares else share
         return shares
 
+    def ledger_at(self, values: Tensor, later: Iterable[Node], tokens: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the shares (N,) of the scores at a layer, by name.
+
+        Args:
+            values: The relevance of the layer (N, K, h, w).
+            later: The nodes after the layer.
+            tokens: The relevance of its tokens without a position (N, tokens, K); None if it has none.
+        """
+        ledger = {"layer": self.per_image(values), **self.absorbed(later)}
+        if tokens is not None:
+            ledger["tokens"] = ledger.get("tokens", 0) + self.per_image(tokens)
+        ledger["other paths"] = total(self.ledger) - total(ledger)
+        return ledger
+
     def per_image(self, values: Tensor, node: Node | None = None) -> Tensor:
-        """Return the sums (N,) of values over all positions of each image; by default, images come first."""
+        """Return the sums (N,) of values over all positions of each image.
+
+        Args:
+            values: The values, in the shape of the result of a node.
+            node: The node; None if images come first.
+        """
+        return self._per_image(values, node, self._reading)
+
+    def _per_image(self, values: Tensor, node: Node | None, reading: int) -> Tensor:
         values = at_least_float32(values)
         if self.images == 1:
             return values.sum().reshape(1)
         if node is not None and (image := self._image.get(node)) is not None:
             return values.new_zeros(self.images).index_fill(0, torch.tensor(image, device=values.device), values.sum())
-        if node in self._interleaved:
+        if node in self._interleaved[reading]:
             return values.reshape(-1, self.images, values[0].numel()).sum((0, 2))
-        if node is not None and self._is_length_first(values.shape):
+        if node is not None and self._is_length_first(values.shape, reading):
             values = values.transpose(0, 1)
         if values.shape[:1] == (1,):  # a product of the rows of all images at once, as in einsum
             values = values[0]
@@ -235,11 +280,9 @@ class Walk:
         return values.reshape(self.images, -1).sum(1)
 
 
-def has_ambiguous_shapes(grads: TargetGradients) -> bool:
-    """Return whether a value may have the shape (N, ...) or (length, N, ...), since the length is a multiple of N."""
-    images = len(grads.x)
-    shapes = (result_spec(node, 0).shape for node in grads.nodes) if images > 1 else ()
-    return any(shape[1:2] == (images,) and shape[0] % images == 0 for shape in shapes)
+def total(ledger: Mapping[str, Tensor]) -> Tensor:
+    """Return the sum (N,) of the shares of a ledger."""
+    return torch.stack(list(ledger.values())).sum(0)
 
 
 def _moved(visit: Visit) -> Gradients:

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from saliency.attribution.explanation import Explanation
 from saliency.attribution.forward import SharedForward
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.hooks.rectifiers import nodes_between
+from saliency.relevance.walk import Walk
 from tests.models import Checkpointed, FunctionModel, OwnForward, small_vit
 from tests.relevance.explicit_vit import ExplicitViT
 
@@ -410,7 +412,11 @@ def test_the_ledger_of_a_batch_of_tokens_in_the_first_dimension_is_that_of_its_i
         return out
 
     patches, query = nn.Conv2d(3, 8, 2, 2), nn.Embedding(1, 8)
-    model = OwnForward(forward, attention=attention, patches=patches, query=query).double().eval()
-    found = AttnLRP(model).attribute(images(number, 8), 1)
+    model, x = OwnForward(forward, attention=attention, patches=patches, query=query).double().eval(), images(number, 8)
+    with patch.object(Walk, "run", autospec=True, side_effect=Walk.run) as run:
+        found = AttnLRP(model).attribute(x, 1)
+    assert run.call_count == 1
     assert found.residual is not None
     assert float(found.residual.abs().max()) < 1e-9
+    for own, image in zip(found, x, strict=True):
+        torch.testing.assert_close(shares(own), shares(AttnLRP(model).attribute(image, 1)))
