@@ -244,7 +244,7 @@ def read_explanation(path: str | os.PathLike[str]) -> tuple[Explanation, dict[st
     """
     try:
         with safe_open(str(path), framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get("saliency", "null"), object_pairs_hook=_renamed)
+            header = json.loads((file.metadata() or {}).get("saliency", "null"))
             if not isinstance(header, dict) or header.get("format") != _FORMAT:
                 raise ExplanationError(f"{path}: a safetensors file, but not one that Explanation.save wrote")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -255,21 +255,19 @@ def read_explanation(path: str | os.PathLike[str]) -> tuple[Explanation, dict[st
         raise ExplanationError(f"{path}: not a readable explanation: {error}") from error
 
 
-def _renamed(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of a header, with the present names of attributes."""
-    names = {"effort": "run_stats", "treated": "handled"}
-    return {names.get(name, name): value for name, value in pairs}
-
-
 def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     stored = {name: tensor for name, tensor in tensors.items() if not name.startswith("picture.")}
     if not stored.keys() >= {"values", "scores"}:
         raise ValueError("the values or the scores are missing")
     plain = {name: value for name, value in header.items() if name not in ("format", "image", "scale")}
+    coverage = dict(plain["coverage"] or {})
+    if "treated" in coverage:  # and effort: the names in older files
+        coverage["handled"] = coverage.pop("treated")
+    plain["coverage"] = Coverage(**coverage) if coverage else None
+    stats = plain.pop("effort", plain.get("run_stats", ()))
+    plain["run_stats"] = tuple(RunStats(**own) for own in stats)
     tuples = ("target", "target_names", "input_size", "ledger_names", "notes")
     plain |= {name: tuple(plain.get(name, ())) for name in tuples}
-    plain["coverage"] = Coverage(**plain["coverage"]) if plain["coverage"] else None
-    plain["run_stats"] = tuple(RunStats(**stats) for stats in plain.get("run_stats", ()))
     plain["frames"] = tuple(
         None if box is None else _frame(tensors[f"picture.{i}"], *box) for i, box in enumerate(plain["frames"])
     )
