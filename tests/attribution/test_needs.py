@@ -6,6 +6,7 @@ from dataclasses import fields
 from functools import reduce
 from itertools import permutations
 from operator import or_
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import saliency
 from saliency import METHODS, BatchAttribution, Explanation, Needs, explain_together
 from saliency.attribution.base import TracedAttribution
 from saliency.attribution.forward import SharedForward
+from saliency.attribution.options import RunStats
 from saliency.hooks.operations import SavedValues
 from saliency.testing import images, tiny_model, tiny_model_for
 
@@ -89,14 +91,21 @@ def test_facts_of_a_result_stand_once_and_all_reach_the_explanation() -> None:
         """A method that states every fact; without a name, it stays out of the registry."""
 
         needs = Needs("none", backwards=0)
-        stated: BatchAttribution
+        stated: ClassVar[BatchAttribution]
 
         def explain_gradients(self, grads: saliency.TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
-            rows, map_ = torch.arange(2.0), torch.ones(2, 1, 4, 4)
-            stats = (saliency.attribution.options.RunStats(1, 0.5, "complete"),) * 2
-            facts = {"agreement": rows, "run_stats": stats, "ledger": torch.ones(2, 1), "ledger_names": ("all",)}
+            rows, maps = torch.arange(2.0), torch.ones(2, 1, 4, 4)
             type(self).stated = BatchAttribution(
-                map_, grads.scores, None, "relu", rows, map_ / 2, outliers=map_[:, 0] > 2, **facts
+                maps,
+                grads.scores,
+                layer="relu",
+                residual=rows,
+                error=maps / 2,
+                agreement=rows,
+                run_stats=(RunStats(1, 0.5, "complete"),) * 2,
+                ledger=torch.ones(2, 1),
+                ledger_names=("all",),
+                outliers=maps[:, 0] > 2,
             )
             return self.stated
 
