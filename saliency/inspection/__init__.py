@@ -8,7 +8,6 @@
     edit_activations          change the outputs of layers
     extract_features          extract the activations of a data set
     save_features             write them as safetensors files
-    vector_jacobian_product   compute the gradient of a weighted output at a layer
 
 The model and the `.grad` of its parameters are left unchanged.
 """
@@ -19,7 +18,6 @@ from .edit import edit_activations as edit_activations
 from .edit import edit_gradients as edit_gradients
 from .features import extract_features as extract_features
 from .features import save_features as save_features
-from .jacobian import vector_jacobian_product as vector_jacobian_product
 from .layer_table import LayerRow as LayerRow
 from .layer_table import LayerTable as LayerTable
 from .layer_table import layer_table as layer_table

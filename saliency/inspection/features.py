@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ..errors import ImageError, LayerError, MethodError, plural
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, unwrap
+from ..hooks.pytree import tree_tensors
 from ..io.atomic_write import save_tensors
-from .arguments import LayersLike, ModelCall, first_float, model_calls, require_hookable, select_layers
+from .arguments import LayersLike, ModelCall, model_calls, require_hookable, select_layers
 
 Pool = Callable[[Tensor], Tensor] | None
 
@@ -110,7 +111,7 @@ def _rows_of(model: nn.Module, batch: ModelCall, layers: Mapping[str, nn.Module]
     outputs: dict[str, Tensor | None] = {}
 
     def keep(name: str, output: Any) -> None:
-        tensor: Any = first_float(output)
+        tensor = next((tensor for tensor in tree_tensors(output) if tensor.is_floating_point()), None)
         outputs[name] = None
         if tensor is not None:
             tensor = tensor.detach() if pool is None else pool(tensor.detach())
