@@ -7,7 +7,6 @@
     edit_gradients            change gradients with the rules of `edit_rules` or any function
     edit_activations          change the outputs of layers
     extract_features          extract the activations of a data set
-    save_features             write them as safetensors files
 
 The model and the `.grad` of its parameters are left unchanged.
 """
@@ -17,7 +16,6 @@ from .edit import Editing as Editing
 from .edit import edit_activations as edit_activations
 from .edit import edit_gradients as edit_gradients
 from .features import extract_features as extract_features
-from .features import save_features as save_features
 from .layer_table import LayerRow as LayerRow
 from .layer_table import LayerTable as LayerTable
 from .layer_table import layer_table as layer_table
