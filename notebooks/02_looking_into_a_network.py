@@ -145,7 +145,7 @@ for axis in (left, right):
 # ## Gradients
 #
 # The same statistics exist for gradients. Given photos and no loss, `gradient_statistics` uses the score of the top
-# class. It has two tables, one of layers and one of parameters, and a figure:
+# class. It is a table of layers, and has a figure:
 
 # %%
 gradients = inspection.gradient_statistics(model, PHOTOS)

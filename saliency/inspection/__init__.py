@@ -3,7 +3,7 @@
     record                    record every call of every layer while you run the model, with its gradients
     layer_table               list shapes, parameters, multiply-adds and time of each layer
     activation_statistics     measure moments, zeros, dead channels and the first NaN, over any number of batches
-    gradient_statistics       measure gradients by layer and by parameter; saliency.gradient_flow draws the result
+    gradient_statistics       measure gradients by layer; saliency.gradient_flow draws the result
     edit_gradients            change gradients with the rules of `edit_rules` or any function
     edit_activations          change the outputs of layers
     extract_features          extract the activations of a data set
@@ -29,6 +29,5 @@ from .statistics import ActivationStatistics as ActivationStatistics
 from .statistics import GradientStatistics as GradientStatistics
 from .statistics import LayerActivations as LayerActivations
 from .statistics import LayerGradients as LayerGradients
-from .statistics import ParameterGradients as ParameterGradients
 from .statistics import activation_statistics as activation_statistics
 from .statistics import gradient_statistics as gradient_statistics
