@@ -24,16 +24,13 @@ from ..attribution.base import Attribution
 from ..errors import SaliencyWarning
 from .case import Check, MethodCase, images, run_all, tiny_model, tiny_model_for, tiny_transformer
 from .checks import CHECKS
-from .metric_checks import check_metric, metric_checks
 from .unchanged import Snapshot
 
 __all__ = [
     "Snapshot",
     "check_method",
-    "check_metric",
     "checks",
     "images",
-    "metric_checks",
     "tiny_model",
     "tiny_model_for",
     "tiny_transformer",
