@@ -12,7 +12,6 @@ import random
 import re
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,14 +24,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..attribution.base import METHODS, Attribution, explain_together, source, summary
 from ..attribution.explanation import Explanation, Sign
 from ..errors import NonFiniteError, NotApplicableError, SaliencyError, TargetError
 from ..methods.gradient import VanillaGradient
 from .case import SIZE, Check, MethodCase, images, require, require_raises, require_same, require_same_explanation
-from .unchanged import UNCHANGED_CHECKS, Snapshot, with_user_state
+from .unchanged import UNCHANGED_CHECKS, with_user_state
 
 CHECKS: dict[str, Check] = dict(UNCHANGED_CHECKS)  # all checks by name
 
@@ -64,40 +62,6 @@ def _returning(pack: Callable[[Tensor], Any], target: Any = (0, 1)) -> Variant:
     return explain
 
 
-def _compiled(case: MethodCase) -> Explanation:
-    compiled: Any = torch.compile(case.model(), backend="eager")
-    return case.explain(compiled)
-
-
-def _observed(observe: Callable[[nn.Module], object], case: MethodCase) -> Explanation:
-    model = case.model()
-    for module in model.modules():
-        if "inplace" in vars(module):
-            vars(module)["inplace"] = False  # PyTorch refuses backward hooks on modules in place
-        observe(module)
-    before = Snapshot(model=model)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Full backward hook is firing")
-        explanation = case.explain(model)
-    require(not before.changes(), f"observers changed: {', '.join(before.changes())}")
-    return explanation
-
-
-def _ignore(*_: object) -> None:
-    """Observe nothing."""
-
-
-def _with_saved_tensor_hooks(module: nn.Module) -> None:
-    opened: list[saved_tensors_hooks] = []
-
-    def open_hooks(*_: object) -> None:
-        opened.append(saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor))
-        opened[-1].__enter__()
-
-    module.register_forward_pre_hook(open_hooks)
-    module.register_forward_hook(lambda *_: opened.pop().__exit__(None, None, None))
-
-
 def _other_default_dtype() -> ExitStack:
     undo = ExitStack()
     undo.callback(torch.set_default_dtype, torch.get_default_dtype())
@@ -119,20 +83,6 @@ _VARIANTS: dict[str, dict[str, Variant]] = {
         "a model that returns a dictionary with logits": _returning(lambda y: {"logits": y, "hidden": y[:, :1]}),
         "a model that returns a dictionary with one tensor": _returning(lambda y: {"anything": y, "loss": None}),
         "a model that returns a tuple of one tensor": _returning(lambda y: (y,)),
-    },
-    "observers": {
-        "full backward hooks on all layers": partial(
-            _observed, lambda layer: layer.register_full_backward_hook(_ignore)
-        ),
-        "full backward pre-hooks on all layers": partial(
-            _observed, lambda layer: layer.register_full_backward_pre_hook(_ignore)
-        ),
-        "forward hooks on all layers": partial(_observed, lambda layer: layer.register_forward_hook(_ignore)),
-        "saved-tensor hooks on all layers": partial(_observed, _with_saved_tensor_hooks),
-    },
-    "wrapped_model": {
-        "a model wrapped by torch.compile": _compiled,
-        "a model wrapped by DataParallel": lambda case: case.explain(nn.DataParallel(case.model())),
     },
 }
 
@@ -257,19 +207,6 @@ def _require_same_estimates(explanation: Explanation, expected: Explanation, wha
 
 
 @check
-def images_that_affect_each_other(case: MethodCase) -> None:
-    """If the images of a batch affect each other's scores, the passes of an image run one by one."""
-    if not case.has_chunks:
-        return
-    model, x = case.precise_model(), images(1, dtype=torch.float64)
-    model.register_forward_hook(lambda module, inputs, output: output - output.mean(0) / 2)
-    expected = case.on(model, chunk=1).attribute(x, 0)
-    for chunk in (3, "auto"):
-        values = case.on(model, chunk=chunk).attribute(x, 0).values
-        require_same(values, expected.values, f"chunks of {chunk} on a model whose images affect each other")
-
-
-@check
 def several_targets(case: MethodCase) -> None:
     """`attribute_classes` gives the same results as `attribute` for each target."""
     method, x = case.on(case.model()), images(2)
@@ -356,26 +293,6 @@ def nested_in_the_target(case: MethodCase) -> None:
 
 
 @check
-def nested_in_the_model(case: MethodCase) -> None:
-    """A call inside the model's forward of another call affects neither result."""
-    model, other = case.model(), images(1, seed=9)
-    method = case.on(model)
-    inner = method.attribute(other, 1)
-    busy = False
-
-    def explain(module: nn.Module, inputs: Any, output: Any) -> None:
-        nonlocal busy
-        if not busy:
-            busy = True
-            require_same_explanation(method.attribute(other, 1), inner, "a call inside the model of another")
-            busy = False
-
-    model.register_forward_hook(explain)
-    what = "a call with another one inside the model's forward"
-    require_same_explanation(method.attribute(images(2), [0, 1]), case.expected, what)
-
-
-@check
 def parallel_threads(case: MethodCase) -> None:
     """Parallel calls on one model give the same results as single calls, and so do plain gradients in other threads."""
     model, twin = case.model(), case.model()
@@ -393,23 +310,7 @@ def parallel_threads(case: MethodCase) -> None:
         what = "a plain gradient in a thread parallel to this method"
         require_same(_plain_gradient(model, batches[i]), plain[i], what)
 
-    _run_in_threads([explain, differentiate] * 4)
-
-
-@check
-def parallel_threads_in_training_mode(case: MethodCase) -> None:
-    """Parallel calls on a model in training mode restore the model when all calls are done."""
-    model, x = with_user_state(case.model(), training=True), images(2)
-    method = case.on(model)
-    before = Snapshot(model=model, method=method, input=x)
-
-    def explain(_: int) -> None:
-        what = "a call in parallel threads on a training model"
-        require_same_explanation(method.attribute(x, [0, 1]), case.expected, what)
-
-    _run_in_threads([explain] * 8)
-    changed = before.changes()
-    require(not changed, f"after 8 threads: {', '.join(changed[:6])} changed")
+    run_in_threads([explain, differentiate] * 4)
 
 
 def _plain_gradient(model: nn.Module, x: Tensor) -> Tensor:
@@ -418,7 +319,7 @@ def _plain_gradient(model: nn.Module, x: Tensor) -> Tensor:
     return gradient
 
 
-def _run_in_threads(jobs: Sequence[Callable[[int], None]], rounds: int = 2) -> None:
+def run_in_threads(jobs: Sequence[Callable[[int], None]], rounds: int = 2) -> None:
     """Run each job in its own thread, all in parallel, and raise the first failure."""
     start = threading.Barrier(len(jobs))
 
