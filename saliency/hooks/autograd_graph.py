@@ -62,12 +62,6 @@ def tensor_hooks(tensor: Tensor) -> Mapping[int, Any] | None:
     return cast("Mapping[int, Any] | None", tensor._backward_hooks)
 
 
-def forget_empty_hooks(tensor: Tensor) -> None:
-    """Set the hooks of a tensor without hooks back to None, as they were before the first hook."""
-    if not tensor._backward_hooks:
-        tensor._backward_hooks = None
-
-
 # Modules.
 
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
