@@ -22,7 +22,7 @@ from .layer_table import layer_table as layer_table
 from .moments import Moments as Moments
 from .moments import TensorStatistics as TensorStatistics
 from .moments import moments as moments
-from .record import Call as Call
+from .record import ModuleCall as ModuleCall
 from .record import Recording as Recording
 from .record import record as record
 from .statistics import ActivationStatistics as ActivationStatistics

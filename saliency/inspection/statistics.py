@@ -27,7 +27,7 @@ from ..tables import Column, Table, number, share
 from ..targets.targets import Categories, OutputFacts, OutputTarget, TargetLike, as_target, output_tensor
 from .arguments import Batches, LayersLike, ModelCall, select_layers
 from .moments import Moments, moments, real_values
-from .record import Call, Recording
+from .record import ModuleCall, Recording
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -127,7 +127,7 @@ class _Collector:
         self.first_nonfinite: str | None = None
         self._stats: dict[tuple[str, int], _RunningStats] = {}
 
-    def stats_of(self, calls: Iterable[Call]) -> dict[Call, _RunningStats]:
+    def stats_of(self, calls: Iterable[ModuleCall]) -> dict[ModuleCall, _RunningStats]:
         """Return the statistics of those calls of a batch that returned a tensor."""
         calls = [call for call in calls if call.outputs]
         return {call: self._stats.setdefault((call.layer, call.index), _RunningStats()) for call in calls}
