@@ -53,13 +53,10 @@ def _under(context: Callable[[], AbstractContextManager[Any]], case: MethodCase)
         return case.explain(model)
 
 
-def _returning(pack: Callable[[Tensor], Any], target: Any = (0, 1)) -> Variant:
-    def explain(case: MethodCase) -> Explanation:
-        model = case.model()
-        model.register_forward_hook(lambda module, inputs, output: pack(output))
-        return case.explain(model, target=target)
-
-    return explain
+def _returning(pack: Callable[[Tensor], Any], case: MethodCase) -> Explanation:
+    model = case.model()
+    model.register_forward_hook(lambda module, inputs, output: pack(output))
+    return case.explain(model)
 
 
 def _other_default_dtype() -> ExitStack:
@@ -80,9 +77,9 @@ _VARIANTS: dict[str, dict[str, Variant]] = {
     "default_device": {"a default device other than the model's": partial(_under, lambda: torch.device("meta"))},
     "default_dtype": {"a default dtype other than the model's": partial(_under, _other_default_dtype)},
     "named_outputs": {
-        "a model that returns a dictionary with logits": _returning(lambda y: {"logits": y, "hidden": y[:, :1]}),
-        "a model that returns a dictionary with one tensor": _returning(lambda y: {"anything": y, "loss": None}),
-        "a model that returns a tuple of one tensor": _returning(lambda y: (y,)),
+        "a dictionary with logits": partial(_returning, lambda y: {"logits": y, "hidden": y[:, :1]}),
+        "a dictionary with one tensor": partial(_returning, lambda y: {"anything": y, "loss": None}),
+        "a tuple of one tensor": partial(_returning, lambda y: (y,)),
     },
 }
 
@@ -237,44 +234,6 @@ def top_class(case: MethodCase) -> None:
     explanation = case.explain(model, x, None)
     require(explanation.target == tuple(top), f"without a target, {explanation.target} was explained, expected {top}")
     require_same_explanation(explanation, case.explain(model, x, top), "no target against the top classes by index")
-
-
-def _two_classes(output: Tensor) -> Tensor:
-    return output[[0, 1], [0, 1]]
-
-
-def _with_constant(rows: int, scores: Tensor) -> dict[str, Tensor]:
-    return {"scores": scores, "constant": scores.new_full((rows, 3), 1 / rows)}
-
-
-def _times_constant(output: dict[str, Tensor]) -> Tensor:
-    # The sum of all rows is 1, unless the constant is sliced like a batch.
-    return _two_classes(output["scores"]) * output["constant"][:, 0].sum()
-
-
-_FUNCTION_TARGETS: dict[str, Variant] = {
-    "a list of one dictionary per image": _returning(
-        lambda scores: [{"scores": row, "size": row[:2]} for row in scores],
-        lambda output: torch.stack([output[0]["scores"][0], output[1]["scores"][1]]),
-    ),
-    "a tensor with the images on axis 1": _returning(
-        lambda scores: torch.stack([scores, -scores]).contiguous(), lambda output: _two_classes(output[0])
-    ),
-    **{
-        f"a dictionary with a constant of {rows} rows": _returning(partial(_with_constant, rows), _times_constant)
-        for rows in (1, 2, 3, 4, 8, 16)
-    },
-}
-
-
-@check
-def function_targets(case: MethodCase) -> None:
-    """A target function gives the same result for any structure of the output, with constants of any length."""
-    if not _explains(case.on(case.model()), images(2), _two_classes):  # some methods explain classes only
-        return
-    expected = case.explain(target=_two_classes)
-    for output, explain in _FUNCTION_TARGETS.items():
-        require_same(explain(case).values, expected.values, f"a function of {output} against a function of a tensor")
 
 
 @check

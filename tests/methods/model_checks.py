@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from saliency import Attribution, SaliencyWarning
+from saliency import Attribution, NotApplicableError, SaliencyWarning
 from saliency.attribution.explanation import Explanation
 from saliency.testing import Snapshot, images, tiny_model_for
 from saliency.testing.case import MethodCase, require, require_same, require_same_explanation
@@ -125,7 +125,55 @@ def parallel_threads_in_training_mode(case: MethodCase) -> None:
     require(not changed, f"after 8 threads: {', '.join(changed[:6])} changed")
 
 
+def _returning(pack: Callable[[Tensor], Any], target: Any) -> Callable[[MethodCase], Explanation]:
+    def explain(case: MethodCase) -> Explanation:
+        model = case.model()
+        model.register_forward_hook(lambda module, inputs, output: pack(output))
+        return case.explain(model, target=target)
+
+    return explain
+
+
+def _two_classes(output: Tensor) -> Tensor:
+    return output[[0, 1], [0, 1]]
+
+
+def _with_constant(rows: int, scores: Tensor) -> dict[str, Tensor]:
+    return {"scores": scores, "constant": scores.new_full((rows, 3), 1 / rows)}
+
+
+def _times_constant(output: dict[str, Tensor]) -> Tensor:
+    # The sum of all rows is 1, unless the constant is sliced like a batch.
+    return _two_classes(output["scores"]) * output["constant"][:, 0].sum()
+
+
+_FUNCTION_TARGETS: dict[str, Callable[[MethodCase], Explanation]] = {
+    "a list of one dictionary per image": _returning(
+        lambda scores: [{"scores": row, "size": row[:2]} for row in scores],
+        lambda output: torch.stack([output[0]["scores"][0], output[1]["scores"][1]]),
+    ),
+    "a tensor with the images on axis 1": _returning(
+        lambda scores: torch.stack([scores, -scores]).contiguous(), lambda output: _two_classes(output[0])
+    ),
+    **{
+        f"a dictionary with a constant of {rows} rows": _returning(partial(_with_constant, rows), _times_constant)
+        for rows in (1, 2, 3, 4, 8, 16)
+    },
+}
+
+
+def function_targets(case: MethodCase) -> None:
+    """A target function gives the same result for any structure of the output, with constants of any length."""
+    try:
+        expected = case.explain(target=_two_classes)
+    except NotApplicableError:  # some methods explain classes only
+        return
+    for output, explain in _FUNCTION_TARGETS.items():
+        require_same(explain(case).values, expected.values, f"a function of {output} against a function of a tensor")
+
+
 MODEL_CHECKS = (
+    function_targets,
     observers,
     wrapped_model,
     images_that_affect_each_other,
