@@ -216,18 +216,17 @@ class Comparison(Table[ComparisonRow]):
         return path
 
     def _json(self) -> str:
-        rows, results = [asdict(row) for row in self], [asdict(result) for result in self.results]
+        results = [asdict(result) for result in self.results]
         for result in results:
             del result["curves"]
-        differences = [asdict(row) | {"is_significant": row.is_significant} for row in self.differences]
-        content: dict[str, Any] = {
-            "rows": rows,
-            "differences": differences,
+        content = {
+            "rows": [asdict(row) for row in self],
+            "differences": [asdict(row) | {"is_significant": row.is_significant} for row in self.differences],
             "notes": self.notes,
             "curves": self._curves,
+            "agreement": self.agreement,
+            "results": results,
         }
-        content["agreement"] = self.agreement
-        content["results"] = results
         return json.dumps(content, indent=1) + "\n"
 
     def _page(self) -> str:
