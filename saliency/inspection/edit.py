@@ -43,7 +43,7 @@ class EditTarget:
             raise NotApplicableError(f"{self.label} cannot be edited: {reason}")
 
 
-def find_targets(model: nn.Module, layers: LayersLike) -> list[EditTarget]:
+def find_targets(model: nn.Module, layers: Any) -> list[EditTarget]:
     """Return the edit targets without duplicates.
 
     Raises:
