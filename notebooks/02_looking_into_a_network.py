@@ -145,7 +145,7 @@ for axis in (left, right):
 # ## Gradients
 #
 # The same statistics exist for gradients. Given photos and no loss, `gradient_statistics` uses the score of the top
-# class. It has two tables, one of layers and one of parameters, and a figure:
+# class. It is a table of layers, and has a figure:
 
 # %%
 gradients = inspection.gradient_statistics(model, PHOTOS)
@@ -324,7 +324,8 @@ print(f"loss {inspection.gradient_statistics(exploding, [(points, labels)], loss
 
 # %% [markdown]
 # **First aid** is gradient clipping. Here we use smaller weights, with a standard deviation of 0.25, but training still
-# ends in NaN. `edit_gradients` clips the gradient of each weight to a norm of 1 at most, before the optimiser sees it:
+# ends in NaN. A rule of the toolkit clips the gradient of each weight to a norm of 1 at most, before the optimiser sees
+# it:
 
 
 # %%
@@ -344,9 +345,11 @@ def train(network, steps=100):
 losses = train(deep(std=0.25))
 print(f"without clipping: first loss {losses[0]:.3g}, last loss {losses[-1]:.3g}")
 patient = deep(std=0.25)
-with inspection.edit_gradients(patient, "*.weight", inspection.edit_rules.clip_norm(1.0)) as editing:
-    losses = train(patient)
-print(f"with clipping:    first loss {losses[0]:.3g}, last loss {losses[-1]:.3g}; {sum(editing.edits.values())} edits")
+for name, parameter in patient.named_parameters():
+    if name.endswith("weight"):
+        parameter.register_hook(inspection.edit_rules.clip_norm(1.0))
+losses = train(patient)
+print(f"with clipping:    first loss {losses[0]:.3g}, last loss {losses[-1]:.3g}")
 
 # %% [markdown]
 # ### 3. A negative bias

@@ -33,17 +33,12 @@ class Column(Generic[Row]):
         text: Function from a row to the text of its cell. Leading spaces are preserved as indentation.
         align: "left" or "right".
         hint: Explanation of the heading, shown as a tooltip in HTML.
-        bar: Function from a row to a number from 0 to 1, drawn as a bar in the background of the cell in HTML; None for
-            no bar.
-        alert: Function from a row to whether the cell is highlighted in HTML, for example a NaN.
     """
 
     title: str
     text: Callable[[Row], str]
     align: Literal["left", "right"] = "right"
     hint: str = ""
-    bar: Callable[[Row], float | None] | None = None
-    alert: Callable[[Row], bool] | None = None
 
 
 class Table(Sequence[Row]):
@@ -199,9 +194,4 @@ def _heading(column: Column[Any]) -> str:
 
 
 def _cell(column: Column[Row], row: Row) -> str:
-    part = column.bar(row) if column.bar is not None else None
-    is_bar = part is not None and math.isfinite(part)
-    is_alert = column.alert is not None and column.alert(row)
-    classes = f"{column.align}{' alert' if is_alert else ''}{' bar' if is_bar else ''}"
-    style = f' style="--part:{100 * min(max(part or 0.0, 0.0), 1.0):.1f}%"' if is_bar else ""
-    return f'<td class="{classes}"{style}>{escaped(column.text(row))}</td>'
+    return f'<td class="{column.align}">{escaped(column.text(row))}</td>'

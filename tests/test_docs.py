@@ -16,7 +16,8 @@ from benchmarks.methods_table import PAGE, with_table
 from saliency import LRP, Attribution
 from saliency.methods import METHODS
 from saliency.relevance import Epsilon
-from saliency.testing import check_method, check_metric, images, tiny_model
+from saliency.testing import check_method, images, tiny_model
+from tests.evaluation.metric_checks import metric_checks
 from tests.integrations import stand_in
 from tests.registry import restored_registry
 
@@ -103,7 +104,8 @@ def test_the_rule_and_the_metric_of_the_page_keep_their_promises() -> None:
     session: dict[str, Any] = {}
     for block in blocks(EXTENDING):
         exec(block, session)  # noqa: S102
-    check_metric(session["BorderShare"])
+    for _, check in metric_checks(session["BorderShare"]):
+        check()
     model, x = tiny_model(), images(2)
     found = LRP(model, composite={"conv": session["SquaredParts"](), "linear": Epsilon(0)}).attribute(x, 1)
     assert found.residual is not None

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from rich.text import Text
-from torch import Tensor, nn
 
 from ..errors import visible
 from ..hooks.model_state import categories_of, prepared_for_attribution, reference_tensor
@@ -18,7 +17,7 @@ from ..inspection.layer_table import LayerRow, LayerTable
 from ..io.inputs import read
 from ..layers.find import LayerScan, scan_layers
 from ..tables import Column, Table
-from ..targets.targets import OutputTarget, as_categories, as_target
+from ..targets.targets import as_categories, as_target
 from ..zoo import load
 from .console import Screen, UsageError
 
@@ -51,7 +50,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
             tables.append(_select_rows(activation_statistics(model, x), names))
     if arguments.gradients:
         with screen.waiting("measuring the gradients"):
-            tables += _gradient_tables(model, x, target, names)
+            tables.append(_select_rows(gradient_statistics(model, x, target), names))
     for shown in tables:
         _print(shown, screen)
     read_by_cams = f'CAMs read "{scan.default}" by default (->)' if scan.default else "CAMs have no default layer"
@@ -83,13 +82,6 @@ def _with_grids(table: LayerTable, rows: Sequence[LayerRow], scan: LayerScan) ->
     output = [column.title for column in table.columns].index("output") + 1
     columns = [arrow, *table.columns[:output], grid, *table.columns[output:]]
     return Table(rows, columns, table.title, table.notes)
-
-
-def _gradient_tables(model: nn.Module, x: Tensor, target: OutputTarget, names: set[str]) -> list[Table[Any]]:
-    """Return the gradients of the score at the layers and parameters with these names."""
-    statistics = gradient_statistics(model, x, target)
-    parameters = {row.name for row in statistics.parameters if row.name.rpartition(".")[0] in names | {""}}
-    return [_select_rows(statistics.layers, names), _select_rows(statistics.parameters, parameters)]
 
 
 def _select_rows(table: Table[Any], names: set[str]) -> Table[Any]:

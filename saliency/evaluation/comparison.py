@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from itertools import combinations
 from pathlib import Path
@@ -203,41 +201,33 @@ class Comparison(Table[ComparisonRow]):
         """Write the comparison atomically, in the format of the suffix, and return the path.
 
         Args:
-            path: A file that ends in .json (with the differences, the mean curves and the value of each image), .html
-                (a page with tables that can be sorted) or .csv (the rows).
+            path: A file that ends in .json (with the differences, the mean curves and the value of each image) or .html
+                (a page with tables that can be sorted). For others, use `dataframe()`, such as `dataframe().to_csv()`.
 
         Raises:
             MethodError: The suffix is not supported.
             OSError: The file cannot be written.
         """
         path = Path(path)
-        writers = {".json": self._json, ".html": self._page, ".csv": self._csv}
+        writers = {".json": self._json, ".html": self._page}
         check_choice("suffix", path.suffix, tuple(writers))
         with atomic_write(path) as temporary:
             temporary.write_text(writers[path.suffix](), "utf-8", newline="")
         return path
 
     def _json(self) -> str:
-        rows, results = [asdict(row) for row in self], [asdict(result) for result in self.results]
+        results = [asdict(result) for result in self.results]
         for result in results:
             del result["curves"]
-        differences = [asdict(row) | {"is_significant": row.is_significant} for row in self.differences]
-        content: dict[str, Any] = {
-            "rows": rows,
-            "differences": differences,
+        content = {
+            "rows": [asdict(row) for row in self],
+            "differences": [asdict(row) | {"is_significant": row.is_significant} for row in self.differences],
             "notes": self.notes,
             "curves": self._curves,
+            "agreement": self.agreement,
+            "results": results,
         }
-        content["agreement"] = self.agreement
-        content["results"] = results
         return json.dumps(content, indent=1) + "\n"
-
-    def _csv(self) -> str:
-        text = io.StringIO()
-        writer = csv.writer(text)
-        writer.writerow([field.name for field in fields(ComparisonRow)])
-        writer.writerows([*asdict(row).values()] for row in self)
-        return text.getvalue()
 
     def _page(self) -> str:
         page = files(__package__).joinpath("comparison.html").read_text("utf-8")

@@ -16,7 +16,7 @@ the test that fails first when PyTorch changes it:
 - `TorchDispatchMode`, `OpOverload._schema` record a forward to run parts of it again:
   `engine/test_tail.py`.
 - `torch._C._functorch` detects tensors inside `torch.func` transformations: `inspection/test_record.py`.
-- `_scaled_dot_product_attention_math` makes second derivatives possible: `inspection/test_jacobian.py`.
+- `_scaled_dot_product_attention_math` makes second derivatives possible: `methods/test_cam.py`.
 
 An edge is where the gradient enters or leaves a module. Nothing is inserted into the graph. The operations that pass
 gradient to an input are found by traversing the graph from the module's outputs. Therefore in-place modules and
@@ -60,12 +60,6 @@ def view_base(tensor: Tensor) -> Tensor | None:
 def tensor_hooks(tensor: Tensor) -> Mapping[int, Any] | None:
     """Return the gradient hooks of a tensor by their ids; None if it never had one."""
     return cast("Mapping[int, Any] | None", tensor._backward_hooks)
-
-
-def forget_empty_hooks(tensor: Tensor) -> None:
-    """Set the hooks of a tensor without hooks back to None, as they were before the first hook."""
-    if not tensor._backward_hooks:
-        tensor._backward_hooks = None
 
 
 # Modules.

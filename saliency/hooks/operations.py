@@ -196,16 +196,8 @@ PLAIN = {
     *("_upsample_bilinear2d_aa", "index", "index_select", "gather", "index_put", "roll", "flip", "repeat", "where"),
     *("masked_fill", "im2col", "col2im", "unfold", "cumsum", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
     *("native_channel_shuffle", "select_scatter", "as_strided", "slice_scatter", "tril", "triu", "native_dropout"),
-    *(
-        "roi_align",
-        "ps_roi_align",
-        "unsafe_split",
-        "unsafe_chunk",
-        "masked_scatter",
-        "nll_loss_forward",
-        "nll_loss2d_forward",
-    ),
-    *("_fft_r2c", "_fft_c2r", "_fft_c2c"),
+    *("roi_align", "ps_roi_align", "unsafe_split", "unsafe_chunk", "masked_scatter", "nll_loss_forward"),
+    *("nll_loss2d_forward", "_fft_r2c", "_fft_c2r", "_fft_c2c"),
 }
 """Linear operations without weights that are not views."""
 HOMOGENEOUS = {

@@ -3,12 +3,10 @@
     record                    record every call of every layer while you run the model, with its gradients
     layer_table               list shapes, parameters, multiply-adds and time of each layer
     activation_statistics     measure moments, zeros, dead channels and the first NaN, over any number of batches
-    gradient_statistics       measure gradients by layer and by parameter; saliency.gradient_flow draws the result
+    gradient_statistics       measure gradients by layer; saliency.gradient_flow draws the result
     edit_gradients            change gradients with the rules of `edit_rules` or any function
     edit_activations          change the outputs of layers
     extract_features          extract the activations of a data set
-    save_features             write them as safetensors files
-    vector_jacobian_product   compute the gradient of a weighted output at a layer
 
 The model and the `.grad` of its parameters are left unchanged.
 """
@@ -18,21 +16,18 @@ from .edit import Editing as Editing
 from .edit import edit_activations as edit_activations
 from .edit import edit_gradients as edit_gradients
 from .features import extract_features as extract_features
-from .features import save_features as save_features
-from .jacobian import vector_jacobian_product as vector_jacobian_product
 from .layer_table import LayerRow as LayerRow
 from .layer_table import LayerTable as LayerTable
 from .layer_table import layer_table as layer_table
 from .moments import Moments as Moments
 from .moments import TensorStatistics as TensorStatistics
 from .moments import moments as moments
-from .record import Call as Call
+from .record import ModuleCall as ModuleCall
 from .record import Recording as Recording
 from .record import record as record
 from .statistics import ActivationStatistics as ActivationStatistics
 from .statistics import GradientStatistics as GradientStatistics
 from .statistics import LayerActivations as LayerActivations
 from .statistics import LayerGradients as LayerGradients
-from .statistics import ParameterGradients as ParameterGradients
 from .statistics import activation_statistics as activation_statistics
 from .statistics import gradient_statistics as gradient_statistics

@@ -94,11 +94,6 @@ class ModelCall(NamedTuple):
         return call(model, tree_map_tensors(self.args, change), tree_map_tensors(self.kwargs, change))
 
 
-def first_float(tree: Any) -> Tensor | None:
-    """Return the first floating-point tensor of a tree; None if there is none."""
-    return next((tensor for tensor in tree_tensors(tree) if tensor.is_floating_point()), None)
-
-
 def model_call(model: nn.Module, example: Any) -> ModelCall:
     """Return the call of a model on an example.
 

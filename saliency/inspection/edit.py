@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
@@ -24,19 +23,16 @@ from .arguments import LayersLike, is_pattern, require_hookable, select_layers
 from .edit_rules import Rule, RuleLike, apply_rules, as_rules
 from .record import HookBlock
 
-Where = str | nn.Module | type[nn.Module] | Tensor | Iterable[str | nn.Module | type[nn.Module] | Tensor]
-"""Layers as for `LayersLike`; parameters by name ("fc.bias"), pattern or as objects; tensors; or several of these."""
-
 _MOST_LABELS = 12  # in a warning
 
 
 @dataclass(eq=False)
 class EditTarget:
-    """Layer, parameter or tensor to edit, and the number of edits so far."""
+    """Layer to edit, and the number of edits so far."""
 
     name: str
     label: str  # for messages
-    at: nn.Module | Tensor
+    at: nn.Module
     is_named: bool  # selected individually, not by a pattern or class
     edits: int = 0
     edited_pass: int | None = None  # last backward pass through an edited gradient of this target
@@ -47,72 +43,36 @@ class EditTarget:
             raise NotApplicableError(f"{self.label} cannot be edited: {reason}")
 
 
-def find_targets(model: nn.Module | None, where: Any, *, parameters: bool) -> list[EditTarget]:
+def find_targets(model: nn.Module, layers: Any) -> list[EditTarget]:
     """Return the edit targets without duplicates.
-
-    Args:
-        model: None if all targets are tensors.
-        where: As for `Where`.
-        parameters: Whether parameters and tensors are targets too.
 
     Raises:
         LayerError: A name, pattern or class matches nothing; the closest names are given.
-        MethodError: A name without a model, or an object that cannot be a target.
-        NotApplicableError: A frozen parameter, a tensor without gradient, or a layer inside a TorchScript module.
+        MethodError: An object that is not a layer.
+        NotApplicableError: A layer inside a TorchScript module.
     """
-    is_single = isinstance(where, str | nn.Module | type | Tensor) or not isinstance(where, Iterable)
-    targets: dict[int, EditTarget] = {}
-    own = dict(model.named_parameters(remove_duplicate=False)) if model is not None and parameters else {}
-    for wanted in [where] if is_single else where:
-        is_layer = isinstance(wanted, str | nn.Module) or (isinstance(wanted, type) and issubclass(wanted, nn.Module))
-        if isinstance(wanted, Tensor) and parameters:
-            name = next((name for name, parameter in own.items() if parameter is wanted), None)
-            unnamed = sum(target.name.startswith("tensor ") for target in targets.values())
-            label = f'parameter "{name}"' if name else f"the tensor of shape {tuple(wanted.shape)}"
-            fitting = [_tensor_target(name or f"tensor {unnamed}", label, wanted)]
-        elif not is_layer:
-            kinds = "a name, a pattern, a module or a class of modules" + ", a parameter or a tensor" * parameters
-            raise MethodError(f"expected {kinds} to edit; got {type(wanted).__name__}")
-        elif model is None:
-            raise MethodError(f"there is no model to look up {wanted!r} in; pass the model, or tensors")
-        else:
-            fitting = _parameter_targets(model, wanted, own) or _layer_targets(model, wanted)
-        for target in fitting:
-            known = targets.setdefault(id(target.at), target)
+    targets: dict[nn.Module, EditTarget] = {}
+    is_single = isinstance(layers, str | nn.Module | type | Tensor) or not isinstance(layers, Iterable)
+    for wanted in [layers] if is_single else layers:
+        if not (isinstance(wanted, str | nn.Module) or (isinstance(wanted, type) and issubclass(wanted, nn.Module))):
+            expected = "a name, a pattern, a module or a class of modules"
+            hint = "; to edit its gradient, call its register_hook" if isinstance(wanted, Tensor) else ""
+            raise MethodError(f"expected {expected} to edit; got {type(wanted).__name__}{hint}")
+        for target in _targets(model, wanted):
+            known = targets.setdefault(target.at, target)
             known.is_named |= target.is_named
     if not targets:
         raise LayerError('no target to edit was given; "*" selects every layer')
     return list(targets.values())
 
 
-def _parameter_targets(model: nn.Module, wanted: Any, parameters: Mapping[str, Tensor]) -> list[EditTarget]:
-    """Return the parameters that match a name, or a pattern that matches no layer."""
-    if not isinstance(wanted, str):
-        return []
-    if any(name and fnmatch.fnmatchcase(name, wanted) for name, _ in model.named_modules(remove_duplicate=False)):
-        return []
-    plain = wanted.removeprefix("_orig_mod.").removeprefix("module.")  # of a wrapped model
-    fitting = [name for name in parameters if name == plain or fnmatch.fnmatchcase(name, wanted)]
-    # Skip frozen parameters unless all are frozen.
-    names = [name for name in fitting if parameters[name].requires_grad] or fitting
-    by_name = not is_pattern(wanted)
-    return [_tensor_target(name, f'parameter "{name}"', parameters[name], is_named=by_name) for name in names]
-
-
-def _layer_targets(model: nn.Module, wanted: Any) -> list[EditTarget]:
+def _targets(model: nn.Module, wanted: str | nn.Module | type[nn.Module]) -> list[EditTarget]:
     is_named = isinstance(wanted, nn.Module) or (isinstance(wanted, str) and not is_pattern(wanted))
     layers = select_layers(model, wanted)
     seen = {name: layer for name, layer in layers.items() if is_hookable(model, name, layer)}
     if not seen or is_named:
         require_hookable(model, layers)
     return [EditTarget(name, f'layer "{name}"' if name else "the model", at, is_named) for name, at in seen.items()]
-
-
-def _tensor_target(name: str, label: str, tensor: Tensor, *, is_named: bool = True) -> EditTarget:
-    if not tensor.requires_grad:
-        reason = "it does not require a gradient; call requires_grad_() on it first"
-        raise NotApplicableError(f"{label} cannot be edited: {reason}")
-    return EditTarget(name, label, tensor, is_named)
 
 
 def _is_differentiable(tensor: Tensor) -> bool:
@@ -163,7 +123,7 @@ def _attach_to_input(hooks: HookManager, rules: tuple[Rule, ...], target: EditTa
             target.refuse(f'{reason}; use x.requires_grad_() or edit at="output"')
         return None
 
-    hooks.around(target.at, _inputs, end)  # type: ignore[arg-type]
+    hooks.around(target.at, _inputs, end)
 
 
 def _edit_inputs(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget, inputs: _Inputs, output: Any) -> Any:
@@ -197,7 +157,7 @@ def _attach_to_output(hooks: HookManager, rules: tuple[Rule, ...], target: EditT
             hooks.at_gradient(tensor, partial(_edit_gradient, hooks, rules, target))
         return changed
 
-    hooks.around(target.at, lambda args, kwargs: graph.current_sequence_nr(), end)  # type: ignore[arg-type]
+    hooks.around(target.at, lambda args, kwargs: graph.current_sequence_nr(), end)
 
 
 def _attach_to_activation(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget) -> None:
@@ -214,7 +174,7 @@ def _attach_to_activation(hooks: HookManager, rules: tuple[Rule, ...], target: E
         target.edits += graph.this_backward() == -1  # not when a checkpointed part runs again
         return tree_map_tensors(output, cache(edit))  # each tensor is changed once
 
-    hooks.revise(target.at, change)  # type: ignore[arg-type]
+    hooks.revise(target.at, change)
 
 
 # Copies with separate gradients, created by `_with_copies`. Nested blocks reuse them.
@@ -253,20 +213,14 @@ class Editing(HookBlock):
 
     @property
     def edits(self) -> dict[str, int]:
-        """Number of times that the rule was applied so far, by layer, parameter or tensor."""
+        """Number of times that the rule was applied so far, by layer."""
         return {target.name: target.edits for target in self._targets}
 
     def _register(self, stack: ExitStack) -> None:
-        for tensor in (target.at for target in self._targets if isinstance(target.at, Tensor)):
-            if tensor.is_leaf and graph.tensor_hooks(tensor) is None:
-                stack.callback(graph.forget_empty_hooks, tensor)
         # Hooks reference the manager weakly, so that it is freed with its block.
         hooks: HookManager = weakref.proxy(stack.enter_context(HookManager(persistent=True)))
         for target in self._targets:
-            if isinstance(target.at, Tensor):
-                hooks.at_gradient(target.at, partial(_edit_gradient, hooks, self._rules, target))
-            else:
-                self._attach(hooks, self._rules, target)
+            self._attach(hooks, self._rules, target)
 
     def __exit__(self, *error: Any) -> None:
         """Remove the edit. Unless the block raised, warn about targets that were not edited."""
@@ -281,7 +235,7 @@ class Editing(HookBlock):
 
 
 def edit_gradients(
-    model: nn.Module | None, where: Where, rule: RuleLike, *, at: Literal["input", "output"] = "input"
+    model: nn.Module, layers: LayersLike, rule: RuleLike, *, at: Literal["input", "output"] = "input"
 ) -> Editing:
     """Change gradients in the backward passes of a block.
 
@@ -299,15 +253,13 @@ def edit_gradients(
     Returned arguments and views are copied, so that a later in-place operation changes only the copy.
 
     Args:
-        model: Any module; None if all targets are tensors.
-        where: Layers by name, pattern, class or as modules; parameters by name ("fc.bias"), as objects, or by a pattern
-            that matches no layer ("*.bias"); any tensor that requires a gradient; or several of these.
+        model: Any module. For a parameter or another tensor, use its method `register_hook`.
+        layers: A name, a pattern, a module, a class of modules, or several.
         rule: One of `saliency.inspection.edit_rules`, any function from tensor to tensor, or several that are applied
             in order. A result of None leaves the gradient unchanged. Shape, dtype and device must stay the same.
-        at: For layers. "input" edits the gradient with respect to the arguments, like a full backward hook: the
+        at: "input" edits the gradient with respect to the arguments, like a full backward hook: the
             gradients of the layer's parameters are unchanged. "output" edits the gradient at the output: the gradients
-            of the parameters are computed from the edited gradient. For a parameter or tensor, the whole gradient of
-            one backward pass is edited, before it is added to `.grad`.
+            of the parameters are computed from the edited gradient.
 
     Returns:
         A context manager whose `edits` counts how often the rule was applied.
@@ -315,10 +267,9 @@ def edit_gradients(
     Raises:
         LayerError: A name, pattern or class matches nothing.
         MethodError: An unknown rule or `at`; or (in the backward pass) a result that does not fit the gradient.
-        NotApplicableError: A frozen parameter, a tensor without gradient, or a layer inside a TorchScript module; or
-            (in the forward pass) a named layer that takes or returns only integers, has no gradient although gradients
-            are enabled, or changes a view of another tensor in place; or (in the backward pass) a second backward pass
-            through an edited gradient.
+        NotApplicableError: A layer inside a TorchScript module; or (in the forward pass) a named layer that takes or
+            returns only integers, has no gradient although gradients are enabled, or changes a view of another tensor
+            in place; or (in the backward pass) a second backward pass through an edited gradient.
         RuntimeError: (In the backward pass) the rule uses an operation that PyTorch lacks for sparse or complex values.
 
     Warns:
@@ -326,8 +277,7 @@ def edit_gradients(
     """
     if at not in ("input", "output"):
         raise MethodError(f'gradients are edited at "input" or at "output"; got {at!r}')
-    targets = find_targets(None if model is None else unwrap(model), where, parameters=True)
-    return Editing(targets, rule, _attach_to_input if at == "input" else _attach_to_output)
+    return Editing(find_targets(unwrap(model), layers), rule, _attach_to_input if at == "input" else _attach_to_output)
 
 
 def edit_activations(model: nn.Module, layers: LayersLike, rule: RuleLike) -> Editing:
@@ -361,4 +311,4 @@ def edit_activations(model: nn.Module, layers: LayersLike, rule: RuleLike) -> Ed
     Warns:
         SaliencyWarning: The block ended without an exception, and a named layer was not edited.
     """
-    return Editing(find_targets(unwrap(model), layers, parameters=False), rule, _attach_to_activation)
+    return Editing(find_targets(unwrap(model), layers), rule, _attach_to_activation)

@@ -1,21 +1,19 @@
-"""Extract the activations of layers for a data set, in memory or as safetensors files."""
+"""Extract the activations of layers for a data set."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ImageError, LayerError, MethodError, plural
+from ..errors import ImageError, LayerError, plural
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, unwrap
-from ..io.atomic_write import save_tensors
-from .arguments import LayersLike, ModelCall, first_float, model_calls, require_hookable, select_layers
+from ..hooks.pytree import tree_tensors
+from .arguments import LayersLike, ModelCall, model_calls, require_hookable, select_layers
 
 Pool = Callable[[Tensor], Tensor] | None
 
@@ -26,8 +24,8 @@ def extract_features(model: nn.Module, data: Any, layers: LayersLike, *, pool: P
         features = extract_features(model, loader, ["layer3", "layer4"], pool=lambda maps: maps.mean((2, 3)))
         safetensors.torch.save_file(features, "features.safetensors")
 
-    The model runs once over the data, in evaluation mode and without gradients. The features stay in memory; for more
-    than fit there, use `save_features`.
+    The model runs once over the data, in evaluation mode and without gradients. The features stay in memory; if they do
+    not fit, extract and save one batch of the loader after another.
 
     Args:
         model: Any module.
@@ -47,60 +45,17 @@ def extract_features(model: nn.Module, data: Any, layers: LayersLike, *, pool: P
             have different shapes in different batches.
         NotApplicableError: A layer is inside TorchScript, where hooks do not run.
     """
-    columns: dict[str, list[Tensor]] = {}
-    for rows in _batches(model, data, layers, pool):
-        for name, part in rows.items():
-            columns.setdefault(name, []).append(part)
-            _require_same_shape(name, columns[name])
-    return {name: torch.cat(parts) for name, parts in columns.items()}
-
-
-def save_features(
-    model: nn.Module, data: Any, layers: LayersLike, folder: str | os.PathLike[str], *, pool: Pool = None
-) -> list[Path]:
-    """Write the outputs of layers as safetensors files, one for each batch. Memory holds one batch.
-
-        for path in save_features(model, loader, ["layer3", "layer4"], "features"):
-            rows = safetensors.torch.load_file(path)  # by layer
-
-    Args:
-        model: As for `extract_features`.
-        data: As for `extract_features`.
-        layers: As for `extract_features`.
-        folder: The folder for the files, created if missing. Each file is written atomically.
-        pool: As for `extract_features`.
-
-    Returns:
-        The paths of the files, shard-00000.safetensors and so on, in the order of the batches.
-
-    Raises:
-        MethodError: The folder contains such files.
-        OSError: A file cannot be written. Files written before are complete.
-        ImageError: As for `extract_features`.
-        LayerError: As for `extract_features`.
-        NotApplicableError: As for `extract_features`.
-    """
-    folder = Path(folder)
-    if any(folder.glob("shard-*.safetensors")):
-        raise MethodError(f"{folder} contains features; choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    paths: list[Path] = []
-    for rows in _batches(model, data, layers, pool):
-        paths.append(folder / f"shard-{len(paths):05d}.safetensors")
-        save_tensors(paths[-1], rows, None)
-    return paths
-
-
-def _batches(model: nn.Module, data: Any, layers: LayersLike, pool: Pool) -> Iterator[dict[str, Tensor]]:
-    """Yield the rows of each layer, batch by batch."""
     network = unwrap(model)
     modules = select_layers(network, layers)
     require_hookable(network, modules)
-    batch = None
+    columns: dict[str, list[Tensor]] = {name: [] for name in modules}
     for batch in model_calls(model, data):
-        yield _rows_of(network, batch, modules, pool)
-    if batch is None:
+        for name, part in _rows_of(network, batch, modules, pool).items():
+            columns[name].append(part)
+            _require_same_shape(name, columns[name])
+    if not all(columns.values()):
         raise ImageError("the data contain no image")
+    return {name: torch.cat(parts) for name, parts in columns.items()}
 
 
 def _rows_of(model: nn.Module, batch: ModelCall, layers: Mapping[str, nn.Module], pool: Pool) -> dict[str, Tensor]:
@@ -110,7 +65,7 @@ def _rows_of(model: nn.Module, batch: ModelCall, layers: Mapping[str, nn.Module]
     outputs: dict[str, Tensor | None] = {}
 
     def keep(name: str, output: Any) -> None:
-        tensor: Any = first_float(output)
+        tensor = next((tensor for tensor in tree_tensors(output) if tensor.is_floating_point()), None)
         outputs[name] = None
         if tensor is not None:
             tensor = tensor.detach() if pool is None else pool(tensor.detach())

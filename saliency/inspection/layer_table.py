@@ -66,27 +66,20 @@ class LayerTable(Table[LayerRow]):
     seconds: float | None = None
 
 
-def _columns(rows: list[LayerRow], model: LayerRow) -> list[Column[LayerRow]]:
+def _columns(rows: list[LayerRow]) -> list[Column[LayerRow]]:
     """Return the columns. Names are indented relative to the outermost row."""
     outermost = min((row.depth for row in rows), default=0)
+    of_products = "of convolutions, matrix products and attention, for the whole batch"
     of_time = "share of the time of one forward pass, including submodules"
     return [
         Column("layer", lambda row: "  " * (row.depth - outermost) + (row.name or row.kind), "left"),
         Column("kind", lambda row: row.kind, "left"),
         Column("output", lambda row: shape_text(row.output), "left", "shape of the output of its last call"),
-        _count_column("parameters", model, "including submodules"),
-        _count_column("multiply_adds", model, "of convolutions, matrix products and attention, for the whole batch"),
-        Column("time", lambda row: share(row.time_share), hint=of_time, bar=lambda row: row.time_share),
+        Column("parameters", lambda row: si(row.parameters), hint="including submodules"),
+        Column("multiply-adds", lambda row: si(row.multiply_adds), hint=of_products),
+        Column("time", lambda row: share(row.time_share), hint=of_time),
         Column("calls", lambda row: "" if row.calls == 1 else str(row.calls), hint="number of calls"),
     ]
-
-
-def _count_column(field_name: str, model: LayerRow, hint: str) -> Column[LayerRow]:
-    def count(row: LayerRow) -> int:
-        return int(getattr(row, field_name))
-
-    title = field_name.replace("_", "-")
-    return Column(title, lambda row: si(count(row)), hint=hint, bar=lambda row: count(row) / (count(model) or 1))
 
 
 def layer_table(
@@ -144,7 +137,7 @@ def layer_table(
     total = _row(model, "", 0, profiles[model], seconds, model)
     notes = [_totals(total, call.size, seconds.get(model))]
     title = f"{total.kind} on {', '.join(shape_text(tuple(tensor.shape)) for tensor in tree_tensors(call[:2]))}"
-    table = LayerTable(rows, _columns(rows, total), title, notes)
+    table = LayerTable(rows, _columns(rows), title, notes)
     table.model, table.seconds = total, seconds.get(model)
     return table
 

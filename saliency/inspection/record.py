@@ -81,7 +81,7 @@ class Backward:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class ModuleCall:
     """One call of one layer.
 
     Each tensor is replaced by its recorded form: a copy, its statistics or the result of the user's function. A part
@@ -113,8 +113,9 @@ class Call:
         return self.backwards[-1].grad_outputs if self.backwards else ()
 
     def __repr__(self) -> str:
-        """Return a text such as `Call(layer1.0.relu: ReLU, index=1, backwards=1)`."""
-        return f"Call({self.layer or '(the model)'}: {self.kind}, index={self.index}, backwards={len(self.backwards)})"
+        """Return a text such as `ModuleCall(layer1.0.relu: ReLU, index=1, backwards=1)`."""
+        layer, backwards = self.layer or "(the model)", len(self.backwards)
+        return f"ModuleCall({layer}: {self.kind}, index={self.index}, backwards={backwards})"
 
 
 class _View(NamedTuple):
@@ -162,7 +163,7 @@ class _OpenCall(NamedTuple):
     """Call that has begun but not ended."""
 
     number: int
-    call: Call
+    call: ModuleCall
     since: int
     tensors: Sequence[Tensor] = ()
     edges: Sequence[GradientEdge | None] = ()
@@ -199,7 +200,7 @@ class HookBlock:
         raise NotImplementedError
 
 
-class Recording(HookBlock, Sequence[Call]):
+class Recording(HookBlock, Sequence[ModuleCall]):
     """Sequence of recorded calls, and the context manager that records them; see `record`.
 
     Args:
@@ -215,7 +216,7 @@ class Recording(HookBlock, Sequence[Call]):
         self._has_gradients = bool(self._parts & {"grad_inputs", "grad_outputs"})
         # By tensor: the output of one layer is often the input of another.
         self._kept: MutableMapping[Tensor, tuple[int, Any]] = WeakTensorKeyDictionary()
-        self._calls: dict[int, Call] = {}  # by number, in the order in which they ended
+        self._calls: dict[int, ModuleCall] = {}  # by number, in the order in which they ended
         self._begun = 0  # number of calls so far
         self._counts: Counter[str] = Counter()
 
@@ -237,21 +238,21 @@ class Recording(HookBlock, Sequence[Call]):
         """The names of the layers that were called, in the order of their first call."""
         return tuple(dict.fromkeys(call.layer for call in self))
 
-    def in_end_order(self) -> list[Call]:
+    def in_end_order(self) -> list[ModuleCall]:
         """Return the calls in the order in which they ended."""
         return list(self._calls.values())
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def __iter__(self) -> Iterator[Call]:
+    def __iter__(self) -> Iterator[ModuleCall]:
         return iter([call for _, call in sorted(self._calls.items())])
 
     @overload
-    def __getitem__(self, key: int) -> Call: ...
+    def __getitem__(self, key: int) -> ModuleCall: ...
     @overload
-    def __getitem__(self, key: slice | str | nn.Module) -> list[Call]: ...
-    def __getitem__(self, key: int | slice | str | nn.Module) -> Call | list[Call]:
+    def __getitem__(self, key: slice | str | nn.Module) -> list[ModuleCall]: ...
+    def __getitem__(self, key: int | slice | str | nn.Module) -> ModuleCall | list[ModuleCall]:
         """Return a call by its index, or all calls of a layer, in order.
 
         Raises:
@@ -274,7 +275,8 @@ class Recording(HookBlock, Sequence[Call]):
             return None
         since = graph.current_sequence_nr()
         (inputs, named), flat = self._keep_all((args, kwargs)) if "inputs" in self._parts else ((None, None), ())
-        begun = _OpenCall(self._begun, Call(name, kind, self._counts[name], inputs, named, flat_inputs=flat), since)
+        call = ModuleCall(name, kind, self._counts[name], inputs, named, flat_inputs=flat)
+        begun = _OpenCall(self._begun, call, since)
         self._begun += 1
         self._counts[name] += 1
         if not self._has_gradients or not torch.is_grad_enabled():

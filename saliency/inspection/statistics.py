@@ -27,7 +27,7 @@ from ..tables import Column, Table, number, share
 from ..targets.targets import Categories, OutputFacts, OutputTarget, TargetLike, as_target, output_tensor
 from .arguments import Batches, LayersLike, ModelCall, select_layers
 from .moments import Moments, moments, real_values
-from .record import Call, Recording
+from .record import ModuleCall, Recording
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,10 +43,13 @@ _GRADIENT_STATISTICS = ("norm", "rms", "mean", "std", "min", "max")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Statistics(Generic[_Value]):
-    """Statistics of the finite values of a tensor over all batches; None if there is no gradient."""
+class _LayerStatistics(Generic[_Value]):
+    """Statistics of one layer in one of its calls, of the finite values over all batches; None without a gradient."""
 
     name: str
+    kind: str  # class of the module
+    call: int  # index of the call in a forward pass
+    calls: int  # calls in a forward pass
     count: int  # values; 0 without a gradient
     norm: _Value
     rms: _Value  # root mean square
@@ -60,15 +63,6 @@ class _Statistics(Generic[_Value]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LayerStatistics(_Statistics[_Value]):
-    """Statistics of one layer in one of its calls."""
-
-    kind: str  # class of the module
-    call: int  # index of the call in a forward pass
-    calls: int  # calls in a forward pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerActivations(_LayerStatistics[float]):
     """Output of one layer in one of its calls, over all images and positions."""
 
@@ -79,16 +73,6 @@ class LayerActivations(_LayerStatistics[float]):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGradients(_LayerStatistics[float | None]):
     """Gradient at the output of one layer in one of its calls; values are None without a gradient."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterGradients(_Statistics[float | None]):
-    """Gradient of one parameter; values are None without a gradient."""
-
-    shape: tuple[int, ...]
-    trainable: bool
-    weight_norm: float
-    ratio: float | None  # norm of the gradient, divided by the norm of the weight; None for a zero weight
 
 
 class ActivationStatistics(Table[LayerActivations]):
@@ -108,37 +92,22 @@ class ActivationStatistics(Table[LayerActivations]):
     batches: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class GradientStatistics:
-    """Gradient statistics; see `gradient_statistics`.
+class GradientStatistics(Table[LayerGradients]):
+    """Table of gradient statistics; see `gradient_statistics`.
 
     Attributes:
-        layers: One row per call of each layer, in the order in which the calls begin.
-        parameters: One row per parameter, in the order of the model.
         loss: The mean loss or score over all images.
-        of: "loss" or "score".
+        objective: "loss" or "score".
         first_nonfinite: The first layer with NaN or infinity in its gradient, in the order of the backward pass.
         images: The number of images.
         batches: The number of batches.
     """
 
-    layers: Table[LayerGradients]
-    parameters: Table[ParameterGradients]
     loss: float
-    of: str
+    objective: str
     first_nonfinite: str | None
     images: int
     batches: int
-
-    def __str__(self) -> str:
-        """Return both tables as text."""
-        return f"{self.layers}\n\n{self.parameters}"
-
-    def to_html(self) -> str:
-        """Return both tables as HTML."""
-        return self.layers.to_html() + self.parameters.to_html()
-
-    _repr_html_ = to_html
 
 
 @dataclass
@@ -158,7 +127,7 @@ class _Collector:
         self.first_nonfinite: str | None = None
         self._stats: dict[tuple[str, int], _RunningStats] = {}
 
-    def stats_of(self, calls: Iterable[Call]) -> dict[Call, _RunningStats]:
+    def stats_of(self, calls: Iterable[ModuleCall]) -> dict[ModuleCall, _RunningStats]:
         """Return the statistics of those calls of a batch that returned a tensor."""
         calls = [call for call in calls if call.outputs]
         return {call: self._stats.setdefault((call.layer, call.index), _RunningStats()) for call in calls}
@@ -289,7 +258,7 @@ def _activation_columns() -> list[Column[LayerActivations]]:
 def gradient_statistics(
     model: nn.Module, data: Any, loss_or_target: Loss | TargetLike = None, *, layers: LayersLike = "*"
 ) -> GradientStatistics:
-    """Return statistics of the gradients of a loss or a score, at the output of each layer and for each parameter.
+    """Return statistics of the gradients of a loss or a score at the output of each layer.
 
     Several batches count as one: the loss is the mean over all images. The loss of a batch is treated as the mean over
     its images. Sums are in double precision. Activations and gradients of layers are not stored, so memory use does not
@@ -298,7 +267,7 @@ def gradient_statistics(
     The gradient at a layer is the gradient of its output, even if a later operation changes the output in place. A
     layer that is called several times in a forward pass has a row for each call. If an output has several tensors, the
     first one is measured. Layers with frozen parameters also have a gradient at their output. `.grad`, flags and
-    buffers are unchanged.
+    buffers are unchanged. For the gradient of a parameter, read its `.grad` after a backward pass.
 
     Args:
         model: Any `torch.nn.Module`. It is left bit for bit unchanged.
@@ -323,7 +292,7 @@ def gradient_statistics(
     collector = _GradientCollector(batches, layers, "loss" if _is_loss(loss_or_target) else "score", objective)
     for batch in batches:
         collector.run(batch)
-    return collector.statistics()
+    return collector.table()
 
 
 def _is_loss(loss_or_target: Any) -> bool:
@@ -349,16 +318,14 @@ def _objective(loss_or_target: Any, categories: Categories, output: Any, batch: 
 
 
 class _GradientCollector(_Collector):
-    """Collector of moments of the gradients at layers and sums of the gradients of parameters, over all batches."""
+    """Collector of moments of the gradients at layers over all batches."""
 
     def __init__(
         self, batches: Batches, layers: LayersLike, of: str, objective: Callable[[Any, ModelCall], Tensor]
     ) -> None:
         super().__init__(batches, layers)
-        self.parameters = dict(batches.model.named_parameters())
         self.of = of
         self._objective = objective
-        self._sums: dict[str, Tensor] = {}  # of gradients, weighted by the number of images of the batch
         self._total = 0.0
 
     def run(self, batch: ModelCall) -> None:
@@ -366,7 +333,7 @@ class _GradientCollector(_Collector):
         if not batch.size:
             raise ImageError(f"batch {self.batches.batches} is empty, so it has no mean over its images")
         starts: list[Tensor] = []
-        trainable = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+        trainable = [parameter for parameter in self.batches.model.parameters() if parameter.requires_grad]
         recording = Recording(self.modules, _gradient_moments, ("outputs", "grad_outputs"))
         with prepared_for_attribution(self.batches.model), HookManager() as gradient_hooks:
             with HookManager() as hooks:
@@ -375,45 +342,24 @@ class _GradientCollector(_Collector):
             objective = self._objective(output, batch)
             # Ignore backward passes that the loss ran itself.
             earlier = {call: len(call.backwards) for call in recording}
-            gradients = differentiate(objective, [*starts, *trainable.values()])
+            differentiate(objective, [*starts, *trainable])
         # The backward pass reaches the last call first.
         for call, stats in reversed(self.stats_of(recording).items()):
             for backward in call.backwards[earlier[call] :]:
                 known: Moments = backward.grad_outputs[0] or Moments()
                 stats.moments += known.scaled(batch.size)
                 self.note_nonfinite(call.layer, [known])
-        for name, gradient in zip(trainable, gradients[len(starts) :], strict=True):
-            if gradient is not None:
-                self._sums[name] = self._sums.get(name, 0) + _to_double(gradient.to_dense()) * batch.size
         self._total += batch.size * float(objective.detach())
 
-    def statistics(self) -> GradientStatistics:
+    def table(self) -> GradientStatistics:
         """Return the statistics over all batches."""
         loss = self._total / self.batches.images
-        title = f"Gradients of a {self.of} of {number(loss)} at the {{}} of {type(self.batches.model).__name__}"
+        title = f"Gradients of a {self.of} of {number(loss)} at the layers of {type(self.batches.model).__name__}"
         rows = [LayerGradients(**fields) for fields, _ in self.rows(1 / self.batches.images)]
-        return GradientStatistics(
-            layers=Table(rows, _layer_columns(*_GRADIENT_STATISTICS), title.format("layers"), self.notes()),
-            parameters=_parameter_table(map(self._parameter_row, self.parameters), title.format("parameters")),
-            loss=loss,
-            of=self.of,
-            first_nonfinite=self.first_nonfinite,
-            images=self.batches.images,
-            batches=self.batches.batches,
-        )
-
-    def _parameter_row(self, name: str) -> ParameterGradients:
-        parameter, gradient = self.parameters[name], self._sums.get(name)
-        known = Moments() if gradient is None else moments(gradient).scaled(1 / self.batches.images)
-        weight_norm = moments(parameter).norm
-        return ParameterGradients(
-            name=name,
-            shape=tuple(parameter.shape),
-            trainable=parameter.requires_grad,
-            **_statistics(known),
-            weight_norm=weight_norm,
-            ratio=known.norm / weight_norm if gradient is not None and weight_norm else None,
-        )
+        table = GradientStatistics(rows, _layer_columns(*_GRADIENT_STATISTICS), title, self.notes())
+        table.loss, table.objective, table.first_nonfinite = loss, self.of, self.first_nonfinite
+        table.images, table.batches = self.batches.images, self.batches.batches
+        return table
 
 
 def _gradient_moments(tensor: Tensor) -> Moments | None:
@@ -429,23 +375,6 @@ def _leaf_copy(starts: list[Tensor], tensor: Tensor) -> Tensor:
     return starts[-1].clone()
 
 
-def _to_double(tensor: Tensor) -> Tensor:
-    """Convert to double precision if the device supports it."""
-    return tensor if tensor.device.type == "mps" else tensor.to(torch.promote_types(tensor.dtype, torch.float64))
-
-
-def _parameter_table(parameters: Iterable[ParameterGradients], title: str) -> Table[ParameterGradients]:
-    columns: list[Column[ParameterGradients]] = [
-        Column("parameter", lambda row: row.name, "left"),
-        Column("shape", lambda row: "x".join(map(str, row.shape)) or "1", "left"),
-        *_statistics_columns(*_GRADIENT_STATISTICS),
-        Column("weight norm", lambda row: number(row.weight_norm)),
-        Column("gradient / weight", partial(_text, "ratio"), hint="ratio of the norms"),
-        Column("frozen", lambda row: "" if row.trainable else "frozen", "left"),
-    ]
-    return Table(parameters, columns, title)
-
-
 def _statistics(known: Moments) -> dict[str, Any]:
     """Return the fields of a row with statistics of the values; None without a value."""
     names = (*_GRADIENT_STATISTICS, "zero_share")
@@ -457,7 +386,9 @@ def _layer_columns(*names: str) -> list[Column[Any]]:
     return [
         Column("layer", lambda row: _label(row, row.name or "(the model)"), "left"),
         Column("kind", lambda row: row.kind, "left"),
-        *_statistics_columns(*names),
+        *(Column(name, partial(_text, name)) for name in names),
+        Column("zeros", lambda row: share(row.zero_share), hint="exactly 0"),
+        Column("NaN, Inf", lambda row: str(row.nan + row.inf or "")),
     ]
 
 
@@ -466,15 +397,7 @@ def _label(row: _LayerStatistics[Any], name: str) -> str:
     return f"{name} ({row.call + 1})" if row.calls > 1 else name
 
 
-def _statistics_columns(*names: str) -> list[Column[Any]]:
-    """Return the columns of the values."""
-    columns: list[Column[Any]] = [Column(name, partial(_text, name)) for name in names]
-    columns.append(Column("zeros", lambda row: share(row.zero_share), hint="exactly 0", bar=lambda row: row.zero_share))
-    columns.append(Column("NaN, Inf", lambda r: str(r.nan + r.inf or ""), alert=lambda r: r.nan + r.inf > 0))
-    return columns
-
-
-def _text(name: str, row: _Statistics[Any]) -> str:
+def _text(name: str, row: _LayerStatistics[Any]) -> str:
     return number(getattr(row, name)) or "-"
 
 
@@ -499,7 +422,7 @@ def gradient_flow(statistics: GradientStatistics, *, size: tuple[float, float] =
     Raises:
         RenderError: There is nothing to draw.
     """
-    rows = _innermost(statistics.layers)
+    rows = _innermost(statistics)
     if not rows:
         raise RenderError("there are no layers in these statistics to draw")
     is_broken = np.array([row.nan + row.inf > 0 for row in rows.values()])
@@ -521,7 +444,7 @@ def gradient_flow(statistics: GradientStatistics, *, size: tuple[float, float] =
     names = [name[-_LONGEST_LABEL:] for name in rows]
     axes.set_xticks(range(0, len(rows), step), names[::step], rotation=90, fontsize="small", parse_math=False)
     axes.set_xlabel("layers, from the input to the output")
-    axes.set_ylabel(f"norm of the gradient of the {statistics.of}")
+    axes.set_ylabel(f"norm of the gradient of the {statistics.objective}")
     axes.grid(axis="y", alpha=0.3)
     return drawing
 

@@ -21,19 +21,16 @@ from typing import Any
 from torch import nn
 
 from ..attribution.base import Attribution
-from ..errors import SaliencyWarning
-from .case import Check, MethodCase, images, run_all, tiny_model, tiny_model_for, tiny_transformer
+from ..errors import SaliencyWarning, plural
+from .case import Check, MethodCase, images, tiny_model, tiny_model_for, tiny_transformer
 from .checks import CHECKS
-from .metric_checks import check_metric, metric_checks
 from .unchanged import Snapshot
 
 __all__ = [
     "Snapshot",
     "check_method",
-    "check_metric",
     "checks",
     "images",
-    "metric_checks",
     "tiny_model",
     "tiny_model_for",
     "tiny_transformer",
@@ -76,4 +73,15 @@ def check_method(method: type[Attribution], *, model: Callable[[], nn.Module] | 
         AssertionError: The method fails checks. The message lists all failed checks with the reasons. The cause is an
             ExceptionGroup of the failures with their tracebacks.
     """
-    run_all(method.__name__, checks(method, model=model, **options))
+    failures: list[Exception] = []
+    report: list[str] = []
+    for title, check in checks(method, model=model, **options):
+        try:
+            check()
+        except Exception as error:  # noqa: BLE001 - reported below, with its traceback
+            failures.append(error)
+            kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+            report.append(f"{title}: {kind}{error}")
+    if failures:
+        count = plural(len(failures), "failed check")
+        raise AssertionError("\n  ".join([f"{method.__name__}: {count}", *report])) from ExceptionGroup(count, failures)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..attribution.base import Attribution
 from ..attribution.explanation import Explanation
-from ..errors import plural
 
 # Function that raises AssertionError if a method fails the check.
 Check = Callable[["MethodCase"], None]
@@ -144,22 +143,6 @@ class MethodCase:
     def has_chunks(self) -> bool:
         """Whether the method runs many passes in chunks."""
         return "chunk" in self.method.options()
-
-
-def run_all(name: str, checks: Iterable[tuple[str, Callable[[], None]]]) -> None:
-    """Run checks of a class by name, and raise AssertionError with all failures and their tracebacks."""
-    failures: list[Exception] = []
-    report: list[str] = []
-    for title, check in checks:
-        try:
-            check()
-        except Exception as error:  # noqa: BLE001 - reported below, with its traceback
-            failures.append(error)
-            kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-            report.append(f"{title}: {kind}{error}")
-    if failures:
-        count = plural(len(failures), "failed check")
-        raise AssertionError("\n  ".join([f"{name}: {count}", *report])) from ExceptionGroup(count, failures)
 
 
 def require(holds: bool, failure: str) -> None:

@@ -12,7 +12,6 @@ import random
 import re
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,14 +24,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..attribution.base import METHODS, Attribution, explain_together, source, summary
 from ..attribution.explanation import Explanation, Sign
 from ..errors import NonFiniteError, NotApplicableError, SaliencyError, TargetError
 from ..methods.gradient import VanillaGradient
 from .case import SIZE, Check, MethodCase, images, require, require_raises, require_same, require_same_explanation
-from .unchanged import UNCHANGED_CHECKS, Snapshot, with_user_state
+from .unchanged import UNCHANGED_CHECKS, with_user_state
 
 CHECKS: dict[str, Check] = dict(UNCHANGED_CHECKS)  # all checks by name
 
@@ -55,47 +53,10 @@ def _under(context: Callable[[], AbstractContextManager[Any]], case: MethodCase)
         return case.explain(model)
 
 
-def _returning(pack: Callable[[Tensor], Any], target: Any = (0, 1)) -> Variant:
-    def explain(case: MethodCase) -> Explanation:
-        model = case.model()
-        model.register_forward_hook(lambda module, inputs, output: pack(output))
-        return case.explain(model, target=target)
-
-    return explain
-
-
-def _compiled(case: MethodCase) -> Explanation:
-    compiled: Any = torch.compile(case.model(), backend="eager")
-    return case.explain(compiled)
-
-
-def _observed(observe: Callable[[nn.Module], object], case: MethodCase) -> Explanation:
+def _returning(pack: Callable[[Tensor], Any], case: MethodCase) -> Explanation:
     model = case.model()
-    for module in model.modules():
-        if "inplace" in vars(module):
-            vars(module)["inplace"] = False  # PyTorch refuses backward hooks on modules in place
-        observe(module)
-    before = Snapshot(model=model)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Full backward hook is firing")
-        explanation = case.explain(model)
-    require(not before.changes(), f"observers changed: {', '.join(before.changes())}")
-    return explanation
-
-
-def _ignore(*_: object) -> None:
-    """Observe nothing."""
-
-
-def _with_saved_tensor_hooks(module: nn.Module) -> None:
-    opened: list[saved_tensors_hooks] = []
-
-    def open_hooks(*_: object) -> None:
-        opened.append(saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor))
-        opened[-1].__enter__()
-
-    module.register_forward_pre_hook(open_hooks)
-    module.register_forward_hook(lambda *_: opened.pop().__exit__(None, None, None))
+    model.register_forward_hook(lambda module, inputs, output: pack(output))
+    return case.explain(model)
 
 
 def _other_default_dtype() -> ExitStack:
@@ -116,23 +77,9 @@ _VARIANTS: dict[str, dict[str, Variant]] = {
     "default_device": {"a default device other than the model's": partial(_under, lambda: torch.device("meta"))},
     "default_dtype": {"a default dtype other than the model's": partial(_under, _other_default_dtype)},
     "named_outputs": {
-        "a model that returns a dictionary with logits": _returning(lambda y: {"logits": y, "hidden": y[:, :1]}),
-        "a model that returns a dictionary with one tensor": _returning(lambda y: {"anything": y, "loss": None}),
-        "a model that returns a tuple of one tensor": _returning(lambda y: (y,)),
-    },
-    "observers": {
-        "full backward hooks on all layers": partial(
-            _observed, lambda layer: layer.register_full_backward_hook(_ignore)
-        ),
-        "full backward pre-hooks on all layers": partial(
-            _observed, lambda layer: layer.register_full_backward_pre_hook(_ignore)
-        ),
-        "forward hooks on all layers": partial(_observed, lambda layer: layer.register_forward_hook(_ignore)),
-        "saved-tensor hooks on all layers": partial(_observed, _with_saved_tensor_hooks),
-    },
-    "wrapped_model": {
-        "a model wrapped by torch.compile": _compiled,
-        "a model wrapped by DataParallel": lambda case: case.explain(nn.DataParallel(case.model())),
+        "a dictionary with logits": partial(_returning, lambda y: {"logits": y, "hidden": y[:, :1]}),
+        "a dictionary with one tensor": partial(_returning, lambda y: {"anything": y, "loss": None}),
+        "a tuple of one tensor": partial(_returning, lambda y: (y,)),
     },
 }
 
@@ -257,19 +204,6 @@ def _require_same_estimates(explanation: Explanation, expected: Explanation, wha
 
 
 @check
-def images_that_affect_each_other(case: MethodCase) -> None:
-    """If the images of a batch affect each other's scores, the passes of an image run one by one."""
-    if not case.has_chunks:
-        return
-    model, x = case.precise_model(), images(1, dtype=torch.float64)
-    model.register_forward_hook(lambda module, inputs, output: output - output.mean(0) / 2)
-    expected = case.on(model, chunk=1).attribute(x, 0)
-    for chunk in (3, "auto"):
-        values = case.on(model, chunk=chunk).attribute(x, 0).values
-        require_same(values, expected.values, f"chunks of {chunk} on a model whose images affect each other")
-
-
-@check
 def several_targets(case: MethodCase) -> None:
     """`attribute_classes` gives the same results as `attribute` for each target."""
     method, x = case.on(case.model()), images(2)
@@ -302,44 +236,6 @@ def top_class(case: MethodCase) -> None:
     require_same_explanation(explanation, case.explain(model, x, top), "no target against the top classes by index")
 
 
-def _two_classes(output: Tensor) -> Tensor:
-    return output[[0, 1], [0, 1]]
-
-
-def _with_constant(rows: int, scores: Tensor) -> dict[str, Tensor]:
-    return {"scores": scores, "constant": scores.new_full((rows, 3), 1 / rows)}
-
-
-def _times_constant(output: dict[str, Tensor]) -> Tensor:
-    # The sum of all rows is 1, unless the constant is sliced like a batch.
-    return _two_classes(output["scores"]) * output["constant"][:, 0].sum()
-
-
-_FUNCTION_TARGETS: dict[str, Variant] = {
-    "a list of one dictionary per image": _returning(
-        lambda scores: [{"scores": row, "size": row[:2]} for row in scores],
-        lambda output: torch.stack([output[0]["scores"][0], output[1]["scores"][1]]),
-    ),
-    "a tensor with the images on axis 1": _returning(
-        lambda scores: torch.stack([scores, -scores]).contiguous(), lambda output: _two_classes(output[0])
-    ),
-    **{
-        f"a dictionary with a constant of {rows} rows": _returning(partial(_with_constant, rows), _times_constant)
-        for rows in (1, 2, 3, 4, 8, 16)
-    },
-}
-
-
-@check
-def function_targets(case: MethodCase) -> None:
-    """A target function gives the same result for any structure of the output, with constants of any length."""
-    if not _explains(case.on(case.model()), images(2), _two_classes):  # some methods explain classes only
-        return
-    expected = case.explain(target=_two_classes)
-    for output, explain in _FUNCTION_TARGETS.items():
-        require_same(explain(case).values, expected.values, f"a function of {output} against a function of a tensor")
-
-
 @check
 def nested_in_the_target(case: MethodCase) -> None:
     """A call inside the target function of another call affects neither result."""
@@ -353,26 +249,6 @@ def nested_in_the_target(case: MethodCase) -> None:
     if _explains(method, x, lambda output: output[:, 0]):  # some methods explain classes only
         expected = method.attribute(x, lambda output: output[:, 0]).values
         require_same(method.attribute(x, nesting).values, expected, "a call with another one inside its target")
-
-
-@check
-def nested_in_the_model(case: MethodCase) -> None:
-    """A call inside the model's forward of another call affects neither result."""
-    model, other = case.model(), images(1, seed=9)
-    method = case.on(model)
-    inner = method.attribute(other, 1)
-    busy = False
-
-    def explain(module: nn.Module, inputs: Any, output: Any) -> None:
-        nonlocal busy
-        if not busy:
-            busy = True
-            require_same_explanation(method.attribute(other, 1), inner, "a call inside the model of another")
-            busy = False
-
-    model.register_forward_hook(explain)
-    what = "a call with another one inside the model's forward"
-    require_same_explanation(method.attribute(images(2), [0, 1]), case.expected, what)
 
 
 @check
@@ -393,23 +269,7 @@ def parallel_threads(case: MethodCase) -> None:
         what = "a plain gradient in a thread parallel to this method"
         require_same(_plain_gradient(model, batches[i]), plain[i], what)
 
-    _run_in_threads([explain, differentiate] * 4)
-
-
-@check
-def parallel_threads_in_training_mode(case: MethodCase) -> None:
-    """Parallel calls on a model in training mode restore the model when all calls are done."""
-    model, x = with_user_state(case.model(), training=True), images(2)
-    method = case.on(model)
-    before = Snapshot(model=model, method=method, input=x)
-
-    def explain(_: int) -> None:
-        what = "a call in parallel threads on a training model"
-        require_same_explanation(method.attribute(x, [0, 1]), case.expected, what)
-
-    _run_in_threads([explain] * 8)
-    changed = before.changes()
-    require(not changed, f"after 8 threads: {', '.join(changed[:6])} changed")
+    run_in_threads([explain, differentiate] * 4)
 
 
 def _plain_gradient(model: nn.Module, x: Tensor) -> Tensor:
@@ -418,7 +278,7 @@ def _plain_gradient(model: nn.Module, x: Tensor) -> Tensor:
     return gradient
 
 
-def _run_in_threads(jobs: Sequence[Callable[[int], None]], rounds: int = 2) -> None:
+def run_in_threads(jobs: Sequence[Callable[[int], None]], rounds: int = 2) -> None:
     """Run each job in its own thread, all in parallel, and raise the first failure."""
     start = threading.Barrier(len(jobs))
 

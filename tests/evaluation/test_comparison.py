@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -364,13 +363,11 @@ def test_files_hold_the_rows_the_differences_and_the_values(tmp_path: Path) -> N
     assert [row["name"] for row in content["rows"]] == ["b", "a", "constant"]
     assert Comparison(Result(**each) for each in content["results"]).rows == table.rows
     assert len(content["differences"]) == 3
-    rows = list(csv.DictReader(table.save(tmp_path / "x.csv").read_text().splitlines()))
-    assert [(row["name"], row["mean"]) for row in rows] == [("b", "3.0"), ("a", "1.5"), ("constant", "0.0")]
     page = table.save(tmp_path / "x.html").read_text()
     assert page.count("<table>") == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.csv", "x.html", "x.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.html", "x.json"]
     with pytest.raises(MethodError, match=r"\.json"):
-        table.save(tmp_path / "x.xlsx")
+        table.save(tmp_path / "x.csv")
     assert "3.00" in str(table)
     assert "significant: sign-flip test" in table.to_html()
 

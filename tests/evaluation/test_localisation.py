@@ -14,7 +14,6 @@ from saliency.evaluation.metrics.localisation import (
     LocalisationMetric,
     PointingGame,
     TopKIntersection,
-    grid_collages,
 )
 from saliency.metrics import METRICS, measure
 from tests.evaluation.maps import explanation_of
@@ -160,32 +159,6 @@ def test_masks_that_are_missing_or_of_another_size_are_an_error(maps: Tensor, ma
     with pytest.raises(MethodError, match=r"\(3, 50, 40\); expected \(3, 40, 50\)"):
         measure("iou", explanation_of(maps), masks=masks.mT)
     assert torch.equal(values("iou", maps, masks[:, None]), values("iou", maps, masks))
-
-
-def test_a_collage_holds_images_of_different_classes_with_the_mask_of_each_cell() -> None:
-    labels = [0, 0, 0, 1, 2, 2, 3, 4]
-    images = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 3, 5, 6)
-    collages = grid_collages(images, labels, count=20, cells=2)
-    assert collages.images.shape == (80, 3, 10, 12)
-    assert collages.masks.shape == (80, 10, 12)
-    for image, target, mask in zip(*collages, strict=True):
-        assert mask.sum() == 30
-        (number,) = image[:, mask].unique().long().tolist()
-        assert labels[number] == target
-    rows = [collages.targets[i : i + 4] for i in range(0, 80, 4)]
-    assert all(len(set(row)) == 4 for row in rows)
-    assert torch.equal(collages.images[0], collages.images[3])
-    assert torch.equal(grid_collages(images, labels, count=3).images, collages.images[:12])
-    with pytest.raises(MethodError, match="5 classes; a collage of 3 x 3 images needs 9"):
-        grid_collages(images, labels, cells=3)
-
-
-def test_the_grid_pointing_game_of_the_right_cell_is_one() -> None:
-    collages = grid_collages(torch.rand(4, 3, 8, 8), range(4), count=2)
-    explanation = explanation_of(collages.masks.float() - 0.5)
-    result = measure("energy_pointing_game", explanation, masks=collages.masks)[0]
-    assert result.values.tolist() == [1] * 8
-    assert result.controls["constant"].values.tolist() == [1 / 4] * 8
 
 
 def test_masks_that_are_no_numbers_are_an_error() -> None:

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from saliency.errors import ImageError, LayerError, MethodError, NotApplicableError
+from saliency.errors import ImageError, LayerError, NotApplicableError
 from saliency.inspection.edit import edit_activations
-from saliency.inspection.features import extract_features, save_features
+from saliency.inspection.features import extract_features
 from saliency.testing import Snapshot
 from tests.models import Argmax
 
@@ -112,17 +112,6 @@ def test_the_features_of_an_edited_network_are_the_edited_ones() -> None:
     plain = extract_features(model, x, "conv")["conv"]
     assert not edited[:, 1].any()
     assert torch.equal(edited[:, [0, 2, 3]], plain[:, [0, 2, 3]])
-
-
-def test_files_hold_the_features_of_each_batch(tmp_path: Path) -> None:
-    model, folder = Net(), tmp_path / "features"
-    paths = save_features(model, loader(), ["conv", "fc"], folder)
-    assert [path.name for path in paths] == [f"shard-{number:05d}.safetensors" for number in range(5)]
-    memory, parts = extract_features(model, loader(), ["conv", "fc"]), [load_file(path) for path in paths]
-    for name in ("conv", "fc"):
-        assert torch.equal(torch.cat([part[name] for part in parts]), memory[name])
-    with pytest.raises(MethodError, match="contains features; choose another folder"):
-        save_features(model, loader(), "fc", folder)
 
 
 def test_what_does_not_fit_is_an_error_that_says_so() -> None:

@@ -6,7 +6,6 @@ import io
 import math
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from torch import nn
 
 from saliency import RenderError
 from saliency.inspection.statistics import GradientStatistics, LayerGradients, gradient_flow, gradient_statistics
-from saliency.tables import Table
 from saliency.testing import images, tiny_model
 
 LABELS = torch.tensor([1, 2, 3, 4])
@@ -62,9 +60,9 @@ def made(values: list[float | None], **changed: Any) -> GradientStatistics:
         rows.append(
             LayerGradients(name=f"layer{at}", kind="Linear", call=0, calls=1, count=4, nan=nan, inf=0, **figures)
         )
-    table = Table[LayerGradients](rows, ())
-    whole = gradient_statistics(tiny_model(), images(1))
-    return replace(whole, layers=table, **changed)
+    table = gradient_statistics(tiny_model(), images(1)).of(rows)
+    vars(table).update(changed)
+    return table
 
 
 # What it draws -------------------------------------------------------------------------------------------------------
@@ -81,7 +79,7 @@ def test_a_gradient_that_vanishes_falls_to_the_left_and_one_that_explodes_rises(
             nn.init.normal_(parameter, 0, scale)
     statistics = gradient_statistics(model, torch.randn(4, 32), 0)
     axes = drawn(gradient_flow(statistics))
-    assert heights(axes) == [row.norm for row in statistics.layers]
+    assert heights(axes) == [row.norm for row in statistics]
     first, last = np.log10(heights(axes)[0]), np.log10(heights(axes)[-1])
     assert sign * (last - first) > 3
     assert axes.get_yscale() == "log"
@@ -133,7 +131,7 @@ def test_points_are_the_innermost_layers_in_forward_order() -> None:
     statistics = gradient_statistics(model, images(2))
     axes = drawn(gradient_flow(statistics))
     assert [each.get_text() for each in axes.get_xticklabels()] == ["0.0 Conv2d", "0.2 ReLU", "1 Flatten", "2 Linear"]
-    assert heights(axes) == [statistics.layers[name].norm for name in ("0.0", "0.2", "1", "2")]
+    assert heights(axes) == [statistics[name].norm for name in ("0.0", "0.2", "1", "2")]
     containers = gradient_statistics(model, images(2), layers="0")
     assert [each.get_text() for each in gradient_flow(containers).axes[0].get_xticklabels()] == ["0 Sequential"]
     alone = gradient_statistics(nn.Sequential(nn.Identity()), images(2), lambda output: output.sum())
@@ -141,7 +139,7 @@ def test_points_are_the_innermost_layers_in_forward_order() -> None:
     itself = gradient_statistics(nn.Linear(3, 2), torch.randn(1, 3))
     assert [each.get_text() for each in gradient_flow(itself).axes[0].get_xticklabels()] == ["Linear"]
     both = gradient_statistics(model, images(2), layers=[model, "0.0", "2"])
-    assert [each.name for each in both.layers] == ["", "0.0", "2"]
+    assert [each.name for each in both] == ["", "0.0", "2"]
     assert [each.get_text() for each in gradient_flow(both).axes[0].get_xticklabels()] == ["0.0 Conv2d", "2 Linear"]
 
 
@@ -204,6 +202,6 @@ def test_drawing_leaves_pyplot_and_the_styles_alone() -> None:
 @pytest.mark.slow
 def test_the_statistics_are_not_changed() -> None:
     statistics = gradient_statistics(tiny_model(), images(1))
-    before = statistics.layers.rows, statistics.parameters.rows
+    before = statistics.rows
     gradient_flow(statistics)
-    assert (statistics.layers.rows, statistics.parameters.rows) == before
+    assert statistics.rows == before

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from saliency import GradCAM, LayerError, MethodError, NotApplicableError
 from saliency.hooks.pytree import tree_tensors
-from saliency.inspection import Call, Recording, TensorStatistics
+from saliency.inspection import ModuleCall, Recording, TensorStatistics
 from saliency.inspection.record import record
 from saliency.testing import Snapshot
 from tests.models import Checkpointed, OwnForward, PooledNet, Raises, sigmoid_net
@@ -31,7 +31,7 @@ def near(found: Any, expected: list[Any], digits: int = 4) -> bool:
     return torch.allclose(torch.as_tensor(found), torch.tensor(expected), rtol=0, atol=0.5 * 10**-digits + 1e-9)
 
 
-def only(calls: list[Call]) -> Call:
+def only(calls: list[ModuleCall]) -> ModuleCall:
     (call,) = calls
     return call
 
@@ -784,7 +784,7 @@ def test_a_layer_that_is_not_recorded_is_an_error_and_one_that_was_not_called_is
         pass
     assert isinstance(recording, Recording)
     assert "1 calls of 1 layers" in repr(recording)
-    assert repr(recording[0]) == "Call(used: Linear, index=0, backwards=0)"
+    assert repr(recording[0]) == "ModuleCall(used: Linear, index=0, backwards=0)"
 
 
 class Recursive(nn.Module):

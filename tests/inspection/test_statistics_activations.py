@@ -309,7 +309,7 @@ def test_rows_come_as_the_layers_begin_a_container_before_its_parts_as_in_the_la
     model = torchvision.models.resnet18(weights=None)
     names = [row.name for row in layer_table(model, images(1), times=False)]
     assert list(dict.fromkeys(row.name for row in activation_statistics(model, images(1)))) == names
-    assert list(dict.fromkeys(row.name for row in gradient_statistics(model, images(1)).layers)) == names
+    assert list(dict.fromkeys(row.name for row in gradient_statistics(model, images(1)))) == names
 
 
 def test_a_call_that_raised_or_gave_no_tensor_leaves_no_gap_among_the_calls() -> None:

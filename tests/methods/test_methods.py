@@ -13,11 +13,14 @@ import saliency
 from saliency import METHODS, Attribution, GradCAM
 from saliency.attribution.base import get_method
 from saliency.testing import checks, images, tiny_model_for
+from tests.methods.model_checks import model_checks
 
 pytestmark = pytest.mark.usefixtures("_registry_restored")
 
 CASES = [
-    pytest.param(check, id=f"{name}-{check_name}") for name in METHODS for check_name, check in checks(METHODS[name])
+    pytest.param(check, id=f"{name}-{check_name}")
+    for name in METHODS
+    for check_name, check in checks(METHODS[name]) + model_checks(METHODS[name])
 ]
 
 
@@ -40,7 +43,7 @@ def test_every_method_keeps_every_promise(check: Callable[[], None]) -> None:
 )
 @pytest.mark.slow
 def test_the_promises_hold_for_other_options_too(cls: type[Attribution], options: dict[str, Any]) -> None:
-    for _, check in checks(cls, **options):
+    for _, check in checks(cls, **options) + model_checks(cls, **options):
         check()
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
 from ...attribution.options import ConvertedOption, Option
-from ...engine.estimates import generator, precise_type
-from ...errors import MethodError
+from ...engine.estimates import precise_type
 from ...validation import check_integer, check_number
 from .base import Metric, Outcome, Subject
 from .changed_images import row_ranks
@@ -165,46 +163,6 @@ class IoU(LocalisationMetric):
             lowest = self.threshold * positive.amax((2, 3))
         high = (positive >= lowest[..., None, None]) & (positive > 0)
         return (high & masks).sum((2, 3)) / (high | masks).sum((2, 3))
-
-
-class Collages(NamedTuple):
-    """Collages of n x n images of different classes: one row for each cell of each of K collages."""
-
-    images: Tensor  # (K * n * n, C, n * H, n * W), equal for all cells of a collage
-    targets: list[int]  # the class of each row's cell
-    masks: Tensor  # (K * n * n, n * H, n * W) of bool, each row's cell
-
-
-def grid_collages(images: Tensor, labels: Sequence[Any], *, count: int = 10, cells: int = 2, seed: int = 0) -> Collages:
-    """Draw collages for the grid pointing game: `EnergyPointingGame` with the cell of the explained class as the mask.
-
-    Args:
-        images: (N, C, H, W), as the model's input, of which the model is confident.
-        labels: The class of each image.
-        count: The number of collages.
-        cells: The number of images along each edge of a collage.
-        seed: The seed of the draws.
-
-    Raises:
-        MethodError: The images are of fewer classes than a collage has cells.
-
-    Source: Böhle et al., "Convolutional Dynamic Alignment Networks for Interpretable Classifications" (2021),
-        https://arxiv.org/abs/2104.00032.
-    """
-    classes, side = [int(label) for label in labels], check_integer("cells", cells, least=1)
-    if len(set(classes)) < side**2:
-        found = f"the images are of {len(set(classes))} classes"
-        raise MethodError(f"{found}; a collage of {side} x {side} images needs {side**2} different ones")
-    chosen = []
-    for number in range(check_integer("count", count, least=1)):
-        order = torch.randperm(len(classes), generator=generator(seed, number), device="cpu").tolist()
-        chosen += list({classes[index]: index for index in order}.values())[: side**2]
-    height, width = images.shape[2:]
-    parts = images[chosen].view(count, side, side, -1, height, width).permute(0, 3, 1, 4, 2, 5)
-    collages = parts.reshape(count, -1, side * height, side * width).repeat_interleave(side**2, 0)
-    own = torch.eye(side**2, dtype=torch.bool, device=images.device).view(-1, side, side)
-    masks = own.repeat_interleave(height, 1).repeat_interleave(width, 2).repeat(count, 1, 1)
-    return Collages(collages, [classes[index] for index in chosen], masks)
 
 
 def _positive_part(maps: Tensor) -> Tensor:

@@ -1,9 +1,4 @@
-"""Checks of a metric: its documentation, its results, and that it leaves everything as it was.
-
-from saliency.testing import check_metric
-
-check_metric(MyMetric)
-"""
+"""Checks of a metric: its documentation, its results, and that it leaves everything as it was."""
 
 from __future__ import annotations
 
@@ -17,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attribution.base import source, summary
-from ..attribution.explanation import Explanation
-from ..attribution.options import declared_options
-from ..errors import NonFiniteError
-from ..evaluation.metrics.base import Measurement, Metric
-from ..methods.gradient import InputXGradient, VanillaGradient
-from .case import SIZE, images, require, require_raises, require_same, run_all, tiny_model
-from .unchanged import Snapshot
+from saliency.attribution.base import source, summary
+from saliency.attribution.explanation import Explanation
+from saliency.attribution.options import declared_options
+from saliency.errors import NonFiniteError
+from saliency.evaluation.metrics.base import Measurement, Metric
+from saliency.methods.gradient import InputXGradient, VanillaGradient
+from saliency.testing.case import SIZE, images, require, require_raises, require_same, tiny_model
+from saliency.testing.unchanged import Snapshot
 
 FEW: dict[str, Any] = {"steps": 4, "samples": 4, "draws": 2, "sizes": 3, "segments": (3, 3), "patch": 8}
 """Options that make metrics fast."""
@@ -40,18 +35,6 @@ def _check(function: Callable[[type[Metric]], None]) -> Callable[[type[Metric]],
 def metric_checks(metric: type[Metric]) -> list[tuple[str, Callable[[], None]]]:
     """Return the name of each check of a metric, with a function that raises AssertionError if the metric fails it."""
     return [(name, partial(check, metric)) for name, check in METRIC_CHECKS.items()]
-
-
-def check_metric(metric: type[Metric]) -> None:
-    """Run all checks on a metric.
-
-    Args:
-        metric: The class. All of its options have defaults.
-
-    Raises:
-        AssertionError: The metric fails checks. The message lists all failed checks with the reasons.
-    """
-    run_all(metric.__name__, metric_checks(metric))
 
 
 def _explanation(x: Tensor | None = None) -> Explanation:
