@@ -7,10 +7,10 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -18,11 +18,12 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .. import notebook
 from ..errors import ExplanationError
 from ..hooks.rectifiers import Coverage
 from ..io.atomic_write import atomic_write, save_tensors
 from ..io.inputs import decode, encode
-from ..io.preprocess import Frame
+from ..io.preprocess import Frame, ImageBox
 from .aliases import result_hint
 from .options import RunStats
 
@@ -71,6 +72,9 @@ class Explanation:
         notes: The limits of each image's map, for example that it is 0 everywhere; empty without limits.
         title: The name of the method's class; by default `method`.
         units: The units of the values; by default "<title> value".
+        boxes: The size of each original image, and the position of the model's input on it, for a map of
+            `saliency batch`, which is saved without its image. Empty for other explanations.
+        from_zero: Whether its colours begin at zero, as for standard errors, and not at the minimum of a positive map.
     """
 
     values: Tensor
@@ -95,9 +99,8 @@ class Explanation:
     notes: tuple[str, ...] = ()
     title: str = ""
     units: str = ""
-
-    draw_png: ClassVar[Callable[[Explanation], bytes | None] | None] = None
-    """Returns the image that a notebook shows. `saliency.render` sets it, since nothing below draws."""
+    boxes: tuple[ImageBox | None, ...] = ()
+    from_zero: bool = False
 
     def __post_init__(self) -> None:
         """Fill in the title and the units of a method that has none."""
@@ -117,7 +120,9 @@ class Explanation:
             for name, tensor in self._tensors().items()
         }
         parts |= {name: tuple(getattr(self, name)[i] for i in rows) for name in ("target", "target_names", "frames")}
-        parts |= {name: tuple(own[i] for i in rows) for name in ("effort", "notes") if (own := getattr(self, name))}
+        parts |= {
+            name: tuple(own[i] for i in rows) for name in ("effort", "notes", "boxes") if (own := getattr(self, name))
+        }
         return replace(self, **parts)
 
     def __iter__(self) -> Iterator[Explanation]:
@@ -144,8 +149,7 @@ class Explanation:
 
     def _repr_png_(self) -> bytes | None:
         """Return the image that a notebook shows; None if it cannot be drawn, then it shows the text."""
-        draw = type(self).draw_png
-        return None if draw is None else draw(self)
+        return notebook.draw_png(self)
 
     def to(self, device: torch.device | str) -> Explanation:
         """Return the explanation with its tensors on another device."""
@@ -255,10 +259,13 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
     plain["frames"] = tuple(
         None if box is None else _frame(tensors[f"picture.{i}"], *box) for i, box in enumerate(plain["frames"])
     )
+    boxes = [header["image"]] if header.get("image") else plain.get("boxes", ())
+    plain["boxes"] = tuple(box and ImageBox(tuple(box["size"]), tuple(box["box"]), box["range"]) for box in boxes)
     stored = {name: tensors.get(name) for name in _TENSORS}
     per_image = [
         plain["effort"] or None,
         plain["notes"] or None,
+        plain["boxes"] or None,
         plain["target"],
         plain["target_names"],
         plain["frames"],

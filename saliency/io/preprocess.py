@@ -47,6 +47,18 @@ class Frame:
     box: Box
 
 
+@dataclass(frozen=True, slots=True)
+class ImageBox:
+    """Position of the model's input on an image that was not saved: a `Frame` without its image.
+
+    It has the size (w, h) of the image, and the range of a deep image.
+    """
+
+    size: tuple[int, int]
+    box: Box
+    range: Range | None = None
+
+
 def scaled_size(size: tuple[int, int], longest: int) -> tuple[int, int]:
     """Return the size (w, h) of an image after resizing its longer edge to `longest` pixels."""
     width, height = (max(1, round(edge * longest / max(size))) for edge in size)

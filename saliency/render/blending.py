@@ -17,8 +17,8 @@ from PIL import Image, ImageColor
 from ..attribution.explanation import Explanation, Sign
 from ..attribution.heatmap import PER_UNIT, limits, reduced_maps, require_explanation, rounding_errors
 from ..errors import RenderError, did_you_mean, warn
-from ..io.inputs import ImageLike, open_picture
-from ..io.preprocess import Frame, resize_box, scaled_size
+from ..io.inputs import ImageLike, open_image
+from ..io.preprocess import Frame, drawable, resize_box, scaled_size
 from ..validation import check_number
 from .contours import check_levels, draw_contours
 from .scaling import Percentile, drawn_maps, resolve_percentile, smoothed
@@ -99,16 +99,21 @@ def require_one(explanation: Explanation, name: str) -> None:
 
 
 def frame_of(explanation: Explanation, picture: ImageLike | None = None) -> Frame:
-    """Return the frame to draw on: the explanation's own, or one that covers all of `picture`."""
+    """Return the frame to draw on: the explanation's own, or `picture` at the saved box; without a box, all of it."""
     if picture is not None:
-        opened = open_picture(picture)
-        return Frame(opened, (0.0, 0.0, float(opened.width), float(opened.height)))
+        saved = explanation.boxes[0] if explanation.boxes else None
+        opened = drawable(open_image(picture), saved and saved.range)
+        if saved is None:
+            return Frame(opened, (0.0, 0.0, float(opened.width), float(opened.height)))
+        if opened.size != saved.size:
+            sizes = " and ".join(f"{width} x {height}" for width, height in (saved.size, opened.size))
+            raise RenderError(f"the map belongs to an image of another size: {sizes} pixels; pass the original image")
+        return Frame(opened, saved.box)
     frame = explanation.frames[0]
     if frame is None:
         raise RenderError(
             "the original image is not known: it was given as a tensor, or the map was saved without it; explain its "
-            "path or the PIL image, draw maps of saliency batch with saliency render, or pass overlay(..., "
-            "picture=image), where the map covers the whole image"
+            "path or the PIL image, or pass overlay(..., picture=image). A map of a tensor then covers the whole image"
         )
     return frame
 
@@ -135,6 +140,7 @@ def scale_map(
             zero, except on a shared scale, and for gradients below the rounding error. The warning states the reason.
     """
     sign = explanation.sign if sign is None else sign
+    from_zero = from_zero or explanation.from_zero
     maps, marks = drawn_maps(explanation, sign), explanation.outliers
     low, high = map(float, (maps if marks is None or marks.all() else maps[~marks]).aminmax())
     largest = max(-low, high)
