@@ -219,7 +219,7 @@ def pack_explanation(
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in explanation._tensors().items()
     }
-    tensors |= {f"picture.{i}": _encode_png(f.picture) for i, f in enumerate(explanation.frames) if f is not None}
+    tensors |= {f"picture.{i}": _encode_png(f.image) for i, f in enumerate(explanation.frames) if f is not None}
     header = explanation._header()
     if image is not None:
         values = tensors["values"].double()
@@ -280,12 +280,12 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
     return plain | stored
 
 
-def _encode_png(picture: Image.Image) -> Tensor:
+def _encode_png(image: Image.Image) -> Tensor:
     """Encode an image as PNG, which is lossless; the weakest compression is the fastest."""
-    return torch.frombuffer(bytearray(encode(picture, "PNG", compress_level=1)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(encode(image, "PNG", compress_level=1)), dtype=torch.uint8)
 
 
 def _frame(png: Tensor, left: float, top: float, right: float, bottom: float) -> Frame:
     # Accept any number of pixels: the limit was checked when the original image was read.
-    picture = decode(io.BytesIO(png.numpy().tobytes()), "the image", max_pixels=sys.maxsize)
-    return Frame(picture, (left, top, right, bottom))
+    image = decode(io.BytesIO(png.numpy().tobytes()), "the image", max_pixels=sys.maxsize)
+    return Frame(image, (left, top, right, bottom))

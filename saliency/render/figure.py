@@ -103,12 +103,12 @@ def figure(
         listed = [explanations]
     given = [single_images(row, "figure") for row in listed]
     limit = shared_limit(chain.from_iterable(given), smoothing=smoothing) if shared else None
-    photos = [group for row in given for group in _by_photo(row)]
-    most = 1 + max(map(len, photos))
+    groups = [group for row in given for group in _by_image(row)]
+    most = 1 + max(map(len, groups))
     if columns is None:
         columns = math.ceil(most / math.ceil(most / COLUMNS))
     columns = min(most, check_integer("columns", columns, least=1, error=RenderError))
-    rows = [(group, start) for group in photos for start in range(0, 1 + len(group), columns)]
+    rows = [(group, start) for group in groups for start in range(0, 1 + len(group), columns)]
     width = min(LARGEST_PANEL, max(SMALLEST_PANEL, WIDTH / columns))
     heights = [width * _proportion(group) + HEAD_AND_BAR for group, _ in rows]
     drawing = new_figure(columns * width, sum(heights) + TITLE_HEIGHT * bool(title), crop="tight")
@@ -118,7 +118,7 @@ def figure(
         titles = method_titles(group)
         for axes, number in zip(panels, range(start, 1 + len(group)), strict=False):
             if number == 0:
-                _show(axes, frame.picture, [_class_title(group[0])] if has_one_class else [])
+                _show(axes, frame.image, [_class_title(group[0])] if has_one_class else [])
                 continue
             image = group[number - 1]
             scaled = scale_map(image, limit=limit, smoothing=smoothing)
@@ -128,7 +128,7 @@ def figure(
     return drawing
 
 
-def _by_photo(images: Sequence[Explanation]) -> list[list[Explanation]]:
+def _by_image(images: Sequence[Explanation]) -> list[list[Explanation]]:
     """Group explanations by their image, in the order of the first ones."""
     groups: list[list[Explanation]] = []
     for image in images:
@@ -142,14 +142,14 @@ def _by_photo(images: Sequence[Explanation]) -> list[list[Explanation]]:
 
 def _proportion(group: Sequence[Explanation]) -> float:
     """Return the height of a panel, as a multiple of its width."""
-    width, height = frame_of(group[0]).picture.size
+    width, height = frame_of(group[0]).image.size
     return min(height / width, TALLEST)
 
 
 def _print_frame(image: Explanation) -> Frame:
     """Return the frame of an explanation, with at most the pixels that a panel has in print."""
     frame, longest = frame_of(image), round(LARGEST_PANEL * TALLEST * PRINT_DPI)
-    return shrink(frame, longest) if max(frame.picture.size) > longest else frame
+    return shrink(frame, longest) if max(frame.image.size) > longest else frame
 
 
 def _class_title(image: Explanation) -> str:
@@ -166,8 +166,8 @@ def _panels(drawing: Figure, heights: Sequence[float], columns: int) -> Any:
     return panels
 
 
-def _show(axes: Axes, picture: Image.Image, names: Sequence[str]) -> None:
-    axes.imshow(picture)
+def _show(axes: Axes, image: Image.Image, names: Sequence[str]) -> None:
+    axes.imshow(image)
     axes.set_title("\n".join(names), fontsize=TITLE_SIZE, pad=4, parse_math=False)
 
 

@@ -23,8 +23,8 @@ def notebook_png(explanation: Explanation) -> bytes | None:
     """
     try:
         images = [framed(image) for image in explanation[:MOST_ROWS]]
-        picture = overlay(images[0], size=SIDE) if len(images) == 1 else contact_sheet([[image] for image in images])
-        return encode(picture, "PNG")
+        image = overlay(images[0], size=SIDE) if len(images) == 1 else contact_sheet([[image] for image in images])
+        return encode(image, "PNG")
     except Exception:  # noqa: BLE001 - looking at a result must not fail
         return None
 

@@ -204,7 +204,7 @@ def test_a_full_disk_is_told_in_one_line_and_is_exit_code_1(
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("saliency.batch.drawing.save_picture", full)
+    monkeypatch.setattr("saliency.batch.drawing.save_drawing", full)
     monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: Tiny())
     assert main(["batch", str(source), "--out", str(tmp_path / "out")]) == 1
     err = capsys.readouterr().err
@@ -477,6 +477,6 @@ def test_drawing_again_stops_where_nothing_can_be_written(
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("saliency.batch.drawing.save_picture", full)
+    monkeypatch.setattr("saliency.batch.drawing.save_drawing", full)
     with pytest.raises(StoppedError, match="free disk space"):
         list(redraw(tmp_path / "run", tmp_path / "again", style=OverlayStyle()))

@@ -116,7 +116,7 @@ def test_a_given_picture_is_covered_whole(tmp_path: Path) -> None:
     photo = noise(33, 21)
     photo.save(tmp_path / "photo.png")
     explanation = explained(torch.rand(1, 4, 4), None)
-    from_path = overlay(explanation, picture=tmp_path / "photo.png")
+    from_path = overlay(explanation, image=tmp_path / "photo.png")
     assert from_path.size == photo.size
     assert np.array_equal(pixels_of(from_path), pixels_of(overlay(replace(explanation, frames=(whole(photo),)))))
 
