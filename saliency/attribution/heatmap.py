@@ -113,7 +113,7 @@ def several(explanations: Explanation | Iterable[Explanation], name: str) -> lis
 
 def single_images(explanations: Explanation | Iterable[Explanation], name: str) -> list[Explanation]:
     """Return the explanations of single images, in order. Raises RenderError if there is none."""
-    return [image for explanation in several(explanations, name) for image in explanation]
+    return [one for explanation in several(explanations, name) for one in explanation]
 
 
 def _require_finite(maps: Tensor, explanation: Explanation) -> None:

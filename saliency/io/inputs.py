@@ -50,9 +50,9 @@ _XML = re.compile(rb"(\xef\xbb\xbf)?\s*<(svg|\?xml)")
 def open_image(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Open an image as a new upright image: RGB, or one channel of 16 or 32 bits as it is (mode I;16, I or F).
 
-    The EXIF orientation is applied, and transparency is composited over white. Of an animation the first frame is read.
-    The format of a file is detected from its content, not from its name: AVIF, BMP, GIF, JPEG, JPEG 2000, PNG, PPM,
-    TIFF or WebP.
+    The EXIF orientation is applied, and transparency of 8 bits is composited over white. Of an animation the first
+    frame is read. The format of a file is detected from its content, not from its name: AVIF, BMP, GIF, JPEG, JPEG
+    2000, PNG, PPM, TIFF or WebP.
 
     Args:
         image: A path, the bytes of a file, a file open in binary mode, a PIL image, a uint8 or uint16 array (H, W, 3),
@@ -173,15 +173,11 @@ def _apply_orientation(image: Image.Image) -> Image.Image:
 
 def _without_metadata(image: Image.Image) -> Image.Image:
     """Return a new image, in RGB unless it is deep, without metadata, so that its orientation is not applied twice."""
-    if is_deep(image):
-        transparency = {name: value for name, value in image.info.items() if name == "transparency"}
-        image = image.copy()
-        image.info = transparency
-        return image
-    if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
+    is_transparent = image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info
+    if is_transparent and not is_deep(image):
         image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    image = image.convert("RGB")  # a copy, even if it is RGB already
+    image = image.copy() if is_deep(image) else image.convert("RGB")  # a copy, even if it is RGB already
     image.info.clear()
     return image
 

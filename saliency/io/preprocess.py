@@ -109,9 +109,6 @@ def scaled_grey(image: Image.Image, range: Range | None) -> Image.Image:
             )
     low, high = range or (0, _DEEPEST)
     scaled = ((values - low) * (255 / (high - low))).clip(0, 255)
-    transparent = image.info.get("transparency")
-    if isinstance(transparent, int):
-        scaled[values == transparent] = 255
     return Image.fromarray(scaled)
 
 
@@ -381,12 +378,10 @@ class TransformPreprocess:
             x = transform(images=image, return_tensors="pt")["pixel_values"][0]
         else:
             x = transform(image)
-        if not isinstance(x, Tensor):
-            name = type(x).__name__
-            raise ImageError(f"the preprocessing returned {name}, expected a tensor (3, H, W); append ToTensor to it")
-        if x.ndim != 3 or x.numel() == 0 or not x.is_floating_point():
-            came = f"a {x.dtype} tensor of shape {tuple(x.shape)}"
-            raise ImageError(f"the preprocessing returned {came}; expected floating-point values of shape (C, H, W)")
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.numel() == 0 or not x.is_floating_point():
+            came = f"a {x.dtype} tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            expected = "floating-point values of shape (C, H, W), as ToTensor returns"
+            raise ImageError(f"the preprocessing returned {came}; expected {expected}")
         return x.detach()
 
     @property

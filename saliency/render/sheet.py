@@ -6,6 +6,7 @@ import itertools
 import math
 import string
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,12 @@ def contact_sheet(
     limits = [shared_limit(column, **scale) if shared else None for column in zip(*rows, strict=True)]
     drawn = []
     for row in rows:
-        thumbs = [shrink(frame_of(row[0]), thumb).image]
-        for one, limit in zip(row, limits, strict=True):
-            thumbs.append(overlay(one, size=thumb, opacity=opacity, colormap=colormap, limit=limit, **scale))
-        drawn.append(_Row(row, thumbs))
+        small = [replace(one, frames=(shrink(frame_of(one), thumb),)) for one in row]
+        overlays = [
+            overlay(one, opacity=opacity, colormap=colormap, limit=limit, **scale)
+            for one, limit in zip(small, limits, strict=True)
+        ]
+        drawn.append(_Row(row, [frame_of(small[0]).image, *overlays]))
     return _Sheet(drawn, thumb).draw(["photo", *method_titles(rows[0])])
 
 

@@ -122,8 +122,6 @@ def modes() -> dict[str, tuple[Image.Image, tuple[int, int, int]]]:
     keyed.info["transparency"] = (9, 8, 7)
     grey_keyed = Image.new("L", size, 9)
     grey_keyed.info["transparency"] = 9
-    deep_keyed = Image.fromarray(np.full((4, 5), 900, np.uint16))
-    deep_keyed.info["transparency"] = 900
     return {
         "1": (Image.new("1", size, 1), (255, 255, 255)),
         "L": (Image.new("L", size, 77), (77, 77, 77)),
@@ -145,7 +143,6 @@ def modes() -> dict[str, tuple[Image.Image, tuple[int, int, int]]]:
         "LAB": (Image.new("LAB", size, (0, 128, 128)), (0, 0, 0)),
         "I;16": (Image.fromarray(np.full((4, 5), 257 * 40, np.uint16)), (40, 40, 40)),
         "I;16, white": (Image.fromarray(np.full((4, 5), 65535, np.uint16)), (255, 255, 255)),
-        "I;16, transparent": (deep_keyed, (255, 255, 255)),
         "I;16B": (Image.frombytes("I;16B", size, struct.pack(">H", 257 * 40) * 20), (40, 40, 40)),
         "I": (Image.new("I", size, 257 * 40), (40, 40, 40)),
     }
