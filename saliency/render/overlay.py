@@ -168,7 +168,7 @@ def save_drawing(image: Image.Image, path: str | os.PathLike[str]) -> Path:
             temporary.write_bytes(_png(image))
         else:
             kind = "WEBP" if path.suffix.lower() == ".webp" else "JPEG"
-            image.save(temporary, kind, quality=QUALITY, exif=exif)
+            image.save(temporary, format=kind, quality=QUALITY, exif=exif)
     return path
 
 
