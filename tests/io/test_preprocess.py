@@ -440,7 +440,7 @@ def test_a_callable_is_probed_once_per_size_also_by_threads() -> None:
         (lambda p: torch.zeros(3, 8, 8), "equal or non-finite values"),
         (lambda p: torch.full((3, 8, 8), torch.nan), "equal or non-finite values"),
         (lambda p: p, "returned Image; expected floating-point values"),
-        (lambda p: {"pixel_values": 1}, "returned dict, expected a tensor"),
+        (lambda p: {"pixel_values": 1}, "returned dict; expected floating-point values"),
         (lambda p: torch.zeros(1, 3, 8, 8), r"shape \(1, 3, 8, 8\)"),
         (lambda p: torch.zeros(3, 8, 8, dtype=torch.uint8), "torch.uint8"),
         (lambda p: torch.zeros(8, 8), r"expected floating-point values of shape \(C, H, W\)"),
