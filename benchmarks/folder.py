@@ -37,7 +37,7 @@ from saliency.batch.output_folder import LISTING
 from saliency.batch.run_options import RunOptions
 from saliency.batch.sources import find_images
 from saliency.engine.allocator import keep_memory
-from saliency.io.inputs import open_picture
+from saliency.io.inputs import open_image
 
 ASSETS = Path(__file__).parent.parent / "assets"
 SIZE = (1000, 750)
@@ -49,7 +49,7 @@ MODELS = {"efficientnet_lite0": "default", "resnet50": None}
 def photos(folder: Path, count: int) -> Path:
     """Write different JPEGs of about 1000 x 750 pixels, and return their folder."""
     folder.mkdir()
-    originals = [open_picture(path) for path in sorted(ASSETS.glob("*.jpg"))]
+    originals = [open_image(path) for path in sorted(ASSETS.glob("*.jpg"))]
     for number in range(count):
         picture = originals[number % len(originals)]
         size = (SIZE[0] + number % 7 - 3, SIZE[1] + number % 5 - 2)
@@ -221,7 +221,7 @@ def finished(folder: Path, count: int) -> list[str]:
     source, out = folder / "many", folder / "many-out"
     source.mkdir()
     first = source / "00000.jpg"
-    open_picture(ASSETS / "coffee.jpg").resize((60, 40)).save(first)
+    open_image(ASSETS / "coffee.jpg").resize((60, 40)).save(first)
     words = [str(source), "--out", str(out)]
     batch(source, out)
     about = json.loads((out / "manifest.json").read_text())

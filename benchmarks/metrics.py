@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = saliency.load("efficientnet_lite0")
     method = GradCAM(model)
     paths = photos(options.images)
-    x, explanation, first = method.read(paths).tensor, method.attribute(paths), method.attribute(paths[0])
+    x, explanation, first = method.read(paths).inputs, method.attribute(paths), method.attribute(paths[0])
     classes = [index for index in explanation.target if index is not None]
     has_quantus = find_spec("quantus") is not None
     theirs = quantus_calls(model, x, classes, heatmap(explanation)) if has_quantus else {}
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def mprt(method: Attribution, path: str, rounds: int) -> str:
     """Return a line with the time of MPRT over all layers, against as many calls of the method and one more."""
     explanation = method.attribute(path)
-    x, calls = method.read(path).tensor, 1 + len(layers_from_the_top(method, method.read(path).tensor))
+    x, calls = method.read(path).inputs, 1 + len(layers_from_the_top(method, method.read(path).inputs))
 
     def plain() -> None:
         for _ in range(calls):

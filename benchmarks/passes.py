@@ -44,7 +44,7 @@ class Case:
 def load_case(name: str, *, weights: str | None = None, photo: str = "chelsea") -> Case:
     """Load a network and a photo. Only the bundled network has trained weights by default."""
     model = saliency.load(name, weights="default" if name == "efficientnet_lite0" else weights)
-    x = saliency.VanillaGradient(model).read(f"assets/{photo}.jpg").tensor
+    x = saliency.VanillaGradient(model).read(f"assets/{photo}.jpg").inputs
     with torch.no_grad():
         return Case(name, model, x, int(model(x).argmax()))
 

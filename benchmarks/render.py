@@ -14,9 +14,9 @@ from PIL import Image
 
 from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
 from saliency import Explanation, Preprocess, overlay
-from saliency.io.inputs import open_picture
+from saliency.io.inputs import open_image
 from saliency.io.preprocess import Frame
-from saliency.render.overlay import save_picture
+from saliency.render.overlay import save_drawing
 
 SIZE = (1600, 1066)
 TARGET = 0.25  # of matplotlib's time
@@ -27,8 +27,8 @@ SHAPES = {"CAM, 7x7": (1, 1, 7, 7), "gradient, 3x224x224": (1, 3, 224, 224)}
 
 def draw(photo: Path, values: torch.Tensor, path: Path) -> None:
     """Draw the overlay with this project."""
-    picture = open_picture(photo)
-    save_picture(overlay(explained(values, Frame(picture, PREPROCESS.box(picture.size)))), path)
+    picture = open_image(photo)
+    save_drawing(overlay(explained(values, Frame(picture, PREPROCESS.box(picture.size)))), path)
 
 
 def draw_with_matplotlib(photo: Path, values: torch.Tensor, path: Path) -> None:
@@ -72,7 +72,7 @@ def main(rounds: int = 15) -> None:
     print("| map | ours, ms | matplotlib, ms | ratio (CPU) | (wall) | target |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         photo, png = Path(folder, "photo.jpg"), Path(folder, "overlay.png")
-        open_picture(PHOTO).resize(SIZE, Image.Resampling.BICUBIC).save(photo, quality=90)
+        open_image(PHOTO).resize(SIZE, Image.Resampling.BICUBIC).save(photo, quality=90)
         for name, shape in SHAPES.items():
             values = torch.rand(shape, generator=torch.Generator().manual_seed(0))
             timings = interleaved(

@@ -112,7 +112,7 @@ def randomised(seed: int) -> torch.nn.Module:
     """Return the network with random weights."""
     model = saliency.load("efficientnet_lite0")
     method = METHODS["grad_cam"](model)
-    images = method.read(ASSETS / "coffee.jpg").tensor
+    images = method.read(ASSETS / "coffee.jpg").inputs
     randomise(model, layers_from_the_top(method, images), seed)
     return model
 
@@ -131,7 +131,7 @@ def null_maps(photo: str, variant: int) -> Iterator[tuple[str, Tensor]]:
     yield "smooth noise", smoothed(noise(1, EDGE, EDGE), (4, 8, 16, 22)[variant] / EDGE)[0]
     yield "blobs", blobs(EDGE, (1, 2, 4, 8)[variant], source)
     yield "coarse blobs", blobs((7, 7, 14, 14)[variant], (1, 3, 1, 3)[variant], source)
-    image = METHODS["grad_cam"](network()).read(ASSETS / f"{photo}.jpg").tensor
+    image = METHODS["grad_cam"](network()).read(ASSETS / f"{photo}.jpg").inputs
     yield "edges", smoothed(edges(image), (0, 1, 2, 4)[variant] / EDGE)[0]
     for kind, names in (
         ("CAMs of random weights", ("grad_cam", "layer_cam", "grad_cam", "layer_cam")),

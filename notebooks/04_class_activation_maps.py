@@ -78,7 +78,7 @@ for other in others:
 def draw(explanations, titles, columns=4, **options):
     """Overlays with titles, in rows of so many columns."""
     rows = len(explanations) // columns
-    shape = explanations[0].frames[0].picture
+    shape = explanations[0].frames[0].image
     size = (10.5, rows * (10.5 / columns * shape.height / shape.width + 0.3))
     _, axes = plt.subplots(rows, columns, figsize=size, layout="constrained")
     for axis, explanation, title in zip(axes.flat, explanations, titles, strict=True):

@@ -42,7 +42,7 @@ error = saliency.standard_error(rise)
 draw(
     [
         saliency.overlay(rise),
-        saliency.overlay(error, limit=saliency.shared_limit(error)),  # with a limit, colours begin at zero
+        saliency.overlay(error),
         saliency.overlay(rise, min_significance=2),
     ],
     ["RISE, 400 masks", "its standard error", "faded below two errors"],

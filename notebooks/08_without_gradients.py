@@ -99,7 +99,7 @@ error = saliency.standard_error(shap)
 figure, axes = plt.subplots(1, 3, figsize=(10.5, 2.7), layout="constrained")
 pictures = {
     "Kernel SHAP": saliency.overlay(shap),
-    "standard error": saliency.overlay(error, limit=saliency.shared_limit(error)),
+    "standard error": saliency.overlay(error),
     "faded below two errors": saliency.overlay(shap, min_significance=2),
 }
 for axis, (title, picture) in zip(axes, pictures.items(), strict=True):

@@ -4,14 +4,17 @@ import importlib
 
 import lazy_loader
 
+from . import notebook
+
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+# Drawing loads when a notebook shows the first explanation.
+notebook.draw_png = lambda result: importlib.import_module(".render.notebook", __name__).notebook_png(result)
 
 
 def __getattr__(name: str) -> object:
     """Load a public name. Raises AttributeError for another one, with the closest public names."""
     if name in __all__:
-        if name != "__version__":
-            importlib.import_module(".render", __name__)  # lets notebooks show explanations
         return _load(name)
     from .attribution.aliases import public_hint
 

@@ -20,7 +20,8 @@ with atheris.instrument_imports(include=["PIL", "saliency"]):
     from PIL import Image
 
     from saliency.errors import ImageError
-    from saliency.io.inputs import open_picture
+    from saliency.io.inputs import open_image
+    from saliency.io.preprocess import drawable
 
 MODES = {
     "png": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"),
@@ -61,7 +62,7 @@ def encoded(picture: Image.Image, kind: str, **options: Any) -> bytes:
 
 def open_bytes(data: bytes) -> None:
     try:
-        picture = open_picture(data, max_pixels=250_000)
+        picture = drawable(open_image(data, max_pixels=250_000))
     except ImageError:
         return
     if picture.mode != "RGB" or not 0 < picture.width * picture.height <= 250_000:

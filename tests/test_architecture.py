@@ -22,6 +22,7 @@ HOME = Path(saliency.__file__).parent
 # From the bottom up: a package imports from those before it. Inside a package the order is free, without cycles.
 LAYERS = [
     "_version",
+    "notebook",
     "errors",
     "validation",
     "tables",

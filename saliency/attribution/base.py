@@ -206,12 +206,12 @@ class Attribution(HasOptions, ABC):
         if isinstance(targets, str) or not isinstance(targets, list | tuple) or not targets:
             raise MethodError(f"expected a list of targets, got {targets!r}; for a single target use attribute")
         batch = self.read(inputs)
-        images = len(batch.tensor)
+        images = len(batch.inputs)
         method = self if baselines is None else self._with_baselines(baselines, images)
         bound = bind_forward_args(forward_args, images)
         with prepared_for_attribution(self.model), bound, bind_layout(self.layout):
-            resolved = [self.explained_target(self.resolve(target, batch.tensor)) for target in targets]
-            results = method.explain_targets(batch.tensor, resolved)
+            resolved = [self.explained_target(self.resolve(target, batch.inputs)) for target in targets]
+            results = method.explain_targets(batch.inputs, resolved)
         return [method.explanation(*pair, batch) for pair in zip(results, resolved, strict=True)]
 
     def _with_baselines(self, baselines: Any, images: int) -> Self:
@@ -242,7 +242,7 @@ class Attribution(HasOptions, ABC):
     def resolve(self, target: TargetLike, x: Tensor) -> ResolvedTarget:
         """Return the target of a call on a prepared model, with the embeddings of its texts and reference images."""
         resolved = ResolvedTarget(target, len(x), self.categories)
-        resolved.bind(self.model, x, lambda image: self.read(image).tensor)
+        resolved.bind(self.model, x, lambda image: self.read(image).inputs)
         return resolved
 
     def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
@@ -268,7 +268,7 @@ class Attribution(HasOptions, ABC):
             SaliencyWarning: A map is 0 everywhere, or below the rounding error of the score.
         """
         label = self.name or type(self).__name__
-        _require_maps(label, result, len(batch.tensor))
+        _require_maps(label, result, len(batch.inputs))
         values = result.values.detach()
         # If the sum is finite, all values are. Otherwise check them, because a sum of finite values may overflow.
         if not math.isfinite(float(values.sum())) and not torch.isfinite(values).all():
@@ -282,7 +282,7 @@ class Attribution(HasOptions, ABC):
             target=target.indices,
             target_names=target.names,
             probabilities=target.probabilities,
-            input_size=(int(batch.tensor.shape[-2]), int(batch.tensor.shape[-1])),
+            input_size=(int(batch.inputs.shape[-2]), int(batch.inputs.shape[-1])),
             frames=batch.frames,
             sign=self.sign,
             title=type(self).__name__,
@@ -416,15 +416,15 @@ def explain_together(
             "explain_together: the methods must have the same model, preprocessing, class names and layout"
         )
     batch = first.read(inputs)
-    bound = bind_forward_args(forward_args, len(batch.tensor))
+    bound = bind_forward_args(forward_args, len(batch.inputs))
     with prepared_for_attribution(first.model), bound, bind_layout(first.layout):
-        resolved = first.resolve(target, batch.tensor)
+        resolved = first.resolve(target, batch.inputs)
         pairs = [(method, method.explained_target(resolved)) for method in methods]
         traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is resolved]
-        shared = read_one_forward(traced, batch.tensor, [resolved])[0] if traced else []
+        shared = read_one_forward(traced, batch.inputs, [resolved])[0] if traced else []
         by_id = dict(zip(map(id, traced), shared, strict=True))
         results = [
-            by_id[id(method)] if id(method) in by_id else method.explain(batch.tensor, own) for method, own in pairs
+            by_id[id(method)] if id(method) in by_id else method.explain(batch.inputs, own) for method, own in pairs
         ]
     return [method.explanation(result, own, batch) for result, (method, own) in zip(results, pairs, strict=True)]
 

@@ -7,10 +7,10 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -18,11 +18,12 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .. import notebook
 from ..errors import ExplanationError
 from ..hooks.rectifiers import Coverage
 from ..io.atomic_write import atomic_write, save_tensors
 from ..io.inputs import decode, encode
-from ..io.preprocess import Frame
+from ..io.preprocess import Frame, ImageBox
 from .aliases import result_hint
 from .options import RunStats
 
@@ -30,7 +31,7 @@ Sign = Literal["positive", "signed", "absolute"]
 Setting = str | int | float | bool | None | list[Any] | dict[str, Any]
 
 _FORMAT = "saliency explanation 1"
-_LISTS, _OPTIONAL_LISTS = ("target", "target_names", "frames"), ("run_stats", "notes")
+_LISTS, _OPTIONAL_LISTS = ("target", "target_names", "frames"), ("run_stats", "notes", "boxes")
 """The attributes with one entry for each image."""
 
 
@@ -94,6 +95,9 @@ class Explanation(BatchAttribution):
         notes: The limits of each image's map, for example that it is 0 everywhere; empty without limits.
         title: The name of the method's class; by default `method`.
         units: The units of the values; by default "<title> value".
+        boxes: The size of each original image, and the position of the model's input on it, for a map of
+            `saliency batch`, which is saved without its image. Empty for other explanations.
+        from_zero: Whether its colours begin at zero, as for standard errors, and not at the minimum of a positive map.
     """
 
     method: str
@@ -107,9 +111,8 @@ class Explanation(BatchAttribution):
     notes: tuple[str, ...] = ()
     title: str = ""
     units: str = ""
-
-    draw_png: ClassVar[Callable[[Explanation], bytes | None] | None] = None
-    """Returns the image that a notebook shows. `saliency.render` sets it, since nothing below draws."""
+    boxes: tuple[ImageBox | None, ...] = ()
+    from_zero: bool = False
 
     def __post_init__(self) -> None:
         """Fill in the title and the units of a method that has none."""
@@ -156,8 +159,7 @@ class Explanation(BatchAttribution):
 
     def _repr_png_(self) -> bytes | None:
         """Return the image that a notebook shows; None if it cannot be drawn, then it shows the text."""
-        draw = type(self).draw_png
-        return None if draw is None else draw(self)
+        return notebook.draw_png(self)
 
     def to(self, device: torch.device | str) -> Explanation:
         """Return the explanation with its tensors on another device."""
@@ -225,7 +227,7 @@ def pack_explanation(
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in explanation.tensors().items()
     }
-    tensors |= {f"picture.{i}": _encode_png(f.picture) for i, f in enumerate(explanation.frames) if f is not None}
+    tensors |= {f"picture.{i}": _encode_png(f.image) for i, f in enumerate(explanation.frames) if f is not None}
     header = explanation._header()
     if image is not None:
         values = tensors["values"].double()
@@ -271,6 +273,8 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
     plain["frames"] = tuple(
         None if box is None else _frame(tensors[f"picture.{i}"], *box) for i, box in enumerate(plain["frames"])
     )
+    boxes = [header["image"]] if header.get("image") else plain.get("boxes", ())
+    plain["boxes"] = tuple(box and ImageBox(tuple(box["size"]), tuple(box["box"]), box["range"]) for box in boxes)
     lists = [*map(plain.get, _LISTS), *filter(None, map(plain.get, _OPTIONAL_LISTS))]
     if {len(part) for part in (*lists, *stored.values())} != {len(stored["values"])}:
         raise ValueError("the tensors and lists have different numbers of images")
@@ -279,12 +283,12 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
     return plain | stored
 
 
-def _encode_png(picture: Image.Image) -> Tensor:
+def _encode_png(image: Image.Image) -> Tensor:
     """Encode an image as PNG, which is lossless; the weakest compression is the fastest."""
-    return torch.frombuffer(bytearray(encode(picture, "PNG", compress_level=1)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(encode(image, "PNG", compress_level=1)), dtype=torch.uint8)
 
 
 def _frame(png: Tensor, left: float, top: float, right: float, bottom: float) -> Frame:
     # Accept any number of pixels: the limit was checked when the original image was read.
-    picture = decode(io.BytesIO(png.numpy().tobytes()), "the image", max_pixels=sys.maxsize)
-    return Frame(picture, (left, top, right, bottom))
+    image = decode(io.BytesIO(png.numpy().tobytes()), "the image", max_pixels=sys.maxsize)
+    return Frame(image, (left, top, right, bottom))

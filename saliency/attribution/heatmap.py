@@ -113,7 +113,7 @@ def several(explanations: Explanation | Iterable[Explanation], name: str) -> lis
 
 def single_images(explanations: Explanation | Iterable[Explanation], name: str) -> list[Explanation]:
     """Return the explanations of single images, in order. Raises RenderError if there is none."""
-    return [image for explanation in several(explanations, name) for image in explanation]
+    return [one for explanation in several(explanations, name) for one in explanation]
 
 
 def _require_finite(maps: Tensor, explanation: Explanation) -> None:
@@ -139,7 +139,7 @@ def resized(maps: Tensor, size: tuple[int, int]) -> Tensor:
 def standard_error(explanation: Explanation) -> Explanation:
     """Return the standard errors of an explanation as an explanation, which can be drawn and measured like any other.
 
-    With `overlay(e, limit=shared_limit(e))`, the colours begin at zero; otherwise at the smallest error.
+    Its colours begin at zero.
 
     Args:
         explanation: An explanation by a method that samples.
@@ -157,6 +157,7 @@ def standard_error(explanation: Explanation) -> Explanation:
         ledger=None,
         ledger_names=(),
         sign="positive",
+        from_zero=True,
         target_names=tuple(f"standard error of {name}" for name in explanation.target_names),
     )
 

@@ -24,10 +24,10 @@ from ..attribution.explanation import Explanation, pack_explanation, read_explan
 from ..errors import ExplanationError, ImageError
 from ..evaluation.trust import TrustCard
 from ..io.atomic_write import atomic_write
-from ..io.inputs import encode, open_picture
+from ..io.inputs import encode, open_image
 from ..io.preprocess import Frame, drawable, resize_box, scaled_size
 from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, box_pixels, hatching, outline, paint, scale_map
-from ..render.overlay import save_picture
+from ..render.overlay import save_drawing
 from .errors import BatchError, Failure, printable, stops_run, unwritable
 from .listing import ImageEntry
 from .manifest import Row, make_row
@@ -89,7 +89,7 @@ def write_results(
         return
     try:
         frame = loaded.frame(task.image)
-        picture = frame.picture
+        picture = frame.image
         facts |= {"width": picture.width, "height": picture.height, "box": list(frame.box)}
         facts["range"] = loaded.range and list(loaded.range)
         preview = _shrink(picture, PREVIEW_SIDE) if options.with_manifest else None
@@ -156,14 +156,14 @@ def _write_method(
     drawing = paint(frame, scaled, style.colormap, style.opacity)
     if preview is None:
         name = f"{task.image.name}.{method}"
-        save_picture(drawing, out / f"{name}.{style.format}")
+        save_drawing(drawing, out / f"{name}.{style.format}")
         if options.maps:
             replace(explanation, frames=(frame,)).save(out / f"{name}.safetensors")
         return make_row(**facts, overlay=f"{name}.{style.format}")
     names = file_names(task.image, method, style.format)
     file = out / names["overlay"]
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_picture(drawing, file)
+    save_drawing(drawing, file)
     facts |= {"overlay": names["overlay"], "overlay_bytes": file.stat().st_size}
     facts |= _write(out, "heat", names["heat"], _heat_image(scaled, frame, preview.size, style))
     if options.maps:
@@ -181,7 +181,7 @@ def _write(out: Path, column: str, name: str, data: bytes) -> dict[str, Any]:
 
 def _encode_map(explanation: Explanation, entry: ImageEntry, frame: Frame, range: list[float] | None) -> bytes:
     """Return the file of a map, for `Explanation.load`: values in float16, no standard errors, no picture, no times."""
-    image = {"entry": entry.to_json(), "size": frame.picture.size, "box": frame.box, "range": range}
+    image = {"entry": entry.to_json(), "size": frame.image.size, "box": frame.box, "range": range}
     return save(*pack_explanation(replace(explanation, error=None, run_stats=()), image))
 
 
@@ -214,10 +214,10 @@ def _heat_image(scaled: ScaledMap, frame: Frame, preview: tuple[int, int], style
     """
     left, top, right, bottom = frame.box
     cells = (right - left) / scaled.values.shape[1], (bottom - top) / scaled.values.shape[0]
-    pitch = min(cells) * preview[0] / frame.picture.width
+    pitch = min(cells) * preview[0] / frame.image.width
     coarseness = max(1, min(MAX_COARSENESS, int(pitch / CELL_PIXELS)))
     size = math.ceil(preview[0] / coarseness), math.ceil(preview[1] / coarseness)
-    plane = Frame(Image.new("RGB", size), resize_box(frame.box, frame.picture.size, size))
+    plane = Frame(Image.new("RGB", size), resize_box(frame.box, frame.image.size, size))
     heat = paint(plane, scaled, style.colormap, 1.0)
     visibility = np.abs(scaled.values) if style.opacity == "map" else np.ones_like(scaled.values)
     alpha = paint(plane, replace(scaled, values=visibility, sign="positive"), "gray", 1.0)
@@ -319,7 +319,7 @@ def _picture(entry: ImageEntry, previews: Path) -> tuple[Image.Image, bool]:
         return entry.open(), False
     if not preview.is_file():
         raise ImageError(f"{entry.source!r} was removed or has changed, and there is no preview {preview}")
-    return open_picture(preview), True
+    return open_image(preview), True
 
 
 def _draw(
@@ -337,7 +337,7 @@ def _draw(
         scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
         drawing = paint(frame, scaled, style.colormap, style.opacity)
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_picture(drawing, file)
+        save_drawing(drawing, file)
     except Exception as error:
         if stops_run(error):
             raise unwritable(file.parent, error) from error

@@ -29,7 +29,7 @@ from ..errors import plural, visible
 from ..evaluation.trust import TrustCard
 from ..methods import METHODS
 from ..render.blending import shrink
-from ..render.overlay import save_picture
+from ..render.overlay import save_drawing
 from ..render.sheet import contact_sheet
 from ..targets.embedding import text
 from .console import Screen, UsageError
@@ -190,7 +190,7 @@ def _write_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, 
         return
     style = {name: getattr(options.style, name) for name in ("opacity", "colormap", "percentile", "smoothing")}
     with screen.waiting("drawing the contact sheet"):
-        path = save_picture(contact_sheet(complete, thumb=THUMB, **style), out / SHEET)
+        path = save_drawing(contact_sheet(complete, thumb=THUMB, **style), out / SHEET)
     screen.say(f"contact sheet: {visible(path)}")
 
 

@@ -24,7 +24,8 @@ from ..attribution.explanation import Explanation
 from ..engine.estimates import tied_ranks
 from ..errors import ImageError, MethodError, plural
 from ..io.atomic_write import atomic_write
-from ..io.inputs import ImageLike, open_picture
+from ..io.inputs import ImageLike, open_image
+from ..io.preprocess import drawable
 from ..tables import Column, Table, number
 from ..targets.targets import TargetLike
 from ..validation import check_choice
@@ -555,30 +556,30 @@ def _curves(measurement: Measurement) -> dict[str, list[float]]:
 
 
 def _mask_as_seen(mask: Any, explanation: Explanation) -> Tensor:
-    """Return a mask as the model sees it, from a picture of the size of the image or a tensor (H, W).
+    """Return a mask as the model sees it, from an image of the size of the image or a tensor (H, W).
 
     Raises:
-        ImageError: The size of the picture differs from the size of the image, or the image was given as a tensor.
+        ImageError: The mask and the image differ in size, or the image was given as a tensor.
     """
     if not isinstance(mask, str | os.PathLike | Image.Image):
         return torch.as_tensor(mask, device="cpu")
-    picture, frame = open_picture(mask), explanation.frames[0]
-    if frame is None or frame.picture.size != picture.size:
-        size = "a tensor" if frame is None else "x".join(map(str, frame.picture.size))
-        raise ImageError(f"the mask has {'x'.join(map(str, picture.size))} pixels; expected those of the image, {size}")
+    drawn, frame = drawable(open_image(mask)), explanation.frames[0]
+    if frame is None or frame.image.size != drawn.size:
+        size = "a tensor" if frame is None else "x".join(map(str, frame.image.size))
+        raise ImageError(f"the mask has {'x'.join(map(str, drawn.size))} pixels; expected those of the image, {size}")
     height, width = explanation.input_size
-    seen = picture.transform((width, height), Image.Transform.EXTENT, frame.box)
+    seen = drawn.transform((width, height), Image.Transform.EXTENT, frame.box)
     return torch.as_tensor(np.asarray(seen).any(-1), device="cpu")
 
 
 def _box_mask(boxes: Any, explanation: Explanation) -> Image.Image | Tensor:
-    """Return the mask of the boxes of an image: a picture of its size, or a tensor if the image was given as one.
+    """Return the mask of the boxes of an image: drawn in its size, or a tensor if the image was given as one.
 
     Raises:
         ImageError: The boxes are invalid, or one is empty or exceeds the image.
     """
     frame, (height, width) = explanation.frames[0], explanation.input_size
-    mask = Image.new("L", (width, height) if frame is None else frame.picture.size)
+    mask = Image.new("L", (width, height) if frame is None else frame.image.size)
     try:
         rows = torch.as_tensor(boxes, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError):  # no numbers, or rows of several lengths

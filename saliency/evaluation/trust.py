@@ -207,8 +207,8 @@ class TrustCard(Table[Property]):
     def _repr_html_(self) -> str:
         """Return the figure, as data within the text, and the table."""
         data = base64.b64encode(self._png()).decode()
-        picture = f'<img src="data:image/png;base64,{data}" alt="{escaped(self.title)}" style="max-width: 100%">'
-        return f"{picture}\n{self.to_html()}"
+        image = f'<img src="data:image/png;base64,{data}" alt="{escaped(self.title)}" style="max-width: 100%">'
+        return f"{image}\n{self.to_html()}"
 
     def _png(self) -> bytes:
         png = io.BytesIO()
@@ -383,9 +383,9 @@ def draw_trust(card: TrustCard) -> Figure:
     rows = list(card)
     drawing = new_figure(10, 0.6 * len(rows) + 1.4)
     grid = drawing.add_gridspec(len(rows), 2, width_ratios=(1, 2))
-    picture = drawing.add_subplot(grid[:, 0])
-    picture.imshow(np.asarray(overlay(framed(card.explanation))))
-    picture.set_axis_off()
+    axes = drawing.add_subplot(grid[:, 0])
+    axes.imshow(np.asarray(overlay(framed(card.explanation))))
+    axes.set_axis_off()
     groups = set[str]()
     for number_of_row, row in enumerate(rows):
         axes = drawing.add_subplot(grid[number_of_row, 1])

@@ -117,7 +117,7 @@ def model_call(model: nn.Module, example: Any) -> ModelCall:
     if isinstance(example, Tensor) and example.dtype is not torch.uint8:
         return ModelCall((_moved(example, like),), {})
     preprocess = model_attribute("preprocess", model)
-    return ModelCall((read(example, preprocess, like=like).tensor,), {})
+    return ModelCall((read(example, preprocess, like=like).inputs,), {})
 
 
 def model_calls(model: nn.Module, data: Any) -> Iterator[ModelCall]:

@@ -47,17 +47,12 @@ _HEIC = re.compile(rb"....ftyp(heic|heix|heim|heis|hevc|hevx)", re.DOTALL)
 _XML = re.compile(rb"(\xef\xbb\xbf)?\s*<(svg|\?xml)")
 
 
-def open_picture(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Open an image as a new upright RGB image, to draw on; see `open_image` and `drawable`."""
-    return drawable(open_image(image, max_pixels=max_pixels))
-
-
 def open_image(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Open an image as a new upright image: RGB, or one channel of 16 or 32 bits as it is (mode I;16, I or F).
 
-    The EXIF orientation is applied, and transparency is composited over white. Of an animation the first frame is read.
-    The format of a file is detected from its content, not from its name: AVIF, BMP, GIF, JPEG, JPEG 2000, PNG, PPM,
-    TIFF or WebP.
+    The EXIF orientation is applied, and transparency of 8 bits is composited over white. Of an animation the first
+    frame is read. The format of a file is detected from its content, not from its name: AVIF, BMP, GIF, JPEG, JPEG
+    2000, PNG, PPM, TIFF or WebP.
 
     Args:
         image: A path, the bytes of a file, a file open in binary mode, a PIL image, a uint8 or uint16 array (H, W, 3),
@@ -142,10 +137,10 @@ def decode(file: IO[bytes], name: str, max_pixels: int = MAX_PIXELS) -> Image.Im
     return _decode_checked(image, repr(name), max_pixels)
 
 
-def encode(picture: Image.Image, format: str, **options: int) -> bytes:
+def encode(image: Image.Image, format: str, **options: int) -> bytes:
     """Return an image as a file in a format of Pillow."""
     file = io.BytesIO()
-    picture.save(file, format, **options)
+    image.save(file, format, **options)
     return file.getvalue()
 
 
@@ -178,21 +173,13 @@ def _apply_orientation(image: Image.Image) -> Image.Image:
 
 def _without_metadata(image: Image.Image) -> Image.Image:
     """Return a new image, in RGB unless it is deep, without metadata, so that its orientation is not applied twice."""
-    if is_deep(image):
-        new = image.copy()
-        new.info = {name: value for name, value in image.info.items() if name == "transparency"}
-        return new
-    if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
-        colour = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", colour.size, "white"), colour)
-    rgb = image.convert("RGB")  # a copy, even if it is RGB already
-    rgb.info.clear()
-    return rgb
-
-
-def _scale_16_to_8_bits(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Scale 0..65535 to 0..255, rounded."""
-    return ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
+    is_transparent = image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info
+    if is_transparent and not is_deep(image):
+        image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    image = image.copy() if is_deep(image) else image.convert("RGB")  # a copy, even if it is RGB already
+    image.info.clear()
+    return image
 
 
 # Arrays and tensors
@@ -213,19 +200,20 @@ def _array_to_image(array: np.ndarray[Any, Any]) -> Image.Image:
         hint = "array.transpose(1, 2, 0) moves the channels, list(array) is several images; scale and round other types"
         came = f"an array of shape {array.shape} and type {array.dtype}"
         raise ImageError(f"{came} is not an image; expected {expected}. {hint}. {_OR_INPUT}")
-    array = _scale_16_to_8_bits(array) if array.ndim == 3 and array.dtype == np.uint16 else array
+    if array.ndim == 3 and array.dtype == np.uint16:  # scale 0..65535 to 0..255, rounded
+        array = ((array.astype(np.uint32) + 128) // 257).astype(np.uint8)
     return Image.fromarray(np.ascontiguousarray(array))
 
 
-def _tensor_to_array(tensor: Tensor) -> np.ndarray[Any, Any]:
+def _tensor_to_array(image: Tensor) -> np.ndarray[Any, Any]:
     """Return a uint8 tensor (C, H, W) as an array (H, W, C)."""
-    if tensor.dtype != torch.uint8 or tensor.ndim != 3 or tensor.shape[0] not in (1, 3, 4):
-        came = f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
+    if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] not in (1, 3, 4):
+        came = f"a {image.dtype} tensor of shape {tuple(image.shape)}"
         expected = (
             "uint8 in 0..255, of shape (1, H, W), (3, H, W) or (4, H, W); tensor.permute(2, 0, 1) moves the channels"
         )
         raise ImageError(f"{came} is not an image; expected {expected}. {_OR_INPUT}")
-    array: np.ndarray[Any, Any] = tensor.detach().cpu().permute(1, 2, 0).numpy()
+    array: np.ndarray[Any, Any] = image.detach().cpu().permute(1, 2, 0).numpy()
     return array
 
 
@@ -234,9 +222,9 @@ def _tensor_to_array(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Batch of images, with the position of each on its original image."""
+    """Inputs of the model, with the position of each on its original image."""
 
-    tensor: Tensor  # (N, C, H, W), normalised
+    inputs: Tensor  # (N, C, H, W), normalised
     frames: tuple[Frame | None, ...]  # None for an image that was given as a float tensor
 
 
@@ -259,23 +247,23 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
     Warns:
         SaliencyWarning: A float tensor lies in 0..255 or 0..1, unlike the output of the preprocessing.
     """
-    parts = _split_images(images)
+    images = _split_images(images)
     prepare = None if preprocess is None else as_preprocess(preprocess)
-    like = next(filter(_is_input, parts), None) if like is None else like
-    tensors: list[Tensor] = []
+    like = next(filter(_is_input, images), None) if like is None else like
+    inputs: list[Tensor] = []  # (n, C, H, W)
     frames: list[Frame | None] = []
-    for part in parts:
-        if _is_input(part):
-            tensor = _check_tensor(part, prepare, first=len(frames))
-            frames += [None] * len(tensor)
+    for image in images:
+        if _is_input(image):
+            inputs.append(_check_input(image, prepare, first=len(frames)))
+            frames += [None] * len(inputs[-1])
         else:
-            frame, tensor = _preprocess_image(part, prepare, name=f"image {len(frames)}: " if len(parts) > 1 else "")
+            frame, x = _preprocess_image(image, prepare, name=f"image {len(frames)}: " if len(images) > 1 else "")
+            inputs.append(x)
             frames.append(frame)
-        if like is not None:
-            tensor = tensor.to(like.device, like.dtype if like.is_floating_point() else tensor.dtype)
-        tensors.append(tensor)
-    _require_one_size(tensors)
-    return Batch(tensors[0] if len(tensors) == 1 else torch.cat(tensors), tuple(frames))
+    if like is not None:
+        inputs = [x.to(like.device, like.dtype if like.is_floating_point() else x.dtype) for x in inputs]
+    _require_one_size(inputs)
+    return Batch(inputs[0] if len(inputs) == 1 else torch.cat(inputs), tuple(frames))
 
 
 def _split_images(images: ImagesLike) -> list[ImageLike]:
@@ -285,14 +273,14 @@ def _split_images(images: ImagesLike) -> list[ImageLike]:
     if isinstance(images, Sequence) and not isinstance(images, str | Bytes):
         if any(isinstance(image, list | tuple) for image in images):
             raise ImageError("a list inside the list of images; expected one flat list")
-        parts = [part for image in images for part in _split_images(image)]
+        flat = [image for several in images for image in _split_images(several)]
     elif isinstance(images, Tensor) and images.ndim == 4 and not images.is_floating_point():
-        parts = list(images)
+        flat = list(images)
     else:
-        parts = [images]
-    if not parts:
+        flat = [images]
+    if not flat:
         raise ImageError("there is no image: the list or batch is empty")
-    return parts
+    return flat
 
 
 def _pixel_values(features: Mapping[str, Any]) -> Tensor:
@@ -313,21 +301,21 @@ def _is_input(image: ImageLike) -> TypeGuard[Tensor]:
 
 
 def _preprocess_image(image: ImageLike, prepare: Prepare, name: str) -> tuple[Frame, Tensor]:
-    """Return the frame of one image, and its tensor (1, 3, H, W)."""
+    """Return the frame of one image, and its input (1, 3, H, W)."""
     try:
-        opened = open_image(image)
+        image = open_image(image)
         if prepare is None:
             described = "saliency.Preprocess(size=..., resize=..., mean=..., std=...)"
             known = f"weights.transforms() of torchvision, an image processor of Hugging Face, or {described}"
             wanted = f"pass a float tensor, or the preprocessing of its training as preprocess=: {known}"
             raise ImageError(f"this model has no preprocessing; {wanted}")
-        box, values = locate(prepare, opened), prepare(opened)
-        return Frame(drawable(opened, prepare.range), box), values[None]
+        box, x = locate(prepare, image), prepare(image)
+        return Frame(drawable(image, prepare.range), box), x[None]
     except ImageError as error:
         raise ImageError(f"{name}{error}") from error
 
 
-def _check_tensor(image: Tensor, prepare: Prepare, first: int) -> Tensor:
+def _check_input(image: Tensor, prepare: Prepare, first: int) -> Tensor:
     """Return the user's float tensor as a plain detached tensor (N, C, H, W)."""
     label = f"a {image.dtype} tensor of shape {tuple(image.shape)}"
     if image.ndim not in (3, 4):
@@ -341,16 +329,16 @@ def _check_tensor(image: Tensor, prepare: Prepare, first: int) -> Tensor:
         kind = f"{type(image).__name__} ({image.layout}, on {image.device})"
         raise ImageError(f"{label} is a {kind}; expected a plain torch.Tensor with values")
     # Some data loaders create subclasses of Tensor, which would add views to the graph in every operation.
-    tensor = image.detach().as_subclass(Tensor)
-    tensor = tensor if tensor.ndim == 4 else tensor[None]
+    x = image.detach().as_subclass(Tensor)
+    x = x if x.ndim == 4 else x[None]
     # NaN and infinity show in the minimum or maximum. Checking these needs one transfer from the device for all images.
-    extremes = torch.stack([torch.stack(torch.aminmax(axes_in_memory_order(row))) for row in tensor]).tolist()
+    extremes = torch.stack([torch.stack(torch.aminmax(axes_in_memory_order(row))) for row in x]).tolist()
     for index, (low, high) in enumerate(extremes, start=first):
         if not (math.isfinite(low) and math.isfinite(high)):
             raise NonFiniteError(f"image {index} holds NaN or infinity; it cannot be explained")
-    if tensor.shape[1] in (1, 3, 4):
+    if x.shape[1] in (1, 3, 4):
         _warn_of_range(extremes, prepare, first)
-    return tensor
+    return x
 
 
 def _warn_of_range(extremes: Sequence[tuple[float, float]], prepare: Prepare, first: int) -> None:
@@ -380,8 +368,8 @@ def axes_in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
 
 
-def _require_one_size(tensors: list[Tensor]) -> None:
-    sizes = [tuple(tensor.shape[1:]) for tensor in tensors for _ in tensor]
+def _require_one_size(inputs: list[Tensor]) -> None:
+    sizes = [tuple(x.shape[1:]) for x in inputs for _ in x]
     index = next((index for index, size in enumerate(sizes) if size != sizes[0]), None)
     if index is not None:
         first, other = (" x ".join(map(str, size)) for size in (sizes[0], sizes[index]))

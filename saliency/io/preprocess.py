@@ -39,12 +39,24 @@ _MAX_RESIZED = 178_956_970  # pixels; a strip of 1 x 60000 would otherwise be en
 class Frame:
     """Position of the model's input on the original image.
 
-    The box is in pixels of `picture` (RGB, upright) and may be fractional. It extends beyond the image where the
+    The box is in pixels of `image` (RGB, upright) and may be fractional. It extends beyond the image where the
     preprocessing padded it.
     """
 
-    picture: Image.Image
+    image: Image.Image
     box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class ImageBox:
+    """Position of the model's input on an image that was not saved: a `Frame` without its image.
+
+    It has the size (w, h) of the image, and the range of a deep image.
+    """
+
+    size: tuple[int, int]
+    box: Box
+    range: Range | None = None
 
 
 def scaled_size(size: tuple[int, int], longest: int) -> tuple[int, int]:
@@ -97,9 +109,6 @@ def scaled_grey(image: Image.Image, range: Range | None) -> Image.Image:
             )
     low, high = range or (0, _DEEPEST)
     scaled = ((values - low) * (255 / (high - low))).clip(0, 255)
-    transparent = image.info.get("transparency")
-    if isinstance(transparent, int):
-        scaled[values == transparent] = 255
     return Image.fromarray(scaled)
 
 
@@ -269,7 +278,7 @@ class Preprocess:
         ends = [(end - mean) / std for mean, std in zip(self.mean, self.std, strict=True) for end in (0, 1)]
         return min(ends), max(ends)
 
-    def __call__(self, picture: Image.Image) -> Tensor:
+    def __call__(self, image: Image.Image) -> Tensor:
         """Return the model's input for one image: (3, H, W), or (1, H, W) for greyscale, float32 on the CPU.
 
         Raises:
@@ -281,45 +290,45 @@ class Preprocess:
             SaliencyWarning: A 16-bit image uses less than an eighth of its range, and there is no `range`.
         """
         mode = "RGB" if len(self.mean) == 3 else "L"
-        if is_deep(picture):
-            picture, mode = scaled_grey(picture, self.range), "F"
-        picture = picture if picture.mode == mode else picture.convert(mode)
-        resized = self._resized(picture.size)
-        if resized != picture.size:
-            picture = picture.resize(resized, _FILTERS[self.interpolation])
-        if self.size is not None and self.size != (picture.height, picture.width):
+        if is_deep(image):
+            image, mode = scaled_grey(image, self.range), "F"
+        image = image if image.mode == mode else image.convert(mode)
+        resized = self._resized(image.size)
+        if resized != image.size:
+            image = image.resize(resized, _FILTERS[self.interpolation])
+        if self.size is not None and self.size != (image.height, image.width):
             canvas = Image.new("RGB", self.size[::-1], self.fill).convert(mode)
-            canvas.paste(picture, (-_offset(picture.width, canvas.width), -_offset(picture.height, canvas.height)))
-            picture = canvas
-        pixels = torch.from_numpy(np.array(picture)).view(picture.height, picture.width, -1)  # (H, W, C)
-        tensor = pixels.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
-        return self.normalise(tensor.div_(255))
+            canvas.paste(image, (-_offset(image.width, canvas.width), -_offset(image.height, canvas.height)))
+            image = canvas
+        pixels = torch.from_numpy(np.array(image)).view(image.height, image.width, -1)  # (H, W, C)
+        x = pixels.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
+        return self.normalise(x.div_(255))
 
-    def box(self, picture_size: tuple[int, int]) -> Box:
+    def box(self, image_size: tuple[int, int]) -> Box:
         """Return the box of the model's input on an image of (w, h) pixels."""
-        width, height = picture_size
-        resized_width, resized_height = self._resized(picture_size)
+        width, height = image_size
+        resized_width, resized_height = self._resized(image_size)
         crop_height, crop_width = self.size or (resized_height, resized_width)
         left, top = _offset(resized_width, crop_width), _offset(resized_height, crop_height)
         x, y = width / resized_width, height / resized_height
         return (left * x, top * y, (left + crop_width) * x, (top + crop_height) * y)
 
-    def normalise(self, tensor: Tensor) -> Tensor:
+    def normalise(self, x: Tensor) -> Tensor:
         """Normalise values in 0..1, (..., C, H, W), for the model."""
-        return tensor.sub(self._channels(self.mean, tensor)).div_(self._channels(self.std, tensor))
+        return x.sub(self._channels(self.mean, x)).div_(self._channels(self.std, x))
 
-    def denormalise(self, tensor: Tensor) -> Tensor:
+    def denormalise(self, x: Tensor) -> Tensor:
         """Convert the model's input, (..., C, H, W), to values in 0..1."""
-        return tensor * self._channels(self.std, tensor) + self._channels(self.mean, tensor)
+        return x * self._channels(self.std, x) + self._channels(self.mean, x)
 
     def _channels(self, values: tuple[float, ...], like: Tensor) -> Tensor:
         return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, 1, 1)
 
-    def _resized(self, picture_size: tuple[int, int]) -> tuple[int, int]:
+    def _resized(self, image_size: tuple[int, int]) -> tuple[int, int]:
         """Return the size (w, h) of an image after resizing, rounded as in torchvision and timm."""
-        width, height = picture_size
+        width, height = image_size
         if not self.resize:
-            return picture_size
+            return image_size
         if isinstance(self.resize, int):
             longer = int(self.resize * max(width, height) / min(width, height))
             resized = (self.resize, longer) if width <= height else (longer, self.resize)
@@ -356,7 +365,7 @@ class TransformPreprocess:
     transform: Callable[[Image.Image], Tensor]
     _boxes: dict[tuple[object, ...], Box] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def __call__(self, picture: Image.Image) -> Tensor:
+    def __call__(self, image: Image.Image) -> Tensor:
         """Return the model's input for one image: (C, H, W), floating point.
 
         Raises:
@@ -364,18 +373,16 @@ class TransformPreprocess:
         """
         transform: Any = self.transform
         if self.is_processor:
-            if is_deep(picture):  # it reads images of 8 bits only
-                picture = _rounded(scaled_grey(picture, None))
-            tensor = transform(images=picture, return_tensors="pt")["pixel_values"][0]
+            if is_deep(image):  # it reads images of 8 bits only
+                image = _rounded(scaled_grey(image, None))
+            x = transform(images=image, return_tensors="pt")["pixel_values"][0]
         else:
-            tensor = transform(picture)
-        if not isinstance(tensor, Tensor):
-            name = type(tensor).__name__
-            raise ImageError(f"the preprocessing returned {name}, expected a tensor (3, H, W); append ToTensor to it")
-        if tensor.ndim != 3 or tensor.numel() == 0 or not tensor.is_floating_point():
-            came = f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
-            raise ImageError(f"the preprocessing returned {came}; expected floating-point values of shape (C, H, W)")
-        return tensor.detach()
+            x = transform(image)
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.numel() == 0 or not x.is_floating_point():
+            came = f"a {x.dtype} tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            expected = "floating-point values of shape (C, H, W), as ToTensor returns"
+            raise ImageError(f"the preprocessing returned {came}; expected {expected}")
+        return x.detach()
 
     @property
     def is_processor(self) -> bool:
@@ -388,11 +395,11 @@ class TransformPreprocess:
         ends = torch.stack([self(Image.new("RGB", (256, 256), color)) for color in ("black", "white")])
         return float(ends.min()), float(ends.max())
 
-    def box(self, picture_size: tuple[int, int], highest: int | None = None) -> Box:
+    def box(self, image_size: tuple[int, int], highest: int | None = None) -> Box:
         """Return the box of the model's input on an image of (w, h) pixels, accurate to one pixel.
 
         Args:
-            picture_size: The size of the image.
+            image_size: The size of the image.
             highest: The highest pixel value of images of mode I;16; None for RGB images.
 
         Raises:
@@ -400,13 +407,13 @@ class TransformPreprocess:
                 a scale and an offset.
         """
         with _box_lock:
-            if (picture_size, highest) not in self._boxes:
-                _require_repeatable(self, picture_size, highest)
+            if (image_size, highest) not in self._boxes:
+                _require_repeatable(self, image_size, highest)
                 # In transformed grey ramps, each output pixel gives a coordinate of the image.
-                probe = _Probe(self, picture_size, highest)
+                probe = _Probe(self, image_size, highest)
                 (left, right), (top, bottom) = probe.span(axis=2), probe.span(axis=1)
-                self._boxes[picture_size, highest] = (left, top, right, bottom)
-            return self._boxes[picture_size, highest]
+                self._boxes[image_size, highest] = (left, top, right, bottom)
+            return self._boxes[image_size, highest]
 
 
 def locate(prepare: Preprocess | TransformPreprocess, image: Image.Image) -> Box:
@@ -544,8 +551,8 @@ class _Probe:
     same value. The images are grey, so neither the order of the channels nor a conversion to grey matters.
     """
 
-    def __init__(self, preprocess: TransformPreprocess, picture_size: tuple[int, int], highest: int | None) -> None:
-        self.preprocess, self.picture_size, self.highest = preprocess, picture_size, highest
+    def __init__(self, preprocess: TransformPreprocess, image_size: tuple[int, int], highest: int | None) -> None:
+        self.preprocess, self.image_size, self.highest = preprocess, image_size, highest
         self.black = self._transformed([[0]])
         self.scale = self._transformed([[1]]) - self.black
         if not np.isfinite(self.scale).all() or not self.scale.any():
@@ -556,11 +563,11 @@ class _Probe:
         self.content = (deviation < 0.02).all(axis=0)  # (h, w)
 
     def _transformed(self, values: Any) -> _Array:
-        return _transform_grey(self.preprocess, values, self.picture_size, self.highest)
+        return _transform_grey(self.preprocess, values, self.image_size, self.highest)
 
     def span(self, axis: int) -> tuple[float, float]:
         """Return the start and end of the output on the image, along one axis of (C, h, w)."""
-        length = self.picture_size[2 - axis]
+        length = self.image_size[2 - axis]
         centres = (np.arange(length) + 0.5) / length
         positions = length * self._profile(centres, axis)  # in the image, of the centre of each output pixel
         start, step = _fit_line(positions, length)

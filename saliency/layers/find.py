@@ -161,7 +161,7 @@ class LayerScan:
             is_outer = known is None or layer.name.count(".") <= known.name.count(".")
             if layer.name == self.default or is_outer:
                 last[layer.layout.grid] = layer
-        coarse_first = sorted(last.items(), key=lambda item: item[0][0] * item[0][1])
+        coarse_first = sorted(last.items(), key=lambda pair: pair[0][0] * pair[0][1])
         return tuple(layer.name for _, layer in reversed(coarse_first[:3]))
 
 

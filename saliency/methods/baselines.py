@@ -87,7 +87,7 @@ def _resolved(option: str, like: object, preprocess: Prepare) -> ResolvedBaselin
             f"{option}={like!r} is invalid; expected one of {', '.join(BASELINES)}, a number, a tensor, an image, the "
             f"path of one, or a list of these{did_you_mean(str(like), BASELINES)}"
         )
-    values = read(like, preprocess).tensor
+    values = read(like, preprocess).inputs
     shape = "x".join(map(str, values.shape))
     name = os.fsdecode(like) if isinstance(like, str | os.PathLike) else f"{type(like).__name__} {shape}"
     return GivenImages(name, values.clone())

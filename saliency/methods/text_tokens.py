@@ -112,7 +112,7 @@ def explain_text(
         raise MethodError(f"text={text!r}: expected one text, such as 'a photo of a cat'")
     cls = get_method(check_choice("method", method, TEXT_METHODS))
     with prepared_for_attribution(model), torch.no_grad():
-        images = run_model(model, cls(model).read(image).tensor)["image_embeds"]
+        images = run_model(model, cls(model).read(image).inputs)["image_embeds"]
         if len(images) > 1:
             raise ImageError(f"expected one image, got {len(images)}")
         tower = _TextTower(model, text)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,8 +17,8 @@ from PIL import Image, ImageColor
 from ..attribution.explanation import Explanation, Sign
 from ..attribution.heatmap import PER_UNIT, limits, reduced_maps, require_explanation, rounding_errors
 from ..errors import RenderError, did_you_mean, warn
-from ..io.inputs import ImageLike, open_picture
-from ..io.preprocess import Frame, resize_box, scaled_size
+from ..io.inputs import ImageLike, open_image
+from ..io.preprocess import Frame, drawable, resize_box, scaled_size
 from ..validation import check_number
 from .contours import check_levels, draw_contours
 from .scaling import Percentile, drawn_maps, resolve_percentile, smoothed
@@ -38,8 +38,6 @@ HATCHED = "hatched: tokens with an outlying norm"  # legend
 CENTRE = 128  # the entry of zero in a centred table
 
 LEAST_RANGE = 0.05  # of the largest magnitude; a map with a smaller range is nearly even
-
-
 MOST_OPACITY = 0.8  # of opacity="map"; the image stays visible under the strongest values
 LINES_PER_CROP = 240  # thickness of the lines around the crop: one of so many parts of its shorter edge
 STRIPES_PER_EDGE = 400  # thickness of stripes: one of so many parts of the image's longer edge
@@ -98,17 +96,22 @@ def require_one(explanation: Explanation, name: str) -> None:
         raise RenderError(f"{name} draws one image and got {len(explanation)}; write [{name}(e) for e in explanation]")
 
 
-def frame_of(explanation: Explanation, picture: ImageLike | None = None) -> Frame:
-    """Return the frame to draw on: the explanation's own, or one that covers all of `picture`."""
-    if picture is not None:
-        opened = open_picture(picture)
-        return Frame(opened, (0.0, 0.0, float(opened.width), float(opened.height)))
+def frame_of(explanation: Explanation, image: ImageLike | None = None) -> Frame:
+    """Return the frame to draw on: the explanation's own, or `image` at the saved box; without a box, all of it."""
+    if image is not None:
+        saved = explanation.boxes[0] if explanation.boxes else None
+        image = drawable(open_image(image), saved.range if saved else None)
+        if saved is None:
+            return Frame(image, (0.0, 0.0, float(image.width), float(image.height)))
+        if image.size != saved.size:
+            sizes = " and ".join(f"{width} x {height}" for width, height in (saved.size, image.size))
+            raise RenderError(f"the map belongs to an image of another size: {sizes} pixels; pass the original image")
+        return Frame(image, saved.box)
     frame = explanation.frames[0]
     if frame is None:
         raise RenderError(
             "the original image is not known: it was given as a tensor, or the map was saved without it; explain its "
-            "path or the PIL image, draw maps of saliency batch with saliency render, or pass overlay(..., "
-            "picture=image), where the map covers the whole image"
+            "path or the PIL image, or pass overlay(..., image=image). A map of a tensor then covers the whole image"
         )
     return frame
 
@@ -135,6 +138,7 @@ def scale_map(
             zero, except on a shared scale, and for gradients below the rounding error. The warning states the reason.
     """
     sign = explanation.sign if sign is None else sign
+    from_zero = from_zero or explanation.from_zero
     maps, marks = drawn_maps(explanation, sign), explanation.outliers
     low, high = map(float, (maps if marks is None or marks.all() else maps[~marks]).aminmax())
     largest = max(-low, high)
@@ -187,9 +191,9 @@ def _why_flat(explanation: Explanation, low: float, high: float, sign: Sign) -> 
 
 def shrink(frame: Frame, thumb: int) -> Frame:
     """Resize a frame so that the longer edge of its image is `thumb`."""
-    size = scaled_size(frame.picture.size, thumb)
-    small = frame.picture.resize(size, Image.Resampling.LANCZOS, reducing_gap=3)
-    return Frame(small, resize_box(frame.box, frame.picture.size, size))
+    size = scaled_size(frame.image.size, thumb)
+    small = frame.image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3)
+    return Frame(small, resize_box(frame.box, frame.image.size, size))
 
 
 def box_pixels(frame: Frame) -> Area:
@@ -199,7 +203,7 @@ def box_pixels(frame: Frame) -> Area:
         RenderError: The box is outside the image.
     """
     left, top, right, bottom = frame.box
-    width, height = frame.picture.size
+    width, height = frame.image.size
     rows, columns = _pixel_range(top, bottom, height), _pixel_range(left, right, width)
     if not rows or not columns:
         raise RenderError(f"the box {frame.box} is outside the image of {width}x{height} pixels")
@@ -251,58 +255,28 @@ def paint(
     of each cell, 0 to 1; None leaves it unchanged. Outliers have stripes instead of colours. Lines surround the
     magnitudes above each of `contours`, shares of the full colour.
     """
-    if not isinstance(opacity, str) or opacity != "map":
+    follows_map = isinstance(opacity, str) and opacity == "map"
+    if not follows_map:
         opacity = check_number("opacity", opacity, least=0, most=1, hint=', or "map"', error=RenderError)
+    most = np.float32(MOST_OPACITY if follows_map else opacity)
     area = box_pixels(frame)
     values = resize_to_pixels(scaled.values, frame, area)
-    pixels: Pixels = np.array(frame.picture)
-    photo = pixels[area]
+    pixels: Pixels = np.array(frame.image)
     colors = scaled.colors(colormap).take(table_entries(values, scaled.sign), axis=0)
-    weight = np.float32(MOST_OPACITY) * np.abs(values) if isinstance(opacity, str) else np.full_like(values, opacity)
+    weight = most * np.abs(values) if follows_map else np.full_like(values, most)
     if visibility is not None:
         weight *= resize_to_pixels(visibility, frame, area)
     for tone, share, place in hatching(scaled, frame, area):
         colors[place] = tone
-        weight[place] = share * (MOST_OPACITY if isinstance(opacity, str) else opacity)
-    pixels[area] = blend(photo, colors, weight)
-    if isinstance(opacity, str):
+        weight[place] = share * most
+    pixels[area] = blend(pixels[area], colors, weight)
+    if follows_map:
         for tone, edge in outline(pixels, area):
             edge[:] = edge // 2 + tone // 2
-    picture = Image.fromarray(pixels)
+    drawing = as_drawing(Image.fromarray(pixels))
     if levels := check_levels(contours):
-        draw_contours(picture, values, area, levels)
-    return as_drawing(picture)
-
-
-class Thumbnail(NamedTuple):
-    """A small image, and the map of an explanation at its pixels."""
-
-    frame: Frame
-    map: ScaledMap  # scaled up to the largest value
-    limit: float  # the map value at full colour on its own scale, above the floor
-
-    @classmethod
-    def of(
-        cls, explanation: Explanation, longest: int, percentile: Percentile, smoothing: float, *, from_zero: bool
-    ) -> Thumbnail:
-        """Return a thumbnail with a longest edge in pixels. Its limit is computed from the values at its pixels."""
-        frame = shrink(frame_of(explanation), longest)
-        rows, columns = area = box_pixels(frame)
-        largest = scale_map(explanation, percentile=None, smoothing=smoothing, from_zero=from_zero)
-        values = resize_to_pixels(largest.values, frame, area)
-        marks = largest.outliers
-        if marks is not None:
-            marks = resize_to_pixels(marks, frame, area, Image.Resampling.NEAREST)
-        share = limits(torch.from_numpy(values)[None], resolve_percentile(explanation, percentile, largest.floor))
-        box = (float(columns.start), float(rows.start), float(columns.stop), float(rows.stop))
-        own = replace(largest, values=values, outliers=marks)
-        return cls(Frame(frame.picture, box), own, (largest.limit - largest.floor) * float(share))
-
-    def painted(self, limit: float, colormap: str | None, opacity: Opacity) -> Image.Image:
-        """Return the overlay in which a map value above the floor has the full colour."""
-        gain = np.float32((self.map.limit - self.map.floor) / limit if limit else 1.0)
-        scaled = replace(self.map, values=np.clip(self.map.values * gain, -1, 1))
-        return paint(self.frame, scaled, colormap, opacity)
+        draw_contours(drawing, values, area, levels)
+    return drawing
 
 
 def cut_out(frame: Frame, scaled: ScaledMap, keep: float | None, background: str) -> Image.Image:
@@ -326,9 +300,9 @@ def cut_out(frame: Frame, scaled: ScaledMap, keep: float | None, background: str
         color = ImageColor.getcolor(str(background), "RGB")
     except ValueError as error:
         raise RenderError(f'background "{background}" is not a colour; write a name or "#rrggbb"') from error
-    ground = np.full((frame.picture.height, frame.picture.width, 3), color, np.uint8)
-    ground[area] = blend(ground[area], np.asarray(frame.picture)[area], weight)
-    return as_drawing(Image.fromarray(ground))
+    pixels = np.full((frame.image.height, frame.image.width, 3), color, np.uint8)
+    pixels[area] = blend(pixels[area], np.asarray(frame.image)[area], weight)
+    return as_drawing(Image.fromarray(pixels))
 
 
 def hatching(scaled: ScaledMap, frame: Frame, area: Area) -> Iterator[tuple[int, int, Mask]]:
@@ -341,7 +315,7 @@ def hatching(scaled: ScaledMap, frame: Frame, area: Area) -> Iterator[tuple[int,
         return
     marked = resize_to_pixels(scaled.outliers, frame, area, Image.Resampling.NEAREST) > 0
     rows, columns = marked.shape
-    width = max(1, round(max(frame.picture.size) / STRIPES_PER_EDGE))
+    width = max(1, round(max(frame.image.size) / STRIPES_PER_EDGE))
     diagonals = sliding_window_view(np.arange(rows + columns) // width % STRIPES, columns)[:rows]
     yield 0, 0, marked
     yield 0, 1, marked & (diagonals == 0)
@@ -370,22 +344,22 @@ class Drawing(Image.Image):
         super().save(fp, format, **{"compress_level": 1, **params})
 
 
-def as_drawing(picture: Image.Image) -> Drawing:
+def as_drawing(image: Image.Image) -> Drawing:
     """Return the same image as a Drawing. Pillow has no public constructor for subclasses."""
     drawing = Drawing()
-    vars(drawing).update(vars(picture))
+    vars(drawing).update(vars(image))
     return drawing
 
 
-def blend(photo: Pixels, colors: Pixels, weight: Plane) -> Pixels:
-    """Return the rounded mean of two images (H, W, 3): `photo` at weight 0, `colors` at weight 1."""
-    out = np.empty_like(photo)
-    for start in range(0, len(photo), STRIP):
+def blend(pixels: Pixels, colors: Pixels, weight: Plane) -> Pixels:
+    """Return the rounded mean of two images (H, W, 3): `pixels` at weight 0, `colors` at weight 1."""
+    out = np.empty_like(pixels)
+    for start in range(0, len(pixels), STRIP):
         rows = slice(start, start + STRIP)
         mixed = colors[rows].astype(np.float32)
-        mixed -= photo[rows]
+        mixed -= pixels[rows]
         mixed *= weight[rows, :, None]
-        mixed += photo[rows]
+        mixed += pixels[rows]
         mixed += np.float32(0.5)
         out[rows] = mixed
     return out

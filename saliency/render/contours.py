@@ -24,12 +24,12 @@ def check_levels(contours: object) -> list[float]:
 
 
 def draw_contours(
-    picture: Image.Image, values: NDArray[np.float32], area: tuple[slice, slice], levels: Sequence[float]
+    image: Image.Image, values: NDArray[np.float32], area: tuple[slice, slice], levels: Sequence[float]
 ) -> None:
     """Draw the lines at which the magnitude of a scaled map crosses some levels, on an RGB image in place.
 
     Args:
-        picture: The image.
+        image: The image.
         values: (h, w) the scaled map, at the pixels of the area.
         area: The rows and columns of the image that the map covers.
         levels: The magnitudes, above 0 and below 1.
@@ -39,7 +39,7 @@ def draw_contours(
     rows, columns = area
     # A margin of zeros closes the lines of regions at the edge of the map.
     contours = contour_generator(z=np.pad(np.abs(values), 1))
-    draw, width = ImageDraw.Draw(picture), max(1, round(WIDTH * max(picture.size)))
+    draw, width = ImageDraw.Draw(image), max(1, round(WIDTH * max(image.size)))
     corner = np.array([columns.start - 1, rows.start - 1])
     for level in levels:
         lines = [np.asarray(line) + corner for line in contours.lines(level)]

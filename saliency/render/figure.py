@@ -103,58 +103,52 @@ def figure(
         listed = [explanations]
     given = [single_images(row, "figure") for row in listed]
     limit = shared_limit(chain.from_iterable(given), smoothing=smoothing) if shared else None
-    photos = [group for row in given for group in _by_photo(row)]
-    most = 1 + max(map(len, photos))
+    groups = [group for row in given for group in _by_image(row)]
+    most = 1 + max(map(len, groups))
     if columns is None:
         columns = math.ceil(most / math.ceil(most / COLUMNS))
     columns = min(most, check_integer("columns", columns, least=1, error=RenderError))
-    rows = [(group, start) for group in photos for start in range(0, 1 + len(group), columns)]
+    framed = [(group, _print_frame(group[0])) for group in groups]
+    rows = [(group, frame, start) for group, frame in framed for start in range(0, 1 + len(group), columns)]
     width = min(LARGEST_PANEL, max(SMALLEST_PANEL, WIDTH / columns))
-    heights = [width * _proportion(group) + HEAD_AND_BAR for group, _ in rows]
+    heights = [width * min(frame.image.height / frame.image.width, TALLEST) + HEAD_AND_BAR for _, frame, _ in rows]
     drawing = new_figure(columns * width, sum(heights) + TITLE_HEIGHT * bool(title), crop="tight")
     drawing.suptitle(title or "", fontsize=TITLE_SIZE + 2, parse_math=False)
-    for panels, (group, start) in zip(_panels(drawing, heights, columns), rows, strict=True):
-        frame, has_one_class = _print_frame(group[0]), len({image.target_names[0] for image in group}) == 1
-        titles = method_titles(group)
+    for panels, (group, frame, start) in zip(_panels(drawing, heights, columns), rows, strict=True):
+        has_one_class, titles = len({one.target_names[0] for one in group}) == 1, method_titles(group)
         for axes, number in zip(panels, range(start, 1 + len(group)), strict=False):
             if number == 0:
-                _show(axes, frame.picture, [_class_title(group[0])] if has_one_class else [])
+                _show(axes, frame.image, [_class_title(group[0])] if has_one_class else [])
                 continue
-            image = group[number - 1]
-            scaled = scale_map(image, limit=limit, smoothing=smoothing)
-            names = [titles[number - 1], *([] if has_one_class else [_class_title(image)])]
+            explanation = group[number - 1]
+            scaled = scale_map(explanation, limit=limit, smoothing=smoothing)
+            names = [titles[number - 1], *([] if has_one_class else [_class_title(explanation)])]
             _show(axes, paint(frame, scaled, colormap, opacity), names)
-            _add_bar(drawing, axes, scaled, colormap, label or image.units)
+            _add_bar(drawing, axes, scaled, colormap, label or explanation.units)
     return drawing
 
 
-def _by_photo(images: Sequence[Explanation]) -> list[list[Explanation]]:
+def _by_image(explanations: Sequence[Explanation]) -> list[list[Explanation]]:
     """Group explanations by their image, in the order of the first ones."""
     groups: list[list[Explanation]] = []
-    for image in images:
-        known = next((group for group in groups if frame_of(group[0]) == frame_of(image)), None)
+    for explanation in explanations:
+        known = next((group for group in groups if frame_of(group[0]) == frame_of(explanation)), None)
         if known is None:
-            groups.append([image])
+            groups.append([explanation])
         else:
-            known.append(image)
+            known.append(explanation)
     return groups
 
 
-def _proportion(group: Sequence[Explanation]) -> float:
-    """Return the height of a panel, as a multiple of its width."""
-    width, height = frame_of(group[0]).picture.size
-    return min(height / width, TALLEST)
-
-
-def _print_frame(image: Explanation) -> Frame:
+def _print_frame(explanation: Explanation) -> Frame:
     """Return the frame of an explanation, with at most the pixels that a panel has in print."""
-    frame, longest = frame_of(image), round(LARGEST_PANEL * TALLEST * PRINT_DPI)
-    return shrink(frame, longest) if max(frame.picture.size) > longest else frame
+    frame, longest = frame_of(explanation), round(LARGEST_PANEL * TALLEST * PRINT_DPI)
+    return shrink(frame, longest) if max(frame.image.size) > longest else frame
 
 
-def _class_title(image: Explanation) -> str:
-    name = textwrap.wrap(image.target_names[0], NAME, max_lines=2, placeholder="…")
-    return " ".join(["\n".join(name), *probability(image)])
+def _class_title(explanation: Explanation) -> str:
+    name = textwrap.wrap(explanation.target_names[0], NAME, max_lines=2, placeholder="…")
+    return " ".join(["\n".join(name), *probability(explanation)])
 
 
 def _panels(drawing: Figure, heights: Sequence[float], columns: int) -> Any:
@@ -166,8 +160,8 @@ def _panels(drawing: Figure, heights: Sequence[float], columns: int) -> Any:
     return panels
 
 
-def _show(axes: Axes, picture: Image.Image, names: Sequence[str]) -> None:
-    axes.imshow(picture)
+def _show(axes: Axes, image: Image.Image, names: Sequence[str]) -> None:
+    axes.imshow(image)
     axes.set_title("\n".join(names), fontsize=TITLE_SIZE, pad=4, parse_math=False)
 
 

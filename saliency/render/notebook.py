@@ -22,15 +22,15 @@ def notebook_png(explanation: Explanation) -> bytes | None:
     For an image given as a tensor, the map is drawn on white. A notebook that gets None shows the text.
     """
     try:
-        images = [framed(image) for image in explanation[:MOST_ROWS]]
-        picture = overlay(images[0], size=SIDE) if len(images) == 1 else contact_sheet([[image] for image in images])
-        return encode(picture, "PNG")
+        shown = [framed(one) for one in explanation[:MOST_ROWS]]
+        image = overlay(shown[0], size=SIDE) if len(shown) == 1 else contact_sheet([[one] for one in shown])
+        return encode(image, "PNG")
     except Exception:  # noqa: BLE001 - looking at a result must not fail
         return None
 
 
-def framed(image: Explanation) -> Explanation:
+def framed(explanation: Explanation) -> Explanation:
     """Return the explanation of one image with a frame: a white one in the size of the model's input for a tensor."""
-    height, width = image.input_size
+    height, width = explanation.input_size
     blank = Frame(Image.new("RGB", (width, height), "white"), (0.0, 0.0, float(width), float(height)))
-    return replace(image, frames=(image.frames[0] or blank,))
+    return replace(explanation, frames=(explanation.frames[0] or blank,))

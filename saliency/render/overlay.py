@@ -21,10 +21,9 @@ from ..validation import check_integer, check_number
 from .blending import Opacity, Plane, cut_out, frame_of, paint, require_one, scale_map, shrink
 from .scaling import SMOOTHING, Percentile
 
-PICTURE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
-JPEG_QUALITY = 90
-WEBP_QUALITY = 90
-PNG_COLOR_TYPES = {"L": 0, "RGB": 2, "RGBA": 6}
+DRAWING_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
+QUALITY = 90  # of JPEG and WebP
+PNG_RGB = 2  # the colour type in the header of a PNG file
 
 
 class _Style(TypedDict, total=False):
@@ -40,16 +39,14 @@ class _Style(TypedDict, total=False):
 
 
 @overload
-def overlay(
-    explanations: Explanation, picture: ImageLike | None = ..., **style: Unpack[_Style]
-) -> Image.Image | Any: ...
+def overlay(explanations: Explanation, image: ImageLike | None = ..., **style: Unpack[_Style]) -> Image.Image | Any: ...
 @overload
 def overlay(
-    explanations: Sequence[Explanation], picture: ImageLike | None = ..., **style: Unpack[_Style]
+    explanations: Sequence[Explanation], image: ImageLike | None = ..., **style: Unpack[_Style]
 ) -> list[Image.Image]: ...
 def overlay(
     explanations: Explanation | Sequence[Explanation],
-    picture: ImageLike | None = None,
+    image: ImageLike | None = None,
     *,
     size: int | None = None,
     opacity: Opacity = "map",
@@ -69,7 +66,8 @@ def overlay(
     Args:
         explanations: An explanation of one image. Several images, or a list of explanations, give a list of overlays,
             one per image. For a list that type checkers know, pass `list(explanation)`.
-        picture: An image to draw on instead of the explanation's own; the map then covers all of it.
+        image: An image to draw on instead of the explanation's own; the map then covers all of it. A map of
+            `saliency batch` needs the original image, and lies at its position on it.
         size: The longer edge of the result in pixels; by default the size of the image. A small overlay of a large
             image is drawn and saved much faster.
         opacity: "map" for 0.8 times the magnitude of the scaled map, so that pixels at zero stay unchanged; or 0..1
@@ -97,11 +95,11 @@ def overlay(
         SaliencyWarning: A map is nearly even, or below the rounding error, and is drawn as zero.
     """
     drawn: list[Image.Image] = []
-    for image in single_images(explanations, "overlay"):
-        scaled = scale_map(image, sign, percentile, limit, smoothing)
-        frame = frame_of(image, picture)
+    for one in single_images(explanations, "overlay"):
+        scaled = scale_map(one, sign, percentile, limit, smoothing)
+        frame = frame_of(one, image)
         frame = frame if size is None else shrink(frame, check_integer("size", size, least=1, error=RenderError))
-        drawn.append(paint(frame, scaled, colormap, opacity, _visibility(image, sign, min_significance), contours))
+        drawn.append(paint(frame, scaled, colormap, opacity, _visibility(one, sign, min_significance), contours))
     return drawn[0] if isinstance(explanations, Explanation) and len(drawn) == 1 else drawn
 
 
@@ -117,7 +115,7 @@ def _visibility(explanation: Explanation, sign: Sign | None, min_significance: f
 
 def cutout(
     explanation: Explanation,
-    picture: ImageLike | None = None,
+    image: ImageLike | None = None,
     *,
     keep: float | None = 0.2,
     background: str = "black",
@@ -129,7 +127,7 @@ def cutout(
 
     Args:
         explanation: An explanation of one image.
-        picture: As in `overlay`.
+        image: As in `overlay`.
         keep: The fraction of the crop's pixels to show, in descending order of magnitude. Ties are shown, pixels at
             zero are not. None fades the image by the map.
         background: A colour: a name ("white"), "#rrggbb", or another format of Pillow.
@@ -145,53 +143,48 @@ def cutout(
     require_one(explanation, "cutout")
     if keep is not None:
         keep = check_number("keep", keep, above=0, most=1, hint=", a share of the pixels, or None", error=RenderError)
-    frame = frame_of(explanation, picture)
+    frame = frame_of(explanation, image)
     scaled = scale_map(explanation, sign, "auto" if keep is None else None, from_zero=keep is not None)
     return cut_out(frame, scaled, keep, background)
 
 
-def save_picture(picture: Image.Image, path: str | os.PathLike[str]) -> Path:
-    """Write an image in the format of the path's suffix, and return the path.
+def save_drawing(image: Image.Image, path: str | os.PathLike[str]) -> Path:
+    """Write an RGB image in the format of the path's suffix, and return the path.
 
     The file is written atomically: under a temporary name, and then renamed. PNG is lossless, and written several
     times faster than by Pillow; JPEG and WebP have quality 90. The metadata name the toolkit; see `is_drawing`.
 
     Raises:
-        RenderError: `picture` is not a PIL image, or the suffix is not .png, .jpg, .jpeg or .webp.
+        RenderError: The suffix is not .png, .jpg, .jpeg or .webp.
         OSError: The folder is missing, or not writable.
     """
-    if not isinstance(picture, Image.Image):
-        raise RenderError(f"save_picture takes a PIL image, as overlay(...) returns; got {type(picture).__name__}")
     path = Path(path)
-    if path.suffix.lower() not in PICTURE_SUFFIXES:
-        raise RenderError(f'cannot write "{path.name}": its suffix must be one of {", ".join(PICTURE_SUFFIXES)}')
+    if path.suffix.lower() not in DRAWING_SUFFIXES:
+        raise RenderError(f'cannot write "{path.name}": its suffix must be one of {", ".join(DRAWING_SUFFIXES)}')
     exif = Image.Exif()
     exif[ExifTags.Base.Software] = SOFTWARE
     with atomic_write(path) as temporary:
         if path.suffix.lower() == ".png":
-            temporary.write_bytes(_png(picture))
-        elif path.suffix.lower() == ".webp":
-            picture.save(temporary, format="WEBP", quality=WEBP_QUALITY, exif=exif)
+            temporary.write_bytes(_png(image))
         else:
-            picture.convert("RGB").save(temporary, format="JPEG", quality=JPEG_QUALITY, exif=exif)
+            kind = "WEBP" if path.suffix.lower() == ".webp" else "JPEG"
+            image.save(temporary, format=kind, quality=QUALITY, exif=exif)
     return path
 
 
-def _png(picture: Image.Image) -> bytes:
-    """Encode an image as PNG, as differences between rows whose runs are compressed.
+def _png(image: Image.Image) -> bytes:
+    """Encode an RGB image as PNG, as differences between rows whose runs are compressed.
 
     For photographs, this takes a tenth of the time of Pillow, which tries five filters per row and searches for
     matches.
     """
-    if picture.mode not in PNG_COLOR_TYPES:
-        picture = picture.convert("RGBA" if picture.has_transparency_data else "RGB")
-    rows = np.asarray(picture).reshape(picture.height, -1)
+    rows = np.asarray(image).reshape(image.height, -1)
     lines = np.empty((rows.shape[0], 1 + rows.shape[1]), np.uint8)
     lines[:, 0] = 2  # the filter "up"
     lines[0, 1:] = rows[0]
     np.subtract(rows[1:], rows[:-1], out=lines[1:, 1:])
     encoder = zlib.compressobj(1, strategy=zlib.Z_RLE)
-    header = struct.pack(">2I5B", *picture.size, 8, PNG_COLOR_TYPES[picture.mode], 0, 0, 0)
+    header = struct.pack(">2I5B", *image.size, 8, PNG_RGB, 0, 0, 0)
     text = f"Software\0{SOFTWARE}".encode()
     chunks = (
         (b"IHDR", header),

@@ -6,16 +6,19 @@ import itertools
 import math
 import string
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
 from ..attribution.explanation import Explanation
 from ..errors import RenderError
 from ..validation import check_integer
-from .blending import HATCHED, Opacity, Thumbnail, as_drawing, method_titles, probability, require_one
-from .scaling import SMOOTHING, Percentile
+from .blending import HATCHED, Opacity, as_drawing, frame_of, method_titles, probability, require_one, shrink
+from .overlay import overlay
+from .scaling import SMOOTHING, Percentile, shared_limit
 
 PAPER = "#ffffff"
 INK = "#1d1f23"
@@ -45,7 +48,7 @@ def contact_sheet(
         thumb: The longer edge of the thumbnails in pixels, at least 32; everything else scales with it.
         opacity: As in `overlay`.
         colormap: As in `overlay`.
-        percentile: As in `overlay`, of the values that the thumbnail shows.
+        percentile: As in `overlay`.
         smoothing: As in `overlay`.
         shared: Draw each column on one scale, so that its colours are comparable; otherwise each overlay has its own.
 
@@ -58,15 +61,17 @@ def contact_sheet(
     """
     thumb = check_integer("thumb", thumb, least=SMALLEST_THUMB, error=RenderError)
     _require_columns(rows)
-    table = [[Thumbnail.of(one, thumb, percentile, smoothing, from_zero=shared) for one in row] for row in rows]
-    column_limits = [max(cell.limit for cell in column) for column in zip(*table, strict=True)]
+    scale: dict[str, Any] = {"percentile": percentile, "smoothing": smoothing}
+    limits = [shared_limit(column, **scale) if shared else None for column in zip(*rows, strict=True)]
     drawn = []
-    for explanations, cells in zip(rows, table, strict=True):
-        thumbs = [cells[0].frame.picture]
-        for cell, limit in zip(cells, column_limits, strict=True):
-            thumbs.append(cell.painted(limit if shared else cell.limit, colormap, opacity))
-        drawn.append(_Row(explanations, thumbs))
-    return as_drawing(_Sheet(drawn, thumb).draw(["photo", *method_titles(rows[0])]))
+    for row in rows:
+        small = [replace(one, frames=(shrink(frame_of(one), thumb),)) for one in row]
+        overlays = [
+            overlay(one, opacity=opacity, colormap=colormap, limit=limit, **scale)
+            for one, limit in zip(small, limits, strict=True)
+        ]
+        drawn.append(_Row(row, [frame_of(small[0]).image, *overlays]))
+    return _Sheet(drawn, thumb).draw(["photo", *method_titles(rows[0])])
 
 
 def _require_columns(rows: Sequence[Sequence[Explanation]]) -> None:
@@ -112,8 +117,8 @@ class _Sheet:
         self.legend = HATCHED if any(mark is not None and mark.any() for mark in marks) else ""
         below = self.margin + self.line if self.legend else self.margin - self.gap
         height = self.head + sum(self._height(row) + self.gap for row in rows) + below
-        self.picture = Image.new("RGB", (width, height), PAPER)
-        self.pen = ImageDraw.Draw(self.picture)
+        self.image = as_drawing(Image.new("RGB", (width, height), PAPER))
+        self.pen = ImageDraw.Draw(self.image)
 
     def draw(self, heads: Sequence[str]) -> Image.Image:
         """Draw everything, with a head above each column."""
@@ -124,12 +129,12 @@ class _Sheet:
         for row in self.rows:
             for column, thumb in enumerate(row.thumbs):
                 left = self._left(column) + (self.thumb - thumb.width) // 2
-                self.picture.paste(thumb, (left, top + (row.thumb_height - thumb.height) // 2))
+                self.image.paste(thumb, (left, top + (row.thumb_height - thumb.height) // 2))
             self._write_classes(row, top)
             top += self._height(row) + self.gap
-        legend = ellipsised(self.legend, self.font, self.picture.width - 2 * self.margin)
+        legend = ellipsised(self.legend, self.font, self.image.width - 2 * self.margin)
         self._write(legend, self.margin, top, "lm", SOFT_INK)
-        return self.picture
+        return self.image
 
     def _left(self, column: int) -> int:
         """Return the left edge of a column of thumbnails; column 0 is the image."""

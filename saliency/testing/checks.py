@@ -414,7 +414,7 @@ def memory(case: MethodCase) -> None:
 def _live_tensors() -> int:
     gc.collect()
     # Use the type instead of isinstance: some objects warn when `__class__` is accessed.
-    return sum(issubclass(type(item), Tensor) for item in gc.get_objects())
+    return sum(issubclass(type(value), Tensor) for value in gc.get_objects())
 
 
 # Degenerate input ----------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def _model_state(name: str, model: nn.Module) -> Iterator[tuple[str, object]]:
 def _entries(value: Any, state: Callable[[Any], object]) -> object:
     """Return the state of each entry of a container, the value of a constant, or the identity of anything else."""
     if isinstance(value, Mapping):
-        return tuple((key, state(item)) for key, item in value.items())
+        return tuple((key, state(part)) for key, part in value.items())
     if isinstance(value, list | tuple | set):
         return tuple(map(state, value))
     return value if isinstance(value, str | bytes | int | float | bool | None) else id(value)

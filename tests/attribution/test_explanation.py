@@ -75,7 +75,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def pixels(frame: Frame) -> tuple[str, tuple[int, int], bytes]:
-    return frame.picture.mode, frame.picture.size, frame.picture.tobytes()
+    return frame.image.mode, frame.image.size, frame.image.tobytes()
 
 
 # Saving and loading.

@@ -19,7 +19,7 @@ from saliency.batch.output_folder import FORMAT
 from saliency.batch.sources import parse_target
 from saliency.errors import ImageError
 from saliency.io.inputs import open_image
-from saliency.render.overlay import save_picture
+from saliency.render.overlay import save_drawing
 
 
 def find_images(*places: Any, **options: Any) -> list[ImageEntry]:
@@ -111,8 +111,8 @@ def test_the_files_of_a_run_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
 def test_overlays_are_recognised_by_their_metadata_in_every_format(tmp_path: Path, suffix: str) -> None:
     drawing = Image.effect_noise((90, 60), 90).convert("RGB")
-    save_picture(drawing, tmp_path / f"cat.grad_cam.{suffix}")
-    save_picture(drawing, tmp_path / f"sheet.{suffix}")
+    save_drawing(drawing, tmp_path / f"cat.grad_cam.{suffix}")
+    save_drawing(drawing, tmp_path / f"sheet.{suffix}")
     for name in ("cat", "my.cat", "sheet.of.music"):
         drawing.save(tmp_path / f"{name}.{suffix}")
     touch(tmp_path, "empty.image.png")

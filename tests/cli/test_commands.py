@@ -32,7 +32,7 @@ from saliency.cli import command_parser, main, options
 from saliency.cli.completion import SCRIPTS, candidates, method_names
 from saliency.io.preprocess import as_preprocess
 from saliency.methods import METHODS
-from saliency.render.overlay import overlay, save_picture
+from saliency.render.overlay import overlay, save_drawing
 from saliency.testing import tiny_model
 from tests.commandline import ASSETS, COFFEE, copies, forked_command, loaded, share_models, started
 
@@ -395,9 +395,9 @@ def test_a_full_disk_is_told_of_the_file(
     def full(picture: Image.Image, path: Path) -> Path:
         if path.name.startswith("coffee"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return save_picture(picture, path)
+        return save_drawing(picture, path)
 
-    monkeypatch.setattr("saliency.batch.drawing.save_picture", full)
+    monkeypatch.setattr("saliency.batch.drawing.save_drawing", full)
     answer = explain(run, tmp_path, *PHOTOS)
     assert answer.code == 1
     assert len(names(tmp_path)) == 4
@@ -539,9 +539,9 @@ def test_an_interrupted_run_keeps_what_is_made(
     def interrupted(picture: Image.Image, path: Path) -> Path:
         if path.name == "chelsea.layer_cam.png":
             raise KeyboardInterrupt
-        return save_picture(picture, path)
+        return save_drawing(picture, path)
 
-    monkeypatch.setattr("saliency.batch.drawing.save_picture", interrupted)
+    monkeypatch.setattr("saliency.batch.drawing.save_drawing", interrupted)
     got = explain(run, tmp_path, *PHOTOS, "-m", "grad_cam", "layer_cam", "--sheet")
     assert got.code == 130
     made = [f"{name}.{method}.png" for name in ("astronaut", "camera") for method in ("grad_cam", "layer_cam")]

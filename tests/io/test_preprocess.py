@@ -64,7 +64,7 @@ def noise(size: tuple[int, int]) -> Image.Image:
 
 
 def photo(size: tuple[int, int]) -> Image.Image:
-    """A picture whose red tells the column and whose green tells the row."""
+    """A image whose red tells the column and whose green tells the row."""
     red, green = np.meshgrid(np.linspace(0, 255, size[0]), np.linspace(0, 255, size[1]))
     return Image.fromarray(np.stack([red, green, 255 - red], 2).astype(np.uint8))
 
@@ -95,13 +95,13 @@ def test_a_timm_models_own_config_is_met_bit_for_bit(name: str) -> None:
 
 
 def test_the_output_is_contiguous_and_the_picture_unchanged() -> None:
-    picture = noise((300, 200))
-    before = picture.tobytes()
-    output = Preprocess((224, 224), 256)(picture)
+    image = noise((300, 200))
+    before = image.tobytes()
+    output = Preprocess((224, 224), 256)(image)
     assert output.shape == (3, 224, 224)
     assert output.dtype == torch.float32
     assert output.is_contiguous()
-    assert picture.tobytes() == before
+    assert image.tobytes() == before
 
 
 def test_normalise_and_denormalise_undo_each_other_and_keep_the_tensor() -> None:
@@ -118,7 +118,7 @@ def test_normalise_and_denormalise_undo_each_other_and_keep_the_tensor() -> None
 
 
 def corners(size: tuple[int, int], preprocess: Callable[[Image.Image], Tensor], box: Box) -> None:
-    """Paint the box on the picture in one colour per quarter; the model must see just these four quarters."""
+    """Paint the box on the image in one colour per quarter; the model must see just these four quarters."""
     left, top, right, bottom = (round(edge) for edge in box)
     array = np.zeros((size[1], size[0], 3), np.uint8)
     rows, columns = np.mgrid[: size[1], : size[0]]
@@ -186,18 +186,18 @@ def test_a_picture_as_it_comes_is_its_own_box() -> None:
 
 
 @pytest.mark.parametrize("size", [(224, 224), (100, 224), (224, 100)])
-@pytest.mark.parametrize("picture_size", [(300, 200), (200, 300), (150, 150)])
+@pytest.mark.parametrize("image_size", [(300, 200), (200, 300), (150, 150)])
 def test_a_size_alone_covers_the_input_with_as_little_resizing_as_possible(
-    size: tuple[int, int], picture_size: tuple[int, int]
+    size: tuple[int, int], image_size: tuple[int, int]
 ) -> None:
     preprocess = Preprocess(size=size)
-    left, top, right, bottom = preprocess.box(picture_size)
+    left, top, right, bottom = preprocess.box(image_size)
     assert (right - left) / (bottom - top) == pytest.approx(size[1] / size[0], rel=0.02)
-    assert ((left, right) == (0, picture_size[0])) or ((top, bottom) == (0, picture_size[1]))
+    assert ((left, right) == (0, image_size[0])) or ((top, bottom) == (0, image_size[1]))
     assert "resize=False" not in repr(preprocess)  # the resolved value, for the manifest
     if size == (224, 224):
-        assert torch.equal(preprocess(noise(picture_size)), Preprocess(size, resize=224)(noise(picture_size)))
-    contained = Preprocess(size=size, fit="contain").box(picture_size)
+        assert torch.equal(preprocess(noise(image_size)), Preprocess(size, resize=224)(noise(image_size)))
+    contained = Preprocess(size=size, fit="contain").box(image_size)
     assert contained[0] <= 0
     assert contained[1] <= 0
 
@@ -268,7 +268,7 @@ def test_the_crop_is_a_part_of_the_whole_image_at_its_own_aspect(size: tuple[int
 
 
 def test_the_crop_of_a_function_is_left_out_with_its_size_and_normalisation() -> None:
-    for channels in (transforms.Lambda(lambda picture: picture), transforms.Grayscale()):
+    for channels in (transforms.Lambda(lambda image: image), transforms.Grayscale()):
         parts = [transforms.Resize(24), transforms.CenterCrop((20, 16)), channels, transforms.ToTensor()]
         function = transforms.Compose([*parts, transforms.Normalize(0.4, 0.2)])
         found = without_crop(function, whole=True)
@@ -284,8 +284,8 @@ def test_the_whole_image_is_resampled_as_by_the_image_processor() -> None:
     assert (found.size, found.interpolation) == ((224, 224), "bicubic")
 
 
-def without_normalisation(picture: Image.Image) -> Tensor:
-    small: Tensor = to_tensor(picture.resize((8, 8)))
+def without_normalisation(image: Image.Image) -> Tensor:
+    small: Tensor = to_tensor(image.resize((8, 8)))
     return small
 
 
@@ -294,7 +294,7 @@ def without_normalisation(picture: Image.Image) -> Tensor:
     [
         (None, "aspect", "no preprocessing"),
         (without_normalisation, "aspect", "is a function"),
-        (lambda picture: without_normalisation(picture).flip(0), True, "is a function"),  # BGR
+        (lambda image: without_normalisation(image).flip(0), True, "is a function"),  # BGR
         (to_tensor, True, "is a function"),  # any size
     ],
 )
@@ -389,8 +389,8 @@ def test_the_crop_is_found_under_every_interpolation(size: tuple[int, int], name
 
 
 def test_the_crop_is_found_off_the_centre_and_with_the_channels_in_any_order() -> None:
-    def odd(picture: Image.Image) -> Tensor:
-        array = np.asarray(picture.crop((100, 50, 420, 350)).resize((160, 150)))[..., ::-1]
+    def odd(image: Image.Image) -> Tensor:
+        array = np.asarray(image.crop((100, 50, 420, 350)).resize((160, 150)))[..., ::-1]
         return 3 - torch.from_numpy(array.copy()).permute(2, 0, 1) / 50.0
 
     assert np.abs(np.subtract(TransformPreprocess(odd).box((500, 400)), (100, 50, 420, 350))).max() < 1
@@ -409,9 +409,9 @@ def test_a_callable_is_probed_once_per_size_also_by_threads() -> None:
     calls: list[tuple[int, int]] = []
     transform = compose([64], 56)
 
-    def counted(picture: Image.Image) -> Tensor:
-        calls.append(picture.size)
-        output: Tensor = transform(picture)
+    def counted(image: Image.Image) -> Tensor:
+        calls.append(image.size)
+        output: Tensor = transform(image)
         return output
 
     preprocess = TransformPreprocess(counted)
@@ -439,8 +439,8 @@ def test_a_callable_is_probed_once_per_size_also_by_threads() -> None:
         (v2.Compose([lambda p: p.rotate(20), compose([64], 64)]), "rotates or warps"),
         (lambda p: torch.zeros(3, 8, 8), "equal or non-finite values"),
         (lambda p: torch.full((3, 8, 8), torch.nan), "equal or non-finite values"),
-        (lambda p: p, "returned Image, expected a tensor"),
-        (lambda p: {"pixel_values": 1}, "returned dict, expected a tensor"),
+        (lambda p: p, "returned Image; expected floating-point values"),
+        (lambda p: {"pixel_values": 1}, "returned dict; expected floating-point values"),
         (lambda p: torch.zeros(1, 3, 8, 8), r"shape \(1, 3, 8, 8\)"),
         (lambda p: torch.zeros(3, 8, 8, dtype=torch.uint8), "torch.uint8"),
         (lambda p: torch.zeros(8, 8), r"expected floating-point values of shape \(C, H, W\)"),
@@ -484,8 +484,8 @@ def test_greyscale_presets_of_timm_and_torchvision_are_converted() -> None:
     assert Preprocess.from_timm(config)(Image.new("RGB", (30, 30))).shape == (1, 20, 24)
     assert Preprocess.from_timm({**config, "input_size": (3, 20, 24)}).mean == (0.5, 0.5, 0.5)
     preset = ImageClassification(crop_size=20, resize_size=20, mean=(0.5,), std=(0.25,))
-    picture = Image.effect_noise((40, 30), 60)
-    assert torch.equal(Preprocess.from_torchvision(preset)(picture), preset(picture))
+    image = Image.effect_noise((40, 30), 60)
+    assert torch.equal(Preprocess.from_torchvision(preset)(image), preset(image))
 
 
 def test_a_greyscale_model_explains_a_photo_and_draws_on_its_colours() -> None:
@@ -496,7 +496,7 @@ def test_a_greyscale_model_explains_a_photo_and_draws_on_its_colours() -> None:
         assert explanation.values.shape == (1, 1, 20, 24)
         frame = explanation.frames[0]
         assert frame is not None
-        assert frame.picture.getpixel((0, 0)) == (200, 40, 40)
+        assert frame.image.getpixel((0, 0)) == (200, 40, 40)
     assert saliency.overlay(explanation).mode == "RGB"
 
 
@@ -512,9 +512,9 @@ class Processor:
 
 def test_a_processor_of_hugging_face_is_a_preprocessing() -> None:
     processor: Any = Processor()
-    picture = Image.effect_noise((40, 30), 60).convert("RGB")
+    image = Image.effect_noise((40, 30), 60).convert("RGB")
     prepare = as_preprocess(processor)
-    assert torch.equal(prepare(picture), processor(picture, "pt")["pixel_values"][0])
+    assert torch.equal(prepare(image), processor(image, "pt")["pixel_values"][0])
     assert prepare.box((40, 30)) == pytest.approx((0, 0, 40, 30), abs=1)
     assert prepare == as_preprocess(processor)  # methods of one model share it
 
@@ -556,7 +556,7 @@ def test_16_bits_of_which_8_are_used_equal_8_bits(range: Any) -> None:
         assert prepare.box(deep.size) == prepare.box(grey.size)
         (frame,) = read(deep, prepare).frames
         assert frame is not None
-        assert frame.picture.tobytes() == grey.convert("RGB").tobytes()
+        assert frame.image.tobytes() == grey.convert("RGB").tobytes()
 
 
 @pytest.mark.parametrize("kind", ["png", "tiff", "array", "array with a channel", "int16", "int32", "float64", "PIL"])
@@ -568,18 +568,18 @@ def test_the_reader_equals_the_preprocessing_called_by_hand(tmp_path: Path, kind
     images |= {"png": tmp_path / "a.png", "tiff": tmp_path / "a.tiff"}
     image = images[kind] if kind in images else SCAN.astype(kind)
     batch = read(image, TWELVE)
-    assert torch.equal(batch.tensor[0], TWELVE(deep))
+    assert torch.equal(batch.inputs[0], TWELVE(deep))
     (frame,) = batch.frames
     assert frame is not None
-    assert frame.picture.mode == "RGB"
-    assert np.abs(np.asarray(frame.picture)[..., 0] - SCAN * (255 / 4095)).max() <= 0.51
+    assert frame.image.mode == "RGB"
+    assert np.abs(np.asarray(frame.image)[..., 0] - SCAN * (255 / 4095)).max() <= 0.51
 
 
 def test_hounsfield_units_are_shown_through_a_window() -> None:
     hounsfield = SCAN.astype(np.float64) - 1024
     centre, width = 40, 400
     batch = read(hounsfield, Preprocess(range=(centre - width / 2, centre + width / 2), mean=(0.0,), std=(1.0,)))
-    assert np.allclose(batch.tensor[0, 0], ((hounsfield + 160) / 400).clip(0, 1), atol=1e-6)
+    assert np.allclose(batch.inputs[0, 0], ((hounsfield + 160) / 400).clip(0, 1), atol=1e-6)
 
 
 def test_only_a_dark_image_without_a_range_is_stretched_for_drawing_and_named() -> None:
@@ -590,8 +590,8 @@ def test_only_a_dark_image_without_a_range_is_stretched_for_drawing_and_named() 
     assert len(caught) == 1
     assert dark is not None
     assert bright is not None
-    assert dark.picture.getextrema() == ((0, 255),) * 3
-    assert bright.picture.getextrema()[0] == (round(6900 / 257), round(9025 / 257))
+    assert dark.image.getextrema() == ((0, 255),) * 3
+    assert bright.image.getextrema()[0] == (round(6900 / 257), round(9025 / 257))
     model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.LazyLinear(3)).eval()
     model(torch.zeros(1, 3, 32, 32))
     explanation = saliency.VanillaGradient(model, preprocess=TWELVE).attribute(SCAN, 1)
@@ -608,11 +608,11 @@ def test_a_function_receives_the_image_in_its_own_mode() -> None:
 
     batch = read(SCAN, function)
     assert set(modes) == {"I;16"}
-    assert np.allclose(batch.tensor[0, 0], SCAN[4:36, 10:42] / 4095)
+    assert np.allclose(batch.inputs[0, 0], SCAN[4:36, 10:42] / 4095)
     (frame,) = batch.frames
     assert frame is not None
     assert frame.box == pytest.approx((10, 4, 42, 36), abs=1)
-    assert frame.picture.getextrema() == ((0, 255),) * 3
+    assert frame.image.getextrema() == ((0, 255),) * 3
 
 
 def test_an_image_processor_of_hugging_face_receives_8_bits() -> None:
@@ -620,10 +620,10 @@ def test_an_image_processor_of_hugging_face_receives_8_bits() -> None:
     with pytest.warns(saliency.errors.SaliencyWarning, match=DARK) as caught:
         batch = read(SCAN, processor)
     assert len(caught) == 1
-    assert batch.tensor.shape == (1, 3, 16, 16)
+    assert batch.inputs.shape == (1, 3, 16, 16)
     assert batch.frames[0] is not None
     assert batch.frames[0].box == pytest.approx((0, 0, 60, 40), abs=1)
-    assert torch.equal(read(SCAN * np.uint16(16), processor).tensor, as_preprocess(processor)(drawn(SCAN * 16.0))[None])
+    assert torch.equal(read(SCAN * np.uint16(16), processor).inputs, as_preprocess(processor)(drawn(SCAN * 16.0))[None])
 
 
 def drawn(values: Any) -> Image.Image:

@@ -21,7 +21,7 @@ from saliency.testing.unchanged import with_user_state
 
 def model_checks(method: type[Attribution], **options: Any) -> list[tuple[str, Callable[[], None]]]:
     """Return the name of each check, with a function that raises AssertionError if the method fails it."""
-    case = MethodCase(method, {**method.quick_options, **options}, tiny_model_for(method))
+    case = MethodCase(method, {**method.preview_options, **options}, tiny_model_for(method))
     return [(check.__name__, partial(_without_warnings, check, case)) for check in MODEL_CHECKS]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saliency.errors import MethodError
-from saliency.io.inputs import open_picture
+from saliency.io.inputs import open_image
 from saliency.io.preprocess import Preprocess
 from saliency.methods.occlusion import FeatureAblation
 from saliency.methods.segments import resolve_segments, segmented
@@ -29,7 +29,7 @@ def connected(labels: Tensor) -> bool:
 
 
 def test_superpixels_of_a_photo_follow_it_and_are_about_as_many_as_asked() -> None:
-    photo = open_picture(CAT)
+    photo = open_image(CAT)
     x = PREPROCESS(photo)[None]
     made = segmented(x, 50, PREPROCESS)
     assert 35 <= made.count <= 65
@@ -45,7 +45,7 @@ def test_superpixels_of_a_photo_follow_it_and_are_about_as_many_as_asked() -> No
 
 
 def test_superpixels_do_not_depend_on_how_the_picture_is_normalised() -> None:
-    photo = open_picture(CAT)
+    photo = open_image(CAT)
     other = Preprocess(size=(224, 224), resize=256, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
     first = segmented(PREPROCESS(photo)[None].double(), 30, PREPROCESS)
     second = segmented(other(photo)[None].double(), 30, other)

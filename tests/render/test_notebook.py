@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -33,6 +35,17 @@ def test_a_notebook_shows_several_images_as_one_picture() -> None:
     assert one.size == (480, 480)
     assert pixels_of(one).std() > 8
     assert shown(explanation).height > 3 * shown(explanation[:2]).height / 2.5
+
+
+def test_a_notebook_shows_the_overlay_after_any_import() -> None:
+    code = """
+from saliency.methods.cam import GradCAM
+from saliency.testing import tiny_model
+import torch
+print(GradCAM(tiny_model()).attribute(torch.rand(1, 3, 16, 16), 1)._repr_png_()[:4])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+    assert done.stdout.startswith(r"b'\x89PNG")
 
 
 @pytest.mark.filterwarnings("ignore:the made_up map")

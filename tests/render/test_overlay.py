@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 import saliency
-from saliency import contact_sheet, cutout, figure, overlay
+from saliency import GradCAM, contact_sheet, cutout, figure, overlay
 from saliency.attribution.explanation import Explanation, Sign
+from saliency.batch.drawing import redraw
 from saliency.errors import NonFiniteError, RenderError, SaliencyWarning
-from saliency.io.preprocess import Box, Frame, Preprocess
+from saliency.io.preprocess import Box, Frame, ImageBox, Preprocess
 from saliency.render.blending import CENTRE, Opacity, box_pixels, color_table, resize_to_pixels
 from saliency.render.scaling import shared_limit
+from tests.batchwork import Tiny, quick
+from tests.batchwork import noise as blocks
 from tests.drawing import explained, hot, noise, pixels_of, whole
 
 # Geometry ------------------------------------------------------------------------------------------------------
@@ -113,7 +116,7 @@ def test_a_given_picture_is_covered_whole(tmp_path: Path) -> None:
     photo = noise(33, 21)
     photo.save(tmp_path / "photo.png")
     explanation = explained(torch.rand(1, 4, 4), None)
-    from_path = overlay(explanation, picture=tmp_path / "photo.png")
+    from_path = overlay(explanation, image=tmp_path / "photo.png")
     assert from_path.size == photo.size
     assert np.array_equal(pixels_of(from_path), pixels_of(overlay(replace(explanation, frames=(whole(photo),)))))
 
@@ -404,3 +407,35 @@ def test_every_floating_type_is_drawn(kind: torch.dtype) -> None:
 
 def test_values_that_need_gradients_are_drawn() -> None:
     assert overlay(explained(torch.rand(1, 4, 4, requires_grad=True), whole(noise(9, 9)))).size == (9, 9)
+
+
+def test_a_map_of_a_batch_lies_at_its_crop_of_the_image(tmp_path: Path) -> None:
+    image = blocks(tmp_path / "photos" / "00.png", 1, (90, 40))
+    model = Tiny()
+    quick(tmp_path / "photos", tmp_path / "run", model=model, methods=("grad_cam",), maps=True)
+    loaded = Explanation.load(tmp_path / "run" / "maps" / "00.grad_cam.safetensors")
+    direct = GradCAM(model).attribute(image, int(loaded.target[0] or 0))
+    assert loaded.frames == (None,)
+    assert loaded.boxes[0] == ImageBox((90, 40), direct.frames[0].box, None)  # type: ignore[union-attr]
+    # The file has float16 values, so compare with the same values on the frame of the direct call.
+    expected = overlay(replace(direct, values=loaded.values))
+    for saved in (loaded, Explanation.load(loaded.save(tmp_path / "again.safetensors")), loaded[:1]):
+        assert overlay(saved, image).tobytes() == expected.tobytes()
+        assert cutout(saved, image).tobytes() == cutout(replace(direct, values=loaded.values)).tobytes()
+    (redrawn,) = redraw(tmp_path / "run", tmp_path / "redrawn")
+    with Image.open(str(redrawn.file)) as drawn:
+        assert drawn.tobytes() == expected.tobytes()
+    with pytest.raises(RenderError, match="90 x 40 and 40 x 90"):
+        overlay(loaded, noise(40, 90))
+
+
+def test_a_map_of_a_16_bit_image_is_drawn_in_its_range(tmp_path: Path) -> None:
+    deep = Image.fromarray(np.random.default_rng(0).integers(0, 4096, (40, 90), dtype=np.uint16))
+    (tmp_path / "photos").mkdir()
+    deep.save(tmp_path / "photos" / "00.png")
+    model = Tiny()
+    model.preprocess = replace(model.preprocess, range=(0, 4095))
+    quick(tmp_path / "photos", tmp_path / "run", model=model, methods=("grad_cam",), maps=True)
+    loaded = Explanation.load(tmp_path / "run" / "maps" / "00.grad_cam.safetensors")
+    direct = GradCAM(model).attribute(deep, int(loaded.target[0] or 0))
+    assert overlay(loaded, deep).tobytes() == overlay(replace(direct, values=loaded.values)).tobytes()

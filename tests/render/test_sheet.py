@@ -17,11 +17,10 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
-from saliency import contact_sheet, figure
+from saliency import contact_sheet, figure, overlay, shared_limit
 from saliency.attribution.explanation import Explanation
 from saliency.errors import RenderError, SaliencyWarning
 from saliency.io.preprocess import Frame, Preprocess
-from saliency.render.blending import color_table
 from saliency.render.sheet import ellipsised, font_for, wrapped
 from tests.drawing import explained, hot, noise, pixels_of, whole
 
@@ -70,13 +69,15 @@ def test_a_column_on_one_scale_shows_the_weaker_photo_darker() -> None:
     assert np.array_equal(own[half + 20 :], shared[half + 20 :])
 
 
-def test_a_speckled_map_uses_all_its_colours_also_on_a_thumbnail() -> None:
-    """Averaged over 7 x 7 values, speckles of both signs nearly cancel; the scale is that of what is left."""
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_thumbnail_is_the_overlay_in_its_size(shared: bool) -> None:
     values = torch.randn(3, 224, 224, generator=torch.Generator().manual_seed(0))
-    photo = whole(Image.new("RGB", (224, 224), (0, 255, 0)))
-    sheet = pixels_of(contact_sheet([[explained(values, photo, "signed")]], thumb=32, opacity=1))
-    ends = color_table("bwr", centred=True)[[1, 255]]
-    assert all((sheet == end).all(axis=2).any() for end in ends)
+    explanation = explained(values, whole(noise(300, 200)), "signed")
+    limit = shared_limit(explanation) if shared else None
+    expected = pixels_of(overlay(explanation, size=120, limit=limit))
+    sheet = pixels_of(contact_sheet([[explanation]], thumb=120, shared=shared))
+    left = sheet.shape[1] - 120 - 120 // 9  # without the margin
+    assert any(np.array_equal(sheet[top : top + 80, left : left + 120], expected) for top in range(sheet.shape[0] - 80))
 
 
 def test_a_row_of_several_classes_names_each_below_its_drawing() -> None:

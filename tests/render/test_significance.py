@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from saliency import Explanation, RenderError, VanillaGradient, overlay, significance, standard_error
+from saliency import Explanation, RenderError, VanillaGradient, overlay, shared_limit, significance, standard_error
 from saliency.attribution.explanation import Sign
 from saliency.io.preprocess import Frame
 from saliency.render.blending import Opacity
@@ -41,6 +41,12 @@ def test_the_error_is_an_explanation_that_draws_like_any_other() -> None:
     assert error.target_names == ("standard error of class 0",)
     assert (error.error, error.residual, error.ledger, error.ledger_names) == (None, None, None, ())
     assert overlay(error).size == (64, 48)
+
+
+def test_colours_of_errors_begin_at_zero() -> None:
+    error = standard_error(sampled(halves(3, -3), halves(1, 2)))
+    assert overlay(error).tobytes() == overlay(error, limit=shared_limit(error)).tobytes()
+    assert overlay(error).tobytes() != overlay(replace(error, from_zero=False)).tobytes()
 
 
 def test_significance_is_the_number_of_errors_from_zero() -> None:

@@ -243,8 +243,8 @@ class Subject(SharedResults):
         frames = [frame for frame in self.explanation.frames if frame is not None]
         if self._inputs is None and len(frames) < len(self.explanation):
             raise MethodError("the explanation of a tensor does not keep it: pass the images as inputs=...")
-        given = [frame.picture for frame in frames] if self._inputs is None else self._inputs
-        images = self.reader.read(given).tensor
+        given = [frame.image for frame in frames] if self._inputs is None else self._inputs
+        images = self.reader.read(given).inputs
         if (len(images), *images.shape[2:]) != (len(self.explanation), *self.explanation.input_size):
             expected = f"{len(self.explanation)} images of {self.explanation.input_size} pixels"
             raise MethodError(f"the inputs have shape {tuple(images.shape)}; the explanation is of {expected}")

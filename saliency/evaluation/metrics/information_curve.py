@@ -71,8 +71,8 @@ def _file_size(image: PerturbedImage, values: Tensor) -> int:
         values = (values - low) / (high - low).clamp(min=1e-30)
     pixels = values.clamp(0, 1).mul(255).round().byte().cpu().numpy()
     file = io.BytesIO()
-    picture = pixels.transpose(1, 2, 0) if len(pixels) == 3 else pixels.reshape(-1, pixels.shape[2])
-    Image.fromarray(np.ascontiguousarray(picture)).save(file, "webp", lossless=True, quality=0, method=0)
+    array = pixels.transpose(1, 2, 0) if len(pixels) == 3 else pixels.reshape(-1, pixels.shape[2])
+    Image.fromarray(np.ascontiguousarray(array)).save(file, "webp", lossless=True, quality=0, method=0)
     return file.tell()
 
 
