@@ -18,7 +18,7 @@ from .._version import __version__
 from ..batch import StoppedError
 from ..engine.allocator import keep_memory
 from ..errors import DependencyError, SaliencyError, did_you_mean, optional_import
-from .options import METHOD, Parser
+from .arguments import METHOD, Parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Command:
 
     Attributes:
         summary: One-line description in the help.
-        options: Names of its positional argument and options, separated by spaces; see `saliency.cli.options.OPTIONS`.
+        options: Names of its positional argument and options, separated by spaces; see `saliency.cli.arguments.OPTIONS`.
         function: Path "module:name" of its function under `saliency.cli`. The function takes the parsed arguments and a
             `Screen`, and returns the exit code.
         help: Text at the end of the help, such as examples.

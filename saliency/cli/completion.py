@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import COMMANDS
-from .options import ALL, OPTIONS, Option
+from .arguments import ALL, OPTIONS, Option
 
 SCRIPTS = {
     "bash": "complete -o default -C saliency saliency",

@@ -32,9 +32,9 @@ from ..evaluation.metrics.base import Metric, SharedResults, get_metric
 from ..io.atomic_write import atomic_write
 from ..tables import Table
 from ..targets.embedding import text
+from .arguments import ALL, METHOD, arguments_of
 from .batch import read_sources, select_methods
 from .console import Screen
-from .options import ALL, METHOD, arguments_of
 
 FORMAT = "saliency evaluate 2"
 METRICS = ("deletion", "insertion")

@@ -32,8 +32,8 @@ from ..render.blending import shrink
 from ..render.overlay import save_picture
 from ..render.sheet import contact_sheet
 from ..targets.embedding import text
+from .arguments import ALL, METHOD, arguments_of, overlay_style
 from .console import Screen, UsageError
-from .options import ALL, METHOD, arguments_of, overlay_style
 
 SHEET = "sheet.png"
 THUMB = 240
