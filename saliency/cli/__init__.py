@@ -163,7 +163,7 @@ texts:
         "turn a folder of images into a folder of overlays, with a gallery page",
         f"SOURCE --quiet --recursive --limit {_MODEL} --text --targets --out --maps --trust --seconds --restart "
         f"--resume --retry --strict --format {_STYLE} --engine --batch-size --workers",
-        "batch:run",
+        "batch_commands:run",
         f"""\
 examples:
   saliency batch photos/ --out maps
@@ -214,7 +214,7 @@ files:
     "trust": Command(
         "measure whether the heatmap of one image can be believed",
         f"IMAGE {_MODEL} --seconds --seed --json --html --png",
-        "trust:run",
+        "trust_command:run",
         f"""\
 examples:
   saliency trust cat.jpg -m grad_cam --target "tiger cat"
@@ -234,7 +234,7 @@ only if the heatmap is better than all of them.
     "render": Command(
         "redraw the overlays of a batch in other colours, without the model",
         f"MAPS --quiet --method --out --format {_STYLE}",
-        "batch:render",
+        "batch_commands:render",
         """\
 examples:
   saliency batch photos/ --out maps --maps
@@ -246,7 +246,7 @@ examples:
     "report": Command(
         "rewrite the gallery page of a batch folder, or write its table as CSV",
         "DIR --csv --title",
-        "batch:report",
+        "batch_commands:report",
         """\
 examples:
   saliency report maps --title "Scans of May"
@@ -262,7 +262,7 @@ examples:
     "layers": Command(
         "list the layers of a model: shapes, sizes, times, default layer of CAMs",
         "MODEL --photo --weights --classes --preprocess --all --depth --stats --gradients --target",
-        "layers:run",
+        "layers_command:run",
         """\
 examples:
   saliency layers vgg16 --weights none --depth 1

@@ -33,7 +33,7 @@ from ..io.atomic_write import atomic_write
 from ..tables import Table
 from ..targets.embedding import text
 from .arguments import ALL, METHOD, arguments_of
-from .batch import read_sources, select_methods
+from .batch_commands import read_sources, select_methods
 from .console import Screen
 
 FORMAT = "saliency evaluate 2"
