@@ -34,7 +34,7 @@ from torch import nn
 from ..engine.allocator import keep_memory
 from ..errors import SaliencyError, optional_import
 from .drawing import write_results
-from .errors import BatchError, StoppedError, printable
+from .failures import BatchError, StoppedError, printable
 from .manifest import Row
 from .network import BatchTooLargeError, LoadedImage, Network, Task, find_devices, replicate
 from .output_folder import LOCK

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from rich.text import Text
 
 from ..batch import Summary, batch
-from ..batch.errors import sentence
+from ..batch.failures import sentence
 from ..batch.manifest import write_csv
 from ..errors import plural, visible
 from .arguments import ALL, METHOD, arguments_of, overlay_style

@@ -17,7 +17,7 @@ from ..attribution.aliases import option_hint
 from ..attribution.base import Attribution
 from ..attribution.options import declared_options
 from ..batch.engines import RunContext, open_engine
-from ..batch.errors import Failure, sentence, writing_to
+from ..batch.failures import Failure, sentence, writing_to
 from ..batch.listing import ImageEntry, merge_listing
 from ..batch.manifest import Row
 from ..batch.network import LoadedImage, Network, Task, load_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..batch.errors import Failure, sentence
+from ..batch.failures import Failure, sentence
 from ..batch.network import trust_card
 from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
