@@ -27,7 +27,7 @@ class Command:
 
     Attributes:
         summary: One-line description in the help.
-        options: Names of its positional argument and options, separated by spaces; see `saliency.cli.arguments.OPTIONS`.
+        options: Names of its positional argument and options, separated by spaces; see `ARGUMENTS`.
         function: Path "module:name" of its function under `saliency.cli`. The function takes the parsed arguments and a
             `Screen`, and returns the exit code.
         help: Text at the end of the help, such as examples.
