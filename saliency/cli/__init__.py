@@ -261,12 +261,12 @@ examples:
     ),
     "layers": Command(
         "list the layers of a model: shapes, sizes, times, default layer of CAMs",
-        "MODEL --photo --weights --classes --preprocess --all --depth --stats --gradients --target",
+        "MODEL --image --weights --classes --preprocess --all --depth --stats --gradients --target",
         "layers_command:run",
         """\
 examples:
   saliency layers vgg16 --weights none --depth 1
-  saliency layers --photo cat.jpg --stats --gradients
+  saliency layers --image cat.jpg --stats --gradients
 """,
     ),
     "models": Command(

@@ -223,7 +223,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("-q --quiet", "print errors only"),
         Argument("-r --recursive", "include subfolders"),
         Argument("--limit N", "only the first N images", type=_positive_integer),
-        Argument("--photo IMAGE", "run the model on this image (default: noise)"),
+        Argument("--image IMAGE", "run the model on this image (default: noise)"),
         Argument("--all", "list all layers or models", "depth"),
         Argument("--depth N", "levels of nested layers (default: as many as fit)", "depth", type=_positive_integer),
         Argument("--stats", "also print activation statistics: means, zeros, dead channels, NaN"),

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     preprocess = arguments.preprocess or getattr(model, "preprocess", None)
     if preprocess is None:
         raise UsageError(f"{arguments.model} has no preprocessing; pass --preprocess")
-    batch = read(arguments.photo or _noise(), preprocess, like=reference_tensor(model))
+    batch = read(arguments.image or _noise(), preprocess, like=reference_tensor(model))
     x = batch.tensor  # (1, C, H, W)
     with screen.waiting("measuring the layers"):
         with prepared_for_attribution(model):
