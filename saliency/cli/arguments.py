@@ -101,10 +101,6 @@ def _seconds(text: str) -> float:
     return float(text)
 
 
-def _batch_size(text: str) -> int | None:
-    return None if text == "auto" else _positive_integer(text)
-
-
 def _setting(text: str) -> tuple[str, Any]:
     """Parse `OPTION=VALUE`. The value is JSON, or text if it is not valid JSON."""
     name, equals, value = text.partition("=")
@@ -283,7 +279,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
     "execution": [
         Argument("--engine NAME", "local (default), or ray for a cluster", choices=("local", "ray"), default="local"),
         Argument("--device NAME", "cpu, cuda:1, cuda:0,cuda:1 or auto (default)", default="auto"),
-        Argument("--batch-size N", "images per batch (default: auto: 8 on CPUs, 64 on GPUs)", type=_batch_size),
+        Argument("--batch-size N", "images per batch (default: 8 on CPUs, 64 on GPUs)", type=_positive_integer),
         Argument("--workers N", "number of threads (default: one per core)", type=_positive_integer),
     ],
 }
