@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..validation import check_choice, check_integer
-from .errors import BatchError, StoppedError, writing_to
+from .failures import BatchError, StoppedError, writing_to
 from .output_folder import locked
 from .run import Run
 from .run_options import FORMATS, SIGNS, OverlayStyle, Progress, RunOptions, Summary

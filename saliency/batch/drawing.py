@@ -28,7 +28,7 @@ from ..io.inputs import encode, open_image
 from ..io.preprocess import Frame, drawable, resize_box, scaled_size
 from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, box_pixels, hatching, outline, paint, scale_map
 from ..render.overlay import save_drawing
-from .errors import BatchError, Failure, printable, stops_run, unwritable
+from .failures import BatchError, Failure, printable, stops_run, unwritable
 from .listing import ImageEntry
 from .manifest import Row, make_row
 from .network import Cards, LoadedImage, Results, Task

@@ -34,7 +34,7 @@ from torch import nn
 from ..engine.allocator import keep_memory
 from ..errors import SaliencyError, optional_import
 from .drawing import write_results
-from .errors import BatchError, StoppedError, printable
+from .failures import BatchError, StoppedError, printable
 from .manifest import Row
 from .network import BatchTooLargeError, LoadedImage, Network, Task, find_devices, replicate
 from .output_folder import LOCK
@@ -252,11 +252,9 @@ def open_ray(device: str = "auto", workers: int | None = None) -> Iterator[RayEn
 
 def _connect(ray: Any, workers: int | None, undo: ExitStack) -> None:
     """Connect to the cluster of RAY_ADDRESS, or start one on this machine."""
-    address = os.environ.get("RAY_ADDRESS")
-    options: dict[str, Any] = {"address": address}
+    address, options = os.environ.get("RAY_ADDRESS"), {}
     if not address:
-        options = {"address": "local", "num_cpus": workers or count_cores(), "include_dashboard": False}
-        options["object_store_memory"] = OBJECT_STORE
+        options = {"num_cpus": workers or count_cores(), "object_store_memory": OBJECT_STORE}
         if "RAY_USAGE_STATS_ENABLED" not in os.environ:
             os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
             undo.callback(os.environ.pop, "RAY_USAGE_STATS_ENABLED", None)
@@ -264,7 +262,8 @@ def _connect(ray: Any, workers: int | None, undo: ExitStack) -> None:
     # Ray replaces the SIGTERM handler that interrupts a run; restore it below.
     handler = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
     try:
-        ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+        quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+        ray.init(address=address or "local", **options, **quiet)
     except (OSError, RuntimeError, ValueError) as error:
         where = f"the cluster at RAY_ADDRESS={address} cannot be reached" if address else "Ray cannot be started"
         raise BatchError(f"{where}: {_in_one_line(error)}; check that it runs, or use --engine local") from error
@@ -362,7 +361,7 @@ class Actor:
             self._out = shared.out
             network = Network(shared.options, shared.model.to("cuda" if resources.gpus else "cpu"))
             self._worker = Worker(shared, [network], resources.cpus)
-        except Exception as error:  # noqa: BLE001 - raised in __call__: Ray would retry a failing constructor forever
+        except Exception as error:  # noqa: BLE001 - raised in __call__: Ray reports it after a minute, as its own bug
             self._error = error
 
     def __call__(self, row: dict[str, Any]) -> dict[str, bytes]:
@@ -379,7 +378,8 @@ class Actor:
         """Explain a batch, unless the run has ended or too many actors have died on the batch.
 
         The size of the file `counter` is the number of actors that started the batch. The next run removes a
-        leftover file.
+        leftover file. Ray Data repeats a batch without limit; its option `max_task_retries` is removed in Ray 2.64.
+        That limit also counts batches that only wait for the dead actor, drops finished rows, and names no batch.
         """
         if self._error is not None:
             raise self._error
@@ -401,7 +401,11 @@ class Actor:
             attempts.unlink(missing_ok=True)
 
     def _require_lock(self) -> None:
-        """Raise BatchError if the output folder, as seen from this machine, is not locked by this run."""
+        """Raise BatchError if the output folder, as seen from this machine, is not locked by this run.
+
+        A folder that is not shared would lose the files of this machine. Actors that outlive their run would write into
+        the folder of the next one.
+        """
         lock = self._out / LOCK
         if not lock.is_file() or lock.read_bytes() != self._holder:
             raise BatchError(

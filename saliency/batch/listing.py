@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from .errors import BatchError
+from .failures import BatchError
 
 if TYPE_CHECKING:
     from PIL import Image

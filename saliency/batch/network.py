@@ -22,7 +22,7 @@ from ..hooks.model_state import is_out_of_memory, reference_tensor
 from ..io.preprocess import Box, Frame, Range, drawable, locate
 from ..targets.targets import Target, class_index
 from ..zoo import load
-from .errors import BatchError
+from .failures import BatchError
 from .listing import ImageEntry
 from .run_options import RunOptions
 

@@ -14,7 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 from ..io.atomic_write import atomic_write
-from .errors import BatchError, writing_to
+from .failures import BatchError, writing_to
 from .listing import ImageEntry
 from .manifest import CSV, MANIFEST
 from .run_options import FORMATS

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from .._version import DISTRIBUTION
-from .errors import BatchError, Failure, StoppedError, sentence, writing_to
+from .failures import BatchError, Failure, StoppedError, sentence, writing_to
 from .listing import ImageEntry, merge_listing
 from .manifest import MANIFEST, Manifest, Row, read_rows
 from .output_folder import FORMAT, LISTING, PAGE, OutputFolder

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..validation import check_choice, check_integer, check_number
-from .errors import BatchError
+from .failures import BatchError
 
 if TYPE_CHECKING:
     from torch import nn

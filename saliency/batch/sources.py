@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing
-from .errors import BatchError
+from .failures import BatchError
 from .listing import ImageEntry
 from .output_folder import is_output
 

@@ -18,7 +18,7 @@ from .._version import __version__
 from ..batch import StoppedError
 from ..engine.allocator import keep_memory
 from ..errors import DependencyError, SaliencyError, did_you_mean, optional_import
-from .options import METHOD, Parser
+from .arguments import METHOD, Parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Command:
 
     Attributes:
         summary: One-line description in the help.
-        options: Names of its positional argument and options, separated by spaces; see `saliency.cli.options.OPTIONS`.
+        options: Names of its positional argument and options, separated by spaces; see `ARGUMENTS`.
         function: Path "module:name" of its function under `saliency.cli`. The function takes the parsed arguments and a
             `Screen`, and returns the exit code.
         help: Text at the end of the help, such as examples.
@@ -163,7 +163,7 @@ texts:
         "turn a folder of images into a folder of overlays, with a gallery page",
         f"SOURCE --quiet --recursive --limit {_MODEL} --text --targets --out --maps --trust --seconds --restart "
         f"--resume --retry --strict --format {_STYLE} --engine --batch-size --workers",
-        "batch:run",
+        "batch_commands:run",
         f"""\
 examples:
   saliency batch photos/ --out maps
@@ -214,7 +214,7 @@ files:
     "trust": Command(
         "measure whether the heatmap of one image can be believed",
         f"IMAGE {_MODEL} --seconds --seed --json --html --png",
-        "trust:run",
+        "trust_command:run",
         f"""\
 examples:
   saliency trust cat.jpg -m grad_cam --target "tiger cat"
@@ -234,7 +234,7 @@ only if the heatmap is better than all of them.
     "render": Command(
         "redraw the overlays of a batch in other colours, without the model",
         f"MAPS --quiet --method --out --format {_STYLE}",
-        "batch:render",
+        "batch_commands:render",
         """\
 examples:
   saliency batch photos/ --out maps --maps
@@ -246,7 +246,7 @@ examples:
     "report": Command(
         "rewrite the gallery page of a batch folder, or write its table as CSV",
         "DIR --csv --title",
-        "batch:report",
+        "batch_commands:report",
         """\
 examples:
   saliency report maps --title "Scans of May"
@@ -261,12 +261,12 @@ examples:
     ),
     "layers": Command(
         "list the layers of a model: shapes, sizes, times, default layer of CAMs",
-        "MODEL --photo --weights --classes --preprocess --all --depth --stats --gradients --target",
-        "layers:run",
+        "MODEL --image --weights --classes --preprocess --all --depth --stats --gradients --target",
+        "layers_command:run",
         """\
 examples:
   saliency layers vgg16 --weights none --depth 1
-  saliency layers --photo cat.jpg --stats --gradients
+  saliency layers --image cat.jpg --stats --gradients
 """,
     ),
     "models": Command(

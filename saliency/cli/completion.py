@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import COMMANDS
-from .options import ALL, OPTIONS, Option
+from .arguments import ALL, ARGUMENTS, Argument
 
 SCRIPTS = {
     "bash": "complete -o default -C saliency saliency",
@@ -35,19 +35,19 @@ def candidates(line: str) -> list[str]:
         names = [*COMMANDS, "--help", "--version"]
     else:
         of_command = COMMANDS[words[0]].options.split() if words[0] in COMMANDS else []
-        options = [option for group in OPTIONS.values() for option in group if option.name in of_command]
-        flags = ["--help", *(flag for option in options for flag in option.flags if flag.startswith("-"))]
-        names = flags if last.startswith("-") else _values(options, words)
+        arguments = [one for group in ARGUMENTS.values() for one in group if one.name in of_command]
+        flags = ["--help", *(flag for one in arguments for flag in one.flags if flag.startswith("-"))]
+        names = flags if last.startswith("-") else _values(arguments, words)
     return [name for name in dict.fromkeys(names) if name.startswith(last)]
 
 
-def _values(options: Sequence[Option], words: Sequence[str]) -> list[str]:
+def _values(arguments: Sequence[Argument], words: Sequence[str]) -> list[str]:
     """Return the values of the option before the cursor. Only --method takes several."""
     before = next(word for word in reversed(words) if word.startswith("-") or word == words[0])
-    for option in options:
-        flags = option.flags if option.name.startswith("-") else words[:1]
-        if before in flags and (before == words[-1] or option.name == "--method"):
-            return method_names() if option.name in ("--method", "METHOD") else option.keywords.get("choices", [])
+    for one in arguments:
+        flags = one.flags if one.name.startswith("-") else words[:1]
+        if before in flags and (before == words[-1] or one.name == "--method"):
+            return method_names() if one.name in ("--method", "METHOD") else one.keywords.get("choices", [])
     return []
 
 

@@ -17,7 +17,7 @@ from ..attribution.aliases import option_hint
 from ..attribution.base import Attribution
 from ..attribution.options import declared_options
 from ..batch.engines import RunContext, open_engine
-from ..batch.errors import Failure, sentence, writing_to
+from ..batch.failures import Failure, sentence, writing_to
 from ..batch.listing import ImageEntry, merge_listing
 from ..batch.manifest import Row
 from ..batch.network import LoadedImage, Network, Task, load_model
@@ -32,9 +32,9 @@ from ..evaluation.metrics.base import Metric, SharedResults, get_metric
 from ..io.atomic_write import atomic_write
 from ..tables import Table
 from ..targets.embedding import text
-from .batch import read_sources, select_methods
+from .arguments import ALL, METHOD, arguments_of
+from .batch_commands import read_sources, select_methods
 from .console import Screen
-from .options import ALL, METHOD, arguments_of
 
 FORMAT = "saliency evaluate 2"
 METRICS = ("deletion", "insertion")

@@ -18,7 +18,7 @@ from rich.text import Text
 from ..attribution.base import get_method
 from ..attribution.explanation import Explanation
 from ..batch.drawing import CARD_SUFFIXES, write_results
-from ..batch.errors import Failure, sentence
+from ..batch.failures import Failure, sentence
 from ..batch.listing import ImageEntry, with_names
 from ..batch.manifest import Row
 from ..batch.network import LoadedImage, Network, Task, find_devices, load_model, move_model
@@ -32,8 +32,8 @@ from ..render.blending import shrink
 from ..render.overlay import save_drawing
 from ..render.sheet import contact_sheet
 from ..targets.embedding import text
+from .arguments import ALL, METHOD, arguments_of, overlay_style
 from .console import Screen, UsageError
-from .options import ALL, METHOD, arguments_of, overlay_style
 
 SHEET = "sheet.png"
 THUMB = 240

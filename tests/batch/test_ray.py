@@ -371,6 +371,15 @@ def test_a_worker_that_sees_another_folder_is_an_error(
         (tmp_path / LOCK).write_bytes(b"1")
 
 
+def test_an_error_of_a_worker_that_cannot_start_is_returned_and_not_raised(
+    ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "get", lambda context: context)
+    context = RunContext(RunOptions(model="tiny", methods=("no_method",)), tmp_path, Tiny())
+    returned = Actor(context, b"", Resources(actors=1), 1)({"group": ray.cloudpickle.dumps([]), "attempts": "attempts"})
+    assert "no_method" in str(ray.cloudpickle.loads(returned["results"]))
+
+
 def test_a_model_that_cannot_be_pickled_is_named() -> None:
     def refuse(context: RunContext) -> None:
         raise TypeError("cannot pickle '_thread.lock' object")

@@ -25,7 +25,7 @@ from saliency.batch import report as page_of
 from saliency.batch.manifest import make_row
 from saliency.batch.report import report
 from saliency.cli import main
-from saliency.cli.batch import report as report_command
+from saliency.cli.batch_commands import report as report_command
 from saliency.cli.console import Screen
 from saliency.errors import ExplanationError
 from saliency.evaluation.comparison import Comparison, Result

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from saliency.batch import BatchError, batch, sources
-from saliency.batch.errors import printable
+from saliency.batch.failures import printable
 from saliency.batch.listing import ImageEntry
 from saliency.batch.output_folder import FORMAT
 from saliency.batch.sources import parse_target

@@ -28,7 +28,7 @@ from saliency._version import __version__
 from saliency.attribution.base import explain_together
 from saliency.attribution.forward import SharedForward
 from saliency.attribution.heatmap import SIGNS
-from saliency.cli import command_parser, main, options
+from saliency.cli import arguments, command_parser, main
 from saliency.cli.completion import SCRIPTS, candidates, method_names
 from saliency.io.preprocess import as_preprocess
 from saliency.methods import METHODS
@@ -489,8 +489,8 @@ def test_a_class_outside_a_model_without_class_names_is_a_usage_error(
         (["explain"], "no image was given; try: saliency explain photo.jpg"),
         (["models", "efficientnet_lite9"], 'no model matches "efficientnet_lite9"; did you mean'),
         (["layers", "efficientnet_lite9"], 'no model "efficientnet_lite9"; did you mean'),
-        (["layers", "--photo", "missing.jpg"], "'missing.jpg' cannot be read: No such file"),
-        (["layers", "--phot", "missing.jpg"], 'no option "--phot"; did you mean "--photo"'),
+        (["layers", "--image", "missing.jpg"], "'missing.jpg' cannot be read: No such file"),
+        (["layers", "--imag", "missing.jpg"], 'no option "--imag"; did you mean "--image"'),
         (["methods", "gradcam"], 'no method "gradcam"; did you mean "grad_cam"'),
         (["completion", "powershell"], "invalid choice: 'powershell'"),
     ],
@@ -765,4 +765,4 @@ def test_the_help_of_a_command_speaks_of_no_other_one(run: Callable[..., Run]) -
 
 def test_choices_of_the_parser_are_those_of_the_library() -> None:
     assert SIGNS == batch.SIGNS
-    assert options.METHOD in METHODS
+    assert arguments.METHOD in METHODS

@@ -28,7 +28,7 @@ from saliency.batch.drawing import redraw
 from saliency.batch.network import Network, trust_card
 from saliency.batch.run_options import RunOptions
 from saliency.batch.sources import find_images
-from saliency.cli import batch as batching
+from saliency.cli import batch_commands as batching
 from saliency.cli import command_parser, main
 from saliency.cli.console import Screen
 from saliency.evaluation.trust import TrustCard

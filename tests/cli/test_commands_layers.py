@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from saliency import ModelError
-from saliency.cli import layers as inspecting
+from saliency.cli import layers_command as inspecting
 from saliency.cli import main
 from tests.cli.test_console import under_terminal
 from tests.commandline import COFFEE, loaded, share_models
@@ -109,7 +109,7 @@ def test_the_layer_that_cams_read_is_shown_however_deep_it_lies(
 
 @pytest.mark.slow
 def test_the_photo_sets_the_size_where_the_model_takes_any(answer: Callable[..., str]) -> None:
-    words = ("lraspp_mobilenet_v3_large", "--weights", "none", "--depth", 1, "--photo", COFFEE)
+    words = ("lraspp_mobilenet_v3_large", "--weights", "none", "--depth", 1, "--image", COFFEE)
     assert "on an input of 520x780" in answer(*words)
 
 
@@ -118,7 +118,7 @@ def test_the_photo_sets_the_size_where_the_model_takes_any(answer: Callable[...,
 
 @pytest.mark.slow
 def test_the_statistics_are_those_of_the_same_layers(answer: Callable[..., str]) -> None:
-    text = answer(*RESNET, "--depth", 1, "--stats", "--gradients", "--target", 281, "--photo", COFFEE)
+    text = answer(*RESNET, "--depth", 1, "--stats", "--gradients", "--target", 281, "--image", COFFEE)
     titles = [line for line in text.splitlines() if re.match(r"(ResNet|Activations|Gradients)", line)]
     assert [re.sub(r"[-.\d]+(e-?\d+)? at", "N at", title) for title in titles] == [
         "ResNet on 1x3x224x224",
@@ -131,9 +131,9 @@ def test_the_statistics_are_those_of_the_same_layers(answer: Callable[..., str])
 
 @pytest.mark.slow
 def test_the_gradients_are_those_of_the_top_class_or_of_the_one_that_is_asked_for(answer: Callable[..., str]) -> None:
-    top = re.search(r"Gradients of a score of (\S+) at", answer("--photo", COFFEE, "--gradients"))
-    same = re.search(r"Gradients of a score of (\S+) at", answer("--photo", COFFEE, "--gradients", "-t", "espresso"))
-    other = re.search(r"Gradients of a score of (\S+) at", answer("--photo", COFFEE, "--gradients", "-t", "tabby"))
+    top = re.search(r"Gradients of a score of (\S+) at", answer("--image", COFFEE, "--gradients"))
+    same = re.search(r"Gradients of a score of (\S+) at", answer("--image", COFFEE, "--gradients", "-t", "espresso"))
+    other = re.search(r"Gradients of a score of (\S+) at", answer("--image", COFFEE, "--gradients", "-t", "tabby"))
     assert top is not None
     assert same is not None
     assert other is not None
@@ -163,7 +163,7 @@ def test_nothing_is_computed_that_was_not_asked_for(
         (["--depth", "0"], "0 is not a whole number"),
         (["--depth", "two"], "two is not a whole number"),
         (["--depth", "2", "--all"], "not allowed with argument"),
-        (["--photo", "missing.jpg"], "'missing.jpg' cannot be read"),
+        (["--image", "missing.jpg"], "'missing.jpg' cannot be read"),
     ],
 )
 def test_slips_are_answered_before_any_work_where_that_can_be(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from ..batch.errors import Failure, sentence
+from ..batch.failures import Failure, sentence
 from ..batch.network import trust_card
 from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
 from ..errors import plural, visible
 from ..evaluation.trust import TrustCard
+from .arguments import METHOD, arguments_of
 from .console import Screen, UsageError
 from .explain import methods_and_images, open_network
-from .options import METHOD, arguments_of
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:

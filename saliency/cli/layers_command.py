@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from rich.text import Text
 
 from ..errors import visible
@@ -36,7 +35,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     preprocess = arguments.preprocess or getattr(model, "preprocess", None)
     if preprocess is None:
         raise UsageError(f"{arguments.model} has no preprocessing; pass --preprocess")
-    batch = read(arguments.photo or _noise(), preprocess, like=reference_tensor(model))
+    noise = np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8)
+    batch = read(arguments.image or noise, preprocess, like=reference_tensor(model))
     x = batch.inputs  # (1, C, H, W)
     with screen.waiting("measuring the layers"):
         with prepared_for_attribution(model):
@@ -59,10 +59,6 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         hidden = f"--all lists {len(table) - len(rows)} more nested layers"
         screen.say(Text(f"{hidden}; explain --layer accepts any layer with a grid", "dim"))
     return 0
-
-
-def _noise() -> Image.Image:
-    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8))
 
 
 def _rows(table: LayerTable, chosen: str | None, arguments: argparse.Namespace) -> list[LayerRow]:

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from rich.text import Text
 
 from ..batch import Summary, batch
-from ..batch.errors import sentence
+from ..batch.failures import sentence
 from ..batch.manifest import write_csv
 from ..errors import plural, visible
+from .arguments import ALL, METHOD, arguments_of, overlay_style
 from .console import Screen
-from .options import ALL, METHOD, arguments_of, overlay_style
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:

@@ -1,4 +1,4 @@
-"""Options of all commands, and their parser.
+"""Arguments of all commands, and their parser.
 
 Nothing here imports torch, so that help and usage errors are printed without delay.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from ..batch import FORMATS, SIGNS, OverlayStyle
 from ..errors import did_you_mean
@@ -31,8 +31,8 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         prog: The command.
-        names: Names of its options in `OPTIONS`, separated by spaces.
-        texts: Help texts that replace the help in `OPTIONS`, by the names of the options.
+        names: Names of its arguments in `ARGUMENTS`, separated by spaces.
+        texts: Help texts that replace the help in `ARGUMENTS`, by the names of the arguments.
         keywords: Keyword arguments of `ArgumentParser`.
     """
 
@@ -41,17 +41,17 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=27, width=80)
         super().__init__(prog, formatter_class=formatter, allow_abbrev=False, **keywords)
-        for title, options in OPTIONS.items():
-            chosen = [option for option in options if option.name in names.split()]
+        for title, arguments in ARGUMENTS.items():
+            chosen = [argument for argument in arguments if argument.name in names.split()]
             if not chosen:
                 continue
             group: Any = self.add_argument_group(title) if title else self
             parents = {"": group}
-            for option in chosen:
-                if option.exclusive not in parents:
-                    parents[option.exclusive] = group.add_mutually_exclusive_group()
-                text = texts.get(option.name, option.keywords["help"])
-                parents[option.exclusive].add_argument(*option.flags, **option.keywords | {"help": text})
+            for argument in chosen:
+                if argument.exclusive not in parents:
+                    parents[argument.exclusive] = group.add_mutually_exclusive_group()
+                text = texts.get(argument.name, argument.keywords["help"])
+                parents[argument.exclusive].add_argument(*argument.flags, **argument.keywords | {"help": text})
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with code 2."""
@@ -99,10 +99,6 @@ def _seconds(text: str) -> float:
     if not float(text) > 0:
         raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return float(text)
-
-
-def _batch_size(text: str) -> int | None:
-    return None if text == "auto" else _positive_integer(text)
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -182,106 +178,108 @@ def _field(text: str) -> tuple[str, Any]:
 # The table -----------------------------------------------------------------------------------------------------
 
 
-class Option(NamedTuple):
-    """One option or positional argument.
+class Argument:
+    """Argument of commands: an option, or a positional argument.
+
+    Args:
+        usage: An option "-o --out DIR", a switch "-q --quiet", or a positional argument "DIR".
+        text: The help.
+        exclusive: Name of a group of mutually exclusive options; empty without a group.
+        keywords: More keyword arguments of `add_argument`.
 
     Attributes:
         name: The long flag, such as "--model", or the metavar of a positional argument.
         flags: Positional arguments of `add_argument`.
-        exclusive: Name of a group of mutually exclusive options; empty without a group.
         keywords: Keyword arguments of `add_argument`.
     """
 
-    name: str
-    flags: list[str]
-    exclusive: str
-    keywords: dict[str, Any]
-
-
-def _option(usage: str, text: str, exclusive: str = "", **keywords: Any) -> Option:
-    """Create an option from its usage: "-o --out DIR", a switch "-q --quiet", or a positional argument "DIR"."""
-    flags = [word for word in usage.split() if word.startswith("-")]
-    metavar = usage.split()[len(flags) :]
-    if "type" in keywords:
-        keywords["type"] = _explained(keywords["type"], text)
-    keywords = ({"metavar": metavar[0]} if metavar else {"action": "store_true"}) | keywords
-    return Option(flags[-1] if flags else usage, flags or [keywords.pop("dest")], exclusive, {"help": text, **keywords})
+    def __init__(self, usage: str, text: str, exclusive: str = "", **keywords: Any) -> None:
+        flags = [word for word in usage.split() if word.startswith("-")]
+        metavar = usage.split()[len(flags) :]
+        if "type" in keywords:
+            keywords["type"] = _explained(keywords["type"], text)
+        value: dict[str, Any] = {"metavar": metavar[0]} if metavar else {"action": "store_true"}
+        self.name, self.exclusive = flags[-1] if flags else usage, exclusive
+        self.flags = flags or [keywords.pop("dest")]
+        self.keywords = {"help": text} | value | keywords
 
 
 _METHODS_HELP = f"one or more, or all; see saliency methods (default: {METHOD})"
-OPTIONS: dict[str, list[Option]] = {
+ARGUMENTS: dict[str, list[Argument]] = {
     "": [
-        _option("IMAGE", "image files, folders or lists; - reads one image from stdin", dest="images", nargs="*"),
-        _option("SOURCE", "folders, files, patterns, lists, shards; - reads paths on stdin", dest="sources", nargs="+"),
-        _option("MAPS", "folders written by saliency batch --maps, or files in them", dest="maps", nargs="+"),
-        _option("DIR", "folder written by saliency batch", dest="folder", type=Path),
-        _option("MODEL", f"as --model of explain (default: {MODEL})", dest="model", nargs="?", default=MODEL),
-        _option("PATTERN", "part of a name, or a pattern such as 'vit_*_384'", dest="pattern", nargs="?"),
-        _option("METHOD", "method to describe (default: list all)", dest="method", nargs="?"),
-        _option("SHELL", "bash, zsh or fish", dest="shell", choices=("bash", "zsh", "fish")),
-        _option("--json", "print JSON"),
-        _option("-q --quiet", "print errors only"),
-        _option("-r --recursive", "include subfolders"),
-        _option("--limit N", "only the first N images", type=_positive_integer),
-        _option("--photo IMAGE", "run the model on this image (default: noise)"),
-        _option("--all", "list all layers or models", "depth"),
-        _option("--depth N", "levels of nested layers (default: as many as fit)", "depth", type=_positive_integer),
-        _option("--stats", "also print activation statistics: means, zeros, dead channels, NaN"),
-        _option("--gradients", "also print gradients of the score of one class"),
-        _option("--csv", "also write the rows of the manifest as manifest.csv"),
-        _option("--title TEXT", "title of the page; later runs keep it"),
-        _option("--html FILE", "also write everything to an HTML page", type=Path),
-        _option("--png FILE", "also draw everything as a figure", type=Path),
-        _option("--seconds NUMBER", "time limit for a trust card (default: 15)", type=_seconds, default=SECONDS),
-        _option("--seed N", "seed of all draws (default: 0)", type=int, default=0),
+        Argument("IMAGE", "image files, folders or lists; - reads one image from stdin", dest="images", nargs="*"),
+        Argument("SOURCE", "folders, files, patterns, lists, shards; - for paths on stdin", dest="sources", nargs="+"),
+        Argument("MAPS", "folders written by saliency batch --maps, or files in them", dest="maps", nargs="+"),
+        Argument("DIR", "folder written by saliency batch", dest="folder", type=Path),
+        Argument("MODEL", f"as --model of explain (default: {MODEL})", dest="model", nargs="?", default=MODEL),
+        Argument("PATTERN", "part of a name, or a pattern such as 'vit_*_384'", dest="pattern", nargs="?"),
+        Argument("METHOD", "method to describe (default: list all)", dest="method", nargs="?"),
+        Argument("SHELL", "bash, zsh or fish", dest="shell", choices=("bash", "zsh", "fish")),
+        Argument("--json", "print JSON"),
+        Argument("-q --quiet", "print errors only"),
+        Argument("-r --recursive", "include subfolders"),
+        Argument("--limit N", "only the first N images", type=_positive_integer),
+        Argument("--image IMAGE", "run the model on this image (default: noise)"),
+        Argument("--all", "list all layers or models", "depth"),
+        Argument("--depth N", "levels of nested layers (default: as many as fit)", "depth", type=_positive_integer),
+        Argument("--stats", "also print activation statistics: means, zeros, dead channels, NaN"),
+        Argument("--gradients", "also print gradients of the score of one class"),
+        Argument("--csv", "also write the rows of the manifest as manifest.csv"),
+        Argument("--title TEXT", "title of the page; later runs keep it"),
+        Argument("--html FILE", "also write everything to an HTML page", type=Path),
+        Argument("--png FILE", "also draw everything as a figure", type=Path),
+        Argument("--seconds NUMBER", "time limit for a trust card (default: 15)", type=_seconds, default=SECONDS),
+        Argument("--seed N", "seed of all draws (default: 0)", type=int, default=0),
     ],
     "model, method and target": [
-        _option("--model NAME", f"see saliency models; or FILE.py:NAME (default: {MODEL})", default=MODEL),
-        _option("--weights NAME|FILE", "name, file, or none for random weights", type=_weights, default="default"),
-        _option("--classes FILE", "class names, one per line or JSON", dest="categories", type=_class_names),
-        _option("--preprocess TEXT", "imagenet, a JSON file, or as in size=224,mean=0.5,0.5,0.5", type=_preprocess),
-        _option("-m --method NAME", _METHODS_HELP, dest="methods", nargs="+", action="extend"),
-        _option("-t --target CLASS", "class name or index (default: the top class of each image)", "target"),
-        _option(
+        Argument("--model NAME", f"see saliency models; or FILE.py:NAME (default: {MODEL})", default=MODEL),
+        Argument("--weights NAME|FILE", "name, file, or none for random weights", type=_weights, default="default"),
+        Argument("--classes FILE", "class names, one per line or JSON", dest="categories", type=_class_names),
+        Argument("--preprocess TEXT", "imagenet, a JSON file, or as in size=224,mean=0.5,0.5,0.5", type=_preprocess),
+        Argument("-m --method NAME", _METHODS_HELP, dest="methods", nargs="+", action="extend"),
+        Argument("-t --target CLASS", "class name or index (default: the top class of each image)", "target"),
+        Argument(
             "--text TEXT", "draw one map per text, against the others", "target", dest="texts", nargs="+", default=[]
         ),
-        _option("--targets FILE", "csv file with the columns path and target", "target"),
-        _option("--whole", "show the model the whole image, resized, instead of its centre", "whole"),
-        _option("--whole-aspect", "the same, undistorted", "whole", dest="whole", action="store_const", const="aspect"),
-        _option("--layer NAME", "layer that the method reads; see saliency layers (default: automatic)"),
-        _option("--set OPTION=VALUE", "see saliency methods NAME", dest="settings", type=_setting, action="append"),
+        Argument("--targets FILE", "csv file with the columns path and target", "target"),
+        Argument("--whole", "show the model the whole image, resized, instead of its centre", "whole"),
+        Argument(
+            "--whole-aspect", "the same, undistorted", "whole", dest="whole", action="store_const", const="aspect"
+        ),
+        Argument("--layer NAME", "layer that the method reads; see saliency layers (default: automatic)"),
+        Argument("--set OPTION=VALUE", "see saliency methods NAME", dest="settings", type=_setting, action="append"),
     ],
     "metrics": [
-        _option("--metrics NAME", "one or more (default: deletion insertion)", nargs="+", action="extend"),
-        _option("--masks FOLDER", "masks of the objects, not black, with the names of the images", "object"),
-        _option("--boxes FILE", 'JSON of boxes by image, as in {"a.png": [x0, y0, x1, y1]}', "object", type=_boxes),
-        _option(
+        Argument("--metrics NAME", "one or more (default: deletion insertion)", nargs="+", action="extend"),
+        Argument("--masks FOLDER", "masks of the objects, not black, with the names of the images", "object"),
+        Argument("--boxes FILE", 'JSON of boxes by image, as in {"a.png": [x0, y0, x1, y1]}', "object", type=_boxes),
+        Argument(
             "--set-metric OPTION=VALUE", "such as steps=28", dest="metric_settings", type=_setting, action="append"
         ),
     ],
     "output": [
-        _option("-o --out DIR", "output folder (default: out)", type=_folder, default=Path("out")),
-        _option("--sheet", "also write a contact sheet of images and methods, sheet.png"),
-        _option("--save", "also save the values as .safetensors, for Explanation.load"),
-        _option("--trust", "also write a trust card for each overlay"),
-        _option("--maps", "also save the attribution values, for saliency render"),
-        _option("--restart", "delete the results of an earlier run and start again", "resume"),
-        _option("--resume", "resume an earlier run (the default)", "resume"),
-        _option("--retry", "retry images that failed in an earlier run"),
-        _option("--strict", "stop at the first image that fails"),
+        Argument("-o --out DIR", "output folder (default: out)", type=_folder, default=Path("out")),
+        Argument("--sheet", "also write a contact sheet of images and methods, sheet.png"),
+        Argument("--save", "also save the values as .safetensors, for Explanation.load"),
+        Argument("--trust", "also write a trust card for each overlay"),
+        Argument("--maps", "also save the attribution values, for saliency render"),
+        Argument("--restart", "delete the results of an earlier run and start again", "resume"),
+        Argument("--resume", "resume an earlier run (the default)", "resume"),
+        Argument("--retry", "retry images that failed in an earlier run"),
+        Argument("--strict", "stop at the first image that fails"),
     ],
     "overlay style": [
-        _option("--format NAME", "png, jpg or webp (default: png)", choices=FORMATS, default="png"),
-        _option("--opacity NUMBER", "0 to 1, or map to follow the map (default: map)", type=_number, default="map"),
-        _option("--colormap NAME", "any matplotlib colormap (default: inferno, or bwr if signed)"),
-        _option("--sign SIGN", f"{', '.join(SIGNS)} (default: as in the method's paper)", choices=SIGNS),
-        _option("--percentile NUMBER", "where colours saturate, none, or auto (default)", type=_number, default="auto"),
-        _option("--smoothing NUMBER", "as a fraction of the map's edge (default: 0.005)", type=float, default=0.005),
+        Argument("--format NAME", "png, jpg or webp (default: png)", choices=FORMATS, default="png"),
+        Argument("--opacity NUMBER", "0 to 1, or map to follow the map (default: map)", type=_number, default="map"),
+        Argument("--colormap NAME", "any matplotlib colormap (default: inferno, or bwr if signed)"),
+        Argument("--sign SIGN", f"{', '.join(SIGNS)} (default: as in the method's paper)", choices=SIGNS),
+        Argument("--percentile NUMBER", "where colours saturate, none or auto (default)", type=_number, default="auto"),
+        Argument("--smoothing NUMBER", "as a fraction of the map's edge (default: 0.005)", type=float, default=0.005),
     ],
     "execution": [
-        _option("--engine NAME", "local (default), or ray for a cluster", choices=("local", "ray"), default="local"),
-        _option("--device NAME", "cpu, cuda:1, cuda:0,cuda:1 or auto (default)", default="auto"),
-        _option("--batch-size N", "images per batch (default: auto: 8 on CPUs, 64 on GPUs)", type=_batch_size),
-        _option("--workers N", "number of threads (default: one per core)", type=_positive_integer),
+        Argument("--engine NAME", "local (default), or ray for a cluster", choices=("local", "ray"), default="local"),
+        Argument("--device NAME", "cpu, cuda:1, cuda:0,cuda:1 or auto (default)", default="auto"),
+        Argument("--batch-size N", "images per batch (default: 8 on CPUs, 64 on GPUs)", type=_positive_integer),
+        Argument("--workers N", "number of threads (default: one per core)", type=_positive_integer),
     ],
 }
