@@ -366,6 +366,8 @@ def test_the_command_says_where_the_page_is(tmp_path: Path, capsys: pytest.Captu
     out = folder(tmp_path / "out", [row(0)])
     assert report_command(Namespace(folder=out, csv=False, title=None), Screen()) == 0
     assert capsys.readouterr().out == f"written: {out / 'index.html'}\n"
+    assert main(["report", str(out), "-q"]) == 0
+    assert capsys.readouterr().out == ""
 
 
 def test_the_command_writes_the_rows_as_csv_and_keeps_a_title(

@@ -308,7 +308,7 @@ def test_trust_cards_and_saved_explanations_are_of_the_16_bits_that_the_model_se
     model = Tiny()
     model.preprocess = replace(model.preprocess, range=(0, 4095))
     explanation = saliency.GradCAM(model).attribute(path)
-    network, (entry,) = Network(RunOptions(model=model), model), find_images([path]).images
+    network, (entry,) = Network(RunOptions(model=model), model), find_images([path]).entries
     card = trust_card(network.methods[0], entry, network.load(entry), 0.1)
     assert isinstance(card, TrustCard)
     assert torch.equal(card.explanation.values, explanation.values)
