@@ -71,21 +71,19 @@ def write_results(
     """
     facts: dict[str, Any] = {"index": slot.index, "source": printable(slot.entry.source), "id": slot.entry.name}
 
-    def error_row(error: Exception, method: str | None) -> Row:
+    def failed(error: Exception, method: str | None, *, is_writing: bool = False) -> Row:
         failure = Failure.of(error, slot.entry.path, slot.entry.source, method or "")
-        return make_row(**facts | {"method": method, "error": failure.reason, "error_kind": failure.kind})
-
-    def row_after_write_error(error: Exception, method: str | None) -> Row:
-        if not stops_run(error):
-            return error_row(error, method)
-        if options.with_manifest:
-            raise unwritable(out, error) from error
-        return error_row(error, method) | {"error": f"cannot be written: {error.strerror or error}"}
+        reason = failure.reason
+        if is_writing and stops_run(error):
+            if options.with_manifest:
+                raise unwritable(out, error) from error
+            reason = f"cannot be written: {error.strerror or error}"
+        return make_row(**facts | {"method": method, "error": reason, "error_kind": failure.kind})
 
     if not slot.methods:
         return
     if loaded.failure is not None:
-        yield error_row(loaded.failure, None)
+        yield failed(loaded.failure, None)
         return
     try:
         frame = loaded.frame(slot.entry)
@@ -97,25 +95,25 @@ def write_results(
             name = file_names(slot.entry, "", "")["photo"]
             facts |= _write(out, "photo", name, encode(thumbnail, "JPEG", quality=THUMBNAIL_QUALITY))
     except Exception as error:  # noqa: BLE001 - any error becomes a failed row
-        yield row_after_write_error(error, None)
+        yield failed(error, None, is_writing=True)
         return
     for method in slot.methods:
         result = results[method]
         if isinstance(result, Exception):
-            yield error_row(result, method)
+            yield failed(result, method)
             continue
         start = perf_counter()
         try:
             row = _write_method(options, out, slot, result, frame, thumbnail, facts)
         except Exception as error:  # noqa: BLE001 - any error becomes a failed row
-            row = row_after_write_error(error, method)
+            row = failed(error, method, is_writing=True)
         else:
             row["seconds"] = round(seconds + perf_counter() - start, 4)
             try:
                 row |= _write_card(options, out, slot, cards[method]) if method in cards else {}
             except Exception as error:  # noqa: BLE001 - any error fails the card; the overlay stays
-                failed = row_after_write_error(error, method)
-                row |= {"error": f"no trust card: {failed['error']}", "error_kind": failed["error_kind"]}
+                why = failed(error, method, is_writing=True)
+                row |= {"error": f"no trust card: {why['error']}", "error_kind": why["error_kind"]}
         yield row
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from .engines import LocalEngine, RayEngine, RunContext, SequentialEngine
     from .network import Network, Slot
 
+    Engine = LocalEngine | RayEngine | SequentialEngine
+
 FAILURES_SHOWN = 20
 """Largest number of failures that a summary lists."""
 
@@ -71,7 +73,7 @@ class Run:
         """Return the methods without results for an image."""
         return () if index in self.done else tuple(self.options.methods)
 
-    def prepare(self, network: Network, engine: LocalEngine | RayEngine | SequentialEngine) -> None:
+    def prepare(self, network: Network, engine: Engine) -> None:
         """Prepare the output folder before the first image. Raises OSError if it cannot be written to."""
         self.out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=self.out).close()
@@ -91,7 +93,7 @@ class Run:
             with open_engine(self.options) as engine:
                 self.execute(engine)
 
-    def execute(self, engine: LocalEngine | RayEngine | SequentialEngine) -> None:
+    def execute(self, engine: Engine) -> None:
         """Explain the images without results.
 
         Raises:
@@ -148,7 +150,7 @@ class Run:
         """Store the rows of an image, and report the progress."""
         options, index = self.options, rows[0]["index"]
         failed = [row for row in rows if row["error"] is not None]
-        if len(self.done) == len(self.failed) and self.entries[index].target is None:
+        if len(self.done) == len(self.failed) and not isinstance(self.entries[index].target, int | str):
             require_sensible_options(options, rows)
         if failed and options.strict:
             reason = sentence(failed[0]["source"], failed[0]["method"], failed[0]["error"])
@@ -243,7 +245,7 @@ class BatchRun(Run):
     def _lacks(self, index: int, method: str) -> bool:
         return index not in self._kept and not self.manifest.is_done(index, method)
 
-    def prepare(self, network: Network, engine: LocalEngine | RayEngine | SequentialEngine) -> None:
+    def prepare(self, network: Network, engine: Engine) -> None:
         """Store the description of the run, its batch sizes and its images."""
         described = self._described
         for method in network.methods:

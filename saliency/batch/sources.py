@@ -198,7 +198,7 @@ def read_list(file: str) -> Iterator[ImageEntry]:
     try:
         # With surrogateescape, undecodable bytes of a path are restored when the file is opened.
         with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:  # noqa: PTH123
-            for number, fields in _rows(lines, Path(file).suffix.lower()):
+            for number, fields in _numbered_fields(lines, Path(file).suffix.lower()):
                 path = _first(fields, _PATHS)
                 if isinstance(path, str) and path:
                     whole = os.path.join(os.path.dirname(file), path)  # noqa: PTH118, PTH120 - keeps surrogates
@@ -225,7 +225,7 @@ def _require_images(file: str, entries: list[ImageEntry]) -> list[ImageEntry]:
     return entries
 
 
-def _rows(lines: TextIO, suffix: str) -> Iterator[tuple[int, Mapping[str, object]]]:
+def _numbered_fields(lines: TextIO, suffix: str) -> Iterator[tuple[int, Mapping[str, object]]]:
     """Yield the line number and the fields, by name, of every row of a list."""
     if suffix in (".csv", ".tsv"):
         names: list[str] = []

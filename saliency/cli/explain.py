@@ -29,7 +29,7 @@ from ..batch.network import LoadedImage, Slot, find_devices
 from ..batch.run import Run
 from ..batch.run_options import RunOptions
 from ..batch.sources import Found, find_images
-from ..errors import plural, visible
+from ..errors import SaliencyError, plural, visible
 from ..methods import METHODS
 from ..render.blending import shrink
 from ..render.overlay import save_picture
@@ -53,21 +53,19 @@ class _Context(RunContext):
     """
 
     rows: list[Row]
-    thumbs: list[dict[str, Explanation]] | None
+    thumbs: dict[int, dict[str, Explanation]] | None
 
     def finish(self, slot: Slot, loaded: LoadedImage, results: Any) -> list[Row]:
         """Return the rows of one image."""
-        thumbs: dict[str, Explanation] = {}
         first = len(self.rows)
         for row in write_results(self.options, self.out, slot, loaded, *results):
             self.rows.append(row)
-            explanation = results[0].get(row["method"])
             if self.thumbs is not None and row["overlay"]:
+                explanation = results[0][row["method"]]
                 frame = shrink(loaded.frame(slot.entry), THUMB)
                 sign = self.options.style.sign or explanation.sign
-                thumbs[row["method"]] = replace(explanation, frames=(frame,), sign=sign)
-        if self.thumbs is not None:
-            self.thumbs.append(thumbs)
+                of_image = self.thumbs.setdefault(slot.index, {})
+                of_image[row["method"]] = replace(explanation, frames=(frame,), sign=sign)
         return self.rows[first:]
 
 
@@ -125,21 +123,21 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
     style = overlay_style(arguments)
     given = {**vars(arguments), "methods": methods, "style": style, "maps": arguments.save, "with_manifest": False}
     rows: list[Row] = []
-    thumbs: list[dict[str, Explanation]] | None = [] if arguments.sheet else None
+    thumbs: dict[int, dict[str, Explanation]] | None = {} if arguments.sheet else None
+    _require_other_files(arguments, methods, entries)
     try:
         with screen.progress() as show:
             options = RunOptions.of(given | {"on_progress": show})
-            _require_other_files(arguments, methods, entries)
             engine = SequentialEngine(one_device(options), lambda entry: screen.name_subject(entry.label))
             Run(options, arguments.out, entries, partial(_Context, rows=rows, thumbs=thumbs)).execute(engine)
+    except SaliencyError:  # an invalid option, for which the first image failed
+        rows.clear()
+        raise
     finally:
         screen.name_subject("")
         failures = _print_results(rows, expected_errors(arguments), arguments.out, screen)
-        for row in rows:
-            if row["trust"]:
-                screen.say(f"{visible(Path(row['source']).name)} by {row['method']}: {row['trust']['summary']}")
     if thumbs:
-        _write_sheet(thumbs, options, screen, arguments.out / SHEET)
+        _write_sheet(list(thumbs.values()), options, screen, arguments.out / SHEET)
     return 1 if failures or not any(row["overlay"] for row in rows) else 0
 
 
@@ -182,10 +180,9 @@ def _write_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, 
 
     Nothing is written if a method or an image does not exist.
     """
-    rows = [row for row in thumbs if row]
-    counts = Counter(method for row in rows for method in row)
-    methods = [method for method in options.methods if 2 * counts[method] > len(rows)]
-    complete = [[row[method] for method in methods] for row in rows if row.keys() >= set(methods)]
+    counts = Counter(method for row in thumbs for method in row)
+    methods = [method for method in options.methods if 2 * counts[method] > len(thumbs)]
+    complete = [[row[method] for method in methods] for row in thumbs if row.keys() >= set(methods)]
     if not methods or not complete:
         return
     style = {name: getattr(options.style, name) for name in ("opacity", "colormap", "percentile", "smoothing")}
@@ -222,6 +219,9 @@ def _print_results(rows: Sequence[Row], expected: set[str], out: Path, screen: S
     if cells and not screen.is_terminal:
         screen.table(["image", "class", "prob.", "method", "file"], cells)
     _print_totals([row for row in rows if row["overlay"]], len(failed), out, screen)
+    for row in rows:
+        if row["trust"]:
+            screen.say(f"{visible(Path(row['source']).name)} by {row['method']}: {row['trust']['summary']}")
     return len(failed)
 
 

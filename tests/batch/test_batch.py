@@ -137,8 +137,8 @@ def test_the_folder_has_the_files_that_the_page_shows(source: Path, tmp_path: Pa
 def test_the_heat_image_is_opaque_inside_the_crop_only(tmp_path: Path) -> None:
     noise(tmp_path / "wide.png", 1, (1200, 300))
     quick(tmp_path / "wide.png", tmp_path / "out", style=OverlayStyle(opacity=0.5))
-    with Image.open(tmp_path / "out" / "photos" / "wide.jpg") as preview:
-        assert preview.size == (640, 160)
+    with Image.open(tmp_path / "out" / "photos" / "wide.jpg") as thumbnail:
+        assert thumbnail.size == (640, 160)
     heat = pixels(tmp_path / "out" / "heat" / "wide.grad_cam.webp")
     height, width = heat.shape[:2]
     assert abs(width / height - 4) < 0.1
@@ -711,7 +711,7 @@ def test_invalid_options_are_refused_before_anything_is_written(
 
 
 def test_a_call_that_writes_nothing_leaves_no_new_folder(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(BatchError, match="there is no image: https://a.org/b.jpg is an address, not a file"):
+    with pytest.raises(BatchError, match=r"there is no image: https://a.org/b.jpg is an address, not a file"):
         quick("https://a.org/b.jpg", tmp_path / "new")  # type: ignore[arg-type]
     with pytest.raises(LayerError):
         quick(source, tmp_path / "new", layer="nothing")

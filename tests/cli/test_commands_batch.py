@@ -357,14 +357,14 @@ def test_kept_values_are_the_values_to_half_precision_however_small(source: Path
         assert (again.target, again.target_names, again.method) == (alone.target, alone.target_names, alone.method)
 
 
-def test_where_the_photo_is_gone_its_preview_is_drawn_on(render: Run, source: Path, tmp_path: Path) -> None:
+def test_where_the_photo_is_gone_its_thumbnail_is_drawn_on(render: Run, source: Path, tmp_path: Path) -> None:
     for name in ("00.png", "sub/a.png"):
         noise(source / name, 1, (1300, 700))
     quick(source, tmp_path / "run", maps=True, recursive=True)
     shutil.rmtree(source)
     code, out, _ = render(tmp_path / "run", "--out", tmp_path / "again")
     assert code == 0
-    assert "6 of them on the small preview" in out
+    assert "6 of them on the thumbnail" in out
     with Image.open(tmp_path / "again" / "00.grad_cam.png") as picture:
         assert picture.size == (640, 345)
     with Image.open(tmp_path / "again" / "sub" / "a.grad_cam.png") as picture:
@@ -372,7 +372,7 @@ def test_where_the_photo_is_gone_its_preview_is_drawn_on(render: Run, source: Pa
     shutil.rmtree(tmp_path / "run" / "photos")
     code, _, err = render(tmp_path / "run", "--out", tmp_path / "again")
     assert code == 1
-    assert "00.png' was removed or has changed, and there is no preview" in err
+    assert "00.png' was removed or has changed, and there is no thumbnail" in err
 
 
 def test_no_map_is_drawn_on_a_photo_that_has_changed(render: Run, source: Path, tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_no_map_is_drawn_on_a_photo_that_has_changed(render: Run, source: Path, 
     noise(source / "00.png", 1, (1300, 700))
     code, out, _ = render(tmp_path / "run", "--out", tmp_path / "later")
     assert code == 0
-    assert "1 of them on the small preview: the image was removed or has changed" in out
+    assert "1 of them on the thumbnail: the image was removed or has changed" in out
     with Image.open(tmp_path / "later" / "00.grad_cam.png") as picture:
         assert picture.size == (40, 30)
 
