@@ -10,9 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch import Tensor
+
 from ..attribution.base import Attribution
+from ..attribution.options import declared_options
 from ..errors import ImageError
-from ..evaluation.comparison import Comparison, Result, measure_image
+from ..evaluation.comparison import Comparison, Result, measure_image, unique_names
 from ..evaluation.metrics.base import Metric, SharedResults, resolve_metrics
 from ..io.atomic_write import atomic_write
 from .engines import RunContext
@@ -23,7 +26,7 @@ from .network import LoadedImage, Network, Slot
 from .output_folder import ABOUT, EVALUATION, RESULTS, OutputFolder, locked
 from .report import report
 from .run import Run
-from .run_options import Progress, RunOptions
+from .run_options import Progress, RunOptions, describe
 from .sources import Paths, find_images
 
 if TYPE_CHECKING:
@@ -120,14 +123,16 @@ def evaluate(
     """
     run_options = RunOptions.of(locals())
     entries, left_out = find_images(sources, recursive=recursive, targets=targets)
-    resolved, named = resolve_metrics(metrics), None
+    metric_list, by_name = resolve_metrics(metrics), None
     if masks is not None:
-        named = {mask.name: mask for mask in merge_listing([], find_images(masks, recursive=recursive).entries).entries}
-    about = {"format": FORMAT, "metrics": {metric.name: dict(metric.settings) for metric in resolved}}
+        listing = merge_listing([], find_images(masks, recursive=recursive).entries)
+        by_name = {mask.name: mask for mask in listing.entries}
+    names = unique_names(metric_list)
+    about = {"format": FORMAT, "metrics": dict(zip(names, map(_all_settings, metric_list), strict=True))}
     settings = {name: replace(run_options, methods=[name]).fingerprint() | about for name in run_options.methods}
     with locked(Path(out)):
-        storage = Storage(Path(out), named, boxes, settings)
-        run = EvaluationRun(run_options, storage, merge_listing([], entries).entries, resolved)
+        storage = Storage(Path(out), by_name, boxes, settings)
+        run = EvaluationRun(run_options, storage, merge_listing([], entries).entries, metric_list)
         run.complete()
         comparison = FolderComparison(run.results())
         comparison.failures, comparison.left_out = run.failures, left_out
@@ -161,7 +166,7 @@ class Storage:
         mask, boxes = self.find_object(entry)
         files = [[one.path, one.offset, *one.stamp] for one in (entry, mask) if one is not None]
         key = [self.settings[method], files, entry.target, boxes]
-        return self.out / RESULTS / f"{entry.name}.{method}.json", json.loads(json.dumps(key))
+        return self.out / RESULTS / f"{entry.name}.{method}.json", json.loads(json.dumps(key, default=describe))
 
     def read(self, entry: ImageEntry, method: str) -> list[Result] | None:
         """Return the stored results; None if there are none, or the file is damaged or of other settings."""
@@ -196,8 +201,8 @@ class EvaluationRun(Run):
     ) -> None:
         super().__init__(options, storage.out, entries, partial(Measuring, metrics=metrics, storage=storage))
         OutputFolder(self.out).remove_temporary_files()
-        read = [{name: storage.read(entry, name) for name in options.methods} for entry in entries[: self.total]]
-        self._results = [{name: own for name, own in known.items() if own is not None} for known in read]
+        stored = [{name: storage.read(entry, name) for name in options.methods} for entry in entries[: self.total]]
+        self._results = [{name: own for name, own in results.items() if own is not None} for results in stored]
         self.done = {index for index in range(self.total) if not self.missing(index)}
         self.failures: list[Row] = []
 
@@ -218,7 +223,7 @@ class EvaluationRun(Run):
 
     def results(self) -> list[Result]:
         """Return all results, in the order of the images and methods."""
-        return [result for known in self._results for name in self.options.methods for result in known.get(name, ())]
+        return [result for own in self._results for name in self.options.methods for result in own.get(name, ())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,8 +275,14 @@ class Measuring(RunContext):
         if self.storage.boxes is not None and boxes is None:
             raise ImageError("has no box: the file of --boxes does not name it")
         about = entry.name, method.name, method, loaded.image or entry.open(), loaded.target
-        opened = None if mask is None else mask.open()
-        return measure_image(*about, self.metrics, opened, boxes, shared=shared, progress=False)
+        mask_image = None if mask is None else mask.open()
+        return measure_image(*about, self.metrics, mask_image, boxes, shared=shared, progress=False)
+
+
+def _all_settings(metric: Metric) -> dict[str, Any]:
+    """Return the settings of a metric, with the values of tensors, which its own settings only mention."""
+    values = {name: getattr(metric, name) for name in declared_options(type(metric))}
+    return {**metric.settings, **{name: value for name, value in values.items() if isinstance(value, Tensor)}}
 
 
 def _write(comparison: Comparison, out: Path) -> Path:

@@ -118,9 +118,9 @@ class Network:
         try:
             target = self._target if entry.target is None else self._as_target(entry.target)
             image = entry.open()
-            kept = image if image.width * image.height <= most_pixels else None
+            to_draw = image if image.width * image.height <= most_pixels else None
             prepare = self.preprocess
-            return LoadedImage(None, target, prepare(image), locate(prepare, image), kept, prepare.range)
+            return LoadedImage(None, target, prepare(image), locate(prepare, image), to_draw, prepare.range)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
             return LoadedImage(error, self._target)
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .engines import LocalEngine, RayEngine, RunContext, SequentialEngine
     from .network import Network, Slot
 
+    MakeContext = Callable[..., RunContext]
     Engine = LocalEngine | RayEngine | SequentialEngine
 
 FAILURES_SHOWN = 20
@@ -55,11 +56,7 @@ class Run:
     resumes = False
 
     def __init__(
-        self,
-        options: RunOptions,
-        out: Path,
-        entries: Sequence[ImageEntry],
-        context: Callable[..., RunContext] | None = None,
+        self, options: RunOptions, out: Path, entries: Sequence[ImageEntry], context: MakeContext | None = None
     ) -> None:
         self.options, self.out, self.entries = options, out, entries
         self.total = min(options.limit or len(entries), len(entries))

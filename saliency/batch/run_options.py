@@ -225,7 +225,7 @@ class RunOptions:
             own = {"layer": self.layer, "options": dict(sorted(self.options.items())), "maps": self.maps}
             own["trust"] = {"seconds": self.seconds} if self.trust else None
             values |= {f"{name} of {method}": value for name, value in own.items()}
-        plain: dict[str, Any] = json.loads(json.dumps(values, default=_describe))  # as read back from the file
+        plain: dict[str, Any] = json.loads(json.dumps(values, default=describe))  # as read back from the file
         return plain
 
     def _weights(self) -> str | None:
@@ -273,7 +273,7 @@ def _digest(tensors: Mapping[str, object]) -> str:
     return f"sha256:{digest.hexdigest()[:16]}"
 
 
-def _describe(value: object) -> str:
+def describe(value: object) -> str:
     """Describe an option value that JSON cannot store. A tensor is described by a digest of all its values."""
     import torch
 

@@ -105,7 +105,7 @@ def render(arguments: argparse.Namespace, screen: Screen) -> int:
     screen.say(f"{plural(counts['large'] + counts['small'], 'overlay')} in {visible(arguments.out)}")
     if counts["small"]:
         screen.say(
-            Text(f"{counts['small']} of them on the small thumbnail: the image was removed or has changed", "dim")
+            Text(f"{counts['small']} of them on the thumbnail: the image was removed or has changed", "dim")
         )
     if counts["failed"]:
         screen.say(Text(plural(counts["failed"], "failure"), "red"))

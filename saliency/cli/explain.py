@@ -101,8 +101,8 @@ def _find_images(arguments: argparse.Namespace, more: Sequence[str], scratch: Pa
     if "-" in names:
         (scratch / "stdin").write_bytes(sys.stdin.buffer.read())
     files = [str(scratch / "stdin") if name == "-" else name for name in names]
-    found, left_out = find_images(files, recursive=arguments.recursive)
-    entries = [replace(entry, source=entry.source.removeprefix(f"{scratch}/")) for entry in found]
+    entries, left_out = find_images(files, recursive=arguments.recursive)
+    entries = [replace(entry, source=entry.source.removeprefix(f"{scratch}/")) for entry in entries]
     return Found(with_names([one for entry in entries for one in _once_per_text(entry, arguments.texts)]), left_out)
 
 

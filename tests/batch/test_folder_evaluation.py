@@ -58,6 +58,19 @@ def test_a_repeated_call_reads_the_results_and_measures_only_new_ones(source: Pa
     assert [each for each in second.results if (each.image, each.method) == ("00", "grad_cam")] == [first.results[0]]
 
 
+def test_metrics_of_one_name_and_options_of_tensors_are_told_apart(source: Path, tmp_path: Path) -> None:
+    def measure(*metrics: Deletion) -> list[str]:
+        reported: list[Progress] = []
+        made = evaluate(source, tmp_path / "out", Tiny(), metrics=metrics, limit=1, on_progress=reported.append)
+        return [each.metric for each in made.results] * len(reported)
+
+    black, grey = torch.zeros(3, 16, 16), torch.full((3, 16, 16), 0.5)
+    assert len(set(measure(Deletion(steps=2, fill=black), Deletion(steps=4)))) == 2
+    assert measure(Deletion(steps=2, fill=black), Deletion(steps=4)) == []
+    assert len(measure(Deletion(steps=3, fill=black), Deletion(steps=4))) == 2
+    assert len(measure(Deletion(steps=3, fill=grey), Deletion(steps=4))) == 2
+
+
 def test_masks_are_a_folder_or_files(source: Path, tmp_path: Path) -> None:
     (tmp_path / "masks").mkdir()
     for number in range(3):

@@ -129,7 +129,7 @@ def unpacked(data: Row) -> list[Row]:
     """Photos with their rows as dictionaries by the keys of the manifest, as the page's script reads them."""
     photos: list[Row] = unzipped(data["photos"])
     for photo in photos:
-        photo |= {key: photo.get(key) for key in page_of._PHOTO}
+        photo |= {key: photo.get(key) for key in page_of._ENTRY}
         for each in photo["rows"]:
             each |= {key: each.get(key) for key in page_of._ROW}
             each["bar"] = data["head"]["bars"].get(each["bar"])
