@@ -73,14 +73,14 @@ def stages(source: Path, out: Path, model: nn.Module, size: int) -> dict[str, fl
     entries = with_names(find_images([source]).entries)
     slots = [Slot(index, entry, ("grad_cam",)) for index, entry in enumerate(entries)]
     times = [time.process_time()]
-    loaded = [network.load(entry) for entry in entries]
+    loaded = [network.load(slot) for slot in slots]
     times.append(time.process_time())
     results = [
         result for start in range(0, len(loaded), size) for result in network.explain(loaded[start : start + size])
     ]
     times.append(time.process_time())
-    for slot, image, result in zip(slots, loaded, results, strict=True):
-        list(write_results(options, out, slot, image, result, {}))
+    for image, result in zip(loaded, results, strict=True):
+        list(write_results(options, out, image, result, {}))
     times.append(time.process_time())
     return dict(zip(("read", "network", "draw"), np.diff(times).tolist(), strict=True))
 

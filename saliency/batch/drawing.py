@@ -49,7 +49,6 @@ MAX_COARSENESS = 3  # largest number of thumbnail pixels per heat image pixel, a
 def write_results(
     options: RunOptions,
     out: Path,
-    slot: Slot,
     loaded: LoadedImage,
     results: Results,
     cards: Cards,
@@ -60,8 +59,7 @@ def write_results(
     Args:
         options: Options of the run.
         out: Folder of the run.
-        slot: The image.
-        loaded: The loaded image.
+        loaded: The image.
         results: Results of the methods.
         cards: Trust cards of the methods, if the run has them.
         seconds: Seconds that the network took per method.
@@ -69,6 +67,7 @@ def write_results(
     Raises:
         StoppedError: The folder cannot be written to. A run without a manifest reports this as a failed row instead.
     """
+    slot = loaded.slot
     facts: dict[str, Any] = {"index": slot.index, "source": printable(slot.entry.source), "id": slot.entry.name}
 
     def failed(error: Exception, method: str | None, *, is_writing: bool = False) -> Row:
@@ -86,7 +85,7 @@ def write_results(
         yield failed(loaded.failure, None)
         return
     try:
-        frame = loaded.frame(slot.entry)
+        frame = loaded.frame()
         image = frame.picture
         facts |= {"width": image.width, "height": image.height, "box": list(frame.box)}
         facts["range"] = loaded.range and list(loaded.range)

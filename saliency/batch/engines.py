@@ -76,17 +76,17 @@ class RunContext:
     model: nn.Module
     is_interrupted: Callable[[], bool] = bool
 
-    def compute(self, network: Network, batch: Sequence[Slot], loaded: Sequence[LoadedImage]) -> Sequence[Any]:
+    def compute(self, network: Network, batch: Sequence[LoadedImage]) -> Sequence[Any]:
         """Run a network, which no other thread uses, on a batch. Return the input of `finish` for each image."""
         start = time.perf_counter()
-        results = network.explain(loaded)
+        results = network.explain(batch)
         seconds = (time.perf_counter() - start) / (len(batch) * len(network.methods))
-        cards = map(network.trust, batch, loaded, results)
+        cards = map(network.trust, batch, results)
         return [(*of_image, seconds) for of_image in zip(results, cards, strict=True)]
 
-    def finish(self, slot: Slot, loaded: LoadedImage, results: Any) -> list[Row]:
+    def finish(self, loaded: LoadedImage, results: Any) -> list[Row]:
         """Return the rows of one image, during the passes of other batches."""
-        return list(write_results(self.options, self.out, slot, loaded, *results))
+        return list(write_results(self.options, self.out, loaded, *results))
 
 
 class Worker:
@@ -110,15 +110,13 @@ class Worker:
 
     def run(self, batch: Sequence[Slot]) -> list[Future[list[Row]]]:
         """Compute a batch, and start to finish its images. Return the future rows of every image."""
-        loaded = list(self.io.map(lambda slot: self._load(slot.entry, MOST_PIXELS), batch))
+        loaded = list(self.io.map(lambda slot: self._load(slot, MOST_PIXELS), batch))
         network = self._free.get()
         try:
-            results = self._context.compute(network, batch, loaded)
+            results = self._context.compute(network, loaded)
         finally:
             self._free.put(network)
-        return [
-            self.io.submit(self._context.finish, *of_image) for of_image in zip(batch, loaded, results, strict=True)
-        ]
+        return [self.io.submit(self._context.finish, *image) for image in zip(loaded, results, strict=True)]
 
 
 class LocalEngine:
@@ -198,8 +196,8 @@ class SequentialEngine:
         for batch in batches:
             for slot in batch:
                 self._on_start(slot.entry)
-                loaded = [network.load(slot.entry)]
-                yield context.finish(slot, *loaded, *context.compute(network, [slot], loaded))
+                loaded = network.load(slot)
+                yield context.finish(loaded, *context.compute(network, [loaded]))
 
 
 def open_engine(options: RunOptions) -> AbstractContextManager[LocalEngine | RayEngine]:

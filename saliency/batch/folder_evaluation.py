@@ -10,19 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
-
 from ..attribution.base import Attribution
 from ..attribution.options import declared_options
 from ..errors import ImageError
 from ..evaluation.comparison import Comparison, Result, measure_image, unique_names
 from ..evaluation.metrics.base import Metric, SharedResults, resolve_metrics
 from ..io.atomic_write import atomic_write
+from ..methods.baselines import GivenImages
 from .engines import RunContext
 from .errors import Failure, writing_to
 from .listing import ImageEntry, merge_listing
 from .manifest import Row
-from .network import LoadedImage, Network, Slot
+from .network import LoadedImage, Network
 from .output_folder import ABOUT, EVALUATION, RESULTS, OutputFolder, locked
 from .report import report
 from .run import Run
@@ -188,11 +187,7 @@ class Storage:
 
 
 class EvaluationRun(Run):
-    """One run that measures images in a locked folder.
-
-    Attributes:
-        failures: The rows of failures.
-    """
+    """One run that measures images in a locked folder."""
 
     resumes = True
 
@@ -204,7 +199,6 @@ class EvaluationRun(Run):
         stored = [{name: storage.read(entry, name) for name in options.methods} for entry in entries[: self.total]]
         self._results = [{name: own for name, own in results.items() if own is not None} for results in stored]
         self.done = {index for index in range(self.total) if not self.missing(index)}
-        self.failures: list[Row] = []
 
     def missing(self, index: int) -> tuple[str, ...]:
         """Return the methods without results for an image."""
@@ -214,10 +208,8 @@ class EvaluationRun(Run):
         """Keep the results of an image, which are stored already, and its failures."""
         index = rows[0]["index"]
         for row in rows:
-            self._results[index] |= dict.fromkeys(
-                [row["method"]] if row["method"] else self.missing(index), row["results"]
-            )
-        self.failures += {row["method"]: row for row in rows if row["error"] is not None}.values()
+            methods = self.missing(index) if row["method"] is None else [row["method"]]
+            self._results[index] |= dict.fromkeys(methods, row["results"])
         if not self.missing(index):
             super().store(rows)
 
@@ -238,51 +230,49 @@ class Measuring(RunContext):
     metrics: Sequence[Metric]
     storage: Storage
 
-    def compute(self, network: Network, batch: Sequence[Slot], loaded: Sequence[LoadedImage]) -> list[list[Row]]:
+    def compute(self, network: Network, batch: Sequence[LoadedImage]) -> list[list[Row]]:
         """Measure each image by the methods of its slot. The row of an error of the image has no method."""
-        return [self._measure(network, *image) for image in zip(batch, loaded, strict=True)]
+        return [self._measure(network, loaded) for loaded in batch]
 
-    def finish(self, slot: Slot, loaded: LoadedImage, results: list[Row]) -> list[Row]:
+    def finish(self, loaded: LoadedImage, results: list[Row]) -> list[Row]:
         """Return the rows, whose results are stored already."""
         return results
 
-    def _measure(self, network: Network, slot: Slot, loaded: LoadedImage) -> list[Row]:
-        rows, shared, entry = [], SharedResults(), slot.entry
+    def _measure(self, network: Network, loaded: LoadedImage) -> list[Row]:
+        rows: dict[str | None, Row] = {}
+        slot, shared = loaded.slot, SharedResults()
         for method in network.methods:
             if method.name not in slot.methods or self.is_interrupted():
                 continue
-            row: Row = {"index": slot.index, "source": entry.source, "method": method.name, "error": None}
+            row: Row = {"index": slot.index, "source": slot.entry.source, "method": method.name, "error": None}
             try:
-                row["results"] = self._measure_method(method, entry, loaded, shared)
+                row["results"] = self._measure_method(method, loaded, shared)
             except Exception as error:  # noqa: BLE001 - any error is a failure of this image and method only
-                failure = Failure.of(error, entry.source)
+                failure = Failure.of(error, slot.entry.source)
                 row |= {"error": failure.reason, "error_kind": failure.kind, "results": []}
                 row |= {"method": None} if isinstance(error, ImageError) else {}
             else:
                 row["error_kind"] = None
-                self.storage.write(entry, method.name, row["results"])
-            rows.append(row)
-        return rows
+                self.storage.write(slot.entry, method.name, row["results"])
+            rows[row["method"]] = row
+        return list(rows.values())
 
-    def _measure_method(
-        self, method: Attribution, entry: ImageEntry, loaded: LoadedImage, shared: SharedResults
-    ) -> list[Result]:
+    def _measure_method(self, method: Attribution, loaded: LoadedImage, shared: SharedResults) -> list[Result]:
+        image, entry = loaded.open(), loaded.slot.entry
         mask, boxes = self.storage.find_object(entry)
-        if loaded.failure is not None:
-            raise loaded.failure
         if self.storage.masks is not None and mask is None:
             raise ImageError(f'has no mask: no image in the folder of --masks is called "{entry.name}"')
         if self.storage.boxes is not None and boxes is None:
             raise ImageError("has no box: the file of --boxes does not name it")
-        about = entry.name, method.name, method, loaded.image or entry.open(), loaded.target
+        about = entry.name, method.name, method, image, loaded.target
         mask_image = None if mask is None else mask.open()
         return measure_image(*about, self.metrics, mask_image, boxes, shared=shared, progress=False)
 
 
 def _all_settings(metric: Metric) -> dict[str, Any]:
-    """Return the settings of a metric, with the values of tensors, which its own settings only mention."""
+    """Return the settings of a metric, with the pixels of images, which its own settings only mention."""
     values = {name: getattr(metric, name) for name in declared_options(type(metric))}
-    return {**metric.settings, **{name: value for name, value in values.items() if isinstance(value, Tensor)}}
+    return {**metric.settings, **{name: one.values for name, one in values.items() if isinstance(one, GivenImages)}}
 
 
 def _write(comparison: Comparison, out: Path) -> Path:

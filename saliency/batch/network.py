@@ -58,6 +58,7 @@ class LoadedImage:
     """A decoded and preprocessed image.
 
     Attributes:
+        slot: The image.
         failure: Reason why the image cannot be explained.
         target: Class index, or another target; None for the top class.
         input: (C, H, W) input of the model; None after a failure.
@@ -66,6 +67,7 @@ class LoadedImage:
         range: Pixel values that the preprocessing and the drawing map to black and white in an image of 16 bits.
     """
 
+    slot: Slot
     failure: Exception | None = None
     target: int | Target | None = None
     input: Tensor | None = None
@@ -73,9 +75,15 @@ class LoadedImage:
     image: Image.Image | None = None
     range: Range | None = None
 
-    def frame(self, entry: ImageEntry) -> Frame:
-        """Return the frame to draw on. An image that was not kept is decoded again."""
-        return Frame(drawable(self.image or entry.open(), self.range), self.box)
+    def open(self) -> Image.Image:
+        """Return the decoded image. An image that was not kept is decoded again, and `failure` is raised."""
+        if self.failure is not None:
+            raise self.failure
+        return self.image or self.slot.entry.open()
+
+    def frame(self) -> Frame:
+        """Return the frame to draw on."""
+        return Frame(drawable(self.open(), self.range), self.box)
 
 
 class Network:
@@ -110,19 +118,19 @@ class Network:
         """Return a target with the index of a class instead of its name."""
         return target if callable(target) else class_index(target, self.categories)
 
-    def load(self, entry: ImageEntry, most_pixels: float = math.inf) -> LoadedImage:
+    def load(self, slot: Slot, most_pixels: float = math.inf) -> LoadedImage:
         """Look up the target of an image, decode and preprocess it, and keep an image of at most `most_pixels`.
 
         An error is returned as its `failure`.
         """
         try:
-            target = self._target if entry.target is None else self._as_target(entry.target)
-            image = entry.open()
+            target = self._target if slot.entry.target is None else self._as_target(slot.entry.target)
+            image = slot.entry.open()
             to_draw = image if image.width * image.height <= most_pixels else None
             prepare = self.preprocess
-            return LoadedImage(None, target, prepare(image), locate(prepare, image), to_draw, prepare.range)
+            return LoadedImage(slot, None, target, prepare(image), locate(prepare, image), to_draw, prepare.range)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
-            return LoadedImage(error, self._target)
+            return LoadedImage(slot, error, self._target)
 
     def explain(self, batch: Sequence[LoadedImage]) -> list[Results]:
         """Run all methods on a batch, and return the results of each image, in order.
@@ -156,18 +164,17 @@ class Network:
                     results[index] = {name: of_batch[position] for name, of_batch in outcomes.items()}
         return results
 
-    def trust(self, slot: Slot, loaded: LoadedImage, results: Results) -> Cards:
+    def trust(self, loaded: LoadedImage, results: Results) -> Cards:
         """Return the trust card of each method that explained an image, if the run has trust cards.
 
         Args:
-            slot: The image.
-            loaded: The loaded image.
+            loaded: The image.
             results: Results of the methods.
         """
-        methods = [method for method in self.methods if self._trust and method.name in slot.methods]
+        methods = [method for method in self.methods if self._trust and method.name in loaded.slot.methods]
         explained = [method for method in methods if isinstance(results.get(method.name), Explanation)]
         shared = SharedResults()
-        return {one.name: trust_card(one, slot.entry, loaded, self._seconds, shared=shared) for one in explained}
+        return {one.name: trust_card(one, loaded, self._seconds, shared=shared) for one in explained}
 
     def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any]) -> _Outcomes:
         """Run methods on a batch. If that fails, run parts of it."""
@@ -198,13 +205,11 @@ class Network:
 
 
 def trust_card(
-    method: Attribution, entry: ImageEntry, loaded: LoadedImage, seconds: float | None, **options: Any
+    method: Attribution, loaded: LoadedImage, seconds: float | None, **options: Any
 ) -> TrustCard | Exception:
     """Return the trust card of a loaded image, or the reason why there is none."""
     try:
-        if loaded.failure is not None:
-            raise loaded.failure
-        return trust(method, loaded.image or entry.open(), loaded.target, seconds=seconds, **options)
+        return trust(method, loaded.open(), loaded.target, seconds=seconds, **options)
     except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
         return error
 

@@ -50,6 +50,7 @@ class Run:
         total: Number of images to explain, the first ones.
         done: Numbers of the images with results of all methods.
         failed: Numbers of the images with an error.
+        failures: The rows of errors of this run.
         batch_sizes: Pairs of the first image and the size of its batch and of the following ones.
     """
 
@@ -63,6 +64,7 @@ class Run:
         self.batch_sizes: list[tuple[int, int]] = [(0, 1)]
         self.done: set[int] = set()
         self.failed: set[int] = set()
+        self.failures: list[Row] = []
         self._context = context
         self._start, self._fresh = time.monotonic(), 0
 
@@ -155,6 +157,7 @@ class Run:
         self.store(rows)
         self._fresh += 1
         self.failed |= {index} if failed else set()
+        self.failures += failed
         if options.on_progress is not None:
             options.on_progress(Progress(len(self.done), self.total, self._fresh, len(self.failed)))
 
@@ -172,7 +175,6 @@ class BatchRun(Run):
 
     def __init__(self, options: RunOptions, out: Path, entries: Sequence[ImageEntry]) -> None:
         self.folder = OutputFolder(out)
-        self._failures: list[tuple[str, str, str]] = []
         self.folder.remove_temporary_files()
         head = self.folder.read_head()
         if head is not None and (options.restart or next(read_rows(out / MANIFEST), None) is None):
@@ -274,8 +276,7 @@ class BatchRun(Run):
         with writing_to(self.out):
             self.manifest.append(rows)
         super().store(rows)
-        self._failures += [(row["source"], row["method"] or "", row["error"]) for row in rows if row["error"]]
-        del self._failures[FAILURES_SHOWN:]
+        del self.failures[FAILURES_SHOWN:]
 
     def finish(self) -> Summary:
         """Sort the manifest, write the page, and return the summary."""
@@ -303,7 +304,9 @@ class BatchRun(Run):
             fresh=self._fresh,
             failed=len(self.failed),
             kinds=Counter(failures.values()),
-            failures=tuple(self._failures),
+            failures=tuple(
+                (row["source"], row["method"] or "", row["error"]) for row in self.failures[:FAILURES_SHOWN]
+            ),
             seconds=time.monotonic() - self._start,
             changed=len(self.listing.changed),
             removed=tuple(self.entries[index].source for index in sorted(self.listing.removed)),

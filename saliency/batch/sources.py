@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing
 from .errors import BatchError
@@ -266,8 +266,8 @@ def _with_targets(entries: list[ImageEntry], file: str) -> list[ImageEntry]:
     """Return the images with the targets of a list. Paths are matched first, then file names that are unique."""
     if not os.path.isfile(file):  # noqa: PTH113
         raise BatchError(f"the list of targets {file} does not exist")
-    by_path: dict[str, int | str | None] = {}
-    by_name: dict[str, set[int | str | None]] = {}
+    by_path: dict[str, Any] = {}
+    by_name: dict[str, set[Any]] = {}
     for entry in read_list(file):
         if not entry.problem:
             by_path[entry.path] = by_path[os.path.abspath(entry.source)] = entry.target  # noqa: PTH100

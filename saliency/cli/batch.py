@@ -104,9 +104,7 @@ def render(arguments: argparse.Namespace, screen: Screen) -> int:
             screen.error(f"{visible(image.map)}: {visible(image.failure.reason)}")
     screen.say(f"{plural(counts['large'] + counts['small'], 'overlay')} in {visible(arguments.out)}")
     if counts["small"]:
-        screen.say(
-            Text(f"{counts['small']} of them on the thumbnail: the image was removed or has changed", "dim")
-        )
+        screen.say(Text(f"{counts['small']} of them on the thumbnail: the image was removed or has changed", "dim"))
     if counts["failed"]:
         screen.say(Text(plural(counts["failed"], "failure"), "red"))
     return 1 if counts["failed"] or not counts.total() else 0

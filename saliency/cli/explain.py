@@ -25,7 +25,7 @@ from ..batch.engines import RunContext, SequentialEngine
 from ..batch.errors import sentence
 from ..batch.listing import ImageEntry, with_names
 from ..batch.manifest import Row
-from ..batch.network import LoadedImage, Slot, find_devices
+from ..batch.network import LoadedImage, find_devices
 from ..batch.run import Run
 from ..batch.run_options import RunOptions
 from ..batch.sources import Found, find_images
@@ -55,16 +55,16 @@ class _Context(RunContext):
     rows: list[Row]
     thumbs: dict[int, dict[str, Explanation]] | None
 
-    def finish(self, slot: Slot, loaded: LoadedImage, results: Any) -> list[Row]:
+    def finish(self, loaded: LoadedImage, results: Any) -> list[Row]:
         """Return the rows of one image."""
         first = len(self.rows)
-        for row in write_results(self.options, self.out, slot, loaded, *results):
+        for row in write_results(self.options, self.out, loaded, *results):
             self.rows.append(row)
             if self.thumbs is not None and row["overlay"]:
                 explanation = results[0][row["method"]]
-                frame = shrink(loaded.frame(slot.entry), THUMB)
+                frame = shrink(loaded.frame(), THUMB)
                 sign = self.options.style.sign or explanation.sign
-                of_image = self.thumbs.setdefault(slot.index, {})
+                of_image = self.thumbs.setdefault(row["index"], {})
                 of_image[row["method"]] = replace(explanation, frames=(frame,), sign=sign)
         return self.rows[first:]
 

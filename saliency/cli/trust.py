@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..batch.errors import Failure, sentence
-from ..batch.network import Network, load_model, move_model, trust_card
+from ..batch.network import Network, Slot, load_model, move_model, trust_card
 from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
 from ..errors import plural, visible
@@ -29,8 +29,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     options, (entry,) = RunOptions.of(vars(arguments) | {"methods": methods}), entries
     with screen.waiting("measuring the map"):
         network = Network(options, move_model(load_model(options), one_device(options)))
-        loaded = network.load(entry)
-        card = trust_card(network.methods[0], entry, loaded, arguments.seconds, seed=arguments.seed)
+        loaded = network.load(Slot(0, entry, (methods[0],)))
+        card = trust_card(network.methods[0], loaded, arguments.seconds, seed=arguments.seed)
     if isinstance(card, Exception):
         screen.error(sentence(entry.source, methods[0], Failure.of(card).reason))
         return 1

@@ -567,9 +567,9 @@ def test_a_sequential_engine_writes_the_same_files(
     ) -> Iterator[list[Row]]:
         network = replicate(context.options, context.model, engine.devices)[0]
         for slots in batches:
-            loaded = [network.load(slot.entry) for slot in slots]
+            loaded = [network.load(slot) for slot in slots]
             results = network.explain(loaded)
-            for each in zip(slots, loaded, results, strict=True):
+            for each in zip(loaded, results, strict=True):
                 yield list(write_results(context.options, context.out, *each, {}))
 
     monkeypatch.setattr(LocalEngine, "execute", in_one_go)

@@ -25,7 +25,7 @@ from safetensors.torch import save
 import saliency
 from saliency.batch import OverlayStyle, StoppedError, batch
 from saliency.batch.drawing import redraw
-from saliency.batch.network import Network, trust_card
+from saliency.batch.network import Network, Slot, trust_card
 from saliency.batch.run_options import RunOptions
 from saliency.batch.sources import find_images
 from saliency.cli import batch as batching
@@ -309,7 +309,7 @@ def test_trust_cards_and_saved_explanations_are_of_the_16_bits_that_the_model_se
     model.preprocess = replace(model.preprocess, range=(0, 4095))
     explanation = saliency.GradCAM(model).attribute(path)
     network, (entry,) = Network(RunOptions(model=model), model), find_images([path]).entries
-    card = trust_card(network.methods[0], entry, network.load(entry), 0.1)
+    card = trust_card(network.methods[0], network.load(Slot(0, entry, ())), 0.1)
     assert isinstance(card, TrustCard)
     assert torch.equal(card.explanation.values, explanation.values)
     loaded = saliency.Explanation.load(explanation.save(tmp_path / "e.safetensors"))
