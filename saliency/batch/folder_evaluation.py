@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -128,7 +128,11 @@ def evaluate(
         by_name = {mask.name: mask for mask in listing.entries}
     names = unique_names(metric_list)
     about = {"format": FORMAT, "metrics": dict(zip(names, map(_all_settings, metric_list), strict=True))}
-    settings = {name: replace(run_options, methods=[name]).fingerprint() | about for name in run_options.methods}
+    values = run_options.fingerprint().items()
+    settings = {
+        method: {name: value for name, value in values if name.partition(" of ")[2] in ("", method)} | about
+        for method in run_options.methods
+    }
     with locked(Path(out)):
         storage = Storage(Path(out), by_name, boxes, settings)
         run = EvaluationRun(run_options, storage, merge_listing([], entries).entries, metric_list)
