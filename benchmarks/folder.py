@@ -32,7 +32,7 @@ from saliency.batch import OverlayStyle, batch
 from saliency.batch.drawing import write_results
 from saliency.batch.engines import count_cores
 from saliency.batch.listing import with_names
-from saliency.batch.network import Network, Task
+from saliency.batch.network import Network, Slot
 from saliency.batch.output_folder import LISTING
 from saliency.batch.run_options import RunOptions
 from saliency.batch.sources import find_images
@@ -70,17 +70,17 @@ def stages(source: Path, out: Path, model: nn.Module, size: int) -> dict[str, fl
     out.mkdir(parents=True, exist_ok=True)
     options = RunOptions(model=model)
     network = Network(options, model)
-    images = with_names(find_images([source]).images)
-    tasks = [Task(index, image, ("grad_cam",)) for index, image in enumerate(images)]
+    entries = with_names(find_images([source]).entries)
+    slots = [Slot(index, entry, ("grad_cam",)) for index, entry in enumerate(entries)]
     times = [time.process_time()]
-    loaded = [network.load(image) for image in images]
+    loaded = [network.load(slot) for slot in slots]
     times.append(time.process_time())
     results = [
         result for start in range(0, len(loaded), size) for result in network.explain(loaded[start : start + size])
     ]
     times.append(time.process_time())
-    for task, image, result in zip(tasks, loaded, results, strict=True):
-        list(write_results(options, out, task, image, result, {}))
+    for image, result in zip(loaded, results, strict=True):
+        list(write_results(options, out, image, result, {}))
     times.append(time.process_time())
     return dict(zip(("read", "network", "draw"), np.diff(times).tolist(), strict=True))
 

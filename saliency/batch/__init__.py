@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..validation import check_choice, check_integer
 from .failures import BatchError, StoppedError, writing_to
 from .output_folder import locked
-from .run import Run
+from .run import BatchRun
 from .run_options import FORMATS, SIGNS, OverlayStyle, Progress, RunOptions, Summary
 from .sources import find_images
 
@@ -121,27 +120,10 @@ def batch(
         KeyboardInterrupt: Ctrl-C was pressed, or SIGTERM arrived and its handler is `signal.default_int_handler`, as on
             the command line. Finished images are kept.
     """
-    arguments = locals()
-    check_choice("engine", engine, ("local", "ray"), error=BatchError)
-    if workers is not None:
-        workers = check_integer("workers", workers, error=BatchError)
-    given = {field.name: arguments[field.name] for field in fields(RunOptions) if field.name in arguments}
-    given["methods"] = (methods,) if isinstance(methods, str) else tuple(methods)
-    given |= {"options": dict(options or {}), "style": style or OverlayStyle(), "command": tuple(command)}
-    run_options = RunOptions(**given)
-    folder = Path(out)
-    if os.path.exists(folder) and not os.path.isdir(folder):  # noqa: PTH110, PTH112 - unlike Path, never raise
-        raise BatchError(f"{folder} is a file, not a folder; choose another one for --out")
-    places = [sources] if isinstance(sources, str | os.PathLike) else sources
-    images, left_out = find_images(places, recursive=recursive, targets=targets)
-    with writing_to(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder):
-        with writing_to(folder):
-            run = Run(run_options, images, folder)
-        if not run.is_complete():
-            from .engines import open_engine
-
-            with open_engine(engine, device, workers, model) as opened:
-                run.execute(opened)
+    run_options = RunOptions.of(locals())
+    entries, left_out = find_images(sources, recursive=recursive, targets=targets)
+    with locked(Path(out)):
+        with writing_to(out):
+            run = BatchRun(run_options, Path(out), entries)
+        run.complete()
         return replace(run.finish(), left_out=left_out)

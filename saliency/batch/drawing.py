@@ -31,25 +31,24 @@ from ..render.overlay import save_drawing
 from .failures import BatchError, Failure, printable, stops_run, unwritable
 from .listing import ImageEntry
 from .manifest import Row, make_row
-from .network import Cards, LoadedImage, Results, Task
-from .output_folder import MAP_SUFFIX, MAPS, PREVIEWS, file_names
+from .network import Cards, LoadedImage, Results, Slot
+from .output_folder import MAP_SUFFIX, MAPS, THUMBNAILS, file_names
 from .run_options import OverlayStyle, RunOptions
 
-PREVIEW_SIDE = 640  # longest side, in pixels, of the preview that the page shows
-PREVIEW_QUALITY, HEAT_QUALITY = 85, 80
+THUMBNAIL_SIDE = 640  # longest side, in pixels, of the image that the page shows
+THUMBNAIL_QUALITY, HEAT_QUALITY = 85, 80
 CARD_SUFFIXES = ("html", "png")  # files of a trust card of a run without a manifest
 CARD_FACTS = (
     *("title", "group", "is_clear", "is_worse", "verdict"),
     *("value", "error", "controls", "control_ranges", "higher_is_better"),
 )
 CELL_PIXELS = 16  # pixels of the heat image per cell of the map; more pixels add no detail
-MAX_COARSENESS = 3  # largest number of preview pixels per heat image pixel, along one side
+MAX_COARSENESS = 3  # largest number of thumbnail pixels per heat image pixel, along one side
 
 
 def write_results(
     options: RunOptions,
     out: Path,
-    task: Task,
     loaded: LoadedImage,
     results: Results,
     cards: Cards,
@@ -60,8 +59,7 @@ def write_results(
     Args:
         options: Options of the run.
         out: Folder of the run.
-        task: The image.
-        loaded: The loaded image.
+        loaded: The image.
         results: Results of the methods.
         cards: Trust cards of the methods, if the run has them.
         seconds: Seconds that the network took per method.
@@ -69,63 +67,62 @@ def write_results(
     Raises:
         StoppedError: The folder cannot be written to. A run without a manifest reports this as a failed row instead.
     """
-    facts: dict[str, Any] = {"index": task.index, "source": printable(task.image.source), "id": task.image.name}
+    slot = loaded.slot
+    facts: dict[str, Any] = {"index": slot.index, "source": printable(slot.entry.source), "id": slot.entry.name}
 
-    def error_row(error: Exception, method: str | None) -> Row:
-        failure = Failure.of(error, task.image.path, task.image.source, method or "")
-        return make_row(**facts | {"method": method, "error": failure.reason, "error_kind": failure.kind})
+    def failed(error: Exception, method: str | None, *, is_writing: bool = False) -> Row:
+        failure = Failure.of(error, slot.entry.path, slot.entry.source, method or "")
+        reason = failure.reason
+        if is_writing and stops_run(error):
+            if options.with_manifest:
+                raise unwritable(out, error) from error
+            reason = f"cannot be written: {error.strerror or error}"
+        return make_row(**facts | {"method": method, "error": reason, "error_kind": failure.kind})
 
-    def row_after_write_error(error: Exception, method: str | None) -> Row:
-        if not stops_run(error):
-            return error_row(error, method)
-        if options.with_manifest:
-            raise unwritable(out, error) from error
-        return error_row(error, method) | {"error": f"cannot be written: {error.strerror or error}"}
-
-    if not task.methods:
+    if not slot.methods:
         return
     if loaded.failure is not None:
-        yield error_row(loaded.failure, None)
+        yield failed(loaded.failure, None)
         return
     try:
-        frame = loaded.frame(task.image)
-        picture = frame.image
-        facts |= {"width": picture.width, "height": picture.height, "box": list(frame.box)}
+        frame = loaded.frame()
+        image = frame.image
+        facts |= {"width": image.width, "height": image.height, "box": list(frame.box)}
         facts["range"] = loaded.range and list(loaded.range)
-        preview = _shrink(picture, PREVIEW_SIDE) if options.with_manifest else None
-        if preview is not None:
-            name = file_names(task.image, "", "")["photo"]
-            facts |= _write(out, "photo", name, encode(preview, "JPEG", quality=PREVIEW_QUALITY))
+        thumbnail = _shrink(image, THUMBNAIL_SIDE) if options.with_manifest else None
+        if thumbnail is not None:
+            name = file_names(slot.entry, "", "")["photo"]
+            facts |= _write(out, "photo", name, encode(thumbnail, "JPEG", quality=THUMBNAIL_QUALITY))
     except Exception as error:  # noqa: BLE001 - any error becomes a failed row
-        yield row_after_write_error(error, None)
+        yield failed(error, None, is_writing=True)
         return
-    for method in task.methods:
+    for method in slot.methods:
         result = results[method]
         if isinstance(result, Exception):
-            yield error_row(result, method)
+            yield failed(result, method)
             continue
         start = perf_counter()
         try:
-            row = _write_method(options, out, task, result, frame, preview, facts)
+            row = _write_method(options, out, slot, result, frame, thumbnail, facts)
         except Exception as error:  # noqa: BLE001 - any error becomes a failed row
-            row = row_after_write_error(error, method)
+            row = failed(error, method, is_writing=True)
         else:
             row["seconds"] = round(seconds + perf_counter() - start, 4)
             try:
-                row |= _write_card(options, out, task, cards[method]) if method in cards else {}
+                row |= _write_card(options, out, slot, cards[method]) if method in cards else {}
             except Exception as error:  # noqa: BLE001 - any error fails the card; the overlay stays
-                failed = row_after_write_error(error, method)
-                row |= {"error": f"no trust card: {failed['error']}", "error_kind": failed["error_kind"]}
+                why = failed(error, method, is_writing=True)
+                row |= {"error": f"no trust card: {why['error']}", "error_kind": why["error_kind"]}
         yield row
 
 
 def _write_method(
     options: RunOptions,
     out: Path,
-    task: Task,
+    slot: Slot,
     explanation: Explanation,
     frame: Frame,
-    preview: Image.Image | None,
+    thumbnail: Image.Image | None,
     facts: dict[str, Any],
 ) -> Row:
     """Write the files of one method, and return its row."""
@@ -154,20 +151,20 @@ def _write_method(
         "colormap": style.colormap or (DIVERGING if scaled.sign == "signed" else SEQUENTIAL),
     }
     drawing = paint(frame, scaled, style.colormap, style.opacity)
-    if preview is None:
-        name = f"{task.image.name}.{method}"
+    if thumbnail is None:
+        name = f"{slot.entry.name}.{method}"
         save_drawing(drawing, out / f"{name}.{style.format}")
         if options.maps:
             replace(explanation, frames=(frame,)).save(out / f"{name}.safetensors")
         return make_row(**facts, overlay=f"{name}.{style.format}")
-    names = file_names(task.image, method, style.format)
+    names = file_names(slot.entry, method, style.format)
     file = out / names["overlay"]
     file.parent.mkdir(parents=True, exist_ok=True)
     save_drawing(drawing, file)
     facts |= {"overlay": names["overlay"], "overlay_bytes": file.stat().st_size}
-    facts |= _write(out, "heat", names["heat"], _heat_image(scaled, frame, preview.size, style))
+    facts |= _write(out, "heat", names["heat"], _heat_image(scaled, frame, thumbnail.size, style))
     if options.maps:
-        facts |= _write(out, "map", names["map"], _encode_map(explanation, task.image, frame, facts["range"]))
+        facts |= _write(out, "map", names["map"], _encode_map(explanation, slot.entry, frame, facts["range"]))
     return make_row(**facts)
 
 
@@ -181,22 +178,22 @@ def _write(out: Path, column: str, name: str, data: bytes) -> dict[str, Any]:
 
 def _encode_map(explanation: Explanation, entry: ImageEntry, frame: Frame, range: list[float] | None) -> bytes:
     """Return the file of a map, for `Explanation.load`: values in float16, no standard errors, no picture, no times."""
-    image = {"entry": entry.to_json(), "size": frame.image.size, "box": frame.box, "range": range}
-    return save(*pack_explanation(replace(explanation, error=None, run_stats=()), image))
+    facts = {"entry": entry.to_json(), "size": frame.image.size, "box": frame.box, "range": range}
+    return save(*pack_explanation(replace(explanation, error=None, run_stats=()), facts))
 
 
-def _write_card(options: RunOptions, out: Path, task: Task, card: TrustCard | Exception) -> Row:
+def _write_card(options: RunOptions, out: Path, slot: Slot, card: TrustCard | Exception) -> Row:
     """Write the files of a trust card, and return its columns of the row. Raises `card` if it is an error."""
     if isinstance(card, Exception):
         raise card
     method = card.explanation.method
     if not options.with_manifest:
         for suffix in CARD_SUFFIXES:
-            card.save(out / f"{task.image.name}.{method}.trust.{suffix}")
-        return {}
+            card.save(out / f"{slot.entry.name}.{method}.trust.{suffix}")
+        return {"trust": {"summary": card.summary}}
     rows = json.loads(card.to_json())["properties"]
     facts: Row = {"trust": {row["name"]: {key: row[key] for key in CARD_FACTS} for row in rows}}
-    names = file_names(task.image, method, options.style.format)
+    names = file_names(slot.entry, method, options.style.format)
     for column in ("card", "card_json"):
         (out / names[column]).parent.mkdir(parents=True, exist_ok=True)
         size = card.save(out / names[column]).stat().st_size
@@ -204,19 +201,19 @@ def _write_card(options: RunOptions, out: Path, task: Task, card: TrustCard | Ex
     return facts
 
 
-def _heat_image(scaled: ScaledMap, frame: Frame, preview: tuple[int, int], style: OverlayStyle) -> bytes:
-    """Encode the heatmap without the picture: transparent outside the crop.
+def _heat_image(scaled: ScaledMap, frame: Frame, thumbnail: tuple[int, int], style: OverlayStyle) -> bytes:
+    """Encode the heatmap without the image: transparent outside the crop.
 
     Inside the crop it is opaque. If the opacity follows the map, it is as opaque as the scaled map is strong, with the
     lines around the crop; the page multiplies it by its own opacity.
 
-    The image has the proportions of the preview, and a half or a third of its size if the map cells are large enough.
+    The image has the proportions of the thumbnail, and a half or a third of its size if the map cells are large enough.
     """
     left, top, right, bottom = frame.box
     cells = (right - left) / scaled.values.shape[1], (bottom - top) / scaled.values.shape[0]
-    pitch = min(cells) * preview[0] / frame.image.width
+    pitch = min(cells) * thumbnail[0] / frame.image.width
     coarseness = max(1, min(MAX_COARSENESS, int(pitch / CELL_PIXELS)))
-    size = math.ceil(preview[0] / coarseness), math.ceil(preview[1] / coarseness)
+    size = math.ceil(thumbnail[0] / coarseness), math.ceil(thumbnail[1] / coarseness)
     plane = Frame(Image.new("RGB", size), resize_box(frame.box, frame.image.size, size))
     heat = paint(plane, scaled, style.colormap, 1.0)
     visibility = np.abs(scaled.values) if style.opacity == "map" else np.ones_like(scaled.values)
@@ -233,12 +230,12 @@ def _heat_image(scaled: ScaledMap, frame: Frame, preview: tuple[int, int], style
     return encode(heat, "WEBP", quality=HEAT_QUALITY, method=0)
 
 
-def _shrink(picture: Image.Image, longest: int) -> Image.Image:
-    """Return the picture with no side longer than `longest`."""
-    if max(picture.size) <= longest:
-        return picture
-    size = scaled_size(picture.size, longest)
-    return picture.resize(size, Image.Resampling.BILINEAR, reducing_gap=1.0)  # averages whole blocks first
+def _shrink(image: Image.Image, longest: int) -> Image.Image:
+    """Return the image with no side longer than `longest`."""
+    if max(image.size) <= longest:
+        return image
+    size = scaled_size(image.size, longest)
+    return image.resize(size, Image.Resampling.BILINEAR, reducing_gap=1.0)  # averages whole blocks first
 
 
 # Saved maps ----------------------------------------------------------------------------------------------------------
@@ -251,7 +248,7 @@ class Redrawn:
     Attributes:
         map: The file of the map.
         file: The overlay; None after a failure.
-        is_small: Whether the overlay was drawn on the preview, because the image no longer exists or has changed.
+        is_small: Whether the overlay was drawn on the thumbnail, because the image no longer exists or has changed.
         failure: Reason why there is no overlay.
     """
 
@@ -294,9 +291,9 @@ def redraw(
             if first.setdefault(overlay_file, path) != path:
                 why = "another of these maps has the same name; draw each folder into a separate output folder"
                 yield Redrawn(path, failure=Failure("BatchError", why))
-    pictures = lru_cache(maxsize=8)(_picture)  # the methods of an image share its picture
+    images = lru_cache(maxsize=8)(_image)  # the methods share the decoded image
     with ThreadPoolExecutor(workers, "saliency-draw") as pool:
-        yield from pool.map(lambda file: _draw(first[file], file, chosen, pictures), first)
+        yield from pool.map(lambda file: _draw(first[file], file, chosen, images), first)
 
 
 def _map_files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[tuple[Path, Path]]:
@@ -312,28 +309,28 @@ def _map_files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[tuple[Path, 
         yield from ((file, file.relative_to(inside)) for file in files)
 
 
-def _picture(entry: ImageEntry, previews: Path) -> tuple[Image.Image, bool]:
-    """Return the picture of a map, or else its preview, and whether it is the preview."""
-    preview = previews / f"{entry.name}.jpg"
+def _image(entry: ImageEntry, thumbnails: Path) -> tuple[Image.Image, bool]:
+    """Return the image of a map, or else its thumbnail, and whether it is the thumbnail."""
+    thumbnail = thumbnails / f"{entry.name}.jpg"
     if entry.current_stamp() == entry.stamp:
         return entry.open(), False
-    if not preview.is_file():
-        raise ImageError(f"{entry.source!r} was removed or has changed, and there is no preview {preview}")
-    return open_image(preview), True
+    if not thumbnail.is_file():
+        raise ImageError(f"{entry.source!r} was removed or has changed, and there is no thumbnail {thumbnail}")
+    return open_image(thumbnail), True
 
 
 def _draw(
-    path: Path, file: Path, style: OverlayStyle, pictures: Callable[[ImageEntry, Path], tuple[Image.Image, bool]]
+    path: Path, file: Path, style: OverlayStyle, images: Callable[[ImageEntry, Path], tuple[Image.Image, bool]]
 ) -> Redrawn:
-    explanation, image = read_explanation(path)
-    if image is None:
+    explanation, facts = read_explanation(path)
+    if facts is None:
         raise ExplanationError(f"{path} is not a map of saliency batch; pass DIR or DIR/maps/*.{MAP_SUFFIX}")
     try:
-        entry = ImageEntry.from_json(image["entry"])
+        entry = ImageEntry.from_json(facts["entry"])
         root = str(path.absolute()).removesuffix(f"{MAPS}/{entry.name}.{explanation.method}.{MAP_SUFFIX}")
-        picture, is_small = pictures(entry, Path(root) / PREVIEWS)
-        picture = drawable(picture, image["range"])
-        frame = Frame(picture, resize_box(image["box"], image["size"], picture.size))
+        image, is_small = images(entry, Path(root) / THUMBNAILS)
+        image = drawable(image, facts["range"])
+        frame = Frame(image, resize_box(facts["box"], facts["size"], image.size))
         scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
         drawing = paint(frame, scaled, style.colormap, style.opacity)
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -35,8 +35,9 @@ from ..engine.allocator import keep_memory
 from ..errors import SaliencyError, optional_import
 from .drawing import write_results
 from .failures import BatchError, StoppedError, printable
+from .listing import ImageEntry
 from .manifest import Row
-from .network import BatchTooLargeError, LoadedImage, Network, Task, find_devices, replicate
+from .network import BatchTooLargeError, LoadedImage, Network, Slot, find_devices, replicate
 from .output_folder import LOCK
 from .run_options import RunOptions
 
@@ -45,7 +46,7 @@ MAX_PARALLEL = 8
 BATCH_CPU, BATCH_ACCELERATOR = 8, 64
 """Default images per batch. Larger batches are not faster on CPUs."""
 MOST_PIXELS = 2_000_000
-"""Largest picture, in pixels, that is kept for drawing. Larger ones are decoded again, to limit memory use."""
+"""Largest image, in pixels, that is kept for drawing. Larger ones are decoded again, to limit memory use."""
 MAX_TRIES = 4
 """Number of Ray actors that may die on the same batch before the run stops."""
 MAX_CPUS = 8
@@ -67,27 +68,29 @@ class RunContext:
         options: Options of the run.
         out: Folder of the run.
         model: The model, on the CPU if it was loaded by name.
+        is_interrupted: Returns whether to start nothing more for the images in progress.
     """
 
     options: RunOptions
     out: Path
     model: nn.Module
+    is_interrupted: Callable[[], bool] = bool
 
-    def explain(self, network: Network, group: Sequence[Task], loaded: Sequence[LoadedImage]) -> Sequence[Any]:
+    def compute(self, network: Network, batch: Sequence[LoadedImage]) -> Sequence[Any]:
         """Run a network, which no other thread uses, on a batch. Return the input of `finish` for each image."""
         start = time.perf_counter()
-        results = network.explain(loaded)
-        seconds = (time.perf_counter() - start) / (len(group) * len(network.methods))
-        cards = map(network.trust, group, loaded, results)
-        return [(*image, seconds) for image in zip(results, cards, strict=True)]
+        results = network.explain(batch)
+        seconds = (time.perf_counter() - start) / (len(batch) * len(network.methods))
+        cards = map(network.trust, batch, results)
+        return [(*of_image, seconds) for of_image in zip(results, cards, strict=True)]
 
-    def finish(self, task: Task, loaded: LoadedImage, results: Any) -> list[Row]:
+    def finish(self, loaded: LoadedImage, results: Any) -> list[Row]:
         """Return the rows of one image, during the passes of other batches."""
-        return list(write_results(self.options, self.out, task, loaded, *results))
+        return list(write_results(self.options, self.out, loaded, *results))
 
 
 class Worker:
-    """Loads the images of a batch, and runs the work of its context on them: by default, explains and draws them.
+    """Loads the images of a batch, and runs the steps of its context on them.
 
     Several threads may use it at once.
 
@@ -105,15 +108,15 @@ class Worker:
             self._free.put(network)
         self.io = ThreadPoolExecutor(threads, "saliency-io", torch.set_num_threads, (1,))
 
-    def explain(self, group: Sequence[Task]) -> list[Future[list[Row]]]:
-        """Explain a batch, and start to finish its images. Return the future rows of every image."""
-        loaded = list(self.io.map(lambda task: self._load(task.image, MOST_PIXELS), group))
+    def run(self, batch: Sequence[Slot]) -> list[Future[list[Row]]]:
+        """Compute a batch, and start to finish its images. Return the future rows of every image."""
+        loaded = list(self.io.map(lambda slot: self._load(slot, MOST_PIXELS), batch))
         network = self._free.get()
         try:
-            results = self._context.explain(network, group, loaded)
+            results = self._context.compute(network, loaded)
         finally:
             self._free.put(network)
-        return [self.io.submit(self._context.finish, *image) for image in zip(group, loaded, results, strict=True)]
+        return [self.io.submit(self._context.finish, *image) for image in zip(loaded, results, strict=True)]
 
 
 class LocalEngine:
@@ -137,13 +140,13 @@ class LocalEngine:
         self.default_batch_size = BATCH_CPU if on_cpu else BATCH_ACCELERATOR
 
     def execute(
-        self, context: RunContext, groups: Iterable[Sequence[Task]], is_interrupted: Callable[[], bool]
+        self, context: RunContext, batches: Iterable[Sequence[Slot]], is_interrupted: Callable[[], bool]
     ) -> Generator[list[Row], None, None]:
         """Yield the rows of each image, in the order of the images.
 
         Args:
             context: The run.
-            groups: The batches. An image without methods is not explained and only keeps its position in the batch.
+            batches: The batches. An image without methods is not explained and only keeps its position in the batch.
             is_interrupted: Function that returns whether to stop starting batches.
 
         Raises:
@@ -158,27 +161,50 @@ class LocalEngine:
             torch.set_num_threads(threads)
             worker = Worker(context, networks, max(2, self.workers))
             # One more thread than networks, to load the next batch.
-            batches = ThreadPoolExecutor(self.parallel + 1, "saliency-batch", torch.set_num_threads, (threads,))
-            undo.callback(batches.shutdown, cancel_futures=True)
+            pool = ThreadPoolExecutor(self.parallel + 1, "saliency-batch", torch.set_num_threads, (threads,))
+            undo.callback(pool.shutdown, cancel_futures=True)
             undo.callback(worker.io.shutdown, cancel_futures=True)
             pending: deque[Future[list[Future[list[Row]]]]] = deque()
-            for group in groups:
+            for batch in batches:
                 if is_interrupted():
                     break
-                pending.append(batches.submit(worker.explain, group))
+                pending.append(pool.submit(worker.run, batch))
                 if len(pending) > self.parallel + 1:
                     yield from _rows(pending.popleft().result())
             while pending:
                 yield from _rows(pending.popleft().result())
 
 
-def open_engine(
-    name: str, device: str, workers: int | None, model: str | nn.Module
-) -> AbstractContextManager[LocalEngine | RayEngine]:
-    """Return the engine "local" or "ray" for a block; see `LocalEngine`, `find_devices` and `open_ray`."""
-    if name == "ray":
-        return open_ray(device, workers)
-    return nullcontext(LocalEngine(find_devices(device, model), workers))
+class SequentialEngine:
+    """Engine that explains one image after the other in the calling thread, so that Ctrl-C stops a slow method at once.
+
+    Args:
+        device: The device of the network.
+        on_start: Called with each image before it is loaded.
+    """
+
+    parallel = default_batch_size = 1
+
+    def __init__(self, device: torch.device, on_start: Callable[[ImageEntry], object]) -> None:
+        self.devices, self._on_start = [device], on_start
+
+    def execute(
+        self, context: RunContext, batches: Iterable[Sequence[Slot]], is_interrupted: Callable[[], bool]
+    ) -> Generator[list[Row], None, None]:
+        """Yield the rows of each image, in the order of the images. See `LocalEngine.execute`."""
+        (network,) = replicate(context.options, context.model, self.devices)
+        for batch in batches:
+            for slot in batch:
+                self._on_start(slot.entry)
+                loaded = network.load(slot)
+                yield context.finish(loaded, *context.compute(network, [loaded]))
+
+
+def open_engine(options: RunOptions) -> AbstractContextManager[LocalEngine | RayEngine]:
+    """Return the engine of a run for a block; see `LocalEngine`, `find_devices` and `open_ray`."""
+    if options.engine == "ray":
+        return open_ray(options.device, options.workers)
+    return nullcontext(LocalEngine(find_devices(options.device, options.model), options.workers))
 
 
 def _rows(images: Iterable[Future[list[Row]]]) -> Iterator[list[Row]]:
@@ -286,14 +312,14 @@ class RayEngine:
         self.default_batch_size = BATCH_ACCELERATOR if resources.gpus else BATCH_CPU
 
     def execute(
-        self, context: RunContext, groups: Iterable[Sequence[Task]], is_interrupted: Callable[[], bool]
+        self, context: RunContext, batches: Iterable[Sequence[Slot]], is_interrupted: Callable[[], bool]
     ) -> Generator[list[Row], None, None]:
         """Yield the rows of each image, in the order of the images. See `LocalEngine.execute`.
 
         Raises:
             StoppedError: Ray failed, or several actors died on the same images.
         """
-        items = [{"group": self._ray.cloudpickle.dumps(group), "attempts": f".{uuid4().hex}.part"} for group in groups]
+        items = [{"group": self._ray.cloudpickle.dumps(batch), "attempts": f".{uuid4().hex}.part"} for batch in batches]
         try:
             for row in self._results(self._share(context), items, context.out) if items else ():
                 results = self._ray.cloudpickle.loads(row["results"])
@@ -374,7 +400,7 @@ class Actor:
             results = error if is_known else StoppedError(f"{type(error).__name__}: {error}")
         return {"results": self._pickle.dumps(results)}
 
-    def _explain(self, group: Sequence[Task], counter: str) -> list[list[Row]]:
+    def _explain(self, group: Sequence[Slot], counter: str) -> list[list[Row]]:
         """Explain a batch, unless the run has ended or too many actors have died on the batch.
 
         The size of the file `counter` is the number of actors that started the batch. The next run removes a
@@ -388,7 +414,7 @@ class Actor:
         with attempts.open("ab") as file:
             file.write(b".")
         if attempts.stat().st_size > self._max_tries:
-            names = [printable(task.image.source) for task in group if task.methods]
+            names = [printable(slot.entry.source) for slot in group if slot.methods]
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise StoppedError(
                 f"{self._max_tries} workers died on the same images: {names[0]}{more}; finished images are kept: check "
@@ -396,7 +422,7 @@ class Actor:
             )
         try:
             torch.set_num_threads(self._threads)
-            return list(_rows(self._worker.explain(group)))
+            return list(_rows(self._worker.run(group)))
         finally:
             attempts.unlink(missing_ok=True)
 

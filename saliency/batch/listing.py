@@ -13,10 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from .failures import BatchError
+from .failures import BatchError, sentence
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from ..targets.targets import Target
 
 LONGEST = 160
 """Bytes of an image name in file names. File systems allow 255, including the method, suffix and number."""
@@ -34,7 +36,7 @@ class ImageEntry:
         name: Stem of the output files of this image, relative to the folders of the run: "SUB/cat".
         folder: Folders between the source and the image.
         label: File name of the image.
-        target: Class to explain, by index or name; None for the target of the run.
+        target: Class to explain, by index or name, or in runs without a listing any target; None for that of the run.
         problem: Reason why there is no image to open; empty without a known problem.
         offset: First byte of the image in the file; None for the whole file.
         size: Number of bytes from `offset`.
@@ -46,7 +48,7 @@ class ImageEntry:
     name: str = ""
     folder: tuple[str, ...] = ()
     label: str = ""
-    target: int | str | None = None
+    target: int | str | Target | None = None
     problem: str = ""
     offset: int | None = None
     size: int = 0
@@ -107,86 +109,88 @@ class Listing:
     """The numbered images of a run.
 
     Attributes:
-        images: Images of earlier runs, then new images, with names and current stamps.
+        entries: Images of earlier runs, then new images, with names and current stamps.
         changed: Numbers of the images whose file has changed since it was listed.
         removed: Numbers of the images that no longer exist. These keep their numbers and stamps.
     """
 
-    images: list[ImageEntry]
+    entries: list[ImageEntry]
     changed: frozenset[int]
     removed: frozenset[int]
 
 
-def merge_listing(listed: Sequence[ImageEntry], images: Sequence[ImageEntry]) -> Listing:
+def merge_listing(listed: Sequence[ImageEntry], entries: Sequence[ImageEntry]) -> Listing:
     """Append new images to the listing of earlier runs, and find images that changed or were removed.
 
     Args:
         listed: Listing of earlier runs; empty for a new run.
-        images: Images that the sources contain now.
+        entries: Images that the sources contain now.
 
     Raises:
         BatchError: There is no image, the folder contains a run over other images, or the target of an image changed.
     """
-    if not listed and not any(image.exists() for image in images):
-        first = images[0] if images else None
-        why = f"{first.source}: {first.problem or 'no such file or folder'}" if first else "no source was given"
+    if not listed and not any(entry.exists() for entry in entries):
+        first = entries[0] if entries else None
+        why = (
+            sentence(first.source, None, first.problem or "no such file or folder") if first else "no source was given"
+        )
         raise BatchError(f"there is no image: {why}")
     known = dict(zip(_keys(listed), listed, strict=True))
     new: list[ImageEntry] = []
-    for image, key in zip(images, _keys(images), strict=True):
+    for entry, key in zip(entries, _keys(entries), strict=True):
         earlier = known.get(key)
-        if earlier is not None and str(earlier.target) != str(image.target):  # 281 and "281" are one class
+        if earlier is not None and str(earlier.target) != str(entry.target):  # 281 and "281" are one class
             raise BatchError(
-                f"the target of {image.source} was {earlier.target!r} and is now {image.target!r}; choose another "
+                f"the target of {entry.source} was {earlier.target!r} and is now {entry.target!r}; choose another "
                 "folder, or start again with --restart (restart=True)"
             )
-        if earlier is None and (image.exists() or not listed):
-            new.append(image)
-    if listed and new and len(new) == len(images):
+        if earlier is None and (entry.exists() or not listed):
+            new.append(entry)
+    if listed and new and len(new) == len(entries):
         raise BatchError(
             f"the folder contains a run over other images, such as {listed[0].source}; choose another folder, "
             "or start again with --restart (restart=True)"
         )
-    stamps = [image.current_stamp() for image in listed]
-    changed = frozenset(index for index, image in enumerate(listed) if stamps[index] and stamps[index] != image.stamp)
-    removed = frozenset(index for index, image in enumerate(listed) if image.stamp and not stamps[index])
-    current = [replace(image, stamp=stamps[index]) if index in changed else image for index, image in enumerate(listed)]
+    stamps = [entry.current_stamp() for entry in listed]
+    changed = frozenset(index for index, entry in enumerate(listed) if stamps[index] and stamps[index] != entry.stamp)
+    removed = frozenset(index for index, entry in enumerate(listed) if entry.stamp and not stamps[index])
+    current = [replace(entry, stamp=stamps[index]) if index in changed else entry for index, entry in enumerate(listed)]
     return Listing([*current, *with_names(new, listed)], changed, removed)
 
 
-def _keys(images: Sequence[ImageEntry]) -> list[tuple[object, ...]]:
+def _keys(entries: Sequence[ImageEntry]) -> list[tuple[object, ...]]:
     """Return a unique key per image. An image that a list contains several times gets several keys."""
     times: Counter[tuple[object, ...]] = Counter()
     keys: list[tuple[object, ...]] = []
-    for image in images:
-        times[image.key] += 1
-        keys.append((*image.key, times[image.key]))
+    for entry in entries:
+        times[entry.key] += 1
+        keys.append((*entry.key, times[entry.key]))
     return keys
 
 
-def with_names(images: Sequence[ImageEntry], listed: Iterable[ImageEntry] = ()) -> list[ImageEntry]:
+def with_names(entries: Sequence[ImageEntry], listed: Iterable[ImageEntry] = ()) -> list[ImageEntry]:
     """Return the images with stamps and with unique names for their files, such as "SUB/cat" without the suffix.
 
     Images with equal names are numbered: "a", "a-2". Names that differ only in case or Unicode form count as equal, as
     on some file systems.
 
     Args:
-        images: The images, in order.
+        entries: The images, in order.
         listed: Images of earlier runs, whose names are already in use.
     """
-    used = {_normalized(image.name) for image in listed}
+    used = {_normalized(entry.name) for entry in listed}
     numbers: Counter[str] = Counter()
     named = []
-    for image in images:
+    for entry in entries:
         # Remove dots from the names of folders: file names contain a dot, so that they never equal a folder name.
-        folders = (_safe_name(part).replace(".", "_") for part in image.folder)
-        name = "/".join((*folders, _safe_name(os.path.splitext(image.label)[0] or image.label)))  # noqa: PTH122
+        folders = (_safe_name(part).replace(".", "_") for part in entry.folder)
+        name = "/".join((*folders, _safe_name(os.path.splitext(entry.label)[0] or entry.label)))  # noqa: PTH122
         base, unique = _normalized(name), name
         while _normalized(unique) in used:
             numbers[base] += 1
             unique = f"{name}-{numbers[base] + 1}"
         used.add(_normalized(unique))
-        named.append(replace(image, name=unique, stamp=image.current_stamp()))
+        named.append(replace(entry, name=unique, stamp=entry.current_stamp()))
     return named
 
 

@@ -39,17 +39,17 @@ class BatchTooLargeError(MemoryError):
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """One image of a batch.
+class Slot:
+    """One position of a batch.
 
     Attributes:
         index: Number of the image in the listing.
-        image: The image.
+        entry: The image.
         methods: Methods without a manifest row; empty for an image that only keeps its position in the batch.
     """
 
     index: int
-    image: ImageEntry
+    entry: ImageEntry
     methods: tuple[str, ...]
 
 
@@ -58,24 +58,32 @@ class LoadedImage:
     """A decoded and preprocessed image.
 
     Attributes:
+        slot: The image.
         failure: Reason why the image cannot be explained.
         target: Class index, or another target; None for the top class.
-        tensor: (C, H, W) input of the model; None after a failure.
-        box: Position of the input on the picture.
-        picture: The decoded picture; None if it was too large to be kept.
+        input: (C, H, W) input of the model; None after a failure.
+        box: Position of the input on the image.
+        image: The decoded image; None if it was too large to be kept.
         range: Pixel values that the preprocessing and the drawing map to black and white in an image of 16 bits.
     """
 
+    slot: Slot
     failure: Exception | None = None
     target: int | Target | None = None
-    tensor: Tensor | None = None
+    input: Tensor | None = None
     box: Box = (0.0, 0.0, 0.0, 0.0)
-    picture: Image.Image | None = None
+    image: Image.Image | None = None
     range: Range | None = None
 
-    def frame(self, entry: ImageEntry) -> Frame:
-        """Return the frame to draw on. A picture that was not kept is decoded again."""
-        return Frame(drawable(self.picture or entry.open(), self.range), self.box)
+    def open(self) -> Image.Image:
+        """Return the decoded image. An image that was not kept is decoded again, and `failure` is raised."""
+        if self.failure is not None:
+            raise self.failure
+        return self.image or self.slot.entry.open()
+
+    def frame(self) -> Frame:
+        """Return the frame to draw on."""
+        return Frame(drawable(self.open(), self.range), self.box)
 
 
 class Network:
@@ -102,24 +110,27 @@ class Network:
             raise BatchError(f"{options.model_name} has no preprocessing; pass --preprocess (preprocess=)")
         self.preprocess = preprocess
         self.categories = self.methods[0].categories
-        own = options.target
-        self._target = own if own is None or callable(own) else class_index(own, self.categories)
+        self._target = None if options.target is None else self._as_target(options.target)
         self._trust, self._seconds = options.trust, options.seconds
         self._separate: set[str] = set()  # methods that do not share the passes of the others
 
-    def load(self, entry: ImageEntry, most_pixels: float = math.inf) -> LoadedImage:
-        """Look up the target of an image, decode and preprocess it, and keep a picture of at most `most_pixels`.
+    def _as_target(self, target: int | str | Target) -> int | Target:
+        """Return a target with the index of a class instead of its name."""
+        return target if callable(target) else class_index(target, self.categories)
+
+    def load(self, slot: Slot, most_pixels: float = math.inf) -> LoadedImage:
+        """Look up the target of an image, decode and preprocess it, and keep an image of at most `most_pixels`.
 
         An error is returned as its `failure`.
         """
         try:
-            target = self._target if entry.target is None else class_index(entry.target, self.categories)
-            picture = entry.open()
-            kept = picture if picture.width * picture.height <= most_pixels else None
+            target = self._target if slot.entry.target is None else self._as_target(slot.entry.target)
+            image = slot.entry.open()
+            to_draw = image if image.width * image.height <= most_pixels else None
             prepare = self.preprocess
-            return LoadedImage(None, target, prepare(picture), locate(prepare, picture), kept, prepare.range)
+            return LoadedImage(slot, None, target, prepare(image), locate(prepare, image), to_draw, prepare.range)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
-            return LoadedImage(error, self._target)
+            return LoadedImage(slot, error, self._target)
 
     def explain(self, batch: Sequence[LoadedImage]) -> list[Results]:
         """Run all methods on a batch, and return the results of each image, in order.
@@ -135,36 +146,35 @@ class Network:
         """
         results: list[Results] = [{} for _ in batch]
         # The images that can be explained.
-        inputs = {index: image.tensor for index, image in enumerate(batch) if image.tensor is not None}
+        inputs = {index: loaded.input for index, loaded in enumerate(batch) if loaded.input is not None}
         shapes = {x.shape for x in inputs.values()}
         for shape in sorted(shapes):
             # If all images have one size, they keep their positions. Otherwise each size runs as a batch of its own.
-            rows = [index for index, x in inputs.items() if x.shape == shape] if len(shapes) > 1 else range(len(batch))
+            same = [index for index, x in inputs.items() if x.shape == shape] if len(shapes) > 1 else range(len(batch))
             empty = torch.zeros(shape, dtype=torch.float32, device="cpu")
-            x = torch.stack([inputs.get(index, empty) for index in rows]).to(self.device, self._dtype)  # (N, C, H, W)
+            x = torch.stack([inputs.get(index, empty) for index in same]).to(self.device, self._dtype)  # (N, C, H, W)
             # Methods that failed on every image of an earlier batch run separately.
             shared = [method for method in self.methods if method.name not in self._separate]
             outcomes: _Outcomes = {}
             for methods in [shared, *([method] for method in self.methods if method not in shared)]:
                 if methods:
-                    outcomes |= self._attempt(methods, x, [batch[index].target for index in rows])
-            for position, index in enumerate(rows):
+                    outcomes |= self._attempt(methods, x, [batch[index].target for index in same])
+            for position, index in enumerate(same):
                 if index in inputs:
                     results[index] = {name: of_batch[position] for name, of_batch in outcomes.items()}
         return results
 
-    def trust(self, task: Task, loaded: LoadedImage, results: Results) -> Cards:
+    def trust(self, loaded: LoadedImage, results: Results) -> Cards:
         """Return the trust card of each method that explained an image, if the run has trust cards.
 
         Args:
-            task: The image.
-            loaded: The loaded image.
+            loaded: The image.
             results: Results of the methods.
         """
-        methods = [method for method in self.methods if self._trust and method.name in task.methods]
+        methods = [method for method in self.methods if self._trust and method.name in loaded.slot.methods]
         explained = [method for method in methods if isinstance(results.get(method.name), Explanation)]
         shared = SharedResults()
-        return {one.name: trust_card(one, task.image, loaded, self._seconds, shared=shared) for one in explained}
+        return {one.name: trust_card(one, loaded, self._seconds, shared=shared) for one in explained}
 
     def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any]) -> _Outcomes:
         """Run methods on a batch. If that fails, run parts of it."""
@@ -195,13 +205,11 @@ class Network:
 
 
 def trust_card(
-    method: Attribution, image: ImageEntry, loaded: LoadedImage, seconds: float | None, **options: Any
+    method: Attribution, loaded: LoadedImage, seconds: float | None, **options: Any
 ) -> TrustCard | Exception:
     """Return the trust card of a loaded image, or the reason why there is none."""
     try:
-        if loaded.failure is not None:
-            raise loaded.failure
-        return trust(method, loaded.picture or image.open(), loaded.target, seconds=seconds, **options)
+        return trust(method, loaded.open(), loaded.target, seconds=seconds, **options)
     except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
         return error
 

@@ -27,8 +27,8 @@ PAGE = "index.html"
 EVALUATION = "evaluation.json"
 RESULTS = "results"  # of saliency evaluate
 
-OVERLAYS, PREVIEWS, HEAT, MAPS, CARDS = "overlays", "photos", "heat", "maps", "trust"
-FOLDERS = (OVERLAYS, PREVIEWS, HEAT, MAPS, CARDS)
+OVERLAYS, THUMBNAILS, HEAT, MAPS, CARDS = "overlays", "photos", "heat", "maps", "trust"
+FOLDERS = (OVERLAYS, THUMBNAILS, HEAT, MAPS, CARDS)
 FILES = (PAGE, CSV, MANIFEST, LISTING, ABOUT)
 MAP_SUFFIX = "safetensors"
 
@@ -37,13 +37,19 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.part")
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder against other runs until the block or the process ends.
+    """Create the folder, and lock it against other runs until the block or the process ends.
+
+    A new folder in which an error left nothing is removed.
 
     Raises:
-        BatchError: Another run has locked the folder, or it cannot be written to.
+        BatchError: The folder is a file, another run has locked it, or it cannot be written to.
     """
+    is_new = not os.path.lexists(folder)
+    if not is_new and not os.path.isdir(folder):  # noqa: PTH112 - unlike Path, never raises
+        raise BatchError(f"{folder} is a file, not a folder; choose another one for --out")
     with ExitStack() as undo:
         with writing_to(folder):
+            folder.mkdir(parents=True, exist_ok=True)
             file = undo.enter_context((folder / LOCK).open("a+b"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -55,19 +61,25 @@ def locked(folder: Path) -> Iterator[None]:
             file.truncate(0)
             file.write(f"{os.getpid()} {uuid4().hex}".encode())
             file.flush()
-        yield
+        try:
+            yield
+        except BaseException:
+            if is_new and [file.name for file in folder.iterdir()] == [LOCK]:
+                (folder / LOCK).unlink()
+                folder.rmdir()
+            raise
 
 
-def file_names(image: ImageEntry, method: str, format: str) -> dict[str, str]:
+def file_names(entry: ImageEntry, method: str, format: str) -> dict[str, str]:
     """Return the path of each file of an image and method, relative to the folder."""
-    name = f"{image.name}.{method}"
+    name = f"{entry.name}.{method}"
     return {
         "overlay": f"{OVERLAYS}/{name}.{format}",
         "heat": f"{HEAT}/{name}.webp",
         "map": f"{MAPS}/{name}.{MAP_SUFFIX}",
         "card": f"{CARDS}/{name}.html",
         "card_json": f"{CARDS}/{name}.json",
-        "photo": f"{PREVIEWS}/{image.name}.jpg",
+        "photo": f"{THUMBNAILS}/{entry.name}.jpg",
     }
 
 
@@ -118,9 +130,9 @@ class OutputFolder:
         except (AttributeError, TypeError, ValueError) as error:
             raise BatchError(f"{self.path / LISTING} is damaged: {error}; choose another folder") from error
 
-    def write_listing(self, images: Sequence[ImageEntry]) -> None:
+    def write_listing(self, entries: Sequence[ImageEntry]) -> None:
         """Replace the listing."""
-        self._replace(LISTING, "".join(f"{image.to_json()}\n" for image in images))
+        self._replace(LISTING, "".join(f"{entry.to_json()}\n" for entry in entries))
 
     def _replace(self, name: str, text: str) -> None:
         with atomic_write(self.path / name) as temporary:
@@ -133,17 +145,17 @@ class OutputFolder:
             for name in filter(_TEMPORARY.fullmatch, files):
                 (Path(folder) / name).unlink(missing_ok=True)
 
-    def clear(self, images: Sequence[ImageEntry], methods: Sequence[str]) -> None:
+    def clear(self, entries: Sequence[ImageEntry], methods: Sequence[str]) -> None:
         """Remove all files that a run writes, and no others. Empty folders stay."""
-        self.remove(images, methods)
+        self.remove(entries, methods)
         # manifest.json is removed last: without it, an interrupted removal could not be repeated.
         for name in FILES:
             (self.path / name).unlink(missing_ok=True)
 
-    def remove(self, images: Iterable[ImageEntry], methods: Sequence[str]) -> None:
+    def remove(self, entries: Iterable[ImageEntry], methods: Sequence[str]) -> None:
         """Remove the files of some images."""
-        for image in images:
-            files = [file_names(image, method, suffix) for method in methods for suffix in FORMATS]
+        for entry in entries:
+            files = [file_names(entry, method, suffix) for method in methods for suffix in FORMATS]
             for name in {name for names in files for name in names.values()}:
                 with suppress(OSError):
                     os.unlink(f"{self.path}/{name}")  # noqa: PTH108 - called for every file

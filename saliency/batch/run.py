@@ -1,20 +1,21 @@
-"""A batch run: write all missing files and manifest rows of an output folder, in the order of the images."""
+"""Runs over images: the one loop of `explain`, `evaluate` and `batch`, and the run of `batch` with its manifest."""
 
 from __future__ import annotations
 
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._version import DISTRIBUTION
-from .failures import BatchError, Failure, StoppedError, sentence, writing_to
+from .failures import BatchError, StoppedError, sentence, writing_to
 from .listing import ImageEntry, merge_listing
 from .manifest import MANIFEST, Manifest, Row, read_rows
 from .output_folder import FORMAT, LISTING, PAGE, OutputFolder
@@ -23,50 +24,179 @@ from .run_options import Progress, RunOptions, Summary, without_address
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .engines import LocalEngine, RayEngine
-    from .network import Task
+    from .engines import LocalEngine, RayEngine, RunContext, SequentialEngine
+    from .network import Network, Slot
+
+    MakeContext = Callable[..., RunContext]
+    Engine: TypeAlias = LocalEngine | RayEngine | SequentialEngine
 
 FAILURES_SHOWN = 20
 """Largest number of failures that a summary lists."""
 
 
 class Run:
-    """One run in a locked folder.
+    """One run over images: explain those without results of a method, in batches on an engine, and report each.
+
+    As it is, it reads no results of earlier runs: it explains all images, one by one, and Ctrl-C stops at once.
+    A subclass that stores results resumes, and Ctrl-C finishes the images in progress first.
 
     Args:
         options: Options of the run.
-        images: Images that the sources contain now.
-        folder: The output folder.
+        out: The output folder.
+        entries: The images.
+        context: Creates the context of the engine from the options, the folder, the model and `is_interrupted`.
+
+    Attributes:
+        total: Number of images to explain, the first ones.
+        done: Numbers of the images with results of all methods.
+        failed: Numbers of the images with an error.
+        failures: The rows of errors of this run.
+        batch_sizes: Pairs of the first image and the size of its batch and of the following ones.
     """
 
-    def __init__(self, options: RunOptions, images: Sequence[ImageEntry], folder: Path) -> None:
-        self.options, self.folder = options, OutputFolder(folder)
-        self._start = time.monotonic()
-        self._fresh = 0
-        self._failures: list[tuple[str, str, str]] = []
+    resumes = False
+
+    def __init__(
+        self, options: RunOptions, out: Path, entries: Sequence[ImageEntry], context: MakeContext | None = None
+    ) -> None:
+        self.options, self.out, self.entries = options, out, entries
+        self.total = min(options.limit or len(entries), len(entries))
+        self.batch_sizes: list[tuple[int, int]] = [(0, 1)]
+        self.done: set[int] = set()
+        self.failed: set[int] = set()
+        self.failures: list[Row] = []
+        self._context = context
+        self._start, self._fresh = time.monotonic(), 0
+
+    def missing(self, index: int) -> tuple[str, ...]:
+        """Return the methods without results for an image."""
+        return () if index in self.done else tuple(self.options.methods)
+
+    def prepare(self, network: Network, engine: Engine) -> None:
+        """Prepare the output folder before the first image. Raises OSError if it cannot be written to."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=self.out).close()
+
+    def store(self, rows: Sequence[Row]) -> None:
+        """Store the rows of an image."""
+        self.done.add(rows[0]["index"])
+
+    def store_batch_sizes(self) -> None:
+        """Store `batch_sizes`, before the first results of these sizes."""
+
+    def complete(self) -> None:
+        """Explain the images without results on the engine of the options, if there are any. See `execute`."""
+        if len(self.done) < self.total:
+            from .engines import open_engine
+
+            with open_engine(self.options) as engine:
+                self.execute(engine)
+
+    def execute(self, engine: Engine) -> None:
+        """Explain the images without results.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed, or SIGTERM arrived and has the same handler.
+            StoppedError: The folder cannot be written to, or an image failed in a strict run.
+            SaliencyError: An option is invalid.
+        """
+        from .engines import RunContext
+        from .network import BatchTooLargeError, Network, load_model
+
+        model = load_model(self.options)
+        self.prepare(Network(self.options, model), engine)
+        with interruption() if self.resumes else nullcontext(bool) as is_interrupted:
+            context = (self._context or RunContext)(self.options, self.out, model, is_interrupted)
+            try:
+                while not is_interrupted():
+                    try:
+                        with closing(engine.execute(context, self._batches(), is_interrupted)) as images:
+                            for rows in images:
+                                self._add(rows)
+                        break
+                    except BatchTooLargeError:
+                        self._halve()
+                if is_interrupted():
+                    raise KeyboardInterrupt
+            except KeyboardInterrupt:
+                hint = "; re-run to resume" if self.resumes else ""
+                raise KeyboardInterrupt(f"{len(self.done)} of {self.total} images are done{hint}") from None
+
+    def _halve(self) -> None:
+        """Store half of the size for the batch that does not fit, the first one with missing rows, and for all later.
+
+        Its images have no results of this size yet, so a resumed run makes the same batches.
+        """
+        batch = next(self._batches())
+        start, half = batch[0].index, (len(batch) + 1) // 2
+        sizes = {first: size if first < start else min(size, half) for first, size in self.batch_sizes}
+        self.batch_sizes = sorted((sizes | {start: half}).items())
+        self.store_batch_sizes()
+
+    def _batches(self) -> Iterator[Sequence[Slot]]:
+        """Yield the batches with missing results. Their limits depend only on the numbers of images and the sizes."""
+        from .network import Slot
+
+        for (first, size), (end, _) in pairwise([*self.batch_sizes, (len(self.entries), 1)]):
+            for start in range(first, min(end, self.total), size):
+                batch = range(start, min(start + size, end))
+                missing = [self.missing(index) if index < self.total else () for index in batch]
+                if any(missing):
+                    slots = zip(batch, missing, strict=True)
+                    yield [Slot(index, self.entries[index], methods) for index, methods in slots]
+
+    def _add(self, rows: Sequence[Row]) -> None:
+        """Store the rows of an image, and report the progress."""
+        options, index = self.options, rows[0]["index"]
+        failed = [row for row in rows if row["error"] is not None]
+        if len(self.done) == len(self.failed) and not isinstance(self.entries[index].target, int | str):
+            require_sensible_options(options, rows)
+        if failed and options.strict:
+            reason = sentence(failed[0]["source"], failed[0]["method"], failed[0]["error"])
+            raise StoppedError(f"{reason}; --strict (strict=True) stops at the first failure")
+        self.store(rows)
+        self._fresh += 1
+        self.failed |= {index} if failed else set()
+        self.failures += failed
+        if options.on_progress is not None:
+            options.on_progress(Progress(len(self.done), self.total, self._fresh, len(self.failed)))
+
+
+class BatchRun(Run):
+    """One run in a locked folder, with a manifest.
+
+    Args:
+        options: Options of the run.
+        out: The output folder.
+        entries: Images that the sources contain now.
+    """
+
+    resumes = True
+
+    def __init__(self, options: RunOptions, out: Path, entries: Sequence[ImageEntry]) -> None:
+        self.folder = OutputFolder(out)
         self.folder.remove_temporary_files()
         head = self.folder.read_head()
-        if head is not None and (options.restart or next(read_rows(folder / MANIFEST), None) is None):
+        if head is not None and (options.restart or next(read_rows(out / MANIFEST), None) is None):
             self.folder.clear(self.folder.read_listing(), [method["name"] for method in head["methods"]])
             head = None
         listed = self.folder.read_listing() if head is not None else []
         if head is not None and not listed:
-            raise BatchError(f"{folder / LISTING} is missing or empty; start again with --restart (restart=True)")
-        self.listing = merge_listing(listed, images)
-        self.images = self.listing.images
+            raise BatchError(f"{out / LISTING} is missing or empty; start again with --restart (restart=True)")
+        self.listing = merge_listing(listed, entries)
+        super().__init__(options, out, self.listing.entries)
         self.head = self._new_head() if head is None else self._checked_head(head)
-        self.total = min(options.limit or len(self.images), len(self.images))
         # The methods of the folder: methods of earlier runs, then new ones.
         self.methods = list(dict.fromkeys([*self._described, *options.methods]))
-        self.manifest = Manifest(folder, self.methods)
+        self.manifest = Manifest(out, self.methods)
         # Write the listing with new stamps later, so that changes are detected again after an interruption.
         retry = (None, *options.methods) if options.retry else ()
         self.manifest.read(retry=retry, changed=self.listing.changed)
-        self.folder.remove([self.images[index] for index in self.listing.changed], self.methods)
+        self.folder.remove([self.entries[index] for index in self.listing.changed], self.methods)
         # A removed image keeps the results that it has.
         self._kept = self.listing.removed & {index for index, _ in self.manifest.rows}
-        self._done = {index for index in range(self.total) if not self._missing(index)}
-        self._failed = {index for index, _ in self.manifest.failures(options.methods)}
+        self.done = {index for index in range(self.total) if not self.missing(index)}
+        self.failed = {index for index, _ in self.manifest.failures(options.methods)}
 
     def _new_head(self) -> dict[str, Any]:
         fingerprint = self.options.fingerprint()
@@ -89,12 +219,12 @@ class Run:
         different = [name for name in new if old.get(name, new[name]) != new[name]]
         if different:
             # A method without rows, such as one with an invalid option, may have other options now.
-            explained = {"", *(row["method"] for row, _ in read_rows(self.folder.path / MANIFEST))}
+            explained = {"", *(row["method"] for row, _ in read_rows(self.out / MANIFEST))}
             different = [name for name in different if name.partition(" of ")[2] in explained]
         if different:
             reasons = "; ".join(f"{name} was {old[name]!r} and is now {new[name]!r}" for name in different)
             raise BatchError(
-                f"{self.folder.path} contains a run with other options: {reasons}; choose another folder, "
+                f"{self.out} contains a run with other options: {reasons}; choose another folder, "
                 "or start again with --restart (restart=True), which removes the files of that run"
             )
         command = head["command"]
@@ -107,57 +237,15 @@ class Run:
         """The descriptions of the methods in the head, by name."""
         return {method["name"]: method for method in self.head.get("methods", ())}
 
-    def is_complete(self) -> bool:
-        """Return whether all images have a row for every method of the run."""
-        return len(self._done) == self.total
-
-    def _missing(self, index: int) -> tuple[str, ...]:
+    def missing(self, index: int) -> tuple[str, ...]:
         """Return the methods of the run without a row for an image."""
         return tuple(method for method in self.options.methods if self._lacks(index, method))
 
     def _lacks(self, index: int, method: str) -> bool:
         return index not in self._kept and not self.manifest.is_done(index, method)
 
-    def execute(self, engine: LocalEngine | RayEngine) -> None:
-        """Write the missing files and rows.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed, or SIGTERM arrived and has the same handler. Images in progress are
-                finished first.
-            StoppedError: The folder cannot be written to, or an image failed in a strict run.
-        """
-        from .engines import RunContext
-        from .network import BatchTooLargeError, Network, load_model
-
-        options = self.options
-        model = load_model(options)
-        self._describe(Network(options, model))
-        # With trust cards, which take longer than all else, progress and interruptions are by image.
-        largest = 1 if options.trust else engine.default_batch_size
-        size = options.batch_size or max(1, min(largest, len(self.images) // engine.parallel))
-        # A resumed run keeps its batch sizes. Only a smaller size is accepted, for machines with less memory.
-        stored = self.head.get("batch_sizes", [(0, size)])
-        sizes = [(first, min(one, options.batch_size or one)) for first, one in stored]
-        self.head |= {"batch_sizes": sizes, "finished": False}
-        with writing_to(self.folder.path):
-            # Write manifest.json first: without it, a listing counts as a file that does not belong to a run.
-            self.folder.write_head(self.head)
-            self.folder.write_listing(self.images)
-        context = RunContext(options, self.folder.path, model)
-        with interruption() as is_interrupted:
-            while True:
-                try:
-                    with closing(engine.execute(context, self._groups(), is_interrupted)) as results:
-                        for rows in results:
-                            self._add(rows)
-                    break
-                except BatchTooLargeError:
-                    self._halve()
-            if is_interrupted():
-                raise KeyboardInterrupt(f"{len(self._done)} of {self.total} images are done; re-run to resume")
-
-    def _describe(self, network: Any) -> None:
-        """Add the methods, the preprocessing and the number of classes to the head."""
+    def prepare(self, network: Network, engine: Engine) -> None:
+        """Store the description of the run, its batch sizes and its images."""
         described = self._described
         for method in network.methods:
             facts = {"settings": dict(method.settings), "sign": method.sign, "units": method.units}
@@ -165,51 +253,30 @@ class Run:
         self.head["methods"] = list(described.values())
         self.head["preprocess"] = without_address(network.preprocess)
         self.head["categories"] = None if network.categories is None else len(network.categories)
+        # With trust cards, which take longer than all else, progress and interruptions are by image.
+        options = self.options
+        largest = 1 if options.trust else engine.default_batch_size
+        size = options.batch_size or max(1, min(largest, len(self.entries) // engine.parallel))
+        # A resumed run keeps its batch sizes. Only a smaller size is accepted, for machines with less memory.
+        stored = self.head.get("batch_sizes", [(0, size)])
+        self.batch_sizes = [(first, min(one, options.batch_size or one)) for first, one in stored]
+        # Write manifest.json first: without it, a listing counts as a file that does not belong to a run.
+        self.store_batch_sizes()
+        with writing_to(self.out):
+            self.folder.write_listing(self.entries)
 
-    def _halve(self) -> None:
-        """Store half of the size for the batch that does not fit, the first one with missing rows, and for all later.
-
-        Its images have no row of this size yet, so a resumed run makes the same batches.
-        """
-        group = next(self._groups())
-        start, half = group[0].index, (len(group) + 1) // 2
-        sizes = {first: size if first < start else min(size, half) for first, size in self.head["batch_sizes"]}
-        self.head["batch_sizes"] = sorted((sizes | {start: half}).items())
-        with writing_to(self.folder.path):
+    def store_batch_sizes(self) -> None:
+        """Write the head with the batch sizes."""
+        self.head |= {"batch_sizes": self.batch_sizes, "finished": False}
+        with writing_to(self.out):
             self.folder.write_head(self.head)
 
-    def _groups(self) -> Iterator[Sequence[Task]]:
-        """Yield the batches with missing rows. Their boundaries depend only on the image numbers and `batch_sizes`."""
-        from .network import Task
-
-        for (first, size), (end, _) in pairwise([*self.head["batch_sizes"], (len(self.images), 1)]):
-            for start in range(first, min(end, self.total), size):
-                group = range(start, min(start + size, end))
-                missing = [self._missing(index) if index < self.total else () for index in group]
-                if any(missing):
-                    tasks = zip(group, missing, strict=True)
-                    yield [Task(index, self.images[index], methods) for index, methods in tasks]
-
-    def _add(self, rows: list[Row]) -> None:
-        """Append the rows of an image to the manifest, and report the progress."""
-        options, manifest, index = self.options, self.manifest, rows[0]["index"]
-        failed = [row for row in rows if row["error"] is not None]
-        if len(self._done) == len(self._failed) and self.images[index].target is None:
-            require_sensible_options(
-                options, [None if row["overlay"] else Failure(row["error_kind"], row["error"]) for row in rows]
-            )
-        if failed and options.strict:
-            reason = sentence(failed[0]["source"], failed[0]["method"], failed[0]["error"])
-            raise StoppedError(f"{reason}; --strict (strict=True) stops at the first failure")
-        with writing_to(self.folder.path):
-            manifest.append(rows)
-        self._done.add(index)
-        self._fresh += 1
-        self._failed |= {index} if failed else set()
-        self._failures += [(row["source"], row["method"] or "", row["error"]) for row in failed]
-        del self._failures[FAILURES_SHOWN:]
-        if options.on_progress is not None:
-            options.on_progress(Progress(len(self._done), self.total, self._fresh, len(self._failed)))
+    def store(self, rows: Sequence[Row]) -> None:
+        """Append the rows of an image to the manifest."""
+        with writing_to(self.out):
+            self.manifest.append(rows)
+        super().store(rows)
+        del self.failures[FAILURES_SHOWN:]
 
     def finish(self) -> Summary:
         """Sort the manifest, write the page, and return the summary."""
@@ -218,46 +285,47 @@ class Run:
             method for index in range(self.total) for method in self.methods if self._lacks(index, method)
         )
         complete, failed = not lacking, {index for index, _ in manifest.failures(self.methods)}
-        counts = {"photos": len(self.images), "rows": len(manifest.rows), "failed": len(failed)}
+        counts = {"photos": len(self.entries), "rows": len(manifest.rows), "failed": len(failed)}
         is_same = manifest.is_sorted() and self.head.get("counts") == counts and self.head["finished"] == complete
-        page = self.folder.path / PAGE
+        page = self.out / PAGE
         if not (is_same and page.is_file()):
             from .report import report
 
-            with writing_to(self.folder.path):
+            with writing_to(self.out):
                 manifest.sort()
-                report(self.folder.path)
+                report(self.out)
                 # Write this last: an interrupted update is then repeated.
                 self.folder.write_head(self.head | {"counts": counts, "finished": complete})
         return Summary(
-            folder=self.folder.path,
+            folder=self.out,
             page=page,
             images=self.total,
-            done=len(self._done),
+            done=len(self.done),
             fresh=self._fresh,
-            failed=len(self._failed),
+            failed=len(self.failed),
             kinds=Counter(failures.values()),
-            failures=tuple(self._failures),
+            failures=tuple(
+                (row["source"], row["method"] or "", row["error"]) for row in self.failures[:FAILURES_SHOWN]
+            ),
             seconds=time.monotonic() - self._start,
             changed=len(self.listing.changed),
-            removed=tuple(self.images[index].source for index in sorted(self.listing.removed)),
+            removed=tuple(self.entries[index].source for index in sorted(self.listing.removed)),
             unfinished=lacking,
         )
 
 
-def require_sensible_options(options: RunOptions, failures: Sequence[Failure | None]) -> None:
+def require_sensible_options(options: RunOptions, rows: Sequence[Row]) -> None:
     """Raise BatchError if invalid options caused the failures of an image, before all images fail for the same reason.
 
     Args:
         options: Options of the run.
-        failures: One entry per row of the image; None for a method that succeeded.
+        rows: The rows of the image.
     """
-    blamed = [failure for failure in failures if failure is not None and failure.kind in ("MethodError", "TargetError")]
-    layers = [failure for failure in failures if failure is not None and failure.kind == "LayerError"]
-    if options.layer is not None and layers:
-        raise BatchError(layers[0].reason)
-    if failures and len(blamed) == len(failures):
-        raise BatchError(blamed[0].reason)
+    kinds = [None if row.get("overlay") else row["error_kind"] for row in rows]  # with an overlay, only its card failed
+    if options.layer is not None and "LayerError" in kinds:
+        raise BatchError(rows[kinds.index("LayerError")]["error"])
+    if all(kind in ("MethodError", "TargetError") for kind in kinds):
+        raise BatchError(rows[0]["error"])
 
 
 @contextmanager

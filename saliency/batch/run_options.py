@@ -8,7 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -139,6 +139,9 @@ class RunOptions:
         maps: Whether the values are saved.
         trust: Whether a trust card of each overlay is written.
         seconds: The time limit for each trust card; None for no limit.
+        engine: "local" or "ray".
+        device: Device names such as "auto", "cpu" or "cuda:0,cuda:1".
+        workers: Number of threads, or of actors on Ray; None for the default of the engine.
         batch_size: Number of images per batch; None for the default of the device.
         restart: Whether the results of an earlier run are removed first.
         retry: Whether images that failed in an earlier run are tried again.
@@ -163,6 +166,9 @@ class RunOptions:
     maps: bool = False
     trust: bool = False
     seconds: float | None = None
+    engine: Literal["local", "ray"] = "local"
+    device: str = "auto"
+    workers: int | None = None
     batch_size: int | None = None
     restart: bool = False
     retry: bool = False
@@ -177,11 +183,21 @@ class RunOptions:
             raise BatchError("methods=(): expected a list of names, such as ['grad_cam']")
         if len(set(self.methods)) < len(self.methods):
             raise BatchError(f"methods={list(self.methods)}: a method occurs twice")
-        for name in ("batch_size", "limit"):
+        check_choice("engine", self.engine, ("local", "ray"), error=BatchError)
+        for name in ("workers", "batch_size", "limit"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), error=BatchError)
         if self.seconds is not None:
             check_number("seconds", self.seconds, above=0, error=BatchError)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> RunOptions:
+        """Create the options from the arguments of a function or command. Other arguments are ignored."""
+        names = {option.name for option in fields(cls)} & arguments.keys()
+        given = {name: arguments[name] for name in names if arguments[name] is not None or name == "weights"}
+        if "methods" in given:
+            given["methods"] = [given["methods"]] if isinstance(given["methods"], str) else list(given["methods"])
+        return cls(**given | {"options": dict(given.get("options", ()))})
 
     @property
     def model_name(self) -> str:
@@ -209,7 +225,7 @@ class RunOptions:
             own = {"layer": self.layer, "options": dict(sorted(self.options.items())), "maps": self.maps}
             own["trust"] = {"seconds": self.seconds} if self.trust else None
             values |= {f"{name} of {method}": value for name, value in own.items()}
-        plain: dict[str, Any] = json.loads(json.dumps(values, default=_describe))  # as read back from the file
+        plain: dict[str, Any] = json.loads(json.dumps(values, default=describe))  # as read back from the file
         return plain
 
     def _weights(self) -> str | None:
@@ -257,7 +273,7 @@ def _digest(tensors: Mapping[str, object]) -> str:
     return f"sha256:{digest.hexdigest()[:16]}"
 
 
-def _describe(value: object) -> str:
+def describe(value: object) -> str:
     """Describe an option value that JSON cannot store. A tensor is described by a digest of all its values."""
     import torch
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing
 from .failures import BatchError
@@ -33,16 +33,20 @@ class Found(NamedTuple):
     """Images of sources.
 
     Attributes:
-        images: The images, in order.
+        entries: The images, in order.
         left_out: Number of images that are left out, because the toolkit wrote them.
     """
 
-    images: list[ImageEntry]
+    entries: list[ImageEntry]
     left_out: int
 
 
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+"""A path, or several."""
+
+
 def find_images(
-    sources: Iterable[str | os.PathLike[str]],
+    sources: Paths,
     *,
     recursive: bool = False,
     targets: str | os.PathLike[str] | None = None,
@@ -62,13 +66,13 @@ def find_images(
         BatchError: A list cannot be read, or the targets match no image.
     """
     found: dict[tuple[object, ...], ImageEntry] = {}
-    for source in map(os.fsdecode, sources):
+    for source in map(os.fsdecode, [sources] if isinstance(sources, str | os.PathLike) else sources):
         is_list = Path(source).suffix.lower() in LISTS
-        for number, image in enumerate(_images_of_source(source, recursive)):
-            found.setdefault((*image.key, *((source, number) if is_list else ())), image)
-    own = [image for image in found.values() if image.problem == _OWN]
-    images = [image for image in found.values() if image.problem != _OWN] or own[:1]
-    return Found(images if targets is None else _with_targets(images, os.fsdecode(targets)), len(own))
+        for number, entry in enumerate(_images_of_source(source, recursive)):
+            found.setdefault((*entry.key, *((source, number) if is_list else ())), entry)
+    own = [entry for entry in found.values() if entry.problem == _OWN]
+    entries = [entry for entry in found.values() if entry.problem != _OWN] or own[:1]
+    return Found(entries if targets is None else _with_targets(entries, os.fsdecode(targets)), len(own))
 
 
 def _images_of_source(source: str, recursive: bool) -> Iterator[ImageEntry]:
@@ -113,18 +117,18 @@ def _images_of_folder(root: str, recursive: bool) -> Iterator[ImageEntry]:
                 continue
             seen.add((status.st_dev, status.st_ino))
             with os.scandir(folder) as listed:
-                entries = sorted((entry for entry in listed if not entry.name.startswith(".")), key=lambda e: e.name)
+                files = sorted((file for file in listed if not file.name.startswith(".")), key=lambda file: file.name)
         except OSError as error:
             is_empty = False
             yield _entry(folder, below, f"the folder cannot be listed: {error.strerror}")
             continue
         subfolders, is_own = [], is_output(folder)
-        for entry in entries:
-            if os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES:  # noqa: PTH122
+        for file in files:
+            if os.path.splitext(file.name)[1].lower() in IMAGE_SUFFIXES:  # noqa: PTH122
                 is_empty = False
-                yield _entry(entry.path, below, _OWN if is_own or is_drawing(entry.path) else "")
-            if recursive and os.path.isdir(entry.path):  # noqa: PTH112
-                subfolders.append((entry.path, (*below, entry.name)))
+                yield _entry(file.path, below, _OWN if is_own or is_drawing(file.path) else "")
+            if recursive and os.path.isdir(file.path):  # noqa: PTH112
+                subfolders.append((file.path, (*below, file.name)))
         waiting += reversed(subfolders)
     if is_empty:
         hint = "" if recursive else " (--recursive searches its subfolders)"
@@ -147,11 +151,11 @@ def read_shard(file: str) -> Iterator[ImageEntry]:
                 folder, label = posixpath.split(member.name)
                 name, _, suffix = label.partition(".")
                 if (folder, name) != key:
-                    yield from (replace(image, target=target) for image in waiting)
+                    yield from (replace(entry, target=target) for entry in waiting)
                     key, waiting, target = (folder, name), [], None
                 kind = suffix.rpartition(".")[2].lower()
                 if kind in _SHARD_SUFFIXES:
-                    image = replace(
+                    entry = replace(
                         whole,
                         source=f"{file}/{member.name}",
                         folder=(Path(file).stem, *filter(None, folder.split("/"))),
@@ -159,13 +163,13 @@ def read_shard(file: str) -> Iterator[ImageEntry]:
                         offset=member.offset_data,
                         size=member.size,
                     )
-                    waiting.append(image)
+                    waiting.append(entry)
                 elif kind in ("cls", "json") and target is None:
                     target_file = shard.extractfile(member)
                     target = _shard_target(target_file.read() if target_file else b"", kind)
     except (OSError, tarfile.TarError, ValueError) as error:
         problem = f"the shard cannot be read to its end: {error}"
-    yield from (replace(image, target=target) for image in waiting)
+    yield from (replace(entry, target=target) for entry in waiting)
     if problem:
         yield replace(whole, problem=problem)
 
@@ -194,7 +198,7 @@ def read_list(file: str) -> Iterator[ImageEntry]:
     try:
         # With surrogateescape, undecodable bytes of a path are restored when the file is opened.
         with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:  # noqa: PTH123
-            for number, fields in _rows(lines, Path(file).suffix.lower()):
+            for number, fields in _numbered_fields(lines, Path(file).suffix.lower()):
                 path = _first(fields, _PATHS)
                 if isinstance(path, str) and path:
                     whole = os.path.join(os.path.dirname(file), path)  # noqa: PTH118, PTH120 - keeps surrogates
@@ -212,16 +216,16 @@ def parse_target(text: object) -> int | str | None:
     return text if isinstance(text, int) else str(text or "").strip() or None
 
 
-def _require_images(file: str, images: list[ImageEntry]) -> list[ImageEntry]:
+def _require_images(file: str, entries: list[ImageEntry]) -> list[ImageEntry]:
     """Return the images of a list. Raises BatchError if no row of it names an image, as in other text."""
-    if images and not any(image.exists() or Path(image.path).suffix.lower() in IMAGE_SUFFIXES for image in images):
+    if entries and not any(entry.exists() or Path(entry.path).suffix.lower() in IMAGE_SUFFIXES for entry in entries):
         expected = "one path per line" if Path(file).suffix.lower() == ".txt" else "a column path"
-        problem = f"no row of the list {file} names an image, such as {images[0].source!r}"
+        problem = f"no row of the list {file} names an image, such as {entries[0].source!r}"
         raise BatchError(f"{problem}; expected {expected}, relative to the folder of the list")
-    return images
+    return entries
 
 
-def _rows(lines: TextIO, suffix: str) -> Iterator[tuple[int, Mapping[str, object]]]:
+def _numbered_fields(lines: TextIO, suffix: str) -> Iterator[tuple[int, Mapping[str, object]]]:
     """Yield the line number and the fields, by name, of every row of a list."""
     if suffix in (".csv", ".tsv"):
         names: list[str] = []
@@ -258,19 +262,19 @@ def _first(fields: Mapping[str, object], names: Iterable[str]) -> object:
     return next((fields[name] for name in names if name in fields), None)
 
 
-def _with_targets(images: list[ImageEntry], file: str) -> list[ImageEntry]:
+def _with_targets(entries: list[ImageEntry], file: str) -> list[ImageEntry]:
     """Return the images with the targets of a list. Paths are matched first, then file names that are unique."""
     if not os.path.isfile(file):  # noqa: PTH113
         raise BatchError(f"the list of targets {file} does not exist")
-    by_path: dict[str, int | str | None] = {}
-    by_name: dict[str, set[int | str | None]] = {}
+    by_path: dict[str, Any] = {}
+    by_name: dict[str, set[Any]] = {}
     for entry in read_list(file):
         if not entry.problem:
             by_path[entry.path] = by_path[os.path.abspath(entry.source)] = entry.target  # noqa: PTH100
             by_name.setdefault(entry.label, set()).add(entry.target)
-    labels = Counter(image.label for image in images)
+    labels = Counter(entry.label for entry in entries)
     # A file name matches if it is unique among the images, and has one target in the list.
     targets = {label: next(iter(by_name[label])) for label in by_name if len(by_name[label]) == labels[label] == 1}
-    if not any(image.path in by_path or image.label in targets for image in images):
-        raise BatchError(f"{file} matches none of the {len(images)} images; expected the columns path and target")
-    return [replace(image, target=by_path.get(image.path, targets.get(image.label, image.target))) for image in images]
+    if not any(entry.path in by_path or entry.label in targets for entry in entries):
+        raise BatchError(f"{file} matches none of the {len(entries)} images; expected the columns path and target")
+    return [replace(entry, target=by_path.get(entry.path, targets.get(entry.label, entry.target))) for entry in entries]

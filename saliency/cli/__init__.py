@@ -213,7 +213,7 @@ files:
     ),
     "trust": Command(
         "measure whether the heatmap of one image can be believed",
-        f"IMAGE {_MODEL} --seconds --seed --json --html --png",
+        f"IMAGE --quiet {_MODEL} --seconds --seed --json --html --png",
         "trust_command:run",
         f"""\
 examples:
@@ -245,7 +245,7 @@ examples:
     ),
     "report": Command(
         "rewrite the gallery page of a batch folder, or write its table as CSV",
-        "DIR --csv --title",
+        "DIR --quiet --csv --title",
         "batch_commands:report",
         """\
 examples:

@@ -63,7 +63,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             known = [flag for action in self._actions for flag in action.option_strings]
             flag = unknown[0].partition("=")[0]
-            self.error(f'no option "{flag}"{did_you_mean(flag, known)}')
+            to_files = "; use --html FILE or --png FILE" if flag in ("-o", "--out") and "--png" in known else ""
+            self.error(f'no option "{flag}"{to_files or did_you_mean(flag, known)}')
         return arguments
 
 
@@ -247,7 +248,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
             "--whole-aspect", "the same, undistorted", "whole", dest="whole", action="store_const", const="aspect"
         ),
         Argument("--layer NAME", "layer that the method reads; see saliency layers (default: automatic)"),
-        Argument("--set OPTION=VALUE", "see saliency methods NAME", dest="settings", type=_setting, action="append"),
+        Argument("--set OPTION=VALUE", "see saliency methods NAME", dest="options", type=_setting, action="append"),
     ],
     "metrics": [
         Argument("--metrics NAME", "one or more (default: deletion insertion)", nargs="+", action="extend"),

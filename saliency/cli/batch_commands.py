@@ -9,7 +9,8 @@ import argparse
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from rich.text import Text
 
@@ -23,24 +24,28 @@ from .console import Screen
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Run the batch, print its summary, and return the exit code."""
+    command = ["saliency", *sys.argv[1:]]
     with screen.progress() as show:
-        options = arguments_of(batch, arguments) | {
-            "sources": list(read_sources(arguments.sources)),
-            "methods": select_methods(arguments.methods or [METHOD]),
-            "options": dict(arguments.settings or ()),
-            "style": overlay_style(arguments),
-            "command": ["saliency", *sys.argv[1:]],
-            "on_progress": lambda progress: show(progress.done, progress.total, progress.failed),
-        }
-        if arguments.texts:
-            from ..targets.embedding import text
-
-            options["target"] = text(arguments.texts[0], against=arguments.texts[1:])
-        summary = batch(**options)
+        given = run_arguments(batch, arguments)
+        summary = batch(**given, style=overlay_style(arguments), command=command, on_progress=show)
     _print_summary(summary, screen)
-    # With --method all, a method that does not apply to the model is not a failure.
-    expected = {"NotApplicableError"} if ALL in (arguments.methods or ()) else set()
-    return 1 if summary.kinds.keys() - expected else 0
+    return 1 if summary.kinds.keys() - expected_errors(arguments) else 0
+
+
+def run_arguments(function: Callable[..., object], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the parsed arguments of `batch` or `evaluate`. The first text is the target, against the others."""
+    methods = select_methods(arguments.methods or [METHOD])
+    given = arguments_of(function, arguments) | {"sources": list(read_sources(arguments.sources)), "methods": methods}
+    if arguments.texts:
+        from ..targets.embedding import text
+
+        given["target"] = text(arguments.texts[0], against=arguments.texts[1:])
+    return given
+
+
+def expected_errors(arguments: argparse.Namespace) -> set[str]:
+    """Return the kinds of errors that are not failures: with --method all, of a method that does not apply."""
+    return {"NotApplicableError"} if ALL in (arguments.methods or ()) else set()
 
 
 def read_sources(words: list[str]) -> Iterator[str]:
@@ -99,7 +104,7 @@ def render(arguments: argparse.Namespace, screen: Screen) -> int:
             screen.error(f"{visible(image.map)}: {visible(image.failure.reason)}")
     screen.say(f"{plural(counts['large'] + counts['small'], 'overlay')} in {visible(arguments.out)}")
     if counts["small"]:
-        screen.say(Text(f"{counts['small']} of them on the small preview: the image was removed or has changed", "dim"))
+        screen.say(Text(f"{counts['small']} of them on the thumbnail: the image was removed or has changed", "dim"))
     if counts["failed"]:
         screen.say(Text(plural(counts["failed"], "failure"), "red"))
     return 1 if counts["failed"] or not counts.total() else 0

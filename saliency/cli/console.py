@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..batch import Progress
 from ..errors import SaliencyError, SaliencyWarning, plural, visible
 
 UNLIMITED = 100_000  # width of tables in a pipe or file
@@ -46,6 +47,10 @@ class Screen:
         self._out.quiet = quiet
         self._err = _console(sys.stderr)
         self.is_terminal = self._out.is_terminal
+
+    def name_subject(self, name: str) -> None:
+        """Name the image that is processed from now on; empty for none."""
+        self.subject = visible(name)
 
     def say(self, line: str | Text = "", *, cut: bool = False) -> None:
         """Print lines. On a terminal they are wrapped, or cut to its width."""
@@ -84,17 +89,17 @@ class Screen:
             yield
 
     @contextmanager
-    def progress(self) -> Iterator[Callable[[int, int, int], None]]:
-        """Show a progress bar on a terminal. The yielded function takes the counts of done, total and failed images."""
+    def progress(self) -> Iterator[Callable[[Progress], None]]:
+        """Show a progress bar on a terminal. The yielded function updates it."""
         failures = bars.TextColumn("{task.fields[failures]}", style="red")
         columns = ("images", bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeRemainingColumn(), failures)
         is_hidden = self.quiet or not self._err.is_terminal
         with bars.Progress(*columns, console=self._err, transient=True, disable=is_hidden) as bar:
             task = bar.add_task("", total=None, failures="")
 
-            def update(done: int, total: int, failed: int) -> None:
-                text = f"{failed} failed" if failed else ""
-                bar.update(task, completed=done, total=total, failures=text, visible=total > 1)
+            def update(now: Progress) -> None:
+                text = f"{now.failed} failed" if now.failed else ""
+                bar.update(task, completed=now.done, total=now.total, failures=text, visible=now.total > 1)
 
             yield update
 

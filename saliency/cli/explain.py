@@ -1,4 +1,4 @@
-"""`saliency explain`: explain images one by one with the functions of `saliency batch`, without a manifest."""
+"""`saliency explain`: a run over images one by one, without a manifest."""
 
 from __future__ import annotations
 
@@ -8,35 +8,65 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.text import Text
 
 from ..attribution.base import get_method
 from ..attribution.explanation import Explanation
 from ..batch.drawing import CARD_SUFFIXES, write_results
-from ..batch.failures import Failure, sentence
+from ..batch.engines import RunContext, SequentialEngine
+from ..batch.failures import sentence
 from ..batch.listing import ImageEntry, with_names
 from ..batch.manifest import Row
-from ..batch.network import LoadedImage, Network, Task, find_devices, load_model, move_model
-from ..batch.run import require_sensible_options
+from ..batch.network import LoadedImage, find_devices
+from ..batch.run import Run
 from ..batch.run_options import RunOptions
 from ..batch.sources import Found, find_images
-from ..errors import plural, visible
-from ..evaluation.trust import TrustCard
+from ..errors import SaliencyError, plural, visible
 from ..methods import METHODS
 from ..render.blending import shrink
 from ..render.overlay import save_drawing
 from ..render.sheet import contact_sheet
 from ..targets.embedding import text
-from .arguments import ALL, METHOD, arguments_of, overlay_style
+from .arguments import ALL, METHOD, overlay_style
+from .batch_commands import expected_errors
 from .console import Screen, UsageError
 
 SHEET = "sheet.png"
 THUMB = 240
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Context(RunContext):
+    """Keeps what is printed and drawn after the run, also after an interruption.
+
+    Attributes:
+        rows: The rows of all images.
+        thumbs: The explanations of each image by method, on a small copy of the image; None without a contact sheet.
+    """
+
+    rows: list[Row]
+    thumbs: dict[int, dict[str, Explanation]] | None
+
+    def finish(self, loaded: LoadedImage, results: Any) -> list[Row]:
+        """Return the rows of one image."""
+        first = len(self.rows)
+        for row in write_results(self.options, self.out, loaded, *results):
+            self.rows.append(row)
+            if self.thumbs is not None and row["overlay"]:
+                explanation = results[0][row["method"]]
+                frame = shrink(loaded.frame(), THUMB)
+                sign = self.options.style.sign or explanation.sign
+                of_image = self.thumbs.setdefault(row["index"], {})
+                of_image[row["method"]] = replace(explanation, frames=(frame,), sign=sign)
+        return self.rows[first:]
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
@@ -47,19 +77,19 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """
     methods, more_images = methods_and_images(arguments.methods or [METHOD])
     with tempfile.TemporaryDirectory() as scratch:
-        images, left_out = _find_images(arguments, more_images, Path(scratch))
+        entries, left_out = _find_images(arguments, more_images, Path(scratch))
         if arguments.out != Path("-"):
-            code = _explain(arguments, methods, images, screen)
+            code = _explain(arguments, methods, entries, screen)
             screen.say_left_out(left_out)
             return code
         if (
-            len(images) * len(methods) != 1
+            len(entries) * len(methods) != 1
             or any((arguments.sheet, arguments.save, arguments.trust))
             or screen.is_terminal
         ):
             raise UsageError("-o - writes one overlay to a pipe or file; give one image and one method, and no --sheet")
         arguments.out = Path(scratch)
-        code = _explain(arguments, methods, images, Screen(quiet=True))
+        code = _explain(arguments, methods, entries, Screen(quiet=True))
         for overlay in Path(scratch).glob("*.png"):
             sys.stdout.buffer.write(overlay.read_bytes())
         return code
@@ -71,69 +101,43 @@ def _find_images(arguments: argparse.Namespace, more: Sequence[str], scratch: Pa
     if "-" in names:
         (scratch / "stdin").write_bytes(sys.stdin.buffer.read())
     files = [str(scratch / "stdin") if name == "-" else name for name in names]
-    images, left_out = find_images(files, recursive=arguments.recursive)
-    images = [replace(image, source=image.source.removeprefix(f"{scratch}/")) for image in images]
-    return Found(with_names([one for image in images for one in _once_per_text(image, arguments.texts)]), left_out)
+    entries, left_out = find_images(files, recursive=arguments.recursive)
+    entries = [replace(entry, source=entry.source.removeprefix(f"{scratch}/")) for entry in entries]
+    return Found(with_names([one for entry in entries for one in _once_per_text(entry, arguments.texts)]), left_out)
 
 
-def _once_per_text(image: ImageEntry, texts: Sequence[str]) -> list[ImageEntry]:
-    """Return an image once for each text, which becomes a part of the names of its files."""
-    stem, suffix = os.path.splitext(image.label)  # noqa: PTH122
-    return [replace(image, label=f"{stem}-{one.replace(' ', '_')}{suffix}") for one in texts] or [image]
+def _once_per_text(entry: ImageEntry, texts: Sequence[str]) -> list[ImageEntry]:
+    """Return an image once for each text, which is its target against the others, and a part of its file names."""
+    stem, suffix = os.path.splitext(entry.label)  # noqa: PTH122
+    targets = {one: text(one, against=[other for other in texts if other != one]) for one in texts}
+    return [
+        replace(entry, label=f"{stem}-{one.replace(' ', '_')}{suffix}", target=target)
+        for one, target in targets.items()
+    ] or [entry]
 
 
-def _with_text(loaded: LoadedImage, texts: Sequence[str], index: int) -> LoadedImage:
-    """Return the image of that number with its text, against the others, as the target."""
-    others = list(texts)
-    return replace(loaded, target=text(others.pop(index % len(texts)), against=others)) if texts else loaded
-
-
-def _explain(arguments: argparse.Namespace, methods: list[str], images: Sequence[ImageEntry], screen: Screen) -> int:
+def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequence[ImageEntry], screen: Screen) -> int:
     """Explain the images, and write the overlays to a folder."""
-    if not images:
+    if not entries:
         raise UsageError("no image was given; try: saliency explain photo.jpg")
-    given = arguments_of(RunOptions, arguments) | {"methods": methods, "options": dict(arguments.settings or ())}
-    options = RunOptions(**given, style=overlay_style(arguments), maps=arguments.save, with_manifest=False)
-    network = open_network(options, arguments.device, screen)
-    suffixes = ["png", *(f"trust.{suffix}" for suffix in CARD_SUFFIXES if arguments.trust)]
-    files = [f"{image.name}.{method}.{suffix}" for image in images for method in methods for suffix in suffixes]
-    _prepare_folder(arguments.out, [*files, SHEET] if arguments.sheet else files, [image.path for image in images])
+    style = overlay_style(arguments)
+    given = {**vars(arguments), "methods": methods, "style": style, "maps": arguments.save, "with_manifest": False}
     rows: list[Row] = []
-    thumbs: list[dict[str, Explanation]] = []
-    cards: list[tuple[Row, TrustCard]] = []
-    # With --method all, a method that does not apply to the model is not a failure.
-    expected = "NotApplicableError" if ALL in (arguments.methods or ()) else None
-    index = 0
+    thumbs: dict[int, dict[str, Explanation]] | None = {} if arguments.sheet else None
+    _require_other_files(arguments, methods, entries)
     try:
         with screen.progress() as show:
-            for index, image in enumerate(images):
-                show(index, len(images), 0)
-                screen.subject = visible(image.label)
-                loaded = _with_text(network.load(image), arguments.texts, index)
-                results = network.explain([loaded])[0]
-                if not any(row["overlay"] for row in rows):
-                    errors = [Failure.of(one) if isinstance(one, Exception) else None for one in results.values()]
-                    require_sensible_options(options, errors)
-                thumbs.append({})
-                task = Task(index, image, tuple(methods))
-                written = network.trust(task, loaded, results)
-                for row in write_results(options, arguments.out, task, loaded, results, written):
-                    rows.append(row)
-                    result, card = results.get(row["method"]), written.get(row["method"])
-                    cards += [(row, card)] if isinstance(card, TrustCard) else []
-                    if arguments.sheet and row["overlay"] and isinstance(result, Explanation):
-                        frame = shrink(loaded.frame(image), THUMB)
-                        sign = options.style.sign or result.sign
-                        thumbs[-1][row["method"]] = replace(result, frames=(frame,), sign=sign)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"{index} of {len(images)} images are done") from None
+            options = RunOptions.of(given | {"on_progress": show})
+            engine = SequentialEngine(one_device(options), lambda entry: screen.name_subject(entry.label))
+            Run(options, arguments.out, entries, partial(_Context, rows=rows, thumbs=thumbs)).execute(engine)
+    except SaliencyError:  # an invalid option, for which the first image failed
+        rows.clear()
+        raise
     finally:
-        screen.subject = ""
-        failures = _print_results(rows, expected, arguments.out, screen)
-        for row, card in cards:
-            screen.say(f"{visible(Path(row['source']).name)} by {row['method']}: {card.summary}")
-    if arguments.sheet:
-        _write_sheet(thumbs, options, arguments.out, screen)
+        screen.name_subject("")
+        failures = _print_results(rows, expected_errors(arguments), arguments.out, screen)
+    if thumbs:
+        _write_sheet(list(thumbs.values()), options, screen, arguments.out / SHEET)
     return 1 if failures or not any(row["overlay"] for row in rows) else 0
 
 
@@ -153,53 +157,46 @@ def methods_and_images(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(dict.fromkeys(methods)), images
 
 
-def open_network(options: RunOptions, device: str, screen: Screen) -> Network:
-    """Load the model on its device, with the methods."""
-    first, *others = find_devices(device, options.model)
+def one_device(options: RunOptions) -> torch.device:
+    """Return the device of the options. Raises UsageError if there are several."""
+    first, *others = find_devices(options.device, options.model)
     if others:
-        raise UsageError(f"--device {device}: only saliency batch and saliency evaluate use several devices")
-    with screen.waiting(f"loading {options.model}"):
-        return Network(options, move_model(load_model(options), first))
+        raise UsageError(f"--device {options.device}: only saliency batch and saliency evaluate use several devices")
+    return first
 
 
-def _prepare_folder(out: Path, files: Sequence[str], images: Sequence[str]) -> None:
-    """Create the output folder.
-
-    Raises:
-        UsageError: A file would replace one of the images.
-        OSError: The folder cannot be written to.
-    """
-    protected = set(map(os.path.realpath, images))
-    for file in files:
-        if os.path.realpath(out / file) in protected:
-            raise UsageError(f"--out {out}: {file} would replace one of the images; choose another folder")
-    out.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=out).close()
+def _require_other_files(arguments: argparse.Namespace, methods: Sequence[str], entries: Sequence[ImageEntry]) -> None:
+    """Raise UsageError if a file would replace one of the images."""
+    suffixes = ["png", *(f"trust.{suffix}" for suffix in CARD_SUFFIXES if arguments.trust)]
+    files = [f"{entry.name}.{method}.{suffix}" for entry in entries for method in methods for suffix in suffixes]
+    protected = {os.path.realpath(entry.path) for entry in entries}
+    for file in [*files, SHEET] if arguments.sheet else files:
+        if os.path.realpath(arguments.out / file) in protected:
+            raise UsageError(f"--out {arguments.out}: {file} would replace one of the images; choose another folder")
 
 
-def _write_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, out: Path, screen: Screen) -> None:
+def _write_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, screen: Screen, path: Path) -> None:
     """Write the contact sheet with the methods that succeeded on most images, and the images on which all of them did.
 
     Nothing is written if a method or an image does not exist.
     """
-    rows = [row for row in thumbs if row]
-    counts = Counter(method for row in rows for method in row)
-    methods = [method for method in options.methods if 2 * counts[method] > len(rows)]
-    complete = [[row[method] for method in methods] for row in rows if row.keys() >= set(methods)]
+    counts = Counter(method for row in thumbs for method in row)
+    methods = [method for method in options.methods if 2 * counts[method] > len(thumbs)]
+    complete = [[row[method] for method in methods] for row in thumbs if row.keys() >= set(methods)]
     if not methods or not complete:
         return
     style = {name: getattr(options.style, name) for name in ("opacity", "colormap", "percentile", "smoothing")}
     with screen.waiting("drawing the contact sheet"):
-        path = save_drawing(contact_sheet(complete, thumb=THUMB, **style), out / SHEET)
+        save_drawing(contact_sheet(complete, thumb=THUMB, **style), path)
     screen.say(f"contact sheet: {visible(path)}")
 
 
-def _print_results(rows: Sequence[Row], expected: str | None, out: Path, screen: Screen) -> int:
+def _print_results(rows: Sequence[Row], expected: set[str], out: Path, screen: Screen) -> int:
     """Print the failures on standard error and a table of the other rows, and return the number of failures.
 
-    An error of the kind `expected` is not a failure.
+    Errors of the kinds `expected` are not failures.
     """
-    failed = [row for row in rows if row["error"] is not None and row["error_kind"] != expected]
+    failed = [row for row in rows if row["error"] is not None and row["error_kind"] not in expected]
     for row in failed:
         screen.error(sentence(row["source"], row["method"], row["error"]))
     if not rows:
@@ -222,6 +219,9 @@ def _print_results(rows: Sequence[Row], expected: str | None, out: Path, screen:
     if cells and not screen.is_terminal:
         screen.table(["image", "class", "prob.", "method", "file"], cells)
     _print_totals([row for row in rows if row["overlay"]], len(failed), out, screen)
+    for row in rows:
+        if row["trust"]:
+            screen.say(f"{visible(Path(row['source']).name)} by {row['method']}: {row['trust']['summary']}")
     return len(failed)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 
 from ..batch.failures import Failure, sentence
-from ..batch.network import trust_card
+from ..batch.network import Network, Slot, load_model, move_model, trust_card
 from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
 from ..errors import plural, visible
 from ..evaluation.trust import TrustCard
-from .arguments import METHOD, arguments_of
+from .arguments import METHOD
 from .console import Screen, UsageError
-from .explain import methods_and_images, open_network
+from .explain import methods_and_images, one_device
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
@@ -22,17 +22,17 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         SaliencyError: The command line is invalid. Nothing has been written.
     """
     methods, more_images = methods_and_images(arguments.methods or [METHOD])
-    images = find_images([*arguments.images, *more_images]).images
-    if len(images) != 1 or len(methods) != 1:
-        counts = f"got {plural(len(images), 'image')} and {plural(len(methods), 'method')}"
+    entries = find_images([*arguments.images, *more_images]).entries
+    if len(entries) != 1 or len(methods) != 1:
+        counts = f"got {plural(len(entries), 'image')} and {plural(len(methods), 'method')}"
         raise UsageError(f"a trust card is of one image and one method, {counts}; saliency explain --trust writes many")
-    given = arguments_of(RunOptions, arguments) | {"methods": methods, "options": dict(arguments.settings or ())}
-    network = open_network(RunOptions(**given), arguments.device, screen)
+    options, (entry,) = RunOptions.of(vars(arguments) | {"methods": methods}), entries
     with screen.waiting("measuring the map"):
-        loaded = network.load(images[0])
-        card = trust_card(network.methods[0], images[0], loaded, arguments.seconds, seed=arguments.seed)
+        network = Network(options, move_model(load_model(options), one_device(options)))
+        loaded = network.load(Slot(0, entry, (methods[0],)))
+        card = trust_card(network.methods[0], loaded, arguments.seconds, seed=arguments.seed)
     if isinstance(card, Exception):
-        screen.error(sentence(images[0].source, methods[0], Failure.of(card).reason))
+        screen.error(sentence(entry.source, methods[0], Failure.of(card).reason))
         return 1
     print_card(card, arguments, screen)
     return 0

@@ -18,14 +18,14 @@ from PIL import Image
 from torch import Tensor
 
 import saliency
-from saliency import BatchAttribution, GradCAM, ImageError, TargetError, overlay
+from saliency import BatchAttribution, GradCAM, ImageError, LayerError, TargetError, overlay
 from saliency.batch import BatchError, OverlayStyle, Progress, StoppedError, batch
 from saliency.batch import run as running
 from saliency.batch.drawing import write_results
 from saliency.batch.engines import LocalEngine, RunContext
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import COLUMNS, Row, make_row
-from saliency.batch.network import Task, replicate
+from saliency.batch.network import Slot, replicate
 from saliency.batch.run_options import RunOptions
 from saliency.hooks.rectifiers import Coverage
 from saliency.io.preprocess import Preprocess
@@ -138,8 +138,8 @@ def test_the_folder_has_the_files_that_the_page_shows(source: Path, tmp_path: Pa
 def test_the_heat_image_is_opaque_inside_the_crop_only(tmp_path: Path) -> None:
     noise(tmp_path / "wide.png", 1, (1200, 300))
     quick(tmp_path / "wide.png", tmp_path / "out", style=OverlayStyle(opacity=0.5))
-    with Image.open(tmp_path / "out" / "photos" / "wide.jpg") as preview:
-        assert preview.size == (640, 160)
+    with Image.open(tmp_path / "out" / "photos" / "wide.jpg") as thumbnail:
+        assert thumbnail.size == (640, 160)
     heat = pixels(tmp_path / "out" / "heat" / "wide.grad_cam.webp")
     height, width = heat.shape[:2]
     assert abs(width / height - 4) < 0.1
@@ -564,13 +564,13 @@ def test_a_sequential_engine_writes_the_same_files(
     quick(source, tmp_path / "threads", methods=BOTH, maps=True)
 
     def in_one_go(
-        engine: LocalEngine, context: RunContext, groups: Iterator[Sequence[Task]], *rest: object
+        engine: LocalEngine, context: RunContext, batches: Iterator[Sequence[Slot]], *rest: object
     ) -> Iterator[list[Row]]:
         network = replicate(context.options, context.model, engine.devices)[0]
-        for group in groups:
-            loaded = [network.load(task.image) for task in group]
+        for slots in batches:
+            loaded = [network.load(slot) for slot in slots]
             results = network.explain(loaded)
-            for each in zip(group, loaded, results, strict=True):
+            for each in zip(loaded, results, strict=True):
                 yield list(write_results(context.options, context.out, *each, {}))
 
     monkeypatch.setattr(LocalEngine, "execute", in_one_go)
@@ -581,7 +581,7 @@ def test_a_sequential_engine_writes_the_same_files(
 def test_options_tasks_and_rows_can_be_pickled() -> None:
     options = RunOptions(model="tiny", style=OverlayStyle(format="jpg"))
     image = ImageEntry("/a.png", "a.png", name="a", folder=("x",), target="cat")
-    given = options, Task(3, image, ("grad_cam",)), [make_row(index=3, score=0.5)]
+    given = options, Slot(3, image, ("grad_cam",)), [make_row(index=3, score=0.5)]
     assert pickle.loads(pickle.dumps(given)) == given
 
 
@@ -709,6 +709,18 @@ def test_invalid_options_are_refused_before_anything_is_written(
             **options | ({"style": OverlayStyle(**options["style"])} if "style" in options else {}),
         )
     assert not (tmp_path / "out").exists() or {each.name for each in (tmp_path / "out").iterdir()} <= {".lock"}
+
+
+def test_a_call_that_writes_nothing_leaves_no_new_folder(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(BatchError, match=r"there is no image: https://a.org/b.jpg is an address, not a file"):
+        quick("https://a.org/b.jpg", tmp_path / "new")  # type: ignore[arg-type]
+    with pytest.raises(LayerError):
+        quick(source, tmp_path / "new", layer="nothing")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "old").mkdir()
+    with pytest.raises(BatchError, match="no image"):
+        quick("nowhere.jpg", tmp_path / "old")  # type: ignore[arg-type]
+    assert (tmp_path / "old").is_dir()
 
 
 def test_no_photo_at_all_is_an_error(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from saliency.batch import BatchError, Progress, StoppedError, batch, engines
 from saliency.batch.engines import Actor, RayEngine, Resources, RunContext, open_ray
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import make_row
-from saliency.batch.network import Task
+from saliency.batch.network import Slot
 from saliency.batch.output_folder import LOCK, locked
-from saliency.batch.run import Run
+from saliency.batch.run import BatchRun
 from saliency.batch.run_options import RunOptions
 from saliency.batch.sources import find_images
 from saliency.cli import main
@@ -87,12 +87,12 @@ def cluster(ray: Any) -> Iterator[Any]:
         signal.signal(signal.SIGTERM, before)
 
 
-def on_cluster(source: Path, out: Path, model: Any, workers: int = 1, **options: Any) -> Run:
+def on_cluster(source: Path, out: Path, model: Any, workers: int = 1, **options: Any) -> BatchRun:
     """Run a batch on Ray. Each worker is a new process, which imports torch."""
     out.mkdir(exist_ok=True)
     run_options = RunOptions(model=model, **{"methods": METHODS, "batch_size": 4, **options})
     with locked(out):
-        run = Run(run_options, find_images([source]).images, out)
+        run = BatchRun(run_options, out, find_images([source]).entries)
         with open_ray("cpu", workers) as engine:
             run.execute(engine)
         run.finish()
@@ -324,7 +324,7 @@ def engine(results: Callable[[], Iterator[Any]], monkeypatch: pytest.MonkeyPatch
 
 
 def executed(local: RayEngine, tmp_path: Path, is_interrupted: Callable[[], bool] = lambda: False) -> list[Any]:
-    groups = iter([[Task(0, ImageEntry("0", "0"), ("grad_cam",))]])
+    groups = iter([[Slot(0, ImageEntry("0", "0"), ("grad_cam",))]])
     context = RunContext(RunOptions(model=Tiny()), tmp_path, torch.nn.Identity())
     return list(local.execute(context, groups, is_interrupted))
 
@@ -367,7 +367,7 @@ def test_a_worker_that_sees_another_folder_is_an_error(
     for holder in (b"1", b"2"):
         actor = Actor(context, holder, Resources(actors=1), 1)
         with pytest.raises(BatchError, match="choose a folder for --out that all machines share"):
-            actor._explain([Task(0, ImageEntry("0", "0"), ("grad_cam",))], "attempts")
+            actor._explain([Slot(0, ImageEntry("0", "0"), ("grad_cam",))], "attempts")
         (tmp_path / LOCK).write_bytes(b"1")
 
 

@@ -129,7 +129,7 @@ def unpacked(data: Row) -> list[Row]:
     """Photos with their rows as dictionaries by the keys of the manifest, as the page's script reads them."""
     photos: list[Row] = unzipped(data["photos"])
     for photo in photos:
-        photo |= {key: photo.get(key) for key in page_of._PHOTO}
+        photo |= {key: photo.get(key) for key in page_of._ENTRY}
         for each in photo["rows"]:
             each |= {key: each.get(key) for key in page_of._ROW}
             each["bar"] = data["head"]["bars"].get(each["bar"])
@@ -366,6 +366,8 @@ def test_the_command_says_where_the_page_is(tmp_path: Path, capsys: pytest.Captu
     out = folder(tmp_path / "out", [row(0)])
     assert report_command(Namespace(folder=out, csv=False, title=None), Screen()) == 0
     assert capsys.readouterr().out == f"written: {out / 'index.html'}\n"
+    assert main(["report", str(out), "-q"]) == 0
+    assert capsys.readouterr().out == ""
 
 
 def test_the_command_writes_the_rows_as_csv_and_keeps_a_title(

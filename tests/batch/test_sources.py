@@ -23,7 +23,7 @@ from saliency.render.overlay import save_drawing
 
 
 def find_images(*places: Any, **options: Any) -> list[ImageEntry]:
-    return sources.find_images(*places, **options).images
+    return sources.find_images(*places, **options).entries
 
 
 def touch(folder: Path, *names: str) -> None:

@@ -25,7 +25,7 @@ from safetensors.torch import save
 import saliency
 from saliency.batch import OverlayStyle, StoppedError, batch
 from saliency.batch.drawing import redraw
-from saliency.batch.network import Network, trust_card
+from saliency.batch.network import Network, Slot, trust_card
 from saliency.batch.run_options import RunOptions
 from saliency.batch.sources import find_images
 from saliency.cli import batch_commands as batching
@@ -308,8 +308,8 @@ def test_trust_cards_and_saved_explanations_are_of_the_16_bits_that_the_model_se
     model = Tiny()
     model.preprocess = replace(model.preprocess, range=(0, 4095))
     explanation = saliency.GradCAM(model).attribute(path)
-    network, (entry,) = Network(RunOptions(model=model), model), find_images([path]).images
-    card = trust_card(network.methods[0], entry, network.load(entry), 0.1)
+    network, (entry,) = Network(RunOptions(model=model), model), find_images([path]).entries
+    card = trust_card(network.methods[0], network.load(Slot(0, entry, ())), 0.1)
     assert isinstance(card, TrustCard)
     assert torch.equal(card.explanation.values, explanation.values)
     loaded = saliency.Explanation.load(explanation.save(tmp_path / "e.safetensors"))
@@ -357,14 +357,14 @@ def test_kept_values_are_the_values_to_half_precision_however_small(source: Path
         assert (again.target, again.target_names, again.method) == (alone.target, alone.target_names, alone.method)
 
 
-def test_where_the_photo_is_gone_its_preview_is_drawn_on(render: Run, source: Path, tmp_path: Path) -> None:
+def test_where_the_photo_is_gone_its_thumbnail_is_drawn_on(render: Run, source: Path, tmp_path: Path) -> None:
     for name in ("00.png", "sub/a.png"):
         noise(source / name, 1, (1300, 700))
     quick(source, tmp_path / "run", maps=True, recursive=True)
     shutil.rmtree(source)
     code, out, _ = render(tmp_path / "run", "--out", tmp_path / "again")
     assert code == 0
-    assert "6 of them on the small preview" in out
+    assert "6 of them on the thumbnail" in out
     with Image.open(tmp_path / "again" / "00.grad_cam.png") as picture:
         assert picture.size == (640, 345)
     with Image.open(tmp_path / "again" / "sub" / "a.grad_cam.png") as picture:
@@ -372,7 +372,7 @@ def test_where_the_photo_is_gone_its_preview_is_drawn_on(render: Run, source: Pa
     shutil.rmtree(tmp_path / "run" / "photos")
     code, _, err = render(tmp_path / "run", "--out", tmp_path / "again")
     assert code == 1
-    assert "00.png' was removed or has changed, and there is no preview" in err
+    assert "00.png' was removed or has changed, and there is no thumbnail" in err
 
 
 def test_no_map_is_drawn_on_a_photo_that_has_changed(render: Run, source: Path, tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_no_map_is_drawn_on_a_photo_that_has_changed(render: Run, source: Path, 
     noise(source / "00.png", 1, (1300, 700))
     code, out, _ = render(tmp_path / "run", "--out", tmp_path / "later")
     assert code == 0
-    assert "1 of them on the small preview: the image was removed or has changed" in out
+    assert "1 of them on the thumbnail: the image was removed or has changed" in out
     with Image.open(tmp_path / "later" / "00.grad_cam.png") as picture:
         assert picture.size == (40, 30)
 

@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 
 from saliency import GradCAM
-from saliency.cli import evaluate, main
+from saliency.batch import folder_evaluation
+from saliency.cli import main
 from saliency.evaluation.comparison import Result, measure_image
 from saliency.evaluation.metrics.faithfulness import Deletion
 from saliency.metrics import measure
@@ -38,7 +39,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         seen.append((name, method_name))
         return measure_image(name, method_name, *arguments, **options)
 
-    monkeypatch.setattr(evaluate, "measure_image", spy)
+    monkeypatch.setattr(folder_evaluation, "measure_image", spy)
     return seen
 
 
@@ -102,7 +103,7 @@ def test_an_interrupted_run_keeps_what_is_measured(
         return measure_image(name, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "measure_image", interrupted)
+        patch.setattr(folder_evaluation, "measure_image", interrupted)
         assert run(source)[0] == 130
     measured.clear()
     assert run(source)[0] == 0
@@ -182,10 +183,10 @@ def test_ctrl_c_finishes_the_methods_in_progress_and_keeps_them(
         time.sleep(0.1)
         return measure_image(*arguments, **options)
 
-    monkeypatch.setattr(evaluate, "measure_image", pressed)
+    monkeypatch.setattr(folder_evaluation, "measure_image", pressed)
     code, _, err = run(source, "-m", "grad_cam", "layer_cam", "--workers", "1")
     assert code == 130
-    assert "finished methods are kept; re-run to resume" in err
+    assert "0 of 3 images are done; re-run to resume" in err
     (kept,) = (tmp_path / "out" / "results").iterdir()
     assert kept.name.endswith(".grad_cam.json")
 
@@ -211,7 +212,7 @@ def test_an_invalid_command_line_exits_with_two(run: Run, source: Path, words: l
 def test_all_methods_may_include_some_that_do_not_apply(
     run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluate, "select_methods", lambda names: ["grad_cam", "attention_rollout"])
+    monkeypatch.setattr("saliency.cli.batch_commands.select_methods", lambda names: ["grad_cam", "attention_rollout"])
     assert run(source, "--limit", "1", "-m", "all")[0] == 0
     assert run(source, "--limit", "1", "-m", "grad_cam", "attention_rollout")[0] == 1
     assert len(list((tmp_path / "out" / "results").iterdir())) == 1

@@ -29,7 +29,7 @@ SCRIPTS = ("data.js", "layout.js", "state.js", "grid.js", "card.js", "view.js", 
 COLOURS = 17  # colours per colour bar; the browser interpolates between them
 
 # Columns of the manifest that the page shows, per image and per row.
-_PHOTO = ("index", "source", "id", "width", "height", "input_width", "input_height", "box", "photo")
+_ENTRY = ("index", "source", "id", "width", "height", "input_width", "input_height", "box", "photo")
 _ROW = (
     *("target", "name", "probability", "score", "layer", "settings", "coverage", "residual", "ledger"),
     *("sign", "units", "floor", "limit", "colormap", "heat", "overlay", "trust", "card", "error", "error_kind"),
@@ -89,7 +89,7 @@ def _comparison(folder: Path) -> Row | None:
 def _page(run: Row, rows: Iterable[Row], comparison: Row | None) -> str:
     methods = {method["name"]: index for index, method in enumerate(run["methods"])}
     bars: dict[str, list[str] | None] = {}
-    photos = [_photo(list(group), methods, bars) for _, group in groupby(rows, itemgetter("index"))]
+    entries = [_entry(list(group), methods, bars) for _, group in groupby(rows, itemgetter("index"))]
     # Omit times, so that a resumed run gives the same page.
     head = {
         "title": run.get("title"),
@@ -101,16 +101,16 @@ def _page(run: Row, rows: Iterable[Row], comparison: Row | None) -> str:
         "properties": {name: title for name, (title, _) in PROPERTIES.items()},
         "bars": bars,
         "opacity": MOST_OPACITY if run["fingerprint"]["opacity"] == "map" else run["fingerprint"]["opacity"],
-        "photos": len(photos),
-        "failed": sum(any("error" in row for row in photo["rows"]) for photo in photos),
+        "photos": len(entries),
+        "failed": sum(any("error" in row for row in entry["rows"]) for entry in entries),
     }
-    title = f"{head['title'] or head['model']}: {len(photos):,} images".encode("utf-8", "backslashreplace").decode()
+    title = f"{head['title'] or head['model']}: {len(entries):,} images".encode("utf-8", "backslashreplace").decode()
     style, script = _template("page.css"), "\n".join(map(_template, SCRIPTS))
     parts = {
         "title": html.escape(title),
         "policy": _policy(style, script),
         "style": style,
-        "data": dumped({"head": head, "photos": _packed(photos), "comparison": _packed(comparison)}),
+        "data": dumped({"head": head, "photos": _packed(entries), "comparison": _packed(comparison)}),
         "script": script,
     }
     # A single substitution: placeholders in inserted text are not replaced.
@@ -121,7 +121,7 @@ def _packed(value: object) -> str:
     return base64.b64encode(zlib.compress(dumped(value).encode())).decode()
 
 
-def _photo(rows: Sequence[Row], methods: Mapping[str, int], bars: dict[str, list[str] | None]) -> Row:
+def _entry(rows: Sequence[Row], methods: Mapping[str, int], bars: dict[str, list[str] | None]) -> Row:
     """Return the columns of an image and of its rows, and add the colours of its colour bars to `bars`.
 
     The method of a row is an index; -1 if the image failed before any method.
@@ -135,7 +135,7 @@ def _photo(rows: Sequence[Row], methods: Mapping[str, int], bars: dict[str, list
         if row["colormap"] is not None:
             bars[bar] = colours(row["colormap"], is_signed)
         packed.append({**_selected(row, _ROW), "method": methods.get(row["method"], -1), "bar": bar})
-    return {**_selected(known, _PHOTO), "rows": packed}
+    return {**_selected(known, _ENTRY), "rows": packed}
 
 
 def _selected(row: Row, keys: Iterable[str]) -> Row:
@@ -177,12 +177,12 @@ def address(path: str) -> str | None:
 def colours(name: str, signed: bool) -> list[str] | None:
     """Return the colours of a bar from low to high as "#rrggbb"; None for a colormap unknown to this process."""
     try:
-        entries = color_table(name, centred=signed)
+        colors = color_table(name, centred=signed)
     except RenderError:
         return None
     low = 1 if signed else 0
     places = [low + round(i * (255 - low) / (COLOURS - 1)) for i in range(COLOURS)]
-    return ["#{:02x}{:02x}{:02x}".format(*row) for row in entries[places].tolist()]
+    return ["#{:02x}{:02x}{:02x}".format(*row) for row in colors[places].tolist()]
 
 
 def _policy(style: str, script: str) -> str:

@@ -1,4 +1,4 @@
-// Unpack the data of the page: images with their rows, as written by `_photo`.
+// Unpack the data of the page: images with their rows, as written by `_entry`.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const head = data.head;

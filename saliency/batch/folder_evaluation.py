@@ -1,0 +1,286 @@
+"""Evaluate methods on folders of images: measure each image by metrics, and compare the methods. A run resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..attribution.base import Attribution
+from ..attribution.options import declared_options
+from ..errors import ImageError
+from ..evaluation.comparison import Comparison, Result, measure_image, unique_names
+from ..evaluation.metrics.base import Metric, SharedResults, resolve_metrics
+from ..io.atomic_write import atomic_write
+from ..methods.baselines import GivenImages
+from .engines import RunContext
+from .errors import Failure, writing_to
+from .listing import ImageEntry, merge_listing
+from .manifest import Row
+from .network import LoadedImage, Network
+from .output_folder import ABOUT, EVALUATION, RESULTS, OutputFolder, locked
+from .report import report
+from .run import Run
+from .run_options import Progress, RunOptions, describe
+from .sources import Paths, find_images
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..io.preprocess import PreprocessLike, Whole
+    from ..targets.targets import Target
+
+FORMAT = "saliency evaluate 2"
+
+
+class FolderComparison(Comparison):
+    """Comparison of methods on images of files.
+
+    Attributes:
+        failures: A row for each failure, with its source, method, error and error_kind. The method is None if the image
+            failed for all methods.
+        left_out: Number of images in the sources that the toolkit wrote, such as overlays.
+        page: The page with the table; None if there are no results.
+    """
+
+    failures: Sequence[Row] = ()
+    left_out: int = 0
+    page: Path | None = None
+
+
+def evaluate(
+    sources: Paths,
+    out: str | os.PathLike[str],
+    model: str | nn.Module = "efficientnet_lite0",
+    methods: Sequence[str] = ("grad_cam",),
+    metrics: str | Metric | Sequence[str | Metric] = ("deletion", "insertion"),
+    *,
+    masks: Paths | None = None,
+    boxes: Mapping[str, Any] | None = None,
+    weights: str | None = "default",
+    preprocess: PreprocessLike | None = None,
+    categories: Sequence[str] | Mapping[int, str] | None = None,
+    layer: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    whole: Whole = False,
+    target: int | str | Target | None = None,
+    targets: str | os.PathLike[str] | None = None,
+    recursive: bool = False,
+    engine: Literal["local", "ray"] = "local",
+    device: str = "auto",
+    workers: int | None = None,
+    limit: int | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> FolderComparison:
+    """Compare methods by metrics on the images of folders, and write the results to a folder.
+
+    Repeat the same call to resume an interrupted run, or call it with more methods or images to add them. An image,
+    mask, box, option or checkpoint that has changed is measured again. An image that fails is in `failures` of the
+    result, never affects the others, and is tried again by the next run.
+
+    The output folder contains `evaluation.json`, with the table, the differences, the mean curves and the value of each
+    image, the table as `evaluation.html`, and `results/` with the values of each image and method. In the output folder
+    of `saliency.batch.batch`, the table is a tab of its page instead.
+
+    Args:
+        sources: Folders, files, patterns, lists and shards, as for `saliency.batch.batch`.
+        out: The output folder; created if it does not exist.
+        model: A name that `saliency.load` accepts, or a model.
+        methods: Names in the registry.
+        metrics: Metrics such as `saliency.metrics.Deletion(steps=28)`, or their names.
+        masks: Folders, files or patterns of masks with the names of the images, in which the object is not black.
+        boxes: Instead of masks, the box (x0, y0, x1, y1) of the object, or several boxes, by the name of the file, such
+            as "cat.jpg", or "pets/cat.jpg" in a subfolder; in pixels of the upright image.
+        weights: As for `saliency.load`.
+        preprocess: Preprocessing of the images; None for the model's own.
+        categories: Class names; None for the model's own.
+        layer: Layer for the methods that read one.
+        options: Options of the methods, applied to each method that has them.
+        whole: Whether the model sees the whole image instead of a crop, as for every method: False, True or "aspect".
+        target: Class index or name, or a target, for all images without their own target; None for the top class of
+            each image.
+        targets: File with paths and targets, for images that `sources` finds without a target.
+        recursive: Whether subfolders are searched, also for masks.
+        engine: "local" for this machine, "ray" for a cluster, as for `saliency.batch.batch`.
+        device: "auto", "cpu", "cuda", or several as in "cuda:0,cuda:1".
+        workers: Number of images that are measured in parallel on a CPU; by default one per core.
+        limit: Largest number of images to measure, in the order of the sources.
+        on_progress: Called with a `Progress` after every image.
+
+    Returns:
+        The comparison, as of `saliency.compare`, with the failures. Images are named by their paths without suffix.
+
+    Raises:
+        BatchError: There is no image or no mask, the folder is in use, or an option is invalid.
+        StoppedError: The folder cannot be written to.
+        SaliencyError: The model, a method, a metric, a layer or the target of all images does not exist.
+        KeyboardInterrupt: Ctrl-C was pressed. Methods in progress are finished first, and their values are kept.
+    """
+    run_options = RunOptions.of(locals())
+    entries, left_out = find_images(sources, recursive=recursive, targets=targets)
+    metric_list, by_name = resolve_metrics(metrics), None
+    if masks is not None:
+        listing = merge_listing([], find_images(masks, recursive=recursive).entries)
+        by_name = {mask.name: mask for mask in listing.entries}
+    names = unique_names(metric_list)
+    about = {"format": FORMAT, "metrics": dict(zip(names, map(_all_settings, metric_list), strict=True))}
+    values = run_options.fingerprint().items()
+    settings = {
+        method: {name: value for name, value in values if name.partition(" of ")[2] in ("", method)} | about
+        for method in run_options.methods
+    }
+    with locked(Path(out)):
+        storage = Storage(Path(out), by_name, boxes, settings)
+        run = EvaluationRun(run_options, storage, merge_listing([], entries).entries, metric_list)
+        run.complete()
+        comparison = FolderComparison(run.results())
+        comparison.failures, comparison.left_out = run.failures, left_out
+        if comparison.results:
+            comparison.page = _write(comparison, Path(out))
+        return comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Files of the results of an evaluation, each with the settings that determine it.
+
+    Attributes:
+        out: The output folder.
+        masks: The masks by the names of the images; None without masks.
+        boxes: The boxes by the names of the files; None without boxes.
+        settings: The settings of each method, as JSON values.
+    """
+
+    out: Path
+    masks: Mapping[str, ImageEntry] | None
+    boxes: Mapping[str, Any] | None
+    settings: Mapping[str, Mapping[str, Any]]
+
+    def find_object(self, entry: ImageEntry) -> tuple[ImageEntry | None, Any]:
+        """Return the mask and the boxes of an image; None if it has none."""
+        return (self.masks or {}).get(entry.name), (self.boxes or {}).get("/".join((*entry.folder, entry.label)))
+
+    def _file(self, entry: ImageEntry, method: str) -> tuple[Path, list[Any]]:
+        """Return the file of the results, and the settings that determine them, as JSON values."""
+        mask, boxes = self.find_object(entry)
+        files = [[one.path, one.offset, *one.stamp] for one in (entry, mask) if one is not None]
+        key = [self.settings[method], files, entry.target, boxes]
+        return self.out / RESULTS / f"{entry.name}.{method}.json", json.loads(json.dumps(key, default=describe))
+
+    def read(self, entry: ImageEntry, method: str) -> list[Result] | None:
+        """Return the stored results; None if there are none, or the file is damaged or of other settings."""
+        path, key = self._file(entry, method)
+        try:
+            content = json.loads(path.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+        return [Result(**result) for result in content["results"]] if content["key"] == key else None
+
+    def write(self, entry: ImageEntry, method: str, results: Sequence[Result]) -> None:
+        """Store results. Raises StoppedError if the folder cannot be written to."""
+        path, key = self._file(entry, method)
+        content = {"key": key, "results": [asdict(result) for result in results]}
+        with writing_to(self.out):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as temporary:
+                temporary.write_text(json.dumps(content, indent=1) + "\n", "ascii")
+
+
+class EvaluationRun(Run):
+    """One run that measures images in a locked folder."""
+
+    resumes = True
+
+    def __init__(
+        self, options: RunOptions, storage: Storage, entries: Sequence[ImageEntry], metrics: Sequence[Metric]
+    ) -> None:
+        super().__init__(options, storage.out, entries, partial(Measuring, metrics=metrics, storage=storage))
+        OutputFolder(self.out).remove_temporary_files()
+        stored = [{name: storage.read(entry, name) for name in options.methods} for entry in entries[: self.total]]
+        self._results = [{name: own for name, own in results.items() if own is not None} for results in stored]
+        self.done = {index for index in range(self.total) if not self.missing(index)}
+
+    def missing(self, index: int) -> tuple[str, ...]:
+        """Return the methods without results for an image."""
+        return tuple(name for name in self.options.methods if name not in self._results[index])
+
+    def store(self, rows: Sequence[Row]) -> None:
+        """Keep the results of an image, which are stored already, and its failures."""
+        index = rows[0]["index"]
+        for row in rows:
+            methods = self.missing(index) if row["method"] is None else [row["method"]]
+            self._results[index] |= dict.fromkeys(methods, row["results"])
+        if not self.missing(index):
+            super().store(rows)
+
+    def results(self) -> list[Result]:
+        """Return all results, in the order of the images and methods."""
+        return [result for own in self._results for name in self.options.methods for result in own.get(name, ())]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measuring(RunContext):
+    """Measures each image by its methods, and stores the results.
+
+    Attributes:
+        metrics: The metrics.
+        storage: Files of the results.
+    """
+
+    metrics: Sequence[Metric]
+    storage: Storage
+
+    def compute(self, network: Network, batch: Sequence[LoadedImage]) -> list[list[Row]]:
+        """Measure each image by the methods of its slot. The row of an error of the image has no method."""
+        return [self._measure(network, loaded) for loaded in batch]
+
+    def finish(self, loaded: LoadedImage, results: list[Row]) -> list[Row]:
+        """Return the rows, whose results are stored already."""
+        return results
+
+    def _measure(self, network: Network, loaded: LoadedImage) -> list[Row]:
+        rows: dict[str | None, Row] = {}
+        slot, shared = loaded.slot, SharedResults()
+        for method in network.methods:
+            if method.name not in slot.methods or self.is_interrupted():
+                continue
+            row: Row = {"index": slot.index, "source": slot.entry.source, "method": method.name, "error": None}
+            try:
+                row["results"] = self._measure_method(method, loaded, shared)
+            except Exception as error:  # noqa: BLE001 - any error is a failure of this image and method only
+                failure = Failure.of(error, slot.entry.source)
+                row |= {"error": failure.reason, "error_kind": failure.kind, "results": []}
+                row |= {"method": None} if isinstance(error, ImageError) else {}
+            else:
+                row["error_kind"] = None
+                self.storage.write(slot.entry, method.name, row["results"])
+            rows[row["method"]] = row
+        return list(rows.values())
+
+    def _measure_method(self, method: Attribution, loaded: LoadedImage, shared: SharedResults) -> list[Result]:
+        image, entry = loaded.open(), loaded.slot.entry
+        mask, boxes = self.storage.find_object(entry)
+        if self.storage.masks is not None and mask is None:
+            raise ImageError(f'has no mask: no image in the folder of --masks is called "{entry.name}"')
+        if self.storage.boxes is not None and boxes is None:
+            raise ImageError("has no box: the file of --boxes does not name it")
+        about = entry.name, method.name, method, image, loaded.target
+        mask_image = None if mask is None else mask.open()
+        return measure_image(*about, self.metrics, mask_image, boxes, shared=shared, progress=False)
+
+
+def _all_settings(metric: Metric) -> dict[str, Any]:
+    """Return the settings of a metric, with the pixels of images, which its own settings only mention."""
+    values = {name: getattr(metric, name) for name in declared_options(type(metric))}
+    return {**metric.settings, **{name: one.values for name, one in values.items() if isinstance(one, GivenImages)}}
+
+
+def _write(comparison: Comparison, out: Path) -> Path:
+    """Write the comparison, and return its page: the page of a batch run in the same folder, or else its own."""
+    with writing_to(out):
+        comparison.save(out / EVALUATION)
+        return report(out) if (out / ABOUT).is_file() else comparison.save(out / "evaluation.html")
