@@ -50,7 +50,7 @@ SCHEDULES: dict[str, tuple[int, float, tuple[Task, ...]]] = {  # steps, rate, ta
     "shapes_unet": (200, 1e-2, ("several",)),
     "shapes_circles": (200, 1e-2, ("several",)),
     "shapes_detector": (900, 1e-2, ("several",)),
-    "shapes_queries": (1300, 2e-3, ("several",)),
+    "shapes_queries": (1200, 2e-3, ("several",)),
     "shapes_keypoints": (250, 1e-2, ("corners",)),
 }
 BATCH = 32
@@ -154,7 +154,7 @@ def candidate_loss(model: nn.Module, scenes: Scenes, _task: Task) -> Tensor:
     classes = positive.float() @ F.one_hot(scenes.shapes, len(OBJECTS)).float()  # (N, M, C)
     image, cell, number = positive.nonzero(as_tuple=True)
     found = box_convert(y[:, :4].mT[image, cell], "cxcywh", "xyxy")
-    of_boxes = generalized_box_iou_loss(found, scenes.boxes[image, number], reduction="mean")
+    of_boxes: Tensor = generalized_box_iou_loss(found, scenes.boxes[image, number], reduction="mean")
     of_classes = F.binary_cross_entropy_with_logits(raw["scores"].mT, classes, reduction="sum") / len(image)
     return 2 * of_boxes + of_classes
 
@@ -364,7 +364,7 @@ def keypoint_errors(name: str, images: int = 1000) -> Tensor:
     cells = heatmaps.flatten(2).argmax(2)
     size = heatmaps.shape[-1]
     found = torch.stack([cells % size, cells // size], 2) * (SIZE / size) + SIZE / size / 2
-    return (found - scenes.keypoints[:, 0]).norm(dim=2)
+    return torch.linalg.vector_norm(found - scenes.keypoints[:, 0], dim=2)
 
 
 def quality(name: str, task: Task, images: int = 1000) -> str:

@@ -146,6 +146,7 @@ class QueryDetector(nn.Module):
         super().__init__()
         self.backbone = Backbone()
         self.positions = nn.Embedding((SIZE // 8) ** 2, width)
+        self.encoder = nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, batch_first=True)
         self.queries = nn.Embedding(queries, width)
         self.decoder = nn.ModuleList(
             nn.TransformerDecoderLayer(width, 4, 2 * width, 0.0, batch_first=True) for _ in range(depth)
@@ -155,7 +156,8 @@ class QueryDetector(nn.Module):
 
     def decode(self, x: Tensor) -> list[dict[str, Tensor]]:
         """Return the outputs after each layer of the decoder."""
-        tokens = self.backbone(x)[1].flatten(2).transpose(1, 2) + self.positions.weight  # (N, 64, width)
+        cells = self.backbone(x)[1].flatten(2).transpose(1, 2)  # (N, 64, width)
+        tokens = self.encoder(cells + self.positions.weight)
         states = self.queries.weight.expand(len(x), -1, -1)
         outputs = []
         for layer in self.decoder:

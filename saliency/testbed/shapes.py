@@ -69,7 +69,7 @@ class Scenes:
     def keypoints(self) -> Tensor:
         """The corners (x, y) of each triangle in pixels, in the order of KEYPOINTS, (N, K, 3, 2); NaN of others."""
         x0, y0, x1, y1 = self.boxes.unbind(2)
-        corners = torch.stack([(x0 + x1) / 2, y0, x0, y1, x1, y1], 2).unflatten(2, (3, 2))
+        corners = torch.stack([(x0 + x1) / 2, y0, x0, y1, x1, y1], 2).reshape(*x0.shape, 3, 2)
         return corners.where((self.shapes == _NAMES.index("triangle"))[..., None, None], torch.nan)
 
     def without(self, pixels: Tensor) -> Tensor:

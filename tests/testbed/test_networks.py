@@ -84,6 +84,12 @@ def test_the_outputs_have_the_formats_of_the_libraries() -> None:
         assert len(CATEGORIES[name]) == shape[1]
 
 
+def test_the_attention_of_the_queries_has_the_grid_of_the_image() -> None:
+    model = saliency.load("shapes_queries")
+    explanation = saliency.CheferLRP(model).attribute(SCENES.images, lambda output: output["logits"][:, 0, 0])
+    assert explanation.values.shape == (2, 1, 8, 8)
+
+
 def test_the_boxes_of_a_detector_are_in_pixels_of_images_of_any_size() -> None:
     model: Any = saliency.load("shapes_detector")
     scenes = draw_scenes(1, seed=1_000_009, task="several")
