@@ -364,7 +364,8 @@ def keypoint_errors(name: str, images: int = 1000) -> Tensor:
     cells = heatmaps.flatten(2).argmax(2)
     size = heatmaps.shape[-1]
     found = torch.stack([cells % size, cells // size], 2) * (SIZE / size) + SIZE / size / 2
-    return torch.linalg.vector_norm(found - scenes.keypoints[:, 0], dim=2)
+    distances: Tensor = torch.linalg.vector_norm(found - scenes.keypoints[:, 0], dim=2)
+    return distances
 
 
 def quality(name: str, task: Task, images: int = 1000) -> str:
