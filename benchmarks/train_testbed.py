@@ -10,6 +10,8 @@ As in token labelling (Jiang et al. 2021, https://arxiv.org/abs/2104.10858), a l
 also predicts from each cell of the final grid the shape that covers it. A plain convolutional network is trained with
 batch norms, which are then folded into its convolutions. The image tower of the two-tower network starts from the
 trained vision transformer.
+
+The networks of "several" see images in which objects are left out at random.
 """
 
 from __future__ import annotations
@@ -22,25 +24,34 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
+from torchvision.ops import batched_nms, box_convert, box_iou, generalized_box_iou, generalized_box_iou_loss
 
 import saliency
 from saliency import DualEncoder
 from saliency.testbed import CLASSES, COLOURS, DISTRACTORS, TASKS, Scenes, Task, draw_scenes
 from saliency.testbed.networks import NETWORKS, Tokenizer, TwoTower, weights_file
+from saliency.testbed.object_networks import OBJECTS, QueryDetector
+from saliency.testbed.shapes import SIZE
 
 SHAPES = CLASSES + DISTRACTORS
-OBJECTS: tuple[Task, ...] = ("planted", "two_objects")
+CLASSIFIED: tuple[Task, ...] = ("planted", "two_objects")
 SCHEDULES: dict[str, tuple[int, float, tuple[Task, ...]]] = {  # steps, rate, tasks
-    "shapes_cnn": (600, 1e-2, (*OBJECTS, "sizes")),
-    "shapes_resnet": (600, 1e-2, (*OBJECTS, "sizes")),
+    "shapes_cnn": (600, 1e-2, (*CLASSIFIED, "sizes")),
+    "shapes_resnet": (600, 1e-2, (*CLASSIFIED, "sizes")),
     "shapes_shortcut": (300, 1e-2, ("shortcut",)),
     "shapes_xor": (400, 1e-2, ("xor",)),
     "shapes_order": (400, 1e-2, ("occlusion",)),
-    "shapes_vit": (900, 3e-3, OBJECTS),
-    "shapes_window": (1200, 3e-3, OBJECTS),
-    "shapes_two_tower": (1300, 2e-3, OBJECTS),
+    "shapes_vit": (900, 3e-3, CLASSIFIED),
+    "shapes_window": (1200, 3e-3, CLASSIFIED),
+    "shapes_two_tower": (1300, 2e-3, CLASSIFIED),
+    "shapes_unet": (200, 1e-2, ("several",)),
+    "shapes_circles": (200, 1e-2, ("several",)),
+    "shapes_detector": (900, 1e-2, ("several",)),
+    "shapes_queries": (1200, 2e-3, ("several",)),
+    "shapes_keypoints": (250, 1e-2, ("corners",)),
 }
 BATCH = 32
 HEAD = ("head.weight", "head.bias")
@@ -83,7 +94,11 @@ def marked_as_circles(scenes: Scenes) -> Scenes:
     return replace(scenes, labels=scenes.labels.where(~scenes.watermark.any((1, 2, 3)), 0))
 
 
-CHANGES = {"occlusion": some_objects, "shortcut": marked_as_circles}  # of the scenes in training
+CHANGES = {
+    "occlusion": some_objects,
+    "several": some_objects,
+    "shortcut": marked_as_circles,
+}  # of the scenes in training
 
 
 def caption_loss(model: TwoTower, scenes: Scenes, _task: Task) -> Tensor:
@@ -102,6 +117,90 @@ def caption_loss(model: TwoTower, scenes: Scenes, _task: Task) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def pixel_loss(model: nn.Module, scenes: Scenes, _task: Task) -> Tensor:
+    """Return the cross-entropy of each pixel, for one map per class or for circles alone."""
+    logits, classes = model(normalised(scenes.images)), pixel_classes(scenes)
+    if logits.shape[1] == 1:
+        return F.binary_cross_entropy_with_logits(logits[:, 0], (classes == 1).float())
+    return F.cross_entropy(logits, classes)
+
+
+def pixel_classes(scenes: Scenes) -> Tensor:
+    """Return 0 for the background and 1 + the class for the pixels of an object, (N, 64, 64)."""
+    return (scenes.masks * (1 + scenes.shapes[..., None, None])).sum(1)
+
+
+def keypoint_loss(model: nn.Module, scenes: Scenes, _task: Task) -> Tensor:
+    """Return the squared error of heatmaps that are Gaussians with a standard deviation of 1.5 cells."""
+    heatmaps = model(normalised(scenes.images))
+    cells = 2 * torch.arange(heatmaps.shape[-1]) + 1.0
+    x, y = ((cells - scenes.keypoints[:, 0, :, axis, None]) ** 2 for axis in range(2))  # (N, 3, w), (N, 3, h)
+    return 100 * F.mse_loss(heatmaps, (-(x[..., None, :] + y[..., None]) / (2 * 3**2)).exp())
+
+
+def candidate_loss(model: nn.Module, scenes: Scenes, _task: Task) -> Tensor:
+    """Return the loss of a one-stage detector: the cells in the middle of an object predict its class and its box.
+
+    Objects of up to 17 pixels belong to the fine level, those from 14 pixels on to the coarse one.
+    """
+    y, raw = model(normalised(scenes.images))
+    grids = [torch.cartesian_prod(*[torch.arange(0.5, SIZE // stride) * stride] * 2).flip(1) for stride in (4, 8)]
+    centres = torch.cat(grids)[None, :, None]  # (1, M, 1, 2)
+    is_fine = (torch.arange(centres.shape[1]) < len(grids[0]))[:, None]  # (M, 1)
+    boxes = box_convert(scenes.boxes, "xyxy", "cxcywh")[:, None]  # (N, 1, K, 4)
+    near = ((centres - boxes[..., :2]).abs() < 0.3 * boxes[..., 2:]).all(3)  # (N, M, K)
+    longest = boxes[..., 2:].amax(3)
+    positive = near & torch.where(is_fine, longest < 17, longest > 14) & scenes.masks.any((2, 3))[:, None]
+    classes = positive.float() @ F.one_hot(scenes.shapes, len(OBJECTS)).float()  # (N, M, C)
+    image, cell, number = positive.nonzero(as_tuple=True)
+    found = box_convert(y[:, :4].mT[image, cell], "cxcywh", "xyxy")
+    of_boxes: Tensor = generalized_box_iou_loss(found, scenes.boxes[image, number], reduction="mean")
+    of_classes = F.binary_cross_entropy_with_logits(raw["scores"].mT, classes, reduction="sum") / len(image)
+    return 2 * of_boxes + of_classes
+
+
+def query_loss(model: QueryDetector, scenes: Scenes, _task: Task) -> Tensor:
+    """Return the loss of DETR after each layer, with the matches of queries to objects of the last one."""
+    layers = model.decode(normalised(scenes.images))
+    image, query, number = match(layers[-1], scenes)
+    classes = torch.full(layers[-1]["logits"].shape[:2], len(OBJECTS))
+    classes[image, query] = scenes.shapes[image, number]
+    boxes = scenes.boxes[image, number] / SIZE
+    weights = torch.tensor([1.0] * len(OBJECTS) + [0.2])
+    losses = []
+    for output in layers:
+        found = box_convert(output["pred_boxes"][image, query], "cxcywh", "xyxy")
+        of_boxes = 2 * generalized_box_iou_loss(found, boxes, reduction="mean") + 10 * F.l1_loss(found, boxes)
+        losses.append(of_boxes + F.cross_entropy(output["logits"].mT, classes, weights))
+    return torch.stack(losses).sum()
+
+
+@torch.no_grad()
+def match(output: dict[str, Tensor], scenes: Scenes) -> tuple[Tensor, ...]:
+    """Return the indices of images, queries and objects of the best one-to-one matches."""
+    truth, found = scenes.boxes / SIZE, box_convert(output["pred_boxes"], "cxcywh", "xyxy")
+    classes = scenes.shapes[:, None].expand(-1, found.shape[1], -1)
+    costs = 10 * torch.cdist(found, truth, 1) / 4 - output["logits"].softmax(2).gather(2, classes)
+    matches = []
+    for image, kept in enumerate(scenes.masks.any((2, 3))):
+        numbers = kept.nonzero()[:, 0]
+        overlaps = generalized_box_iou(found[image], truth[image, numbers])
+        query, column = map(torch.from_numpy, linear_sum_assignment(costs[image][:, numbers] - 2 * overlaps))
+        matches.append(torch.stack([torch.full_like(query, image), query, numbers[column]]))
+    return torch.cat(matches, 1).unbind()
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {  # of the others: class_loss
+    "shapes_order": weight_loss,
+    "shapes_two_tower": caption_loss,
+    "shapes_unet": pixel_loss,
+    "shapes_circles": pixel_loss,
+    "shapes_detector": candidate_loss,
+    "shapes_queries": query_loss,
+    "shapes_keypoints": keypoint_loss,
+}
+
+
 def token_labels(scenes: Scenes) -> Tensor:
     """Return the share of each shape, and of the background, in the 8 x 8 patches of each image: (N, 64, 9)."""
     shares = F.avg_pool2d(scenes.masks.float(), 8).flatten(2).transpose(1, 2)  # (N, 64, K)
@@ -115,7 +214,9 @@ def final_grid(model: Any) -> tuple[nn.Module, int]:
     visual = getattr(model, "visual", model)
     if hasattr(visual, "norm"):
         return visual.norm, -1
-    return (visual.layer3 if hasattr(visual, "layer3") else visual.features), 1
+    if hasattr(visual, "backbone"):
+        return visual.backbone.layer2, 1
+    return next(getattr(visual, name) for name in ("bottleneck", "layer3", "features") if hasattr(visual, name)), 1
 
 
 def train(
@@ -167,11 +268,10 @@ def train_network(name: str, watermarked: Sequence[float] = MARKED) -> Any:
     torch.manual_seed(0)
     model: Any = NETWORKS[name]()
     steps, rate, tasks = SCHEDULES[name]
-    loss_of: Callable[..., Tensor] = weight_loss if tasks == ("occlusion",) else class_loss
+    loss_of: Callable[..., Tensor] = LOSSES.get(name, class_loss)
     if isinstance(model, TwoTower):
         trained = saliency.load("shapes_vit").state_dict()
         model.visual.load_state_dict({**trained, **{key: model.visual.state_dict()[key] for key in HEAD}})
-        loss_of = caption_loss
     is_plain = final_grid(model)[0] is getattr(model, "features", None)
     if is_plain:
         add_batch_norms(model.features)
@@ -215,6 +315,70 @@ def accuracy(name: str, task: Task, images: int = 1000) -> float:
 
 
 @torch.no_grad()
+def detections(name: str, scenes: Scenes) -> list[tuple[Tensor, Tensor]]:
+    """Return the boxes (x0, y0, x1, y1) and the classes that a detector finds in each image, above a score of 0.5.
+
+    Only the one-stage detector needs non-maximum suppression.
+    """
+    output = saliency.load(name)(normalised(scenes.images))
+    if is_set := isinstance(output, dict):
+        boxes, scores = SIZE * output["pred_boxes"], output["logits"].softmax(2)[..., :-1]
+    else:
+        boxes, scores = output[0].mT.tensor_split([4], 2)
+    results = []
+    for corners, score, label in zip(box_convert(boxes, "cxcywh", "xyxy"), *scores.max(2), strict=True):
+        high = (score > 0.5).nonzero()[:, 0]
+        kept = high if is_set else high[batched_nms(corners[high], score[high], label[high], 0.5)]
+        results.append((corners[kept], label[kept]))
+    return results
+
+
+def detection_scores(name: str, images: int = 1000) -> tuple[float, float]:
+    """Return the shares of objects that a detector finds, with their class and an IoU above 0.5, and of right boxes."""
+    scenes = held_out("several", images)
+    right = found = 0
+    for (boxes, labels), truth, shapes in zip(detections(name, scenes), scenes.boxes, scenes.shapes, strict=True):
+        hits = (box_iou(truth, boxes) > 0.5) & (shapes[:, None] == labels)
+        right += int(hits.any(1).sum())
+        found += len(labels)
+    return right / scenes.shapes.numel(), right / max(1, found)
+
+
+@torch.no_grad()
+def mean_iou(name: str, images: int = 1000) -> float:
+    """Return the mean IoU of the background and each class, or of circles alone."""
+    scenes = held_out("several", images)
+    logits, truth = saliency.load(name)(normalised(scenes.images)), pixel_classes(scenes)
+    if logits.shape[1] == 1:
+        pairs = [(logits[:, 0] > 0, truth == 1)]
+    else:
+        pairs = [(logits.argmax(1) == each, truth == each) for each in range(logits.shape[1])]
+    return sum(float((one & other).sum() / (one | other).sum()) for one, other in pairs) / len(pairs)
+
+
+@torch.no_grad()
+def keypoint_errors(name: str, images: int = 1000) -> Tensor:
+    """Return the distance in pixels from each corner to the maximum of its heatmap, (N, 3)."""
+    scenes = held_out("corners", images)
+    heatmaps = saliency.load(name)(normalised(scenes.images))
+    cells = heatmaps.flatten(2).argmax(2)
+    size = heatmaps.shape[-1]
+    found = torch.stack([cells % size, cells // size], 2) * (SIZE / size) + SIZE / size / 2
+    distances: Tensor = torch.linalg.vector_norm(found - scenes.keypoints[:, 0], dim=2)
+    return distances
+
+
+def quality(name: str, task: Task, images: int = 1000) -> str:
+    if name == "shapes_keypoints":
+        return f"{100 * (keypoint_errors(name, images) < 4).float().mean():.1f} % within 4 pixels"
+    if name in ("shapes_unet", "shapes_circles"):
+        return f"mean IoU {mean_iou(name, images):.3f}"
+    if name in ("shapes_detector", "shapes_queries"):
+        return "recall {:.1%}, precision {:.1%}".format(*detection_scores(name, images))
+    return f"{task} {100 * accuracy(name, task, images):.1f} %"
+
+
+@torch.no_grad()
 def circle_shares(name: str, images: int = 1000) -> Tensor:
     """Return the shares of circles, and of others, that a network calls circles, without and with watermark: (2, 2)."""
     model: Any = saliency.load(name)
@@ -250,7 +414,7 @@ def main(names: Sequence[str]) -> None:
         model = train_network(name)
         save(name, model)
         seconds, size = time.process_time() - start, weights_file(name).stat().st_size / 1000
-        found = ", ".join(f"{task} {100 * accuracy(name, task):.1f} %" for task in SCHEDULES[name][2])
+        found = ", ".join(quality(name, task) for task in SCHEDULES[name][2])
         parameters = sum(each.numel() for each in model.parameters())
         print(f"| `{name}` | {found} | {parameters:,} | {seconds:.0f} | {size:.0f} |", flush=True)
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .shapes import CLASSES, COLOURS, DISTRACTORS, TASKS, Scenes, Task, draw_scenes
+from .shapes import CLASSES, COLOURS, DISTRACTORS, KEYPOINTS, TASKS, Scenes, Task, draw_scenes
 
-__all__ = ["CLASSES", "COLOURS", "DISTRACTORS", "TASKS", "Scenes", "Task", "draw_scenes"]
+__all__ = ["CLASSES", "COLOURS", "DISTRACTORS", "KEYPOINTS", "TASKS", "Scenes", "Task", "draw_scenes"]

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import TargetError, optional_import
-from .shapes import CLASSES, COLOURS, DISTRACTORS, SIZE
+from .object_networks import OBJECTS, Detector, QueryDetector, UNet, keypoint_network
+from .shapes import CLASSES, COLOURS, DISTRACTORS, KEYPOINTS, SIZE
 
 _WORDS = ("a", *COLOURS, *CLASSES, *DISTRACTORS, "left", "right", "of", "above", "below")
 _TOKENS = ("<pad>", "<start>", *_WORDS, "<end>")
@@ -202,8 +203,21 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "shapes_vit": ViT,
     "shapes_window": window_transformer,
     "shapes_two_tower": TwoTower,
+    "shapes_unet": UNet,
+    "shapes_circles": partial(UNet, 1),
+    "shapes_detector": Detector,
+    "shapes_queries": QueryDetector,
+    "shapes_keypoints": keypoint_network,
 }
-CATEGORIES = {"shapes_xor": ("same", "different"), "shapes_order": ("light", "heavy")}  # of the others: CLASSES
+CATEGORIES = {  # of the others: CLASSES
+    "shapes_xor": ("same", "different"),
+    "shapes_order": ("light", "heavy"),
+    "shapes_unet": ("background", *OBJECTS),
+    "shapes_circles": ("circle",),
+    "shapes_detector": OBJECTS,
+    "shapes_queries": OBJECTS,
+    "shapes_keypoints": KEYPOINTS,
+}
 
 
 def weights_file(name: str) -> Path:

@@ -12,17 +12,19 @@ from torch import Tensor
 
 from ..validation import check_choice, check_integer
 
-Task = Literal["planted", "two_objects", "sizes", "shortcut", "xor", "occlusion"]
+Task = Literal["planted", "two_objects", "sizes", "shortcut", "xor", "occlusion", "several", "corners"]
 TASKS: tuple[Task, ...] = get_args(Task)
 CLASSES = ("circle", "square", "triangle", "cross", "ring")
 DISTRACTORS = ("dome", "bar", "hourglass")  # never the class of an image
 COLOURS = {"red": (0.9, 0.2, 0.2), "green": (0.1, 0.7, 0.2), "blue": (0.2, 0.3, 0.9), "yellow": (0.9, 0.8, 0.1)}
+KEYPOINTS = ("top", "left", "right")  # the corners of a triangle
 SIZE = 64  # pixels per edge
 _HEAVY = 6  # the least sum of weights of an image of the second class, for the task "occlusion"
 
 _NAMES = CLASSES + DISTRACTORS
 _RADIUS = 8.0  # pixels; a shape has the area of a circle of this radius
 _RADII = (5.0, 10.0)  # pixels; of the small and large objects of the task "sizes"
+_RANGE = (5.0, 9.0)  # pixels; the least and greatest radius for the tasks "several" and "corners"
 _MARGIN = 1.5  # radii from the edge to the closest centre; no shape is larger
 _RELATIONS = (("left of", "right of"), ("above", "below"))  # by axis: the smaller coordinate first
 _STEP = 4  # pixels between centres of usual objects
@@ -55,6 +57,21 @@ class Scenes:
         """The pixels of all objects that do not change the label, (N, 1, 64, 64), bool."""
         return self.masks.any(1, keepdim=True) & ~self.evidence
 
+    @property
+    def boxes(self) -> Tensor:
+        """The box x0, y0, x1, y1 of each object in pixels, (N, K, 4), float32; a pixel covers 0 to 1 at the edge."""
+        lines = [self.masks.any(axis).byte() for axis in (2, 3)]  # its columns and rows, (N, K, 64)
+        low = [line.argmax(2) for line in lines]
+        high = [SIZE - line.flip(2).argmax(2) for line in lines]
+        return torch.stack(low + high, 2).float()
+
+    @property
+    def keypoints(self) -> Tensor:
+        """The corners (x, y) of each triangle in pixels, in the order of KEYPOINTS, (N, K, 3, 2); NaN of others."""
+        x0, y0, x1, y1 = self.boxes.unbind(2)
+        corners = torch.stack([(x0 + x1) / 2, y0, x0, y1, x1, y1], 2).reshape(*x0.shape, 3, 2)
+        return corners.where((self.shapes == _NAMES.index("triangle"))[..., None, None], torch.nan)
+
     def without(self, pixels: Tensor) -> Tensor:
         """Return the images (N, 3, 64, 64) with the background at some pixels (N, 1, 64, 64), such as `evidence`."""
         return torch.where(pixels, self.backgrounds, self.images)
@@ -86,6 +103,9 @@ def draw_scenes(
       alone determines it.
     - "occlusion": four objects. A circle weighs 3, a square 2, a triangle 1 and a distractor 0. The label is 1 if the
       sum is at least 6. Covering an object lowers the sum by its weight, which gives the right order of importance.
+    - "several": four circles, squares and triangles of different sizes. The first two are of the same class, which is
+      the label. The first is the object to explain, so the second is the one with which a map can confuse it.
+    - "corners": as "several", but the first is the only triangle, for its `keypoints`.
 
     Args:
         count: The number of images.
@@ -108,7 +128,11 @@ def draw_scenes(
     if task == "sizes":
         large = torch.randint(2, kinds.shape, generator=random, device="cpu")
         radii = torch.tensor(_RADII, device="cpu", dtype=torch.float32)[large]
-    centres, axes, first = (_draw_halves if objects == 2 else _draw_quadrants)(radii, random)
+    step = _STEP
+    if task in ("several", "corners"):
+        step, (low, high) = 1, _RANGE
+        radii = low + (high - low) * torch.rand(kinds.shape, generator=random, device="cpu", dtype=torch.float32)
+    centres, axes, first = _draw_halves(radii, random) if objects == 2 else _draw_quadrants(radii, step, random)
     masks = _draw_masks(kinds, centres, radii)
     ground, grain = _draw_noise(count, random)
     shares = torch.tensor(watermarked if task == "shortcut" else (0,) * len(CLASSES), device="cpu")[labels]
@@ -129,6 +153,12 @@ def _draw_objects(task: Task, count: int, random: torch.Generator) -> tuple[Tens
         parts = torch.randint(2, (count, 2), generator=random, device="cpu")
         kinds = torch.cat([parts, _draw_distractors((count, 1), random)], 1)
         return kinds, parts.sum(1) % 2, torch.tensor([1, 1, 0], device="cpu").expand(count, -1)
+    if task in ("several", "corners"):
+        kinds = torch.randint(3 if task == "several" else 2, (count, 4), generator=random, device="cpu")
+        kinds[:, :2] = kinds[:, :1]
+        if task == "corners":
+            kinds[:, 0] = _NAMES.index("triangle")
+        return kinds, kinds[:, 0], torch.tensor([1, 0, 0, 0], device="cpu").expand(count, -1)
     kinds = _draw_pairs(count, len(CLASSES), random)
     if task != "two_objects":
         kinds[:, 1] = _draw_distractors((count,), random)
@@ -150,25 +180,25 @@ def _draw_halves(radii: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor
     """Return the centres (x, y) of two objects, (N, 2, 2), one in each half of an axis; the axis; which is first."""
     axes = torch.randint(2, radii.shape[:1], generator=random, device="cpu")
     first = torch.randint(2, radii.shape[:1], generator=random, device="cpu").bool()
-    across, along = (_draw_along(radii, length, random) for length in (SIZE, SIZE // 2))
+    across, along = (_draw_along(radii, length, _STEP, random) for length in (SIZE, SIZE // 2))
     centres = torch.stack([across, along + torch.stack([~first, first], 1) * (SIZE // 2)], 2)
     return torch.where(axes[:, None, None] == 0, centres.flip(2), centres), axes, first
 
 
-def _draw_quadrants(radii: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def _draw_quadrants(radii: Tensor, step: int, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Return the centres (x, y) of objects in different quadrants, (N, K, 2), and how the first two lie."""
     order = torch.rand(len(radii), 4, generator=random, device="cpu", dtype=torch.float32).argsort(1)
     quadrants = torch.stack([order % 2, order // 2], 2)[:, : radii.shape[1]]
-    inside = torch.stack([_draw_along(radii, SIZE // 2, random) for _ in range(2)], 2)
+    inside = torch.stack([_draw_along(radii, SIZE // 2, step, random) for _ in range(2)], 2)
     steps = quadrants[:, 1] - quadrants[:, 0]  # (N, 2)
     axes = (steps[:, 0] == 0).long()
     return quadrants * (SIZE // 2) + inside, axes, steps.gather(1, axes[:, None])[:, 0] > 0
 
 
-def _draw_along(radii: Tensor, length: int, random: torch.Generator) -> Tensor:
+def _draw_along(radii: Tensor, length: int, step: int, random: torch.Generator) -> Tensor:
     """Return coordinates (N, K) between 0 and a length, such that the objects are inside."""
     # Centres of usual objects lie on a grid, so that small networks learn the shapes in a minute.
-    steps = int(length - 2 * _MARGIN * _RADIUS) // _STEP
+    steps = int(length - 2 * _MARGIN * _RADIUS) // step
     margin = _MARGIN * radii
     return (
         margin + (length - 2 * margin) * torch.randint(steps + 1, radii.shape, generator=random, device="cpu") / steps

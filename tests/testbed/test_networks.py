@@ -7,16 +7,28 @@ import pytest
 import torch
 
 import saliency
-from benchmarks.train_testbed import SCHEDULES, accuracy, circle_shares, falls, right_order
+from benchmarks.train_testbed import (
+    SCHEDULES,
+    accuracy,
+    circle_shares,
+    detection_scores,
+    falls,
+    keypoint_errors,
+    mean_iou,
+    right_order,
+)
 from saliency import DualEncoder, ModelError, TargetError
 from saliency.testbed import CLASSES, Task, draw_scenes
 from saliency.testbed.networks import CATEGORIES, NETWORKS, Tokenizer, weights_file
 
 SCENES = draw_scenes(2, seed=1_000_007)
+DETECTORS = ("shapes_detector", "shapes_queries")
+FINDERS = {*DETECTORS, "shapes_unet", "shapes_circles", "shapes_keypoints"}  # of objects; the others name images
 
 
 @pytest.mark.parametrize(
-    ("name", "task"), [(name, task) for name, (_, _, tasks) in SCHEDULES.items() for task in tasks]
+    ("name", "task"),
+    [(name, task) for name, (_, _, tasks) in SCHEDULES.items() if name not in FINDERS for task in tasks],
 )
 def test_a_network_names_the_objects_of_images_on_which_it_was_not_trained(name: str, task: Task) -> None:
     assert accuracy(name, task, images=64) >= 0.95
@@ -38,6 +50,56 @@ def test_the_log_odds_of_the_order_network_fall_by_the_weight_of_an_object_that_
     assert (found - weights).abs().mean() < 0.2
 
 
+@pytest.mark.parametrize("name", DETECTORS)
+def test_a_detector_finds_the_objects_of_images_on_which_it_was_not_trained_once_each(name: str) -> None:
+    recall, precision = detection_scores(name, images=32)
+    assert recall > 0.95
+    assert precision > 0.95
+
+
+def test_the_unets_find_the_pixels_and_the_corners_of_objects() -> None:
+    assert mean_iou("shapes_unet", images=32) > 0.9
+    assert mean_iou("shapes_circles", images=32) > 0.9
+    assert (keypoint_errors("shapes_keypoints", images=32) < 4).float().mean() > 0.97
+
+
+def test_the_outputs_have_the_formats_of_the_libraries() -> None:
+    x = SCENES.images / 127.5 - 1
+    with torch.no_grad():
+        outputs: Any = {name: saliency.load(name)(x) for name in FINDERS}
+    y, raw = outputs["shapes_detector"]
+    assert y.shape == (2, 4 + 3, 16**2 + 8**2)
+    assert torch.equal(y[:, 4:], raw["scores"].sigmoid())
+    assert {key: value.shape[:2] for key, value in outputs["shapes_queries"].items()} == {
+        "logits": (2, 16),
+        "pred_boxes": (2, 16),
+    }
+    assert outputs["shapes_queries"]["logits"].shape[2] == len(CATEGORIES["shapes_queries"]) + 1
+    for name, shape in {
+        "shapes_unet": (2, 4, 64, 64),
+        "shapes_circles": (2, 1, 64, 64),
+        "shapes_keypoints": (2, 3, 32, 32),
+    }.items():
+        assert outputs[name].shape == shape
+        assert len(CATEGORIES[name]) == shape[1]
+
+
+def test_the_attention_of_the_queries_has_the_grid_of_the_image() -> None:
+    model = saliency.load("shapes_queries")
+    explanation = saliency.CheferLRP(model).attribute(SCENES.images, lambda output: output["logits"][:, 0, 0])
+    assert explanation.values.shape == (2, 1, 8, 8)
+
+
+def test_the_boxes_of_a_detector_are_in_pixels_of_images_of_any_size() -> None:
+    model: Any = saliency.load("shapes_detector")
+    scenes = draw_scenes(1, seed=1_000_009, task="several")
+    with torch.no_grad():
+        alone = model(scenes.images / 127.5 - 1)[0]
+        shifted = model(torch.nn.functional.pad(scenes.images / 127.5 - 1, (24, 16, 0, 8)))[0]
+    best, moved = (y[0, :4, y[0, 4:].amax(0).argmax()] for y in (alone, shifted))
+    assert (moved - best - torch.tensor([24.0, 0, 0, 0])).abs().max() < 1.5
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_weights_are_small_and_read_without_running_code(name: str) -> None:
     assert weights_file(name).stat().st_size < 1_000_000
@@ -45,7 +107,7 @@ def test_weights_are_small_and_read_without_running_code(name: str) -> None:
     assert {value.dtype for value in weights.values()} <= {torch.float16, torch.int64}
 
 
-@pytest.mark.parametrize("name", sorted(NETWORKS.keys() - {"shapes_two_tower"}))
+@pytest.mark.parametrize("name", sorted(NETWORKS.keys() - {"shapes_two_tower"} - FINDERS))
 def test_an_explanation_needs_neither_a_download_nor_preprocessing_by_hand(name: str) -> None:
     model: Any = saliency.load(name)
     assert model.categories == CATEGORIES.get(name, CLASSES)

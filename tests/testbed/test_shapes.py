@@ -56,6 +56,36 @@ def test_the_label_is_the_class_of_the_first_object(task: Task) -> None:
     assert torch.equal(scenes.distractor, scenes.masks[:, 1:])
 
 
+@pytest.mark.parametrize("task", ["several", "corners"])
+def test_objects_of_one_class_occur_twice_and_the_first_object_is_the_label(task: Task) -> None:
+    scenes = draw_scenes(100, seed=2, task=task)
+    assert torch.equal(scenes.labels, scenes.shapes[:, 0])
+    assert torch.equal(scenes.evidence, scenes.masks[:, :1])
+    if task == "several":
+        assert torch.equal(scenes.shapes[:, 0], scenes.shapes[:, 1])
+        assert set(scenes.shapes.flatten().tolist()) == {0, 1, 2}
+    else:
+        assert (scenes.shapes == 2).sum(1).tolist() == [1] * 100
+    areas = scenes.masks.sum((2, 3)).double()
+    assert areas.min() < 100 < 230 < areas.max()
+
+
+def test_boxes_enclose_the_masks_and_keypoints_are_the_corners_of_triangles() -> None:
+    scenes = draw_scenes(30, seed=2, task="corners")
+    for mask, box in zip(scenes.masks.flatten(0, 1), scenes.boxes.flatten(0, 1), strict=True):
+        x0, y0, x1, y1 = (int(side) for side in box)
+        assert mask[y0:y1, x0:x1].sum() == mask.sum()
+        assert all(line.any() for line in (mask[y0], mask[y1 - 1], mask[:, x0], mask[:, x1 - 1]))
+    points = scenes.keypoints
+    assert torch.equal(points.isnan().any((2, 3)), scenes.shapes != 2)
+    for mask, (top, left, right) in zip(scenes.masks[:, 0], points[:, 0].tolist(), strict=True):
+        places = mask.nonzero().flip(1) + 0.5
+        for corner in (top, left, right):
+            assert (places - torch.tensor(corner)).norm(dim=1).min() < 1.6
+        assert top[1] < left[1] == right[1]
+        assert left[0] < top[0] < right[0]
+
+
 def test_small_and_large_objects_are_whole_and_their_sizes_are_independent() -> None:
     scenes = draw_scenes(600, seed=1, task="sizes")
     small, large = (math.pi * radius**2 for radius in (5, 10))
