@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from ..errors import ModelError
-from ..targets.targets import as_categories
+from ..errors import LayerError, ModelError
+from ..targets.targets import LayerOutput, as_categories
 from .autograd_graph import compiler_is_loaded
 from .autograd_graph import unique_modules as unique_modules
-from .forward_args import forward_args
+from .forward_args import forward_args, returned_layer
+from .manager import HookManager
 from .pytree import tree_tensors
 
 
@@ -187,11 +188,25 @@ def prepared_for_attribution(model: nn.Module) -> Iterator[None]:
 def run_model(model: nn.Module, x: Tensor) -> Any:
     """Return the model's output for a batch and the bound `forward_args`. The model may change its input in place.
 
-    The image is the first argument; of a model of Hugging Face that takes `input_ids` first, it is `pixel_values`.
+    The image is the first argument; of a model of Hugging Face that takes `input_ids` first, it is `pixel_values`. If
+    the target is a neuron, the output is the `LayerOutput` of its layer.
 
     Raises:
+        LayerError: The layer of the neuron was not run, or returned no tensor.
         ModelError: As for `call`.
     """
+    layer = returned_layer()
+    if layer is None:
+        return _run(model, x)
+    with HookManager() as hooks:
+        outputs = hooks.capture(model.get_submodule(layer))
+        _run(model, x)
+    if not outputs:
+        raise LayerError(f'layer "{layer}" of the neuron was not run, or returned no tensor')
+    return LayerOutput(outputs[-1])
+
+
+def _run(model: nn.Module, x: Tensor) -> Any:
     args, kwargs = forward_args(x)
     kind: Any = type(model)
     if _takes_words_first(kind):

@@ -99,12 +99,13 @@ def attention(
         check_choice("reduce", reduce, get_args(Reduce))
     model = unwrap(model)
     read_images = partial(read, preprocess=model_attribute("preprocess", model), like=reference_tensor(model))
-    batch = read_images(image).tensor
+    read_batch = read_images(image)
+    batch = read_batch.tensor
     names = [name for name, module in model.named_modules() if is_hookable(model, name, module)]
     backwards = int(target is not None)
     with prepared_for_attribution(model), bind_forward_args(forward_args, len(batch)):
         resolved = ResolvedTarget(target, len(batch), categories_of(model))
-        resolved.bind(model, batch, lambda reference: read_images(reference).tensor)
+        resolved.bind(model, batch, lambda reference: read_images(reference).tensor, read_batch.frames)
         forward = SharedForward(model, batch, backwards=backwards, traced=names, reads_attention=True)
         grads = TargetGradients(forward, resolved)
         if not grads.attention:
