@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Self, cast, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import TargetError
@@ -32,12 +33,14 @@ class LocatedTarget(OutputTarget):
 
     def locate(self, geometries: Sequence[Geometry]) -> Self:
         """Return the target with the position of each image. Raises TargetError if the place is outside an image."""
+        if self.geometries:
+            return self
         for width, height in (own.image_size for own in geometries):
             place = self.place or (0, 0)
             if not (place[0] < width and place[1] < height and min(place[-2:]) >= 0):
                 kind = "point" if len(place) == 2 else "box"
                 raise TargetError(f"the {kind} {as_text(place)} is outside the image of {width} x {height} pixels")
-        return self if self.geometries else replace(self, geometries=tuple(geometries))
+        return replace(self, geometries=tuple(geometries))
 
 
 class Match(NamedTuple):
@@ -107,9 +110,9 @@ class BoxScore(LocatedTarget):
             rows = [at for at in row.detections(label=self.label) if _contains(boxes[at].tolist(), self.place)]
             if self.index >= len(rows):
                 of = "" if self.label is None else f" of {class_name(self.label, facts.categories)}"
-                wanted = f"{of} at the point {as_text(self.place)}" if self.place else f"{of} with the index {self.index}"
+                at = f"at the point {as_text(self.place)}" if self.place else f"with the index {self.index}"
                 every = _listing(row, row.detections(), facts.categories)
-                raise TargetError(f"there is no detection{wanted}; the model found {every}")
+                raise TargetError(f"there is no detection{of} {at}; the model found {every}")
             found = rows[self.index]
         label = int(known[found].argmax()) if self.label is None else self.label
         box = cast("Box", tuple(boxes[found].tolist()))
@@ -139,7 +142,9 @@ class BoxScore(LocatedTarget):
         near = overlaps > 0
         weights = (_SHARPNESS * overlaps[near]).expm1()
         values, absent = self._values(row, match)
-        return (weights / (weights.sum() + 1)) @ values[near].to(weights.dtype) + absent / (weights.sum() + 1)
+        total = weights.sum() + 1
+        # As a linear layer, for which every method has a rule.
+        return F.linear(values[None, near].to(weights.dtype), (weights / total)[None])[0, 0] + absent / total
 
     def _values(self, row: Candidates, match: Match) -> tuple[Tensor, float]:
         """Return the numbers (n,) to average, and the number that stands for no box at all."""

@@ -149,7 +149,7 @@ def _read(output: Any, size: tuple[int, int], classes: int | None, link: BoxLink
     logits, boxes = parts.get("logits", parts.get("pred_logits")), parts.get("pred_boxes")
     if isinstance(logits, Tensor) and isinstance(boxes, Tensor):
         return _queries(parts, logits, _corners(boxes) * _unit(size, boxes), _detr_link(output, logits, classes, link))
-    if isinstance(entries[0], Tensor) and entries[0].dim() == 3 and named is None:
+    if entries and isinstance(entries[0], Tensor) and entries[0].dim() == 3 and named is None:
         return _columns(entries[0], entries[1] if len(entries) > 1 else None, size, classes)
     raise TargetError(
         f"no adapter reads boxes from this output: {_described(output)}; pass read=, a function from the output to "

@@ -425,6 +425,13 @@ class TargetList(OutputTarget):
         return tuple(own.indices(1)[0] for own in self.targets)
 
 
+def located(target: Any, geometries: Sequence[Geometry]) -> Any:
+    """Return a target for the same images as tensors, with its places on the images; other targets unchanged."""
+    if isinstance(target, list | tuple) and len(target) == len(geometries):
+        return [located(own, [place]) for own, place in zip(target, geometries, strict=True)]
+    return target.locate(geometries) if isinstance(target, OutputTarget) else target
+
+
 def one_score_each(scores: Any, images: int) -> Tensor:
     """Return the scores of a target. Raises TargetError unless they are a float tensor (N,)."""
     if isinstance(scores, Tensor) and scores.shape == (images,) and scores.is_floating_point():
@@ -526,6 +533,9 @@ def output_tensor(output: Any) -> Tensor:
     name = next((name for name in ("logits", "out", *tensors) if name in tensors), None)
     if name is not None and (name in ("logits", "out") or len(tensors) == 1):
         return tensors[name]
+    maps = [tensor for tensor in tensors.values() if tensor.dim() == 4]
+    if isinstance(output, tuple) and len(maps) == 1:  # masks and labels, of segmentation_models_pytorch
+        return maps[0]
     kinds = ", ".join(f"{name!r}: {type(part).__name__}" for name, part in parts.items()) or "empty"
     problem = f"the model returned a {type(output).__name__} ({kinds}); it is not clear which tensor holds the scores"
     hint = f"pass a function as the target, for example target=lambda output: {_example_target(output)}"
