@@ -215,7 +215,7 @@ def run_model(model: nn.Module, x: Tensor) -> Any:
     layer = returned_layer()
     if layer is None:
         return _run(model, x)
-    with HookManager() as hooks:
+    with HookManager(persistent=True) as hooks:  # the hooks of the method act, too
         outputs = hooks.capture(model.get_submodule(layer))
         _run(model, x)
     if not outputs:
