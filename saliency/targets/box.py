@@ -163,7 +163,7 @@ class BoxScore(LocatedTarget):
 
     def probabilities(self, output: Any) -> Tensor | None:
         """Return the probabilities (N,) of the classes of the boxes."""
-        return torch.tensor([match.probability for match in self.matches])
+        return torch.tensor([match.probability for match in self.matches], device="cpu")
 
     def repeated(self, image: int, count: int) -> BoxScore:
         """Return the target for the box of one image."""

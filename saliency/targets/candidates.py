@@ -73,10 +73,10 @@ class Candidates:
         known = self.probabilities.detach()
         if known.numel() == 0 or (label is not None and label >= known.shape[1]):
             return []
-        top, classes = known.max(1) if label is None else (known[:, label], torch.full((len(known),), label))
+        top, classes = known.max(1) if label is None else (known[:, label], known[:, label].mul(0).long() + label)
         order = top.argsort(descending=True, stable=True)[:_MOST_COMPARED]
         order = order[top[order] >= least]
-        boxes, own = self.boxes.detach()[order], classes.to(order.device)[order]
+        boxes, own = self.boxes.detach()[order], classes[order]
         is_same = (iou(boxes[:, None], boxes) > 0.5) & (own[:, None] == own)
         kept: list[int] = []
         for at, duplicates in enumerate(is_same.cpu()):
@@ -236,12 +236,12 @@ def _decoded(distances: Tensor, sizes: Sequence[Sequence[int]], size: tuple[int,
     images, channels, count = distances.shape
     bins = distances.view(images, 4, channels // 4, count).movedim(3, 1)  # (B, n, 4, bins)
     if bins.shape[3] > 1:
-        bins = bins.softmax(3) * torch.arange(bins.shape[3]).to(bins)
+        bins = bins.softmax(3) * torch.arange(bins.shape[3], device=bins.device).to(bins.dtype)
     near, far = bins.sum(3).chunk(2, 2)
     centres, strides = [], []
     for height, width in sizes:
-        y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-        centres.append(torch.stack([x, y], 2).flatten(0, 1).to(distances) + 0.5)
+        y, x = torch.meshgrid(*(torch.arange(edge, device=distances.device) for edge in (height, width)), indexing="ij")
+        centres.append(torch.stack([x, y], 2).flatten(0, 1).to(distances.dtype) + 0.5)
         strides.append(centres[-1].new_tensor((size[1] / width, size[0] / height)).expand_as(centres[-1]))
     centre, stride = torch.cat(centres), torch.cat(strides)
     return torch.cat([(centre - near) * stride, (centre + far) * stride], 2)

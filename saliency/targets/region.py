@@ -169,29 +169,29 @@ def score_maps(output: Any) -> Tensor:
     return scores
 
 
-def _cells(where: Tensor | tuple[float, ...], geometry: Geometry, size: Sequence[int]) -> Tensor:
+def _cells(where: Any, geometry: Geometry, size: Sequence[int]) -> Tensor:
     """Return the pixels of the output (h, w) of which a region covers half, or the most if it covers less of all."""
     (left, top, right, bottom), (width, height) = geometry.box, geometry.image_size
     if isinstance(where, tuple):
         x0, y0, x1, y1 = (*where, where[0] + 1e-3, where[1] + 1e-3)[:4]
-        across, down, mask = torch.tensor([[x0, x1]]), torch.tensor([[y0, y1]]), torch.ones(1, 1)
+        across, down, mask = np.array([[x0, x1]]), np.array([[y0, y1]]), np.ones((1, 1))
     elif where.shape == (height, width):
-        across, down = (torch.stack([torch.arange(edge), torch.arange(edge) + 1], 1) for edge in (width, height))
-        mask = where.bool().cpu().float()
+        across, down = (np.stack([np.arange(edge), np.arange(edge) + 1], 1) for edge in (width, height))
+        mask = where.bool().cpu().numpy()
     elif where.shape == tuple(size):
-        return where.bool().cpu()
+        return cast("Tensor", where.bool().cpu())
     else:
         sizes = f"{(height, width)} as the image, or {tuple(size)} as the output"
         raise TargetError(f"the region has shape {tuple(where.shape)}; expected {sizes}")
     covered = _overlaps(top, bottom, size[0], down) @ mask @ _overlaps(left, right, size[1], across).T
-    return (covered > 0) & (covered >= min(0.5, float(covered.max())) * 0.999)
+    return torch.as_tensor((covered > 1e-9) & (covered >= min(0.5, covered.max()) * 0.999), device="cpu")
 
 
-def _overlaps(start: float, end: float, cells: int, spans: Tensor) -> Tensor:
+def _overlaps(start: float, end: float, cells: int, spans: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the fraction of each of the cells between two ends that each span (k, 2) covers, (cells, k)."""
-    edges = torch.linspace(start, end, cells + 1)[:, None]
-    inner = torch.minimum(edges[1:], spans[:, 1]) - torch.maximum(edges[:-1], spans[:, 0])
-    return inner.clamp(min=0) * (cells / (end - start))
+    edges = np.linspace(start, end, cells + 1)[:, None]
+    inner = np.minimum(edges[1:], spans[:, 1]) - np.maximum(edges[:-1], spans[:, 0])
+    return np.asarray(inner.clip(min=0) * (cells / (end - start)))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -261,7 +261,7 @@ def region(label: int | str, where: Any = "predicted") -> Target:
         choice = check_choice("where", where or "predicted", get_args(RegionChoice), error=TargetError)
         return Region(label=label, where=choice)
     try:
-        pixels = where.detach() if isinstance(where, Tensor) else torch.as_tensor(np.asarray(where), device="cpu")
+        pixels = where.detach() if isinstance(where, Tensor) else torch.as_tensor(np.array(where), device="cpu")
     except TypeError as error:
         expected = "a mask (H, W), a box, a point, 'predicted' or 'border'"
         raise TargetError(f"expected the pixels of a region as {expected}, got {type(where).__name__}") from error

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import GradCAM, Preprocess, TargetError, VanillaGradient
-from saliency.io.preprocess import Geometry
+from saliency.evaluation.metrics.base import Subject
+from saliency.io.preprocess import Frame, Geometry
 from saliency.methods import METHODS
 from saliency.targets.candidates import ABSENT
 from saliency.testing.unchanged import Snapshot
@@ -137,6 +138,7 @@ def test_a_point_an_index_and_a_box_find_the_same_detection() -> None:
     for label, probability in zip(NAMES, best, strict=True):
         own = VanillaGradient(detector(2)).attribute(X[0], saliency.box(cls=label))
         assert own.target_names[0].startswith(f"{label} at (")
+        assert own.probabilities is not None
         assert float(own.probabilities[0]) == pytest.approx(probability)
 
 
@@ -242,6 +244,7 @@ def test_two_images_with_two_boxes_equal_single_calls_and_nothing_is_left_behind
 
 def test_relevance_sums_to_the_score_of_a_box() -> None:
     explanation = METHODS["lrp"](detector(), composite="epsilon").attribute(X[0], saliency.box())
+    assert explanation.residual is not None
     assert float(explanation.residual[0].abs()) < 1e-2 * float(explanation.scores[0].abs())
 
 
@@ -250,7 +253,7 @@ def test_metrics_read_the_box_in_pixels_of_the_image() -> None:
     method = GradCAM(detector(), "features", preprocess=Preprocess(resize=(48, 64), fit="stretch"))
     target = saliency.box(box=found(method.attribute(picture, saliency.box()).target_names[0]))
     explanation = method.attribute(picture, target)
-    subject = saliency.evaluation.metrics.base.Subject(explanation, method=method, target=target)
+    subject = Subject(explanation, method=method, target=target)
     torch.testing.assert_close(subject.scores_of(subject.images), explanation.scores)
 
 
@@ -288,7 +291,7 @@ def planted() -> Image.Image:
     return Image.fromarray(values)
 
 
-GREY = {"mean": (0, 0, 0), "std": (1, 1, 1)}
+GREY: dict[str, Any] = {"mean": (0, 0, 0), "std": (1, 1, 1)}
 PREPROCESSINGS: dict[str, Any] = {
     "letterbox": Preprocess.letterbox(128),
     "letterbox of the whole size": Preprocess.letterbox(128, None),
@@ -337,11 +340,11 @@ def test_a_letterbox_knows_its_scale_and_pads() -> None:
     tensor = Preprocess.letterbox(640, None)(picture)
     assert tensor.shape == (3, 640, 640)
     assert float(tensor[0, 0, 0]) == pytest.approx(114 / 255)
-    frame = saliency.io.preprocess.Frame(picture, Preprocess.letterbox(640, None).box(picture.size))
+    frame = Frame(picture, Preprocess.letterbox(640, None).box(picture.size))
     geometry = Geometry.of(frame, (640, 640))
     assert geometry.scale == pytest.approx((1000 / 640, 1000 / 640))
     assert geometry.pads == pytest.approx((0, 160, 0, 160))
-    frame = saliency.io.preprocess.Frame(picture, Preprocess.letterbox(640, None, centre=False).box(picture.size))
+    frame = Frame(picture, Preprocess.letterbox(640, None, centre=False).box(picture.size))
     assert Geometry.of(frame, (640, 640)).pads == pytest.approx((0, 0, 0, 320))
 
 
@@ -380,7 +383,8 @@ def test_the_pipeline_around_a_yolo_is_unwrapped_with_its_names() -> None:
     class Pipeline(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model, self.predictor, self.overrides = detector(), None, {}
+            self.model: Any = detector()
+            self.predictor, self.overrides = None, None
             del self.model.categories
             self.model.names = dict(enumerate(NAMES))
 
@@ -428,4 +432,5 @@ def test_detectors_of_transformers_are_explained() -> None:
         explanation = VanillaGradient(model.eval()).attribute(X, [saliency.box(), saliency.box(of="objectness")])
         assert explanation.values.abs().flatten(1).sum(1).min() > 0
         output = model(X[:1])
+        assert explanation.probabilities is not None
         assert float(explanation.probabilities[0]) == pytest.approx(float(output.logits[0].softmax(1)[:, :-1].max()))

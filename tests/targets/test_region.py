@@ -187,12 +187,12 @@ def test_instances_are_weighted_by_their_scores() -> None:
     torch.testing.assert_close(mixed.values[0], explanation.values[0])
 
 
-@pytest.mark.parametrize("name", ["hirescam", "vanilla_gradient", "rise", "occlusion", "lrp"])
+@pytest.mark.parametrize("name", ["hires_cam", "vanilla_gradient", "rise", "occlusion", "lrp"])
 @pytest.mark.parametrize("where", [(16, 8, 40, 24), "border", "predicted"], ids=str)
 def test_regions_of_two_images_equal_single_calls_and_nothing_is_left_behind(name: str, where: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.Conv2d(4, 2, 1)).eval()
-    method = METHODS[name](model, **({"layer": "0"} if name == "hirescam" else METHODS[name].quick_options))
+    method = METHODS[name](model, **({"layer": "0"} if name == "hires_cam" else METHODS[name].quick_options))
     targets = [saliency.region(0, where), saliency.region(1, where)]
     before = Snapshot(model=model, x=X)
     both = method.attribute(X, targets)
