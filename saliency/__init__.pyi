@@ -130,11 +130,15 @@ from .render.overlay import cutout as cutout
 from .render.overlay import overlay as overlay
 from .render.scaling import shared_limit as shared_limit
 from .render.sheet import contact_sheet as contact_sheet
+from .targets.box import box as box
+from .targets.candidates import Candidates as Candidates
 from .targets.embedding import similarity as similarity
 from .targets.embedding import text as text
+from .targets.region import keypoint as keypoint
+from .targets.region import region as region
 from .targets.targets import contrast as contrast
+from .targets.targets import neuron as neuron
 from .targets.targets import probability as probability
-from .targets.targets import region as region
 from .targets.targets import value as value
 from .validation import check_choice as check_choice
 from .validation import check_integer as check_integer

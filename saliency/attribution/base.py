@@ -21,13 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import MethodError, NonFiniteError, plural, warn
+from ..errors import MethodError, NonFiniteError, TargetError, plural, warn
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..io.inputs import Batch, ImagesLike, Prepare, read
-from ..io.preprocess import WHOLE, PreprocessLike, Whole, as_preprocess, without_crop
+from ..io.preprocess import WHOLE, Frame, PreprocessLike, Whole, as_preprocess, without_crop
+from ..layers.find import find
 from ..layers.layout import LayoutFunction, as_layout, bind_layout
-from ..targets.targets import TargetLike, as_categories
+from ..targets.targets import Neuron, TargetLike, as_categories
 from ..validation import Registry, check_choice
 from .aliases import refuse_unknown_keywords
 from .explanation import BatchAttribution, Explanation, Setting, Sign
@@ -208,9 +209,9 @@ class Attribution(HasOptions, ABC):
         batch = self.read(inputs)
         images = len(batch.inputs)
         method = self if baselines is None else self._with_baselines(baselines, images)
-        bound = bind_forward_args(forward_args, images)
+        bound = bind_forward_args(forward_args, images, neuron_layer(self.model, targets))
         with prepared_for_attribution(self.model), bound, bind_layout(self.layout):
-            resolved = [self.explained_target(self.resolve(target, batch.inputs)) for target in targets]
+            resolved = [self.explained_target(self.resolve(target, batch.inputs, batch.frames)) for target in targets]
             results = method.explain_targets(batch.inputs, resolved)
         return [method.explanation(*pair, batch) for pair in zip(results, resolved, strict=True)]
 
@@ -239,10 +240,10 @@ class Attribution(HasOptions, ABC):
             target: The function from the model's output to scores (N,).
         """
 
-    def resolve(self, target: TargetLike, x: Tensor) -> ResolvedTarget:
+    def resolve(self, target: TargetLike, x: Tensor, frames: Sequence[Frame | None] = ()) -> ResolvedTarget:
         """Return the target of a call on a prepared model, with the embeddings of its texts and reference images."""
         resolved = ResolvedTarget(target, len(x), self.categories)
-        resolved.bind(self.model, x, lambda image: self.read(image).inputs)
+        resolved.bind(self.model, x, lambda image: self.read(image).inputs, frames)
         return resolved
 
     def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
@@ -416,9 +417,9 @@ def explain_together(
             "explain_together: the methods must have the same model, preprocessing, class names and layout"
         )
     batch = first.read(inputs)
-    bound = bind_forward_args(forward_args, len(batch.inputs))
+    bound = bind_forward_args(forward_args, len(batch.inputs), neuron_layer(first.model, [target]))
     with prepared_for_attribution(first.model), bound, bind_layout(first.layout):
-        resolved = first.resolve(target, batch.inputs)
+        resolved = first.resolve(target, batch.inputs, batch.frames)
         pairs = [(method, method.explained_target(resolved)) for method in methods]
         traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is resolved]
         shared = read_one_forward(traced, batch.inputs, [resolved])[0] if traced else []
@@ -427,6 +428,22 @@ def explain_together(
             by_id[id(method)] if id(method) in by_id else method.explain(batch.inputs, own) for method, own in pairs
         ]
     return [method.explanation(result, own, batch) for result, (method, own) in zip(results, pairs, strict=True)]
+
+
+def neuron_layer(model: nn.Module, targets: Sequence[TargetLike]) -> str | None:
+    """Return the name of the layer of the targets if they are neurons, else None.
+
+    Raises:
+        LayerError: There is no such layer.
+        TargetError: Only some are neurons, or they belong to several layers.
+    """
+    flat = chain.from_iterable(target if isinstance(target, list | tuple) else [target] for target in targets)
+    layers = {target.layer if isinstance(target, Neuron) else None for target in flat}
+    if not layers - {None}:
+        return None
+    if len(layers) > 1:
+        raise TargetError("all targets of one call must be neurons of one layer, or none")
+    return find(model, layers.pop() or "")[0]
 
 
 def require_methods(methods: Sequence[Attribution]) -> None:

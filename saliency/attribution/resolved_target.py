@@ -19,6 +19,7 @@ from ..hooks.dual_encoder import DualEncoder
 from ..hooks.forward_args import bind_forward_args, bind_image, cache_of
 from ..hooks.model_state import leaf, run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
+from ..io.preprocess import Frame, Geometry
 from ..targets.targets import (
     Categories,
     FunctionTarget,
@@ -52,14 +53,19 @@ class ResolvedTarget:
         self._is_resolved = False
         self._ends_in_probability: Callable[[], bool] | None = None
 
-    def bind(self, model: nn.Module, x: Tensor, read: Callable[[Any], Tensor]) -> None:
-        """Encode the texts and reference images of the target, if it has any.
+    def bind(
+        self, model: nn.Module, x: Tensor, read: Callable[[Any], Tensor], frames: Sequence[Frame | None] = ()
+    ) -> None:
+        """Locate the target on the images, and encode its texts and reference images, if it has any.
 
         Args:
             model: The model, in `prepared_for_attribution`.
             x: (N, C, H, W) the batch.
             read: Returns a reference image as the model's input (1, C, H, W).
+            frames: The position of the input on each image; by default the input is the image.
         """
+        size = (int(x.shape[-2]), int(x.shape[-1]))
+        self.target = self.target.locate([Geometry.of(frame, size) for frame in frames or [None] * len(x)])
 
         def encode_text(texts: Sequence[Prompt]) -> tuple[Tensor, float]:
             if not isinstance(model, DualEncoder):

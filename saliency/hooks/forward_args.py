@@ -29,6 +29,7 @@ class _Bound(NamedTuple):
     images: int
     image: int | None
     caches: dict[tuple[int, int | None], dict[Any, Any]]
+    layer: str | None = None  # the layer whose output is the model's output
 
     def rows(self, value: Any, x: Tensor) -> Any:
         """Return the rows of an argument for a batch (k, C, H, W); an argument without rows as it is."""
@@ -53,12 +54,13 @@ def bound_value(variable: ContextVar[_T], value: _T) -> Iterator[None]:
         variable.reset(token)
 
 
-def bind_forward_args(like: ForwardArgs, images: int) -> AbstractContextManager[None]:
+def bind_forward_args(like: ForwardArgs, images: int, layer: str | None = None) -> AbstractContextManager[None]:
     """Bind the extra arguments of a batch in a block. They replace the arguments of an outer call, even if empty.
 
     Args:
         like: Tensors, arrays and lists with one row per image are divided into images; others are passed as they are.
         images: The number of images.
+        layer: The layer whose output `run_model` returns instead of the model's.
 
     Raises:
         MethodError: `like` is neither a tuple nor a mapping of names.
@@ -66,13 +68,21 @@ def bind_forward_args(like: ForwardArgs, images: int) -> AbstractContextManager[
     if not isinstance(like, tuple | list | Mapping):
         raise MethodError(f"forward_args is a {type(like).__name__}; expected a tuple (mask,) or a mapping of names")
     values: Mapping[Any, Any] = like if isinstance(like, Mapping) else dict(enumerate(like))
-    return bound_value(_bound, _Bound(values, images, 0 if images == 1 else None, {}) if values else None)
+    return bound_value(
+        _bound, _Bound(values, images, 0 if images == 1 else None, {}, layer) if values or layer else None
+    )
 
 
 def bind_image(image: int) -> AbstractContextManager[None]:
     """Bind the arguments of one image of the batch in a block: the model runs only variants of this image."""
     bound = _bound.get()
     return bound_value(_bound, bound._replace(image=image) if bound is not None and bound.image is None else bound)
+
+
+def returned_layer() -> str | None:
+    """Return the layer whose output is returned instead of the model's; None for the model's output."""
+    bound = _bound.get()
+    return None if bound is None else bound.layer
 
 
 def has_forward_args() -> bool:

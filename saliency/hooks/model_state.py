@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from ..errors import ModelError
-from ..targets.targets import as_categories
+from ..errors import LayerError, ModelError
+from ..targets.targets import LayerOutput, as_categories
 from .autograd_graph import compiler_is_loaded
 from .autograd_graph import unique_modules as unique_modules
-from .forward_args import forward_args
+from .forward_args import forward_args, returned_layer
+from .manager import HookManager
 from .pytree import tree_tensors
 
 
 def unwrap(model: object) -> nn.Module:
-    """Return the model inside `torch.compile`, `DataParallel` and `DistributedDataParallel`.
+    """Return the model inside `torch.compile`, `DataParallel`, `DistributedDataParallel`, and `YOLO` of Ultralytics.
 
     Raises:
         ModelError: `model` is not a `torch.nn.Module`.
@@ -35,6 +36,8 @@ def unwrap(model: object) -> nn.Module:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             inner = model.module
+        if inner is None and hasattr(model, "predictor") and hasattr(model, "overrides"):
+            inner = getattr(model, "model", None)  # of YOLO, whose own call is a pipeline under inference_mode
         if not isinstance(inner, nn.Module):
             return model
         model = inner
@@ -52,7 +55,8 @@ _ATTRIBUTES: dict[str, tuple[Any, ...]] = {
 def model_attribute(name: str, model: nn.Module) -> Any:
     """Return the preprocessing, the class names or the layout of a model or of the model in its wrapper; else None.
 
-    A model of Hugging Face has its class names in `config.id2label`, unless they are "LABEL_0", "LABEL_1", ... Models
+    A model of Hugging Face has its class names in `config.id2label`, unless they are "LABEL_0", "LABEL_1", ..., and a
+    YOLO in `names`. Models
     of timm and open_clip carry the configuration of their preprocessing, and detectors of torchvision normalise images
     themselves.
     """
@@ -60,7 +64,7 @@ def model_attribute(name: str, model: nn.Module) -> Any:
     if name == "categories":
         labels = getattr(getattr(unwrap(model), "config", None), "id2label", None)  # of Hugging Face
         has_names = isinstance(labels, Mapping) and labels != {key: f"LABEL_{key}" for key in labels}
-        values.append(labels if has_names else None)
+        values += [labels if has_names else None, getattr(unwrap(model), "names", None)]  # the last is YOLO's
     if name == "preprocess":
         values.append(_carried_preprocess(unwrap(model)))
     return next((value for value in values if isinstance(value, _ATTRIBUTES[name])), None)
@@ -89,6 +93,7 @@ def categories_of(model: nn.Module) -> tuple[str, ...] | None:
 _lock = threading.RLock()
 _held: dict[int, list[nn.Module]] = {}  # by holder, the modules that it keeps in evaluation mode
 _was_training: set[nn.Module] = set()
+_attributes: dict[nn.Module, dict[str, Any]] = {}  # of modules that cache tensors of inference_mode
 _eager_holders: set[int] = set()
 _eager_stance: list[Any] = []  # the compiler's stance, while there are holders
 
@@ -113,6 +118,8 @@ def _lease(acquire: Callable[[int], None], release: Callable[[int], None]) -> It
 def evaluating(model: nn.Module, modules: list[nn.Module] | None = None) -> AbstractContextManager[None]:
     """Keep the model in evaluation mode in a block; the last block to end restores every training flag.
 
+    Tensors of inference mode in attributes of modules are replaced by copies, and restored likewise.
+
     The flags are set one by one, since `model.eval()` may be overridden to do more than that. They are tracked per
     module, since two models may share modules. Blocks may overlap in several threads.
 
@@ -131,6 +138,15 @@ def _evaluate(modules: list[nn.Module], holder: int) -> None:
             if getattr(module, "training", False):
                 _was_training.add(module)
                 module.training = False
+            # Heads of YOLO cache anchors under inference_mode, and no gradient can pass such tensors.
+            cached = {name: tensor for name, tensor in vars(module).items() if _is_of_inference(tensor)}
+            if cached and module not in _attributes:
+                _attributes[module] = {name: own for name, own in vars(module).items() if name != "training"}
+                vars(module).update({name: tensor.clone() for name, tensor in cached.items()})
+
+
+def _is_of_inference(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_inference()
 
 
 def _end_evaluation(holder: int) -> None:
@@ -140,6 +156,8 @@ def _end_evaluation(holder: int) -> None:
             for module in _was_training.difference(*_held.values()):
                 module.training = True
                 _was_training.discard(module)
+        for module in set(_attributes).difference(*_held.values()):
+            vars(module).update(_attributes.pop(module))
 
 
 def eager() -> AbstractContextManager[None]:
@@ -187,11 +205,25 @@ def prepared_for_attribution(model: nn.Module) -> Iterator[None]:
 def run_model(model: nn.Module, x: Tensor) -> Any:
     """Return the model's output for a batch and the bound `forward_args`. The model may change its input in place.
 
-    The image is the first argument; of a model of Hugging Face that takes `input_ids` first, it is `pixel_values`.
+    The image is the first argument; of a model of Hugging Face that takes `input_ids` first, it is `pixel_values`. If
+    the target is a neuron, the output is the `LayerOutput` of its layer.
 
     Raises:
+        LayerError: The layer of the neuron was not run, or returned no tensor.
         ModelError: As for `call`.
     """
+    layer = returned_layer()
+    if layer is None:
+        return _run(model, x)
+    with HookManager(persistent=True) as hooks:  # the hooks of the method act, too
+        outputs = hooks.capture(model.get_submodule(layer))
+        _run(model, x)
+    if not outputs:
+        raise LayerError(f'layer "{layer}" of the neuron was not run, or returned no tensor')
+    return LayerOutput(outputs[-1])
+
+
+def _run(model: nn.Module, x: Tensor) -> Any:
     args, kwargs = forward_args(x)
     kind: Any = type(model)
     if _takes_words_first(kind):

@@ -99,12 +99,13 @@ def attention(
         check_choice("reduce", reduce, get_args(Reduce))
     model = unwrap(model)
     read_images = partial(read, preprocess=model_attribute("preprocess", model), like=reference_tensor(model))
-    batch = read_images(image).inputs
+    read_batch = read_images(image)
+    batch = read_batch.inputs
     names = tuple(name for name, module in model.named_modules() if is_hookable(model, name, module))
     needs = Needs(backwards=int(target is not None), modules=names, attention=True)
     with prepared_for_attribution(model), bind_forward_args(forward_args, len(batch)):
         resolved = ResolvedTarget(target, len(batch), categories_of(model))
-        resolved.bind(model, batch, lambda reference: read_images(reference).inputs)
+        resolved.bind(model, batch, lambda reference: read_images(reference).inputs, read_batch.frames)
         forward = SharedForward(model, batch, needs)
         grads = TargetGradients(forward, resolved)
         if not grads.attention:

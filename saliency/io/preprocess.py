@@ -59,6 +59,46 @@ class ImageBox:
     range: Range | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Scale, offset and padding of the model's input on an image, in pixels of both.
+
+    Attributes:
+        box: The box of the input on the image, as in `Frame`.
+        image_size: The size (w, h) of the image.
+        input_size: The size (h, w) of the input.
+    """
+
+    box: Box
+    image_size: tuple[int, int]
+    input_size: tuple[int, int]
+
+    @classmethod
+    def of(cls, frame: Frame | None, input_size: tuple[int, int]) -> Geometry:
+        """Return the geometry of a frame. Without one, the input itself is the image."""
+        if frame is not None:
+            return cls(frame.box, frame.image.size, input_size)
+        height, width = input_size
+        return cls((0, 0, width, height), (width, height), input_size)
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """Pixels of the image per pixel of the input, (x, y)."""
+        left, top, right, bottom = self.box
+        return (right - left) / self.input_size[1], (bottom - top) / self.input_size[0]
+
+    @property
+    def pads(self) -> Box:
+        """Padding at the left, top, right and bottom, in pixels of the input; negative where the image was cropped."""
+        (x, y), (left, top, right, bottom), (width, height) = self.scale, self.box, self.image_size
+        return -left / x, -top / y, (right - width) / x, (bottom - height) / y
+
+    def to_image(self, points: Tensor) -> Tensor:
+        """Convert x and y in pixels of the input, (..., 2) or boxes (..., 4), to pixels of the image."""
+        repeats = points.shape[-1] // 2
+        return points * points.new_tensor(self.scale * repeats) + points.new_tensor(self.box[:2] * repeats)
+
+
 def scaled_size(size: tuple[int, int], longest: int) -> tuple[int, int]:
     """Return the size (w, h) of an image after resizing its longer edge to `longest` pixels."""
     width, height = (max(1, round(edge * longest / max(size))) for edge in size)
@@ -152,6 +192,8 @@ class Preprocess:
         fit: How an image is resized if `resize` is (h, w): "stretch" changes its aspect ratio; "cover" keeps it and
             covers (h, w); "contain" keeps it and fits into (h, w). By default "stretch", or "cover" without `resize`.
         fill: The colour of the padding.
+        centre: Whether the padding is on both sides. False pads at the right and at the bottom only.
+        stride: Without `size`, each edge is padded to a multiple of this number of pixels.
         range: The pixel values that become 0 and 1 in images of one channel with more than 8 bits, such as (0, 4095)
             for 12 bits; values outside are clamped. It is applied before resizing, in floating point. By default
             (0, 65535). Images of 8 bits always have 0..255.
@@ -168,6 +210,8 @@ class Preprocess:
     fit: Fit | None = None
     fill: tuple[int, ...] = (0, 0, 0)
     range: Range | None = None
+    centre: bool = True
+    stride: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("mean", "std"):
@@ -187,6 +231,8 @@ class Preprocess:
             if not _are_numbers(self.range, (2,), is_real) or self.range[0] == self.range[1]:
                 raise ImageError(f"range={self.range!r}: expected two different pixel values, such as (0, 4095)")
             object.__setattr__(self, "range", tuple(map(float, self.range)))
+        if self.stride is not None and (self.size is not None or not is_integer(self.stride)):
+            raise ImageError(f"stride={self.stride!r}: expected a positive whole number, and no `size`")
         for name, edge in (("size", ""), ("resize", "the length of the shorter edge, or ")):
             edges = getattr(self, name)
             if is_pair(edges):
@@ -203,6 +249,24 @@ class Preprocess:
             fit = "cover"
         chosen = fit if self.fit is None else check_choice("fit", self.fit, get_args(Fit), error=ImageError)
         object.__setattr__(self, "fit", chosen)
+
+    @classmethod
+    def letterbox(
+        cls, size: int | tuple[int, int] = 640, stride: int | None = 32, *, centre: bool = True
+    ) -> Preprocess:
+        """Return the preprocessing of YOLO detectors: fit into `size`, pad with grey 114, scale to 0..1.
+
+        Ultralytics pads to the smallest multiple of the stride for single images, and to the whole `size` (stride=None)
+        for batches. It resizes with OpenCV, without antialiasing, so that pixels differ slightly.
+
+        Args:
+            size: The length of the longer edge, or (h, w).
+            stride: The largest stride of the model; None pads to the whole size.
+            centre: Whether the padding is on both sides, as in Ultralytics, or at the right and bottom, as in YOLOX.
+        """
+        edges = (size, size) if isinstance(size, int) else size
+        options: Any = {"mean": (0, 0, 0), "std": (1, 1, 1), "fill": (114, 114, 114), "centre": centre}
+        return cls(edges if stride is None else None, edges, fit="contain", stride=stride, **options)
 
     @classmethod
     def from_torchvision(cls, transform: Any) -> Preprocess:
@@ -296,20 +360,21 @@ class Preprocess:
         resized = self._resized(image.size)
         if resized != image.size:
             image = image.resize(resized, _FILTERS[self.interpolation])
-        if self.size is not None and self.size != (image.height, image.width):
-            canvas = Image.new("RGB", self.size[::-1], self.fill).convert(mode)
-            canvas.paste(image, (-_offset(image.width, canvas.width), -_offset(image.height, canvas.height)))
+        size = self._canvas(image.size)
+        if size != image.size:
+            canvas = Image.new("RGB", size, self.fill).convert(mode)
+            canvas.paste(image, (-self._offset(image.width, size[0]), -self._offset(image.height, size[1])))
             image = canvas
         pixels = torch.from_numpy(np.array(image)).view(image.height, image.width, -1)  # (H, W, C)
-        x = pixels.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
-        return self.normalise(x.div_(255))
+        tensor = pixels.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
+        return self.normalise(tensor.div_(255))
 
     def box(self, image_size: tuple[int, int]) -> Box:
         """Return the box of the model's input on an image of (w, h) pixels."""
         width, height = image_size
-        resized_width, resized_height = self._resized(image_size)
-        crop_height, crop_width = self.size or (resized_height, resized_width)
-        left, top = _offset(resized_width, crop_width), _offset(resized_height, crop_height)
+        resized_width, resized_height = resized = self._resized(image_size)
+        crop_width, crop_height = self._canvas(resized)
+        left, top = self._offset(resized_width, crop_width), self._offset(resized_height, crop_height)
         x, y = width / resized_width, height / resized_height
         return (left * x, top * y, (left + crop_width) * x, (top + crop_height) * y)
 
@@ -323,6 +388,19 @@ class Preprocess:
 
     def _channels(self, values: tuple[float, ...], like: Tensor) -> Tensor:
         return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, 1, 1)
+
+    def _canvas(self, resized: tuple[int, int]) -> tuple[int, int]:
+        """Return the size (w, h) of the input for the size (w, h) of a resized image."""
+        if self.size is not None:
+            return self.size[1], self.size[0]
+        width, height = (math.ceil(edge / (self.stride or 1)) * (self.stride or 1) for edge in resized)
+        return width, height
+
+    def _offset(self, resized: int, crop: int) -> int:
+        """Return the start of a crop, negative for padding, rounded as in torchvision and timm."""
+        if crop > resized:
+            return -((crop - resized) // 2) if self.centre else 0
+        return round((resized - crop) / 2.0)
 
     def _resized(self, image_size: tuple[int, int]) -> tuple[int, int]:
         """Return the size (w, h) of an image after resizing, rounded as in torchvision and timm."""
@@ -506,11 +584,6 @@ def _are_numbers(values: object, channels: tuple[int, ...], is_valid: Callable[[
 def _filter_name(interpolation: Any) -> str:
     name = str(getattr(interpolation, "value", interpolation))
     return "bilinear" if name == "random" else name  # timm's name for a random choice in training
-
-
-def _offset(resized: int, crop: int) -> int:
-    """Return the start of a centred crop, negative for padding, rounded as in torchvision and timm."""
-    return -((crop - resized) // 2) if crop > resized else round((resized - crop) / 2.0)
 
 
 # The crop of a callable

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TargetError, did_you_mean, plural
+from ..io.preprocess import Geometry
 from ..validation import is_integer
 
 Categories = Sequence[str] | None
@@ -97,6 +98,14 @@ class OutputTarget(ABC):
 
     def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> OutputTarget:
         """Return the target with the embeddings of its texts and reference images, if it has any."""
+        return self
+
+    def locate(self, geometries: Sequence[Geometry]) -> OutputTarget:
+        """Return the target with the position of each image, for places in pixels of the images. The first call counts.
+
+        Raises:
+            TargetError: A place is outside the image.
+        """
         return self
 
     def resolve_from(self, output: Any, facts: OutputFacts) -> OutputTarget:
@@ -285,70 +294,6 @@ class Contrast(_ClassTarget):
         return tuple(f"{name} rather than {other}" for name, other in zip(*names, strict=True))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Region(OutputTarget):
-    """Mean score of a class over some pixels; see `region`."""
-
-    label: int | str
-    where: Tensor | None = None
-    is_binary: bool = False  # as in `ClassScore`
-
-    def resolve(self, images: int, categories: Categories) -> Region:
-        """Return the target with a class index instead of a name."""
-        return replace(self, label=class_index(self.label, categories))
-
-    def resolve_from(self, output: Any, facts: OutputFacts) -> Region:
-        """Return the target with the pixels that the model assigns to the class, if none were given."""
-        scores, index = self._scores(output), int(self.label)
-        count = facts.class_count(scores.shape[1])
-        require_class(index, count)
-        is_binary = count > scores.shape[1]
-        shape = (len(scores), *scores.shape[2:])
-        if self.where is None:
-            if scores.shape[1] == 1:
-                foreground = scores.detach()[:, 0] > threshold(facts.link(output, scores))
-                where = ~foreground if is_binary and not index else foreground
-            else:
-                where = scores.detach().argmax(1) == index
-            problem = f"the model assigns no pixel to class {index} in image {{}}; pass them: region({index}, where)"
-        else:
-            where = self.where.to(scores.device).bool()
-            problem = "the region has no pixel in image {}; mark at least one with True"
-            if where.shape not in (shape, shape[1:]):
-                raise TargetError(f"the region has shape {tuple(where.shape)}; expected {shape[1:]}, or {shape}")
-            where = where.expand(shape)
-        is_empty = ~where.flatten(1).any(1)
-        if is_empty.any():
-            raise TargetError(problem.format(int(is_empty.nonzero()[0])))
-        return replace(self, where=where, is_binary=is_binary)
-
-    def __call__(self, output: Any) -> Tensor:
-        """Return the mean scores (N,) of the class over its pixels."""
-        index = int(self.label)
-        scores = self._scores(output)[:, 0 if self.is_binary else index]
-        assert self.where is not None  # noqa: S101 - resolve_from() runs first
-        # Index instead of multiplying by a mask: such a product looks like a hand-written ReLU in the graph.
-        means = torch.stack([image[where].mean() for image, where in zip(scores, self.where, strict=True)])
-        return -means if self.is_binary and not index else means
-
-    def repeated(self, image: int, count: int) -> Region:
-        """Return the target for the pixels of one image."""
-        assert self.where is not None  # noqa: S101 - resolve_from() runs first
-        return replace(self, where=self.where[image].expand(count, *self.where.shape[1:]))
-
-    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
-        """Return names such as `region of cat`."""
-        return (f"region of {class_name(int(self.label), categories)}",) * images
-
-    @staticmethod
-    def _scores(output: Any) -> Tensor:
-        scores = output_tensor(output)
-        if scores.dim() != 4:
-            shape = tuple(scores.shape)
-            raise TargetError(f"a region needs an output of shape (N, classes, H, W); this model's is {shape}")
-        return scores
-
-
 @dataclass(frozen=True, slots=True)
 class Value(OutputTarget):
     """One number of the output; see `value`."""
@@ -373,6 +318,45 @@ class Value(OutputTarget):
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return names such as `value 3`."""
         return (" ".join(["value", *map(str, self.index)]),) * images
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOutput:
+    """Output of a model that was run for the output of one of its layers."""
+
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Neuron(OutputTarget):
+    """Activation of a channel of a layer; see `neuron`."""
+
+    layer: str
+    channel: int
+    at: tuple[int, ...] | None = None
+
+    def __call__(self, output: Any) -> Tensor:
+        """Return the activations (N,). Raises TargetError if there is no such channel or position."""
+        if not isinstance(output, LayerOutput):
+            raise TargetError("a neuron is a target of methods only")
+        values = output.values.movedim(-1, 1) if output.values.dim() == 3 else output.values  # tokens (N, T, K)
+        shape = tuple(values.shape[1:])
+        if not shape or self.channel >= shape[0]:
+            raise TargetError(f"there is no channel {self.channel} in the layer {self.layer} with outputs of {shape}")
+        values = values[:, self.channel]
+        if self.at is None:
+            return values.flatten(1).mean(1) if values.dim() > 1 else values
+        if len(self.at) != len(shape) - 1 or any(i >= n for i, n in zip(self.at, shape[1:], strict=True)):
+            raise TargetError(f"there is no position {self.at} in a channel of {shape[1:]}")
+        return values.flatten(1)[:, int(np.ravel_multi_index(self.at, shape[1:]))]
+
+    def part(self, output: Any, image: int) -> Any:
+        """Return the layer's output for one image."""
+        return LayerOutput(output.values[image : image + 1]) if isinstance(output, LayerOutput) else output
+
+    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
+        """Return names such as `channel 12 of layer4`."""
+        return (f"channel {self.channel} of {self.layer}" + (f" at {self.at}" if self.at else ""),) * images
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +387,10 @@ class TargetList(OutputTarget):
     def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> TargetList:
         """Return the targets with the embeddings of their texts and reference images."""
         return TargetList(tuple(target.bind(encode_text, encode_image) for target in self.targets))
+
+    def locate(self, geometries: Sequence[Geometry]) -> TargetList:
+        """Return the targets, each with the position of its image."""
+        return TargetList(tuple(own.locate([place]) for own, place in zip(self.targets, geometries, strict=True)))
 
     def resolve_from(self, output: Any, facts: OutputFacts) -> TargetList:
         """Return the targets with everything fixed that depends on the output."""
@@ -437,6 +425,13 @@ class TargetList(OutputTarget):
         return tuple(own.indices(1)[0] for own in self.targets)
 
 
+def located(target: Any, geometries: Sequence[Geometry]) -> Any:
+    """Return a target for the same images as tensors, with its places on the images; other targets unchanged."""
+    if isinstance(target, list | tuple) and len(target) == len(geometries):
+        return [located(own, [place]) for own, place in zip(target, geometries, strict=True)]
+    return target.locate(geometries) if isinstance(target, OutputTarget) else target
+
+
 def one_score_each(scores: Any, images: int) -> Tensor:
     """Return the scores of a target. Raises TargetError unless they are a float tensor (N,)."""
     if isinstance(scores, Tensor) and scores.shape == (images,) and scores.is_floating_point():
@@ -468,31 +463,6 @@ def contrast(target: Any, against: Any) -> Target:
     return Contrast((ClassScore(target), ClassScore(against)))
 
 
-def region(label: int | str, where: Any = None) -> Target:
-    """Explain the mean score of a class over some pixels of a segmentation output (N, classes, H, W).
-
-    Args:
-        label: The class, by index or name.
-        where: (H, W) or (N, H, W), true at the pixels to average, in the size of the output. None takes the pixels that
-            the model assigns to the class. With one channel, these are the pixels with a logit above 0. If the model's
-            last operation is a sigmoid, they are the pixels with a probability above 0.5. With two class names, the
-            channel belongs to class 1, and its negative to class 0.
-
-    Raises:
-        TargetError: `where` is not an array.
-
-    Source: Vinogradova et al., "Towards Interpretable Semantic Segmentation via Gradient-weighted Class Activation
-        Mapping" (2020), https://arxiv.org/abs/2002.11434, who take the sum instead of the mean.
-    """
-    if where is None:
-        return Region(label)
-    try:
-        pixels = where.detach() if isinstance(where, Tensor) else torch.as_tensor(np.asarray(where), device="cpu")
-        return Region(label, pixels)
-    except TypeError as error:
-        raise TargetError(f"expected the pixels of a region as a Boolean array, got {type(where).__name__}") from error
-
-
 def value(*index: int) -> Target:
     """Explain one number of the output, as in regression: `value(3)` is `output[:, 3]`; `value()` is an output (N,).
 
@@ -502,6 +472,24 @@ def value(*index: int) -> Target:
     for number in index:
         class_number(number)
     return Value(index)
+
+
+def neuron(layer: str, channel: int, at: int | Sequence[int] | None = None) -> Target:
+    """Explain the activation of a channel of a layer, instead of the model's output.
+
+    All targets of one call must be neurons of one layer. The layer of a CAM must be before it.
+
+    Args:
+        layer: The name of the layer, as in `model.named_modules()`. Its first output tensor is read: (N, K),
+            (N, K, h, w), or tokens (N, T, K).
+        channel: The index of the channel.
+        at: The position in the layer's output, (row, column) or the index of a token. By default the mean over all.
+
+    Raises:
+        TargetError: An index is not a non-negative integer. Later: there is no such layer, channel or position.
+    """
+    place = None if at is None else tuple(map(class_number, at if isinstance(at, Sequence) else (at,)))
+    return Neuron(layer, class_number(channel), place)
 
 
 def as_target(target: TargetLike, images: int, categories: Categories = None) -> OutputTarget:
@@ -545,6 +533,9 @@ def output_tensor(output: Any) -> Tensor:
     name = next((name for name in ("logits", "out", *tensors) if name in tensors), None)
     if name is not None and (name in ("logits", "out") or len(tensors) == 1):
         return tensors[name]
+    maps = [tensor for tensor in tensors.values() if tensor.dim() == 4]
+    if isinstance(output, tuple) and len(maps) == 1:  # masks and labels, of segmentation_models_pytorch
+        return maps[0]
     kinds = ", ".join(f"{name!r}: {type(part).__name__}" for name, part in parts.items()) or "empty"
     problem = f"the model returned a {type(output).__name__} ({kinds}); it is not clear which tensor holds the scores"
     hint = f"pass a function as the target, for example target=lambda output: {_example_target(output)}"

@@ -546,7 +546,7 @@ def test_a_region_without_pixels_is_where_the_model_sees_the_class() -> None:
     ("target", "message"),
     [
         (region(9), r"class 9 is outside 0\.\.3"),
-        (region(1, torch.ones(3, 3)), r"the region has shape \(3, 3\); expected \(2, 2\), or \(2, 2, 2\)"),
+        (region(1, torch.ones(3, 3)), r"the region has shape \(3, 3\); expected \(2, 2\) as the image, or \(2, 2\)"),
         (region(1, torch.zeros(2, 2)), "the region has no pixel"),
         (region(-1), "class -1 is negative"),
         (region(1.5), "got 1.5"),  # type: ignore[arg-type]

@@ -19,8 +19,9 @@ from ...engine.estimates import generator
 from ...errors import MethodError
 from ...hooks.model_state import prepared_for_attribution, run_model
 from ...io.inputs import ImagesLike
+from ...io.preprocess import Geometry
 from ...methods.gradient import VanillaGradient
-from ...targets.targets import TargetLike, probability
+from ...targets.targets import TargetLike, located, probability
 from ...validation import Registry, check_choice, check_integer
 
 Score = Literal["probability", "explained"]
@@ -199,7 +200,9 @@ class Subject(SharedResults):
         self.random_controls = check_integer("random_controls", random_controls, least=0)
         self.shared = shared or SharedResults()
         self.score = check_choice("score", score, get_args(Score))
-        self._method, self._model, self._inputs, self._target = method, model, inputs, target
+        self._method, self._model, self._inputs = method, model, inputs
+        size = explanation.input_size
+        self._target = located(target, [Geometry.of(frame, size) for frame in explanation.frames])
         self._masks, self._reference = masks, reference
 
     @cached_property

@@ -1,0 +1,274 @@
+"""Candidates of a detector: its boxes and scores before suppression, wherever its output holds them.
+
+This is the only file that knows the formats of detectors. They are told apart by shapes and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import TargetError
+from ..io.preprocess import Geometry
+
+BoxLink = Literal["sigmoid", "softmax", "label"]
+"""How class scores become probabilities. "label": after suppression, each detection has the score of one class only."""
+
+ABSENT = -4.6
+"""The logit of a probability of 1 %: the score of a class that the output does not hold for a box."""
+
+_SOFTMAX = ("Detr", "Yolos", "TableTransformer")  # classes of transformers whose last class is "no object"
+_SEPARATORS = (101, 102, 1012, 1029)  # BERT's [CLS], [SEP], "." and "?", between the phrases of Grounding DINO
+_MOST_COMPARED = 1000  # candidates among which duplicates are suppressed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """Boxes that a detector considers in one image, and their scores, with their graph.
+
+    Attributes:
+        boxes: (n, 4) left, top, right and bottom, in pixels.
+        scores: (n, C) the logits of the classes; with "softmax", minus the logit of "no object".
+        objectness: (n,) the logits of an object of any class; None without them.
+        link: The function from the scores to probabilities.
+        is_factor: Whether probabilities of classes are multiplied by the probability of an object.
+        keypoints: (n, K) the scores of the joints of each box; None without them.
+    """
+
+    boxes: Tensor
+    scores: Tensor
+    objectness: Tensor | None = None
+    link: BoxLink = "sigmoid"
+    is_factor: bool = True
+    keypoints: Tensor | None = None
+
+    @property
+    def probabilities(self) -> Tensor:
+        """The probabilities (n, C) of the classes, in float32 or wider."""
+        scores = self.scores.to(torch.promote_types(self.scores.dtype, torch.float32))
+        if self.link == "softmax":
+            return F.pad(scores, (0, 1)).softmax(1)[:, :-1]
+        is_scaled = self.objectness is not None and self.is_factor
+        return scores.sigmoid() * (cast("Tensor", self.objectness)[:, None].sigmoid() if is_scaled else 1)
+
+    def column(self, index: int) -> Tensor:
+        """Return the scores (n,) of a class. After suppression, the output may not hold the class at all."""
+        has_class = index < self.scores.shape[1]
+        return self.scores[:, index] if has_class else self.scores[:, 0] * 0 + ABSENT  # with a graph
+
+    def detections(self, least: float = 0.05, label: int | None = None) -> list[int]:
+        """Return the rows of distinct objects, in descending order of their probability.
+
+        A box is dropped if it overlaps a better one of the same class with an IoU above 0.5.
+
+        Args:
+            least: The lowest probability.
+            label: The class; by default the top class of each box.
+        """
+        known = self.probabilities.detach()
+        if known.numel() == 0 or (label is not None and label >= known.shape[1]):
+            return []
+        top, classes = known.max(1) if label is None else (known[:, label], known[:, label].mul(0).long() + label)
+        order = top.argsort(descending=True, stable=True)[:_MOST_COMPARED]
+        order = order[top[order] >= least]
+        boxes, own = self.boxes.detach()[order], classes[order]
+        is_same = (iou(boxes[:, None], boxes) > 0.5) & (own[:, None] == own)
+        kept: list[int] = []
+        for at, duplicates in enumerate(is_same.cpu()):
+            if duplicates[at] and not duplicates[kept].any():  # a box without area has no IoU with itself
+                kept.append(at)
+        return cast("list[int]", order[kept].tolist())
+
+
+CandidatesFunction = Callable[[Any], Sequence[Candidates]]
+"""A detector's output -> the candidates of each image, with boxes in pixels of the model's input."""
+
+
+def iou(one: Tensor, other: Tensor) -> Tensor:
+    """Return the intersection over union of boxes (..., 4) of shapes that broadcast; 0 for empty boxes."""
+    low, high = torch.maximum(one[..., :2], other[..., :2]), torch.minimum(one[..., 2:], other[..., 2:])
+    inner = (high - low).clamp(min=0).prod(-1)
+    areas = ((box[..., 2:] - box[..., :2]).clamp(min=0).prod(-1) for box in (one, other))
+    return inner / (sum(areas) - inner).clamp(min=1e-12)
+
+
+def candidates(
+    output: Any,
+    geometries: Sequence[Geometry],
+    classes: int | None = None,
+    link: BoxLink | None = None,
+    read: CandidatesFunction | None = None,
+) -> list[Candidates]:
+    """Return the candidates of each image of a batch, with boxes in pixels of the images.
+
+    Args:
+        output: The output of a detector. Supported are torchvision's detectors; Ultralytics v3 to 12 and 26, RT-DETR,
+            YOLOv5, v7 and YOLOX; DETR and its descendants, YOLOS, OWL-ViT, OWLv2 and Grounding DINO of transformers.
+        geometries: The position of the model's input on each image; one serves all images.
+        classes: The number of classes, if it is known. DETR's output has one more: "no object".
+        link: How the class scores of a DETR become probabilities: "softmax" with "no object" as the last class, or
+            "sigmoid". By default it follows from `classes`, or from the class of a transformers output.
+        read: A function that reads the output of any other detector.
+
+    Raises:
+        TargetError: The output has another format, or it is unclear whether the last class is "no object".
+    """
+    size = geometries[0].input_size
+    rows = output if _are_candidates(output) else _read(output, size, classes, link) if read is None else read(output)
+    if not _are_candidates(rows) or (len(rows) not in (1, len(geometries)) and len(geometries) > 1):
+        problem = f"got {type(rows).__name__} from the function that reads the detector's output"
+        raise TargetError(f"{problem}; expected a list of saliency.Candidates, one for each image")
+    places = geometries if len(geometries) == len(rows) else [geometries[0]] * len(rows)
+    return [replace(row, boxes=place.to_image(row.boxes)) for row, place in zip(rows, places, strict=True)]
+
+
+def _are_candidates(rows: Any) -> bool:
+    return isinstance(rows, list | tuple) and len(rows) > 0 and all(isinstance(row, Candidates) for row in rows)
+
+
+def _read(output: Any, size: tuple[int, int], classes: int | None, link: BoxLink | None) -> list[Candidates]:
+    """Return the candidates of each image, with boxes in pixels of the input (h, w)."""
+    entries = list(output) if isinstance(output, list | tuple) else [output]
+    if entries and all(isinstance(entry, Mapping) and {"boxes", "scores", "labels"} <= {*entry} for entry in entries):
+        rows = [_labelled(entry["boxes"], entry["scores"], entry["labels"], classes) for entry in entries]
+        return [replace(row, keypoints=entry.get("keypoints_scores")) for row, entry in zip(rows, entries, strict=True)]
+    named = next((entry for entry in entries if not isinstance(entry, Tensor | list | tuple)), None)
+    parts = dict(named) if isinstance(named, Mapping) else getattr(named, "__dict__", {})
+    raw = parts.get("one2one") or parts
+    if {"boxes", "scores", "feats"} <= {*raw}:
+        if "angle" in raw:
+            raise TargetError("boxes with an angle are not read; pass read=, a function that gives upright boxes")
+        sizes = [level.shape[-2:] for level in raw["feats"]]
+        return _batch(_decoded(raw["boxes"], sizes, size), raw["scores"].mT)
+    logits, boxes = parts.get("logits", parts.get("pred_logits")), parts.get("pred_boxes")
+    if isinstance(logits, Tensor) and isinstance(boxes, Tensor):
+        return _queries(parts, logits, _corners(boxes) * _unit(size, boxes), _detr_link(output, logits, classes, link))
+    if entries and isinstance(entries[0], Tensor) and entries[0].dim() == 3 and named is None:
+        return _columns(entries[0], entries[1] if len(entries) > 1 else None, size, classes)
+    raise TargetError(
+        f"no adapter reads boxes from this output: {_described(output)}; pass read=, a function from the output to "
+        "[saliency.Candidates(boxes, scores), ...], one for each image: boxes (n, 4), left, top, right and bottom in "
+        "pixels of the model's input, and logits (n, classes)"
+    )
+
+
+def _columns(y: Tensor, levels: Any, size: tuple[int, int], classes: int | None) -> list[Candidates]:
+    """Read (B, 4 + C, n) of Ultralytics, (B, n, 6) of its heads without suppression, or (B, n, 5 + C) of YOLOv5.
+
+    Sigmoids saturate, so the logits of the levels are used if the output holds them.
+    """
+    levels = [level for level in levels if isinstance(level, Tensor)] if isinstance(levels, list | tuple) else []
+    dims = {level.dim() for level in levels}
+    if len(levels) > 1 and dims == {4} and levels[0].shape[-1] == 4 and levels[0].shape[:3] == levels[1].shape[:3]:
+        return _batch(_corners(levels[0][-1]) * _unit(size, y), levels[1][-1])  # RT-DETR of Ultralytics
+    last = y.detach()[..., -1]
+    if (
+        y.shape[2] == 6
+        and bool((last == last.round()).all())
+        and last.numel()
+        and bool((y[:, :-1, 4] >= y[:, 1:, 4]).all())
+    ):
+        return [_labelled(row[:, :4], row[:, 4], row[:, 5].long(), classes) for row in y]
+    if y.shape[1] == 4 + (classes or -1) or (y.shape[1] < y.shape[2] and y.shape[2] != 5 + (classes or -1)):
+        count = y.shape[1] - 4
+        if dims == {4}:
+            maps = torch.cat([level.flatten(2) for level in levels], 2)
+            return _batch(_decoded(maps[:, :-count], [level.shape[-2:] for level in levels], size), maps[:, -count:].mT)
+        return _batch(_corners(y[:, :4].mT), _logit(y[:, 4:].mT))
+    logits = torch.cat([level.flatten(1, 3) for level in levels], 1)[..., 4:] if dims == {5} else _logit(y[..., 4:])
+    return _batch(_corners(y[..., :4]), logits[..., 1:], logits[..., 0])
+
+
+def _queries(parts: Mapping[str, Any], logits: Tensor, boxes: Tensor, link: BoxLink) -> list[Candidates]:
+    """Read the queries of transformers: logits (B, Q, C) and boxes (B, Q, 4)."""
+    if link == "softmax":
+        return _batch(boxes, logits[..., :-1] - logits[..., -1:], link=link)
+    objectness = parts.get("objectness_logits")
+    scores: Any = logits.masked_fill(logits == -torch.inf, ABSENT)  # beyond the text of Grounding DINO
+    if isinstance(parts.get("input_ids"), Tensor):
+        scores = [_phrases(own, ids.tolist()) for own, ids in zip(scores, parts["input_ids"], strict=True)]
+    rows = _batch(boxes, scores, objectness if isinstance(objectness, Tensor) else None)
+    return [replace(row, is_factor=False) for row in rows]
+
+
+def _phrases(scores: Tensor, ids: Sequence[int]) -> Tensor:
+    """Return the scores (Q, phrases) of a text: the maximum over the tokens of each phrase."""
+    ends = [at for at, number in enumerate([*ids, _SEPARATORS[1]]) if number in _SEPARATORS]
+    spans = [slice(one + 1, other) for one, other in zip([-1, *ends], ends, strict=False) if other > one + 1]
+    return torch.stack([scores[:, span].amax(1) for span in spans], 1)
+
+
+def _detr_link(output: Any, logits: Tensor, classes: int | None, link: BoxLink | None) -> BoxLink:
+    """Return how the logits of a DETR become probabilities, which their shape does not say."""
+    name, count = type(output).__name__, logits.shape[-1]
+    if link is not None:
+        return link
+    if name.endswith("DetectionOutput"):
+        return "softmax" if name.startswith(_SOFTMAX) else "sigmoid"
+    if classes in (count, count - 1):
+        return "sigmoid" if classes == count else "softmax"
+    hint = 'pass link="softmax" or link="sigmoid", or the class names as categories='
+    raise TargetError(f"it is unclear whether the last of {count} logits is the class no object of a softmax; {hint}")
+
+
+def _labelled(boxes: Tensor, scores: Tensor, labels: Tensor, classes: int | None) -> Candidates:
+    """Return detections after suppression, with the logit of one class each."""
+    count = max(classes or 1, int(labels.max()) + 1 if len(labels) else 1)
+    absent = scores.new_full((len(scores), count), ABSENT)
+    return Candidates(boxes, absent.scatter(1, labels[:, None], _logit(scores)[:, None]), link="label")
+
+
+def _batch(boxes: Tensor, scores: Any, objectness: Tensor | None = None, link: BoxLink = "sigmoid") -> list[Candidates]:
+    objects = [None] * len(boxes) if objectness is None else objectness
+    return [Candidates(*row, link) for row in zip(boxes, scores, objects, strict=True)]
+
+
+def _decoded(distances: Tensor, sizes: Sequence[Sequence[int]], size: tuple[int, int]) -> Tensor:
+    """Return boxes (B, n, 4) from the distances (B, 4 * bins, n) of cell centres to the edges, in cells.
+
+    With several bins, a distance is the expectation of a softmax over 0, 1, 2, ...
+    """
+    images, channels, count = distances.shape
+    bins = distances.view(images, 4, channels // 4, count).movedim(3, 1)  # (B, n, 4, bins)
+    if bins.shape[3] > 1:
+        bins = bins.softmax(3) * torch.arange(bins.shape[3], device=bins.device).to(bins.dtype)
+    near, far = bins.sum(3).chunk(2, 2)
+    centres, strides = [], []
+    for height, width in sizes:
+        y, x = torch.meshgrid(*(torch.arange(edge, device=distances.device) for edge in (height, width)), indexing="ij")
+        centres.append(torch.stack([x, y], 2).flatten(0, 1).to(distances.dtype) + 0.5)
+        strides.append(centres[-1].new_tensor((size[1] / width, size[0] / height)).expand_as(centres[-1]))
+    centre, stride = torch.cat(centres), torch.cat(strides)
+    return torch.cat([(centre - near) * stride, (centre + far) * stride], 2)
+
+
+def _corners(boxes: Tensor) -> Tensor:
+    """Convert (..., 4) centre and size to left, top, right and bottom."""
+    centre, extent = boxes.chunk(2, -1)
+    return torch.cat([centre - extent / 2, centre + extent / 2], -1)
+
+
+def _unit(size: tuple[int, int], like: Tensor) -> Tensor:
+    return like.new_tensor((size[1], size[0]) * 2)
+
+
+def _logit(probabilities: Tensor) -> Tensor:
+    """Return logits. In float32, probabilities of 1 are below infinity."""
+    return torch.logit(probabilities, torch.finfo(probabilities.dtype).eps)
+
+
+def _described(output: Any) -> str:
+    """Return the types and shapes of an output, such as `list of (Tensor 1x5x7, 3 maps)`."""
+    if isinstance(output, Tensor):
+        return f"a tensor {tuple(output.shape)}"
+    if isinstance(output, Mapping):
+        return f"{type(output).__name__} of {', '.join(f'{key}: {_described(part)}' for key, part in output.items())}"
+    if isinstance(output, list | tuple):
+        shown = ", ".join(map(_described, output[:4]))
+        return f"a {type(output).__name__} of {len(output)}{shown and f' ({shown})'}"
+    return type(output).__name__

@@ -1,0 +1,290 @@
+"""Targets for maps of scores: a region of a segmentation, its border, and a joint of a pose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import TargetError
+from ..io.preprocess import Geometry
+from ..validation import check_choice, is_integer
+from .box import BoxScore, LocatedTarget, as_place, as_text
+from .candidates import CandidatesFunction, candidates
+from .targets import (
+    Categories,
+    OutputFacts,
+    OutputTarget,
+    Target,
+    class_index,
+    class_name,
+    output_tensor,
+    require_class,
+    threshold,
+)
+
+RegionChoice = Literal["predicted", "border"]
+
+_PARTS = ("eye", "ear", "shoulder", "elbow", "wrist", "hip", "knee", "ankle")
+COCO_JOINTS = ("nose", *(f"{side}_{part}" for part in _PARTS for side in ("left", "right")))
+"""The 17 joints of the poses of COCO, in order."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Region(LocatedTarget):
+    """Mean score of a class over some pixels; see `region`."""
+
+    label: Any
+    where: Tensor | RegionChoice | Literal["peak"] = "predicted"  # not used if there is a place
+    is_binary: bool = False  # as in `ClassScore`
+    joint: str = ""
+    cells: Tensor | None = field(default=None, repr=False)  # (N, h, w): 1 for the pixels, -1 for those outside a border
+
+    def resolve(self, images: int, categories: Categories) -> Region:
+        """Return the target with a class index instead of a name."""
+        return replace(self, label=class_index(self.label, categories))
+
+    def part(self, output: Any, image: int) -> Any:
+        """Return the output for one image."""
+        return [output[image]] if _has_instances(output) else score_maps(output)[image : image + 1]
+
+    def resolve_from(self, output: Any, facts: OutputFacts) -> Region:
+        """Return the target with the pixels of the output that it averages."""
+        scores, index = self._scores(output)
+        is_binary = False
+        if not _has_instances(output):
+            count = facts.class_count(scores.shape[1]) if self.where != "peak" else scores.shape[1]
+            require_class(index, count)
+            is_binary = count > scores.shape[1]
+        target = replace(self, is_binary=is_binary)
+        if self.place is not None or isinstance(self.where, Tensor):
+            cells, problem = self._given(scores), "the region has no pixel in image {}; mark at least one with True"
+        else:
+            cells = target._predicted(output, facts)
+            problem = f"the model assigns no pixel to class {index} in image {{}}; pass them: region({index}, where)"
+        is_empty = ~cells.flatten(1).any(1)
+        if is_empty.any():
+            raise TargetError(problem.format(int(is_empty.nonzero()[0])))
+        if self.where == "border":
+            near = F.max_pool2d(torch.stack([cells, ~cells], 1).float(), 3, 1, 1)  # within one pixel of each side
+            if near.flatten(2).amax(2).min() == 0:
+                raise TargetError(f"class {index} has no border: the model assigns all pixels to it")
+            return replace(target, cells=near[:, 1] * cells - near[:, 0] * ~cells)
+        return replace(target, cells=cells.float())
+
+    def _predicted(self, output: Any, facts: OutputFacts) -> Tensor:
+        """Return the pixels (N, h, w) that the model assigns to the class, or around the maximum of its map."""
+        scores, index = self._scores(output)
+        known = scores.detach()
+        own = known[:, min(index, known.shape[1] - 1)]
+        if self.where == "peak":
+            is_peak = own == own.flatten(1).amax(1)[:, None, None]
+            return F.max_pool2d(is_peak.float(), 3, 1, 1).bool()
+        if known.shape[1] > 1 and not _is_independent(output):
+            return known.argmax(1) == index
+        limit = 0.5 if _has_instances(output) else threshold(facts.link(scores, scores)) if known.shape[1] == 1 else 0.0
+        return own <= limit if self.is_binary and not index else own > limit
+
+    def _given(self, scores: Tensor) -> Tensor:
+        """Return the pixels of the output (N, h, w) in the given region."""
+        (images, _, *size), where = scores.shape, self.where
+        rows = where if isinstance(where, Tensor) and where.dim() == 3 else [self.place or where] * images
+        if len(rows) != images:
+            raise TargetError(f"the region has shape {tuple(cast('Tensor', where).shape)} for {images} images")
+        places = self.geometries or [Geometry.of(None, (size[0], size[1]))] * images
+        return torch.stack([_cells(row, place, size) for row, place in zip(rows, places, strict=True)]).to(
+            scores.device
+        )
+
+    def __call__(self, output: Any) -> Tensor:
+        """Return the mean scores (N,) of the class over its pixels."""
+        scores, index = self._scores(output)
+        own, cells = scores[:, min(index, scores.shape[1] - 1)], cast("Tensor", self.cells)
+        # Index instead of multiplying by a mask: such a product looks like a hand-written ReLU in the graph.
+        means = torch.stack([image[at > 0].mean() for image, at in zip(own, cells, strict=True)])
+        if self.where == "border":
+            means = means - torch.stack([image[at < 0].mean() for image, at in zip(own, cells, strict=True)])
+        return -means if self.is_binary and not index else means
+
+    def repeated(self, image: int, count: int) -> Region:
+        """Return the target for the pixels of one image."""
+        cells = cast("Tensor", self.cells)[image]
+        return replace(
+            self, cells=cells.expand(count, *cells.shape), geometries=self.geometries[image : image + 1] * count
+        )
+
+    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
+        """Return names such as `region of cat`."""
+        label, kind = class_name(int(self.label), categories), "border" if self.where == "border" else "region"
+        return (self.joint or f"{kind} of {label}{f' at {as_text(self.place)}' if self.place else ''}",) * images
+
+    def _scores(self, output: Any) -> tuple[Tensor, int]:
+        """Return the scores (N, C, h, w), with one channel for the class of instances, and the index of the class."""
+        index = int(self.label)
+        if not _has_instances(output):
+            return score_maps(output), index
+        masks = [(entry["scores"] * (entry["labels"] == index), entry["masks"][:, 0]) for entry in output]
+        return torch.stack([torch.einsum("n,nhw->hw", *pair) for pair in masks])[:, None], index
+
+
+def _has_instances(output: Any) -> bool:
+    """Return whether an output is a list of instances for each image, as of torchvision's Mask R-CNN."""
+    return isinstance(output, list) and bool(output) and all(isinstance(e, Mapping) and "masks" in e for e in output)
+
+
+def _is_independent(output: Any) -> bool:
+    """Return whether each channel is a mask of its own, as of SAM, whose prompts compete for no pixel."""
+    return isinstance(output, Mapping) and "pred_masks" in output and not _has_queries(output)
+
+
+def _has_queries(output: Any) -> bool:
+    queries = output.get("class_queries_logits", output.get("logits"))
+    return isinstance(queries, Tensor) and queries.dim() == 3
+
+
+def score_maps(output: Any) -> Tensor:
+    """Return the scores of classes (N, C, h, w) of a segmentation output.
+
+    Queries times masks give sums of probabilities. Of SAM, the channels are all masks of all prompts.
+
+    Raises:
+        TargetError: The output has another format.
+    """
+    parts: Mapping[str, Any] = output if isinstance(output, Mapping) else {}
+    masks = parts.get("masks_queries_logits", parts.get("pred_masks", parts.get("heatmaps")))  # the last is ViTPose's
+    if not isinstance(masks, Tensor):
+        masks = output_tensor(output)
+    elif _has_queries(parts):
+        classes = parts.get("class_queries_logits", parts.get("logits")).softmax(2)[..., :-1]
+        return torch.einsum("nqc,nqhw->nchw", classes, masks.sigmoid())
+    scores = masks.flatten(1, -3) if masks.dim() > 3 else masks
+    if scores.dim() != 4:
+        shape = tuple(scores.shape)
+        raise TargetError(f"a region needs an output of shape (N, classes, H, W); this model's is {shape}")
+    return scores
+
+
+def _cells(where: Any, geometry: Geometry, size: Sequence[int]) -> Tensor:
+    """Return the pixels of the output (h, w) of which a region covers half, or the most if it covers less of all."""
+    (left, top, right, bottom), (width, height) = geometry.box, geometry.image_size
+    if isinstance(where, tuple):
+        x0, y0, x1, y1 = (*where, where[0] + 1e-3, where[1] + 1e-3)[:4]
+        across, down, mask = np.array([[x0, x1]]), np.array([[y0, y1]]), np.ones((1, 1))
+    elif where.shape == (height, width):
+        across, down = (np.stack([np.arange(edge), np.arange(edge) + 1], 1) for edge in (width, height))
+        mask = where.bool().cpu().numpy()
+    elif where.shape == tuple(size):
+        return cast("Tensor", where.bool().cpu())
+    else:
+        sizes = f"{(height, width)} as the image, or {tuple(size)} as the output"
+        raise TargetError(f"the region has shape {tuple(where.shape)}; expected {sizes}")
+    covered = _overlaps(top, bottom, size[0], down) @ mask @ _overlaps(left, right, size[1], across).T
+    return torch.as_tensor((covered > 1e-9) & (covered >= min(0.5, covered.max()) * 0.999), device="cpu")
+
+
+def _overlaps(start: float, end: float, cells: int, spans: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the fraction of each of the cells between two ends that each span (k, 2) covers, (cells, k)."""
+    edges = np.linspace(start, end, cells + 1)[:, None]
+    inner = np.minimum(edges[1:], spans[:, 1]) - np.maximum(edges[:-1], spans[:, 0])
+    return np.asarray(inner.clip(min=0) * (cells / (end - start)))
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Keypoint(LocatedTarget):
+    """Score of a joint; see `keypoint`. It becomes a `Region` of a heatmap, or a `BoxScore` of a detector."""
+
+    joint: int | str
+    person: int = 0
+    read: CandidatesFunction | None = None
+
+    def part(self, output: Any, image: int) -> Any:
+        """Return the output for one image."""
+        if self.read is None and not isinstance(output, list):
+            return score_maps(output)[image : image + 1]
+        return BoxScore(read=self.read, geometries=self.geometries).part(output, image)
+
+    def resolve_from(self, output: Any, facts: OutputFacts) -> OutputTarget:
+        """Return the target of the joint that was found. Raises TargetError if there is none."""
+        is_maps = self.read is None and not isinstance(output, list)
+        scores = score_maps(output) if is_maps else candidates(output, self.geometries, read=self.read)[0].keypoints
+        if scores is None:
+            raise TargetError("the detector's output has no scores of joints")
+        if is_maps and self.person:
+            raise TargetError(f"person={self.person}: the output has one heatmap for each joint, of one person")
+        count = scores.shape[1]
+        names = facts.categories if len(facts.categories or ()) == count else COCO_JOINTS if count == 17 else None
+        index = class_index(self.joint, names)
+        require_class(index, count, "the joints of the model's output")
+        joint, places = class_name(index, names).replace("class", "joint"), self.geometries
+        heatmap = Region(label=index, where="peak", joint=joint, geometries=places)
+        person = BoxScore(index=self.person, of=index, joint=joint, read=self.read, geometries=places)
+        return (heatmap if is_maps else person).resolve_from(output, facts)
+
+    def __call__(self, output: Any) -> Tensor:
+        """Raise TargetError: the joint is not known before `resolve_from`."""
+        raise TargetError("a joint is a target of methods only")
+
+    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
+        """Return the name of the joint."""
+        return (str(self.joint),) * images
+
+
+def region(label: int | str, where: Any = "predicted") -> Target:
+    """Explain the mean score of a class over some pixels of a segmentation.
+
+    The output may be maps (N, classes, H, W), also as `.logits`, `["out"]` or beside other tensors; queries with masks,
+    as of Mask2Former, whose sum of class probabilities times masks is the score; the masks of SAM, where `label` counts
+    all masks of all prompts; or the instances of Mask R-CNN, whose masks are weighted by their scores.
+
+    Args:
+        label: The class, by index or name.
+        where: The pixels to average, in pixels of the image, or of a float tensor: a mask (H, W), or (N, H, W) with one
+            for each image; a box (left, top, right, bottom); or a point (x, y). A pixel of the output belongs to them
+            if they cover half of it, or the most of all. A mask may also have the size of the output. "predicted" takes
+            the pixels that the model assigns to the class. "border" takes those of them that touch the others, minus
+            the mean of the others that touch them: both sides of the predicted contour. With one channel, the model
+            assigns the pixels with a logit above 0, or with a probability above 0.5 if its last operation is a sigmoid.
+            With two class names, the channel belongs to class 1, and its negative to class 0.
+
+    Raises:
+        TargetError: `where` is none of these. Later: the mask has another size, or the region is empty or outside.
+
+    Source: Vinogradova et al., "Towards Interpretable Semantic Segmentation via Gradient-weighted Class Activation
+        Mapping" (2020), https://arxiv.org/abs/2002.11434, who take the sum instead of the mean.
+    """
+    if where is None or isinstance(where, str):
+        choice = check_choice("where", where or "predicted", get_args(RegionChoice), error=TargetError)
+        return Region(label=label, where=choice)
+    try:
+        pixels = where.detach() if isinstance(where, Tensor) else torch.as_tensor(np.array(where), device="cpu")
+    except TypeError as error:
+        expected = "a mask (H, W), a box, a point, 'predicted' or 'border'"
+        raise TargetError(f"expected the pixels of a region as {expected}, got {type(where).__name__}") from error
+    if pixels.dim() == 1:
+        return Region(label=label, place=as_place("where", pixels, 2 if len(pixels) == 2 else 4))
+    return Region(label=label, where=pixels)
+
+
+def keypoint(joint: int | str, person: int = 0, *, read: CandidatesFunction | None = None) -> Target:
+    """Explain the score of a joint: why this joint here.
+
+    For heatmaps (N, joints, H, W), it is the mean of the joint's map over the 3 x 3 cells around its maximum. For a
+    detector of persons, it is the joint's score, averaged over the detections near the person as in `box`.
+
+    Args:
+        joint: The joint, by index or name. Names are the class names, if there is one for each joint, or the 17 names
+            of COCO, such as "nose" and "left_wrist".
+        person: The rank of the person by the detector's probability, from 0.
+        read: As in `box`.
+
+    Raises:
+        TargetError: `person` is not a whole number. Later: there is no such joint or person.
+    """
+    if not is_integer(person, least=0):
+        raise TargetError(f"person={person!r}: expected a whole number from 0")
+    return Keypoint(joint=joint, person=int(person), read=read)

@@ -1,0 +1,321 @@
+"""A region of a segmentation, its border, a joint and a neuron as the target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import saliency
+from saliency import LayerError, Preprocess, TargetError, VanillaGradient
+from saliency.methods import METHODS
+from saliency.testing import images, tiny_model
+from saliency.testing.unchanged import Snapshot
+
+X = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))
+
+
+class Output(nn.Module):
+    """Returns a function of its input, which is its only layer."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+def maps(x: Tensor, stride: int = 4) -> Tensor:
+    """Scores (N, 3, h, w) that are means of the pixels of a cell."""
+    return nn.functional.avg_pool2d(x, stride)
+
+
+def pixels(explanation: saliency.Explanation) -> Tensor:
+    """The pixels (N, H, W) on which the score depends."""
+    return explanation.values.abs().sum(1) > 0
+
+
+@pytest.mark.parametrize("stride", [1, 4, 16])
+def test_a_point_and_a_box_are_in_pixels_of_the_image_whatever_the_stride(stride: int) -> None:
+    method = VanillaGradient(Output(lambda x: maps(x, stride)))
+    at = pixels(method.attribute(X, saliency.region(1, (37, 9))))
+    expected = torch.zeros(32, 48, dtype=torch.bool)
+    top, left = 9 // stride * stride, 37 // stride * stride
+    expected[top : top + stride, left : left + stride] = True
+    assert torch.equal(at, expected.expand(2, -1, -1))
+    box = method.attribute(X, saliency.region(1, (16, 0, 48, 16)))
+    assert torch.equal(pixels(box)[0], nn.functional.pad(torch.ones(16, 32), (16, 0, 0, 16)).bool())
+    assert box.target_names[0] == "region of class 1 at (16, 0, 48, 16)"
+    torch.testing.assert_close(box.scores, X[:, 1, :16, 16:].mean((1, 2)))
+
+
+def test_a_mask_has_the_size_of_the_image_and_covers_half_of_a_cell() -> None:
+    mask = torch.zeros(32, 48, dtype=torch.bool)
+    mask[8:18, 12:21] = True  # all of rows 8..15, half of 16..19; all of columns 12..19, a quarter of 20..23
+    explanation = VanillaGradient(Output(maps)).attribute(X, saliency.region(0, mask))
+    torch.testing.assert_close(explanation.scores, X[:, 0, 8:20, 12:20].mean((1, 2)))
+    mask[:] = False
+    mask[9, 13] = True  # smaller than any cell
+    explanation = VanillaGradient(Output(maps)).attribute(X, saliency.region(0, mask))
+    torch.testing.assert_close(explanation.scores, X[:, 0, 8:12, 12:16].mean((1, 2)))
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        Preprocess((32, 48), (32, 48), fit="contain", mean=(0, 0, 0), std=(1, 1, 1)),
+        Preprocess((32, 48), (32, 48), mean=(0, 0, 0), std=(1, 1, 1)),
+        Preprocess((32, 48), 40, mean=(0, 0, 0), std=(1, 1, 1)),
+        Preprocess.letterbox(48, 16),
+    ],
+    ids=["padded", "squashed", "cropped", "letterbox"],
+)
+def test_a_region_of_the_image_is_where_the_model_sees_it(prepare: Preprocess) -> None:
+    values = np.zeros((100, 120, 3), np.uint8)
+    values[20:80, 70:110] = 255
+    method = VanillaGradient(Output(lambda x: maps(x, 2)), preprocess=prepare)
+    bright = values[..., 0] > 0
+    for where in (bright, (70, 20, 110, 80), Image.fromarray(bright)):
+        assert float(method.attribute(Image.fromarray(values), saliency.region(0, where)).scores) > 0.85
+    outside = float(method.attribute(Image.fromarray(values), saliency.region(0, ~bright)).scores)
+    assert outside < 0.3
+
+
+def test_a_region_outside_the_crop_is_refused() -> None:
+    method = VanillaGradient(Output(maps), preprocess=Preprocess((32, 32), 32))
+    with pytest.raises(TargetError, match="no pixel in image 0"):
+        method.attribute(Image.new("RGB", (200, 100)), saliency.region(0, (5, 50)))
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        (torch.ones(5, 5), r"shape \(5, 5\); expected \(32, 48\) as the image, or \[?\(?8, 12\]?\)? as the output"),
+        (torch.ones(3, 32, 48), r"\(3, 32, 48\) for 2 images"),
+        ((70, 3), r"point \(70, 3\) is outside the image of 48 x 32"),
+        ((1, 2, 3), "left < right"),
+        ("inside", "predicted"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(where: Any, message: str) -> None:
+    with pytest.raises(TargetError, match=message):
+        VanillaGradient(Output(maps)).attribute(X, saliency.region(0, where))
+
+
+def test_a_border_is_the_inside_minus_the_outside_of_the_contour() -> None:
+    x = torch.zeros(1, 3, 8, 8)
+    x[0, 1] = torch.arange(64.0).view(8, 8)
+    x[0, 1, :, :4] -= 1000  # class 1 where x >= 4
+    explanation = VanillaGradient(Output(lambda x: x)).attribute(x, saliency.region(1, "border"))
+    expected = x[0, 1, :, 4].mean() - x[0, 1, :, 3].mean()
+    torch.testing.assert_close(explanation.scores[0], expected)
+    assert explanation.target_names == ("border of class 1",)
+    with pytest.raises(TargetError, match="no border"):
+        VanillaGradient(Output(lambda x: x + torch.tensor([0, 9e9, 0]).view(3, 1, 1))).attribute(
+            x, saliency.region(1, "border")
+        )
+
+
+def test_queries_times_masks_are_scores_of_classes() -> None:
+    torch.manual_seed(0)
+    logits, masks = torch.randn(2, 5, 4), torch.randn(2, 5, 8, 12)
+
+    def output(x: Tensor) -> Any:
+        return {"class_queries_logits": logits + x.mean(), "masks_queries_logits": masks + maps(x)[:, :1]}
+
+    expected = torch.einsum(
+        "nqc,nqhw->nchw", (logits + X.mean()).softmax(2)[..., :3], (masks + maps(X)[:, :1]).sigmoid()
+    )
+    explanation = VanillaGradient(Output(output)).attribute(X, saliency.region(2, (0, 0, 24, 16)))
+    torch.testing.assert_close(explanation.scores, expected[:, 2, :4, :6].mean((1, 2)))
+    predicted = VanillaGradient(Output(output)).attribute(X, saliency.region(0))
+    own = expected.argmax(1) == 0
+    torch.testing.assert_close(
+        predicted.scores, torch.stack([e[0][at].mean() for e, at in zip(expected, own, strict=True)])
+    )
+
+
+def test_other_outputs_of_segmentation_are_read() -> None:
+    target = saliency.region(1, (0, 0, 24, 16))
+    expected = VanillaGradient(Output(maps)).attribute(X, target).values
+    for pack in (
+        lambda x: {"out": maps(x), "aux": maps(x)},
+        lambda x: (maps(x), x.mean((2, 3))),  # masks and labels
+        lambda x: {"logits": maps(x), "hidden_states": x},
+        lambda x: {"pred_masks": maps(x)[:, None], "iou_scores": x.mean((2, 3))[:, None]},  # SAM, one prompt
+    ):
+        assert torch.equal(VanillaGradient(Output(pack)).attribute(X, target).values, expected)
+
+
+def test_a_mask_of_sam_is_where_its_logit_is_positive() -> None:
+    def output(x: Tensor) -> Any:
+        return {"pred_masks": maps(x)[:, None], "iou_scores": x.mean((2, 3))[:, None]}
+
+    explanation = VanillaGradient(Output(output)).attribute(X, saliency.region(2))
+    own = maps(X)[:, 2]
+    torch.testing.assert_close(explanation.scores, torch.stack([e[e > 0].mean() for e in own]))
+
+
+def test_instances_are_weighted_by_their_scores() -> None:
+    torch.manual_seed(0)
+    masks, labels = torch.rand(3, 1, 32, 48), torch.tensor([1, 2, 1])
+
+    def output(x: Tensor) -> Any:
+        return [
+            {
+                "boxes": torch.zeros(3, 4),
+                "scores": image.mean((1, 2)).sigmoid(),
+                "labels": labels,
+                "masks": masks * image.mean().sigmoid(),
+            }
+            for image in x
+        ]
+
+    explanation = VanillaGradient(Output(output)).attribute(X, saliency.region(1, (0, 0, 10, 8)))
+    entries = output(X)
+    for row, entry in enumerate(entries):
+        expected = sum(entry["scores"][i] * entry["masks"][i, 0, :8, :10].mean() for i in (0, 2))
+        torch.testing.assert_close(explanation.scores[row], expected)
+    mixed = VanillaGradient(Output(output)).attribute(
+        X, [saliency.region(1, (0, 0, 10, 8)), saliency.region(2, (9, 9))]
+    )
+    torch.testing.assert_close(mixed.values[0], explanation.values[0])
+
+
+@pytest.mark.parametrize("name", ["hires_cam", "vanilla_gradient", "rise", "occlusion", "lrp"])
+@pytest.mark.parametrize("where", [(16, 8, 40, 24), "border", "predicted"], ids=str)
+def test_regions_of_two_images_equal_single_calls_and_nothing_is_left_behind(name: str, where: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.Conv2d(4, 2, 1)).eval()
+    method = METHODS[name](model, **({"layer": "0"} if name == "hires_cam" else METHODS[name].preview_options))
+    targets = [saliency.region(0, where), saliency.region(1, where)]
+    before = Snapshot(model=model, x=X)
+    both = method.attribute(X, targets)
+    assert not before.changes()
+    for row, target in enumerate(targets):
+        single = method.attribute(X[row], target)
+        torch.testing.assert_close(both.scores[row], single.scores[0], rtol=1e-4, atol=1e-5)
+        scale = float(single.values.abs().max())
+        assert float((both.values[row] - single.values[0]).abs().max()) <= 1e-3 * scale
+
+
+# Joints
+
+
+def heatmaps(x: Tensor) -> Tensor:
+    return nn.functional.avg_pool2d(x, 4).repeat(1, 6, 1, 1)[:, :17]
+
+
+@pytest.mark.parametrize("pack", [lambda maps: maps, lambda maps: {"heatmaps": maps}])
+def test_a_joint_of_a_heatmap_is_the_mean_around_its_maximum(pack: Any) -> None:
+    model = Output(lambda x: pack(heatmaps(x)))
+    explanation = VanillaGradient(model).attribute(X, [saliency.keypoint("nose"), saliency.keypoint(2)])
+    padded = nn.functional.avg_pool2d(heatmaps(X), 3, 1, 1, count_include_pad=False)
+    for row, joint in enumerate((0, 2)):
+        peak = heatmaps(X)[row, joint].flatten().argmax()
+        torch.testing.assert_close(explanation.scores[row], padded[row, joint].flatten()[peak])
+    assert explanation.target_names == ("nose", "right_eye")
+    with pytest.raises(TargetError, match="of one person"):
+        VanillaGradient(model).attribute(X, saliency.keypoint("nose", person=1))
+    with pytest.raises(TargetError, match=r'no class "tail" among 17'):
+        VanillaGradient(model).attribute(X, saliency.keypoint("tail"))
+
+
+def test_a_joint_of_a_detector_is_the_score_at_its_person() -> None:
+    boxes = torch.tensor([[2.0, 2, 12, 20], [30, 5, 44, 28]])
+
+    def output(x: Tensor) -> Any:
+        scores = torch.tensor([0.9, 0.8])
+        joints = torch.arange(10.0).view(2, 5)
+        return [
+            {"boxes": boxes, "scores": scores, "labels": torch.ones(2).long(), "keypoints_scores": joints * i.mean()}
+            for i in x
+        ]
+
+    method = VanillaGradient(Output(output))
+    for person in (0, 1):
+        explanation = method.attribute(X, saliency.keypoint(3, person))
+        torch.testing.assert_close(explanation.scores, (3.0 + 5 * person) * X.mean((1, 2, 3)), rtol=1e-4, atol=1e-5)
+    assert explanation.target_names[0] == "joint 3 of class 1 at (30, 5, 44, 28)"
+    with pytest.raises(TargetError, match=r"index 2; the model found class 1 0\.90"):
+        method.attribute(X, saliency.keypoint(3, 2))
+    with pytest.raises(TargetError, match=r"class 7 is outside 0\.\.4, the joints"):
+        method.attribute(X, saliency.keypoint(7))
+
+
+# Neurons
+
+
+@pytest.mark.parametrize("name", ["grad_cam", "vanilla_gradient", "rise", "occlusion", "integrated_gradients", "lrp"])
+def test_a_neuron_is_the_activation_of_a_channel_in_every_method(name: str) -> None:
+    model, x = tiny_model(), images(2)
+    outputs: list[Tensor] = []
+    handle = model.down.register_forward_hook(lambda module, args, output: outputs.append(output))
+    model(x)
+    handle.remove()
+    method = METHODS[name](model, **({"layer": "norm"} if name == "grad_cam" else METHODS[name].preview_options))
+    before = Snapshot(model=model, x=x)
+    mean = method.attribute(x, saliency.neuron("down", 3))
+    place = method.attribute(x, saliency.neuron("down", 3, at=(2, 5)))
+    both = method.attribute(x, [saliency.neuron("down", 3, at=(2, 5)), saliency.neuron("down", 1)])
+    assert not before.changes()
+    torch.testing.assert_close(mean.scores, outputs[0][:, 3].mean((1, 2)))
+    torch.testing.assert_close(place.scores, outputs[0][:, 3, 2, 5])
+    torch.testing.assert_close(both.values[0], place.values[0], rtol=1e-3, atol=1e-6)
+    assert both.target_names == ("channel 3 of down at (2, 5)", "channel 1 of down")
+    if name == "vanilla_gradient":
+        leaf = x.clone().requires_grad_()
+        score = model.down(model.relu(model.norm(model.stem(leaf))))[:, 3, 2, 5].sum()
+        torch.testing.assert_close(place.values, torch.autograd.grad(score, leaf)[0])
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (saliency.neuron("down", 99), "no channel 99"),
+        (saliency.neuron("down", 0, at=(9, 0)), r"no position \(9, 0\)"),
+        (saliency.neuron("down", 0, at=1), r"no position \(1,\)"),
+        ([saliency.neuron("down", 0), saliency.value(1)], "neurons of one layer, or none"),
+        ([saliency.neuron("down", 0), saliency.neuron("stem", 0)], "neurons of one layer"),
+    ],
+)
+def test_a_neuron_that_is_not_there_is_refused(target: Any, message: str) -> None:
+    with pytest.raises(TargetError, match=message):
+        VanillaGradient(tiny_model()).attribute(images(2), target)
+
+
+def test_a_layer_that_is_not_there_is_refused() -> None:
+    with pytest.raises(LayerError, match="dwon"):
+        VanillaGradient(tiny_model()).attribute(images(2), saliency.neuron("dwon", 0))
+
+
+def test_masks_of_real_libraries_are_read() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.SegformerConfig(
+        hidden_sizes=[8, 8, 8, 8],
+        depths=[1, 1, 1, 1],
+        num_attention_heads=[1, 1, 1, 1],
+        decoder_hidden_size=8,
+        num_labels=3,
+    )
+    model = transformers.SegformerForSemanticSegmentation(config).eval()
+    x = torch.randn(1, 3, 64, 64)
+    explanation = VanillaGradient(model).attribute(x, saliency.region(1, (0, 0, 32, 64)))
+    torch.testing.assert_close(explanation.scores, model(x).logits[:, 1, :, :8].mean((1, 2)))
+
+
+@pytest.mark.parametrize("library", ["segmentation_models_pytorch", "monai.networks.nets"])
+def test_networks_of_segmentation_libraries_are_explained(library: str) -> None:
+    module: Any = pytest.importorskip(library)
+    if library.startswith("monai"):
+        model = module.BasicUNet(2, 3, 3, (4, 4, 8, 8, 8, 4))
+    else:
+        model = module.Unet("mobilenet_v2", encoder_weights=None, classes=3, aux_params={"classes": 2})
+    explanation = VanillaGradient(model.eval()).attribute(torch.randn(1, 3, 64, 64), saliency.region(1, (0, 0, 32, 32)))
+    assert explanation.values.abs().sum() > 0
