@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import reduce
+from itertools import chain
 from operator import or_
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 

@@ -18,7 +18,7 @@ from ..evaluation.metrics.base import Metric, SharedResults, resolve_metrics
 from ..io.atomic_write import atomic_write
 from ..methods.baselines import GivenImages
 from .engines import RunContext
-from .errors import Failure, writing_to
+from .failures import Failure, writing_to
 from .listing import ImageEntry, merge_listing
 from .manifest import Row
 from .network import LoadedImage, Network
