@@ -64,7 +64,8 @@ def model_attribute(name: str, model: nn.Module) -> Any:
     if name == "categories":
         labels = getattr(getattr(unwrap(model), "config", None), "id2label", None)  # of Hugging Face
         has_names = isinstance(labels, Mapping) and labels != {key: f"LABEL_{key}" for key in labels}
-        values += [labels if has_names else None, getattr(unwrap(model), "names", None)]  # the last is YOLO's
+        names = getattr(unwrap(model), "names", None)  # of YOLO
+        values += [labels if has_names else None, names if isinstance(names, Mapping) else None]
     if name == "preprocess":
         values.append(_carried_preprocess(unwrap(model)))
     return next((value for value in values if isinstance(value, _ATTRIBUTES[name])), None)
