@@ -412,6 +412,7 @@ def test_torchvision_detectors_are_explained_by_box_and_by_joint() -> None:
     assert explanation.target_names[0].startswith("left_eye of class 1 at (")
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # transformers creates YOLOS so
 def test_detectors_of_transformers_are_explained() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
