@@ -1,10 +1,8 @@
 from .evaluation.metrics.agreement import FeatureAgreement as FeatureAgreement
-from .evaluation.metrics.agreement import RankAgreement as RankAgreement
 from .evaluation.metrics.agreement import RankCorrelation as RankCorrelation
 from .evaluation.metrics.agreement import StructuralSimilarity as StructuralSimilarity
 from .evaluation.metrics.axiomatic import Completeness as Completeness
 from .evaluation.metrics.axiomatic import InputInvariance as InputInvariance
-from .evaluation.metrics.axiomatic import NonSensitivity as NonSensitivity
 from .evaluation.metrics.base import METRICS as METRICS
 from .evaluation.metrics.base import Control as Control
 from .evaluation.metrics.base import Measurement as Measurement
@@ -24,16 +22,10 @@ from .evaluation.metrics.faithfulness import IROF as IROF
 from .evaluation.metrics.faithfulness import AverageDrop as AverageDrop
 from .evaluation.metrics.faithfulness import Deletion as Deletion
 from .evaluation.metrics.faithfulness import FaithfulnessCorrelation as FaithfulnessCorrelation
-from .evaluation.metrics.faithfulness import FaithfulnessEstimate as FaithfulnessEstimate
 from .evaluation.metrics.faithfulness import Increase as Increase
 from .evaluation.metrics.faithfulness import Infidelity as Infidelity
 from .evaluation.metrics.faithfulness import Insertion as Insertion
-from .evaluation.metrics.faithfulness import Monotonicity as Monotonicity
-from .evaluation.metrics.faithfulness import MonotonicityCorrelation as MonotonicityCorrelation
-from .evaluation.metrics.faithfulness import PixelFlipping as PixelFlipping
-from .evaluation.metrics.faithfulness import Selectivity as Selectivity
 from .evaluation.metrics.faithfulness import SensitivityN as SensitivityN
-from .evaluation.metrics.faithfulness import Sufficiency as Sufficiency
 from .evaluation.metrics.information_curve import PIC as PIC
 from .evaluation.metrics.localisation import EnergyPointingGame as EnergyPointingGame
 from .evaluation.metrics.localisation import IoU as IoU
@@ -42,7 +34,6 @@ from .evaluation.metrics.localisation import RelevanceRank as RelevanceRank
 from .evaluation.metrics.localisation import RocAuc as RocAuc
 from .evaluation.metrics.localisation import TopKIntersection as TopKIntersection
 from .evaluation.metrics.randomisation import MPRT as MPRT
-from .evaluation.metrics.randomisation import EfficientMPRT as EfficientMPRT
 from .evaluation.metrics.randomisation import RandomLogit as RandomLogit
 from .evaluation.metrics.road import ROAD as ROAD
 from .evaluation.metrics.road import CombinedROAD as CombinedROAD

@@ -1,4 +1,4 @@
-"""Metrics of axioms: completeness, non-sensitivity and input invariance."""
+"""Metrics of axioms: completeness and input invariance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ...methods.baselines import FillOption
 from ...validation import check_number
 from .base import Outcome
 from .changed_images import PerturbationMetric, PerturbedImage
-from .faithfulness import MonotonicityCorrelation
 from .repeated_maps import Maps, MethodMetric
 from .robustness import norm, relative
 
@@ -38,33 +37,6 @@ class Completeness(PerturbationMetric):
         change = image.full - image.empty(self.fill)
         sums = image.contributions(self.fill).flatten(1).sum(1).cpu().double()
         return Outcome((sums - change).abs() / (abs(change) or 1.0))
-
-
-class NonSensitivity(MonotonicityCorrelation):
-    """Fraction of features for which only one of the map and the score is insensitive; lower is better.
-
-    Args:
-        segments: As for `MonotonicityCorrelation`.
-        tolerance: The largest change of the score, relative to the score, and the largest relevance, relative to the
-            highest, that count as zero.
-
-    Values: (N,), from 0 to 1.
-
-    Source: Nguyen and Martinez, "On Quantitative Aspects of Model Interpretability" (2020),
-        https://arxiv.org/abs/2007.07584.
-    """
-
-    name = "non_sensitivity"
-    higher_is_better = False
-
-    tolerance: Option[float] = Option(1e-5, check_number, least=0)
-
-    def measure_image(self, image: PerturbedImage) -> Outcome:
-        """Compare the features of one image."""
-        relevance, squares = self.relevance_and_squares(image)
-        is_irrelevant = relevance <= self.tolerance * relevance.amax(1, keepdim=True)
-        is_constant = squares.amax(1).sqrt() <= self.tolerance * abs(image.full)
-        return Outcome((is_irrelevant != is_constant).double().mean(1))
 
 
 class InputInvariance(MethodMetric):

@@ -105,41 +105,6 @@ class MPRT(MethodMetric):
             yield method
 
 
-class EfficientMPRT(MethodMetric):
-    """Relative increase of the map's entropy when all weights are randomised; higher is better.
-
-    Args:
-        bins: The number of bins of the histogram of the map's values.
-
-    Values: (N,), (H of the randomised model - H) / H, where H is the entropy of the histogram.
-
-    Source: Hedström et al., "A Fresh Look at Sanity Checks for Saliency Maps" (2024),
-        https://arxiv.org/abs/2405.02383.
-    """
-
-    name = "efficient_mprt"
-    higher_is_better = True
-
-    bins: Option[int] = Option(100, check_integer, least=2)
-
-    def measure_maps(self, maps: Maps) -> Outcome:
-        """Compute the increases of the images."""
-        method = maps.subject.once("randomised", self._randomised, maps.subject.method, maps.subject.seed)
-        before, after = (self._entropy(values) for values in (maps.own, maps(maps.subject.images, method)))
-        return Outcome(torch.where(before > 0, (after - before) / before.clamp(min=1e-30), 0.0))
-
-    @staticmethod
-    def _randomised(method: Attribution, seed: int) -> Attribution:
-        method = copy.deepcopy(method)
-        randomise(method.model, [name for name, _ in method.model.named_modules()], seed)
-        return method
-
-    def _entropy(self, values: Tensor) -> Tensor:
-        rows = values.sum(1).flatten(1).cpu().double()
-        shares = torch.stack([torch.histc(row, self.bins) for row in rows]) / rows.shape[1]
-        return -torch.xlogy(shares, shares).sum(1)
-
-
 class RandomLogit(MethodMetric):
     """Drop in the similarity of the map when another class is explained; higher is better.
 
