@@ -228,7 +228,7 @@ class ISCAM(ScoreCAM):
             shares = ((numbers % steps + 1) / steps).to(passes.x)
             return masks(numbers // steps) * shares[:, None, None, None]
 
-        # Channel by channel, so that an interrupt leaves complete channels. The empty image is the same in every step.
+        # Channel by channel, so that a time limit leaves complete channels. The empty image is the same in every step.
         scores = self.scores(passes, faded, varied * steps + bool(masks.flat))
         means = scores[: varied * steps].view(varied, steps).mean(1)
         return ImageAttribution(masks.map(torch.cat([means, scores[varied * steps :]])))
@@ -437,6 +437,5 @@ class ReciproCAM(LayerPasses):
             return layer.scaled(shares[:, 0])
 
         scores = self.tail_scores(passes, layer, make, 1 + height * width)
-        values = layer.maps.new_zeros(height * width)  # zero for locations that an interrupt left out
-        values[: len(scores) - 1] = (scores[1:] - scores[0]).to(values)
+        values = (scores[1:] - scores[0]).to(layer.maps)
         return ImageAttribution(values.view(1, height, width), layer=layer.layer)

@@ -56,7 +56,6 @@ class OptimisedMask(SteppedAttribution):
         masks, moments = list(start), torch.zeros(2, *start.shape, dtype=start.dtype, device=start.device)
         reach = round(2 * min(passes.x.shape[2:]) / REFERENCE_EDGE)
         has_gradient = False
-        passes.least = passes.used + len(masks)
         passes.chunk = 1  # each step starts at the end of the previous one
 
         def shift(step: int) -> tuple[int, int]:
@@ -86,11 +85,10 @@ class OptimisedMask(SteppedAttribution):
     def score_range(self, passes: PassRunner, score: Tensor, background: Tensor) -> float:
         """Return the positive change of the score when the whole image is hidden, as in `background` (1, C, H, W)."""
         least = 1e-3 * abs(float(score))
-        for done in passes.forwards(lambda start, stop: background, 1):
-            hidden = float(done.scores[0])
-            score_range = abs(float(score) - hidden)
-            return score_range if score_range > least else max(least, 1e-3 * abs(hidden)) or 1.0
-        return 1.0
+        (done,) = passes.forwards(lambda start, stop: background, 1)
+        hidden = float(done.scores[0])
+        score_range = abs(float(score) - hidden)
+        return score_range if score_range > least else max(least, 1e-3 * abs(hidden)) or 1.0
 
 
 def adam_step(numbers: Tensor, gradient: Tensor, moments: Tensor, step: int, rate: float) -> Tensor:
