@@ -86,9 +86,6 @@ class Multipliers:
         unknown: Whether an operation without a rule is refused ("refuse") or passes its gradient ("gradient").
         frees: Whether the operands of each operation are freed as soon as they are used. No other walk can follow.
 
-    Attributes:
-        lost: The share of the scores that each kind of operation loses, if this is measured; None otherwise.
-
     Raises:
         NotApplicableError: The model runs other operations for the baselines than for the images.
     """
@@ -100,7 +97,6 @@ class Multipliers:
                 "the model runs other operations for the baseline than for the image; choose another baseline"
             )
         self.unknown: Unknown = unknown
-        self.lost: dict[str, float] | None = None
         self._frees = frees
         self._base = dict(zip(grads.nodes, map(base.forward.operations.operation, base.nodes), strict=True))
 
@@ -122,8 +118,6 @@ class Multipliers:
         if self._frees:
             operation.args.clear()
             base.args.clear()
-        if self.lost is not None:
-            self.lost[operation.name] = self.lost.get(operation.name, 0) + _lost(step, passed)[0]
         return passed
 
 
