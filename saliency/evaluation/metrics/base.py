@@ -62,6 +62,7 @@ METRICS: Registry[type[Metric]] = Registry(
         "monotonicity_correlation": "faithfulness_correlation",
         "non_sensitivity": "faithfulness_correlation",
         "efficient_mprt": "mprt",
+        **{f"relative_{part}_stability": "max_sensitivity" for part in ("input", "output", "representation")},
     },
 )
 """All metrics by name. A class with a `name` is registered when it is defined."""
