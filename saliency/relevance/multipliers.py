@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import NotApplicableError
+from ..hooks.attention import grouped
 from ..hooks.autograd_graph import Gradients
 from ..hooks.operations import Op, Operation, is_pointwise, operator_name
 from ..hooks.pytree import tree_map_tensors, tree_tensors
@@ -28,7 +29,6 @@ from .propagation import (
     derivative,
     kind_of,
     normalisation,
-    per_head,
     refuses_complex,
     without_rule,
     writes_part,
@@ -219,7 +219,7 @@ def _attention(step: MultiplierStep) -> Gradients:
     """Pass through the two products and the softmax of fused attention."""
     query, key, value = (step.pair(name) for name in ("query", "key", "value"))
     logits = Pair(attention_logits(step.operation), attention_logits(step.base))
-    key, value = (Pair(*(per_head(part, query.x) for part in pair)) for pair in (key, value))
+    key, value = (Pair(*(grouped(part, query.x) for part in pair)) for pair in (key, value))
     scale = step.operation.args.get("scale") or query.x.shape[-1] ** -0.5
     of_logits = _through_softmax(logits, step.grad @ value.mean.mT, -1) * scale
     weights = Pair(logits.x.softmax(-1), logits.x0.softmax(-1)).mean
