@@ -17,7 +17,7 @@ from ..engine.multi_pass import ImageAttribution, PassRunner, SteppedAttribution
 from ..errors import MethodError
 from ..hooks.model_state import leaf
 from ..validation import check_choice, check_integer, check_number
-from .baselines import Filler, FillOption
+from .baselines import Diffusion, Filler, FillOption
 
 Render = Callable[[Tensor, tuple[int, int]], Tensor]
 """A function from the numbers that are optimised, and a shift in pixels, to the model's input (1, C, H, W)."""
@@ -295,11 +295,7 @@ def smooth_mask(numbers: Tensor) -> Tensor:
 def pyramid(x: Tensor) -> Tensor:
     """Return an image (1, C, H, W) at rising levels of blur (L, C, H, W); the first one is the image itself."""
     strongest = _STRONGEST * min(x.shape[2:])
-    levels = [x[0]]
-    for level in range(1, _LEVELS):
-        down, across = (blurring(int(edge), strongest * level / (_LEVELS - 1), x) for edge in x.shape[2:])
-        levels.append(down @ x[0] @ across.T)
-    return torch.stack(levels)
+    return Diffusion(x[0])(torch.linspace(0, strongest, _LEVELS, dtype=torch.float64, device="cpu"))
 
 
 def blurred_where(levels: Tensor, strength: Tensor) -> Tensor:
