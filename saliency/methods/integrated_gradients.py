@@ -326,8 +326,7 @@ class BlurIG(SteppedAttribution):
 
     Args:
         max_sigma: The widest blur's standard deviation, in pixels of the model's input.
-        rule: As for `IntegratedGradients`; nodes lie on the standard deviation.
-        steps: The number of nodes.
+        steps: The number of Gauss-Legendre nodes, on the standard deviation.
 
     Values: (N, C, H, W), signed, in score units; they sum to the score minus the score of the blurred image, up to the
     residual.
@@ -341,12 +340,11 @@ class BlurIG(SteppedAttribution):
     preview_options: ClassVar = {"steps": 3}
 
     max_sigma: Option[float] = Option(50.0, check_number, above=0)
-    rule: Option[QuadratureRule] = Option("gauss_legendre", check_choice, RULES)
     steps: Option[int] = Option(100, check_integer)
 
     def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute minus the integral, over the standard deviation, of gradient times change of the image."""
-        nodes, weights = quadrature(self.rule, self.steps)
+        nodes, weights = quadrature("gauss_legendre", self.steps)
         sigmas, image = nodes * self.max_sigma, Diffusion(passes.x[0])
         values = torch.zeros_like(passes.x[0], dtype=wide(passes.x))
         for done in passes.gradients(lambda start, stop: image(sigmas[start:stop]), self.steps):
