@@ -368,19 +368,7 @@ class AblationCAM(LayerPasses, TimedAttribution):
             return None
         losses = (weight * layer.maps.mean((1, 2)))[:, channels]  # (classes, m)
 
-        def is_right(start: int, stop: int) -> bool:
-            with torch.no_grad():
-                changed = first_tensor(self._run_with(passes.x, layer, layer.without(channels[None, ::2])))
-            return changed is not None and is_close(changed, tensors[0] - losses[:, ::2].sum(1))
-
-        if not all(list(passes.chunks(is_right, 1))):
-            return None
-        passes.notes.append("in closed form: only pooling and one linear layer follow the layer")
-        rows = (tensors[0] - losses.T).to(tensors[0])  # (m, classes)
-        return passes.target(len(channels))(tree_map_tensors(layer.output, lambda _: rows))
-
-    def _run_with(self, x: Tensor, layer: LayerOutput, raw: Tensor) -> Any:
-        """Return the model's output when each call of the layer with an output of this shape returns `raw`."""
+        raw = layer.without(channels[None, ::2])
 
         def replace(output: Any) -> Any:
             first = first_tensor(output)
@@ -388,9 +376,17 @@ class AblationCAM(LayerPasses, TimedAttribution):
                 return None
             return tree_map_tensors(output, lambda tensor: raw.clone() if tensor is first else tensor)
 
-        with HookManager() as hooks:
-            hooks.revise(self.model.get_submodule(layer.layer), replace)
-            return run_model(self.model, x)
+        def is_right(start: int, stop: int) -> bool:
+            with torch.no_grad(), HookManager() as hooks:
+                hooks.revise(self.model.get_submodule(layer.layer), replace)
+                changed = first_tensor(run_model(self.model, passes.x))
+            return changed is not None and is_close(changed, tensors[0] - losses[:, ::2].sum(1))
+
+        if not all(list(passes.chunks(is_right, 1))):
+            return None
+        passes.notes.append("in closed form: only pooling and one linear layer follow the layer")
+        rows = (tensors[0] - losses.T).to(tensors[0])  # (m, classes)
+        return passes.target(len(channels))(tree_map_tensors(layer.output, lambda _: rows))
 
 
 class ReciproCAM(LayerPasses):
