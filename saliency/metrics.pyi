@@ -1,8 +1,6 @@
 from .evaluation.metrics.agreement import FeatureAgreement as FeatureAgreement
 from .evaluation.metrics.agreement import RankCorrelation as RankCorrelation
 from .evaluation.metrics.agreement import StructuralSimilarity as StructuralSimilarity
-from .evaluation.metrics.axiomatic import Completeness as Completeness
-from .evaluation.metrics.axiomatic import InputInvariance as InputInvariance
 from .evaluation.metrics.base import METRICS as METRICS
 from .evaluation.metrics.base import Control as Control
 from .evaluation.metrics.base import Measurement as Measurement
@@ -20,6 +18,7 @@ from .evaluation.metrics.faithfulness import ABPC as ABPC
 from .evaluation.metrics.faithfulness import AOPC as AOPC
 from .evaluation.metrics.faithfulness import IROF as IROF
 from .evaluation.metrics.faithfulness import AverageDrop as AverageDrop
+from .evaluation.metrics.faithfulness import Completeness as Completeness
 from .evaluation.metrics.faithfulness import Deletion as Deletion
 from .evaluation.metrics.faithfulness import FaithfulnessCorrelation as FaithfulnessCorrelation
 from .evaluation.metrics.faithfulness import Increase as Increase
@@ -32,7 +31,6 @@ from .evaluation.metrics.localisation import IoU as IoU
 from .evaluation.metrics.localisation import PointingGame as PointingGame
 from .evaluation.metrics.localisation import RelevanceRank as RelevanceRank
 from .evaluation.metrics.localisation import RocAuc as RocAuc
-from .evaluation.metrics.localisation import TopKIntersection as TopKIntersection
 from .evaluation.metrics.randomisation import MPRT as MPRT
 from .evaluation.metrics.randomisation import RandomLogit as RandomLogit
 from .evaluation.metrics.road import ROAD as ROAD

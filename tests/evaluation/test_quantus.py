@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from saliency import Explanation
 from saliency.evaluation.metrics.faithfulness import Deletion, FaithfulnessCorrelation, Infidelity
-from saliency.evaluation.metrics.localisation import PointingGame, TopKIntersection
+from saliency.evaluation.metrics.localisation import PointingGame
 from saliency.evaluation.metrics.road import ROAD
 from saliency.metrics import Measurement, Metric, measure
 from tests.evaluation.maps import explanation_of
@@ -80,7 +80,6 @@ def curve(measurement: Measurement) -> Tensor:
         ("PointingGame", PointingGame(tolerance=0), {}),
         ("RelevanceMassAccuracy", "energy_pointing_game", {}),
         ("RelevanceRankAccuracy", "relevance_rank", {}),
-        ("TopKIntersection", TopKIntersection(share=0.25), {"k": 16}),
         ("AUC", "roc_auc", {}),
         ("Sparseness", "gini", {}),
         ("Complexity", "entropy", {}),

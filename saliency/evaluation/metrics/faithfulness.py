@@ -375,3 +375,28 @@ class Increase(PerturbationMetric):
     def measure_image(self, image: PerturbedImage) -> Outcome:
         """Compare the scores of one image."""
         return Outcome((image.shown_by_map() > image.full).double())
+
+
+class Completeness(PerturbationMetric):
+    """Relative difference between the sum of the map and the score minus the score of a baseline; lower is better.
+
+    Args:
+        fill: The baseline, as for `Deletion`.
+
+    Values: (N,), |sum - (f(x) - f(baseline))| / |f(x) - f(baseline)|, of the explained score. Values in score units per
+    unit of the input are multiplied by the difference to the baseline.
+
+    Source: Sundararajan et al., "Axiomatic Attribution for Deep Networks" (2017), https://arxiv.org/abs/1703.01365.
+    """
+
+    name = "completeness"
+    higher_is_better = False
+    of_explained_score = True
+
+    fill: FillOption = FillOption()
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the differences of one image."""
+        change = image.full - image.empty(self.fill)
+        sums = image.contributions(self.fill).flatten(1).sum(1).cpu().double()
+        return Outcome((sums - change).abs() / (abs(change) or 1.0))

@@ -93,7 +93,8 @@ class MethodMetric(Metric):
 
     def outcome(self, subject: Subject) -> Outcome:
         """Compute the values of all images, (M, N)."""
-        sources = subject.once("maps", _all_maps, subject)
+        controls = METHOD_CONTROLS if subject.controls else ()
+        sources = subject.once("maps", lambda: [Maps(subject, control) for control in ("", *controls)])
         before = sources[0].calls
         with torch.no_grad():
             rows = [self.measure_maps(maps) for maps in sources]
@@ -101,10 +102,6 @@ class MethodMetric(Metric):
         difference = None if outcome.error is None else torch.hypot(outcome.error, outcome.error[:1])
         passes = sources[0].calls - before
         return outcome._replace(difference_error=difference, passes=passes, controls=METHOD_CONTROLS)
-
-
-def _all_maps(subject: Subject) -> list[Maps]:
-    return [Maps(subject, control) for control in ("", *(METHOD_CONTROLS if subject.controls else ()))]
 
 
 def similarities(first: Tensor, others: Iterable[Tensor], kind: Similarity = "spearman") -> Tensor:
