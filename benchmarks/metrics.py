@@ -26,7 +26,7 @@ import saliency
 from benchmarks.timing import interleaved, ratio
 from saliency import Attribution, GradCAM, VanillaGradient
 from saliency.attribution.heatmap import heatmap
-from saliency.evaluation.metrics.faithfulness import Infidelity, PixelFlipping
+from saliency.evaluation.metrics.faithfulness import Deletion, Infidelity
 from saliency.evaluation.metrics.randomisation import MPRT, layers_from_the_top
 from saliency.evaluation.metrics.road import ROAD
 from saliency.metrics import Metric
@@ -36,7 +36,7 @@ STEPS, PATCH, RUNS = 168, 56, 12
 """The steps of pixel flipping; the edge of the squares of infidelity, and how often they cover the image."""
 
 METRICS: dict[str, Metric] = {
-    "pixel flipping, 168 steps": PixelFlipping(steps=STEPS),
+    "pixel flipping, 168 steps": Deletion(steps=STEPS),
     "ROAD, 9 shares": ROAD(),
     "infidelity, 192 squares": Infidelity(side=PATCH / 224, samples=RUNS * (224 // PATCH) ** 2, scaled=False),
 }

@@ -137,27 +137,25 @@ draw(
 #
 # ## Faster passes
 #
-# `precision="fast"` runs a private copy of the network with folded batch norms. `"bf16"` runs such a copy in bfloat16,
-# for passes without gradients. Both are compared with the network first and dropped if they differ; the explanation
-# reports what was used.
+# `precision="fast"` runs a private copy of the network with folded batch norms. It is compared with the network first
+# and dropped if it differs; the explanation reports what was used. For bfloat16, call the method in `torch.autocast`.
 
 # %%
 maps = {
     precision: saliency.RISE(model, passes=64, precision=precision).attribute(PHOTO, TARGET)
-    for precision in ("exact", "fast", "bf16")
+    for precision in ("exact", "fast")
 }
 draw(
     [saliency.overlay(each) for each in maps.values()],
-    [f'precision="{asked}" gave\n{fill(each.run_stats[0].precision, 44)}' for asked, each in maps.items()],
+    [f"{asked}: {fill(each.run_stats[0].precision, 44)}" for asked, each in maps.items()],
 )
 for asked, each in maps.items():
     same = np.corrcoef(np.asarray(each).ravel(), np.asarray(maps["exact"]).ravel())[0, 1]
     print(f"{asked:6} correlation with the exact map {same:.5f}")
 
 # %% [markdown]
-# **What to see.** The three maps are nearly the same. The title of each states the precision that was used. On a
-# machine that only emulates bfloat16, the last one is "fast". **What to beware of.** bfloat16 changes the map
-# slightly. If exact values matter, leave `precision` at its default.
+# **What to see.** Both maps are nearly the same. The title of each states how the network was run. **What to beware
+# of.** bfloat16 changes the map slightly.
 #
 # **In short.** Set a tolerance, look at `agreement`, and fade values that are not significant before you show a map to
 # others.

@@ -262,12 +262,8 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
     if not stored.keys() >= {"values", "scores"}:
         raise ValueError("the values or the scores are missing")
     plain = {name: value for name, value in header.items() if name not in ("format", "image", "scale")}
-    coverage = dict(plain["coverage"] or {})
-    if "treated" in coverage:  # and effort: the names in older files
-        coverage["handled"] = coverage.pop("treated")
-    plain["coverage"] = Coverage(**coverage) if coverage else None
-    stats = plain.pop("effort", plain.get("run_stats", ()))
-    plain["run_stats"] = tuple(RunStats(**own) for own in stats)
+    plain["coverage"] = Coverage(**plain["coverage"]) if plain["coverage"] else None
+    plain["run_stats"] = tuple(RunStats(**own) for own in plain.get("run_stats", ()))
     tuples = ("target", "target_names", "input_size", "ledger_names", "notes")
     plain |= {name: tuple(plain.get(name, ())) for name in tuples}
     plain["frames"] = tuple(

@@ -11,9 +11,8 @@ from .aliases import option_hint
 from .docstrings import complete_docstring
 
 Chunk = int | Literal["auto"]
-Precision = Literal["exact", "fast", "bf16"]
-OnInterrupt = Literal["raise", "return"]
-Stopped = Literal["complete", "passes", "seconds", "tolerance", "interrupt"]
+Precision = Literal["exact", "fast"]
+Stopped = Literal["complete", "passes", "seconds", "tolerance"]
 
 
 _Given = TypeVar("_Given", contravariant=True)
@@ -174,8 +173,8 @@ class RunStats:
     Attributes:
         passes: The number of passes of the model.
         seconds: The time of the image, in seconds, from the first forward on.
-        stopped: Why the passes ended: "complete" (all that the method needs), a limit that was set ("passes",
-            "seconds", "tolerance"), or an "interrupt".
+        stopped: Why the passes ended: "complete" (all that the method needs), or a limit that was set ("passes",
+            "seconds", "tolerance").
         precision: The precision of the passes.
         note: Remarks, such as the part of the model that was run; empty if there are none.
     """

@@ -1,4 +1,4 @@
-"""Private copies of a model that run faster: channels last, batch norms folded, optionally in bfloat16.
+"""Private copies of a model that run faster: channels last, with batch norms folded.
 
 A copy is used only after it was compared with the model on the image that is explained. No clock decides, so the same
 call gives the same bits.
@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from ..attribution.options import Precision
-from ..hooks.autograd_graph import has_bfloat16, has_global_module_hooks, module_hooks, own_parameters
+from ..hooks.autograd_graph import has_global_module_hooks, module_hooks, own_parameters
 from ..hooks.manager import HookManager
 from ..hooks.model_state import leaf, reference_tensor, run_model, unique_modules
-from ..hooks.pytree import tree_leaves, tree_map_tensors, tree_tensors
+from ..hooks.pytree import tree_leaves, tree_tensors
 from .recording import ExternalTensor, Slot, Tape, TensorRef, UntracedAccess
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -32,15 +31,12 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 Pairs = tuple[tuple[str, str], ...]
 """The names of convolutions, each with the batch norm that is folded into it."""
 
-_TOLERANCES: dict[Precision, tuple[float, float]] = {"fast": (2e-2, 0.999), "bf16": (0.2, 0.99)}
+_MOST_ERROR, _LEAST_COSINE = 2e-2, 0.999
 """The largest allowed error of the output relative to its norm, and the smallest allowed cosine similarity."""
 
 
 class FasterModel(NamedTuple):
-    """Model that runs the passes of one call: the user's model or a private copy.
-
-    The copy converts its inputs and outputs, so it accepts and returns the same types as the model.
-    """
+    """Model that runs the passes of one call: the user's model or a private copy."""
 
     model: nn.Module
     note: str
@@ -48,99 +44,81 @@ class FasterModel(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """The chosen precision (None for the model itself), and the convolutions and batch norms that are folded."""
+    """The convolutions and batch norms that are folded in a copy; None to use the model itself."""
 
-    precision: Precision | None
-    pairs: Pairs
+    pairs: Pairs | None
     note: str
 
 
 _choices: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, _Choice]] = weakref.WeakKeyDictionary()
 
 
-def faster_model(model: nn.Module, x: Tensor, precision: Precision, *, backward: bool = False) -> FasterModel:
-    """Return a faster model for batches like this one if it is exact enough for `precision`.
+def faster_model(model: nn.Module, x: Tensor, *, backward: bool = False) -> FasterModel:
+    """Return a faster model for batches like this one if it is exact enough.
 
-    - "fast": a private copy with convolutions laid out channels last and batch norms folded into them. Outputs and
-      gradients differ by at most 2e-2, with a cosine of at least 0.999.
-    - "bf16": such a copy with weights in bfloat16, for passes without gradients. Outputs have a cosine of at least
-      0.99. Processors without bfloat16 arithmetic only emulate it, so they run "fast".
+    It is a private copy with convolutions laid out channels last and batch norms folded into them. Outputs and
+    gradients differ by at most 2e-2, with a cosine of at least 0.999. For bfloat16, run the call in `torch.autocast`,
+    which is as fast as a copy in this type.
 
-    A "fast" copy of a model with fewer than two convolutions and no folded batch norm gains nothing, and is not used.
-    Each copy is compared with the model on one row. If a "bf16" copy is not exact enough, "fast" is tried. If that
-    fails too, the model itself is used. The note reports the choice. The choice is cached for the process, by model,
-    shape, dtype and device. Each call copies the weights again and checks the output of the copy again.
+    A copy of a model with fewer than two convolutions and no folded batch norm gains nothing, and is not used. The copy
+    is compared with the model on one row. If it is not exact enough, the model itself is used. The note reports the
+    choice. The choice is cached for the process, by model, shape, dtype and device. Each call copies the weights again
+    and checks the output of the copy again.
 
     Args:
         model: The model, prepared by the caller.
         x: The first batch (N, C, H, W).
-        precision: "fast" or "bf16".
         backward: Whether gradients at the input will be computed.
     """
-    reason = _unsuitable(model, x, precision)
+    reason = _unsuitable(model, x)
     if reason:
         return FasterModel(model, f"exact: {reason}")
     sample = x[:1].detach()
     autocast = torch.is_autocast_enabled(x.device.type)
     hooked = tuple(name for name, module in model.named_modules() if module_hooks(module))
-    key = precision, backward, sample.shape, x.dtype, x.device, autocast, hooked
+    key = backward, sample.shape, x.dtype, x.device, autocast, hooked
     with torch.random.fork_rng([x.device] if x.is_cuda else []), HookManager(exclusive=True):
         known = _choices.setdefault(model, {})
-        choice = known[key] = known.get(key) or _choose(model, sample, precision, backward=backward)
-        if choice.precision is None:
+        choice = known[key] = known.get(key) or _choose(model, sample, backward=backward)
+        if choice.pairs is None:
             return FasterModel(model, choice.note)
-        candidate, why = _checked_copy(model, sample, choice.precision, choice.pairs, backward=False)
+        candidate, why = _checked_copy(model, sample, choice.pairs, backward=False)
         return FasterModel(model, f"exact: {why}") if candidate is None else FasterModel(candidate, choice.note)
 
 
-def _unsuitable(model: nn.Module, x: Tensor, precision: Precision) -> str:
+def _unsuitable(model: nn.Module, x: Tensor) -> str:
     """Return why no copy can be used; an empty string if one may be tried."""
     if isinstance(model, torch.jit.ScriptModule):
         return "a scripted model is run as it is"
     like = reference_tensor(model)
     dtype = x.dtype if like is None else like.dtype
-    if dtype is torch.float32 or (dtype is torch.float64 and precision == "fast"):
-        return ""
-    return f"{precision} is not for models in {str(dtype).removeprefix('torch.')}"
+    is_precise = dtype in (torch.float32, torch.float64)
+    return "" if is_precise else f"fast is not for models in {str(dtype).removeprefix('torch.')}"
 
 
-def _choose(model: nn.Module, x: Tensor, precision: Precision, *, backward: bool) -> _Choice:
-    """Return the first precision whose copy is exact enough and has a reason to be faster than the model."""
+def _choose(model: nn.Module, x: Tensor, *, backward: bool) -> _Choice:
+    """Return the batch norms to fold if the copy is exact enough and has a reason to be faster than the model."""
     try:
         pairs = foldable_pairs(model, x)
     except Exception as error:  # noqa: BLE001 - the real pass raises it too
-        return _Choice(None, (), f"exact: the trial of {precision} failed ({type(error).__name__})")
-    few = not pairs and sum(isinstance(module, _CONVOLUTIONS) for module in model.modules()) < 2
-    useless = {"fast": "fast speeds up convolutions, of which there are fewer than two"} if few else {}
-    if backward:
-        useless["bf16"] = "bf16 is for passes without gradients"
-    elif not has_bfloat16(x.device):
-        useless["bf16"] = "this device only emulates bfloat16"
-    dropped: list[str] = []
-    tried: tuple[Precision, ...] = ("fast",) if precision == "fast" else ("bf16", "fast")
-    for option in tried:
-        note = useless.get(option, "")
-        if not note:
-            candidate, note = _checked_copy(model, x, option, pairs, backward=backward)
-            if candidate is not None:
-                gain = f"{option}: {note}, {len(pairs)} batch norms folded"
-                return _Choice(option, pairs, "; ".join([gain, *dropped]))
-        dropped.append(note)
-    return _Choice(None, (), f"exact: {'; '.join(dropped)}")
+        return _Choice(None, f"exact: the trial of fast failed ({type(error).__name__})")
+    if not pairs and sum(isinstance(module, _CONVOLUTIONS) for module in model.modules()) < 2:
+        return _Choice(None, "exact: fast speeds up convolutions, of which there are fewer than two")
+    candidate, note = _checked_copy(model, x, pairs, backward=backward)
+    if candidate is None:
+        return _Choice(None, f"exact: {note}")
+    return _Choice(pairs, f"fast: {note}, {len(pairs)} batch norms folded")
 
 
-def _checked_copy(
-    model: nn.Module, x: Tensor, precision: Precision, pairs: Pairs, *, backward: bool
-) -> tuple[nn.Module | None, str]:
+def _checked_copy(model: nn.Module, x: Tensor, pairs: Pairs, *, backward: bool) -> tuple[nn.Module | None, str]:
     """Return a copy and a description of its accuracy, or None and the reason."""
     try:
-        candidate = _converted_copy(model, precision, pairs)
+        candidate = _converted_copy(model, pairs)
         error, cosine = error_and_cosine(_trial(candidate, x, backward=backward), _trial(model, x, backward=backward))
     except Exception as failure:  # noqa: BLE001 - not every model can be copied, and memory may be short
-        return None, f"{precision} failed here ({type(failure).__name__})"
-    max_error, min_cosine = _TOLERANCES[precision]
-    if error > max_error or cosine < min_cosine:
-        return None, f"{precision} was not exact enough here (cosine {cosine:.4f})"
+        return None, f"fast failed here ({type(failure).__name__})"
+    if error > _MOST_ERROR or cosine < _LEAST_COSINE:
+        return None, f"fast was not exact enough here (cosine {cosine:.4f})"
     return candidate, f"cosine {cosine:.4f}"
 
 
@@ -154,31 +132,26 @@ def _trial(model: nn.Module, x: Tensor, *, backward: bool) -> list[Tensor]:
         return [tensor.detach() for tensor in (*tensors, *gradients)]
 
 
-class _Converted(nn.Module):
-    """A private copy that accepts and returns the model's own types, and computes in its own layout and type."""
+class _ChannelsLast(nn.Module):
+    """A private copy, whose images are laid out channels last."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.dtype = model, dtype
-        self.training = False
+        self.model, self.training = model, False
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the copy. Further arguments in the type of the image are converted too."""
-        dtype = self.dtype or x.dtype
-        args, kwargs = tree_map_tensors((args, kwargs), lambda part: part.to(dtype) if part.dtype is x.dtype else part)
-        output = self.model(x.to(dtype, memory_format=torch.channels_last), *args, **kwargs)
-        return tree_map_tensors(output, lambda value: value.to(x.dtype) if value.dtype is self.dtype else value)
+        """Return the output of the copy."""
+        return self.model(x.to(memory_format=torch.channels_last), *args, **kwargs)
 
 
-def _converted_copy(model: nn.Module, precision: Precision, pairs: Pairs) -> nn.Module:
-    candidate, dtype = private_copy(model), torch.bfloat16 if precision == "bf16" else None
+def _converted_copy(model: nn.Module, pairs: Pairs) -> nn.Module:
+    candidate = private_copy(model)
     fold(candidate, pairs)
     nn.Module.to(candidate, memory_format=torch.channels_last)
-    nn.Module.to(candidate, dtype=dtype)
     for parameter in candidate.parameters():
         # The backward pass is slower if weights require no gradient.
         parameter.requires_grad = parameter.is_floating_point()
-    return _Converted(candidate, dtype)
+    return _ChannelsLast(candidate)
 
 
 def private_copy(model: nn.Module) -> nn.Module:

@@ -1,8 +1,7 @@
 """Base classes of the methods that run many passes of each image, and the runner of these passes.
 
 A subclass implements `explain_image`, which gets scores or gradients from a `PassRunner` and combines them. The base
-class handles batches, limits, chunk sizes, precision, progress and interrupts. Passes run in chunks that fit
-into memory.
+class handles batches, limits, chunk sizes, precision and progress. Passes run in chunks that fit into memory.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import signal
 import sys
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +22,7 @@ from torch import Tensor
 
 from ..attribution.base import Attribution
 from ..attribution.explanation import BatchAttribution
-from ..attribution.options import Budget, Chunk, OnInterrupt, Option, PerImage, Precision, RunStats, Stopped
+from ..attribution.options import Budget, Chunk, Option, PerImage, Precision, RunStats, Stopped
 from ..attribution.resolved_target import OutputRows, ResolvedTarget, output_rows
 from ..errors import MethodError, TargetError
 from ..hooks.forward_args import bind_image
@@ -83,9 +80,9 @@ class ChunkResult(NamedTuple):
 
 
 class PassRunner(ExitStack):
-    """Runner of the passes of one image: in chunks, counted, limited and interruptible.
+    """Runner of the passes of one image: in chunks, counted and limited.
 
-    Use it as a context manager: leaving it removes the progress bar and restores the handling of Ctrl-C.
+    Use it as a context manager: leaving it removes the progress bar.
 
     Args:
         method: The method, with its options and a prepared model.
@@ -99,18 +96,17 @@ class PassRunner(ExitStack):
         began: The moment from which the time counts, as of `time.perf_counter`.
         used: The number of passes so far.
         stopped: The reason why the passes ended; "complete" until a limit is met.
-        precisions: How each kind of pass is run: see `RunStats.precision`.
-        least: The number of passes that a map needs; limits and interrupts take effect after them.
-        interrupted: Ctrl-C was pressed, so the passes end after the current chunk.
+        precisions: How the passes were run: see `RunStats.precision`.
+        least: The number of passes that a map needs; a time limit takes effect after them.
         notes: Texts that are added to the note of `RunStats`.
     """
 
     def __init__(self, method: MultiPassAttribution, x: Tensor, batch_target: ResolvedTarget, image: int) -> None:
         super().__init__()
-        self.x, self.least, self.used, self.interrupted = x, 1, 0, False
+        self.x, self.least, self.used = x, 1, 0
         self.chunk = chunk_size(x) if method.chunk == "auto" else method.chunk
         self.stopped: Stopped = "complete"
-        self.precisions: dict[str, str] = {}
+        self.precisions: list[str] = []
         self.notes: list[str] = []
         self._method, self._model, self._budget = method, method.model, method.limits()
         self._batch_target, self._image = batch_target, image
@@ -124,24 +120,14 @@ class PassRunner(ExitStack):
 
     def __enter__(self) -> PassRunner:
         self.enter_context(bind_image(self._image))
-        if self._method.on_interrupt == "return" and threading.current_thread() is threading.main_thread():
-            self.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._interrupt))
         return self
-
-    def _interrupt(self, number: int, frame: object) -> None:
-        """End after the current chunk; a second Ctrl-C does not wait for it."""
-        if self.interrupted:
-            raise KeyboardInterrupt
-        self.interrupted = True
 
     @property
     def run_stats(self) -> RunStats:
         """The passes, the time and how the passes were run, so far."""
         seconds = time.perf_counter() - self.began
-        precisions = [f"{precision} ({kind})" for kind, precision in self.precisions.items()]
-        if len(set(self.precisions.values())) < 2:
-            precisions = list(self.precisions.values())[:1] or ["exact"]
-        return RunStats(self.used, seconds, self.stopped, "; ".join(precisions), "; ".join(dict.fromkeys(self.notes)))
+        precision, note = ("; ".join(dict.fromkeys(texts)) for texts in (self.precisions, self.notes))
+        return RunStats(self.used, seconds, self.stopped, precision or "exact", note)
 
     def target(self, count: int) -> ResolvedTarget:
         """Return the target for an output of `count` passes of the image."""
@@ -208,9 +194,10 @@ class PassRunner(ExitStack):
     def _passes(
         self, make: MakeInputs, count: int, *, backward: bool, run: Callable[[Tensor], Any] | None = None
     ) -> Iterator[ChunkResult]:
-        model, kind, precision = self._model, "gradient" if backward else "forward", self._method.precision
-        if precision != "exact":
-            model, self.precisions[f"{kind}s"] = self._faster(backward)
+        model = self._model
+        if self._method.precision == "fast":
+            model, note = self._faster(backward)
+            self.precisions.append(note)
 
         def compute(start: int, stop: int) -> ChunkResult:
             inputs = self._inputs(make, start, stop)
@@ -224,16 +211,15 @@ class PassRunner(ExitStack):
         yield from self.chunks(compute, count)
 
     def _faster(self, backward: bool) -> FasterModel:
-        """Return the model that runs one kind of pass, copied once. A "fast" copy for gradients also runs forwards."""
+        """Return the model that runs one kind of pass, copied once. A copy for gradients also runs forwards."""
         from .fast_copy import faster_model
 
-        known, precision = self._copies, self._method.precision
-        if backward not in known:
-            other = known.get(True) if precision == "fast" else None
+        if backward not in self._copies:
+            other = self._copies.get(True)
             if other is None or other.model is self._model:
-                other = faster_model(self._model, self.x, precision, backward=backward)
-            known[backward] = other
-        return known[backward]
+                other = faster_model(self._model, self.x, backward=backward)
+            self._copies[backward] = other
+        return self._copies[backward]
 
     def _inputs(self, make: MakeInputs, start: int, stop: int) -> Tensor:
         with torch.no_grad(), no_autocast(self.x):
@@ -268,11 +254,6 @@ class PassRunner(ExitStack):
                     result = compute(at, at + size)
                 if self.x.is_cuda:  # only a finished chunk can be timed, or be known to fit into memory
                     torch.cuda.synchronize(self.x.device)
-            except KeyboardInterrupt:
-                if self._method.on_interrupt != "return" or self.used < self.least:
-                    raise
-                self.interrupted, self.stopped = True, "interrupt"
-                return
             except (RuntimeError, MemoryError) as error:
                 if size == 1 or not is_out_of_memory(error):
                     raise
@@ -289,12 +270,10 @@ class PassRunner(ExitStack):
             self.stopped = "passes"
 
     def is_over(self, at: int) -> bool:
-        """Return whether an interrupt or the time limit ends the passes, of which `at` were run."""
-        if self.used < self.least:
-            return False
-        is_over = self.interrupted or (at > 0 and self._left <= 0)
+        """Return whether the time limit ends the passes, of which `at` were run."""
+        is_over = self.used >= self.least and at > 0 and self._left <= 0
         if is_over:
-            self.stopped = "interrupt" if self.interrupted else "seconds"
+            self.stopped = "seconds"
         return is_over
 
     @property
@@ -409,25 +388,21 @@ class MultiPassAttribution(Attribution):
         chunk: The number of passes that run at once; "auto" chooses it by the device and the size of the image.
             Chunks of different sizes round differently.
         precision: "exact" runs the model itself. "fast" runs a private copy with batch norms folded into convolutions
-            and channels last in memory (equal to about 1 %). "bf16" runs this copy in bfloat16, for passes without
-            gradients; passes with gradients run "fast". A copy that is not exact enough is not used.
+            and channels last in memory (equal to about 1 %); a copy that is not exact enough is not used. For bfloat16,
+            call the method in `torch.autocast`, which both precisions follow.
         progress: Whether a progress bar is drawn; None draws one on a terminal after a second.
-        on_interrupt: "raise" propagates Ctrl-C; "return" returns the results so far; for images that were not started,
-            only the first chunk is computed.
         seed: The seed of all random draws of a call. Every image gets the same draws.
     """
 
     chunk: Option[Chunk] = Option("auto", check_chunk)
     precision: Option[Precision] = Option("exact", check_choice, get_args(Precision))
     progress: Option[bool | None] = Option(None)
-    on_interrupt: Option[OnInterrupt] = Option("raise", check_choice, get_args(OnInterrupt))
     seed: Option[int] = Option(0, check_integer, least=None)
 
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         """Explain the images of a batch one by one."""
         images: list[ImageAttribution] = []
         stats: list[RunStats] = []
-        interrupted = False
         with HookManager(), torch.no_grad():  # a separate manager: hooks of an outer call do not act on this one
             began = time.perf_counter()
             scores = target(run_model(self.model, x))
@@ -436,10 +411,8 @@ class MultiPassAttribution(Attribution):
                 method = self._for_image(image)
                 with PassRunner(method, x[image : image + 1], target, image) as passes, no_autocast(x):
                     passes.began -= spent
-                    passes.interrupted |= interrupted  # one Ctrl-C ends the passes of all images
                     images.append(method.explain_image(passes, scores[image]))
                     stats.append(passes.run_stats)
-                    interrupted = passes.interrupted
         return stack_images(images, scores, tuple(stats))
 
     def _for_image(self, image: int) -> Self:

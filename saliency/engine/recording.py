@@ -20,14 +20,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import LayerError
-from ..hooks.autograd_graph import DispatchMode, OpOverload
+from ..hooks.autograd_graph import DispatchMode
 from ..hooks.manager import HookManager
 from ..hooks.model_state import is_out_of_memory, run_model
-from ..hooks.operations import written
+from ..hooks.operations import Op, as_results, written
 from ..hooks.pytree import first_tensor, tree_leaves, tree_map_tensors, tree_tensors, trees_agree
 from ..layers.find import find
 
-Op = OpOverload
 _T = TypeVar("_T")
 
 
@@ -85,11 +84,6 @@ class ReplayStep:
     def slots(self) -> set[int]:
         """The slots among the arguments."""
         return {slot.at for slot in tree_leaves((self.args, self.kwargs), Slot)}
-
-
-def as_list(result: Any) -> list[Any]:
-    """Return the results of an operation as a list."""
-    return list(result) if isinstance(result, tuple | list) else [result]
 
 
 def _map(part: Any, change: Callable[[Any], Any]) -> Any:
@@ -194,7 +188,7 @@ class Tape(DispatchMode):
             self._before_write(tensor)
         result = op(*args, **kwargs)
         if placeholders:
-            results = as_list(result)
+            results = as_results(result)
             slots = tuple(self._add_slot(part) if _is_plain(part) else None for part in results)
             shape = next((tuple(part.shape) for part in results if isinstance(part, Tensor)), ())
             self.steps.append(ReplayStep(op, placeholders[0], placeholders[1], slots, shape))
@@ -330,7 +324,7 @@ class Replay:
     def run(self, step: ReplayStep) -> list[Any]:
         """Return the results of a step."""
         args, kwargs = self.arguments(step)
-        results = as_list(step.op(*args, **kwargs))
+        results = list(as_results(step.op(*args, **kwargs)))
         self.computed += sum(part.numel() for part in results if isinstance(part, Tensor))
         return results
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..hooks.model_state import run_model
-from ..hooks.operations import named_arguments
-from .recording import Op, PartialForward, Program, Replay, ReplayMismatch, ReplayStep, Tape, as_list
+from ..hooks.operations import Op, as_results, named_arguments
+from .recording import PartialForward, Program, Replay, ReplayMismatch, ReplayStep, Tape
 
 aten = torch.ops.aten
 
@@ -205,7 +205,7 @@ def _normalise(call: WindowCall) -> Result:
     if training or not call.is_single:
         return None
     patch = call.args[0]  # each rectangle is computed as if it were a whole map
-    return patch.place, as_list(call.step.op(patch.rows, *call.args[1:], **call.kwargs))
+    return patch.place, list(as_results(call.step.op(patch.rows, *call.args[1:], **call.kwargs)))
 
 
 def _concatenate(call: WindowCall) -> Result:
@@ -223,7 +223,7 @@ def pointwise(call: WindowCall) -> Result:
         return None
     args = [_aligned(part, place, call.size) for part in call.args]
     kwargs = {name: _aligned(part, place, call.size) for name, part in call.kwargs.items()}
-    return place, as_list(call.step.op(*args, **kwargs))
+    return place, list(as_results(call.step.op(*args, **kwargs)))
 
 
 def _enclosing(parts: Sequence[Any], size: tuple[int, ...]) -> Rectangles | None:

@@ -69,15 +69,8 @@ class AttentionCall:
 
     def logits(self) -> Tensor:
         """Return the logits (N, heads, queries, keys) of a fused kernel."""
-        query = _precise(cast("Tensor", self.query))
-        logits = (query * self.scale) @ _grouped(cast("Tensor", self.key), query).mT
-        if self.is_causal:
-            logits.masked_fill_(logits.new_ones(logits.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
-        if self.bias is None:
-            return logits
-        if self.bias.dtype == torch.bool:
-            return logits.masked_fill_(~self.bias, -math.inf)
-        return logits.add_(self.bias)
+        query, key = cast("Tensor", self.query), cast("Tensor", self.key)
+        return masked_logits(query, key, self.scale, self.bias, is_causal=self.is_causal)
 
     def probabilities(self) -> Tensor:
         """Return the attention probabilities (N, heads, queries, keys). For windows, N counts windows."""
@@ -92,19 +85,19 @@ class AttentionCall:
     def operand_gradients(self, at_logits: Tensor, grad: Tensor, probabilities: Tensor) -> list[Tensor]:
         """Return the gradients at query, key and value of a fused kernel, given those at the logits and the result."""
         query, key = cast("Tensor", self.query), cast("Tensor", self.key)
-        at_query = at_logits @ (_grouped(key, query) * self.scale)
+        at_query = at_logits @ (grouped(key, query) * self.scale)
         at_keys = (at_logits.mT @ (_precise(query) * self.scale), probabilities.mT @ _precise(grad))
         # Several heads share grouped keys and values.
         return [at_query, *(part.reshape(len(key), key.shape[1], -1, *part.shape[2:]).sum(2) for part in at_keys)]
 
     def gradient(self, grad: Tensor) -> Tensor:
         """Return the gradient at the probabilities (N, heads, queries, keys), given that at the node's result."""
-        return self.by_head(_precise(self.by_query(grad)) @ _grouped(self.value, grad).mT)
+        return self.by_head(_precise(self.by_query(grad)) @ grouped(self.value, grad).mT)
 
     def cosines(self) -> Tensor:
         """Return the cosine of each query and key of a fused kernel, over all heads (N, queries, keys)."""
         query = _precise(cast("Tensor", self.query))
-        both = (query, _grouped(cast("Tensor", self.key), query))
+        both = (query, grouped(cast("Tensor", self.key), query))
         queries, keys = (F.normalize(part.transpose(1, 2).flatten(2), dim=-1) for part in both)
         return queries @ keys.mT
 
@@ -115,6 +108,25 @@ class AttentionCall:
     def by_head(self, values: Tensor) -> Tensor:
         """Return values of all heads (..., a, b) as (N, heads, a, b)."""
         return values.reshape(*self.shape[:2], *values.shape[-2:])
+
+
+def masked_logits(query: Tensor, key: Tensor, scale: float, mask: Tensor | None, *, is_causal: bool) -> Tensor:
+    """Return the logits (..., queries, keys) of fused attention in at least float32.
+
+    Args:
+        query: The queries (..., queries, d).
+        key: The keys (..., keys, d); with grouped keys, of fewer heads.
+        scale: The factor of the logits.
+        mask: The tensor that is added to the logits, or a mask of bool; None without one.
+        is_causal: Whether a query sees only keys up to its own position.
+    """
+    query = _precise(query)
+    logits = (query * scale) @ grouped(key, query).mT
+    if is_causal:
+        logits.masked_fill_(logits.new_ones(logits.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    if mask is None:
+        return logits
+    return logits.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else logits.add_(mask)
 
 
 def fuse_heads(maps: Tensor, how: str) -> Tensor:
@@ -243,7 +255,7 @@ def _precise(values: Tensor) -> Tensor:
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
-def _grouped(values: Tensor, query: Tensor) -> Tensor:
+def grouped(values: Tensor, query: Tensor) -> Tensor:
     """Return keys or values with as many heads as the queries."""
     values = _precise(values)
     heads = query.shape[1] // values.shape[1] if query.dim() == 4 else 1

@@ -261,13 +261,6 @@ def compiler_is_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-def has_bfloat16(device: torch.device) -> bool:
-    """Return whether a device computes in bfloat16, and so faster than in float32."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return device.type != "cpu" or bool(torch.cpu._is_avx512_bf16_supported())
-
-
 # Transformed tensors.
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..attribution.base import TracedAttribution
 from ..attribution.explanation import BatchAttribution
-from ..attribution.forward import Needs, SharedForward, TargetGradients, at_least_float32
+from ..attribution.forward import Needs, TargetGradients, at_least_float32
 from ..attribution.options import Option, PerImage
 from ..attribution.resolved_target import ResolvedTarget
 from ..engine.estimates import Estimate, generator
@@ -48,8 +48,7 @@ class DeepLIFT(TracedAttribution):
     baseline.
 
     Warns:
-        SaliencyWarning: The residual exceeds 1e-4 of the difference of the scores. The message names the operation that
-            loses most.
+        SaliencyWarning: The residual exceeds 1e-4 of the difference of the scores.
 
     Raises:
         NotApplicableError: An operation of the model has no rule, or the model runs other operations for the baseline.
@@ -108,23 +107,15 @@ class DeepLIFT(TracedAttribution):
         return change * (0 if walk.gradient is None else walk.gradient), dict(walk.handled)
 
     def _check(self, grads: TargetGradients, base: TargetGradients, missing: Tensor) -> None:
-        """Warn if too much of the difference of the scores is missing (N,), and name the operation that loses most."""
+        """Warn if too much of the difference of the scores is missing (N,)."""
         scores, base_scores = grads.scores.double(), base.scores.double()
         rise = (scores - base_scores).abs()
         rounding = 64 * torch.finfo(grads.scores.dtype).eps * (scores.abs() + base_scores.abs())
-        if self.unknown == "gradient" or bool((missing.abs() <= MAX_MISSING_SHARE * rise + rounding).all()):
-            return
-        with grads.forward.autocast:
-            forwards = (SharedForward(self.model, side.x, Needs(values=SavedValues.ALL)) for side in (grads, base))
-            grads, base = (TargetGradients(forward, grads.target) for forward in forwards)
-        rule = Multipliers(grads, base, self.unknown)
-        rule.lost = {}
-        Walk(grads, rule).run()
-        worst = max(rule.lost, key=rule.lost.__getitem__)
-        warn(
-            f"{self.name}: the values miss {float(missing.abs().max()):.1g} of a difference of the scores of "
-            f"{float(rise[missing.abs().argmax()]):.1g}; the operation {worst} loses most"
-        )
+        if self.unknown != "gradient" and not bool((missing.abs() <= MAX_MISSING_SHARE * rise + rounding).all()):
+            warn(
+                f"{self.name}: the values miss {float(missing.abs().max()):.1g} of a difference of the scores of "
+                f"{float(rise[missing.abs().argmax()]):.1g}, as for a ReLU written as x * (x > 0); use torch.relu"
+            )
 
 
 class DeepSHAP(DeepLIFT):

@@ -228,7 +228,7 @@ class ISCAM(ScoreCAM):
             shares = ((numbers % steps + 1) / steps).to(passes.x)
             return masks(numbers // steps) * shares[:, None, None, None]
 
-        # Channel by channel, so that an interrupt leaves complete channels. The empty image is the same in every step.
+        # Channel by channel, so that a time limit leaves complete channels. The empty image is the same in every step.
         scores = self.scores(passes, faded, varied * steps + bool(masks.flat))
         means = scores[: varied * steps].view(varied, steps).mean(1)
         return ImageAttribution(masks.map(torch.cat([means, scores[varied * steps :]])))
@@ -368,19 +368,7 @@ class AblationCAM(LayerPasses, TimedAttribution):
             return None
         losses = (weight * layer.maps.mean((1, 2)))[:, channels]  # (classes, m)
 
-        def is_right(start: int, stop: int) -> bool:
-            with torch.no_grad():
-                changed = first_tensor(self._run_with(passes.x, layer, layer.without(channels[None, ::2])))
-            return changed is not None and is_close(changed, tensors[0] - losses[:, ::2].sum(1))
-
-        if not all(list(passes.chunks(is_right, 1))):
-            return None
-        passes.notes.append("in closed form: only pooling and one linear layer follow the layer")
-        rows = (tensors[0] - losses.T).to(tensors[0])  # (m, classes)
-        return passes.target(len(channels))(tree_map_tensors(layer.output, lambda _: rows))
-
-    def _run_with(self, x: Tensor, layer: LayerOutput, raw: Tensor) -> Any:
-        """Return the model's output when each call of the layer with an output of this shape returns `raw`."""
+        raw = layer.without(channels[None, ::2])
 
         def replace(output: Any) -> Any:
             first = first_tensor(output)
@@ -388,9 +376,17 @@ class AblationCAM(LayerPasses, TimedAttribution):
                 return None
             return tree_map_tensors(output, lambda tensor: raw.clone() if tensor is first else tensor)
 
-        with HookManager() as hooks:
-            hooks.revise(self.model.get_submodule(layer.layer), replace)
-            return run_model(self.model, x)
+        def is_right(start: int, stop: int) -> bool:
+            with torch.no_grad(), HookManager() as hooks:
+                hooks.revise(self.model.get_submodule(layer.layer), replace)
+                changed = first_tensor(run_model(self.model, passes.x))
+            return changed is not None and is_close(changed, tensors[0] - losses[:, ::2].sum(1))
+
+        if not all(list(passes.chunks(is_right, 1))):
+            return None
+        passes.notes.append("in closed form: only pooling and one linear layer follow the layer")
+        rows = (tensors[0] - losses.T).to(tensors[0])  # (m, classes)
+        return passes.target(len(channels))(tree_map_tensors(layer.output, lambda _: rows))
 
 
 class ReciproCAM(LayerPasses):
@@ -437,6 +433,5 @@ class ReciproCAM(LayerPasses):
             return layer.scaled(shares[:, 0])
 
         scores = self.tail_scores(passes, layer, make, 1 + height * width)
-        values = layer.maps.new_zeros(height * width)  # zero for locations that an interrupt left out
-        values[: len(scores) - 1] = (scores[1:] - scores[0]).to(values)
+        values = (scores[1:] - scores[0]).to(layer.maps)
         return ImageAttribution(values.view(1, height, width), layer=layer.layer)

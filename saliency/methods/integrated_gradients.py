@@ -274,7 +274,7 @@ class GuidedIG(SteppedAttribution):
         return ImageAttribution(values, residual=residual_of(passes, values, score, references))
 
     def _path_values(self, passes: PassRunner, reference: Tensor) -> Tensor:
-        """Return the path's values (C, H, W) from one baseline (1, C, H, W); after an interrupt, of its first part."""
+        """Return the path's values (C, H, W) from one baseline (1, C, H, W)."""
         start, end = reference.to(wide(passes.x)), passes.x.to(wide(passes.x))
         # The position of each value on its path, from 0 at the baseline to 1 at the image, and the path's length.
         position, length = torch.zeros_like(start), (end - start).abs()
@@ -326,8 +326,7 @@ class BlurIG(SteppedAttribution):
 
     Args:
         max_sigma: The widest blur's standard deviation, in pixels of the model's input.
-        rule: As for `IntegratedGradients`; nodes lie on the standard deviation.
-        steps: The number of nodes.
+        steps: The number of Gauss-Legendre nodes, on the standard deviation.
 
     Values: (N, C, H, W), signed, in score units; they sum to the score minus the score of the blurred image, up to the
     residual.
@@ -341,12 +340,11 @@ class BlurIG(SteppedAttribution):
     preview_options: ClassVar = {"steps": 3}
 
     max_sigma: Option[float] = Option(50.0, check_number, above=0)
-    rule: Option[QuadratureRule] = Option("gauss_legendre", check_choice, RULES)
     steps: Option[int] = Option(100, check_integer)
 
     def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute minus the integral, over the standard deviation, of gradient times change of the image."""
-        nodes, weights = quadrature(self.rule, self.steps)
+        nodes, weights = quadrature("gauss_legendre", self.steps)
         sigmas, image = nodes * self.max_sigma, Diffusion(passes.x[0])
         values = torch.zeros_like(passes.x[0], dtype=wide(passes.x))
         for done in passes.gradients(lambda start, stop: image(sigmas[start:stop]), self.steps):
@@ -376,30 +374,20 @@ def on_paths(x: Tensor, references: Tensor, at: Tensor) -> Callable[[int, int], 
 
 
 def mean_gradients(passes: PassRunner, references: Tensor, rule: QuadratureRule, steps: int) -> Tensor:
-    """Return the mean gradients (K, C, H, W) on the paths from K baselines to the image, by a rule with `steps` nodes.
-
-    After an interrupt, the mean over the passes that were run.
-    """
+    """Return the mean gradients (K, C, H, W) on the paths from K baselines to the image, by a rule."""
     nodes, of_path = quadrature(rule, steps)
     repeated = torch.kron(torch.eye(len(references), dtype=torch.float64, device="cpu"), of_path)  # (K, K * n)
     weights = repeated.to(passes.x.device, wide(passes.x))
     total = torch.zeros(len(references), *passes.x.shape[1:], dtype=weights.dtype, device=weights.device)
-    counted = weights.new_zeros(len(references))
     for done in passes.gradients(on_paths(passes.x, references, nodes), weights.shape[1]):
         of_chunk = weights[:, done.start : done.start + len(done.scores)]
         total += torch.einsum("pk,kchw->pchw", of_chunk, done.gradients.to(weights.dtype))
-        counted += of_chunk.sum(1)
-    return total / counted.clamp(min=torch.finfo(counted.dtype).tiny).view(-1, 1, 1, 1)
+    return total
 
 
-def residual_of(passes: PassRunner, values: Tensor, score: Tensor, references: Tensor) -> float | None:
-    """Return the difference of the score and the baselines' mean score that the values do not add up to.
-
-    None if a limit or an interrupt came before the scores of the baselines (K, C, H, W) were computed.
-    """
+def residual_of(passes: PassRunner, values: Tensor, score: Tensor, references: Tensor) -> float:
+    """Return the difference of the score and the mean score of baselines (K, C, H, W) that values do not add up to."""
     scores = [done.scores for done in passes.forwards(lambda start, stop: references[start:stop], len(references))]
-    if not scores:
-        return None
     return float(score) - float(torch.cat(scores).double().mean()) - float(values.sum(dtype=torch.float64))
 
 
@@ -471,14 +459,12 @@ class AdaptiveIntegral:
     @property
     def weights(self) -> Tensor:
         """The weight of the slope at each node (n,), in the order of arrival; float64, of sum 1."""
-        if len(self.nodes) == 1:
-            return torch.ones(1, dtype=torch.float64, device="cpu")
         order, at, _, _ = self._sorted()
         shares, widths = self._mixed()[0], at.diff()
         weights = torch.zeros_like(at)
         weights[order[:-1]] += widths * shares
         weights[order[1:]] += widths * (1 - shares)
-        return weights / widths.sum()  # an interrupted run has not reached the end
+        return weights
 
     @property
     def rise(self) -> float:
@@ -533,10 +519,12 @@ def _adaptively_integrated(passes: PassRunner, references: Tensor, tolerance: fl
             for (path, at), value, gradient in rows:
                 paths[path].add(at, value, float((gradient * differences[path]).sum(dtype=torch.float64)))
                 gradients[path].append(gradient)
-    reached = [i for i, path in enumerate(paths) if path.nodes]
-    means = [torch.einsum("n,nchw->chw", paths[i].weights.to(differences), torch.stack(gradients[i])) for i in reached]
-    values = (differences[reached] * torch.stack(means)).mean(0)
-    return ImageAttribution(values, residual=sum(paths[i].residual for i in reached) / len(paths))
+    means = [
+        torch.einsum("n,nchw->chw", path.weights.to(differences), torch.stack(own))
+        for path, own in zip(paths, gradients, strict=True)
+    ]
+    values = (differences * torch.stack(means)).mean(0)
+    return ImageAttribution(values, residual=sum(path.residual for path in paths) / len(paths))
 
 
 def _is_met(paths: list[AdaptiveIntegral], tolerance: float) -> bool:

@@ -88,7 +88,7 @@ class LayerPasses(MultiPassAttribution):
     def tail_scores(
         self, passes: PassRunner, layer: LayerOutput, make: Callable[[int, int], Tensor], count: int
     ) -> Tensor:
-        """Return the scores (k,) for the layer's outputs (k, ...) that `make` creates; k < `count` after an interrupt.
+        """Return the scores (k,) for the layer's outputs (k, ...) that `make` creates; k < `count` after a time limit.
 
         Only the part of the model after the layer runs, where that is possible.
         """

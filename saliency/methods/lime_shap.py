@@ -267,7 +267,7 @@ class _KernelRegression(Coalitions):
 
     @cached_property
     def _order(self) -> Tensor:
-        """All pairs in random order, so that an interrupt leaves a random part of them."""
+        """All pairs in random order, so that a time limit leaves a random part of them."""
         return torch.randperm(2 ** (self.segments.count - 1) - 1, generator=generator(self.seed), device="cpu")
 
     @cached_property

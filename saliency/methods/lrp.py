@@ -26,10 +26,7 @@ from ..io.preprocess import Preprocess
 from ..layers.find import LayerLike, default_layer, scan_layers
 from ..relevance.composites import COMPOSITES, Composite, CompositeLike, RuleKey, as_composite
 from ..relevance.patches import Patches, attention_nodes, embeds_patches, find_patches, first_linear, following
-from ..relevance.propagation import (
-    Propagation,
-    Unknown,
-)
+from ..relevance.propagation import Propagation, Unknown
 from ..relevance.rules import (
     AnyRule,
     ContrastiveRule,

@@ -17,7 +17,7 @@ from ..engine.multi_pass import ImageAttribution, PassRunner, SteppedAttribution
 from ..errors import MethodError
 from ..hooks.model_state import leaf
 from ..validation import check_choice, check_integer, check_number
-from .baselines import Filler, FillOption
+from .baselines import Diffusion, Filler, FillOption
 
 Render = Callable[[Tensor, tuple[int, int]], Tensor]
 """A function from the numbers that are optimised, and a shift in pixels, to the model's input (1, C, H, W)."""
@@ -56,7 +56,6 @@ class OptimisedMask(SteppedAttribution):
         masks, moments = list(start), torch.zeros(2, *start.shape, dtype=start.dtype, device=start.device)
         reach = round(2 * min(passes.x.shape[2:]) / REFERENCE_EDGE)
         has_gradient = False
-        passes.least = passes.used + len(masks)
         passes.chunk = 1  # each step starts at the end of the previous one
 
         def shift(step: int) -> tuple[int, int]:
@@ -86,11 +85,10 @@ class OptimisedMask(SteppedAttribution):
     def score_range(self, passes: PassRunner, score: Tensor, background: Tensor) -> float:
         """Return the positive change of the score when the whole image is hidden, as in `background` (1, C, H, W)."""
         least = 1e-3 * abs(float(score))
-        for done in passes.forwards(lambda start, stop: background, 1):
-            hidden = float(done.scores[0])
-            score_range = abs(float(score) - hidden)
-            return score_range if score_range > least else max(least, 1e-3 * abs(hidden)) or 1.0
-        return 1.0
+        (done,) = passes.forwards(lambda start, stop: background, 1)
+        hidden = float(done.scores[0])
+        score_range = abs(float(score) - hidden)
+        return score_range if score_range > least else max(least, 1e-3 * abs(hidden)) or 1.0
 
 
 def adam_step(numbers: Tensor, gradient: Tensor, moments: Tensor, step: int, rate: float) -> Tensor:
@@ -297,11 +295,7 @@ def smooth_mask(numbers: Tensor) -> Tensor:
 def pyramid(x: Tensor) -> Tensor:
     """Return an image (1, C, H, W) at rising levels of blur (L, C, H, W); the first one is the image itself."""
     strongest = _STRONGEST * min(x.shape[2:])
-    levels = [x[0]]
-    for level in range(1, _LEVELS):
-        down, across = (blurring(int(edge), strongest * level / (_LEVELS - 1), x) for edge in x.shape[2:])
-        levels.append(down @ x[0] @ across.T)
-    return torch.stack(levels)
+    return Diffusion(x[0])(torch.linspace(0, strongest, _LEVELS, dtype=torch.float64, device="cpu"))
 
 
 def blurred_where(levels: Tensor, strength: Tensor) -> Tensor:

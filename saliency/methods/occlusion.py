@@ -70,7 +70,7 @@ class Occlusion(TimedAttribution):
                 raise MethodError(f"stride={step} is longer than the window of {edge}: it would leave pixels out")
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """Compute the mean drop over the windows that cover each pixel; 0 for pixels that an interrupt left out."""
+        """Compute the mean drop over the windows that cover each pixel."""
         size = (int(passes.x.shape[2]), int(passes.x.shape[3]))
         height, width = map(min, _pair(self.window), size)
         tops, lefts = map(_starts, size, (height, width), _pair(self.stride))
@@ -93,9 +93,7 @@ class Occlusion(TimedAttribution):
                 covered[window] += 1
         if passes.used < len(corners):
             passes.notes.append(f"{passes.used} of {len(corners)} windows")
-        if not bool(covered.all()):
-            passes.notes.append(f"{float((covered > 0).double().mean()):.0%} of the image was covered")
-        return ImageAttribution((total / covered.clamp(min=1))[None].to(passes.x))
+        return ImageAttribution((total / covered)[None].to(passes.x))
 
     def _hidden(self, filler: Filler, corners: list[tuple[int, int]], size: tuple[int, int]) -> Tensor:
         """Return the images (k, C, H, W) with windows of a size hidden, given by their corners."""
@@ -141,14 +139,12 @@ class FeatureAblation(SegmentAttribution):
     preview_options: ClassVar = {"segments": (3, 3)}
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """Compute the drop in the score for each segment; 0 for segments that an interrupt left out."""
+        """Compute the drop in the score for each segment."""
         segments, filler = self.segmented(passes)
-        falls = torch.zeros(segments.count, dtype=torch.float64, device="cpu")
 
         def make(start: int, stop: int) -> Tensor:
             numbers = torch.arange(segments.count, device="cpu")
             return filler(segments.hidden(numbers != torch.arange(start, stop, device="cpu")[:, None]))
 
-        for done in passes.forwards(make, segments.count):
-            falls[done.start : done.start + len(done.scores)] = (score - done.scores).cpu().double()
-        return ImageAttribution(segments.painted(falls).to(passes.x))
+        scores = torch.cat([done.scores for done in passes.forwards(make, segments.count)])
+        return ImageAttribution(segments.painted((score - scores).cpu().double()).to(passes.x))

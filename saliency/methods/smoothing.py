@@ -86,8 +86,8 @@ class NoisyAttribution(SampledAttribution):
                 yield BatchAttribution(done.gradients, done.scores)
             return
         wrapped, precision = copy.copy(self._wrapped), "exactly"
-        if isinstance(wrapped, MultiPassAttribution):  # the outer method handles progress and interrupts
-            wrapped.progress, wrapped.on_interrupt, precision = False, "raise", "by its own precision"
+        if isinstance(wrapped, MultiPassAttribution):  # the outer method draws the progress
+            wrapped.progress, precision = False, "by its own precision"
         if self.precision != "exact":
             passes.notes.append(f"{self.inner} runs the model {precision}")
 
@@ -98,7 +98,7 @@ class NoisyAttribution(SampledAttribution):
 
         for result in passes.chunks(compute, self.most_passes):
             for stats in result.run_stats:
-                passes.precisions[self.inner] = stats.precision
+                passes.precisions.append(stats.precision)
             yield result
 
     def averaged(self, passes: PassRunner, estimate: Estimate, *, squared: bool = False) -> ImageAttribution:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from ..attribution.forward import Needs, at_least_float32
-from ..attribution.options import Option
-from ..attribution.resolved_target import ResolvedTarget
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
 from ..hooks.autograd_graph import DispatchMode, next_functions, result_shape
@@ -22,10 +19,7 @@ from ..hooks.model_state import leaf
 from ..hooks.operations import Operation, SavedValues, WeakResult, as_results
 from ..hooks.pytree import tree_map
 from ..hooks.rectifiers import differentiate, nodes_between
-from ..validation import check_choice
 from .token_attention import AttentionMap, TokenAttention
-
-ScoreOf = Literal["layer", "final"]
 
 
 class TokenStream:
@@ -75,7 +69,7 @@ class TokenStream:
     def _last_block_error(self) -> NotApplicableError:
         model = type(self._attention.grads.forward.model).__name__
         problem = f"{model} does not end in two equal blocks, so the tokens after the last one are unknown"
-        return NotApplicableError(f'{self._method}: {problem}; le_grad with score="final" does not need them')
+        return NotApplicableError(f"{self._method}: {problem}; use chefer_attention")
 
     def skip_gradients(self) -> dict[AttentionCall, Tensor]:
         """Return the gradients at the results of the blocks' attention that run along skip connections only.
@@ -155,14 +149,11 @@ class LeGrad(AttentionMap):
     The authors' code for CLIP reads the mean of all tokens after each layer. Here it is the model's own pooling, such
     as the class token, as in the paper.
 
-    Args:
-        score: "layer" is the layer's own score. "final" is the model's score, which is faster.
-
     Values: (N, 1, h, w), at least 0, in score units per unit of attention.
 
     Raises:
-        NotApplicableError: The network has no attention, or not among all tokens in each block. For layers' own scores
-            also: its last two blocks differ, or its head contains a function in Python.
+        NotApplicableError: The network has no attention, or not among all tokens in each block; its last two blocks
+            differ; or its head contains a function in Python.
 
     Source: Bousselham et al., "LeGrad: An Explainability Method for Vision Transformers via Feature Formation
         Sensitivity" (2024), https://arxiv.org/abs/2404.03214.
@@ -171,25 +162,14 @@ class LeGrad(AttentionMap):
     name = "le_grad"
     cost = "1 forward, 1 backward"
     units = "score per attention"
-    needs = Needs(attention=True)
-
-    score: Option[ScoreOf] = Option("layer", check_choice, get_args(ScoreOf))
-
-    def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
-        """Return the attention, and all values if each layer has a score of its own."""
-        return replace(self.needs, values=SavedValues.NOTHING if self.score == "final" else SavedValues.ALL)
+    needs = Needs(values=SavedValues.ALL, attention=True)
 
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the mean over the layers of the positive gradient at all tokens."""
-        gradients = self._of_final_score if self.score == "final" else self._of_layer_scores
-        maps = [gradient.clamp_(min=0).mean((1, 2)) for gradient in gradients(attention)]
+        maps = [gradient.clamp_(min=0).mean((1, 2)) for gradient in self._gradients(attention)]
         return torch.stack(maps).mean(0)
 
-    def _of_final_score(self, attention: TokenAttention) -> Iterator[Tensor]:
-        calls = attention.blocks if attention.pooling is None else [attention.pooling]
-        return map(attention.gradient, calls)
-
-    def _of_layer_scores(self, attention: TokenAttention) -> Iterator[Tensor]:
+    def _gradients(self, attention: TokenAttention) -> Iterator[Tensor]:
         """Yield the gradient of each layer's own score at its attention (N, heads, queries, keys)."""
         stream = TokenStream(attention, self.name)
         for call, node in zip(attention.blocks, stream.outputs, strict=True):

@@ -126,8 +126,8 @@ class TIS(TimedAttribution):
         return torch.zeros(centres.shape, dtype=torch.bool, device=maps.device).scatter_(1, visible, True)
 
     def scores(self, passes: PassRunner, block: str, visible: Tensor) -> Tensor:
-        """Return the scores (k,) if the first block gets only `visible` (masks, n) tokens; k < masks after an
-        interrupt.
+        """Return the scores (k,) if the first block gets only `visible` (masks, n) tokens; k < masks after the
+        time limit.
 
         Raises:
             NotApplicableError: The model needs all of its tokens.
@@ -219,7 +219,7 @@ class ViTCX(LayerPasses, TimedAttribution):
         return stretched(torch.tensordot(members.T, maps, 1))
 
     def effects(self, passes: PassRunner, masks: Tensor) -> Tensor:
-        """Return the effects (k,) of masks (masks, 1, H, W); k < masks after an interrupt."""
+        """Return the effects (k,) of masks (masks, 1, H, W); k < masks after the time limit."""
         x, passes.least = passes.x, 2
 
         def make(start: int, stop: int) -> Tensor:

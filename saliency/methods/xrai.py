@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -12,8 +13,8 @@ from torch import Tensor
 from ..attribution.options import Option
 from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
 from ..errors import optional_import
-from ..validation import check_choice, check_integer
-from .integrated_gradients import RULES, QuadratureRule, mean_gradients, wide
+from ..validation import check_integer
+from .integrated_gradients import mean_gradients, wide
 
 AREA = 224 * 224
 """The number of pixels for which the authors give areas, scales and lengths. Areas and scales are proportional to the
@@ -38,8 +39,7 @@ class XRAI(TimedAttribution):
     their own mean.
 
     Args:
-        rule: As for `IntegratedGradients`.
-        steps: The number of nodes on each of the two paths.
+        steps: The number of Gauss-Legendre nodes on each of the two paths.
 
     Values: (N, 1, H, W), in score units per pixel, constant within a region; only their order is meaningful.
 
@@ -56,7 +56,6 @@ class XRAI(TimedAttribution):
     sign = "positive"
     preview_options: ClassVar = {"steps": 2}
 
-    rule: Option[QuadratureRule] = Option("gauss_legendre", check_choice, RULES)
     steps: Option[int] = Option(50, check_integer)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
@@ -64,7 +63,7 @@ class XRAI(TimedAttribution):
         x = passes.x
         references = torch.cat([torch.full_like(x, float(extreme)) for extreme in x.aminmax()])  # (2, C, H, W)
         regions = multiscale_regions(x[0].to("cpu", torch.float64).permute(1, 2, 0).numpy())
-        gradients = passes.in_time(lambda steps: mean_gradients(passes, references, self.rule, steps), self.steps)
+        gradients = passes.in_time(partial(mean_gradients, passes, references, "gauss_legendre"), self.steps)
         pixels = ((x - references) * gradients).mean(0).amax(0)  # (H, W)
         least = LEAST_GAIN * pixels.numel() / AREA
         values = ranked(pixels.to("cpu", torch.float64).numpy(), regions, least)

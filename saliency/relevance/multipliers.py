@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import NotApplicableError
+from ..hooks.attention import grouped
 from ..hooks.autograd_graph import Gradients
 from ..hooks.operations import Op, Operation, is_pointwise, operator_name
 from ..hooks.pytree import tree_map_tensors, tree_tensors
@@ -28,7 +29,6 @@ from .propagation import (
     derivative,
     kind_of,
     normalisation,
-    per_head,
     refuses_complex,
     without_rule,
     writes_part,
@@ -86,9 +86,6 @@ class Multipliers:
         unknown: Whether an operation without a rule is refused ("refuse") or passes its gradient ("gradient").
         frees: Whether the operands of each operation are freed as soon as they are used. No other walk can follow.
 
-    Attributes:
-        lost: The share of the scores that each kind of operation loses, if this is measured; None otherwise.
-
     Raises:
         NotApplicableError: The model runs other operations for the baselines than for the images.
     """
@@ -100,7 +97,6 @@ class Multipliers:
                 "the model runs other operations for the baseline than for the image; choose another baseline"
             )
         self.unknown: Unknown = unknown
-        self.lost: dict[str, float] | None = None
         self._frees = frees
         self._base = dict(zip(grads.nodes, map(base.forward.operations.operation, base.nodes), strict=True))
 
@@ -122,8 +118,6 @@ class Multipliers:
         if self._frees:
             operation.args.clear()
             base.args.clear()
-        if self.lost is not None:
-            self.lost[operation.name] = self.lost.get(operation.name, 0) + _lost(step, passed)[0]
         return passed
 
 
@@ -225,7 +219,7 @@ def _attention(step: MultiplierStep) -> Gradients:
     """Pass through the two products and the softmax of fused attention."""
     query, key, value = (step.pair(name) for name in ("query", "key", "value"))
     logits = Pair(attention_logits(step.operation), attention_logits(step.base))
-    key, value = (Pair(*(per_head(part, query.x) for part in pair)) for pair in (key, value))
+    key, value = (Pair(*(grouped(part, query.x) for part in pair)) for pair in (key, value))
     scale = step.operation.args.get("scale") or query.x.shape[-1] ** -0.5
     of_logits = _through_softmax(logits, step.grad @ value.mean.mT, -1) * scale
     weights = Pair(logits.x.softmax(-1), logits.x0.softmax(-1)).mean

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from ..attribution.forward import at_least_float32
 from ..errors import MethodError, NotApplicableError
+from ..hooks.attention import masked_logits
 from ..hooks.autograd_graph import CHECKPOINT_NODE, Gradients, next_functions, result_spec, saved, sequence_nr
 from ..hooks.operations import (
     ACTIVATIONS,
@@ -71,9 +72,7 @@ _GRADIENT = Epsilon(0)
 NONLINEAR = ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
 # The types of operands in the arguments of an operation, which keep None for some.
 _OPERANDS = (Tensor, type(None))
-_CURES = {
-    "mkldnn_rnn_layer": ", or call in `torch.backends.mkldnn.flags(enabled=False)`, where an LSTM is not fused",
-}
+_CURES = {"mkldnn_rnn_layer": ", or call in `torch.backends.mkldnn.flags(enabled=False)`, where an LSTM is not fused"}
 # The node that a view gets after an operation in place on it or on its base.
 _VIEW_AFTER_WRITE = "AsStridedBackward0"
 
@@ -120,11 +119,7 @@ class Propagation:
     """Whether the shift of a batch norm that is not merged receives relevance."""
 
     def __init__(
-        self,
-        composite: Composite,
-        layers: Mapping[RuleKey, Sequence[str]],
-        unknown: Unknown,
-        first: Node | None = None,
+        self, composite: Composite, layers: Mapping[RuleKey, Sequence[str]], unknown: Unknown, first: Node | None = None
     ) -> None:
         self.composite, self.layers, self.unknown, self.first = composite, layers, unknown, first
         self.rules: dict[int, Rule] = {}
@@ -689,18 +684,9 @@ def batch_norm_scale(operation: Operation, like: Tensor) -> Tensor | None:
 def attention_logits(operation: Operation) -> Tensor:
     """Return the logits (..., queries, keys) of fused attention, with its mask, in at least float32."""
     args = operation.args
-    query, key = at_least_float32(args["query"]), at_least_float32(args["key"])
-    logits: Tensor = query @ per_head(key, query).mT * (args.get("scale") or query.shape[-1] ** -0.5)
-    if args.get("is_causal"):
-        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
-    mask: Tensor | None = args.get("attn_mask", args.get("attn_bias"))
-    return logits if mask is None else logits + mask
-
-
-def per_head(values: Tensor, query: Tensor) -> Tensor:
-    """Return keys or values (N, groups, length, d) for each head of a query, the same for all heads of a group."""
-    groups = query.shape[1] // values.shape[1] if query.dim() > 3 else 1
-    return values if groups == 1 else values.repeat_interleave(groups, 1)
+    scale = args.get("scale") or args["query"].shape[-1] ** -0.5
+    mask = args.get("attn_mask", args.get("attn_bias"))
+    return masked_logits(args["query"], args["key"], scale, mask, is_causal=bool(args.get("is_causal")))
 
 
 def derivative(operation: Operation, point: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from saliency import METHODS, Explanation, ExplanationError, GuidedBackprop
-from saliency.attribution.options import RunStats
 from saliency.hooks.rectifiers import Coverage
 from saliency.io.atomic_write import atomic_write
 from saliency.io.preprocess import Frame
@@ -119,16 +118,6 @@ def test_a_file_from_before_ledgers_is_read(explanation: Explanation, tmp_path: 
     del header["ledger_names"], header["coverage"]["handled"]
     save_file(tensors, tmp_path / "a.safetensors", metadata={"saliency": json.dumps(header)})
     assert_same(Explanation.load(tmp_path / "a.safetensors"), old)
-
-
-def test_a_file_with_the_former_names_still_loads(explanation: Explanation, tmp_path: Path) -> None:
-    stats = tuple(RunStats(i, 0.5, "complete") for i in range(3))
-    kept = replace(explanation, run_stats=stats)
-    header, tensors = opened(kept.save(tmp_path / "a.safetensors"))
-    header["effort"], header["coverage"]["treated"] = header.pop("run_stats"), header["coverage"].pop("handled")
-    save_file(tensors, tmp_path / "a.safetensors", metadata={"saliency": json.dumps(header)})
-    found = Explanation.load(tmp_path / "a.safetensors")
-    assert (found.run_stats, found.coverage) == (stats, kept.coverage)
 
 
 def test_a_coverage_reads_as_a_list_of_treated_operations() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import re
 import time
 import weakref
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saliency import METHODS
-from saliency.attribution.options import Precision
 from saliency.engine import fast_copy
 from saliency.engine.fast_copy import (
     FasterModel,
@@ -271,15 +269,9 @@ def test_error_and_cosine_are_those_of_the_worst_tensor() -> None:
 # Running.
 
 
-@pytest.fixture(autouse=True)
-def computes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processors without bfloat16 arithmetic run the same tests."""
-    monkeypatch.setattr(fast_copy, "has_bfloat16", lambda device: True)
-
-
-def run_with(model: nn.Module, x: Tensor, precision: Precision, **options: Any) -> FasterModel:
+def run_with(model: nn.Module, x: Tensor, **options: Any) -> FasterModel:
     with prepared_for_attribution(model):
-        return faster_model(model, x, precision, **options)
+        return faster_model(model, x, **options)
 
 
 def gradient(model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
@@ -290,42 +282,19 @@ def gradient(model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
 @pytest.mark.parametrize("backward", [False, True])
 def test_fast_gives_the_same_values_and_gradients(backward: bool) -> None:
     model = network(torch.float32)
-    ours = run_with(model, X.float(), "fast", backward=backward)
+    ours = run_with(model, X.float(), backward=backward)
     assert ours.note == "fast: cosine 1.0000, 3 batch norms folded"
     assert ours.model is not model
     torch.testing.assert_close(ours.model(X.float()), model(X.float()), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(gradient(ours.model, X.float()), gradient(model, X.float()), rtol=1e-3, atol=1e-3)
 
 
-def test_bf16_takes_and_gives_the_models_own_type() -> None:
-    model, x = network(torch.float32), X.float()
-    ours = run_with(model, x, "bf16")
-    assert re.fullmatch(r"bf16: cosine \d\.\d{4}, 3 batch norms folded", ours.note)
-    output = ours.model(x)
-    assert output.dtype == torch.float32
-    assert not torch.equal(output, model(x))
-    assert error_and_cosine(output, model(x))[1] > 0.99
-
-
-def test_bf16_is_fast_where_gradients_are_computed() -> None:
-    note = run_with(network(torch.float32), X.float(), "bf16", backward=True).note
-    assert note.startswith("fast: cosine 1.0000")
-    assert note.endswith("bf16 is for passes without gradients")
-
-
-def test_bf16_gives_way_to_fast_where_the_device_only_emulates_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_copy, "has_bfloat16", lambda device: False)
-    note = run_with(network(torch.float32), X.float(), "bf16").note
-    assert note == "fast: cosine 1.0000, 3 batch norms folded; this device only emulates bfloat16"
-
-
 def test_a_model_without_convolutions_is_not_copied() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(2))
     model(X.float())
-    ours = run_with(model, X.float(), "fast")
+    ours = run_with(model, X.float())
     assert ours.model is model
     assert ours.note == "exact: fast speeds up convolutions, of which there are fewer than two"
-    assert run_with(model, X.float(), "bf16").note.startswith("bf16")
 
 
 def test_no_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +303,7 @@ def test_no_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds in (itertools.count(0, 1), itertools.count(0, 1e-9)):
         monkeypatch.setattr(time, "perf_counter", lambda seconds=seconds: next(seconds))
         fast_copy._choices.clear()
-        notes.add(run_with(model, x, "fast", backward=True).note)
+        notes.add(run_with(model, x, backward=True).note)
     assert notes == {"fast: cosine 1.0000, 3 batch norms folded"}
 
 
@@ -350,13 +319,6 @@ class Picky(nn.Module):
         return sign * self.conv(x).mean((2, 3))  # type: ignore[no-any-return]
 
 
-class Single(nn.Module):
-    """A model that accepts only inputs of its own dtype."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("nchw,chw->n", x, torch.ones_like(x[0], dtype=torch.float32))
-
-
 class Locked(nn.Sequential):
     """A model that cannot be copied."""
 
@@ -366,11 +328,10 @@ class Locked(nn.Sequential):
 
 def test_what_is_not_exact_enough_or_fails_is_dropped_and_said_so() -> None:
     x = X.float()
-    ours = run_with(Picky(), x, "fast")
+    ours = run_with(Picky(), x)
     assert ours.note == "exact: fast was not exact enough here (cosine -1.0000)"
-    assert "bf16 failed here (ModelError)" in run_with(Single(), x, "bf16").note
     locked = Locked(nn.Conv2d(3, 2, 3), nn.Conv2d(2, 2, 1))
-    ours = run_with(locked, x, "fast")
+    ours = run_with(locked, x)
     assert (ours.model, ours.note) == (locked, "exact: fast failed here (RuntimeError)")
 
 
@@ -381,7 +342,7 @@ def test_a_copy_whose_folded_batch_norm_is_reached_past_the_module_tree_is_dropp
     model = Shaped(past)
     model.hidden = [model.bn]  # type: ignore[assignment]
     model = settled(model, torch.float32)  # type: ignore[assignment]
-    fast = run_with(model, X.float(), "fast")
+    fast = run_with(model, X.float())
     assert fast.model is model
     assert "fast was not exact enough here" in fast.note
 
@@ -396,31 +357,24 @@ def test_a_gradient_that_differs_is_not_exact_enough() -> None:
             sign = 1 if x.is_contiguous() else -1
             return x.detach().sum((1, 2, 3)) + sign * (x - x.detach()).sum((1, 2, 3))
 
-    assert "not exact enough here (cosine -1.0000)" in run_with(Turned(), X.float(), "fast", backward=True).note
+    assert "not exact enough here (cosine -1.0000)" in run_with(Turned(), X.float(), backward=True).note
 
 
 def test_the_models_own_error_is_left_to_the_pass_that_is_asked_for() -> None:
-    ours = run_with(nn.Linear(7, 2), X.float(), "fast")
+    ours = run_with(nn.Linear(7, 2), X.float())
     assert ours.note == "exact: the trial of fast failed (ModelError)"
     with pytest.raises(ModelError, match="shapes cannot be multiplied"):
         run_model(ours.model, X.float())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "precision", "note"),
-    [
-        (torch.float64, "bf16", "exact: bf16 is not for models in float64"),
-        (torch.bfloat16, "bf16", "exact: bf16 is not for models in bfloat16"),
-        (torch.bfloat16, "fast", "exact: fast is not for models in bfloat16"),
-    ],
-)
-def test_a_precision_that_makes_no_sense_is_left_out(dtype: torch.dtype, precision: Precision, note: str) -> None:
-    assert run_with(network(dtype), X.to(dtype), precision).note == note
+def test_a_model_in_half_precision_is_not_copied() -> None:
+    ours = run_with(network(torch.bfloat16), X.bfloat16())
+    assert ours.note == "exact: fast is not for models in bfloat16"
 
 
 def test_fast_serves_double_precision() -> None:
     model = network()
-    ours = run_with(model, X, "fast")
+    ours = run_with(model, X)
     assert ours.note.startswith("fast")
     torch.testing.assert_close(ours.model(X), model(X), rtol=1e-10, atol=1e-10)
 
@@ -446,17 +400,17 @@ def test_what_was_found_is_remembered_for_this_model_and_kind_of_batch(monkeypat
     tried = counted(monkeypatch, "_choose")
     cases = [(model, x, False), (model, x, True), (model, x[..., :10], False), (network(torch.float32), x, False)]
     for module, images, backward in cases * 2:
-        assert run_with(module, images, "fast", backward=backward).note.startswith("fast")
+        assert run_with(module, images, backward=backward).note.startswith("fast")
     assert len(tried) == len(cases)
 
 
 def test_the_weights_are_those_of_the_moment() -> None:
     model, x = network(torch.float32), X.float()
-    run_with(model, x, "fast")
+    run_with(model, x)
     with torch.no_grad():
         for each in model.parameters():
             each.data.mul_(1.2)
-    ours = run_with(model, x, "fast")
+    ours = run_with(model, x)
     assert not any(isinstance(each, nn.BatchNorm2d) for each in ours.model.modules())
     torch.testing.assert_close(ours.model(x), model(x), rtol=1e-4, atol=1e-4)
 
@@ -469,17 +423,17 @@ def test_what_was_exact_enough_is_checked_again_on_the_weights_of_the_moment() -
             return super().forward(x if self.fickle else x.contiguous())
 
     model = Fickle()
-    assert run_with(model, X.float(), "fast").note.startswith("fast")
+    assert run_with(model, X.float()).note.startswith("fast")
     model.fickle = True
-    ours = run_with(model, X.float(), "fast")
+    ours = run_with(model, X.float())
     assert (ours.model, ours.note) == (model, "exact: fast was not exact enough here (cosine -1.0000)")
 
 
 def test_hooks_that_come_later_are_kept_from_folding_too() -> None:
     model, x, collector = network(torch.float32), X.float(), Collector()
-    run_with(model, x, "fast")
+    run_with(model, x)
     model[0].register_forward_hook(collector)  # type: ignore[index]
-    ours = run_with(model, x, "fast")
+    ours = run_with(model, x)
     assert "2 batch norms folded" in ours.note
     collector.seen.clear()
     model(x)
@@ -489,7 +443,7 @@ def test_hooks_that_come_later_are_kept_from_folding_too() -> None:
 
 def test_neither_the_model_nor_its_copy_is_kept_alive() -> None:
     model = network(torch.float32)
-    ours = run_with(model, X.float(), "fast")
+    ours = run_with(model, X.float())
     original, private = weakref.ref(model), weakref.ref(ours.model)
     gc.collect()
     gc.disable()
@@ -512,12 +466,10 @@ def test_the_model_is_left_bit_for_bit() -> None:
     model.train()
     before = copy.deepcopy(model.state_dict())
     attributes = {name: dict(vars(each)) for name, each in model.named_modules()}
-    both: tuple[Precision, Precision] = ("fast", "bf16")
-    for precision in both:
-        ours = run_with(model, x, precision, backward=True)
-        gradient(ours.model, x)
-        assert all(each.requires_grad for each in ours.model.parameters())
-        assert not any(each.training for each in ours.model.modules())
+    ours = run_with(model, x, backward=True)
+    gradient(ours.model, x)
+    assert all(each.requires_grad for each in ours.model.parameters())
+    assert not any(each.training for each in ours.model.modules())
     after = model.state_dict()
     assert all(
         torch.equal(after[name], each) and after[name].stride() == each.stride() for name, each in before.items()
@@ -531,7 +483,7 @@ def test_an_input_that_the_model_overwrites_is_left_alone() -> None:
     model, x = nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 2, 3), nn.Conv2d(2, 2, 1)), X.float()
     x = x.contiguous(memory_format=torch.channels_last)
     before = x.clone()
-    ours = run_with(model, x, "fast")
+    ours = run_with(model, x)
     run_model(ours.model, x)
     assert ours.note.startswith("fast")
     assert torch.equal(x, before)
@@ -544,7 +496,7 @@ def test_trials_leave_the_random_state() -> None:
 
     model = nn.Sequential(Noisy(3, 2, 3), nn.Conv2d(2, 2, 1))
     before = torch.get_rng_state()
-    assert run_with(model, X.float(), "fast").note.startswith("fast")
+    assert run_with(model, X.float()).note.startswith("fast")
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -553,7 +505,7 @@ def test_standing_managers_see_the_passes_and_not_the_trials() -> None:
     seen: list[Any] = []
     with HookManager(persistent=True) as hooks:
         hooks.observe(model[9], lambda output: seen.append(output))  # type: ignore[index]
-        ours = run_with(model, x, "fast")
+        ours = run_with(model, x)
         assert ours.note.startswith("fast")
         assert not seen
         ours.model(x)
@@ -574,19 +526,19 @@ def test_an_interrupt_in_a_trial_goes_on_and_leaves_nothing() -> None:
 
     model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), Interrupted())
     with pytest.raises(KeyboardInterrupt):
-        run_with(model, X.float(), "fast")
+        run_with(model, X.float())
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
-    assert run_with(model, X.float(), "fast").note.startswith("fast")
+    assert run_with(model, X.float()).note.startswith("fast")
 
 
 @pytest.mark.slow
 def test_a_runner_of_a_private_copy_is_a_runner() -> None:
     model, x = network(torch.float32), X.float()
-    inner = run_with(model, x, "fast")
-    outer = run_with(inner.model, x, "bf16")
+    inner = run_with(model, x)
+    outer = run_with(inner.model, x)
     del inner
     gc.collect()
-    assert outer.note.startswith("bf16")
+    assert outer.note.startswith("fast")
     assert error_and_cosine(outer.model(x), model(x))[1] > 0.99
 
 
@@ -595,7 +547,7 @@ def test_threads_share_a_model() -> None:
 
     def work(number: int) -> Tensor:
         with prepared_for_attribution(model):
-            output: Tensor = faster_model(model, x, "fast" if number % 2 else "bf16").model(x)
+            output: Tensor = faster_model(model, x, backward=bool(number % 2)).model(x)
             return output.detach()
 
     expected = model(x)
@@ -613,26 +565,14 @@ def test_gradients_are_computed_faster_where_that_is_asked(name: str) -> None:
     torch.testing.assert_close(asked.values, plain.values, rtol=2e-2, atol=2e-2 * float(plain.values.abs().max()))
 
 
-def test_each_kind_of_pass_says_how_it_was_run() -> None:
+@pytest.mark.parametrize("name", ["guided_ig", "integrated_gradients"])
+def test_the_model_is_copied_once_for_an_image(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = network(torch.float32), X.float()[:1]
-    found = named["integrated_gradients"](model, steps=3, precision="bf16").attribute(x, 1)
-    gradients, forwards = found.run_stats[0].precision.split(" (gradients); ")
-    assert gradients == "fast: cosine 1.0000, 3 batch norms folded; bf16 is for passes without gradients"
-    assert re.fullmatch(r"bf16: cosine \d\.\d{4}, 3 batch norms folded \(forwards\)", forwards)
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "copies"), [("guided_ig", "fast", 1), ("integrated_gradients", "bf16", 2)]
-)
-def test_the_model_is_copied_once_for_an_image(
-    name: str, precision: str, copies: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, x = network(torch.float32), X.float()[:1]
-    method = named[name](model, **named[name].preview_options, precision=precision)
+    method = named[name](model, **named[name].preview_options, precision="fast")
     method.attribute(x, 1)  # chooses the copy
     made = counted(monkeypatch, "private_copy")
     method.attribute(x, 1)
-    assert len(made) == copies
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("precision", ["exact", "fast"])

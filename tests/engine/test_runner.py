@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import signal
 import sys
-import threading
 import time
 import warnings
 import weakref
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from saliency import METHODS, MethodError, TargetError, contrast, probability, region, value
-from saliency.attribution.options import Budget, Option, RunStats
+from saliency.attribution.options import Budget, Option
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.engine import multi_pass
 from saliency.engine.estimates import Estimate, generator
@@ -278,9 +276,7 @@ def test_a_limit_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
         Noisy(tiny_model(), **wrong)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"chunk": 0}, {"chunk": "big"}, {"precision": "half"}, {"on_interrupt": "stop"}, {"seed": "x"}]
-)
+@pytest.mark.parametrize("wrong", [{"chunk": 0}, {"chunk": "big"}, {"precision": "half"}, {"seed": "x"}])
 def test_an_option_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(MethodError, match=next(iter(wrong))):
         Noisy(tiny_model(), **wrong)
@@ -294,7 +290,7 @@ def test_an_unknown_option_is_a_type_error_that_names_it() -> None:
 def test_options_and_settings_list_the_shared_ones_too() -> None:
     options = Noisy.options()
     assert options[0] == "level"
-    assert {"passes", "seconds", "tolerance", "seed", "chunk", "precision", "progress", "on_interrupt"} <= set(options)
+    assert {"passes", "seconds", "tolerance", "seed", "chunk", "precision", "progress"} <= set(options)
     assert not {"preprocess", "categories", "sampling"} & set(options)
     assert dict(Noisy(tiny_model(), tolerance=0.1).settings)["tolerance"] == 0.1
 
@@ -458,65 +454,11 @@ def test_the_callers_autocast_is_for_the_model_alone(name: str) -> None:
 # Interrupts.
 
 
-@pytest.mark.parametrize("by_signal", [True, False])
-def test_an_interrupt_gives_back_what_was_computed_when_asked(by_signal: bool) -> None:
-    model = Interrupting(6, by_signal=by_signal)
-    before = signal.getsignal(signal.SIGINT)
-    found = Noisy(model, passes=24, chunk=2, on_interrupt="return").attribute(images(1), 0)
-    assert signal.getsignal(signal.SIGINT) is before
-    stats = found.run_stats[0]
-    assert stats.stopped == "interrupt"
-    assert 0 < stats.passes < 24
-    expected = Noisy(model.inner, passes=stats.passes, chunk=2).attribute(images(1), 0)
-    assert torch.equal(found.values, expected.values)
-
-
-@pytest.mark.parametrize("by_signal", [True, False])
-def test_one_interrupt_ends_the_work_on_all_images(by_signal: bool) -> None:
-    model = Interrupting(6, by_signal=by_signal)
-    found = Noisy(model, passes=24, chunk=2, on_interrupt="return").attribute(images(3), 0)
-    assert [each.stopped for each in found.run_stats] == ["interrupt"] * 3
-    assert [each.passes for each in found.run_stats[1:]] == [2, 2]
-
-
-def test_an_interrupt_in_the_last_chunk_of_an_image_is_not_lost() -> None:
-    # Forwards: the batch, one and two images to see how they divide, and two chunks.
-    found = Noisy(Interrupting(5, by_signal=True), passes=4, chunk=2, on_interrupt="return").attribute(images(2), 0)
-    assert [(each.stopped, each.passes) for each in found.run_stats] == [("passes", 4), ("interrupt", 2)]
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "least"),
-    [("hsic", {"passes": 40, "grid": 2}, 4), ("sobol", {"passes": 60, "grid": 2}, 12), ("var_grad", {"passes": 9}, 2)],
-)
-def test_an_interrupt_waits_for_the_passes_that_a_map_takes(name: str, options: dict[str, Any], least: int) -> None:
-    model = Interrupting(2, by_signal=True)
-    found = named[name](model, **options, chunk=1, on_interrupt="return").attribute(images(2), 0)
-    assert [(each.stopped, each.passes) for each in found.run_stats] == [("interrupt", least)] * 2
-
-
 @pytest.mark.usefixtures("_ctrl_c")
 @pytest.mark.parametrize("by_signal", [True, False])
-def test_an_interrupt_is_passed_on_by_default(by_signal: bool) -> None:
+def test_an_interrupt_is_passed_on(by_signal: bool) -> None:
     with pytest.raises(KeyboardInterrupt):
         Noisy(Interrupting(6, by_signal=by_signal), chunk=2).attribute(images(1), 0)
-
-
-def test_an_interrupt_before_anything_was_computed_is_passed_on() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        Noisy(Interrupting(2, by_signal=False), on_interrupt="return").attribute(images(1), 0)
-
-
-def test_a_thread_that_may_not_handle_signals_computes_all_the_same() -> None:
-    found: list[RunStats] = []
-
-    def work() -> None:
-        found.extend(Noisy(tiny_model(), passes=4, on_interrupt="return").attribute(images(1), 0).run_stats)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert [each.passes for each in found] == [4]
 
 
 # Progress.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from saliency import InputXGradient, MethodError, VanillaGradient, metrics
 from saliency.evaluation.metrics.base import RANDOM_CONTROLS, SPREAD, control_maps, edges
-from saliency.evaluation.metrics.faithfulness import ABPC, Deletion, FaithfulnessEstimate, Infidelity, PixelFlipping
+from saliency.evaluation.metrics.faithfulness import ABPC, Deletion, FaithfulnessCorrelation, Infidelity
 from saliency.metrics import METRICS, Control, measure
 from tests.evaluation.maps import explanation_of
 from tests.models import FunctionModel
@@ -41,7 +41,7 @@ def x() -> Tensor:
 def test_metrics_of_one_call_share_the_forwards_of_equal_images(model: nn.Module, x: Tensor) -> None:
     method = InputXGradient(model)
     explanation = method.attribute(x, [0, 1])
-    metrics = [Deletion(steps=4), PixelFlipping(steps=4), ABPC(steps=4)]
+    metrics = [Deletion(steps=4), Deletion(steps=4, until=1.0), ABPC(steps=4)]
     deletion, flipping, between = measure(metrics, explanation, method=method, inputs=x)
     # 3 steps of the map and 21 controls, two of which are equal, and the empty image; the whole image is known.
     assert (deletion.passes, flipping.passes, between.passes) == (64, 0, 63)
@@ -71,7 +71,7 @@ def test_the_gradient_of_a_linear_model_has_no_infidelity(model: nn.Module, x: T
 
 def test_a_control_is_worse_than_the_true_map_and_does_not_beat_itself(model: nn.Module, x: Tensor) -> None:
     method = InputXGradient(model)
-    metric = FaithfulnessEstimate(segments=(8, 8))
+    metric = FaithfulnessCorrelation(segments=(8, 8))
     true = metric.measure(method.attribute(x, 0), method=method, inputs=x, score="explained")
     assert torch.allclose(true.values, torch.ones(2, dtype=torch.float64))
     assert true.beats_controls.all()

@@ -18,7 +18,7 @@ from saliency import GradCAM, InputXGradient, LayerCAM, MethodError, VanillaGrad
 from saliency.errors import ImageError
 from saliency.evaluation.comparison import Comparison, Result, concordance, holm, rank_ranges, sign_flip_test
 from saliency.evaluation.metrics.base import Metric
-from saliency.evaluation.metrics.faithfulness import Deletion, Infidelity, Insertion, PixelFlipping
+from saliency.evaluation.metrics.faithfulness import Deletion, Infidelity, Insertion
 from saliency.metrics import measure
 from saliency.testing import images, tiny_model
 from tests.batchwork import Tiny, noise
@@ -262,7 +262,7 @@ def test_methods_of_other_models_share_nothing() -> None:
 
 def test_methods_and_metrics_of_one_name_are_named_with_their_options() -> None:
     model = Linear()
-    metrics = [PixelFlipping(steps=2), PixelFlipping(order="lerf", steps=2)]
+    metrics = [Deletion(steps=2), Deletion(order="lerf", steps=2)]
     table = compare([VanillaGradient(model)], [torch.rand(3, 8, 8)], 0, metrics)
     assert {row.metric for row in table} == set(map(repr, metrics))
     assert {row.better for row in table} == {"higher", "lower"}
@@ -273,7 +273,7 @@ def test_one_method_on_two_models_is_two_methods() -> None:
     with torch.no_grad():
         models[1].weight.neg_()
     methods = [VanillaGradient(model) for model in models]
-    table = compare(methods, [torch.rand(3, 8, 8)], 0, "pixel_flipping")
+    table = compare(methods, [torch.rand(3, 8, 8)], 0, "deletion")
     assert [each.method for each in table.results] == ["VanillaGradient(Linear) 1", "VanillaGradient(Linear) 2"]
     assert table.results[0].value != table.results[1].value
 

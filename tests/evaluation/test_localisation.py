@@ -13,13 +13,12 @@ from saliency.evaluation.metrics.localisation import (
     IoU,
     LocalisationMetric,
     PointingGame,
-    TopKIntersection,
 )
 from saliency.metrics import METRICS, measure
 from tests.evaluation.maps import explanation_of
 
 NAMES = [name for name, metric in METRICS.items() if issubclass(metric, LocalisationMetric)]
-BY_RANK = ["pointing_game", "relevance_rank", "roc_auc", "top_k_intersection"]
+BY_RANK = ["pointing_game", "relevance_rank", "roc_auc"]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +41,7 @@ def values(name: str, maps: Tensor, masks: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_mask_as_map_has_the_highest_value(name: str, masks: Tensor) -> None:
-    highest = 80 / 100 if name == "top_k_intersection" else 1  # 5 % are 100 pixels, of which 80 are on the object
-    assert torch.allclose(values(name, masks.float(), masks), torch.tensor(highest, dtype=torch.float64))
+    assert torch.allclose(values(name, masks.float(), masks), torch.ones(3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("fill", [0.3, 0.0, -0.3])
@@ -134,7 +132,6 @@ def test_tied_pixels_at_the_last_place_count_by_expectation() -> None:
     given = explanation_of(relevance)
     expected = (1 + 3 * 2 / 6) / 4
     assert measure("relevance_rank", given, masks=mask)[0].values.item() == pytest.approx(expected)
-    assert TopKIntersection(share=0.04).measure(given, masks=mask).values.item() == pytest.approx(expected)
 
 
 def test_iou_takes_the_pixels_above_its_threshold() -> None:

@@ -95,7 +95,7 @@ def test_methods_together_and_several_classes_take_the_same_arguments(x: Tensor,
 def test_private_copies_partial_forwards_and_wrapped_methods_get_the_rows(x: Tensor, mask: Tensor) -> None:
     half = mask.to(torch.float32)
     for make in (
-        lambda model: RISE(model, passes=12, precision="bf16", chunk=4),
+        lambda model: RISE(model, passes=12, precision="fast", chunk=4),
         lambda model: Occlusion(model, window=2, stride=2, chunk=8),
         lambda model: SmoothGrad(IntegratedGradients(model, steps=2, chunk=2), passes=4, chunk=3),
     ):

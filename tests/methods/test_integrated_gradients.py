@@ -334,7 +334,7 @@ def test_guided_ig_moves_the_smallest_gradients_first_and_exactly_as_far_as_a_st
 
 def test_blur_ig_is_complete_between_the_image_and_its_blur() -> None:
     model, x = tiny_model().double(), image()
-    found = BlurIG(model, max_sigma=4.0, rule="midpoint", steps=400).attribute(x, 1)
+    found = BlurIG(model, max_sigma=4.0, steps=400).attribute(x, 1)
     with torch.no_grad():
         rise = float((model(x) - model(blurred(x, 4.0)))[0, 1])
     assert float(found.values.sum()) == pytest.approx(rise, rel=0.05)

@@ -23,7 +23,6 @@ from saliency.methods.mask_optimisation import (
     smooth_mask,
 )
 from saliency.testing import tiny_model
-from tests.models import Interrupting
 
 BOTH: list[type[OptimisedMask]] = [MeaningfulPerturbation, ExtremalPerturbation]
 ROWS, COLUMNS = slice(16, 32), slice(36, 52)
@@ -112,16 +111,6 @@ def test_the_same_seed_gives_the_same_mask_and_another_another(cls: type[Optimis
 
     assert torch.equal(mask(0), mask(0))
     assert not torch.equal(mask(0), mask(1))
-
-
-@pytest.mark.usefixtures("_ctrl_c")
-@pytest.mark.parametrize("cls", BOTH)
-def test_an_interrupt_gives_the_mask_so_far(cls: type[OptimisedMask]) -> None:
-    found = cls(Interrupting(12, OnePatch()), steps=500, on_interrupt="return").attribute(picture(), 0)
-    assert found.run_stats[0].stopped == "interrupt"
-    assert found.run_stats[0].passes == 11
-    with pytest.raises(KeyboardInterrupt):
-        cls(Interrupting(12, OnePatch()), steps=500).attribute(picture(), 0)
 
 
 @pytest.mark.parametrize("cls", BOTH)

@@ -108,24 +108,6 @@ def test_the_promises_hold_recomputed_locally_too(monkeypatch: pytest.MonkeyPatc
     check_method(Occlusion)
 
 
-def test_an_interrupt_leaves_the_windows_that_were_run() -> None:
-    model, x, runs = Linear(), picture(), 0
-
-    def interrupt(*_: object) -> None:
-        nonlocal runs
-        runs += 1
-        if runs == 4:  # the clean image, two windows, and then
-            raise KeyboardInterrupt
-
-    model.register_forward_hook(interrupt)
-    found = Occlusion(model, window=4, stride=4, chunk=1, on_interrupt="return").attribute(x, 0)
-    assert found.run_stats[0].stopped == "interrupt"
-    assert found.run_stats[0].passes == 2
-    assert found.run_stats[0].note == "2 of 6 windows; 40% of the image was covered"
-    assert found.values[0, 0, :4, :8].all()
-    assert not found.values[0, 0, 4:].any()
-
-
 @pytest.mark.parametrize(
     "options",
     [{"window": 0}, {"window": 2.5}, {"window": (3, 3, 3)}, {"stride": 0}, {"window": 4, "stride": 5}, {"stride": True}]

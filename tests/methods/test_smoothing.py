@@ -18,7 +18,7 @@ from saliency.methods.smoothing import (
     Variance,
 )
 from saliency.testing import check_method, tiny_model
-from tests.models import Interrupting, LinearModel
+from tests.models import LinearModel
 
 ALL: list[type[NoisyAttribution]] = [SmoothGrad, SmoothGradSquared, VarGrad]
 
@@ -189,16 +189,6 @@ def test_the_tolerance_ends_the_work_and_is_kept() -> None:
     assert found.error is not None
     assert float(found.error.square().mean().sqrt() / found.values.square().mean().sqrt()) <= 0.02
     assert found.run_stats[0].passes % 16 == 0
-
-
-@pytest.mark.parametrize("cls", ALL)
-def test_an_interrupt_gives_what_was_computed(cls: type[NoisyAttribution]) -> None:
-    found = cls(Interrupting(7, Square()), passes=500, chunk=5, on_interrupt="return").attribute(picture(), 0)
-    assert found.run_stats[0].stopped == "interrupt"
-    assert 20 <= found.run_stats[0].passes <= 30
-    assert torch.equal(
-        found.values, cls(Square(), passes=found.run_stats[0].passes, chunk=5).attribute(picture(), 0).values
-    )
 
 
 @pytest.mark.parametrize(

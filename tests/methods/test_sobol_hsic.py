@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -257,26 +256,6 @@ def test_the_passes_are_those_of_the_papers_unless_asked_otherwise(cls: type[Gri
     assert cls(model, grid=3, passes=50).attribute(x, 0).run_stats[0].passes == (44 if cls is Sobol else 50)
     loose = cls(Cells(weighted), grid=3, tolerance=0.3).attribute(ones(), 0)
     assert loose.run_stats[0].stopped == "tolerance"
-
-
-@pytest.mark.parametrize("cls", BOTH)
-def test_an_interrupt_gives_what_was_computed(cls: type[GridAttribution]) -> None:
-    class Interrupting(Cells):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            Interrupting.calls += len(x)
-            if Interrupting.calls > 40:
-                signal.raise_signal(signal.SIGINT)
-            return super().forward(x)
-
-    found = cls(Interrupting(weighted), grid=3, passes=990, chunk=10, on_interrupt="return").attribute(ones(), 0)
-    assert found.run_stats[0].stopped == "interrupt"
-    assert int(found.values.flatten(1).argmax()) >= 0
-    Interrupting.calls = 40
-    if cls is Sobol:
-        with pytest.raises(KeyboardInterrupt):  # before there were two rows, there is nothing to return
-            cls(Interrupting(weighted), grid=3, passes=990, chunk=10, on_interrupt="return").attribute(ones(), 0)
 
 
 @pytest.mark.parametrize(

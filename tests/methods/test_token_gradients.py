@@ -107,13 +107,12 @@ def head_of(model: Any, tokens: Tensor) -> Tensor:
     return cast("Tensor", model.forward_head(model.norm(tokens))[[0, 1], TARGETS].sum())
 
 
-@pytest.mark.parametrize("score", ["layer", "final"])
-def test_le_grad_is_the_positive_gradient_of_each_layers_own_score(unfused: Unfused, score: Any) -> None:
+def test_le_grad_is_the_positive_gradient_of_each_layers_own_score(unfused: Unfused) -> None:
     maps = []
     for attention, after in zip(unfused.attention, unfused.inputs[1:], strict=True):
-        own = unfused.scores if score == "final" else head_of(unfused.model, after)
+        own = head_of(unfused.model, after)
         maps.append(unfused.gradients(own, [attention])[0].clamp(min=0).mean((1, 2)))
-    close(unfused.map_by(LeGrad, score=score), unfused.patches(torch.stack(maps).mean(0)))
+    close(unfused.map_by(LeGrad), unfused.patches(torch.stack(maps).mean(0)))
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
@@ -239,7 +238,6 @@ def test_own_scores_need_two_blocks_that_are_alike() -> None:
         model.blocks = blocks
         with pytest.raises(NotApplicableError, match="two equal blocks"):
             LeGrad(model.eval()).attribute(x, 0)
-        assert LeGrad(model, score="final").attribute(x, 0).values.shape == (1, 1, 4, 4)
 
 
 class Doubled(torch.autograd.Function):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,29 +51,13 @@ class FeatureAgreement(AgreementMetric):
     name = "feature_agreement"
 
     share: Option[float] = Option(0.05, check_number, above=0, most=1)
-    same_rank: ClassVar[bool] = False
 
     def compare(self, maps: Tensor, reference: Tensor) -> Tensor:
         """Compute the values (M, N) of maps (M, N, H, W) for reference maps (N, H, W)."""
         count = max(1, round(self.share * reference[0].numel()))
         other = ranks_of(reference.abs().flatten(1))  # (N, H * W)
         own = ranks_of(maps.abs().flatten(0, 1).flatten(1)).view(len(maps), *other.shape)
-        agree = (own < count) & (other < count)
-        if self.same_rank:
-            agree &= own == other
-        return agree.sum(2) / count
-
-
-class RankAgreement(FeatureAgreement):
-    """Share of the k pixels of largest magnitude that have the same rank in both maps.
-
-    Values: (N,), from 0 to 1. Ties keep the order of the pixels.
-
-    Source: Krishna et al. (2022), as for `FeatureAgreement`.
-    """
-
-    name = "rank_agreement"
-    same_rank = True
+        return ((own < count) & (other < count)).sum(2) / count
 
 
 class RankCorrelation(AgreementMetric):

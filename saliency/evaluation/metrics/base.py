@@ -51,8 +51,17 @@ METRICS: Registry[type[Metric]] = Registry(
     {
         "relevance_mass": "energy_pointing_game",
         "sign_agreement": "feature_agreement",
-        "signed_rank_agreement": "rank_agreement",
+        **dict.fromkeys(("rank_agreement", "signed_rank_agreement"), "feature_agreement or rank_correlation"),
         "effective_complexity": "gini or entropy",
+        "pixel_flipping": "deletion",
+        "selectivity": "irof",
+        "faithfulness_estimate": "sensitivity_n",
+        "sufficiency": "insertion",
+        **dict.fromkeys(("monotonicity", "monotonicity_correlation", "non_sensitivity"), "faithfulness_correlation"),
+        "input_invariance": "avg_sensitivity",
+        "top_k_intersection": "relevance_rank",
+        "efficient_mprt": "mprt",
+        **{f"relative_{part}_stability": "max_sensitivity" for part in ("input", "output", "representation")},
     },
 )
 """All metrics by name. A class with a `name` is registered when it is defined."""
@@ -78,6 +87,14 @@ class Outcome(NamedTuple):
     at: Tensor | None = None  # (K,) where the curve was measured
     passes: int = 0  # of each image: new forwards, or calls of the method
     controls: tuple[str, ...] = ()  # the names of the rows after the first, if they are not the subject's controls
+
+
+def stacked(outcomes: Sequence[Outcome], dim: int) -> Outcome:
+    """Stack outcomes: of each image, at dimension 1, or of the map and each control, at dimension 0."""
+    names = ("values", "error", "difference_error", "curves")
+    parts = {name: [getattr(outcome, name) for outcome in outcomes] for name in names}
+    known: Any = {name: torch.stack(part, dim).cpu().double() for name, part in parts.items() if part[0] is not None}
+    return outcomes[0]._replace(**known)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

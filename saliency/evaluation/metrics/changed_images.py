@@ -6,7 +6,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ...errors import MethodError
 from ...methods.baselines import Fill, Filler, GivenImages
 from ...methods.segments import ResolvedSegments, Segments, segmented
 from ...validation import check_number
-from .base import Metric, Outcome, SharedResults, Subject
+from .base import Metric, Outcome, SharedResults, Subject, stacked
 
 GROUPS = 50
 """The number of groups of samples of which one is left out at a time, for standard errors."""
@@ -57,7 +57,7 @@ class PerturbationMetric(Metric):
         runner = _MetricPasses(reader.model, layout=reader.layout, **passes)
         runner.metrics, runner.subject, runner.measured = sharing, subject, []
         runner.attribute(subject.images, subject.explained_target if self.of_explained_score else subject.scored_target)
-        return {metric: _stacked(own) for metric, *own in zip(sharing, *runner.measured, strict=True)}
+        return {metric: stacked(own, 1) for metric, *own in zip(sharing, *runner.measured, strict=True)}
 
 
 class PerturbedImage:
@@ -291,16 +291,8 @@ def area(curves: Tensor) -> Tensor:
     return torch.trapezoid(curves, dx=1 / max(curves.shape[-1] - 1, 1))
 
 
-class Estimated(NamedTuple):
-    """A statistic of samples for M rows, with the standard errors of each row, and of the first minus each row."""
-
-    values: Tensor
-    error: Tensor
-    difference_error: Tensor
-
-
-def jackknife(statistic: Callable[[Tensor], Tensor], count: int) -> Estimated:
-    """Return a statistic of `count` samples with its standard errors.
+def jackknife(statistic: Callable[[Tensor], Tensor], count: int) -> Outcome:
+    """Return a statistic of `count` samples with its standard errors: of each row, and of the first minus each row.
 
     The errors of few groups are widened as Student's t is, so that 1.96 errors cover 95 % for any number of samples.
 
@@ -320,7 +312,7 @@ def jackknife(statistic: Callable[[Tensor], Tensor], count: int) -> Estimated:
     def error(rows: Tensor) -> Tensor:
         return widened * ((groups - 1) * rows.var(0, correction=0)).sqrt()
 
-    return Estimated(statistic(indices), error(without), error(without[:, :1] - without))
+    return Outcome(statistic(indices), error(without), error(without[:, :1] - without))
 
 
 def correlation(first: Tensor, second: Tensor) -> Tensor:
@@ -348,11 +340,3 @@ class _MetricPasses(MultiPassAttribution):
             outcomes.append(outcome._replace(passes=passes.used - before))
         self.measured.append(outcomes)
         return ImageAttribution(torch.ones_like(passes.x[0, :1]))  # not read; a map of zeros would warn
-
-
-def _stacked(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the outcomes (M,) of single images as one, (M, N)."""
-    names = ("values", "error", "difference_error", "curves")
-    parts = {name: [getattr(outcome, name) for outcome in outcomes] for name in names}
-    stacked: Any = {name: torch.stack(rows, 1) for name, rows in parts.items() if rows[0] is not None}
-    return outcomes[0]._replace(**stacked)

@@ -14,16 +14,7 @@ from ...methods.baselines import FillOption
 from ...methods.segments import ResolvedSegments, SegmentsLike, resolve_segments
 from ...validation import check_choice, check_integer, check_number
 from .base import Outcome
-from .changed_images import (
-    PerturbationMetric,
-    PerturbedImage,
-    area,
-    check_shares,
-    correlation,
-    digest,
-    jackknife,
-    row_ranks,
-)
+from .changed_images import PerturbationMetric, PerturbedImage, area, correlation, digest, jackknife
 
 Order = Literal["morf", "lerf"]
 
@@ -42,12 +33,30 @@ def _counts(steps: int, pixels: int, until: float = 1) -> list[int]:
     return [round(step * last / steps) for step in range(steps + 1)]
 
 
-def _fractions(curves: Tensor, until: float = 1) -> Tensor:
-    return torch.linspace(0, until, curves.shape[-1], dtype=torch.float64, device="cpu")
+def _areas(curves: Tensor, until: float = 1) -> Outcome:
+    """Return the areas under curves (M, K) at equal steps from 0 to a share of the pixels, divided by the share."""
+    at = torch.linspace(0, until, curves.shape[-1], dtype=torch.float64, device="cpu")
+    return Outcome(area(curves), curves=curves, at=at)
 
 
-class Deletion(PerturbationMetric):
-    """Area under the score while the most relevant pixels are deleted first; lower is better.
+class OrderedMetric(PerturbationMetric):
+    """Base class of metrics that replace pixels in either order of their relevance.
+
+    Args:
+        order: "morf" replaces the most relevant pixels first, where lower is better; "lerf" the least relevant first,
+            where higher is better.
+    """
+
+    order: Option[Order] = Option("morf", check_choice, ("morf", "lerf"))
+
+    @property
+    def higher_is_better(self) -> bool:  # type: ignore[override] # depends on the order
+        """Whether the least relevant pixels are replaced first."""
+        return self.order == "lerf"
+
+
+class Deletion(OrderedMetric):
+    """Area under the score while the most relevant pixels are deleted first; lower is better. Also: pixel flipping.
 
     Args:
         steps: The number of equal steps; 224 steps of an image of 224x224 delete one row of pixels each.
@@ -58,11 +67,12 @@ class Deletion(PerturbationMetric):
     `until`.
 
     Source: Petsiuk et al., "RISE: Randomized Input Sampling for Explanation of Black-box Models" (2018),
-        https://arxiv.org/abs/1806.07421.
+        https://arxiv.org/abs/1806.07421; both orders: Bach et al., "On Pixel-Wise Explanations for Non-Linear
+        Classifier Decisions by Layer-Wise Relevance Propagation" (2015),
+        https://doi.org/10.1371/journal.pone.0130140.
     """
 
     name = "deletion"
-    higher_is_better = False
 
     steps: Option[int] = Option(224, check_integer)
     fill: FillOption = FillOption()
@@ -70,8 +80,8 @@ class Deletion(PerturbationMetric):
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
         """Compute the areas of one image."""
-        curves = image.curves(_counts(self.steps, image.pixels, self.until), self.fill)
-        return Outcome(area(curves), curves=curves, at=_fractions(curves, self.until))
+        counts = _counts(self.steps, image.pixels, self.until)
+        return _areas(image.curves(counts, self.fill, lowest_first=self.order == "lerf"), self.until)
 
 
 class Insertion(PerturbationMetric):
@@ -96,53 +106,12 @@ class Insertion(PerturbationMetric):
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
         """Compute the areas of one image."""
-        curves = image.curves(_counts(self.steps, image.pixels, self.until), image.blurred, insert=True)
-        return Outcome(area(curves), curves=curves, at=_fractions(curves, self.until))
-
-
-class OrderedMetric(PerturbationMetric):
-    """Base class of metrics that replace pixels in either order of their relevance.
-
-    Args:
-        order: "morf" replaces the most relevant pixels first, where lower is better; "lerf" the least relevant first,
-            where higher is better.
-    """
-
-    order: Option[Order] = Option("morf", check_choice, ("morf", "lerf"))
-
-    @property
-    def higher_is_better(self) -> bool:  # type: ignore[override] # depends on the order
-        """Whether the least relevant pixels are replaced first."""
-        return self.order == "lerf"
-
-
-class PixelFlipping(OrderedMetric):
-    """Area under the score while pixels are replaced in the order of their relevance.
-
-    Args:
-        steps: As for `Deletion`.
-        fill: As for `Deletion`.
-
-    Values: (N,), in units of the score.
-
-    Source: Bach et al., "On Pixel-Wise Explanations for Non-Linear Classifier Decisions by Layer-Wise Relevance
-        Propagation" (2015), https://doi.org/10.1371/journal.pone.0130140.
-    """
-
-    name = "pixel_flipping"
-
-    steps: Option[int] = Option(224, check_integer)
-    fill: FillOption = FillOption()
-
-    def measure_image(self, image: PerturbedImage) -> Outcome:
-        """Compute the areas of one image."""
-        counts = _counts(self.steps, image.pixels)
-        curves = image.curves(counts, self.fill, lowest_first=self.order == "lerf")
-        return Outcome(area(curves), curves=curves, at=_fractions(curves))
+        counts = _counts(self.steps, image.pixels, self.until)
+        return _areas(image.curves(counts, image.blurred, insert=True), self.until)
 
 
 class ABPC(PerturbationMetric):
-    """Area between the curves of pixel flipping: least relevant first, minus most relevant first; higher is better.
+    """Area between the curves of deletion: least relevant first, minus most relevant first; higher is better.
 
     Args:
         steps: As for `Deletion`.
@@ -164,7 +133,7 @@ class ABPC(PerturbationMetric):
         """Compute the areas of one image."""
         counts = _counts(self.steps, image.pixels)
         least, most = (image.curves(counts, self.fill, lowest_first=lowest) for lowest in (True, False))
-        return Outcome(area(least - most), curves=least - most, at=_fractions(most))
+        return _areas(least - most)
 
 
 class AOPC(PerturbationMetric):
@@ -191,7 +160,8 @@ class AOPC(PerturbationMetric):
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
         """Compute the mean drops of one image."""
-        segments = image.segments(_grid(image, self.patch))
+        rows, columns = (max(1, round(edge / self.patch)) for edge in image.x.shape[2:])
+        segments = image.segments((rows, columns))
         places = image.segment_ranks(segments)  # (M, segments)
         steps = min(self.steps, segments.count)
         low, high = (extreme[:, None, None] for extreme in image.x[0].flatten(1).aminmax(dim=1))
@@ -214,32 +184,7 @@ class AOPC(PerturbationMetric):
             falls.append(image.full - scores.view(self.draws, steps))
         curves = torch.stack(falls)  # (M, draws, steps)
         mean = jackknife(lambda draws: curves[:, draws].sum(2).mean(1) / (steps + 1), self.draws)
-        return Outcome(*mean, curves=curves.mean(1), at=torch.arange(1, steps + 1, device="cpu"))
-
-
-class Selectivity(PerturbationMetric):
-    """Area under the score while the patches of highest mean relevance are deleted first; lower is better.
-
-    Args:
-        patch: The edge of a patch in pixels.
-        fill: As for `Deletion`.
-
-    Values: (N,), in units of the score.
-
-    Source: Montavon et al., "Methods for Interpreting and Understanding Deep Neural Networks" (2018),
-        https://arxiv.org/abs/1706.07979.
-    """
-
-    name = "selectivity"
-    higher_is_better = False
-
-    patch: Option[int] = Option(28, check_integer)
-    fill: FillOption = FillOption()
-
-    def measure_image(self, image: PerturbedImage) -> Outcome:
-        """Compute the areas of one image."""
-        curves = image.segment_curves(_grid(image, self.patch), self.fill)
-        return Outcome(area(curves), curves=curves, at=_fractions(curves))
+        return mean._replace(curves=curves.mean(1), at=torch.arange(1, steps + 1, device="cpu"))
 
 
 class IROF(PerturbationMetric):
@@ -266,7 +211,8 @@ class IROF(PerturbationMetric):
         """Compute the areas of one image."""
         curves = image.segment_curves(self.segments, "mean")
         shares = curves / image.full if image.full else torch.ones_like(curves)
-        return Outcome(1 - area(shares), curves=shares, at=_fractions(curves))
+        outcome = _areas(shares)
+        return outcome._replace(values=1 - outcome.values)
 
 
 class Infidelity(PerturbationMetric):
@@ -320,7 +266,7 @@ class Infidelity(PerturbationMetric):
             factor = fitted if self.scaled else torch.ones_like(norm)
             return (factor[:, None] * own - fall).square().mean(1)
 
-        return Outcome(*jackknife(errors, self.samples))
+        return jackknife(errors, self.samples)
 
 
 class FaithfulnessCorrelation(PerturbationMetric):
@@ -353,7 +299,7 @@ class FaithfulnessCorrelation(PerturbationMetric):
         count = image.segments(self.segments).count
         size = max(1, round(self.share * count))
         sums, falls = image.subsets(self.segments, size, self.samples, self.fill)
-        return Outcome(*jackknife(lambda chosen: correlation(sums[:, chosen], falls[chosen]), self.samples))
+        return jackknife(lambda chosen: correlation(sums[:, chosen], falls[chosen]), self.samples)
 
 
 class SensitivityN(PerturbationMetric):
@@ -392,142 +338,8 @@ class SensitivityN(PerturbationMetric):
             return torch.stack([correlation(sums[:, chosen], falls[chosen]) for sums, falls in drawn], 1)
 
         mean = jackknife(lambda chosen: curves(chosen).mean(1), self.samples)
-        return Outcome(
-            *mean,
-            curves=curves(torch.arange(self.samples, device="cpu")),
-            at=torch.tensor(sizes, device="cpu", dtype=torch.int64),
-        )
-
-
-class FaithfulnessEstimate(PerturbationMetric):
-    """Correlation of the relevance of each feature with the drop in the score without it; higher is better.
-
-    Args:
-        segments: As for `FaithfulnessCorrelation`.
-        fill: As for `Deletion`.
-
-    Values: (N,), Pearson's correlation; 0 if the map is constant.
-
-    Source: Alvarez-Melis and Jaakkola, "Towards Robust Interpretability with Self-Explaining Neural Networks" (2018),
-        https://arxiv.org/abs/1806.07538.
-    """
-
-    name = "faithfulness_estimate"
-    higher_is_better = True
-
-    segments: SegmentsOption = SegmentsOption((16, 16))
-    fill: FillOption = FillOption()
-
-    def measure_image(self, image: PerturbedImage) -> Outcome:
-        """Compute the correlations of one image."""
-        single = torch.eye(image.segments(self.segments).count, dtype=torch.bool, device="cpu")
-        return Outcome(correlation(*image.without_segments("single", self.segments, single, self.fill)))
-
-
-class Monotonicity(PerturbationMetric):
-    """Fraction of steps in which the score does not drop while features are inserted, the least relevant first.
-
-    Higher is better.
-
-    Args:
-        segments: As for `FaithfulnessCorrelation`.
-        fill: The value of features before they are inserted, as for `Deletion`.
-
-    Values: (N,), from 0 to 1.
-
-    Source: Arya et al., "One Explanation Does Not Fit All" (2019), https://arxiv.org/abs/1909.03012, who test whether
-        the share is 1.
-    """
-
-    name = "monotonicity"
-    higher_is_better = True
-
-    segments: SegmentsOption = SegmentsOption((8, 8))
-    fill: FillOption = FillOption()
-
-    def measure_image(self, image: PerturbedImage) -> Outcome:
-        """Compute the fractions of one image."""
-        curves = image.segment_curves(self.segments, self.fill).flip(1)  # inserting is deleting backwards
-        return Outcome((curves.diff(dim=1) >= 0).double().mean(1), curves=curves, at=_fractions(curves))
-
-
-class MonotonicityCorrelation(PerturbationMetric):
-    """Rank correlation of the relevance of each feature with the uncertainty of the score without it.
-
-    Higher is better.
-
-    Args:
-        segments: As for `FaithfulnessCorrelation`.
-        samples: The number of values that replace each feature, uniform between the extremes of each channel.
-
-    Values: (N,), Spearman's correlation of the magnitudes of relevance with E[(f - f_i)²] / f².
-
-    Source: Nguyen and Martinez, "On Quantitative Aspects of Model Interpretability" (2020),
-        https://arxiv.org/abs/2007.07584.
-    """
-
-    name = "monotonicity_correlation"
-    higher_is_better = True
-
-    segments: SegmentsOption = SegmentsOption((8, 8))
-    samples: Option[int] = Option(10, check_integer, least=2)
-
-    def measure_image(self, image: PerturbedImage) -> Outcome:
-        """Compute the correlations of one image."""
-        relevance, squares = self.relevance_and_squares(image)
-        relevance = row_ranks(relevance)
-
-        def correlations(drawn: Tensor) -> Tensor:
-            return correlation(relevance, row_ranks(squares[None, :, drawn].mean(2)))
-
-        return Outcome(*jackknife(correlations, self.samples))
-
-    def relevance_and_squares(self, image: PerturbedImage) -> tuple[Tensor, Tensor]:
-        """Return the relevance of each feature (M, features), and the squared changes without it (features, samples).
-
-        The relevance is the sum of the map's magnitudes.
-        """
-        segments, channels = image.segments(self.segments), image.x.shape[1]
-        low, high = image.x[0].flatten(1).aminmax(dim=1)
-
-        def make(start: int, stop: int) -> Tensor:
-            images = []
-            for number in range(start, stop):
-                source = generator(image.seed, number)
-                draws = torch.rand(channels, generator=source, dtype=torch.float32, device="cpu").to(low)
-                value = (low + draws * (high - low))[:, None, None]
-                images.append(torch.where(segments.labels == number // self.samples, value, image.x[0]))
-            return torch.stack(images)
-
-        key = ("replaced", id(segments), self.samples)
-        scores = image.scores(key, segments.count * self.samples, make, local=True).view(-1, self.samples)
-        return image.segment_sums(segments, image.maps.abs()), (image.full - scores).square()
-
-
-class Sufficiency(PerturbationMetric):
-    """Mean drop in the score if only the most relevant pixels are shown; lower is better.
-
-    Args:
-        shares: The shares of the pixels that are shown.
-        fill: The value of the other pixels, as for `Deletion`.
-
-    Values: (N,), in units of the score.
-
-    Source: DeYoung et al., "ERASER: A Benchmark to Evaluate Rationalized NLP Models" (2020),
-        https://arxiv.org/abs/1911.03429.
-    """
-
-    name = "sufficiency"
-    higher_is_better = False
-
-    shares: Option[tuple[float, ...]] = Option((0.01, 0.05, 0.1, 0.2, 0.5), check_shares)
-    fill: FillOption = FillOption()
-
-    def measure_image(self, image: PerturbedImage) -> Outcome:
-        """Compute the drops of one image."""
-        counts = [max(1, round(share * image.pixels)) for share in self.shares]
-        curves = image.full - image.curves(counts, self.fill, insert=True)
-        return Outcome(curves.mean(1), curves=curves, at=torch.tensor(self.shares, device="cpu", dtype=torch.float64))
+        drawn_curves, at = curves(torch.arange(self.samples, device="cpu")), torch.tensor(sizes, device="cpu")
+        return mean._replace(curves=drawn_curves, at=at)
 
 
 class AverageDrop(PerturbationMetric):
@@ -565,7 +377,26 @@ class Increase(PerturbationMetric):
         return Outcome((image.shown_by_map() > image.full).double())
 
 
-def _grid(image: PerturbedImage, patch: int) -> tuple[int, int]:
-    """Return the (rows, columns) of patches of an edge in pixels."""
-    height, width = image.x.shape[2:]
-    return max(1, round(height / patch)), max(1, round(width / patch))
+class Completeness(PerturbationMetric):
+    """Relative difference between the sum of the map and the score minus the score of a baseline; lower is better.
+
+    Args:
+        fill: The baseline, as for `Deletion`.
+
+    Values: (N,), |sum - (f(x) - f(baseline))| / |f(x) - f(baseline)|, of the explained score. Values in score units per
+    unit of the input are multiplied by the difference to the baseline.
+
+    Source: Sundararajan et al., "Axiomatic Attribution for Deep Networks" (2017), https://arxiv.org/abs/1703.01365.
+    """
+
+    name = "completeness"
+    higher_is_better = False
+    of_explained_score = True
+
+    fill: FillOption = FillOption()
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the differences of one image."""
+        change = image.full - image.empty(self.fill)
+        sums = image.contributions(self.fill).flatten(1).sum(1).cpu().double()
+        return Outcome((sums - change).abs() / (abs(change) or 1.0))

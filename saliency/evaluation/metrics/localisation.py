@@ -95,27 +95,6 @@ class RelevanceRank(LocalisationMetric):
         return _share_of_highest(maps, masks, masks.sum((1, 2)))
 
 
-class TopKIntersection(LocalisationMetric):
-    """Share of the k highest pixels that lie on the object.
-
-    Args:
-        share: The k pixels, as a share of all pixels.
-
-    Values: (N,), from 0 to 1; less than 1 if the object has fewer than k pixels. Ties count by expectation.
-
-    Source: Theiner et al., "Interpretable Semantic Photo Geolocation" (2022), https://arxiv.org/abs/2104.14995.
-    """
-
-    name = "top_k_intersection"
-
-    share: Option[float] = Option(0.05, check_number, above=0, most=1)
-
-    def compare(self, maps: Tensor, masks: Tensor) -> Tensor:
-        """Compute the values (M, N) of maps (M, N, H, W) for masks (N, H, W)."""
-        count = max(1, round(self.share * masks[0].numel()))
-        return _share_of_highest(maps, masks, torch.full_like(masks[:, 0, 0], count, dtype=torch.int64))
-
-
 class RocAuc(LocalisationMetric):
     """Probability that a pixel of the object is higher than a pixel of the background; ties count as one half.
 

@@ -22,7 +22,7 @@ from ...errors import MethodError, TargetError
 from ...hooks.manager import HookManager
 from ...hooks.model_state import prepared_for_attribution, run_model
 from ...targets.targets import OutputFacts, class_scores
-from ...validation import check_choice, check_integer, check_number
+from ...validation import check_choice, check_integer
 from .base import Outcome
 from .repeated_maps import SIMILARITIES, Maps, MethodMetric, Similarity, outputs, similarities
 
@@ -37,15 +37,13 @@ class MPRT(MethodMetric):
         compare: The similarity of two maps: "spearman" (rank correlation), "absolute" (of magnitudes) or "ssim".
         layers: The number of steps, each of which randomises an equal number of layers; None takes one for each layer.
         draws: The number of draws of the weights, for the standard error.
-        noise: The largest change of a value of the input. Above 0, each map is the mean over noisy images.
-        samples: The number of noisy images.
 
     Values: (N,), the similarity of the map to a repeated computation, minus the mean similarity over the layers. The
     curve has the similarities: the first with the model as it is. All parameters and buffers are randomised by
-    permuting the values of each tensor, which keeps their distribution.
+    permuting the values of each tensor, which keeps their distribution. Smooth MPRT (Hedström et al. 2024) is this
+    metric of the maps of `SmoothGrad(method)`.
 
-    Source: Adebayo et al., "Sanity Checks for Saliency Maps" (2018), https://arxiv.org/abs/1810.03292; with noise,
-        Hedström et al., "A Fresh Look at Sanity Checks for Saliency Maps" (2024), https://arxiv.org/abs/2405.02383.
+    Source: Adebayo et al., "Sanity Checks for Saliency Maps" (2018), https://arxiv.org/abs/1810.03292.
     """
 
     name = "mprt"
@@ -55,37 +53,24 @@ class MPRT(MethodMetric):
     compare: Option[Similarity] = Option("spearman", check_choice, SIMILARITIES)
     layers: Option[int | None] = Option(None, check_integer)
     draws: Option[int] = Option(1, check_integer)
-    noise: Option[float] = Option(0.0, check_number, least=0)
-    samples: Option[int] = Option(10, check_integer)
 
     def measure_maps(self, maps: Maps) -> Outcome:
         """Compute the drops of the images."""
         randomised = self.randomised_similarities(maps)  # (draws, N, layers)
-        same = similarities(self._own(maps), [self._maps(maps, None)], self.compare)  # (N, 1)
+        same = similarities(maps.own, [maps.again()], self.compare)  # (N, 1)
         falls = same - randomised.mean(2).T
         error = standard_error(falls) if self.draws > 1 else None
         return Outcome(falls.mean(1), error, curves=torch.cat([same, randomised.mean(0)], 1))
 
     def randomised_similarities(self, maps: Maps) -> Tensor:
         """Return the similarities of the maps to the maps of randomised models: (draws, N, layers)."""
-        options = (self.order, self.compare, self.layers, self.noise, self.samples)
-        draws = range(self.draws)
-        return torch.stack([maps.once((*options, draw), self._one_draw, maps, draw) for draw in draws])
+        keys = [(self.order, self.compare, self.layers, draw) for draw in range(self.draws)]
+        return torch.stack([maps.once(key, self._one_draw, maps, key[-1]) for key in keys])
 
     def _one_draw(self, maps: Maps, draw: int) -> Tensor:
         """Return the similarities for one draw of the weights: (N, layers)."""
-        others = (self._maps(maps, method) for method in self._randomised(maps, draw))
-        return similarities(self._own(maps), others, self.compare)
-
-    def _own(self, maps: Maps) -> Tensor:
-        return self._maps(maps, None) if self.noise else maps.own
-
-    def _maps(self, maps: Maps, method: Attribution | None) -> Tensor:
-        images = maps.subject.images
-        if not self.noise:
-            return maps.again() if method is None else maps(images, method)
-        noisy = (maps(images + maps.noise(self.noise, number), method) for number in range(self.samples))
-        return torch.stack(list(noisy)).mean(0)
+        others = (maps(maps.subject.images, method) for method in self._randomised(maps, draw))
+        return similarities(maps.own, others, self.compare)
 
     def _randomised(self, maps: Maps, draw: int) -> Iterator[Attribution]:
         """Yield the method on a copy of the model with randomised layers; each is valid until the next one."""
@@ -103,41 +88,6 @@ class MPRT(MethodMetric):
                 restore(method.model, subject.method.model)
             randomise(method.model, names[begin:end], subject.seed, draw)
             yield method
-
-
-class EfficientMPRT(MethodMetric):
-    """Relative increase of the map's entropy when all weights are randomised; higher is better.
-
-    Args:
-        bins: The number of bins of the histogram of the map's values.
-
-    Values: (N,), (H of the randomised model - H) / H, where H is the entropy of the histogram.
-
-    Source: Hedström et al., "A Fresh Look at Sanity Checks for Saliency Maps" (2024),
-        https://arxiv.org/abs/2405.02383.
-    """
-
-    name = "efficient_mprt"
-    higher_is_better = True
-
-    bins: Option[int] = Option(100, check_integer, least=2)
-
-    def measure_maps(self, maps: Maps) -> Outcome:
-        """Compute the increases of the images."""
-        method = maps.subject.once("randomised", self._randomised, maps.subject.method, maps.subject.seed)
-        before, after = (self._entropy(values) for values in (maps.own, maps(maps.subject.images, method)))
-        return Outcome(torch.where(before > 0, (after - before) / before.clamp(min=1e-30), 0.0))
-
-    @staticmethod
-    def _randomised(method: Attribution, seed: int) -> Attribution:
-        method = copy.deepcopy(method)
-        randomise(method.model, [name for name, _ in method.model.named_modules()], seed)
-        return method
-
-    def _entropy(self, values: Tensor) -> Tensor:
-        rows = values.sum(1).flatten(1).cpu().double()
-        shares = torch.stack([torch.histc(row, self.bins) for row in rows]) / rows.shape[1]
-        return -torch.xlogy(shares, shares).sum(1)
 
 
 class RandomLogit(MethodMetric):

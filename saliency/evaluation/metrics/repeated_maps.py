@@ -16,7 +16,7 @@ from ...engine.estimates import generator
 from ...hooks.model_state import prepared_for_attribution, run_model
 from ...targets.targets import TargetLike
 from .agreement import WINDOW, ssim
-from .base import Metric, Outcome, SharedResults, Subject, edges
+from .base import Metric, Outcome, SharedResults, Subject, edges, stacked
 from .changed_images import correlation, row_ranks
 
 Similarity = Literal["spearman", "absolute", "ssim"]
@@ -93,20 +93,15 @@ class MethodMetric(Metric):
 
     def outcome(self, subject: Subject) -> Outcome:
         """Compute the values of all images, (M, N)."""
-        sources = subject.once("maps", _all_maps, subject)
+        controls = METHOD_CONTROLS if subject.controls else ()
+        sources = subject.once("maps", lambda: [Maps(subject, control) for control in ("", *controls)])
         before = sources[0].calls
         with torch.no_grad():
             rows = [self.measure_maps(maps) for maps in sources]
-        names = ("values", "error", "curves")
-        parts = {name: [getattr(row, name) for row in rows] for name in names}
-        stacked: Any = {name: torch.stack(part).cpu().double() for name, part in parts.items() if part[0] is not None}
-        if "error" in stacked:
-            stacked["difference_error"] = torch.hypot(stacked["error"], stacked["error"][:1])
-        return rows[0]._replace(**stacked, passes=sources[0].calls - before, controls=METHOD_CONTROLS)
-
-
-def _all_maps(subject: Subject) -> list[Maps]:
-    return [Maps(subject, control) for control in ("", *(METHOD_CONTROLS if subject.controls else ()))]
+        outcome = stacked(rows, 0)
+        difference = None if outcome.error is None else torch.hypot(outcome.error, outcome.error[:1])
+        passes = sources[0].calls - before
+        return outcome._replace(difference_error=difference, passes=passes, controls=METHOD_CONTROLS)
 
 
 def similarities(first: Tensor, others: Iterable[Tensor], kind: Similarity = "spearman") -> Tensor:
