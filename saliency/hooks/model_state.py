@@ -64,7 +64,8 @@ def model_attribute(name: str, model: nn.Module) -> Any:
     if name == "categories":
         labels = getattr(getattr(unwrap(model), "config", None), "id2label", None)  # of Hugging Face
         has_names = isinstance(labels, Mapping) and labels != {key: f"LABEL_{key}" for key in labels}
-        values += [labels if has_names else None, getattr(unwrap(model), "names", None)]  # the last is YOLO's
+        names = getattr(unwrap(model), "names", None)  # of YOLO
+        values += [labels if has_names else None, names if isinstance(names, Mapping) else None]
     if name == "preprocess":
         values.append(_carried_preprocess(unwrap(model)))
     return next((value for value in values if isinstance(value, _ATTRIBUTES[name])), None)
@@ -139,6 +140,8 @@ def _evaluate(modules: list[nn.Module], holder: int) -> None:
                 _was_training.add(module)
                 module.training = False
             # Heads of YOLO cache anchors under inference_mode, and no gradient can pass such tensors.
+            if type(module).__module__.startswith("torch.nn."):
+                continue
             cached = {name: tensor for name, tensor in vars(module).items() if _is_of_inference(tensor)}
             if cached and module not in _attributes:
                 _attributes[module] = {name: own for name, own in vars(module).items() if name != "training"}
