@@ -23,7 +23,7 @@ from ..errors import ExplanationError
 from ..hooks.rectifiers import Coverage
 from ..io.atomic_write import atomic_write, save_tensors
 from ..io.inputs import decode, encode
-from ..io.preprocess import Frame, ImageBox
+from ..io.preprocess import Box, Frame, ImageBox
 from .aliases import result_hint
 from .options import RunStats
 
@@ -31,7 +31,7 @@ Sign = Literal["positive", "signed", "absolute"]
 Setting = str | int | float | bool | None | list[Any] | dict[str, Any]
 
 _FORMAT = "saliency explanation 1"
-_LISTS, _OPTIONAL_LISTS = ("target", "target_names", "frames"), ("run_stats", "notes", "boxes")
+_LISTS, _OPTIONAL_LISTS = ("target", "target_names", "frames"), ("run_stats", "notes", "boxes", "target_boxes")
 """The attributes with one entry for each image."""
 
 
@@ -97,6 +97,8 @@ class Explanation(BatchAttribution):
         units: The units of the values; by default "<title> value".
         boxes: The size of each original image, and the position of the model's input on it, for a map of
             `saliency batch`, which is saved without its image. Empty for other explanations.
+        target_boxes: The box that each image's target explains, (left, top, right, bottom) in pixels of the model's
+            input; None for other targets. Empty without boxes.
         from_zero: Whether its colours begin at zero, as for standard errors, and not at the minimum of a positive map.
     """
 
@@ -112,6 +114,7 @@ class Explanation(BatchAttribution):
     title: str = ""
     units: str = ""
     boxes: tuple[ImageBox | None, ...] = ()
+    target_boxes: tuple[Box | None, ...] = ()
     from_zero: bool = False
 
     def __post_init__(self) -> None:
@@ -274,6 +277,7 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
         None if box is None else _frame(tensors[f"picture.{i}"], *box) for i, box in enumerate(plain["frames"])
     )
     boxes = [header["image"]] if header.get("image") else plain.get("boxes", ())
+    plain["target_boxes"] = tuple(box and tuple(box) for box in plain.get("target_boxes", ()))
     plain["boxes"] = tuple(box and ImageBox(tuple(box["size"]), tuple(box["box"]), box["range"]) for box in boxes)
     lists = [*map(plain.get, _LISTS), *filter(None, map(plain.get, _OPTIONAL_LISTS))]
     if {len(part) for part in (*lists, *stored.values())} != {len(stored["values"])}:

@@ -51,6 +51,7 @@ def batch(
     options: Mapping[str, Any] | None = None,
     whole: Whole = False,
     target: int | str | Target | None = None,
+    detections: int | Literal["all"] | None = None,
     targets: str | os.PathLike[str] | None = None,
     recursive: bool = False,
     style: OverlayStyle | None = None,
@@ -90,6 +91,9 @@ def batch(
         whole: Whether the model sees the whole image instead of a crop, as for every method: False, True or "aspect".
         target: Class index or name, or a target such as `saliency.text(...)`, for all images without their own target;
             None for the top class of each image.
+        detections: "all", or a number: every detection of each image is explained, or the most probable ones, as an
+            image of its own: `cat.0`, `cat.1`. `target` then selects those of a class. The detections of an image are
+            counted once; if it changes later, their number stays.
         targets: File with paths and targets, for images that `sources` finds without a target.
         recursive: Whether subfolders are searched.
         style: How overlays are drawn.
@@ -107,7 +111,7 @@ def batch(
             smaller one is given.
         restart: Whether the files of an earlier run in the folder are removed first. Other files are never removed.
         retry: Whether images that failed in an earlier run are tried again.
-        limit: Largest number of images to explain, in the order of the listing.
+        limit: Largest number of images to explain, all detections of each, in the order of the listing.
         strict: Whether the first failure stops the run.
         command: The command line, stored in the manifest.
         on_progress: Called with a `Progress` after every image.

@@ -26,7 +26,17 @@ from ..evaluation.trust import TrustCard
 from ..io.atomic_write import atomic_write
 from ..io.inputs import encode, open_image
 from ..io.preprocess import Frame, drawable, resize_box, scaled_size
-from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, box_pixels, hatching, outline, paint, scale_map
+from ..render.blending import (
+    DIVERGING,
+    SEQUENTIAL,
+    ScaledMap,
+    box_pixels,
+    hatching,
+    outline,
+    paint,
+    placed_box,
+    scale_map,
+)
 from ..render.overlay import save_drawing
 from .failures import BatchError, Failure, printable, stops_run, unwritable
 from .listing import ImageEntry
@@ -134,6 +144,7 @@ def _write_method(
         **facts,
         "method": method,
         "target": explanation.target[0],
+        "target_box": scaled.target_box and list(placed_box(frame, scaled.target_box)),
         "name": explanation.target_names[0],
         "probability": None if probabilities is None else float(probabilities[0]),
         "score": float(explanation.scores[0]),
@@ -209,6 +220,7 @@ def _heat_image(scaled: ScaledMap, frame: Frame, thumbnail: tuple[int, int], sty
 
     The image has the proportions of the thumbnail, and a half or a third of its size if the map cells are large enough.
     """
+    scaled = replace(scaled, target_box=None)  # the page draws it
     left, top, right, bottom = frame.box
     cells = (right - left) / scaled.values.shape[1], (bottom - top) / scaled.values.shape[0]
     pitch = min(cells) * thumbnail[0] / frame.image.width

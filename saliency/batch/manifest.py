@@ -25,6 +25,7 @@ COLUMNS: dict[str, type] = {
     "id": str,
     "method": str,
     "target": int,
+    "target_box": list,
     "name": str,
     "probability": float,
     "score": float,

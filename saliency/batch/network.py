@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -18,9 +18,11 @@ from ..attribution.explanation import Explanation
 from ..errors import LayerError, MethodError, NotApplicableError
 from ..evaluation.metrics.base import SharedResults
 from ..evaluation.trust import TrustCard, trust
-from ..hooks.model_state import is_out_of_memory, reference_tensor
-from ..io.preprocess import Box, Frame, Range, drawable, locate
-from ..targets.targets import Target, class_index
+from ..hooks.model_state import is_out_of_memory, prepared_for_attribution, reference_tensor, run_model
+from ..io.preprocess import Box, Frame, Geometry, Range, drawable, locate
+from ..layers.layout import bind_layout
+from ..targets.box import BoxScore, box
+from ..targets.targets import OutputTarget, Target, class_index, located
 from ..zoo import load
 from .failures import BatchError
 from .listing import ImageEntry
@@ -116,7 +118,19 @@ class Network:
 
     def _as_target(self, target: int | str | Target) -> int | Target:
         """Return a target with the index of a class instead of its name."""
+        if isinstance(target, OutputTarget):
+            return target.resolve(1, self.categories)
         return target if callable(target) else class_index(target, self.categories)
+
+    def count_detections(self, entry: ImageEntry) -> int:
+        """Return the number of detections of an image; 0 if the image cannot be explained."""
+        loaded = self.load(Slot(0, replace(entry, detection=0), ()))
+        if loaded.input is None:
+            return 0
+        method, target = self.methods[0], cast("BoxScore", loaded.target)
+        x = loaded.input[None].to(self.device, self._dtype)
+        with prepared_for_attribution(method.model), bind_layout(method.layout), torch.no_grad():
+            return target.count(run_model(method.model, x), self.categories)
 
     def load(self, slot: Slot, most_pixels: float = math.inf) -> LoadedImage:
         """Look up the target of an image, decode and preprocess it, and keep an image of at most `most_pixels`.
@@ -125,10 +139,14 @@ class Network:
         """
         try:
             target = self._target if slot.entry.target is None else self._as_target(slot.entry.target)
+            if slot.entry.detection is not None:
+                target = box(index=slot.entry.detection, cls=cast("int | None", target))
             image = slot.entry.open()
             to_draw = image if image.width * image.height <= most_pixels else None
             prepare = self.preprocess
-            return LoadedImage(slot, None, target, prepare(image), locate(prepare, image), to_draw, prepare.range)
+            x, place = prepare(image), locate(prepare, image)
+            target = located(target, [Geometry(place, image.size, (x.shape[-2], x.shape[-1]))])
+            return LoadedImage(slot, None, target, x, place, to_draw, prepare.range)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
             return LoadedImage(slot, error, self._target)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import tempfile
@@ -10,13 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._version import DISTRIBUTION
 from .failures import BatchError, StoppedError, sentence, writing_to
-from .listing import ImageEntry, merge_listing
+from .listing import ImageEntry, merge_listing, with_names
 from .manifest import MANIFEST, Manifest, Row, read_rows
 from .output_folder import FORMAT, LISTING, PAGE, OutputFolder
 from .run_options import Progress, RunOptions, Summary, without_address
@@ -60,13 +62,18 @@ class Run:
         self, options: RunOptions, out: Path, entries: Sequence[ImageEntry], context: MakeContext | None = None
     ) -> None:
         self.options, self.out, self.entries = options, out, entries
-        self.total = min(options.limit or len(entries), len(entries))
+        self.total = self._count_entries()
         self.batch_sizes: list[tuple[int, int]] = [(0, 1)]
         self.done: set[int] = set()
         self.failed: set[int] = set()
         self.failures: list[Row] = []
         self._context = context
         self._start, self._fresh = time.monotonic(), 0
+
+    def _count_entries(self) -> int:
+        """Return the number of entries of the first `limit` images, which may have several detections each."""
+        images = accumulate(not entry.detection for entry in self.entries)
+        return sum(self.options.limit is None or number <= self.options.limit for number in images)
 
     def missing(self, index: int) -> tuple[str, ...]:
         """Return the methods without results for an image."""
@@ -253,6 +260,8 @@ class BatchRun(Run):
         self.head["methods"] = list(described.values())
         self.head["preprocess"] = without_address(network.preprocess)
         self.head["categories"] = None if network.categories is None else len(network.categories)
+        if self.options.detections is not None:
+            self._list_detections(network)
         # With trust cards, which take longer than all else, progress and interruptions are by image.
         options = self.options
         largest = 1 if options.trust else engine.default_batch_size
@@ -264,6 +273,23 @@ class BatchRun(Run):
         self.store_batch_sizes()
         with writing_to(self.out):
             self.folder.write_listing(self.entries)
+
+    def _list_detections(self, network: Network) -> None:
+        """Replace each new image by an entry for each of its detections, with names such as `cat.0`.
+
+        The new images come last. An image without detections keeps one entry, whose row says so.
+        """
+        new = [entry for entry in self.entries[: self.total] if entry.detection is None]
+        first = self.total - len(new)
+        most = sys.maxsize if self.options.detections == "all" else self.options.detections
+        found: list[ImageEntry] = []
+        for entry in new:
+            stem, suffix = os.path.splitext(entry.label)  # noqa: PTH122
+            ranks = range(max(1, min(network.count_detections(entry), most)))
+            found += [replace(entry, label=f"{stem}.{rank}{suffix}", detection=rank) for rank in ranks]
+        listed, rest = self.entries[:first], self.entries[self.total :]
+        self.entries = [*listed, *with_names(found, [*listed, *rest]), *rest]
+        self.total = self._count_entries()
 
     def store_batch_sizes(self) -> None:
         """Write the head with the batch sizes."""
@@ -309,7 +335,7 @@ class BatchRun(Run):
             ),
             seconds=time.monotonic() - self._start,
             changed=len(self.listing.changed),
-            removed=tuple(self.entries[index].source for index in sorted(self.listing.removed)),
+            removed=tuple(self.listing.entries[index].source for index in sorted(self.listing.removed)),
             unfinished=lacking,
         )
 

@@ -120,7 +120,10 @@ def _unknown_command(name: str) -> str:
     return f'no command "{name}"{did_you_mean(name, COMMANDS) or "; there are " + ", ".join(COMMANDS)}'
 
 
-_MODEL = "--model --weights --classes --preprocess --whole --whole-aspect --method --target --layer --set --device"
+_MODEL = (
+    "--model --weights --classes --preprocess --whole --whole-aspect --method --layer --set --device "
+    "--target --box --point --index --region --where --keypoint"
+)
 _FIRST_TEXT = "explain the first text against the others"
 _STYLE = "--opacity --colormap --sign --percentile --smoothing"
 _EXIT_CODES = """\
@@ -144,12 +147,19 @@ examples:
   saliency explain *.jpg --model resnet50 --layer layer3 --opacity 0.5
   saliency explain cat.jpg --model mine.py:make --classes names.txt
   saliency explain cat.jpg --model open_clip/ViT-B-32 --text "a cat" "a dog"
+  saliency explain street.jpg --model mine.py:detector --point 210,110
+  saliency explain cat.jpg --model mine.py:unet --region cat --where border
   curl -s https://example.org/cat.jpg | saliency explain - -o - > cat.png
 
 files:
   The overlay of cat.jpg by grad_cam is DIR/cat.grad_cam.png, as large as the
   image. Images with the same name are numbered: cat-2.grad_cam.png. Files of
   an earlier run are replaced. With -o -, one overlay goes to standard output.
+
+boxes, regions and joints:
+  --box, --point or --index choose a detection, also with --target CLASS. The
+  overlay shows its box in green. --region is for segmentations, and --keypoint
+  for poses. All places are in pixels of the image.
 
 texts:
   For a model of images and texts, --text draws one map per text. A text is
@@ -161,8 +171,8 @@ texts:
     ),
     "batch": Command(
         "turn a folder of images into a folder of overlays, with a gallery page",
-        f"SOURCE --quiet --recursive --limit {_MODEL} --text --targets --out --maps --trust --seconds --restart "
-        f"--resume --retry --strict --format {_STYLE} --engine --batch-size --workers",
+        f"SOURCE --quiet --recursive --limit {_MODEL} --text --targets --detections --out --maps --trust --seconds "
+        f"--restart --resume --retry --strict --format {_STYLE} --engine --batch-size --workers",
         "batch_commands:run",
         f"""\
 examples:
@@ -172,10 +182,13 @@ examples:
   saliency batch list.csv --out maps           (columns: path, target)
   saliency batch 'shards/*.tar' --out maps     (WebDataset)
   saliency batch photos/ --model open_clip/ViT-B-32 --text "a cat" "a dog"
+  saliency batch photos/ --model mine.py:detector --detections all --out boxes
   find . -name '*.jpg' | saliency batch - --out maps
 
 A run may be interrupted at any time. Run the same command again to resume.
 With --text, the first text is explained against the others.
+With --detections, the maps of cat.jpg are cat.0, cat.1, ..., each under its box;
+--target CLASS selects detections of a class.
 
 files:
   DIR/index.html       the gallery page

@@ -150,6 +150,28 @@ def _class_names(file: str) -> list[str] | dict[int, str]:
     return [name[-1] if isinstance(name, list) else name for name in names]
 
 
+def _place(text: str) -> tuple[float, ...]:
+    numbers = tuple(map(float, text.split(",")))
+    if len(numbers) not in (2, 4):
+        raise ValueError(f"got {len(numbers)} numbers")
+    return numbers
+
+
+def _rank(text: str) -> int:
+    return _positive_integer(text) if text != "0" else 0
+
+
+def _detections(text: str) -> int | str:
+    return ALL if text == ALL else _positive_integer(text)
+
+
+def _where(text: str) -> str | Path | tuple[float, ...]:
+    """Parse the pixels of a region: a word, the file of a mask, a box or a point."""
+    if text in ("predicted", "border"):
+        return text
+    return Path(text) if Path(text).is_file() else _place(text)
+
+
 def _boxes(file: str) -> dict[str, Any]:
     return dict(json.loads(Path(file).read_bytes()))
 
@@ -243,6 +265,17 @@ ARGUMENTS: dict[str, list[Argument]] = {
             "--text TEXT", "draw one map per text, against the others", "target", dest="texts", nargs="+", default=[]
         ),
         Argument("--targets FILE", "csv file with the columns path and target", "target"),
+        Argument("--box BOX", "left,top,right,bottom of a detection, as in 120,40,300,260", type=_place),
+        Argument("--point POINT", "x,y in a detection, as in 210,110, in pixels of the image", type=_place),
+        Argument("--index N", "rank of a detection by probability, from 0", type=_rank),
+        Argument(
+            "--detections N|all", "explain all detections, or the N best, each by a map of its own", type=_detections
+        ),
+        Argument("--region CLASS", "class of a segmentation, whose pixels are explained"),
+        Argument(
+            "--where PLACE", "predicted (default), border, mask.png, box or point: the pixels of --region", type=_where
+        ),
+        Argument("--keypoint NAME", "joint of a pose; with --index N of another person"),
         Argument("--whole", "show the model the whole image, resized, instead of its centre", "whole"),
         Argument(
             "--whole-aspect", "the same, undistorted", "whole", dest="whole", action="store_const", const="aspect"

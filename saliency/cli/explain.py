@@ -36,7 +36,7 @@ from ..render.overlay import save_drawing
 from ..render.sheet import contact_sheet
 from ..targets.embedding import text
 from .arguments import ALL, METHOD, overlay_style
-from .batch_commands import expected_errors
+from .batch_commands import choose_target, expected_errors
 from .console import Screen, UsageError
 
 SHEET = "sheet.png"
@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         SaliencyError: The command line is invalid. Nothing has been written.
     """
     methods, more_images = methods_and_images(arguments.methods or [METHOD])
+    arguments.target = choose_target(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         entries, left_out = _find_images(arguments, more_images, Path(scratch))
         if arguments.out != Path("-"):
@@ -235,7 +236,9 @@ def _print_totals(written: Sequence[Row], failures: int, out: Path, screen: Scre
         images = len({row["source"] for row in written})
         folder = "" if out == Path() else f" in {visible(out)}{os.sep}"
         screen.say(f"{plural(len(written), 'overlay')} of {plural(images, 'image')}{folder}")
-        screen.say(Text("strong colours: what drove the score; rectangle: the crop that the model saw", "dim"))
+        has_boxes = any(row["target_box"] for row in written)
+        marks = "green: the explained box" if has_boxes else "rectangle: the crop that the model saw"
+        screen.say(Text(f"strong colours: what drove the score; {marks}", "dim"))
     layers = dict.fromkeys(row["layer"] for row in written if row["layer"])
     if layers:
         screen.say(Text(f"layers read by the CAMs: {', '.join(layers)}", "dim"))
