@@ -281,7 +281,7 @@ class BatchRun(Run):
         """
         new = [entry for entry in self.entries[: self.total] if entry.detection is None]
         first = self.total - len(new)
-        most = sys.maxsize if self.options.detections == "all" else self.options.detections
+        most = self.options.detections if isinstance(self.options.detections, int) else sys.maxsize
         found: list[ImageEntry] = []
         for entry in new:
             stem, suffix = os.path.splitext(entry.label)  # noqa: PTH122

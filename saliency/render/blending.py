@@ -334,8 +334,8 @@ def hatching(scaled: ScaledMap, frame: Frame, area: Area) -> Iterator[tuple[int,
 def placed_box(frame: Frame, box: Box) -> Box:
     """Convert a box from fractions of the map to pixels of the frame's image."""
     left, top, right, bottom = frame.box
-    x0, y0, x1, y1 = resize_box(box, (1, 1), (right - left, bottom - top))
-    return left + x0, top + y0, left + x1, top + y1
+    width, height = right - left, bottom - top
+    return left + width * box[0], top + height * box[1], left + width * box[2], top + height * box[3]
 
 
 def outline(pixels: Pixels, area: Area, width: float | None = None) -> Iterator[tuple[int, Pixels]]:

@@ -31,7 +31,7 @@ COLOURS = 17  # colours per colour bar; the browser interpolates between them
 # Columns of the manifest that the page shows, per image and per row.
 _ENTRY = ("index", "source", "id", "width", "height", "input_width", "input_height", "box", "photo")
 _ROW = (
-    *("target", "name", "probability", "score", "layer", "settings", "coverage", "residual", "ledger"),
+    *("target", "target_box", "name", "probability", "score", "layer", "settings", "coverage", "residual", "ledger"),
     *("sign", "units", "floor", "limit", "colormap", "heat", "overlay", "trust", "card", "error", "error_kind"),
 )
 _FILES = ("photo", "heat", "overlay", "card")
@@ -102,9 +102,12 @@ def _page(run: Row, rows: Iterable[Row], comparison: Row | None) -> str:
         "bars": bars,
         "opacity": MOST_OPACITY if run["fingerprint"]["opacity"] == "map" else run["fingerprint"]["opacity"],
         "photos": len(entries),
+        "counted": "detections" if run["fingerprint"].get("detections") else "images",
         "failed": sum(any("error" in row for row in entry["rows"]) for entry in entries),
     }
-    title = f"{head['title'] or head['model']}: {len(entries):,} images".encode("utf-8", "backslashreplace").decode()
+    title = f"{head['title'] or head['model']}: {len(entries):,} {head['counted']}".encode(
+        "utf-8", "backslashreplace"
+    ).decode()
     style, script = _template("page.css"), "\n".join(map(_template, SCRIPTS))
     parts = {
         "title": html.escape(title),

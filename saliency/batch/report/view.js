@@ -39,6 +39,7 @@ function photoPanel(photo, row) {
   const frame = make("div", { class: "frame" }, image(photo.photo, "photo", "eager", photo.file));
   const crop = cropOf(photo);
   if (crop) frame.append(crop);
+  frame.append(...boxOf(photo, row));
   const size = (width, height) => (width && height ? `${width} × ${height}` : null);
   const input = size(photo.input_width, photo.input_height);
   return make(
