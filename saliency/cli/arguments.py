@@ -158,7 +158,9 @@ def _place(text: str) -> tuple[float, ...]:
 
 
 def _rank(text: str) -> int:
-    return _positive_integer(text) if text != "0" else 0
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 0")
+    return int(text)
 
 
 def _detections(text: str) -> int | str:
