@@ -433,4 +433,6 @@ def test_detectors_of_transformers_are_explained() -> None:
         assert explanation.values.abs().flatten(1).sum(1).min() > 0
         output = model(X[:1])
         assert explanation.probabilities is not None
-        assert float(explanation.probabilities[0]) == pytest.approx(float(output.logits[0].softmax(1)[:, :-1].max()))
+        assert float(explanation.probabilities[0]) == pytest.approx(
+            float(output.logits[0].detach().softmax(1)[:, :-1].max())
+        )
