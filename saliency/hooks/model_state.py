@@ -139,6 +139,8 @@ def _evaluate(modules: list[nn.Module], holder: int) -> None:
                 _was_training.add(module)
                 module.training = False
             # Heads of YOLO cache anchors under inference_mode, and no gradient can pass such tensors.
+            if type(module).__module__.startswith("torch.nn."):
+                continue
             cached = {name: tensor for name, tensor in vars(module).items() if _is_of_inference(tensor)}
             if cached and module not in _attributes:
                 _attributes[module] = {name: own for name, own in vars(module).items() if name != "training"}

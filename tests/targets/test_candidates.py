@@ -71,8 +71,8 @@ def ultralytics(bins: int = 16, *, nested: bool = False) -> Any:
 def ultralytics_before(bins: int = 16) -> Any:
     feats, distances, scores = levels(bins)
     counts = [feat[0, 0].numel() for feat in feats]
-    parts = zip(torch.cat([distances, scores], 1).split(counts, 2), feats, strict=True)
-    return decoded(scores), [part.unflatten(2, feat.shape[2:]) for part, feat in parts]
+    parts = zip(torch.split(torch.cat([distances, scores], 1), counts, 2), feats, strict=True)
+    return decoded(scores), [part.view(*part.shape[:2], *feat.shape[2:]) for part, feat in parts]
 
 
 def end_to_end() -> Any:

@@ -253,7 +253,8 @@ def test_a_joint_of_a_detector_is_the_score_at_its_person() -> None:
 
 @pytest.mark.parametrize("name", ["grad_cam", "vanilla_gradient", "rise", "occlusion", "integrated_gradients", "lrp"])
 def test_a_neuron_is_the_activation_of_a_channel_in_every_method(name: str) -> None:
-    model, x = tiny_model(), images(2)
+    model: Any = tiny_model()
+    x = images(2)
     outputs: list[Tensor] = []
     handle = model.down.register_forward_hook(lambda module, args, output: outputs.append(output))
     model(x)

@@ -203,7 +203,7 @@ class Subject(SharedResults):
         self.score = check_choice("score", score, get_args(Score))
         self._method, self._model, self._inputs = method, model, inputs
         size = explanation.input_size
-        self._target = located(target, [Geometry.of(frame, size) for frame in explanation.frames])
+        self._target: TargetLike = located(target, [Geometry.of(frame, size) for frame in explanation.frames])
         given = self._target if isinstance(self._target, list | tuple) else [self._target]
         self._has_place = any(isinstance(own, LocatedTarget) for own in given)
         self._masks, self._reference = masks, reference
