@@ -80,6 +80,8 @@ class BoxScore(LocatedTarget):
 
     def resolve_from(self, output: Any, facts: OutputFacts) -> BoxScore:
         """Return the target with the box of each image. Raises TargetError if there is no such box."""
+        if self.matches:  # of an earlier call, for images that metrics have changed
+            return self
         target = self._with_classes(facts.categories)
         return replace(target, matches=tuple(target._match(row, facts) for row in target._rows(output)))
 
@@ -177,6 +179,21 @@ class BoxScore(LocatedTarget):
         return replace(
             self, geometries=self.geometries[image : image + 1] * count, matches=(self.matches[image],) * count
         )
+
+    def others(self, output: Any, of: Literal["class", "box"]) -> list[BoxScore]:
+        """Return the targets of the other classes, or joints, of the box, or of the top classes of other detections."""
+        (row,), (match,) = self._rows(output), self.matches
+        if of == "box":
+            known, boxes = row.probabilities.detach(), row.boxes.detach()
+            far = iou(boxes, boxes.new_tensor(match.box)) < _LEAST_OVERLAP
+            found = [(int(known[at].argmax()), boxes[at].tolist()) for at in row.detections() if far[at]]
+            rest = [match._replace(box=cast("Box", tuple(box)), label=label, against=None) for label, box in found]
+            return [replace(self, matches=(other,)) for other in rest]
+        if isinstance(self.of, int):
+            return [replace(self, of=at) for at in range(cast("Tensor", row.keypoints).shape[1]) if at != self.of]
+        count = row.scores.shape[1] if self.of == "class" and row.link != "label" else 0
+        rest = [match._replace(label=label, against=None) for label in range(count) if label != match.label]
+        return [replace(self, matches=(other,)) for other in rest]
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return names such as `cat at (120, 40, 300, 260), IoU 0.87`."""

@@ -148,6 +148,9 @@ def _read(output: Any, size: tuple[int, int], classes: int | None, link: BoxLink
             return _batch(_corners(y[:, :4].mT), raw["scores"].mT)
         sizes = [level.shape[-2:] for level in raw["feats"]]
         return _batch(_decoded(raw["boxes"], sizes, size), raw["scores"].mT)
+    y, scores = entries[0] if entries else None, raw.get("scores")
+    if isinstance(y, Tensor) and isinstance(scores, Tensor) and y[:, 4:].shape == scores.shape:
+        return _batch(_corners(y[:, :4].mT), scores.mT)  # decoded boxes, and logits without their levels
     logits, boxes = parts.get("logits", parts.get("pred_logits")), parts.get("pred_boxes")
     if isinstance(logits, Tensor) and isinstance(boxes, Tensor):
         return _queries(parts, logits, _corners(boxes) * _unit(size, boxes), _detr_link(output, logits, classes, link))

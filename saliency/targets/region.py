@@ -55,6 +55,8 @@ class Region(LocatedTarget):
 
     def resolve_from(self, output: Any, facts: OutputFacts) -> Region:
         """Return the target with the pixels of the output that it averages."""
+        if self.cells is not None:  # of an earlier call, for images that metrics have changed
+            return self
         scores, index = self._scores(output)
         is_binary = False
         if not _has_instances(output):
@@ -117,6 +119,14 @@ class Region(LocatedTarget):
         return replace(
             self, cells=cells.expand(count, *cells.shape), geometries=self.geometries[image : image + 1] * count
         )
+
+    def others(self, output: Any, of: Literal["class", "box"]) -> list[Region]:
+        """Return the targets of the other classes of the same pixels, or of the other joints."""
+        scores, index = self._scores(output)
+        count = max(scores.shape[1], 1 + self.is_binary) if of == "class" else 0
+        rest = [replace(self, label=label) for label in range(count) if label != index]
+        is_peak = self.where == "peak"
+        return [replace(own, cells=None).resolve_from(output, OutputFacts()) for own in rest] if is_peak else rest
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return names such as `region of cat`."""

@@ -128,6 +128,10 @@ class OutputTarget(ABC):
         """Return the resolved target of one image, for an output whose rows are `count` passes of that image."""
         return self
 
+    def others(self, output: Any, of: Literal["class", "box"]) -> Sequence[OutputTarget]:
+        """Return the resolved targets of one image for the other classes of its place, or the other boxes."""
+        return ()
+
     @abstractmethod
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return the names of the target, one per image."""
