@@ -1,12 +1,11 @@
 """Explain folders of images: overlays, saved maps, a manifest and a gallery page. An interrupted run can be resumed.
 
     batch                 explain images into a folder; the command `saliency batch` calls it
-    drawing.redraw        draw overlays from saved maps in another style
 
 The output folder contains:
 
     overlays/             the overlays
-    photos/, heat/        images of the gallery page
+    thumbnails/, heat/    images of the gallery page
     maps/                 saved maps (with `maps=True`)
     trust/                trust cards (with `trust=True`)
     manifest.jsonl        a row per image and method
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "SIGNS", "BatchError", "OverlayStyle", "Progress", "StoppedError", "Summary", "batch"]
 
 
+# Here and in `evaluate`, the options of `RunOptions` are spelled out: editors and type checkers read no signature that
+# a decorator builds, and one of a `TypedDict` would be a third list without the defaults.
 def batch(
     sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
