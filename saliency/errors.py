@@ -39,6 +39,10 @@ class TargetError(SaliencyError, ValueError):
     """The target does not exist in the model's output."""
 
 
+class NotFoundError(TargetError):
+    """The target does not exist in this image, such as a box that the detector did not find in it."""
+
+
 class LayerError(SaliencyError, LookupError):
     """The layer does not exist, is not run, or has no spatial output."""
 

@@ -283,6 +283,7 @@ class Attribution(HasOptions, ABC):
             settings=self.settings,
             target=target.indices,
             target_names=target.names,
+            target_boxes=target.boxes,
             probabilities=target.probabilities,
             input_size=(int(batch.inputs.shape[-2]), int(batch.inputs.shape[-1])),
             frames=batch.frames,

@@ -23,7 +23,7 @@ from ..errors import ExplanationError
 from ..hooks.rectifiers import Coverage
 from ..io.atomic_write import atomic_write, save_tensors
 from ..io.inputs import decode, encode
-from ..io.preprocess import Frame, ImageBox
+from ..io.preprocess import Box, Frame, ImageBox
 from .aliases import result_hint
 from .options import RunStats
 
@@ -31,7 +31,7 @@ Sign = Literal["positive", "signed", "absolute"]
 Setting = str | int | float | bool | None | list[Any] | dict[str, Any]
 
 _FORMAT = "saliency explanation 1"
-_LISTS, _OPTIONAL_LISTS = ("target", "target_names", "frames"), ("run_stats", "notes", "boxes")
+_LISTS, _OPTIONAL_LISTS = ("target", "target_names", "frames"), ("run_stats", "notes", "boxes", "target_boxes")
 """The attributes with one entry for each image."""
 
 
@@ -97,6 +97,8 @@ class Explanation(BatchAttribution):
         units: The units of the values; by default "<title> value".
         boxes: The size of each original image, and the position of the model's input on it, for a map of
             `saliency batch`, which is saved without its image. Empty for other explanations.
+        target_boxes: The box that each image's target explains, (left, top, right, bottom) in pixels of the model's
+            input; None for other targets. Empty without boxes.
         from_zero: Whether its colours begin at zero, as for standard errors, and not at the minimum of a positive map.
     """
 
@@ -112,6 +114,7 @@ class Explanation(BatchAttribution):
     title: str = ""
     units: str = ""
     boxes: tuple[ImageBox | None, ...] = ()
+    target_boxes: tuple[Box | None, ...] = ()
     from_zero: bool = False
 
     def __post_init__(self) -> None:
@@ -202,7 +205,17 @@ class Explanation(BatchAttribution):
         Raises:
             ExplanationError: The file is missing, damaged, or of another kind.
         """
-        return read_explanation(path)[0]
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                header = json.loads((file.metadata() or {}).get("saliency", "null"))
+                if not isinstance(header, dict) or header.get("format") != _FORMAT:
+                    raise ExplanationError(f"{path}: a safetensors file, but not one that Explanation.save wrote")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return cls(**_fields_from(header, tensors))
+        except (OSError, SafetensorError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:
+            if isinstance(error, ExplanationError):
+                raise
+            raise ExplanationError(f"{path}: not a readable explanation: {error}") from error
 
     def _header(self) -> dict[str, Any]:
         names = [field.name for field in fields(self) if not isinstance(getattr(self, field.name), Tensor)]
@@ -238,25 +251,6 @@ def pack_explanation(
     return tensors, {"saliency": json.dumps(header, default=asdict)}
 
 
-def read_explanation(path: str | os.PathLike[str]) -> tuple[Explanation, dict[str, Any] | None]:
-    """Read a file that `pack_explanation` filled. Return the explanation, and the facts about its image, if any.
-
-    Raises:
-        ExplanationError: The file is missing, damaged, or of another kind.
-    """
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get("saliency", "null"))
-            if not isinstance(header, dict) or header.get("format") != _FORMAT:
-                raise ExplanationError(f"{path}: a safetensors file, but not one that Explanation.save wrote")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return Explanation(**_fields_from(header, tensors)), header.get("image")
-    except (OSError, SafetensorError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:
-        if isinstance(error, ExplanationError):
-            raise
-        raise ExplanationError(f"{path}: not a readable explanation: {error}") from error
-
-
 def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     stored = {name: tensor for name, tensor in tensors.items() if not name.startswith("picture.")}
     if not stored.keys() >= {"values", "scores"}:
@@ -270,6 +264,7 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
         None if box is None else _frame(tensors[f"picture.{i}"], *box) for i, box in enumerate(plain["frames"])
     )
     boxes = [header["image"]] if header.get("image") else plain.get("boxes", ())
+    plain["target_boxes"] = tuple(box and tuple(box) for box in plain.get("target_boxes", ()))
     plain["boxes"] = tuple(box and ImageBox(tuple(box["size"]), tuple(box["box"]), box["range"]) for box in boxes)
     lists = [*map(plain.get, _LISTS), *filter(None, map(plain.get, _OPTIONAL_LISTS))]
     if {len(part) for part in (*lists, *stored.values())} != {len(stored["values"])}:

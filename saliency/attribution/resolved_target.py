@@ -19,7 +19,7 @@ from ..hooks.dual_encoder import DualEncoder
 from ..hooks.forward_args import bind_forward_args, bind_image, cache_of
 from ..hooks.model_state import leaf, run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
-from ..io.preprocess import Frame, Geometry
+from ..io.preprocess import Box, Frame, Geometry
 from ..targets.targets import (
     Categories,
     FunctionTarget,
@@ -122,6 +122,11 @@ class ResolvedTarget:
     def names(self) -> tuple[str, ...]:
         """Names of the target, one per image."""
         return self.target.names(self.images, self.categories)
+
+    @property
+    def boxes(self) -> tuple[Box | None, ...]:
+        """Explained boxes in pixels of the input, one per image; empty without boxes."""
+        return self.target.boxes()
 
     def repeated(self, image: int, count: int, rows: Callable[[], OutputRows]) -> ResolvedTarget:
         """Return the resolved target of one image, for an output whose rows are `count` passes of that image.

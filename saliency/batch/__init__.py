@@ -1,12 +1,11 @@
 """Explain folders of images: overlays, saved maps, a manifest and a gallery page. An interrupted run can be resumed.
 
     batch                 explain images into a folder; the command `saliency batch` calls it
-    drawing.redraw        draw overlays from saved maps in another style
 
 The output folder contains:
 
     overlays/             the overlays
-    photos/, heat/        images of the gallery page
+    thumbnails/, heat/    images of the gallery page
     maps/                 saved maps (with `maps=True`)
     trust/                trust cards (with `trust=True`)
     manifest.jsonl        a row per image and method
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "SIGNS", "BatchError", "OverlayStyle", "Progress", "StoppedError", "Summary", "batch"]
 
 
+# Here and in `evaluate`, the options of `RunOptions` are spelled out: editors and type checkers read no signature that
+# a decorator builds, and one of a `TypedDict` would be a third list without the defaults.
 def batch(
     sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
@@ -51,6 +52,7 @@ def batch(
     options: Mapping[str, Any] | None = None,
     whole: Whole = False,
     target: int | str | Target | None = None,
+    detections: int | Literal["all"] | None = None,
     targets: str | os.PathLike[str] | None = None,
     recursive: bool = False,
     style: OverlayStyle | None = None,
@@ -90,6 +92,9 @@ def batch(
         whole: Whether the model sees the whole image instead of a crop, as for every method: False, True or "aspect".
         target: Class index or name, or a target such as `saliency.text(...)`, for all images without their own target;
             None for the top class of each image.
+        detections: "all", or a number: every detection of each image is explained, or the most probable ones, as an
+            image of its own: `cat.0`, `cat.1`. `target` then selects those of a class. The detections of an image are
+            counted once; if it changes later, their number stays.
         targets: File with paths and targets, for images that `sources` finds without a target.
         recursive: Whether subfolders are searched.
         style: How overlays are drawn.
@@ -107,7 +112,7 @@ def batch(
             smaller one is given.
         restart: Whether the files of an earlier run in the folder are removed first. Other files are never removed.
         retry: Whether images that failed in an earlier run are tried again.
-        limit: Largest number of images to explain, in the order of the listing.
+        limit: Largest number of images to explain, all detections of each, in the order of the listing.
         strict: Whether the first failure stops the run.
         command: The command line, stored in the manifest.
         on_progress: Called with a `Progress` after every image.

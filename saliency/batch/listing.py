@@ -36,6 +36,7 @@ class ImageEntry:
         name: Stem of the output files of this image, relative to the folders of the run: "SUB/cat".
         folder: Folders between the source and the image.
         label: File name of the image.
+        detection: Rank of the detection to explain, in a run over detections that were listed; see `RunOptions`.
         target: Class to explain, by index or name, or in runs without a listing any target; None for that of the run.
         problem: Reason why there is no image to open; empty without a known problem.
         offset: First byte of the image in the file; None for the whole file.
@@ -49,6 +50,7 @@ class ImageEntry:
     folder: tuple[str, ...] = ()
     label: str = ""
     target: int | str | Target | None = None
+    detection: int | None = None
     problem: str = ""
     offset: int | None = None
     size: int = 0

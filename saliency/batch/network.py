@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -18,9 +18,11 @@ from ..attribution.explanation import Explanation
 from ..errors import LayerError, MethodError, NotApplicableError
 from ..evaluation.metrics.base import SharedResults
 from ..evaluation.trust import TrustCard, trust
-from ..hooks.model_state import is_out_of_memory, reference_tensor
-from ..io.preprocess import Box, Frame, Range, drawable, locate
-from ..targets.targets import Target, class_index
+from ..hooks.model_state import is_out_of_memory, prepared_for_attribution, reference_tensor, run_model
+from ..io.preprocess import Box, Frame, Geometry, Range, drawable, locate
+from ..layers.layout import bind_layout
+from ..targets.box import BoxScore, box
+from ..targets.targets import OutputTarget, Target, class_index, located
 from ..zoo import load
 from .failures import BatchError
 from .listing import ImageEntry
@@ -30,6 +32,8 @@ Results = Mapping[str, Explanation | Exception]
 """Explanation or error of every method for one image, by the name of the method."""
 Cards = Mapping[str, TrustCard | Exception]
 """Trust card, or why there is none, of methods for one image, by the name of the method."""
+_DEVICE_ERRORS = (RuntimeError, AssertionError, NotImplementedError)
+"""Errors of PyTorch for a device that does not exist or is full."""
 _Outcomes = dict[str, list[Explanation | Exception]]
 """Explanation or error of every image of a batch, by the name of the method."""
 
@@ -116,7 +120,19 @@ class Network:
 
     def _as_target(self, target: int | str | Target) -> int | Target:
         """Return a target with the index of a class instead of its name."""
+        if isinstance(target, OutputTarget):
+            return target.resolve(1, self.categories)
         return target if callable(target) else class_index(target, self.categories)
+
+    def count_detections(self, entry: ImageEntry) -> int:
+        """Return the number of detections of an image; 0 if the image cannot be explained."""
+        loaded = self.load(Slot(0, replace(entry, detection=0), ()))
+        if loaded.input is None:
+            return 0
+        method, target = self.methods[0], cast("BoxScore", loaded.target)
+        x = loaded.input[None].to(self.device, self._dtype)
+        with prepared_for_attribution(method.model), bind_layout(method.layout), torch.no_grad():
+            return target.count(run_model(method.model, x), self.categories)
 
     def load(self, slot: Slot, most_pixels: float = math.inf) -> LoadedImage:
         """Look up the target of an image, decode and preprocess it, and keep an image of at most `most_pixels`.
@@ -125,10 +141,14 @@ class Network:
         """
         try:
             target = self._target if slot.entry.target is None else self._as_target(slot.entry.target)
+            if slot.entry.detection is not None:
+                target = box(index=slot.entry.detection, cls=cast("int | None", target))
             image = slot.entry.open()
             to_draw = image if image.width * image.height <= most_pixels else None
             prepare = self.preprocess
-            return LoadedImage(slot, None, target, prepare(image), locate(prepare, image), to_draw, prepare.range)
+            x, place = prepare(image), locate(prepare, image)
+            target = located(target, [Geometry(place, image.size, (x.shape[-2], x.shape[-1]))])
+            return LoadedImage(slot, None, target, x, place, to_draw, prepare.range)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
             return LoadedImage(slot, error, self._target)
 
@@ -231,16 +251,11 @@ def find_devices(names: str, model: str | nn.Module) -> list[torch.device]:
         if isinstance(model, str):
             return [torch.device("cuda" if torch.cuda.is_available() else "cpu")]
         return [device_of(model)]
-    devices = []
-    for name in names.split(","):
-        try:
-            device = torch.device(name.strip())
-        except RuntimeError as error:
-            raise BatchError(f'no device "{name}"; try auto, cpu, cuda, cuda:1, mps or cuda:0,cuda:1') from error
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise BatchError(f"device {name}: torch finds {torch.cuda.device_count()} CUDA devices here; try cpu")
-        devices.append(device)
-    return devices
+    try:
+        return [torch.empty(0, device=name.strip()).device for name in names.split(",")]
+    except _DEVICE_ERRORS as error:
+        reason = str(error).partition("\n")[0]
+        raise BatchError(f'no device "{names}": {reason}; try auto, cpu, cuda, mps or cuda:0,cuda:1') from error
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -253,7 +268,7 @@ def move_model(model: nn.Module, device: torch.device) -> nn.Module:
     """Move a model to a device. Raises BatchError if the device cannot be used."""
     try:
         return model.to(device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except _DEVICE_ERRORS as error:
         reason = str(error).partition("\n")[0]
         raise BatchError(f"the device {device} cannot be used: {reason}; try cpu") from error
 

@@ -20,17 +20,18 @@ from .manifest import CSV, MANIFEST
 from .run_options import FORMATS
 
 LOCK = ".lock"
-FORMAT = "saliency batch 1"
+FORMAT = "saliency batch 2"
 ABOUT = "manifest.json"
 LISTING = "listing.jsonl"
 PAGE = "index.html"
 EVALUATION = "evaluation.json"
 RESULTS = "results"  # of saliency evaluate
 
-OVERLAYS, THUMBNAILS, HEAT, MAPS, CARDS = "overlays", "photos", "heat", "maps", "trust"
+OVERLAYS, THUMBNAILS, HEAT, MAPS, CARDS = "overlays", "thumbnails", "heat", "maps", "trust"
 FOLDERS = (OVERLAYS, THUMBNAILS, HEAT, MAPS, CARDS)
 FILES = (PAGE, CSV, MANIFEST, LISTING, ABOUT)
 MAP_SUFFIX = "safetensors"
+CARD_FILES = ("card", "card_json", "card_image")
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.part")
 
@@ -70,16 +71,19 @@ def locked(folder: Path) -> Iterator[None]:
             raise
 
 
-def file_names(entry: ImageEntry, method: str, format: str) -> dict[str, str]:
+def file_names(entry: ImageEntry, method: str, format: str, *, with_manifest: bool = True) -> dict[str, str]:
     """Return the path of each file of an image and method, relative to the folder."""
     name = f"{entry.name}.{method}"
+    if not with_manifest:
+        card = {"card": f"{name}.trust.html", "card_image": f"{name}.trust.png"}
+        return {"overlay": f"{name}.{format}", "map": f"{name}.{MAP_SUFFIX}", **card}
     return {
         "overlay": f"{OVERLAYS}/{name}.{format}",
         "heat": f"{HEAT}/{name}.webp",
         "map": f"{MAPS}/{name}.{MAP_SUFFIX}",
         "card": f"{CARDS}/{name}.html",
         "card_json": f"{CARDS}/{name}.json",
-        "photo": f"{THUMBNAILS}/{entry.name}.jpg",
+        "thumbnail": f"{THUMBNAILS}/{entry.name}.jpg",
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import tempfile
@@ -10,13 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._version import DISTRIBUTION
 from .failures import BatchError, StoppedError, sentence, writing_to
-from .listing import ImageEntry, merge_listing
+from .listing import ImageEntry, merge_listing, with_names
 from .manifest import MANIFEST, Manifest, Row, read_rows
 from .output_folder import FORMAT, LISTING, PAGE, OutputFolder
 from .run_options import Progress, RunOptions, Summary, without_address
@@ -60,13 +62,18 @@ class Run:
         self, options: RunOptions, out: Path, entries: Sequence[ImageEntry], context: MakeContext | None = None
     ) -> None:
         self.options, self.out, self.entries = options, out, entries
-        self.total = min(options.limit or len(entries), len(entries))
+        self.total = self._count_entries()
         self.batch_sizes: list[tuple[int, int]] = [(0, 1)]
         self.done: set[int] = set()
         self.failed: set[int] = set()
         self.failures: list[Row] = []
         self._context = context
         self._start, self._fresh = time.monotonic(), 0
+
+    def _count_entries(self) -> int:
+        """Return the number of entries of the first `limit` images, which may have several detections each."""
+        images = accumulate(not entry.detection for entry in self.entries)
+        return sum(self.options.limit is None or number <= self.options.limit for number in images)
 
     def missing(self, index: int) -> tuple[str, ...]:
         """Return the methods without results for an image."""
@@ -110,7 +117,7 @@ class Run:
             try:
                 while not is_interrupted():
                     try:
-                        with closing(engine.execute(context, self._batches(), is_interrupted)) as images:
+                        with closing(engine.execute(context, self._batches())) as images:
                             for rows in images:
                                 self._add(rows)
                         break
@@ -178,7 +185,7 @@ class BatchRun(Run):
         self.folder.remove_temporary_files()
         head = self.folder.read_head()
         if head is not None and (options.restart or next(read_rows(out / MANIFEST), None) is None):
-            self.folder.clear(self.folder.read_listing(), [method["name"] for method in head["methods"]])
+            self.folder.clear(self.folder.read_listing(), head["methods"])
             head = None
         listed = self.folder.read_listing() if head is not None else []
         if head is not None and not listed:
@@ -187,7 +194,7 @@ class BatchRun(Run):
         super().__init__(options, out, self.listing.entries)
         self.head = self._new_head() if head is None else self._checked_head(head)
         # The methods of the folder: methods of earlier runs, then new ones.
-        self.methods = list(dict.fromkeys([*self._described, *options.methods]))
+        self.methods = list(dict.fromkeys([*self.head.get("methods", ()), *options.methods]))
         self.manifest = Manifest(out, self.methods)
         # Write the listing with new stamps later, so that changes are detected again after an interruption.
         retry = (None, *options.methods) if options.retry else ()
@@ -232,11 +239,6 @@ class BatchRun(Run):
             command = [*command, "&&", *self.options.command] if command else list(self.options.command)
         return head | {"fingerprint": old | new, "command": command}
 
-    @property
-    def _described(self) -> dict[str, dict[str, Any]]:
-        """The descriptions of the methods in the head, by name."""
-        return {method["name"]: method for method in self.head.get("methods", ())}
-
     def missing(self, index: int) -> tuple[str, ...]:
         """Return the methods of the run without a row for an image."""
         return tuple(method for method in self.options.methods if self._lacks(index, method))
@@ -246,13 +248,10 @@ class BatchRun(Run):
 
     def prepare(self, network: Network, engine: Engine) -> None:
         """Store the description of the run, its batch sizes and its images."""
-        described = self._described
-        for method in network.methods:
-            facts = {"settings": dict(method.settings), "sign": method.sign, "units": method.units}
-            described[method.name] = {"name": method.name, **facts}
-        self.head["methods"] = list(described.values())
+        self.head["methods"] = self.methods
         self.head["preprocess"] = without_address(network.preprocess)
-        self.head["categories"] = None if network.categories is None else len(network.categories)
+        if self.options.detections is not None:
+            self._list_detections(network)
         # With trust cards, which take longer than all else, progress and interruptions are by image.
         options = self.options
         largest = 1 if options.trust else engine.default_batch_size
@@ -264,6 +263,23 @@ class BatchRun(Run):
         self.store_batch_sizes()
         with writing_to(self.out):
             self.folder.write_listing(self.entries)
+
+    def _list_detections(self, network: Network) -> None:
+        """Replace each new image by an entry for each of its detections, with names such as `cat.0`.
+
+        The new images come last. An image without detections keeps one entry, whose row says so.
+        """
+        new = [entry for entry in self.entries[: self.total] if entry.detection is None]
+        first = self.total - len(new)
+        most = self.options.detections if isinstance(self.options.detections, int) else sys.maxsize
+        found: list[ImageEntry] = []
+        for entry in new:
+            stem, suffix = os.path.splitext(entry.label)  # noqa: PTH122
+            ranks = range(max(1, min(network.count_detections(entry), most)))
+            found += [replace(entry, label=f"{stem}.{rank}{suffix}", detection=rank) for rank in ranks]
+        listed, rest = self.entries[:first], self.entries[self.total :]
+        self.entries = [*listed, *with_names(found, [*listed, *rest]), *rest]
+        self.total = self._count_entries()
 
     def store_batch_sizes(self) -> None:
         """Write the head with the batch sizes."""
@@ -285,7 +301,7 @@ class BatchRun(Run):
             method for index in range(self.total) for method in self.methods if self._lacks(index, method)
         )
         complete, failed = not lacking, {index for index, _ in manifest.failures(self.methods)}
-        counts = {"photos": len(self.entries), "rows": len(manifest.rows), "failed": len(failed)}
+        counts = {"images": len(self.entries), "rows": len(manifest.rows), "failed": len(failed)}
         is_same = manifest.is_sorted() and self.head.get("counts") == counts and self.head["finished"] == complete
         page = self.out / PAGE
         if not (is_same and page.is_file()):
@@ -309,7 +325,7 @@ class BatchRun(Run):
             ),
             seconds=time.monotonic() - self._start,
             changed=len(self.listing.changed),
-            removed=tuple(self.entries[index].source for index in sorted(self.listing.removed)),
+            removed=tuple(self.listing.entries[index].source for index in sorted(self.listing.removed)),
             unfinished=lacking,
         )
 

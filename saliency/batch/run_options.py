@@ -135,6 +135,8 @@ class RunOptions:
         whole: Whether the model sees the whole image, as for every method: False, True or "aspect".
         target: Class index or name, or a target such as `saliency.text(...)`, for all images without their own target;
             None for the top class of each image.
+        detections: The number of detections to explain in each image, the most probable, or "all"; None to explain one
+            target of each image. The target is then the class of the detections; None for all classes.
         style: How overlays are drawn.
         maps: Whether the values are saved.
         trust: Whether a trust card of each overlay is written.
@@ -162,6 +164,7 @@ class RunOptions:
     options: Mapping[str, Any] = field(default_factory=dict)
     whole: Whole = False
     target: int | str | Target | None = None
+    detections: int | Literal["all"] | None = None
     style: OverlayStyle = field(default_factory=OverlayStyle)
     maps: bool = False
     trust: bool = False
@@ -184,7 +187,10 @@ class RunOptions:
         if len(set(self.methods)) < len(self.methods):
             raise BatchError(f"methods={list(self.methods)}: a method occurs twice")
         check_choice("engine", self.engine, ("local", "ray"), error=BatchError)
-        for name in ("workers", "batch_size", "limit"):
+        if callable(self.target) and self.detections is not None:
+            raise BatchError("detections= explains boxes of all detections; target= can only be their class")
+        counts = ("workers", "batch_size", "limit", *(("detections",) if self.detections != "all" else ()))
+        for name in counts:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), error=BatchError)
         if self.seconds is not None:
@@ -218,7 +224,8 @@ class RunOptions:
             "preprocess": None if self.preprocess is None else _describe_preprocess(self.preprocess),
             "classes": None if names is None else _sha256(str(names).encode()),
             "whole": self.whole,
-            "target": None if self.target is None else without_address(self.target),  # 281 and "281" are one class
+            "target": _describe_target(self.target),
+            "detections": self.detections,
             **asdict(self.style),
         }
         for method in self.methods:
@@ -247,6 +254,12 @@ def _describe_preprocess(preprocess: PreprocessLike) -> str:
     from ..io.preprocess import as_preprocess
 
     return without_address(as_preprocess(preprocess))
+
+
+def _describe_target(target: int | str | Target | None) -> str | None:
+    """Return one text for all spellings of a class, 281 and "281", and another one for each mask of a region."""
+    mask = getattr(target, "where", "")
+    return None if target is None else without_address(target) + (describe(mask) if hasattr(mask, "shape") else "")
 
 
 def _file_digest(name: str | None) -> str | None:

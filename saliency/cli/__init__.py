@@ -6,7 +6,6 @@ Nothing here imports torch, so that help, version and usage errors are printed w
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -44,9 +43,6 @@ class Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if argv is None and "COMP_LINE" in os.environ:  # a shell completes a command line
-        print("\n".join(resolve_name(f"{__name__}.completion:candidates")(os.environ["COMP_LINE"])))
-        return 0
     if argv is None:  # the process runs only this command
         keep_memory()
         # SIGTERM (docker stop, Slurm, Kubernetes) acts like Ctrl-C, unless the process was started to ignore it.
@@ -120,7 +116,10 @@ def _unknown_command(name: str) -> str:
     return f'no command "{name}"{did_you_mean(name, COMMANDS) or "; there are " + ", ".join(COMMANDS)}'
 
 
-_MODEL = "--model --weights --classes --preprocess --whole --whole-aspect --method --target --layer --set --device"
+_MODEL = (
+    "--model --weights --classes --preprocess --whole --whole-aspect --method --layer --set --device "
+    "--target --box --point --index --region --where --keypoint"
+)
 _FIRST_TEXT = "explain the first text against the others"
 _STYLE = "--opacity --colormap --sign --percentile --smoothing"
 _EXIT_CODES = """\
@@ -144,25 +143,28 @@ examples:
   saliency explain *.jpg --model resnet50 --layer layer3 --opacity 0.5
   saliency explain cat.jpg --model mine.py:make --classes names.txt
   saliency explain cat.jpg --model open_clip/ViT-B-32 --text "a cat" "a dog"
+  saliency explain street.jpg --model mine.py:detector --point 210,110
+  saliency explain cat.jpg --model mine.py:unet --region cat --where border
   curl -s https://example.org/cat.jpg | saliency explain - -o - > cat.png
 
 files:
   The overlay of cat.jpg by grad_cam is DIR/cat.grad_cam.png, as large as the
   image. Images with the same name are numbered: cat-2.grad_cam.png. Files of
   an earlier run are replaced. With -o -, one overlay goes to standard output.
+  With --text, there is a file per text: DIR/cat-a_dog.grad_cam.png.
 
-texts:
-  For a model of images and texts, --text draws one map per text. A text is
-  explained against the others (the log-odds among them), a single text by its
-  cosine similarity to the image. The files are DIR/cat-a_dog.grad_cam.png.
+boxes, regions and joints:
+  --box, --point or --index choose a detection, also with --target CLASS. The
+  overlay shows its box in green. --region is for segmentations, and --keypoint
+  for poses. All places are in pixels of the image.
 
 {_EXIT_CODES}""",
         {"--device": "cpu, cuda:1 or auto (default)"},
     ),
     "batch": Command(
         "turn a folder of images into a folder of overlays, with a gallery page",
-        f"SOURCE --quiet --recursive --limit {_MODEL} --text --targets --out --maps --trust --seconds --restart "
-        f"--resume --retry --strict --format {_STYLE} --engine --batch-size --workers",
+        f"SOURCE --quiet --recursive --limit {_MODEL} --text --targets --detections --out --maps --trust --seconds "
+        f"--restart --retry --strict --format {_STYLE} --engine --batch-size --workers",
         "batch_commands:run",
         f"""\
 examples:
@@ -172,16 +174,18 @@ examples:
   saliency batch list.csv --out maps           (columns: path, target)
   saliency batch 'shards/*.tar' --out maps     (WebDataset)
   saliency batch photos/ --model open_clip/ViT-B-32 --text "a cat" "a dog"
+  saliency batch photos/ --model mine.py:detector --detections all --out boxes
   find . -name '*.jpg' | saliency batch - --out maps
 
 A run may be interrupted at any time. Run the same command again to resume.
-With --text, the first text is explained against the others.
+With --detections, the maps of cat.jpg are cat.0, cat.1, ..., each under its box;
+--target CLASS selects detections of a class.
 
 files:
   DIR/index.html       the gallery page
   DIR/overlays/        cat.jpg by grad_cam is overlays/cat.grad_cam.png
   DIR/manifest.jsonl   a row per image and method, including failures
-  DIR/maps/            with --maps: the values; see saliency render
+  DIR/maps/            with --maps: the values, for Explanation.load
   DIR/trust/           with --trust: a trust card of each overlay
 
 {_EXIT_CODES}""",
@@ -231,18 +235,6 @@ only if the heatmap is better than all of them.
             "--device": "cpu, cuda:1 or auto (default)",
         },
     ),
-    "render": Command(
-        "redraw the overlays of a batch in other colours, without the model",
-        f"MAPS --quiet --method --out --format {_STYLE}",
-        "batch_commands:render",
-        """\
-examples:
-  saliency batch photos/ --out maps --maps
-  saliency render maps --colormap viridis --opacity map --out viridis
-  saliency render maps/maps/cat.grad_cam.safetensors --sign signed --out signed
-""",
-        {"--method": "only these methods (default: all)"},
-    ),
     "report": Command(
         "rewrite the gallery page of a batch folder, or write its table as CSV",
         "DIR --quiet --csv --title",
@@ -274,11 +266,5 @@ examples:
         "PATTERN --all",
         "lists:models",
         "examples:\n  saliency models resnet\n  saliency models 'vit_*_384'\n",
-    ),
-    "completion": Command(
-        "print the line that completes commands in a shell: bash, zsh or fish",
-        "SHELL",
-        "completion:run",
-        "install:\n  saliency completion bash >> ~/.bashrc\n  saliency completion zsh >> ~/.zshrc\n",
     ),
 }

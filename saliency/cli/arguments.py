@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from ..batch import FORMATS, SIGNS, OverlayStyle
@@ -36,9 +35,7 @@ class Parser(argparse.ArgumentParser):
         keywords: Keyword arguments of `ArgumentParser`.
     """
 
-    def __init__(
-        self, prog: str, names: str = "", texts: Mapping[str, str] = MappingProxyType({}), **keywords: Any
-    ) -> None:
+    def __init__(self, prog: str, names: str = "", texts: Mapping[str, str] | None = None, **keywords: Any) -> None:
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=27, width=80)
         super().__init__(prog, formatter_class=formatter, allow_abbrev=False, **keywords)
         for title, arguments in ARGUMENTS.items():
@@ -50,7 +47,7 @@ class Parser(argparse.ArgumentParser):
             for argument in chosen:
                 if argument.exclusive not in parents:
                     parents[argument.exclusive] = group.add_mutually_exclusive_group()
-                text = texts.get(argument.name, argument.keywords["help"])
+                text = (texts or {}).get(argument.name, argument.keywords["help"])
                 parents[argument.exclusive].add_argument(*argument.flags, **argument.keywords | {"help": text})
 
     def error(self, message: str) -> NoReturn:
@@ -88,18 +85,6 @@ def _number(text: str) -> float | str | None:
         return float(text)
     except ValueError:
         return None if text == "none" else text
-
-
-def _positive_integer(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return float(text)
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -148,6 +133,24 @@ def _class_names(file: str) -> list[str] | dict[int, str]:
         has_gaps = set(by_index) != set(range(len(by_index)))
         return by_index if has_gaps else [by_index[index] for index in range(len(by_index))]
     return [name[-1] if isinstance(name, list) else name for name in names]
+
+
+def _place(text: str) -> tuple[float, ...]:
+    numbers = tuple(map(float, text.split(",")))
+    if len(numbers) not in (2, 4):
+        raise ValueError(f"got {len(numbers)} numbers")
+    return numbers
+
+
+def _detections(text: str) -> int | str:
+    return ALL if text == ALL else int(text)
+
+
+def _where(text: str) -> str | Path | tuple[float, ...]:
+    """Parse the pixels of a region: a word, the file of a mask, a box or a point."""
+    if text in ("predicted", "border"):
+        return text
+    return Path(text) if Path(text).is_file() else _place(text)
 
 
 def _boxes(file: str) -> dict[str, Any]:
@@ -210,26 +213,24 @@ ARGUMENTS: dict[str, list[Argument]] = {
     "": [
         Argument("IMAGE", "image files, folders or lists; - reads one image from stdin", dest="images", nargs="*"),
         Argument("SOURCE", "folders, files, patterns, lists, shards; - for paths on stdin", dest="sources", nargs="+"),
-        Argument("MAPS", "folders written by saliency batch --maps, or files in them", dest="maps", nargs="+"),
         Argument("DIR", "folder written by saliency batch", dest="folder", type=Path),
         Argument("MODEL", f"as --model of explain (default: {MODEL})", dest="model", nargs="?", default=MODEL),
         Argument("PATTERN", "part of a name, or a pattern such as 'vit_*_384'", dest="pattern", nargs="?"),
         Argument("METHOD", "method to describe (default: list all)", dest="method", nargs="?"),
-        Argument("SHELL", "bash, zsh or fish", dest="shell", choices=("bash", "zsh", "fish")),
         Argument("--json", "print JSON"),
         Argument("-q --quiet", "print errors only"),
         Argument("-r --recursive", "include subfolders"),
-        Argument("--limit N", "only the first N images", type=_positive_integer),
+        Argument("--limit N", "only the first N images", type=int),
         Argument("--image IMAGE", "run the model on this image (default: noise)"),
         Argument("--all", "list all layers or models", "depth"),
-        Argument("--depth N", "levels of nested layers (default: as many as fit)", "depth", type=_positive_integer),
+        Argument("--depth N", "levels of nested layers (default: as many as fit)", "depth", type=int),
         Argument("--stats", "also print activation statistics: means, zeros, dead channels, NaN"),
         Argument("--gradients", "also print gradients of the score of one class"),
         Argument("--csv", "also write the rows of the manifest as manifest.csv"),
         Argument("--title TEXT", "title of the page; later runs keep it"),
         Argument("--html FILE", "also write everything to an HTML page", type=Path),
         Argument("--png FILE", "also draw everything as a figure", type=Path),
-        Argument("--seconds NUMBER", "time limit for a trust card (default: 15)", type=_seconds, default=SECONDS),
+        Argument("--seconds NUMBER", "time limit for a trust card (default: 15)", type=float, default=SECONDS),
         Argument("--seed N", "seed of all draws (default: 0)", type=int, default=0),
     ],
     "model, method and target": [
@@ -243,6 +244,17 @@ ARGUMENTS: dict[str, list[Argument]] = {
             "--text TEXT", "draw one map per text, against the others", "target", dest="texts", nargs="+", default=[]
         ),
         Argument("--targets FILE", "csv file with the columns path and target", "target"),
+        Argument("--box BOX", "left,top,right,bottom of a detection, as in 120,40,300,260", type=_place),
+        Argument("--point POINT", "x,y in a detection, as in 210,110, in pixels of the image", type=_place),
+        Argument("--index N", "rank of a detection by probability, from 0", type=int),
+        Argument(
+            "--detections N|all", "explain all detections, or the N best, each by a map of its own", type=_detections
+        ),
+        Argument("--region CLASS", "class of a segmentation, whose pixels are explained"),
+        Argument(
+            "--where PLACE", "predicted (default), border, mask.png, box or point: the pixels of --region", type=_where
+        ),
+        Argument("--keypoint NAME", "joint of a pose; with --index N of another person"),
         Argument("--whole", "show the model the whole image, resized, instead of its centre", "whole"),
         Argument(
             "--whole-aspect", "the same, undistorted", "whole", dest="whole", action="store_const", const="aspect"
@@ -263,9 +275,8 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("--sheet", "also write a contact sheet of images and methods, sheet.png"),
         Argument("--save", "also save the values as .safetensors, for Explanation.load"),
         Argument("--trust", "also write a trust card for each overlay"),
-        Argument("--maps", "also save the attribution values, for saliency render"),
-        Argument("--restart", "delete the results of an earlier run and start again", "resume"),
-        Argument("--resume", "resume an earlier run (the default)", "resume"),
+        Argument("--maps", "also save the attribution values, for Explanation.load"),
+        Argument("--restart", "delete the results of an earlier run and start again"),
         Argument("--retry", "retry images that failed in an earlier run"),
         Argument("--strict", "stop at the first image that fails"),
     ],
@@ -280,7 +291,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
     "execution": [
         Argument("--engine NAME", "local (default), or ray for a cluster", choices=("local", "ray"), default="local"),
         Argument("--device NAME", "cpu, cuda:1, cuda:0,cuda:1 or auto (default)", default="auto"),
-        Argument("--batch-size N", "images per batch (default: 8 on CPUs, 64 on GPUs)", type=_positive_integer),
-        Argument("--workers N", "number of threads (default: one per core)", type=_positive_integer),
+        Argument("--batch-size N", "images per batch (default: 8 on CPUs, 64 on GPUs)", type=int),
+        Argument("--workers N", "number of threads (default: one per core)", type=int),
     ],
 }

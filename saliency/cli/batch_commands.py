@@ -1,4 +1,4 @@
-"""The commands on batch folders: `saliency batch`, and `render` and `report`, which need no model.
+"""The commands on batch folders: `saliency batch`, and `report`, which needs no model.
 
 Modules that import torch are imported later, since a finished run needs none of them.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from rich.text import Text
@@ -19,16 +20,22 @@ from ..batch.failures import sentence
 from ..batch.manifest import write_csv
 from ..errors import plural, visible
 from .arguments import ALL, METHOD, arguments_of, overlay_style
-from .console import Screen
+from .console import Screen, UsageError
+
+_DETECTION = ("box", "point", "index")
+_TOGETHER = (
+    *((name, "target") for name in (*_DETECTION, "texts", "targets", "detections")),
+    *(("region", "where"), ("keypoint", "index"), ("detections", "targets")),
+)
+"""Names of arguments that may be given together, besides one alone."""
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Run the batch, print its summary, and return the exit code."""
-    command = ["saliency", *sys.argv[1:]]
+    given = run_arguments(batch, arguments) | {"style": overlay_style(arguments)}
     with screen.progress() as show:
-        given = run_arguments(batch, arguments)
-        summary = batch(**given, style=overlay_style(arguments), command=command, on_progress=show)
-    _print_summary(summary, screen)
+        summary = batch(**given, command=["saliency", *sys.argv[1:]], on_progress=show)
+    _print_summary(summary, screen, "images" if arguments.detections is None else "detections")
     return 1 if summary.kinds.keys() - expected_errors(arguments) else 0
 
 
@@ -36,6 +43,7 @@ def run_arguments(function: Callable[..., object], arguments: argparse.Namespace
     """Return the parsed arguments of `batch` or `evaluate`. The first text is the target, against the others."""
     methods = select_methods(arguments.methods or [METHOD])
     given = arguments_of(function, arguments) | {"sources": list(read_sources(arguments.sources)), "methods": methods}
+    given["target"] = choose_target(arguments)
     if arguments.texts:
         from ..targets.embedding import text
 
@@ -43,9 +51,41 @@ def run_arguments(function: Callable[..., object], arguments: argparse.Namespace
     return given
 
 
+def choose_target(arguments: argparse.Namespace) -> Any:
+    """Return the class, detection, region or joint of the parsed arguments.
+
+    Raises:
+        UsageError: They name several targets.
+        SaliencyError: A place is invalid, or the mask of a region cannot be read.
+    """
+    every = dict.fromkeys(chain.from_iterable(_TOGETHER))
+    given = [name for name in every if getattr(arguments, name, None) not in (None, [])]
+    if given == ["where"] or not any(together.issuperset(given) for together in map(set, _TOGETHER)):
+        flags = ", ".join(f"--{name}" for name in given).replace("--texts", "--text")
+        hint = "--point X,Y --target CLASS, --region CLASS --where PLACE or --keypoint NAME --index N"
+        raise UsageError(f"{flags} is not one target; pass for example {hint}")
+    if not {*_DETECTION, "region", "keypoint"}.intersection(given):
+        return arguments.target
+    import numpy as np
+
+    from ..io.inputs import open_image
+    from ..io.preprocess import drawable
+    from ..targets.box import box
+    from ..targets.region import keypoint, region
+
+    if "region" in given:
+        where = arguments.where
+        is_mask = isinstance(where, Path)
+        return region(arguments.region, np.asarray(drawable(open_image(where))).any(-1) if is_mask else where)
+    if "keypoint" in given:
+        return keypoint(arguments.keypoint, arguments.index or 0)
+    return box(**{name: getattr(arguments, name) for name in _DETECTION}, cls=arguments.target)
+
+
 def expected_errors(arguments: argparse.Namespace) -> set[str]:
-    """Return the kinds of errors that are not failures: with --method all, of a method that does not apply."""
-    return {"NotApplicableError"} if ALL in (arguments.methods or ()) else set()
+    """Return the kinds of errors that are not failures: methods that do not apply, and images without detections."""
+    kinds = {"NotApplicableError"} if ALL in (arguments.methods or ()) else set()
+    return kinds if getattr(arguments, "detections", None) is None else {*kinds, "NotFoundError"}
 
 
 def read_sources(words: list[str]) -> Iterator[str]:
@@ -67,11 +107,11 @@ def select_methods(names: list[str]) -> list[str]:
     return list(METHODS)
 
 
-def _print_summary(summary: Summary, screen: Screen) -> None:
-    """Print the failures, the number of images, the speed and the path of the page."""
+def _print_summary(summary: Summary, screen: Screen, counted: str) -> None:
+    """Print the failures, the number of images or detections, the speed and the path of the page."""
     for source, method, why in summary.failures:
         screen.error(sentence(source, method, why))
-    done = f"{summary.done} of {summary.images} images done"
+    done = f"{summary.done} of {summary.images} {counted} done"
     if summary.fresh:
         minutes, seconds = divmod(summary.seconds, 60)
         duration = f"{minutes:.0f} min {seconds:.0f} s" if minutes else f"{seconds:.1f} s"
@@ -91,23 +131,6 @@ def _print_summary(summary: Summary, screen: Screen) -> None:
         kinds = ", ".join(f"{number} {kind}" for kind, number in summary.kinds.most_common())
         screen.say(Text(f"{plural(summary.failed, 'image')} with failures: {kinds}; --retry tries them again", "red"))
     screen.say(f"gallery page: {visible(summary.page)}")
-
-
-def render(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Redraw the overlays, print their number, and return the exit code."""
-    from ..batch.drawing import redraw
-
-    style, counts = overlay_style(arguments), Counter[str]()
-    for image in redraw(arguments.maps, arguments.out, style=style, methods=arguments.methods or []):
-        counts["failed" if image.failure else "small" if image.is_small else "large"] += 1
-        if image.failure is not None:
-            screen.error(f"{visible(image.map)}: {visible(image.failure.reason)}")
-    screen.say(f"{plural(counts['large'] + counts['small'], 'overlay')} in {visible(arguments.out)}")
-    if counts["small"]:
-        screen.say(Text(f"{counts['small']} of them on the thumbnail: the image was removed or has changed", "dim"))
-    if counts["failed"]:
-        screen.say(Text(plural(counts["failed"], "failure"), "red"))
-    return 1 if counts["failed"] or not counts.total() else 0
 
 
 def report(arguments: argparse.Namespace, screen: Screen) -> int:

@@ -20,12 +20,13 @@ from rich.text import Text
 
 from ..attribution.base import get_method
 from ..attribution.explanation import Explanation
-from ..batch.drawing import CARD_SUFFIXES, write_results
+from ..batch.drawing import write_results
 from ..batch.engines import RunContext, SequentialEngine
 from ..batch.failures import sentence
 from ..batch.listing import ImageEntry, with_names
 from ..batch.manifest import Row
 from ..batch.network import LoadedImage, find_devices
+from ..batch.output_folder import file_names
 from ..batch.run import Run
 from ..batch.run_options import RunOptions
 from ..batch.sources import Found, find_images
@@ -36,7 +37,7 @@ from ..render.overlay import save_drawing
 from ..render.sheet import contact_sheet
 from ..targets.embedding import text
 from .arguments import ALL, METHOD, overlay_style
-from .batch_commands import expected_errors
+from .batch_commands import choose_target, expected_errors
 from .console import Screen, UsageError
 
 SHEET = "sheet.png"
@@ -76,6 +77,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         SaliencyError: The command line is invalid. Nothing has been written.
     """
     methods, more_images = methods_and_images(arguments.methods or [METHOD])
+    arguments.target = choose_target(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         entries, left_out = _find_images(arguments, more_images, Path(scratch))
         if arguments.out != Path("-"):
@@ -130,8 +132,8 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
             options = RunOptions.of(given | {"on_progress": show})
             engine = SequentialEngine(one_device(options), lambda entry: screen.name_subject(entry.label))
             Run(options, arguments.out, entries, partial(_Context, rows=rows, thumbs=thumbs)).execute(engine)
-    except SaliencyError:  # an invalid option, for which the first image failed
-        rows.clear()
+    except SaliencyError:  # an invalid option, for which the first image failed, or a full disk
+        rows[:] = [row for row in rows if row["overlay"]]
         raise
     finally:
         screen.name_subject("")
@@ -167,10 +169,9 @@ def one_device(options: RunOptions) -> torch.device:
 
 def _require_other_files(arguments: argparse.Namespace, methods: Sequence[str], entries: Sequence[ImageEntry]) -> None:
     """Raise UsageError if a file would replace one of the images."""
-    suffixes = ["png", *(f"trust.{suffix}" for suffix in CARD_SUFFIXES if arguments.trust)]
-    files = [f"{entry.name}.{method}.{suffix}" for entry in entries for method in methods for suffix in suffixes]
+    names = [file_names(entry, method, "png", with_manifest=False) for entry in entries for method in methods]
     protected = {os.path.realpath(entry.path) for entry in entries}
-    for file in [*files, SHEET] if arguments.sheet else files:
+    for file in [*([SHEET] * arguments.sheet), *(file for of_method in names for file in of_method.values())]:
         if os.path.realpath(arguments.out / file) in protected:
             raise UsageError(f"--out {arguments.out}: {file} would replace one of the images; choose another folder")
 
@@ -235,7 +236,9 @@ def _print_totals(written: Sequence[Row], failures: int, out: Path, screen: Scre
         images = len({row["source"] for row in written})
         folder = "" if out == Path() else f" in {visible(out)}{os.sep}"
         screen.say(f"{plural(len(written), 'overlay')} of {plural(images, 'image')}{folder}")
-        screen.say(Text("strong colours: what drove the score; rectangle: the crop that the model saw", "dim"))
+        has_boxes = any(row["target_box"] for row in written)
+        marks = "green: the explained box" if has_boxes else "rectangle: the crop that the model saw"
+        screen.say(Text(f"strong colours: what drove the score; {marks}", "dim"))
     layers = dict.fromkeys(row["layer"] for row in written if row["layer"])
     if layers:
         screen.say(Text(f"layers read by the CAMs: {', '.join(layers)}", "dim"))

@@ -11,6 +11,7 @@ from ..batch.sources import find_images
 from ..errors import plural, visible
 from ..evaluation.trust import TrustCard
 from .arguments import METHOD
+from .batch_commands import choose_target
 from .console import Screen, UsageError
 from .explain import methods_and_images, one_device
 
@@ -26,7 +27,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     if len(entries) != 1 or len(methods) != 1:
         counts = f"got {plural(len(entries), 'image')} and {plural(len(methods), 'method')}"
         raise UsageError(f"a trust card is of one image and one method, {counts}; saliency explain --trust writes many")
-    options, (entry,) = RunOptions.of(vars(arguments) | {"methods": methods}), entries
+    given = {**vars(arguments), "methods": methods, "target": choose_target(arguments)}
+    options, (entry,) = RunOptions.of(given), entries
     with screen.waiting("measuring the map"):
         network = Network(options, move_model(load_model(options), one_device(options)))
         loaded = network.load(Slot(0, entry, (methods[0],)))

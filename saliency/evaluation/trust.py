@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ GRADIENTS = ("input_x_gradient", "vanilla_gradient")
 PROPERTIES = {
     "mprt": ("depends on the weights (MPRT)", "the map changes when the weights are randomised"),
     "random_logit": ("depends on the class (random logit)", "the map changes with the explained class"),
+    "random_box": ("depends on the box (random logit)", "the map changes with the explained box"),
     "noise_margin": ("stable under noise (noise margin)", "noise changes the map less than random weights do"),
     "deletion": ("needed for the score (deletion)", "deleting the marked pixels lowers the score faster"),
     "insertion": ("enough for the score (insertion)", "inserting the marked pixels raises the score faster"),
@@ -60,7 +61,7 @@ PROPERTIES = {
 """The title and the verdict of each metric of a card."""
 
 GROUPS = {
-    "depends on the model": ("mprt", "random_logit", "noise_margin"),
+    "depends on the model": ("mprt", "random_logit", "random_box", "noise_margin"),
     "marks what matters": ("deletion", "insertion", "road", "infidelity", "rank_correlation"),
 }
 """The metrics of each group of a card. A map of the right model can still be at the wrong place."""
@@ -269,6 +270,10 @@ def trust(
     context["inputs"] = subject.images
     metrics = _metrics(subject, None if seconds is None else check_number("seconds", seconds, above=0))
     measurements = measure(metrics, explanation, shared=shared, **context)
+    is_box = [each.settings.get("of") == "box" for each in measurements]
+    measurements = [
+        replace(each, metric="random_box") if box else each for each, box in zip(measurements, is_box, strict=True)
+    ]
     measurements.append(_agreement(subject, context))
     notes = _notes(explanation, {each.metric for each in measurements})
     card = TrustCard([property_of(each) for each in measurements], _COLUMNS, _title(explanation), notes)
@@ -289,9 +294,10 @@ def _metrics(subject: Subject, seconds: float | None) -> list[Metric]:
         samples = max(20, min(samples, int(0.1 * seconds / forward)))
     metrics: list[Metric] = []
     if draws >= 2:
-        is_class = None not in subject.explanation.target
+        (classes,), (boxes,) = subject.others(), subject.others("box")
+        is_class = bool(classes) or None not in subject.explanation.target
         metrics += [MPRT(layers=1, draws=draws), *([RandomLogit(draws=draws)] if is_class else [])]
-        metrics.append(NoiseMargin(samples=draws, draws=draws))
+        metrics += [*([RandomLogit(draws=draws, of="box")] if boxes else []), NoiseMargin(samples=draws, draws=draws)]
     curves = [Deletion(steps=steps, until=UNTIL), Insertion(steps=steps, until=UNTIL)]
     return [*metrics, *curves, ROAD(shares=(0.2, 0.5)), Infidelity(samples=samples)]
 
@@ -348,13 +354,13 @@ def _title(explanation: Explanation) -> str:
 
 def _missing(measured: Collection[str]) -> list[str]:
     """Return the titles of the properties that were not measured."""
-    return [title for name, (title, _) in PROPERTIES.items() if name not in measured]
+    return [title for name, (title, _) in PROPERTIES.items() if name not in (*measured, "random_box")]
 
 
 def _notes(explanation: Explanation, measured: Collection[str]) -> list[str]:
     notes = [
         "clear: better than all controls, maps that ignore the prediction: the edges of the image, a spot at the "
-        "centre, and the map itself at 19 random places; for the first three rows a constant, noise and the edges",
+        "centre, and the map itself at 19 random places; for the first group a constant, noise and the edges",
         "worse: worse than all of them; ±: a standard error; in brackets: the range of 90 % of the draws, or two "
         "standard errors of the difference if the metric samples",
     ]

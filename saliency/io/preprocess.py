@@ -98,6 +98,11 @@ class Geometry:
         repeats = points.shape[-1] // 2
         return points * points.new_tensor(self.scale * repeats) + points.new_tensor(self.box[:2] * repeats)
 
+    def to_input(self, box: Box) -> Box:
+        """Convert a box in pixels of the image to pixels of the input."""
+        (x, y), (left, top) = self.scale, self.box[:2]
+        return (box[0] - left) / x, (box[1] - top) / y, (box[2] - left) / x, (box[3] - top) / y
+
 
 def scaled_size(size: tuple[int, int], longest: int) -> tuple[int, int]:
     """Return the size (w, h) of an image after resizing its longer edge to `longest` pixels."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -18,8 +19,10 @@ from ..hooks.autograd_graph import unique_modules
 from ..hooks.forward_args import bind_image, cache_of, has_forward_args
 from ..hooks.manager import HookManager
 from ..hooks.model_state import leaf, run_model
-from ..hooks.pytree import first_tensor, tree_tensors
+from ..hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
 from ..hooks.rectifiers import differentiate
+from ..targets.box import BoxScore
+from ..targets.region import Keypoint
 from ..targets.targets import output_tensor
 from .layout import GIVE_LAYOUT, Layout, given_layout, is_channels_first, layout_from, token_layout, traced_layout
 from .positions import Grid, PositionTrace, is_mirrored
@@ -168,6 +171,7 @@ class LayerScan:
 # By model, then by the shape of an image and the ids of all modules. The ids differ after a module was replaced.
 _scans: WeakKeyDictionary[nn.Module, dict[Hashable, LayerScan]] = WeakKeyDictionary()
 _traces: WeakKeyDictionary[nn.Module, dict[Hashable, LayerTrace]] = WeakKeyDictionary()
+_head_inputs: WeakKeyDictionary[nn.Module, dict[Hashable, _Layers]] = WeakKeyDictionary()
 
 
 def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> LayerScan:
@@ -203,15 +207,82 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
     return scan
 
 
+def default_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> tuple[str, ...]:
+    """Return the layers of all levels that enter a detector's head if the target is a box, else `default_layer`."""
+    return tuple(layer.name for layer in head_inputs(model, x, target)) or (default_layer(model, x, target),)
+
+
 def default_layer(model: nn.Module, x: Tensor, target: _Score | None = None) -> str:
-    """Return the last layer with spatial output at which the score has a gradient. Raises LayerError without one."""
-    layer = scan_layers(model, x, target).default
+    """Return the last layer with spatial output at which the score has a gradient. Raises LayerError without one.
+
+    If the target is a box, it is the last of the layers that enter the head.
+    """
+    levels = head_inputs(model, x, target)
+    with HookManager(exclusive=True), torch.enable_grad():
+        last = _last_with_gradient(model, x, levels, target) if levels and target else None
+    layer = last.name if last else scan_layers(model, x, target).default
     if layer is None:
         raise LayerError(
             f"no layer of {type(model).__name__} has a spatial output, not mirrored, for an input of "
             f"{x.shape[-2]}x{x.shape[-1]}; pass layer=..., a larger image, or the network inside one that flips images"
         )
     return layer
+
+
+def head_inputs(model: nn.Module, x: Tensor, target: _Score | None) -> _Layers:
+    """Return the layers that enter the head of a detector, from fine to coarse; none if the target is not a box.
+
+    The head is the last module with parameters that the model itself calls. A layer enters it if its output reaches an
+    argument of the head without passing another layer. So the layers are the same for all boxes.
+    """
+    if not isinstance(getattr(target, "target", None), BoxScore | Keypoint):
+        return ()
+    known, key = cache_of(_head_inputs, model), _key(model, x)
+    if key not in known:
+        with HookManager(exclusive=True), bind_image(0):
+            known[key] = _find_head_inputs(model, _noise(1, *x.shape[1:]).to(x), trace_layers(model, x).candidates)
+    layers: _Layers = known[key]
+    return layers
+
+
+def _find_head_inputs(model: nn.Module, x: Tensor, candidates: _Layers) -> _Layers:
+    calls: list[tuple[int, nn.Module, Any]] = []  # the number of modules around each call, the module, its arguments
+    depth = [0]
+    outputs: list[tuple[SpatialLayer, Tensor]] = []
+
+    def begin(module: nn.Module, *arguments: Any) -> None:
+        calls.append((depth[0], module, arguments))
+        depth[0] += 1
+
+    def end(token: None, output: Any) -> None:
+        depth[0] -= 1
+
+    def cut(layer: SpatialLayer, output: Any) -> Any:
+        """Record gradients anew from the output of a layer."""
+        if len(tensors := list(tree_tensors(output))) > 1:
+            return None  # all levels, each of which is the output of another layer
+        (tensor,) = tensors
+        outputs.append((layer, leaf(tensor)))
+        passed_on = outputs[-1][1].clone()  # which the model may change in place
+        return tree_map_tensors(output, lambda other: passed_on if other is tensor else other)
+
+    with HookManager() as hooks, torch.enable_grad():
+        for module in unique_modules(model):
+            if module is not model and next(module.parameters(), None) is not None:
+                hooks.around(module, partial(begin, module), end)
+        for layer in candidates:
+            hooks.observe(model.get_submodule(layer.name), partial(cut, layer))
+        run_model(model, x)
+    depths = [depth for depth, *_ in calls]
+    outer = next((depth for depth in sorted(set(depths)) if depths.count(depth) > 1), 0)
+    heads = [module for depth, module, _ in calls if depth == outer]
+    entering = [t for _, module, arguments in calls if heads and module is heads[-1] for t in tree_tensors(arguments)]
+    ends = [tensor.sum() for tensor in entering if tensor.requires_grad]
+    if not ends or not outputs:
+        return ()
+    grads = torch.autograd.grad(ends, [tensor for _, tensor in outputs], allow_unused=True)
+    layers = [layer for (layer, _), gradient in zip(outputs, grads, strict=True) if gradient is not None]
+    return tuple(sorted(layers, key=lambda layer: -math.prod(layer.layout.grid)))
 
 
 def trace_layers(model: nn.Module, x: Tensor) -> LayerTrace:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from ..attribution.forward import Needs, TargetGradients
 from ..attribution.options import PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
 from ..errors import LayerError, MethodError, NotApplicableError, warn
-from ..layers.find import LayerLike, default_layer, find
+from ..layers.find import LayerLike, default_layer, default_layers, find
 from ..targets.targets import output_tensor
 
 SIGNED_SHARE = 0.3
@@ -51,7 +52,8 @@ class LayerAttribution(TracedAttribution):
     Args:
         layer: A dotted name, the module itself, a list with one of these, or None for the last layer with spatial
             output at which the score has a gradient. That layer is found by one forward of noise, or of the images if
-            only the target can read the scores (a detector). If a module is called several times, the last call counts.
+            only the target can read the scores. For a box of a detector, None means all layers that enter its head; see
+            `summed_levels`. If a module is called several times, the last call counts.
             Tokens (vision transformers with any number of leading tokens) and channels-last layouts (Swin) are read as
             maps.
 
@@ -64,27 +66,57 @@ class LayerAttribution(TracedAttribution):
     cost = "1 forward, 1 backward to the layer"
 
     layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
+    reads_levels: ClassVar[bool] = False
+    """Whether the method reads all levels of a detector; else only the last one."""
 
     def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
         """Return the named layer, or the default one."""
-        return replace(self.needs, layers=(self.layer or default_layer(self.model, x, target),))
+        if self.layer:
+            return replace(self.needs, layers=(self.layer,))
+        return replace(self.needs, layers=self.default_layers(x, target))
+
+    def default_layers(self, x: Tensor, target: ResolvedTarget) -> tuple[str, ...]:
+        """Return the layers that are read if none is named."""
+        default = default_layers if self.reads_levels else default_layer
+        names = default(self.model, x, target)
+        return (names,) if isinstance(names, str) else names
+
+
+def summed_levels(maps: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the maps (N, 1, h, w) of the levels of a detector, on the finest grid.
+
+    Each map is enlarged with its sum unchanged. So a level counts by its share of the score, in all maps on one scale.
+    """
+    finest = max((values.shape[-2:] for values in maps), key=math.prod)
+    shares = [values * (values[0, 0].numel() / math.prod(finest)) for values in maps]
+    return torch.stack([F.interpolate(values, finest, mode="bilinear", align_corners=False) for values in shares]).sum(
+        0
+    )
 
 
 class LayerCombination(LayerAttribution):
     """Base class of maps computed from one layer's activations and the gradients there."""
 
     needs = Needs("layers", backwards=1)
+    reads_levels = True
     assumes_unsigned: ClassVar[bool] = False
     """Whether the weights assume activations of at least zero. If so, the method warns about negative activations."""
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
-        """Compute the map of the layer."""
-        (layer,) = layers
-        activation = grads.activation(layer)
-        if self.assumes_unsigned:
-            warn_if_signed(self.name, activation)
-        gradient = activation if self.needs.gradients == "none" else grads.gradient(layer)
-        return BatchAttribution(self.combine(activation, gradient), grads.scores, layer=layer)
+        """Compute the map of the layer, or the maps of several levels together."""
+        maps = []
+        for layer in layers:
+            activation = grads.activation(layer)
+            if self.assumes_unsigned:
+                warn_if_signed(self.name, activation)
+            gradient = activation if self.needs.gradients == "none" else grads.gradient(layer)
+            maps.append(self.combine(activation, gradient))
+        values = maps[0] if len(maps) == 1 else self.combine_levels(maps)
+        return BatchAttribution(values, grads.scores, layer=", ".join(layers))
+
+    def combine_levels(self, maps: Sequence[Tensor]) -> Tensor:
+        """Combine the maps (N, 1, h, w) of all levels; by default their sum, see `summed_levels`."""
+        return summed_levels(maps)
 
     @abstractmethod
     def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:

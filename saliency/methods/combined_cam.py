@@ -21,7 +21,7 @@ from ..engine.estimates import Estimate
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, from_estimate
 from ..errors import LayerError, NotApplicableError
 from ..hooks.autograd_graph import PlainAttention
-from ..layers.find import scan_layers
+from ..layers.find import head_inputs, scan_layers
 from ..targets.targets import ClassScore, class_scores
 from ..validation import check_choice, check_integer, check_number
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, XGradCAM, layer_name, weighted_sum
@@ -55,6 +55,7 @@ class GuidedGradCAM(LayerAttribution):
     cost = "1 forward, 1 backward"
     needs = Needs(backwards=2)
     sign = "absolute"
+    reads_levels = True
 
     smooth: Option[Smooth] = Option("leave", check_choice, get_args(Smooth))
 
@@ -67,7 +68,7 @@ class GuidedGradCAM(LayerAttribution):
         cam = self._cam.explain_gradients(grads, layers).values.clamp(min=0)
         guided, coverage = self._guided.signal(grads)
         cam = F.interpolate(cam, guided.shape[-2:], mode="bilinear", align_corners=False)
-        return BatchAttribution(guided * cam, grads.scores, coverage, layers[0])
+        return BatchAttribution(guided * cam, grads.scores, coverage, ", ".join(layers))
 
 
 def _layer_names(method: Attribution, layers: Sequence[str | nn.Module]) -> tuple[str, ...]:
@@ -91,8 +92,9 @@ class _LayerFusion(TracedAttribution):
         self._cam = _CAMS[self.cam](self.model)
 
     def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
-        """Return the named layers, or the last layer of each of the last three resolutions."""
-        layers = self.layers or scan_layers(self.model, x, target).last_per_resolution()
+        """Return the named layers, those that enter a detector's head, or the last of each of three resolutions."""
+        layers = self.layers or tuple(layer.name for layer in head_inputs(self.model, x, target))
+        layers = layers or scan_layers(self.model, x, target).last_per_resolution()
         if not layers:
             raise LayerError(f"no layer of {type(self.model).__name__} has a spatial output; pass layers=[...]")
         return replace(self.needs, layers=layers)

@@ -18,7 +18,7 @@ from ..attribution.explanation import Explanation, Sign
 from ..attribution.heatmap import PER_UNIT, limits, reduced_maps, require_explanation, rounding_errors
 from ..errors import RenderError, did_you_mean, warn
 from ..io.inputs import ImageLike, open_image
-from ..io.preprocess import Frame, drawable, resize_box, scaled_size
+from ..io.preprocess import Box, Frame, drawable, resize_box, scaled_size
 from ..validation import check_number
 from .contours import check_levels, draw_contours
 from .scaling import Percentile, drawn_maps, resolve_percentile, smoothed
@@ -38,6 +38,7 @@ HATCHED = "hatched: tokens with an outlying norm"  # legend
 CENTRE = 128  # the entry of zero in a centred table
 
 LEAST_RANGE = 0.05  # of the largest magnitude; a map with a smaller range is nearly even
+BOX_COLOR = (0, 230, 64)  # of the explained box; no default colour map has it
 MOST_OPACITY = 0.8  # of opacity="map"; the image stays visible under the strongest values
 LINES_PER_CROP = 240  # thickness of the lines around the crop: one of so many parts of its shorter edge
 STRIPES_PER_EDGE = 400  # thickness of stripes: one of so many parts of the image's longer edge
@@ -80,6 +81,7 @@ class ScaledMap:
     limit: float  # the map value at full colour
     is_saturated: bool  # whether a value exceeds the limit
     outliers: Plane | None  # (h, w), 1 at cells that are hatched and 0 at others; None if there are none
+    target_box: Box | None = None  # the explained box, as fractions of the map
 
     def colors(self, colormap: str | None) -> Pixels:
         """Return the 256 colours of this map: (256, 3)."""
@@ -168,7 +170,9 @@ def scale_map(
     scaled = np.clip(values, -limit, limit) / limit if limit > 0 else np.sign(values)
     is_saturated = bool((np.abs(values) > limit).any())
     outliers = marks[0].float().cpu().numpy() if marks is not None and marks.any() else None
-    return ScaledMap(scaled.astype(np.float32), sign, floor, floor + limit, is_saturated, outliers)
+    box = explanation.target_boxes[0] if explanation.target_boxes else None
+    box = box and resize_box(box, (explanation.input_size[1], explanation.input_size[0]), (1, 1))
+    return ScaledMap(scaled.astype(np.float32), sign, floor, floor + limit, is_saturated, outliers, box)
 
 
 def _map_label(explanation: Explanation) -> str:
@@ -253,7 +257,7 @@ def paint(
 
     With opacity "map", two thin lines mark the box, unless it covers the image. `visibility` (h, w) scales the opacity
     of each cell, 0 to 1; None leaves it unchanged. Outliers have stripes instead of colours. Lines surround the
-    magnitudes above each of `contours`, shares of the full colour.
+    magnitudes above each of `contours`, shares of the full colour, and a green line the box that the target explains.
     """
     follows_map = isinstance(opacity, str) and opacity == "map"
     if not follows_map:
@@ -273,6 +277,11 @@ def paint(
     if follows_map:
         for tone, edge in outline(pixels, area):
             edge[:] = edge // 2 + tone // 2
+    if scaled.target_box is not None:
+        sides = [max(0, round(edge)) for edge in placed_box(frame, scaled.target_box)]
+        inside = slice(sides[1], sides[3]), slice(sides[0], sides[2])
+        for tone, edge in outline(pixels, inside, max(pixels.shape) / STRIPES_PER_EDGE):
+            edge[:] = BOX_COLOR if tone else 0
     drawing = as_drawing(Image.fromarray(pixels))
     if levels := check_levels(contours):
         draw_contours(drawing, values, area, levels)
@@ -322,7 +331,14 @@ def hatching(scaled: ScaledMap, frame: Frame, area: Area) -> Iterator[tuple[int,
     yield 255, 1, marked & (diagonals == 1)
 
 
-def outline(pixels: Pixels, area: Area) -> Iterator[tuple[int, Pixels]]:
+def placed_box(frame: Frame, box: Box) -> Box:
+    """Convert a box from fractions of the map to pixels of the frame's image."""
+    left, top, right, bottom = frame.box
+    width, height = right - left, bottom - top
+    return left + width * box[0], top + height * box[1], left + width * box[2], top + height * box[3]
+
+
+def outline(pixels: Pixels, area: Area, width: float | None = None) -> Iterator[tuple[int, Pixels]]:
     """Yield the edges of two lines along the border of an area, inside it: black (0), and inside that white (255).
 
     One of them is visible on any image. Nothing is yielded if the area covers the image.
@@ -330,7 +346,7 @@ def outline(pixels: Pixels, area: Area) -> Iterator[tuple[int, Pixels]]:
     box = pixels[area]
     if box.shape == pixels.shape:
         return
-    width = max(1, round(min(box.shape[:2]) / LINES_PER_CROP))
+    width = max(1, round(min(box.shape[:2]) / LINES_PER_CROP if width is None else width))
     for tone in (0, 255):
         yield from ((tone, edge) for edge in (box[:width], box[-width:], box[:, :width], box[:, -width:]))
         box = box[width:-width, width:-width]

@@ -61,7 +61,8 @@ def overlay(
     """Draw the map in colours over the original, uncropped image: RGB, in the size of the image.
 
     Outside the model's crop, and everywhere at opacity 0, the result equals the image bit for bit. Two thin lines mark
-    the crop if the opacity follows the map. The values of the explanation never change.
+    the crop if the opacity follows the map. A green line marks the box that a target such as `saliency.box` explains.
+    The values of the explanation never change.
 
     Args:
         explanations: An explanation of one image. Several images, or a list of explanations, give a list of overlays,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import TargetError
+from ..errors import NotFoundError, TargetError
 from ..io.preprocess import Box, Geometry
 from ..validation import check_choice, is_integer, is_real
 from .candidates import ABSENT, BoxLink, Candidates, CandidatesFunction, candidates, iou
@@ -39,7 +39,7 @@ class LocatedTarget(OutputTarget):
             place = self.place or (0, 0)
             if not (place[0] < width and place[1] < height and min(place[-2:]) >= 0):
                 kind = "point" if len(place) == 2 else "box"
-                raise TargetError(f"the {kind} {as_text(place)} is outside the image of {width} x {height} pixels")
+                raise NotFoundError(f"the {kind} {as_text(place)} is outside the image of {width} x {height} pixels")
         return replace(self, geometries=tuple(geometries))
 
 
@@ -80,9 +80,18 @@ class BoxScore(LocatedTarget):
 
     def resolve_from(self, output: Any, facts: OutputFacts) -> BoxScore:
         """Return the target with the box of each image. Raises TargetError if there is no such box."""
-        names = facts.categories
-        target = replace(self, classes=len(names) if type(names) is tuple else None)
+        if self.matches:  # of an earlier call, for images that metrics have changed
+            return self
+        target = self._with_classes(facts.categories)
         return replace(target, matches=tuple(target._match(row, facts) for row in target._rows(output)))
+
+    def count(self, output: Any, categories: Categories) -> int:
+        """Return the number of detections of the class in one image."""
+        (row,) = self._with_classes(categories)._rows(output)
+        return len(row.detections(label=self.label))
+
+    def _with_classes(self, names: Categories) -> Self:
+        return replace(self, classes=len(names) if type(names) is tuple else None)
 
     def _rows(self, output: Any) -> list[Candidates]:
         if not self.geometries:
@@ -102,7 +111,7 @@ class BoxScore(LocatedTarget):
             if best < _LEAST_OVERLAP:
                 near = [at for at in row.detections(0) if overlaps[at] > 0]
                 problem = f"the best overlap with the box {as_text(self.place)} is an IoU of {best:.2f}, below 0.5"
-                raise TargetError(f"{problem}; there, the model found {_listing(row, near, facts.categories)}")
+                raise NotFoundError(f"{problem}; there, the model found {_listing(row, near, facts.categories)}")
             of_label = known.amax(1) if self.label is None else row.column(self.label).detach().sigmoid()
             found = int((of_label + 1e-9).mul(overlaps >= _LEAST_OVERLAP).mul(overlaps).argmax())
             overlap = float(overlaps[found])
@@ -112,7 +121,7 @@ class BoxScore(LocatedTarget):
                 of = "" if self.label is None else f" of {class_name(self.label, facts.categories)}"
                 at = f"at the point {as_text(self.place)}" if self.place else f"with the index {self.index}"
                 every = _listing(row, row.detections(), facts.categories)
-                raise TargetError(f"there is no detection{of} {at}; the model found {every}")
+                raise NotFoundError(f"there is no detection{of} {at}; the model found {every}")
             found = rows[self.index]
         label = int(known[found].argmax()) if self.label is None else self.label
         box = cast("Box", tuple(boxes[found].tolist()))
@@ -171,9 +180,29 @@ class BoxScore(LocatedTarget):
             self, geometries=self.geometries[image : image + 1] * count, matches=(self.matches[image],) * count
         )
 
+    def others(self, output: Any, of: Literal["class", "box"]) -> list[BoxScore]:
+        """Return the targets of the other classes, or joints, of the box, or of the top classes of other detections."""
+        (row,), (match,) = self._rows(output), self.matches
+        if of == "box":
+            known, boxes = row.probabilities.detach(), row.boxes.detach()
+            far = iou(boxes, boxes.new_tensor(match.box)) < _LEAST_OVERLAP
+            found = [(int(known[at].argmax()), boxes[at].tolist()) for at in row.detections() if far[at]]
+            rest = [match._replace(box=cast("Box", tuple(box)), label=label, against=None) for label, box in found]
+            return [replace(self, matches=(other,)) for other in rest]
+        if isinstance(self.of, int):
+            return [replace(self, of=at) for at in range(cast("Tensor", row.keypoints).shape[1]) if at != self.of]
+        count = row.scores.shape[1] if self.of == "class" and row.link != "label" else 0
+        rest = [match._replace(label=label, against=None) for label in range(count) if label != match.label]
+        return [replace(self, matches=(other,)) for other in rest]
+
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return names such as `cat at (120, 40, 300, 260), IoU 0.87`."""
         return tuple(self._name(match, categories) for match in self.matches) or ("box",) * images
+
+    def boxes(self) -> tuple[Box | None, ...]:
+        """Return the box of each image, in pixels of the input."""
+        pairs = zip(self.geometries, self.matches, strict=False)
+        return tuple(place.to_input(match.box) for place, match in pairs)
 
     def _name(self, match: Match, categories: Categories) -> str:
         of = self.joint if isinstance(self.of, int) else "" if self.of == "class" else self.of

@@ -140,11 +140,17 @@ def _read(output: Any, size: tuple[int, int], classes: int | None, link: BoxLink
     named = next((entry for entry in entries if not isinstance(entry, Tensor | list | tuple)), None)
     parts = dict(named) if isinstance(named, Mapping) else getattr(named, "__dict__", {})
     raw = parts.get("one2one") or parts
-    if {"boxes", "scores", "feats"} <= {*raw}:
+    if {"boxes", "scores"} <= {*raw} and isinstance(raw["scores"], Tensor) and raw["scores"].dim() == 3:
         if "angle" in raw:
             raise TargetError("boxes with an angle are not read; pass read=, a function that gives upright boxes")
+        y, (_, count, cells) = entries[0], raw["scores"].shape
+        if isinstance(y, Tensor) and y.shape[1:] == (4 + count, cells):
+            return _batch(_corners(y[:, :4].mT), raw["scores"].mT)
         sizes = [level.shape[-2:] for level in raw["feats"]]
         return _batch(_decoded(raw["boxes"], sizes, size), raw["scores"].mT)
+    y, scores = entries[0] if entries else None, raw.get("scores")
+    if isinstance(y, Tensor) and isinstance(scores, Tensor) and y[:, 4:].shape == scores.shape:
+        return _batch(_corners(y[:, :4].mT), scores.mT)  # decoded boxes, and logits without their levels
     logits, boxes = parts.get("logits", parts.get("pred_logits")), parts.get("pred_boxes")
     if isinstance(logits, Tensor) and isinstance(boxes, Tensor):
         return _queries(parts, logits, _corners(boxes) * _unit(size, boxes), _detr_link(output, logits, classes, link))

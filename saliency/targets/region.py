@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import TargetError
+from ..errors import NotFoundError, TargetError
 from ..io.preprocess import Geometry
 from ..validation import check_choice, is_integer
 from .box import BoxScore, LocatedTarget, as_place, as_text
@@ -55,6 +55,8 @@ class Region(LocatedTarget):
 
     def resolve_from(self, output: Any, facts: OutputFacts) -> Region:
         """Return the target with the pixels of the output that it averages."""
+        if self.cells is not None:  # of an earlier call, for images that metrics have changed
+            return self
         scores, index = self._scores(output)
         is_binary = False
         if not _has_instances(output):
@@ -69,11 +71,11 @@ class Region(LocatedTarget):
             problem = f"the model assigns no pixel to class {index} in image {{}}; pass them: region({index}, where)"
         is_empty = ~cells.flatten(1).any(1)
         if is_empty.any():
-            raise TargetError(problem.format(int(is_empty.nonzero()[0])))
+            raise NotFoundError(problem.format(int(is_empty.nonzero()[0])))
         if self.where == "border":
             near = F.max_pool2d(torch.stack([cells, ~cells], 1).float(), 3, 1, 1)  # within one pixel of each side
             if near.flatten(2).amax(2).min() == 0:
-                raise TargetError(f"class {index} has no border: the model assigns all pixels to it")
+                raise NotFoundError(f"class {index} has no border: the model assigns all pixels to it")
             return replace(target, cells=near[:, 1] * cells - near[:, 0] * ~cells)
         return replace(target, cells=cells.float())
 
@@ -117,6 +119,14 @@ class Region(LocatedTarget):
         return replace(
             self, cells=cells.expand(count, *cells.shape), geometries=self.geometries[image : image + 1] * count
         )
+
+    def others(self, output: Any, of: Literal["class", "box"]) -> list[Region]:
+        """Return the targets of the other classes of the same pixels, or of the other joints."""
+        scores, index = self._scores(output)
+        count = max(scores.shape[1], 1 + self.is_binary) if of == "class" else 0
+        rest = [replace(self, label=label) for label in range(count) if label != index]
+        is_peak = self.where == "peak"
+        return [replace(own, cells=None).resolve_from(output, OutputFacts()) for own in rest] if is_peak else rest
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return names such as `region of cat`."""
@@ -182,7 +192,7 @@ def _cells(where: Any, geometry: Geometry, size: Sequence[int]) -> Tensor:
         return cast("Tensor", where.bool().cpu())
     else:
         sizes = f"{(height, width)} as the image, or {tuple(size)} as the output"
-        raise TargetError(f"the region has shape {tuple(where.shape)}; expected {sizes}")
+        raise NotFoundError(f"the region has shape {tuple(where.shape)}; expected {sizes}")
     covered = _overlaps(top, bottom, size[0], down) @ mask @ _overlaps(left, right, size[1], across).T
     return torch.as_tensor((covered > 1e-9) & (covered >= min(0.5, covered.max()) * 0.999), device="cpu")
 

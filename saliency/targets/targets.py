@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TargetError, did_you_mean, plural
-from ..io.preprocess import Geometry
+from ..io.preprocess import Box, Geometry
 from ..validation import is_integer
 
 Categories = Sequence[str] | None
@@ -128,6 +128,10 @@ class OutputTarget(ABC):
         """Return the resolved target of one image, for an output whose rows are `count` passes of that image."""
         return self
 
+    def others(self, output: Any, of: Literal["class", "box"]) -> Sequence[OutputTarget]:
+        """Return the resolved targets of one image for the other classes of its place, or the other boxes."""
+        return ()
+
     @abstractmethod
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return the names of the target, one per image."""
@@ -135,6 +139,10 @@ class OutputTarget(ABC):
     def indices(self, images: int) -> tuple[int | None, ...]:
         """Return the class indices, one per image; None if the target is not a class."""
         return (None,) * images
+
+    def boxes(self) -> tuple[Box | None, ...]:
+        """Return the explained box of each image in pixels of the input, None if there is none; empty without boxes."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +431,11 @@ class TargetList(OutputTarget):
     def indices(self, images: int) -> tuple[int | None, ...]:
         """Return the class index of each image; None if its target is not a class."""
         return tuple(own.indices(1)[0] for own in self.targets)
+
+    def boxes(self) -> tuple[Box | None, ...]:
+        """Return the explained box of each image; empty without boxes."""
+        boxes = tuple((*own.boxes(), None)[0] for own in self.targets)
+        return boxes if any(boxes) else ()
 
 
 def located(target: Any, geometries: Sequence[Geometry]) -> Any:

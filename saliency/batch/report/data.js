@@ -6,7 +6,7 @@ const unpacked = (text) => {
   const compressed = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
   return new Response(new Blob([compressed]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
 };
-const photos = await unpacked(data.photos);
+const photos = await unpacked(data.images);
 const comparison = await unpacked(data.comparison); // null without a comparison of methods
 
 for (const photo of photos) {
@@ -28,7 +28,7 @@ function nameFiles(images, depth = 1) {
   const end = (photo, length) => String(photo.source ?? "").split(/\/(?=.)/s).slice(-length).join("/");
   for (const [file, same] of Map.groupBy(images, (photo) => end(photo, depth))) {
     for (const photo of same) photo.file = file;
-    if (same.length > 1 && same.some((photo) => end(photo, depth + 1) !== file)) nameFiles(same, depth + 1);
+    if (new Set(same.map((photo) => photo.source)).size > 1) nameFiles(same, depth + 1); // detections share a file
   }
 }
 nameFiles(photos);
@@ -60,6 +60,8 @@ const orderOf = (metric) => (betterOf(metric) ? "worst first" : "lowest first");
 const metricsOf = (photo, method) => Object.fromEntries(metrics.map((metric) => [metric, shortNumber(valueOf(method, metric, photo.id))]));
 
 const className = (row) => row?.name ?? (row?.target != null ? `class ${row.target}` : null);
+/** Return the name of a row without the place of its box, for lists of classes. */
+const plainName = (row) => (row?.target_box ? className(row)?.replace(/ at \(.*/s, "") : className(row)) ?? null;
 
 const percent = new Intl.NumberFormat("en", { style: "percent", minimumFractionDigits: 1, maximumFractionDigits: 1 });
 const integer = new Intl.NumberFormat("en");

@@ -94,15 +94,15 @@ function fill(card, at) {
 /** Return the first line below an image: its class, or the kind of failure. */
 function headline(row) {
   if (!row) return "Not explained yet";
-  return row.error == null ? (className(row) ?? "") : (row.error_kind ?? "Failed");
+  return row.error == null ? (plainName(row) ?? "") : (row.error_kind ?? "Failed");
 }
 
 /** Show an image with its heat map in a frame. If there is no image, show the overlay or the reason of the failure. */
 function showPicture(frame, photo, row, loading) {
-  const base = photo.photo ?? row?.overlay ?? null;
-  const heat = photo.photo ? (row?.heat ?? null) : null;
+  const base = photo.thumbnail ?? row?.overlay ?? null;
+  const heat = photo.thumbnail ? (row?.heat ?? null) : null;
   const message = row?.error ?? (base ? null : "There is no picture of this image.");
-  const seen = `${base}\n${heat}\n${message}`;
+  const seen = `${base}\n${heat}\n${message}\n${row?.target_box}`;
   if (frame.seen === seen) return;
   const old = frame.querySelector(".photo");
   // Keep the image element if only the heat map changes; a new element would flicker.
@@ -113,8 +113,24 @@ function showPicture(frame, photo, row, loading) {
   if (base && !kept) frame.append(image(base, "photo", loading));
   if (base) frame.firstChild.alt = describe(photo, row);
   if (heat) frame.append(image(heat, "heat", loading));
+  frame.append(...boxOf(photo, row));
   if (message !== null) frame.append(make("span", { class: "why", dir: "auto" }, message));
   frame.seen = seen;
+}
+
+/** Return the outline of the box that a row explains, black and green, in a list; an empty list without a box. */
+function boxOf(photo, row) {
+  if (!row?.target_box || !(photo.width > 0) || !(photo.height > 0)) return [];
+  const [left, top, right, bottom] = row.target_box;
+  const create = (tag, attributes) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    return element;
+  };
+  const svg = create("svg", { class: "box", viewBox: `0 0 ${photo.width} ${photo.height}`, "aria-hidden": "true" });
+  const place = { x: left, y: top, width: Math.max(0, right - left), height: Math.max(0, bottom - top) };
+  svg.append(create("rect", { ...place, class: "rim" }), create("rect", place));
+  return [svg];
 }
 
 function image(address, kind, loading, alt = "") {

@@ -29,7 +29,7 @@ function chosenPhotos() {
 }
 
 /** Return the key of a class: its index, because several classes may have the same name. */
-const classKey = (row) => (row?.target ?? row?.name ?? null) === null ? null : String(row.target ?? row.name);
+const classKey = (row) => (row?.target ?? row?.name ?? null) === null ? null : String(row.target ?? plainName(row));
 
 /** Return the metric by which the images are sorted; undefined without one. */
 const sortedMetric = () => metrics.find((metric) => state.sort === `worst:${metric}`);
@@ -65,7 +65,7 @@ function classes() {
     const row = rowOf(photo, state.method);
     const key = classKey(row);
     if (key === null) continue;
-    const entry = found.get(key) ?? { key, name: className(row), count: 0 };
+    const entry = found.get(key) ?? { key, name: plainName(row), count: 0 };
     entry.count += 1;
     found.set(key, entry);
   }

@@ -21,7 +21,8 @@ from ...hooks.model_state import prepared_for_attribution, run_model
 from ...io.inputs import ImagesLike
 from ...io.preprocess import Geometry
 from ...methods.gradient import VanillaGradient
-from ...targets.targets import TargetLike, located, probability
+from ...targets.box import LocatedTarget
+from ...targets.targets import OutputTarget, TargetLike, located, probability
 from ...validation import Registry, check_choice, check_integer
 
 Score = Literal["probability", "explained"]
@@ -220,6 +221,8 @@ class Subject(SharedResults):
         self._method, self._model, self._inputs = method, model, inputs
         size = explanation.input_size
         self._target: TargetLike = located(target, [Geometry.of(frame, size) for frame in explanation.frames])
+        given = self._target if isinstance(self._target, list | tuple) else [self._target]
+        self._has_place = any(isinstance(own, LocatedTarget) for own in given)
         self._masks, self._reference = masks, reference
 
     @cached_property
@@ -273,13 +276,37 @@ class Subject(SharedResults):
     @property
     def explained_target(self) -> TargetLike:
         """The target of the explanation. Raises MethodError if it is not a class and was not given."""
-        if self._target is not None:
-            return self._target
+        if self.fixed_target is not None or self._target is not None:
+            return self.fixed_target or self._target
         classes = list(self.explanation.target)
         if None in classes:
             name = self.explanation.target_names[0]
             raise MethodError(f'the explained target, "{name}", is not a class: pass it again as target=...')
         return classes
+
+    @cached_property
+    def fixed_target(self) -> OutputTarget | None:
+        """The given boxes, regions or joints as found in the images, for changed images and models; else None."""
+        if not self._has_place:
+            return None
+        with prepared_for_attribution(self.reader.model), torch.no_grad():
+            resolved = self.reader.resolve(self._target, self.images)
+            resolved(self.output)
+        return resolved.target
+
+    @cached_property
+    def output(self) -> Any:
+        """The output of the model for the images."""
+        with prepared_for_attribution(self.reader.model), torch.no_grad():
+            return run_model(self.reader.model, self.images)
+
+    def others(self, of: Literal["class", "box"] = "class") -> list[Sequence[OutputTarget]]:
+        """Return the targets of other classes, or other boxes, of each image; none if the target has no place."""
+        fixed = self.fixed_target
+        if fixed is None:
+            return [()] * len(self.images)
+        parts = [(fixed.repeated(image, 1), fixed.part(self.output, image)) for image in range(len(self.images))]
+        return [own.others(part, of) for own, part in parts]
 
     @property
     def scored_target(self) -> TargetLike:
@@ -292,7 +319,10 @@ class Subject(SharedResults):
         """The pixels of the object (N, H, W) of bool. Raises MethodError if they were not given or have other sizes."""
         if self._masks is None:
             hint = "pass masks=... of shape (N, H, W), or --masks or --boxes on the command line"
-            raise MethodError(f"this metric needs to know where the object is: {hint}")
+            own = (
+                "; the explained place is not a truth: take an annotation, or another model" if self._has_place else ""
+            )
+            raise MethodError(f"this metric needs to know where the object is: {hint}{own}")
         size = self.explanation.input_size
         try:
             masks = torch.as_tensor(self._masks, device=self.explanation.values.device).bool()

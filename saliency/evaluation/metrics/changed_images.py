@@ -84,7 +84,7 @@ class PerturbedImage:
         self.maps, self.seed = subject.maps[:, index], subject.seed
         self.preprocess = subject.reader.preprocess
         self._subject, self._index = subject, index
-        target = index, subject.explanation.target[index], is_explained  # the class is None for other targets
+        target = index, subject.explanation.target[index], subject.explanation.target_names[index], is_explained
         key = "image", id(subject.reader.model), *target, self.seed, digest(self.x)
         self.shared = subject.shared.once(key, SharedResults)
 

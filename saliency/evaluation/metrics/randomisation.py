@@ -21,9 +21,9 @@ from ...engine.estimates import generator
 from ...errors import MethodError, TargetError
 from ...hooks.manager import HookManager
 from ...hooks.model_state import prepared_for_attribution, run_model
-from ...targets.targets import OutputFacts, class_scores
+from ...targets.targets import OutputFacts, TargetLike, TargetList, class_scores
 from ...validation import check_choice, check_integer
-from .base import Outcome
+from .base import Outcome, Subject
 from .repeated_maps import SIMILARITIES, Maps, MethodMetric, Similarity, outputs, similarities
 
 Randomised = Literal["cascading", "independent"]
@@ -93,15 +93,19 @@ class MPRT(MethodMetric):
 class RandomLogit(MethodMetric):
     """Drop in the similarity of the map when another class is explained; higher is better.
 
+    For a box, a region or a joint, it is another class of the same box, of the same pixels, or another joint.
+
     Args:
         compare: The similarity of two maps: "spearman" (rank correlation), "absolute" (of magnitudes) or "ssim".
         draws: The number of other classes, drawn at random, for the standard error.
+        of: "class"; or "box" for the other detections in the image instead of other classes, in descending order of
+            their probability.
 
     Values: (N,), the similarity of the map to a repeated computation, minus the mean similarity to the maps of other
     classes. The curve has the similarities: the first for the same class.
 
     Raises:
-        TargetError: The explained target is not a class, or the model has no other class.
+        TargetError: The explained target is not a class, or the model has no other class or found no other box.
 
     Source: Sixt et al., "When Explanations Lie: Why Many Modified BP Attributions Fail" (2020),
         https://arxiv.org/abs/1912.09818.
@@ -112,26 +116,36 @@ class RandomLogit(MethodMetric):
 
     compare: Option[Similarity] = Option("spearman", check_choice, SIMILARITIES)
     draws: Option[int] = Option(5, check_integer)
+    of: Option[Literal["class", "box"]] = Option("class", check_choice, ("class", "box"))
 
     def measure_maps(self, maps: Maps) -> Outcome:
         """Compute the drops of the images."""
-        subject = maps.subject
-        images, classes = subject.images, subject.explanation.target
-        if None in classes:
-            name = subject.explanation.target_names[classes.index(None)]
-            raise TargetError(f'the explained target, "{name}", is not a class, so there are no other classes')
+        others = maps.subject.once(("others", self.of, self.draws), self._others, maps.subject)
+        again = [maps.again(), *(maps(maps.subject.images, target=other) for other in others)]
+        curve = similarities(maps.own, again, self.compare)
+        falls = curve[:, :1] - curve[:, 1:]
+        return Outcome(falls.mean(1), standard_error(falls), curves=curve)
+
+    def _others(self, subject: Subject) -> list[TargetLike]:
+        """Return other targets for all images."""
+        images, classes, names = subject.images, subject.explanation.target, subject.explanation.target_names
+        others = subject.others(self.of)
+        if all(others):
+            order = torch.randperm(max(map(len, others)), generator=generator(subject.seed), device="cpu").tolist()
+            places = (range(len(order)) if self.of == "box" else order)[: self.draws]
+            return [TargetList(tuple(own[at % len(own)] for own in others)) for at in places]
+        if self.of == "box" or None in classes:
+            problem = "has no other box in the image" if self.of == "box" else "is not a class with others to compare"
+            raise TargetError(f'the explained target, "{names[[*map(bool, others)].index(False)]}", {problem}')
         scores = class_scores(subject.once("output", outputs, subject.method, images[:1]))
         count = OutputFacts(subject.method.categories).class_count(scores.shape[1])
         if count < 2:
             raise TargetError("the model returns one number per image, so there are no other classes")
         draws = torch.rand(count, generator=generator(subject.seed), dtype=torch.float64, device="cpu")
-        others = draws.repeat(len(images), 1)
-        others[torch.arange(len(images), device="cpu"), torch.tensor(classes, dtype=torch.int64, device="cpu")] = 2
-        order = others.argsort(1)[:, : min(self.draws, count - 1)]  # the explained class comes last
-        again = [maps.again(), *(maps(images, target=column.tolist()) for column in order.T)]
-        curve = similarities(maps.own, again, self.compare)
-        falls = curve[:, :1] - curve[:, 1:]
-        return Outcome(falls.mean(1), standard_error(falls), curves=curve)
+        ranks = draws.repeat(len(images), 1)
+        ranks[torch.arange(len(images), device="cpu"), torch.tensor(classes, dtype=torch.int64, device="cpu")] = 2
+        order = ranks.argsort(1)[:, : min(self.draws, count - 1)]  # the explained class comes last
+        return [column.tolist() for column in order.T]
 
 
 def standard_error(samples: Tensor) -> Tensor:

@@ -1,0 +1,180 @@
+"""Boxes, regions and joints on the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from saliency.cli import main
+from saliency.testbed.shapes import Scenes, draw_scenes
+from tests.commandline import share_models
+
+SCALE = 4  # pixels of the photo for a pixel of the model's input
+DETECTOR = ("--model", "shapes_detector", "--layer", "backbone.layer2")
+UNET = ("--model", "shapes_unet", "--layer", "bottleneck")
+JOINTS = ("--model", "shapes_keypoints", "--layer", "bottleneck")
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _one_model_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    share_models(monkeypatch)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def go(*words: object) -> tuple[int, str, str]:
+        code = main([str(word) for word in words])
+        return (code, *capsys.readouterr())
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def scenes() -> Scenes:
+    return draw_scenes(2, seed=1_000_009, task="corners")
+
+
+@pytest.fixture
+def photo(scenes: Scenes, tmp_path: Path) -> Path:
+    image = Image.fromarray(scenes.images[0].permute(1, 2, 0).numpy())
+    image.resize((64 * SCALE, 64 * SCALE), 0).save(tmp_path / "scene.png")
+    return tmp_path / "scene.png"
+
+
+def place(scenes: Scenes) -> list[float]:
+    """The box of the only triangle in pixels of the photo."""
+    box: list[float] = (SCALE * scenes.boxes[0, 0]).tolist()
+    return box
+
+
+@pytest.mark.parametrize("way", ["box", "point", "box of a class", "rank of a class"])
+def test_a_detection_is_named_in_the_table_and_keeps_the_file_name(
+    way: str, run: Run, photo: Path, scenes: Scenes
+) -> None:
+    x0, y0, x1, y1 = place(scenes)
+    box = ("--box", f"{x0},{y0},{x1},{y1}")
+    words = {
+        "box": box,
+        "point": ("--point", f"{(x0 + x1) / 2},{(y0 + y1) / 2}"),
+        "box of a class": (*box, "--target", "triangle"),
+        "rank of a class": ("--index", 0, "-t", "triangle"),
+    }[way]
+    code, out, err = run("explain", photo, *DETECTOR, *words, "--out", photo.parent / "maps")
+    assert (code, err) == (0, "")
+    found = [float(edge) for edge in out.partition("triangle at (")[2].partition(")")[0].split(", ")]
+    assert np.abs(np.subtract(found, place(scenes))).max() < 8
+    assert "green: the explained box" in out
+    assert [file.name for file in (photo.parent / "maps").iterdir()] == ["scene.grad_cam.png"]
+
+
+def test_a_region_is_a_mask_a_border_or_the_predicted_pixels(run: Run, photo: Path, scenes: Scenes) -> None:
+    mask = Image.fromarray(255 * scenes.masks[0, 0].byte().numpy()).resize((64 * SCALE, 64 * SCALE), 0)
+    mask.save(photo.parent / "mask.png")
+    x0, y0, x1, y1 = place(scenes)
+    scores = {}
+    for where in ("predicted", "border", photo.parent / "mask.png", f"{x0},{y0},{x1},{y1}", "200,9"):
+        out = photo.parent / "maps"
+        words = ("--region", "triangle", "--where", where, "--maps", "--restart", "--out", out)
+        code, _, err = run("batch", photo, *UNET, *words)
+        assert (code, err) == (0, "")
+        row = json.loads((out / "manifest.jsonl").read_text())
+        scores[str(where)] = row["score"]
+        kind = "border of triangle" if where == "border" else "region of triangle"
+        assert row["name"].startswith(kind)
+        assert (out / "overlays" / "scene.grad_cam.png").is_file()
+    predicted, _, masked, boxed, elsewhere = scores.values()
+    assert masked == pytest.approx(predicted, rel=0.05)
+    assert masked > boxed > elsewhere
+
+
+def test_a_joint_is_named(run: Run, photo: Path) -> None:
+    code, out, err = run("explain", photo, *JOINTS, "--keypoint", "top", "--out", photo.parent / "maps")
+    assert (code, err) == (0, "")
+    assert " top " in out
+
+
+@pytest.mark.slow
+def test_the_card_and_the_comparison_are_of_the_box(run: Run, photo: Path) -> None:
+    code, out, err = run("trust", photo, *DETECTOR, "--index", 0, "--seconds", 1, "--json")
+    assert (code, err) == (0, "")
+    assert " at (" in json.loads(out)["target"]
+    words = ("--index", 0, "--metrics", "gini", "--out", photo.parent / "measured")
+    assert run("evaluate", photo, *DETECTOR, *words)[0] == 0
+
+
+def test_all_detections_of_a_folder_are_drawn_and_an_empty_photo_is_no_failure(run: Run, photo: Path) -> None:
+    Image.new("RGB", (64, 64), (128, 128, 128)).save(photo.parent / "empty.png")
+    out = photo.parent / "maps"
+    code, said, err = run("batch", photo, photo.parent / "empty.png", *DETECTOR, "--detections", "all", "--out", out)
+    assert code == 0
+    assert "5 of 5 detections done" in said
+    assert err == f"saliency: {photo.parent / 'empty.png'} by grad_cam: " + (
+        "there is no detection with the index 0; the model found nothing\n"
+    )
+    names = [f"scene.{rank}.grad_cam.png" for rank in range(4)]
+    assert sorted(file.name for file in (out / "overlays").iterdir()) == names
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--box 1,2,3", "argument --box: 1,2,3: expected left,top,right,bottom of a detection"),
+        ("--box a,b,c,d", "could not convert"),
+        ("--box 1,2", "box=(1.0, 2.0): expected (left, top, right, bottom)"),
+        ("--box 30,2,10,40", "with left < right"),
+        ("--point 1,2,3,4", "point=(1.0, 2.0, 3.0, 4.0): expected (x, y)"),
+        ("--index -1", "index=-1: expected a whole number from 0"),
+        ("--index 1.5", "argument --index: 1.5"),
+        ("--detections 0", "detections=0 is not a whole number of at least 1"),
+        ("--detections every", "argument --detections: every"),
+        ("--box 1,2,3,4 --point 1,2", "--box, --point is not one target"),
+        ("--index 1 --point 1,2", "--point, --index is not one target"),
+        ("--region cat --target cat", "--target, --region is not one target"),
+        ("--keypoint nose --point 1,2", "--point, --keypoint is not one target"),
+        ("--where border", "--where is not one target"),
+        ("--where border --point 1,2", "--point, --where is not one target"),
+        ("--point 1,2 --text cat", "--point, --text is not one target"),
+        ("--point 1,2 --targets list.csv", "--point, --targets is not one target"),
+        ("--detections all --index 0", "--index, --detections is not one target"),
+        ("--region cat --where boarder", "argument --where: boarder: expected predicted (default), border, mask.png"),
+        ("--region cat --where missing.png", "argument --where: missing.png"),
+    ],
+)
+def test_wrong_targets_are_named_before_a_model_is_loaded(
+    words: str, why: str, run: Run, photo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saliency.batch.network.load", None)
+    code, out, err = run("batch", photo, *DETECTOR, *words.split(), "--out", photo.parent / "maps")
+    assert (code, out) == (2, "")
+    assert why in err
+    assert err.count("saliency: ") == 1
+    assert not (photo.parent / "maps").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ((*DETECTOR, "--point", "900,2"), "the point (900, 2) is outside the image of 256 x 256 pixels"),
+        ((*DETECTOR, "--point", "10,10", "--target", "pentagon"), 'no class "pentagon" among 3 classes'),
+        ((*UNET, "--region", "pentagon"), 'no class "pentagon" among 4 classes'),
+        ((*UNET, "--region", "circle", "--where", "mask.png"), "the region has shape (9, 9); expected (256, 256)"),
+        ((*JOINTS, "--keypoint", "nose"), 'no class "nose" among 3 classes'),
+        (("--model", "shapes_cnn", "--index", "0"), "no adapter reads boxes from this output"),
+    ],
+)
+def test_a_target_that_a_model_or_photo_does_not_have_is_one_clear_line(
+    words: tuple[str, ...], why: str, run: Run, photo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(photo.parent)
+    Image.new("L", (9, 9), 255).save("mask.png")
+    code, _, err = run("explain", photo, *words, "--out", photo.parent / "maps")
+    assert code in (1, 2)
+    assert why in err
+    assert len(err.splitlines()) == 1
