@@ -121,7 +121,7 @@ def _unknown_command(name: str) -> str:
 
 
 _MODEL = "--model --weights --classes --preprocess --whole --whole-aspect --method --target --layer --set --device"
-_FIRST_TEXT = "explain the first text against the others"
+_FIRST_TEXT = "explain the first text against the other texts"
 _STYLE = "--opacity --colormap --sign --percentile --smoothing"
 _EXIT_CODES = """\
 exit codes:
@@ -152,9 +152,9 @@ files:
   an earlier run are replaced. With -o -, one overlay goes to standard output.
 
 texts:
-  For a model of images and texts, --text draws one map per text. A text is
-  explained against the others (the log-odds among them), a single text by its
-  cosine similarity to the image. The files are DIR/cat-a_dog.grad_cam.png.
+  For a model of images and texts, --text draws one map per text. The score of
+  a text is its log-odds among all given texts. The score of a single text is
+  its cosine similarity to the image. The files are DIR/cat-a_dog.grad_cam.png.
 
 {_EXIT_CODES}""",
         {"--device": "cpu, cuda:1 or auto (default)"},
@@ -175,7 +175,7 @@ examples:
   find . -name '*.jpg' | saliency batch - --out maps
 
 A run may be interrupted at any time. Run the same command again to resume.
-With --text, the first text is explained against the others.
+With --text, the first text is explained against the other texts.
 
 files:
   DIR/index.html       the gallery page
@@ -199,12 +199,12 @@ examples:
   saliency evaluate photos/ --masks masks/ --metrics pointing_game
   saliency evaluate photos/ --boxes boxes.json --metrics iou
 
-Each method is measured on each image, next to maps that ignore the prediction.
+Each method is compared on each image with maps that ignore the prediction.
 Run the same command again to resume, or with more methods.
 
 files:
-  DIR/evaluation.html  the table, which can be sorted, and all differences;
-                       in a folder of saliency batch, a tab of its index.html
+  DIR/evaluation.html  the sortable table and all differences; in an output
+                       folder of saliency batch, a tab of its index.html
   DIR/evaluation.json  the same, with mean curves and the values of each image
   DIR/results/         the values of cat.jpg by grad_cam: cat.grad_cam.json
 
@@ -212,7 +212,7 @@ files:
         {"--text": _FIRST_TEXT},
     ),
     "trust": Command(
-        "measure whether the heatmap of one image can be believed",
+        "measure whether the heatmap of one image can be trusted",
         f"IMAGE --quiet {_MODEL} --seconds --seed --json --html --png",
         "trust_command:run",
         f"""\
@@ -221,8 +221,8 @@ examples:
   saliency trust cat.jpg -m guided_backprop --html card.html --png card.png
   saliency trust cat.jpg --json > card.json
 
-Each property is measured next to maps that ignore the prediction. It is clear
-only if the heatmap is better than all of them.
+Each property is compared with maps that ignore the prediction. The result is
+"clear" only if the heatmap is better than all of them.
 
 {_EXIT_CODES}""",
         {
@@ -276,7 +276,7 @@ examples:
         "examples:\n  saliency models resnet\n  saliency models 'vit_*_384'\n",
     ),
     "completion": Command(
-        "print the line that completes commands in a shell: bash, zsh or fish",
+        "print the shell code that enables tab completion: bash, zsh or fish",
         "SHELL",
         "completion:run",
         "install:\n  saliency completion bash >> ~/.bashrc\n  saliency completion zsh >> ~/.zshrc\n",
