@@ -133,12 +133,12 @@ class Region(LocatedTarget):
 
 
 def _has_instances(output: Any) -> bool:
-    """Return whether an output is a list of instances for each image, as of torchvision's Mask R-CNN."""
+    """Return whether an output is a list of instances for each image, as in torchvision's Mask R-CNN."""
     return isinstance(output, list) and bool(output) and all(isinstance(e, Mapping) and "masks" in e for e in output)
 
 
 def _is_independent(output: Any) -> bool:
-    """Return whether each channel is a mask of its own, as of SAM, whose prompts compete for no pixel."""
+    """Return whether the channels are independent masks, as in SAM, whose prompts do not compete for pixels."""
     return isinstance(output, Mapping) and "pred_masks" in output and not _has_queries(output)
 
 
@@ -238,7 +238,7 @@ def region(label: int | str, where: Any = "predicted") -> Target:
     """Explain the mean score of a class over some pixels of a segmentation.
 
     The output may be maps (N, classes, H, W), also as `.logits`, `["out"]` or beside other tensors; queries with masks,
-    as of Mask2Former, whose sum of class probabilities times masks is the score; the masks of SAM, where `label` counts
+    as in Mask2Former, whose sum of class probabilities times masks is the score; the masks of SAM, where `label` counts
     all masks of all prompts; or the instances of Mask R-CNN, whose masks are weighted by their scores.
 
     Args:
@@ -271,7 +271,7 @@ def region(label: int | str, where: Any = "predicted") -> Target:
 
 
 def keypoint(joint: int | str, person: int = 0, *, read: CandidatesFunction | None = None) -> Target:
-    """Explain the score of a joint: why this joint here.
+    """Explain the score of one joint of a pose model.
 
     For heatmaps (N, joints, H, W), it is the mean of the joint's map over the 3 x 3 cells around its maximum. For a
     detector of persons, it is the joint's score, averaged over the detections near the person as in `box`.

@@ -16,7 +16,7 @@ from .robustness import norm, relative
 
 
 class Completeness(PerturbationMetric):
-    """Relative difference between the sum of the map and the score minus the score of a baseline; lower is better.
+    """Relative difference between the sum of the map and the drop in the score to a baseline; lower is better.
 
     Args:
         fill: The baseline, as for `Deletion`.
@@ -41,7 +41,7 @@ class Completeness(PerturbationMetric):
 
 
 class NonSensitivity(MonotonicityCorrelation):
-    """Fraction of features for which only one of the map and the score is insensitive; lower is better.
+    """Fraction of features to which either the map or the score is insensitive, but not both; lower is better.
 
     Args:
         segments: As for `MonotonicityCorrelation`.

@@ -47,7 +47,7 @@ def _fractions(curves: Tensor, until: float = 1) -> Tensor:
 
 
 class Deletion(PerturbationMetric):
-    """Area under the score while the most relevant pixels are deleted first; lower is better.
+    """Area under the score curve while the most relevant pixels are deleted first; lower is better.
 
     Args:
         steps: The number of equal steps; 224 steps of an image of 224x224 delete one row of pixels each.
@@ -75,7 +75,7 @@ class Deletion(PerturbationMetric):
 
 
 class Insertion(PerturbationMetric):
-    """Area under the score while the most relevant pixels are inserted first into a blurred image; higher is better.
+    """Area under the score curve while the most relevant pixels are inserted into a blurred image; higher is better.
 
     Args:
         steps: As for `Deletion`.
@@ -117,7 +117,7 @@ class OrderedMetric(PerturbationMetric):
 
 
 class PixelFlipping(OrderedMetric):
-    """Area under the score while pixels are replaced in the order of their relevance.
+    """Area under the score curve while pixels are replaced in the order of their relevance.
 
     Args:
         steps: As for `Deletion`.
@@ -218,7 +218,7 @@ class AOPC(PerturbationMetric):
 
 
 class Selectivity(PerturbationMetric):
-    """Area under the score while the patches of highest mean relevance are deleted first; lower is better.
+    """Area under the score curve while the patches of highest mean relevance are deleted first; lower is better.
 
     Args:
         patch: The edge of a patch in pixels.
@@ -243,12 +243,12 @@ class Selectivity(PerturbationMetric):
 
 
 class IROF(PerturbationMetric):
-    """Area over the score while the superpixels of highest mean relevance are replaced by the mean; higher is better.
+    """Area over the score curve while the most relevant superpixels are replaced by the mean; higher is better.
 
     Args:
         segments: As for `saliency.FeatureAblation`.
 
-    Values: (N,): 1 minus the area under the score relative to the score of the image; 0 for an image of score 0.
+    Values: (N,): 1 minus the area under the score curve relative to the score of the image; 0 for an image of score 0.
 
     Raises:
         DependencyError: Superpixels need scikit-image, which is not installed.

@@ -107,7 +107,7 @@ class NoiseMargin(RobustnessMetric):
 
 
 class LocalLipschitz(RobustnessMetric):
-    """Largest change of the map over the change of the image; lower is better.
+    """Largest ratio of the change of the map to the change of the image; lower is better.
 
     Values: (N,), a ratio of Euclidean norms, in units of the map per unit of the normalised input: a lower bound of the
     Lipschitz constant within the radius.
@@ -153,7 +153,7 @@ class RelativeStability(RobustnessMetric):
 
 
 class RelativeInputStability(RelativeStability):
-    """Largest relative change of the map over the relative change of the image; lower is better.
+    """Largest ratio of the relative change of the map to the relative change of the image; lower is better.
 
     Values: (N,), a ratio of norms of changes, each value relative to itself. See `RelativeStability`.
 
@@ -169,7 +169,7 @@ class RelativeInputStability(RelativeStability):
 
 
 class RelativeOutputStability(RelativeStability):
-    """Largest relative change of the map over the change of the model's scores; lower is better.
+    """Largest ratio of the relative change of the map to the change of the model's scores; lower is better.
 
     Values: (N,), per unit of the scores. See `RelativeStability`.
 
@@ -186,10 +186,10 @@ class RelativeOutputStability(RelativeStability):
 
 
 class RelativeRepresentationStability(RelativeStability):
-    """Largest relative change of the map over the relative change of a layer's output; lower is better.
+    """Largest ratio of the relative change of the map to the relative change of a layer's output; lower is better.
 
     Args:
-        layer: The name of the layer; by default the one that CAMs read.
+        layer: The name of the layer; by default the layer that CAMs read.
 
     Values: (N,), a ratio of norms of changes, each value relative to itself. See `RelativeStability`.
 
