@@ -356,7 +356,7 @@ def bootstrap_weights(case: Case) -> Tensor:
 
 
 def mean_ranks(scores: Mapping[Case, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the mean rank over the cases to which a method applies, then those of the bootstrap: (1 + DRAWS,) each."""
+    """Return the mean rank over the cases to which a method applies, then the bootstrap ranks: (1 + DRAWS,) each."""
     by_case = {case: ranks(own, bootstrap_weights(case)) for case, own in scores.items()}
     names = dict.fromkeys(name for own in by_case.values() for name in own)
     return {name: torch.stack([own[name] for own in by_case.values() if name in own]).mean(0) for name in names}
