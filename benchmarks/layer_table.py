@@ -1,4 +1,4 @@
-"""Measure the time of a layer table against that of its one forward pass without a graph."""
+"""Measure the time of a layer table relative to its one forward pass without a graph."""
 
 from __future__ import annotations
 

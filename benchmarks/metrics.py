@@ -1,4 +1,4 @@
-"""Measure pixel flipping, ROAD and infidelity over images on the bundled network, beside Quantus if it is installed.
+"""Measure pixel flipping, ROAD and infidelity over images on the bundled network, next to Quantus if it is installed.
 
 Both measure the map alone; one column has ours with the seven controls, for the first image. The floor is as many
 forwards of the network alone, 4 images at a time, which is fastest on a CPU. MPRT is measured against calls of the

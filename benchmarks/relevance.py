@@ -34,7 +34,7 @@ TARGETS = {
     "lrp epsilon_alpha2_beta1": 2.1,
     "deep_lift": 2.3,
 }
-# The sum of DeepLIFT is the difference of the scores. That of LRP is the score less what biases absorb.
+# DeepLIFT sums to the difference of the scores. LRP sums to the score minus the relevance that biases absorb.
 MAX_MISSES = {"deep_lift": 0.01, "lrp epsilon": 10.0, "lrp epsilon_plus": 10.0}
 CONVOLUTIONAL = ("resnet50", "efficientnet_lite0", "vgg16")
 TRANSFORMERS = ("vit_b_16", "timm/vit_small_patch16_224", "timm/swin_tiny_patch4_window7_224")

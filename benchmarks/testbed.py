@@ -1,4 +1,4 @@
-"""Rank all methods on images where the right map is known, against maps that know nothing: `make testbed`.
+"""Rank all methods on images where the right map is known, against maps that ignore the prediction: `make testbed`.
 
     python -m benchmarks.testbed                 measure all, and write benchmarks/results/testbed.md; re-run to resume
     python -m benchmarks.testbed shapes_vit xor  only measure some cases
@@ -94,7 +94,7 @@ SCORES: dict[str, LocalisationMetric] = {"energy": EnergyPointingGame(), "rank":
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A task, a network that was made for it, and what is compared."""
+    """A task, a network that was trained for it, and the comparison."""
 
     task: Task
     network: str
@@ -157,7 +157,7 @@ def chosen(scenes: Scenes, images: Any) -> Scenes:
 
 
 def targets_of(task: Task, scenes: Scenes) -> list[list[int]]:
-    """Return the explained class of each image; for "two_objects" also that of the second object."""
+    """Return the explained class of each image; for "two_objects" also the class of the second object."""
     if task == "two_objects":
         return scenes.shapes.T.tolist()
     fixed = {"shortcut": 0, "occlusion": 1}  # circle, heavy
@@ -176,7 +176,7 @@ def maps_of(method: str, model: Any, scenes: Scenes, targets: Iterable[list[Any]
 
 
 def controls(scenes: Scenes) -> dict[str, Tensor]:
-    """Return maps (N, 64, 64) that know nothing about the prediction."""
+    """Return maps (N, 64, 64) that ignore the prediction."""
     images = scenes.images.double()
     random = torch.rand(images[:, 0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.double)
     constant, centre, *_ = control_maps(torch.ones_like(random), 0)
@@ -356,7 +356,7 @@ def bootstrap_weights(case: Case) -> Tensor:
 
 
 def mean_ranks(scores: Mapping[Case, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the mean rank over the cases to which a method applies, then those of the bootstrap: (1 + DRAWS,) each."""
+    """Return the mean rank over the cases to which a method applies, then the bootstrap ranks: (1 + DRAWS,) each."""
     by_case = {case: ranks(own, bootstrap_weights(case)) for case, own in scores.items()}
     names = dict.fromkeys(name for own in by_case.values() for name in own)
     return {name: torch.stack([own[name] for own in by_case.values() if name in own]).mean(0) for name in names}
@@ -446,7 +446,7 @@ def interval(means: Tensor) -> str:
 
 
 def claims(title: str, scores: ByScore) -> str:
-    """Return what holds by all scores, which is what the documentation may say."""
+    """Return the findings that hold by all scores, which the documentation may state."""
     means = {score: mean_ranks(own) for score, own in scores.items()}
     places = {name: [float(own[name][0]) for own in means.values()] for name in by_largest(means)}
     best = [min(own) for own in zip(*(places[name] for name in CONTROLS), strict=True)]  # by score

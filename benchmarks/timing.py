@@ -46,12 +46,12 @@ def interleaved(
 
 
 def ratio(timing: Timing, baseline: Timing) -> float:
-    """Return the median over the rounds of the CPU time divided by that of the baseline in the same round."""
+    """Return the median over the rounds of the CPU time divided by the baseline's CPU time in the same round."""
     return statistics.median(a / b for a, b in zip(timing.cpu, baseline.cpu, strict=True))
 
 
 def wall_ratio(timing: Timing, baseline: Timing) -> float:
-    """Return the median over the rounds of the wall time divided by that of the baseline in the same round."""
+    """Return the median over the rounds of the wall time divided by the baseline's wall time in the same round."""
     return statistics.median(a / b for a, b in zip(timing.wall, baseline.wall, strict=True))
 
 

@@ -3,8 +3,8 @@
 The networks have random weights. On one image, guided backpropagation must equal the reference of the tests, or be
 refused. Grad-CAM must find a layer, and its map must be finite and vary. On a batch of two images with different
 classes, the plain walk must equal the input times the gradient of autograd. The ledgers of the relevance methods must
-sum to the scores, and the values of DeepLIFT to their differences from those of the baseline. Values and ledger must
-equal those of a single image, or the methods be refused. The model must not change.
+sum to the scores, and the values of DeepLIFT to their differences from the baseline's scores. Values and ledger must
+equal the results for a single image, or the methods be refused. The model must not change.
 
     python -m benchmarks.zoo                    check all, and write benchmarks/results/zoo.md; re-run to resume
     python -m benchmarks.zoo resnet18 beit      check some networks, and print the table

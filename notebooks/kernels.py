@@ -1,4 +1,4 @@
-"""Kernels that start in a fraction of a second: forks of a process that has imported what the pages import."""
+"""Kernels that start in a fraction of a second: forks of a process that has imported the modules of the pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Import what the pages import, for the process that the kernels are forks of."""
+"""Import the modules of the pages, for the process from which the kernels are forked."""
 
 import os
 import warnings

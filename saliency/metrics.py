@@ -1,4 +1,4 @@
-"""Measure how good a map is: metrics with standard errors, each next to maps that ignore the prediction.
+"""Measure how good a map is: metrics with standard errors, compared with maps that ignore the prediction.
 
 The names load on first use, from the modules of `saliency.evaluation.metrics`.
 """

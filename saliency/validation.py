@@ -14,10 +14,10 @@ _Entry = TypeVar("_Entry")
 
 
 class Registry(dict[str, _Entry]):
-    """Classes by name. A missing name raises KeyError with the closest names.
+    """Registered classes by name. A missing name raises KeyError with the closest names.
 
     Args:
-        noun: What the classes are, for errors: "method".
+        noun: The noun for the classes in errors: "method".
         nearest: For names that other toolkits or earlier versions have, the nearest names.
     """
 

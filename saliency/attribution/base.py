@@ -336,7 +336,7 @@ class TracedAttribution(Attribution):
     """
 
     def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
-        """Return what the method reads of the forward of a batch. Override this if it depends on options or layers."""
+        """Return the needs for the forward of a batch. Override this if they depend on options or layers."""
         return self.needs
 
     @abstractmethod

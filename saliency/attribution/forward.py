@@ -68,7 +68,7 @@ class Needs:
     def __or__(self, other: Needs) -> Needs:
         """Return what two methods need of a forward that they share."""
         is_counted = self.backwards is not None and other.backwards is not None
-        # Beside a method that stores changed values only, another may read the values of the graph.
+        # If one method stores only changed values, another may still read the values of the graph.
         differ = self.values != other.values and SavedValues.CHANGES in (self.values, other.values)
         return Needs(
             min(self.gradients, other.gradients, key=get_args(RecordedFrom).index),

@@ -137,7 +137,7 @@ def resized(maps: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def standard_error(explanation: Explanation) -> Explanation:
-    """Return the standard errors of an explanation as an explanation, which can be drawn and measured like any other.
+    """Return the standard errors of an explanation, in the form of an explanation that can be drawn and measured.
 
     Its colours begin at zero.
 
@@ -163,7 +163,7 @@ def standard_error(explanation: Explanation) -> Explanation:
 
 
 def significance(explanation: Explanation, *, sign: Sign | None = None) -> Tensor:
-    """Return how many standard errors each pixel of the map is away from zero: (N, h, w), without a unit.
+    """Return how many standard errors each pixel of the map is away from zero: (N, h, w), dimensionless.
 
     About 95 % of the pixels of a random map lie below 2. If channels are summed, their errors are summed too, as for
     fully correlated errors. The true significance is not smaller. A nonzero value without error counts as infinitely

@@ -112,7 +112,7 @@ def evaluate(
         on_progress: Called with a `Progress` after every image.
 
     Returns:
-        The comparison, as of `saliency.compare`, with the failures. Images are named by their paths without suffix.
+        The comparison, as from `saliency.compare`, with the failures. Images are named by their paths without suffix.
 
     Raises:
         BatchError: There is no image or no mask, the folder is in use, or an option is invalid.

@@ -37,7 +37,7 @@ class ImageEntry:
         folder: Folders between the source and the image.
         label: File name of the image.
         detection: Rank of the detection to explain, in a run over detections that were listed; see `RunOptions`.
-        target: Class to explain, by index or name, or in runs without a listing any target; None for that of the run.
+        target: Class to explain, by index or name; in runs without a listing, any target. None for the run's target.
         problem: Reason why there is no image to open; empty without a known problem.
         offset: First byte of the image in the file; None for the whole file.
         size: Number of bytes from `offset`.

@@ -120,7 +120,7 @@ _MODEL = (
     "--model --weights --classes --preprocess --whole --whole-aspect --method --layer --set --device "
     "--target --box --point --index --region --where --keypoint"
 )
-_FIRST_TEXT = "explain the first text against the others"
+_FIRST_TEXT = "explain the first text against the other texts"
 _STYLE = "--opacity --colormap --sign --percentile --smoothing"
 _EXIT_CODES = """\
 exit codes:
@@ -151,12 +151,16 @@ files:
   The overlay of cat.jpg by grad_cam is DIR/cat.grad_cam.png, as large as the
   image. Images with the same name are numbered: cat-2.grad_cam.png. Files of
   an earlier run are replaced. With -o -, one overlay goes to standard output.
-  With --text, there is a file per text: DIR/cat-a_dog.grad_cam.png.
 
 boxes, regions and joints:
   --box, --point or --index choose a detection, also with --target CLASS. The
   overlay shows its box in green. --region is for segmentations, and --keypoint
-  for poses. All places are in pixels of the image.
+  for poses. All positions are in pixels of the image.
+
+texts:
+  For a model of images and texts, --text draws one map per text. The score of
+  a text is its log-odds among all given texts. The score of a single text is
+  its cosine similarity to the image. The files are DIR/cat-a_dog.grad_cam.png.
 
 {_EXIT_CODES}""",
         {"--device": "cpu, cuda:1 or auto (default)"},
@@ -180,6 +184,7 @@ examples:
 A run may be interrupted at any time. Run the same command again to resume.
 With --detections, the maps of cat.jpg are cat.0, cat.1, ..., each under its box;
 --target CLASS selects detections of a class.
+With --text, the first text is explained against the other texts.
 
 files:
   DIR/index.html       the gallery page
@@ -203,12 +208,12 @@ examples:
   saliency evaluate photos/ --masks masks/ --metrics pointing_game
   saliency evaluate photos/ --boxes boxes.json --metrics iou
 
-Each method is measured on each image, next to maps that ignore the prediction.
+Each method is compared on each image with maps that ignore the prediction.
 Run the same command again to resume, or with more methods.
 
 files:
-  DIR/evaluation.html  the table, which can be sorted, and all differences;
-                       in a folder of saliency batch, a tab of its index.html
+  DIR/evaluation.html  the sortable table and all differences; in an output
+                       folder of saliency batch, a tab of its index.html
   DIR/evaluation.json  the same, with mean curves and the values of each image
   DIR/results/         the values of cat.jpg by grad_cam: cat.grad_cam.json
 
@@ -216,7 +221,7 @@ files:
         {"--text": _FIRST_TEXT},
     ),
     "trust": Command(
-        "measure whether the heatmap of one image can be believed",
+        "measure whether the heatmap of one image can be trusted",
         f"IMAGE --quiet {_MODEL} --seconds --seed --json --html --png",
         "trust_command:run",
         f"""\
@@ -225,8 +230,8 @@ examples:
   saliency trust cat.jpg -m guided_backprop --html card.html --png card.png
   saliency trust cat.jpg --json > card.json
 
-Each property is measured next to maps that ignore the prediction. It is clear
-only if the heatmap is better than all of them.
+Each property is compared with maps that ignore the prediction. The result is
+"clear" only if the heatmap is better than all of them.
 
 {_EXIT_CODES}""",
         {

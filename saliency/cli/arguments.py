@@ -241,7 +241,12 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("-m --method NAME", _METHODS_HELP, dest="methods", nargs="+", action="extend"),
         Argument("-t --target CLASS", "class name or index (default: the top class of each image)", "target"),
         Argument(
-            "--text TEXT", "draw one map per text, against the others", "target", dest="texts", nargs="+", default=[]
+            "--text TEXT",
+            "draw one map per text, against the other texts",
+            "target",
+            dest="texts",
+            nargs="+",
+            default=[],
         ),
         Argument("--targets FILE", "csv file with the columns path and target", "target"),
         Argument("--box BOX", "left,top,right,bottom of a detection, as in 120,40,300,260", type=_place),
@@ -257,14 +262,19 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("--keypoint NAME", "joint of a pose; with --index N of another person"),
         Argument("--whole", "show the model the whole image, resized, instead of its centre", "whole"),
         Argument(
-            "--whole-aspect", "the same, undistorted", "whole", dest="whole", action="store_const", const="aspect"
+            "--whole-aspect",
+            "as --whole, but keep the aspect ratio",
+            "whole",
+            dest="whole",
+            action="store_const",
+            const="aspect",
         ),
         Argument("--layer NAME", "layer that the method reads; see saliency layers (default: automatic)"),
         Argument("--set OPTION=VALUE", "see saliency methods NAME", dest="options", type=_setting, action="append"),
     ],
     "metrics": [
         Argument("--metrics NAME", "one or more (default: deletion insertion)", nargs="+", action="extend"),
-        Argument("--masks FOLDER", "masks of the objects, not black, with the names of the images", "object"),
+        Argument("--masks FOLDER", "masks of the objects (nonzero pixels), named as the images", "object"),
         Argument("--boxes FILE", 'JSON of boxes by image, as in {"a.png": [x0, y0, x1, y1]}', "object", type=_boxes),
         Argument(
             "--set-metric OPTION=VALUE", "such as steps=28", dest="metric_settings", type=_setting, action="append"

@@ -46,7 +46,7 @@ THUMB = 240
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Context(RunContext):
-    """Keeps what is printed and drawn after the run, also after an interruption.
+    """Results to print and draw after the run, also after an interruption.
 
     Attributes:
         rows: The rows of all images.

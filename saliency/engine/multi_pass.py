@@ -80,7 +80,7 @@ class ChunkResult(NamedTuple):
 
 
 class PassRunner(ExitStack):
-    """Runner of the passes of one image: in chunks, counted and limited.
+    """Runner of the forward and backward passes of one image, in chunks, with limits and interrupts.
 
     Use it as a context manager: leaving it removes the progress bar.
 
@@ -93,7 +93,7 @@ class PassRunner(ExitStack):
     Attributes:
         x: The image.
         chunk: The number of passes that run at once.
-        began: The moment from which the time counts, as of `time.perf_counter`.
+        began: The start of the time limit, as returned by `time.perf_counter`.
         used: The number of passes so far.
         stopped: The reason why the passes ended; "complete" until a limit is met.
         precisions: How the passes were run: see `RunStats.precision`.

@@ -80,13 +80,13 @@ class ComparisonRow:
     """One method, or one control, by one metric.
 
     Attributes:
-        name: The method, or "constant", "centre" and the like: the mean over the controls of all methods.
+        name: The method, or a control such as "constant" or "centre": the mean over the controls of all methods.
         metric: The metric.
         mean: The mean over the images.
         error: The standard error of the mean over the images; None for one image.
         random: The mean of the method's own random controls; None for controls.
         better: "higher" or "lower"; empty if neither is better.
-        rank: The place among the methods, from 1; None for controls, and if neither is better.
+        rank: The rank among the methods, from 1; None for controls, and if neither is better.
         rank_low, rank_high: The range that contains 95 % of the ranks if the images are drawn again (bootstrap).
         better_than: The methods, and the controls of this method, that this method is significantly better than.
         images: The number of images for which all methods have a value.
@@ -177,7 +177,7 @@ class Comparison(Table[ComparisonRow]):
     Attributes:
         differences: The paired differences between the methods, and of each from its controls, with their p-values, by
             each metric of which higher or lower is better.
-        agreement: Kendall's W of the metrics, as of `concordance`.
+        agreement: Kendall's W of the metrics, as in `concordance`.
         results: The values of all methods, images and metrics.
 
     Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure" (1979), https://www.jstor.org/stable/4615733.
@@ -317,7 +317,7 @@ def _tested(metrics: Sequence[_MetricValues], seed: int) -> list[DifferenceRow]:
 
 
 def _difference(first: _Array, second: _Array) -> _Array:
-    """Return the difference of values (n,), and zero where only rounding tells them apart."""
+    """Return the difference of values (n,), and zero where they differ only by rounding."""
     return np.where(np.isclose(first, second, rtol=RELATIVE, atol=ABSOLUTE), 0.0, first - second)
 
 
@@ -330,7 +330,7 @@ def _mean(values: _Array) -> tuple[float, float | None]:
 def concordance(values: _Array) -> float | None:
     """Return Kendall's coefficient of concordance W of m metrics for n methods: 1 if all rank the methods alike.
 
-    The mean over unrelated metrics is 1 / m. None if there is only one method, or no metric tells them apart.
+    The mean over unrelated metrics is 1 / m. None if there is only one method, or no metric distinguishes them.
 
     Args:
         values: (m, n) the values of the methods by each metric, higher is better.
@@ -446,7 +446,7 @@ def compare(
 
     Args:
         methods: Methods, such as `GradCAM(model)`. Methods of one name are named with their options, and numbered if
-            these are equal, as of one method on two models.
+            these are equal, as for one method on two models.
         images: The images, or a batch of them (N, C, H, W).
         targets: One target for all images, a list with one for each image, or None for the top class of each image.
         metrics: Metrics, or their names in `METRICS`. Metrics of one name are named with their options. Deletion and
@@ -566,7 +566,9 @@ def _mask_as_seen(mask: Any, explanation: Explanation) -> Tensor:
     drawn, frame = drawable(open_image(mask)), explanation.frames[0]
     if frame is None or frame.image.size != drawn.size:
         size = "a tensor" if frame is None else "x".join(map(str, frame.image.size))
-        raise ImageError(f"the mask has {'x'.join(map(str, drawn.size))} pixels; expected those of the image, {size}")
+        raise ImageError(
+            f"the mask has {'x'.join(map(str, drawn.size))} pixels; expected the size of the image, {size}"
+        )
     height, width = explanation.input_size
     seen = drawn.transform((width, height), Image.Transform.EXTENT, frame.box)
     return torch.as_tensor(np.asarray(seen).any(-1), device="cpu")

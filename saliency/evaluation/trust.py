@@ -1,4 +1,4 @@
-"""The trust card of a map: its properties, each measured next to maps that ignore the prediction."""
+"""The trust card of a map: its properties, each compared with maps that ignore the prediction."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ GROUPS = {
     "depends on the model": ("mprt", "random_logit", "random_box", "noise_margin"),
     "marks what matters": ("deletion", "insertion", "road", "infidelity", "rank_correlation"),
 }
-"""The metrics of each group of a card. A map of the right model can still be at the wrong place."""
+"""The metrics of each group of a card. A map of the right model can still be at the wrong position."""
 
 CONTROLS = ("centre", "edges", "random")
 """The controls of the second group. A constant map gives pixels no order; by ties, it would mark half of the image."""
@@ -87,7 +87,7 @@ class Property:
         value: Its value.
         error: The standard error of the value; NaN if the metric does not sample.
         controls: The mean value of each map that ignores the prediction.
-        control_ranges: The range of each of them, as of `saliency.metrics.Control`.
+        control_ranges: The range of each of them, as in `saliency.metrics.Control`.
         higher_is_better: Whether higher values are better.
         verdict: One sentence; `UNCLEAR` unless the value is outside of the ranges of all controls; `WORSE` if it is at
             the wrong end.
@@ -242,9 +242,9 @@ def trust(
 ) -> TrustCard:
     """Measure whether a map of one image can be trusted.
 
-    Each property is measured next to maps that ignore the prediction. It is clear only where the map is better than all
+    Each property is compared with maps that ignore the prediction. It is clear only where the map is better than all
     of them: for deletion, insertion, ROAD, infidelity and agreement, these are the edges of the image, a spot at the
-    centre and 19 copies of the map at random places.
+    centre and 19 copies of the map at random positions.
 
     Args:
         method: The method.
@@ -360,7 +360,7 @@ def _missing(measured: Collection[str]) -> list[str]:
 def _notes(explanation: Explanation, measured: Collection[str]) -> list[str]:
     notes = [
         "clear: better than all controls, maps that ignore the prediction: the edges of the image, a spot at the "
-        "centre, and the map itself at 19 random places; for the first group a constant, noise and the edges",
+        "centre, and the map itself at 19 random positions; for the first group a constant, noise and the edges",
         "worse: worse than all of them; ±: a standard error; in brackets: the range of 90 % of the draws, or two "
         "standard errors of the difference if the metric samples",
     ]
@@ -375,7 +375,7 @@ def _notes(explanation: Explanation, measured: Collection[str]) -> list[str]:
 
 
 def draw_trust(card: TrustCard) -> Figure:
-    """Draw a trust card: the overlay, and each property on an axis of its own, on which better values lie to the right.
+    """Draw a trust card: the overlay, and one axis for each property, with better values to the right.
 
     The bar of the map shows two standard errors. The grey bars of the controls show their ranges. The map is green
     where it is better than all controls, and red where it is worse.

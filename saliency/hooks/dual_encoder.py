@@ -23,7 +23,7 @@ _encoded: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, Tensor]]] = WeakKeyD
 
 
 class DualEncoder(nn.Module):
-    """Model with an image tower and a text tower, as a model of images that all methods explain.
+    """Model with an image encoder and a text encoder, wrapped as an image model that all methods can explain.
 
     Its forward takes images (N, C, H, W) and returns {"image_embeds": (N, D)}, not normalised. `saliency.load` returns
     one for the two-tower models of open_clip and transformers.

@@ -281,7 +281,8 @@ def _find_head_inputs(model: nn.Module, x: Tensor, candidates: _Layers) -> _Laye
     if not ends or not outputs:
         return ()
     grads = torch.autograd.grad(ends, [tensor for _, tensor in outputs], allow_unused=True)
-    layers = [layer for (layer, _), gradient in zip(outputs, grads, strict=True) if gradient is not None]
+    pairs: Any = zip(outputs, grads, strict=True)  # PyTorch does not declare the None of allow_unused
+    layers = [layer for (layer, _), gradient in pairs if gradient is not None]
     return tuple(sorted(layers, key=lambda layer: -math.prod(layer.layout.grid)))
 
 

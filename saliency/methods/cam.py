@@ -220,7 +220,7 @@ class GradCAMPlusPlus(WeightedCAM):
 
 
 class XGradCAM(WeightedCAM):
-    """Activations weighted by the mean gradient of their channel, with the activations as weights of that mean.
+    """Activations weighted by the mean gradient of their channel; the mean is weighted by the activations.
 
     The weight of the paper has a pole where the activations of a channel cancel, which happens in layers with signed
     activations. So the divisor is at least 1 % of the sum of magnitudes.

@@ -174,7 +174,7 @@ class DeconvNet(RectifiedGradient):
 
 
 class RectGrad(RectifiedGradient):
-    """Backpropagation that passes each ReLU only where activation times gradient is among the largest of its layer.
+    """Backpropagation through each ReLU only where activation times gradient is among the largest values of its layer.
 
     A unit with activation a and incoming gradient R passes R if a * R exceeds the `percentile` (nearest rank) of
     all units of the layer, image by image. The gradient at the input is multiplied by the input. A saturated ReLU6

@@ -180,7 +180,7 @@ def _squared_shares(gradients: Tensor) -> Tensor:
 
 
 class ExpectedGradients(SampledAttribution):
-    """Integrated gradients averaged over many baselines: gradient times difference at random points of random paths.
+    """Integrated gradients averaged over many baselines, estimated at random points on the paths.
 
     Each sample draws one baseline and one point on its path. Because the baselines differ, no colour is left without
     attribution, and the map has a standard error. By default, each baseline is a random colour from the normal
@@ -317,7 +317,7 @@ class GuidedIG(SteppedAttribution):
 
 
 class BlurIG(SteppedAttribution):
-    """Integrated gradients on the path from a blurred image to the sharp one: which details matter, and their scale.
+    """Integrated gradients on the path from a blurred image to the sharp image.
 
     The baseline lacks detail, but has the colours of the image. The Gaussian blur reflects the image at its edges, so
     that nothing darkens there, and its derivative with respect to the width is exact.

@@ -127,7 +127,7 @@ class CoalitionSampling(SegmentAttribution, SampledAttribution):
 
 
 class LIME(CoalitionSampling):
-    """A linear regression of the score on which segments are shown, near the whole image.
+    """Coefficients of a linear model that predicts the score from the visible segments, near the whole image.
 
     Each pass shows every segment with probability 1/2. The scores are regressed on the shown segments, with an
     intercept and with weights exp(-d^2 / (2 width^2)), where d = 1 - sqrt(k / M) is the cosine distance between k shown
@@ -209,7 +209,7 @@ class _LimeRegression(Coalitions):
 
 
 class KernelSHAP(CoalitionSampling):
-    """Shapley values of segments, by a weighted regression of the score on which segments are shown.
+    """Shapley values of segments, from a weighted linear regression of the score on the visible segments.
 
     If all combinations are included, each with the weight (M - 1) / (C(M, k) k (M - k)) for k of M shown segments, the
     coefficients of the regression are the Shapley values. If `passes` (by default 2000) allow for all 2^M - 1, all are

@@ -290,7 +290,7 @@ class AttnLRP(PixelRelevance):
     Args:
         gamma: The gamma of linear layers, at least 0; the authors use 0.01 to 0.05. With 0, they pass their gradient.
             0.05 is better for two classifiers of the testbed, and worse for its texts, see docs/transformers.md.
-        conv_gamma: The gamma of convolutions; the authors use 0.1 to 0.25. That of the patch embedding counts with
+        conv_gamma: The gamma of convolutions; the authors use 0.1 to 0.25. The gamma of the patch embedding counts with
             at="pixels".
 
     Values: (N, C, H, W) at the input, or (N, 1, h, w) at a layer; signed, in score units.
@@ -331,7 +331,7 @@ class AttnLRP(PixelRelevance):
 
 
 class CPLRP(AttnLRP):
-    """LRP of transformers with attention weights and gates as constants: the value of attention gets all relevance.
+    """LRP of transformers with constant attention weights and gates, so the values of attention get all relevance.
 
     Values: (N, C, H, W) at the input, or (N, 1, h, w) at a layer; signed, in score units.
 

@@ -162,7 +162,7 @@ class GridAttribution(SampledAttribution):
 
 
 class Sobol(GridAttribution):
-    """The share of the score's variance, under random masks, that involves a cell alone or jointly: its total effect.
+    """Total-order Sobol index of each cell: the fraction of the score's variance, under random masks, that involves it.
 
     Every cell fades out by a random degree, 0 to 1. The total-order Sobol index of a cell counts all of its effects,
     alone and together with other cells. So the indices sum to 1 if the score is a sum over cells, and to more if cells

@@ -175,7 +175,7 @@ class AttentionMap(TracedAttribution):
 
 
 class AttentionRollout(AttentionMap):
-    """Share of each patch in the tokens that the head reads, if each block mixes tokens by its mean attention.
+    """Contribution of each patch to the tokens that the head reads: the product of the mean attention of all blocks.
 
     The attention of a block is averaged over its heads, then averaged with the identity for the residual connection;
     the product over all blocks is the share of each token. It does not depend on the class.
@@ -285,11 +285,11 @@ class CheferAttention(AttentionMap):
 
 
 class GradECLIP(AttentionMap):
-    """Values of the last attention, weighted by the gradient at its result and the similarity of query and key.
+    """Values of the last attention, weighted by the gradient at its output and the similarity of query and key.
 
-    The relevance of a patch is the gradient at the result of the tokens that the head reads, times the value of the
-    patch, times the cosine of query and key, scaled to 0..1 over the patches. The cosine takes the place of the
-    softmax, which is too sparse in CLIP.
+    The relevance of a patch is the gradient at the output for the tokens that the head reads, times the value of the
+    patch, times the cosine of query and key, scaled to 0..1 over the patches. The cosine replaces the softmax,
+    which is too sparse in CLIP.
 
     The authors' code for CLIP computes the last attention again with a single head, and takes the cosine of query and
     key after the output projection. Here the attention, query and key are the model's own, per head.

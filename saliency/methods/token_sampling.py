@@ -41,7 +41,7 @@ def mean_where_shown(effects: Tensor, masks: Tensor) -> Tensor:
 
 
 class TIS(TimedAttribution):
-    """Mean score of a vision transformer when a patch is among the tokens that it gets.
+    """Mean score of a vision transformer when a patch is among its input tokens.
 
     The activations of all blocks are one map over the patches for each block and channel. K-means groups these maps.
     Each centre is a mask that keeps the patches with the largest values. The other tokens are removed before the first

@@ -40,7 +40,7 @@ class LinearOperation:
         transposed: Its transpose in the input: from a tensor like the output, and weights, to one like the input.
         recorded: The output without the batch norm; None if the record does not keep it. A ReLU in place may have
             written to it where G is 0.
-        scale: The factor from the recorded output to the one with the batch norm; None for 1.
+        scale: The factor from the recorded output to the output with the batch norm; None for 1.
         shift: The constant that is added then; None for 0.
         unit: The factors of the batch norm by which the operation is divided; None for 1.
         dims: The dimensions of the output over which a relative epsilon takes the root mean square.

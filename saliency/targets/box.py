@@ -156,7 +156,7 @@ class BoxScore(LocatedTarget):
         return F.linear(values[None, near].to(weights.dtype), (weights / total)[None])[0, 0] + absent / total
 
     def _values(self, row: Candidates, match: Match) -> tuple[Tensor, float]:
-        """Return the numbers (n,) to average, and the number that stands for no box at all."""
+        """Return the numbers (n,) to average, and the number that represents the absence of a box."""
         if isinstance(self.of, int):
             return cast("Tensor", row.keypoints)[:, self.of], 0.0
         if self.of in _EDGES:
@@ -253,7 +253,7 @@ def box(
     link: Literal["softmax", "sigmoid"] | None = None,
     read: CandidatesFunction | None = None,
 ) -> Target:
-    """Explain one box of a detector. Without a choice, it is the box with the highest probability.
+    """Explain one box of a detector, by default the box with the highest probability.
 
     The score is the mean logit of the class over the candidates before suppression, if the output holds them. Their
     weights are a softmax of 20 times their IoU with the box, so the score does not jump if another candidate becomes

@@ -1,6 +1,6 @@
 """Candidates of a detector: its boxes and scores before suppression, wherever its output holds them.
 
-This is the only file that knows the formats of detectors. They are told apart by shapes and keys.
+This is the only file that knows the formats of detectors. It distinguishes them by shapes and keys.
 """
 
 from __future__ import annotations

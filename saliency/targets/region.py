@@ -143,12 +143,12 @@ class Region(LocatedTarget):
 
 
 def _has_instances(output: Any) -> bool:
-    """Return whether an output is a list of instances for each image, as of torchvision's Mask R-CNN."""
+    """Return whether an output is a list of instances for each image, as in torchvision's Mask R-CNN."""
     return isinstance(output, list) and bool(output) and all(isinstance(e, Mapping) and "masks" in e for e in output)
 
 
 def _is_independent(output: Any) -> bool:
-    """Return whether each channel is a mask of its own, as of SAM, whose prompts compete for no pixel."""
+    """Return whether the channels are independent masks, as in SAM, whose prompts do not compete for pixels."""
     return isinstance(output, Mapping) and "pred_masks" in output and not _has_queries(output)
 
 
@@ -248,7 +248,7 @@ def region(label: int | str, where: Any = "predicted") -> Target:
     """Explain the mean score of a class over some pixels of a segmentation.
 
     The output may be maps (N, classes, H, W), also as `.logits`, `["out"]` or beside other tensors; queries with masks,
-    as of Mask2Former, whose sum of class probabilities times masks is the score; the masks of SAM, where `label` counts
+    as in Mask2Former, whose sum of class probabilities times masks is the score; the masks of SAM, where `label` counts
     all masks of all prompts; or the instances of Mask R-CNN, whose masks are weighted by their scores.
 
     Args:
@@ -256,8 +256,8 @@ def region(label: int | str, where: Any = "predicted") -> Target:
         where: The pixels to average, in pixels of the image, or of a float tensor: a mask (H, W), or (N, H, W) with one
             for each image; a box (left, top, right, bottom); or a point (x, y). A pixel of the output belongs to them
             if they cover half of it, or the most of all. A mask may also have the size of the output. "predicted" takes
-            the pixels that the model assigns to the class. "border" takes those of them that touch the others, minus
-            the mean of the others that touch them: both sides of the predicted contour. With one channel, the model
+            the pixels that the model assigns to the class. "border" takes the outermost of these pixels, minus the mean
+            of the other pixels that touch them: both sides of the predicted contour. With one channel, the model
             assigns the pixels with a logit above 0, or with a probability above 0.5 if its last operation is a sigmoid.
             With two class names, the channel belongs to class 1, and its negative to class 0.
 
@@ -281,7 +281,7 @@ def region(label: int | str, where: Any = "predicted") -> Target:
 
 
 def keypoint(joint: int | str, person: int = 0, *, read: CandidatesFunction | None = None) -> Target:
-    """Explain the score of a joint: why this joint here.
+    """Explain the score of one joint of a pose model.
 
     For heatmaps (N, joints, H, W), it is the mean of the joint's map over the 3 x 3 cells around its maximum. For a
     detector of persons, it is the joint's score, averaged over the detections near the person as in `box`.

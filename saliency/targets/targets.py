@@ -617,7 +617,7 @@ def class_scores(output: Any) -> Tensor:
 
 
 def threshold(link: Link) -> float:
-    """Return the score above which a single number per image or pixel stands for its class."""
+    """Return the score above which a single number per image or pixel indicates its class."""
     return 0.5 if link == "identity" else 0.0
 
 

@@ -38,7 +38,7 @@ def load(
     preprocess: PreprocessLike | None = None,
     categories: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Return the model of that name, in eval mode, on the CPU.
+    """Load a model by name, in evaluation mode, on the CPU.
 
     It is a plain module with two attributes: `preprocess`, a `Preprocess` (or a `TransformPreprocess` around your
     callable), and `categories`, a tuple of class names, or None if they are unknown. The global random state does not
@@ -93,7 +93,7 @@ def load(
 
 
 def models() -> list[ModelListing]:
-    """Return every model that `load` knows, the bundled ones first, under the name that `load` takes."""
+    """Return every model that `load` can load, the bundled ones first, under the name that `load` takes."""
     listings: dict[str, ModelListing] = {}
     for library in _LIBRARIES:
         for bare in library.names():

@@ -290,7 +290,7 @@ def test_masks_are_seen_through_the_crop_of_the_model(tmp_path: Path) -> None:
     tables = [compare([method], [photo], None, metrics, masks=[each]) for each in (tmp_path / "mask.png", mask, seen)]
     assert tables[0].results[0].value == tables[1].results[0].value == tables[2].results[0].value
     assert [row.mean for row in tables[0]] == [row.mean for row in tables[2]]
-    with pytest.raises(ImageError, match="20x30 pixels; expected those of the image, 40x30"):
+    with pytest.raises(ImageError, match="20x30 pixels; expected the size of the image, 40x30"):
         compare([method], [photo], None, metrics, masks=[mask.crop((0, 0, 20, 30))])
 
 

@@ -138,9 +138,13 @@ def test_a_single_box_and_a_single_class_have_no_others() -> None:
 
     x, method = torch.rand(1, 3, 16, 16), VanillaGradient(OneBox())
     explanation = method.attribute(x, saliency.box())
-    for of, problem in (("class", "is not a class with others"), ("box", "has no other box in the image")):
+    metrics = (
+        (RandomLogit(of="class"), "is not a class with others"),
+        (RandomLogit(of="box"), "has no other box in the"),
+    )
+    for metric, problem in metrics:
         with pytest.raises(TargetError, match=problem):
-            RandomLogit(of=of).measure(explanation, method=method, inputs=x, target=saliency.box())
+            metric.measure(explanation, method=method, inputs=x, target=saliency.box())
 
 
 def test_the_explained_box_is_not_taken_as_the_truth() -> None:

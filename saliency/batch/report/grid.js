@@ -97,7 +97,7 @@ function headline(row) {
   return row.error == null ? (plainName(row) ?? "") : (row.error_kind ?? "Failed");
 }
 
-/** Show an image with its heat map in a frame. If there is no image, show the overlay or the reason of the failure. */
+/** Show an image with its heatmap in a frame. If there is no image, show the overlay or the reason of the failure. */
 function showPicture(frame, photo, row, loading) {
   const base = photo.thumbnail ?? row?.overlay ?? null;
   const heat = photo.thumbnail ? (row?.heat ?? null) : null;

@@ -116,7 +116,7 @@ byId("more").addEventListener("click", () => {
   byId("more").setAttribute("aria-expanded", shown);
 });
 
-// Dark or light theme: that of the system until the user chooses one.
+// Dark or light theme: the theme of the system until the user chooses one.
 
 const darkSystem = matchMedia("(prefers-color-scheme: dark)");
 const isDark = () => (document.documentElement.dataset.theme ?? (darkSystem.matches ? "dark" : "light")) === "dark";

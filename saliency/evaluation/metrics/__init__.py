@@ -1,4 +1,4 @@
-"""Metrics with standard errors, each next to maps that ignore the prediction. `saliency.metrics` has the names."""
+"""Metrics with standard errors, compared with maps that ignore the prediction. `saliency.metrics` has the names."""
 
 from importlib import import_module
 from pkgutil import walk_packages

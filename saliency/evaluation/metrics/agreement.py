@@ -81,7 +81,7 @@ class RankCorrelation(AgreementMetric):
 class StructuralSimilarity(AgreementMetric):
     """Structural similarity (SSIM) of both maps, each divided by its largest magnitude.
 
-    Values: (N,), from -1 to 1, as of `ssim`.
+    Values: (N,), from -1 to 1, as for `ssim`.
 
     Raises:
         MethodError: The model's input is smaller than the window of 11 pixels.

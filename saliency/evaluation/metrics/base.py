@@ -108,7 +108,7 @@ class Measurement:
         values: (N,) one value per image, NaN where the metric is not defined.
         error: (N,) the standard error of each value, if the metric samples.
         controls: The values of maps that ignore the prediction: "constant", "centre", a Gaussian at the centre of the
-            image, and "random", the map itself at random places, several times, or others that were asked for. For
+            image, and "random", the map itself at several random positions, or the controls that were selected. For
             metrics that call the method: "constant", "random", new noise at each call, and "edges" of the image.
         higher_is_better: None if neither is better.
         curve: (N, K) the scores on which the value is based, if the metric has a curve.
@@ -131,7 +131,7 @@ class Measurement:
 
     @property
     def beats_controls(self) -> Tensor:
-        """(N,) of bool: whether the value is better than the range of every control, as of `Control`."""
+        """(N,) of bool: whether the value is better than the range of every control, as in `Control`."""
         return self._is_beyond(bool(self.higher_is_better))
 
     @property
@@ -391,7 +391,7 @@ def edges(images: Tensor) -> Tensor:
 
 
 def _moved(cells: Tensor, seed: int, number: int) -> Tensor:
-    """Return maps (N, h, w) at another place: cyclically shifted by whole cells, and flipped at random.
+    """Return maps (N, h, w) at another position: cyclically shifted by whole cells, and flipped at random.
 
     All maps get the same shift, as a fraction of the edges. Unless the map is flipped, the shift is at least a
     quarter of an edge, so that the control is not the map itself.

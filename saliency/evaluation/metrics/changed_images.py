@@ -95,7 +95,7 @@ class PerturbedImage:
 
     @cached_property
     def ranks(self) -> Tensor:
-        """The place of each pixel in descending order of relevance (M, H, W); ties keep the order of the pixels."""
+        """The rank of each pixel in descending order of relevance (M, H, W); ties keep the order of the pixels."""
         return ranks_of(self.maps.flatten(1)).view_as(self.maps)
 
     def contributions(self, fill: Fill) -> Tensor:
@@ -208,7 +208,7 @@ class PerturbedImage:
         return sums.index_add_(1, segments.labels.flatten().cpu(), maps.flatten(1).cpu().double())
 
     def segment_ranks(self, segments: Segments) -> Tensor:
-        """Return the place of each segment in descending order of mean relevance (M, segments)."""
+        """Return the rank of each segment in descending order of mean relevance (M, segments)."""
         return ranks_of(self.segment_sums(segments, self.maps) / segments.sizes.cpu())
 
     def segment_curves(self, by: ResolvedSegments, fill: Fill) -> Tensor:
@@ -258,7 +258,7 @@ def scaled_to_one(maps: Tensor) -> Tensor:
 
 
 def ranks_of(values: Tensor) -> Tensor:
-    """Return the place of each value in descending order, by row (M, n); ties keep their order."""
+    """Return the rank of each value in descending order, by row (M, n); ties keep their order."""
     order = values.argsort(dim=1, descending=True, stable=True)
     places = torch.arange(values.shape[1], device=values.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, places)

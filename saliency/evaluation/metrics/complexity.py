@@ -12,7 +12,7 @@ from .base import Metric, Outcome, Subject
 
 
 class ComplexityMetric(Metric):
-    """Base class of the metrics of the distribution of a map's magnitudes, regardless of their places.
+    """Base class of the metrics of the distribution of a map's magnitudes, regardless of their positions.
 
     Neither direction is better: a map on few pixels is easy to read, but not for that reason right.
     """

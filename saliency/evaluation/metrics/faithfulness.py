@@ -85,7 +85,7 @@ class Deletion(OrderedMetric):
 
 
 class Insertion(PerturbationMetric):
-    """Area under the score while the most relevant pixels are inserted first into a blurred image; higher is better.
+    """Area under the score curve while the most relevant pixels are inserted into a blurred image; higher is better.
 
     Args:
         steps: As for `Deletion`.
@@ -188,12 +188,12 @@ class AOPC(PerturbationMetric):
 
 
 class IROF(PerturbationMetric):
-    """Area over the score while the superpixels of highest mean relevance are replaced by the mean; higher is better.
+    """Area over the score curve while the most relevant superpixels are replaced by the mean; higher is better.
 
     Args:
         segments: As for `saliency.FeatureAblation`.
 
-    Values: (N,): 1 minus the area under the score relative to the score of the image; 0 for an image of score 0.
+    Values: (N,): 1 minus the area under the score curve relative to the score of the image; 0 for an image of score 0.
 
     Raises:
         DependencyError: Superpixels need scikit-image, which is not installed.

@@ -21,7 +21,7 @@ POINTS = 1001
 
 
 class PIC(PerturbationMetric):
-    """Area under the score of revealed images against their compressed size; higher is better.
+    """Area under the curve of the score of revealed images against their compressed size; higher is better.
 
     A blurred image is revealed from the most relevant pixels on. Its score and its size are scaled to 0 for the blurred
     image and 1 for the image itself, and limited to 0..1. In the order of their size, no score is lower than one before

@@ -52,8 +52,8 @@ class Maps(SharedResults):
 
         Args:
             images: The images.
-            method: The method, if it is not the one of the explanation.
-            target: The target, if it is not the one of the explanation.
+            method: The method, if it differs from the explanation's method.
+            target: The target, if it differs from the explanation's target.
         """
         self.calls += 1
         if self.control:

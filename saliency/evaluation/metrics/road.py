@@ -105,7 +105,7 @@ def removed(x: Tensor, place: Tensor, shares: Sequence[float], noise: float, see
 
     Args:
         x: The image.
-        place: The place of each pixel in the order, from 0.
+        place: The rank of each pixel in the order, from 0.
         shares: The shares of the pixels.
         noise: The standard deviation of the noise on removed pixels.
         seed: The seed of the noise.

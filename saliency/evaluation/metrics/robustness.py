@@ -99,7 +99,7 @@ class NoiseMargin(RobustnessMetric):
 
 
 class LocalLipschitz(RobustnessMetric):
-    """Largest change of the map over the change of the image; lower is better.
+    """Largest ratio of the change of the map to the change of the image; lower is better.
 
     Values: (N,), a ratio of Euclidean norms, in units of the map per unit of the normalised input: a lower bound of the
     Lipschitz constant within the radius.
