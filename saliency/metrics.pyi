@@ -39,3 +39,6 @@ from .evaluation.metrics.robustness import AvgSensitivity as AvgSensitivity
 from .evaluation.metrics.robustness import LocalLipschitz as LocalLipschitz
 from .evaluation.metrics.robustness import MaxSensitivity as MaxSensitivity
 from .evaluation.metrics.robustness import NoiseMargin as NoiseMargin
+from .evaluation.metrics.robustness import RelativeInputStability as RelativeInputStability
+from .evaluation.metrics.robustness import RelativeOutputStability as RelativeOutputStability
+from .evaluation.metrics.robustness import RelativeRepresentationStability as RelativeRepresentationStability

@@ -15,6 +15,7 @@ from saliency import (
     GuidedBackprop,
     InputXGradient,
     IntegratedGradients,
+    LayerError,
     MethodError,
     SmoothGrad,
     TargetError,
@@ -157,6 +158,12 @@ def test_a_target_that_is_not_a_class_has_no_other_classes() -> None:
         measure("random_logit", explanation, method=method, inputs=images(1), target=value(0))
 
 
+def test_representations_need_a_layer_with_a_spatial_output() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 2)).double()
+    with pytest.raises(LayerError, match="no layer of Sequential has a spatial output"):
+        measured("relative_representation_stability", VanillaGradient(model), X)
+
+
 @pytest.mark.parametrize("metric", ["max_sensitivity", "avg_sensitivity", "local_lipschitz"])
 def test_the_gradient_of_a_linear_model_is_the_same_everywhere(metric: str) -> None:
     assert torch.equal(measured(metric, VanillaGradient(Linear()), X).values, torch.zeros(2, dtype=torch.float64))
@@ -172,9 +179,9 @@ def test_the_lipschitz_constant_of_gradient_times_input_is_the_largest_weight() 
 
 def test_metrics_of_robustness_share_the_noisy_maps() -> None:
     method = VanillaGradient(tiny_model())
-    names = ["max_sensitivity", "avg_sensitivity", "local_lipschitz"]
+    names = ["max_sensitivity", "avg_sensitivity", "local_lipschitz", "relative_input_stability"]
     results = measure(names, method.attribute(images(2), 0), method=method, inputs=images(2))
-    assert [result.passes for result in results] == [10, 0, 0]
+    assert [result.passes for result in results] == [10, 0, 0, 0]
     assert (results[0].values >= results[1].values).all()
     assert results[0].controls["random"].values.min() > 0.5
 

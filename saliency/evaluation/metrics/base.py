@@ -62,7 +62,6 @@ METRICS: Registry[type[Metric]] = Registry(
         "input_invariance": "avg_sensitivity",
         "top_k_intersection": "relevance_rank",
         "efficient_mprt": "mprt",
-        **{f"relative_{part}_stability": "max_sensitivity" for part in ("input", "output", "representation")},
     },
 )
 """All metrics by name. A class with a `name` is registered when it is defined."""

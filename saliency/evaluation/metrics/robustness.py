@@ -5,16 +5,24 @@ A constant map never changes, so stability alone is no evidence that a map is ri
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from ...attribution.forward import Needs, SharedForward
 from ...attribution.options import Option
+from ...hooks.model_state import prepared_for_attribution
+from ...layers.find import default_layer, find
+from ...targets.targets import class_scores
 from ...validation import check_integer, check_number
-from .base import Outcome
+from .base import Outcome, Subject
 from .randomisation import MPRT, standard_error
-from .repeated_maps import Maps, MethodMetric, similarities
+from .repeated_maps import Maps, MethodMetric, outputs, similarities
+
+SMALLEST = 1e-6
+"""Relative changes are divided by at least this number."""
 
 
 class RobustnessMetric(MethodMetric):
@@ -117,6 +125,93 @@ class LocalLipschitz(RobustnessMetric):
         return Outcome(torch.stack(ratios, 1).amax(1))
 
 
+class RelativeStability(RobustnessMetric):
+    """Base class of the largest relative change of the map over a relative change in the model. Lower is better.
+
+    Only noisy images of the same predicted class count; the value is NaN if there is none.
+    """
+
+    @abstractmethod
+    def model_change(self, subject: Subject, images: Tensor) -> Tensor:
+        """Return the change in the model between the images and noisy images (N, C, H, W): (N,)."""
+
+    def measure_maps(self, maps: Maps) -> Outcome:
+        """Compute the largest ratios."""
+        ratios = []
+        for number, (images, values) in enumerate(self.noisy(maps)):
+            change = norm(_each_relative(values - maps.own, maps.own))
+            below = maps.subject.once((self, number), self._model_change, maps.subject, images)
+            ratios.append(change / below)
+        largest = torch.stack(ratios, 1).nan_to_num(-1.0).amax(1)
+        return Outcome(torch.where(largest < 0, torch.nan, largest))
+
+    def _model_change(self, subject: Subject, images: Tensor) -> Tensor:
+        """Return the change in the model; NaN if the predicted class changes."""
+        before, after = (class_scores(outputs(subject.method, each)) for each in (subject.images, images))
+        is_same = before.argmax(1) == after.argmax(1)
+        return torch.where(is_same, self.model_change(subject, images).clamp(min=SMALLEST), torch.nan)
+
+
+class RelativeInputStability(RelativeStability):
+    """Largest relative change of the map over the relative change of the image; lower is better.
+
+    Values: (N,), a ratio of norms of changes, each value relative to itself. See `RelativeStability`.
+
+    Source: Agarwal et al., "Rethinking Stability for Attribution-based Explanations" (2022),
+        https://arxiv.org/abs/2203.06877.
+    """
+
+    name = "relative_input_stability"
+
+    def model_change(self, subject: Subject, images: Tensor) -> Tensor:
+        """Return the relative change of the images."""
+        return norm(_each_relative(images - subject.images, subject.images))
+
+
+class RelativeOutputStability(RelativeStability):
+    """Largest relative change of the map over the change of the model's scores; lower is better.
+
+    Values: (N,), per unit of the scores. See `RelativeStability`.
+
+    Source: Agarwal et al., "Rethinking Stability for Attribution-based Explanations" (2022),
+        https://arxiv.org/abs/2203.06877.
+    """
+
+    name = "relative_output_stability"
+
+    def model_change(self, subject: Subject, images: Tensor) -> Tensor:
+        """Return the change of all scores."""
+        before, after = (class_scores(outputs(subject.method, each)) for each in (subject.images, images))
+        return norm(after - before)
+
+
+class RelativeRepresentationStability(RelativeStability):
+    """Largest relative change of the map over the relative change of a layer's output; lower is better.
+
+    Args:
+        layer: The name of the layer; by default the one that CAMs read.
+
+    Values: (N,), a ratio of norms of changes, each value relative to itself. See `RelativeStability`.
+
+    Source: Agarwal et al., "Rethinking Stability for Attribution-based Explanations" (2022),
+        https://arxiv.org/abs/2203.06877.
+    """
+
+    name = "relative_representation_stability"
+
+    layer: Option[str | None] = Option(None)
+
+    def model_change(self, subject: Subject, images: Tensor) -> Tensor:
+        """Return the relative change of the layer's output."""
+        model = subject.method.model
+        with prepared_for_attribution(model):
+            name, _ = find(model, self.layer or default_layer(model, subject.images[:1]))
+            needs = Needs("none", layers=(name,))
+            forwards = [SharedForward(model, each, needs) for each in (subject.images, images)]
+        before, after = (forward.layers[name] for forward in forwards)
+        return norm(_each_relative(after - before, before))
+
+
 def norm(tensor: Tensor) -> Tensor:
     """Return the Euclidean norm of each image's values (N,)."""
     return tensor.flatten(1).square().sum(1).sqrt()
@@ -125,3 +220,8 @@ def norm(tensor: Tensor) -> Tensor:
 def relative(change: Tensor, size: Tensor) -> Tensor:
     """Return a change (N,) as a share of a size; 0 for no change, NaN for a change of nothing."""
     return torch.where(change > 0, torch.where(size > 0, change / size, torch.nan), 0.0)
+
+
+def _each_relative(change: Tensor, values: Tensor) -> Tensor:
+    """Return each change as a share of its value; of `SMALLEST` for values below it."""
+    return change / values.abs().clamp(min=SMALLEST)
