@@ -13,8 +13,8 @@ from torch import Tensor
 from ..errors import TargetError
 from ..io.preprocess import Box, Geometry
 from ..validation import check_choice, is_integer, is_real
-from .candidates import ABSENT, BoxLink, Candidates, CandidatesFunction, candidates, iou
-from .targets import Categories, OutputFacts, OutputTarget, Target, class_index, class_name, require_class
+from .candidates import ABSENT, BoxLink, Candidates, CandidatesFunction, Detections, candidates, iou
+from .targets import NO_FLIPS, Categories, OutputFacts, OutputTarget, Target, class_index, class_name, require_class
 
 BoxPart = Literal["class", "objectness", "x0", "y0", "x1", "y1"]
 _EDGES = ("x0", "y0", "x1", "y1")
@@ -83,6 +83,19 @@ class BoxScore(LocatedTarget):
         names = facts.categories
         target = replace(self, classes=len(names) if type(names) is tuple else None)
         return replace(target, matches=tuple(target._match(row, facts) for row in target._rows(output)))
+
+    def detections(self, output: Any) -> Detections:
+        """Return the candidates of all images."""
+        return Detections.of(self._rows(output))
+
+    def class_probabilities(self, found: Detections) -> Tensor:
+        """Return the class probabilities (C,) of the first image's box; only its class if another is the top one."""
+        match, boxes, known = self.matches[0], found.boxes[0], found.probabilities[0]
+        classes = max(known.shape[1], match.label + 1)
+        own = F.one_hot(torch.tensor(match.label, device=known.device), classes).to(known)
+        near = iou(boxes.to(known), known.new_tensor(match.box)) * (1 + known @ own[: known.shape[1]])
+        top = known[near.argmax()]
+        return top if int(top.argmax()) == match.label else own
 
     def _rows(self, output: Any) -> list[Candidates]:
         if not self.geometries:
@@ -170,6 +183,16 @@ class BoxScore(LocatedTarget):
         return replace(
             self, geometries=self.geometries[image : image + 1] * count, matches=(self.matches[image],) * count
         )
+
+    def mirrored(self) -> BoxScore:
+        """Return the target for the mirrored boxes. Raises TargetError for a left or right edge, or a joint."""
+        if self.of not in ("class", "objectness", "y0", "y1"):
+            raise TargetError(f"{self.joint or self.of} of a box is not the same in a mirrored image; {NO_FLIPS}")
+        matches = []
+        for match, place in zip(self.matches, self.geometries, strict=True):
+            ends, (x0, y0, x1, y1) = place.box[0] + place.box[2], match.box
+            matches.append(match._replace(box=(ends - x1, y0, ends - x0, y1)))
+        return replace(self, matches=tuple(matches))
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return names such as `cat at (120, 40, 300, 260), IoU 0.87`."""

@@ -17,6 +17,7 @@ from ..validation import check_choice, is_integer
 from .box import BoxScore, LocatedTarget, as_place, as_text
 from .candidates import CandidatesFunction, candidates
 from .targets import (
+    NO_FLIPS,
     Categories,
     OutputFacts,
     OutputTarget,
@@ -117,6 +118,12 @@ class Region(LocatedTarget):
         return replace(
             self, cells=cells.expand(count, *cells.shape), geometries=self.geometries[image : image + 1] * count
         )
+
+    def mirrored(self) -> Region:
+        """Return the target for the mirrored pixels. Raises TargetError for a joint."""
+        if self.joint:
+            raise TargetError(f"{self.joint} is not the same joint in a mirrored image; {NO_FLIPS}")
+        return replace(self, cells=cast("Tensor", self.cells).flip(-1))
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return names such as `region of cat`."""
