@@ -71,7 +71,8 @@ class BoxScore(LocatedTarget):
         """Return the target with class indices instead of names."""
         label = None if self.label is None else class_index(self.label, categories)
         is_class = self.against is not None and self.against != _SECOND
-        return replace(self, label=label, against=class_index(self.against, categories) if is_class else self.against)
+        against = class_index(self.against, categories) if is_class else self.against
+        return replace(self, label=label, against=against, classes=_count(categories))
 
     def part(self, output: Any, image: int) -> Any:
         """Return the candidates of one image, in pixels of the input."""
@@ -80,8 +81,7 @@ class BoxScore(LocatedTarget):
 
     def resolve_from(self, output: Any, facts: OutputFacts) -> BoxScore:
         """Return the target with the box of each image. Raises TargetError if there is no such box."""
-        names = facts.categories
-        target = replace(self, classes=len(names) if type(names) is tuple else None)
+        target = replace(self, classes=_count(facts.categories))
         return replace(target, matches=tuple(target._match(row, facts) for row in target._rows(output)))
 
     def detections(self, output: Any) -> Detections:
@@ -204,6 +204,11 @@ class BoxScore(LocatedTarget):
         other = "" if match.against is None else f" rather than {class_name(match.against, categories)}"
         overlap = f", IoU {match.overlap:.2f}" if len(self.place or ()) == 4 else ""
         return f"{label}{other} at {as_text(match.box)}{overlap}"
+
+
+def _count(names: Categories) -> int | None:
+    """Return the number of classes if all are named; a list that grows on demand has no number."""
+    return len(names) if type(names) is tuple else None
 
 
 def as_text(place: Sequence[float]) -> str:

@@ -101,8 +101,9 @@ def test_each_level_counts_by_its_share_of_the_score() -> None:
     torch.testing.assert_close(explanation.values.sum((1, 2, 3)), expected)
 
 
-def test_a_batch_of_boxes_equals_single_calls_and_one_forward_of_several_boxes() -> None:
-    model, boxes = network("shapes_detector"), [saliency.box(index=at) for at in range(2)]
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_batch_of_boxes_equals_single_calls_and_one_forward_of_several_boxes(name: str) -> None:
+    model, boxes = network(name), [saliency.box(index=at) for at in range(2)]
     together = LayerCAM(model).attribute(X[:2], boxes)
     several = LayerCAM(model).attribute_classes(X[:1], boxes)
     torch.testing.assert_close(together[0].values, several[0].values)
