@@ -45,6 +45,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "deep_lift": {},
     "lrp": {},
     "rise": {"passes": 4},
+    "d_rise": {"passes": 4},
+    "odam": {},
+    "seg_grad_cam": {},
     "occlusion": {"window": 48, "stride": 48},
     "kernel_shap": {"segments": (2, 2), "passes": 6},
     "chefer_attention": {},
@@ -279,7 +282,7 @@ def build(kind: str) -> Case:
     torch.manual_seed(0)
     case = KINDS[kind]()
     case.model.eval()
-    if not kind.startswith(("shapes", "torchvision")):
+    if not kind.startswith("shapes"):
         with contextlib.suppress(TypeError):  # a model of texts; it has no batch norm
             make_usable(case.model, case.x)
     return case
