@@ -103,10 +103,15 @@ from .methods.lrp import ExcitationBackprop as ExcitationBackprop
 from .methods.lrp import RelevancePropagation as RelevancePropagation
 from .methods.mask_optimisation import ExtremalPerturbation as ExtremalPerturbation
 from .methods.mask_optimisation import MeaningfulPerturbation as MeaningfulPerturbation
+from .methods.object_cam import ODAM as ODAM
+from .methods.object_cam import SegGradCAM as SegGradCAM
+from .methods.object_cam import SegXResCAM as SegXResCAM
 from .methods.occlusion import FeatureAblation as FeatureAblation
 from .methods.occlusion import Occlusion as Occlusion
+from .methods.rise import DRISE as DRISE
 from .methods.rise import RISE as RISE
 from .methods.segments import SegmentAttribution as SegmentAttribution
+from .methods.smoothing import Augmented as Augmented
 from .methods.smoothing import SmoothGrad as SmoothGrad
 from .methods.smoothing import SmoothGradSquared as SmoothGradSquared
 from .methods.smoothing import VarGrad as VarGrad
