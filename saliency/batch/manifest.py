@@ -19,39 +19,13 @@ CSV = "manifest.csv"
 _ERRORS = "backslashreplace"  # for undecodable bytes of paths
 
 FILES = ("overlay", "photo", "heat", "map", "card", "card_json")
-COLUMNS: dict[str, type] = {
-    "index": int,
-    "source": str,
-    "id": str,
-    "method": str,
-    "target": int,
-    "name": str,
-    "probability": float,
-    "score": float,
-    "layer": str,
-    "width": int,
-    "height": int,
-    "input_width": int,
-    "input_height": int,
-    "box": list,
-    "range": list,
-    "settings": dict,
-    "coverage": str,
-    "residual": float,
-    "ledger": dict,
-    "trust": dict,
-    "sign": str,
-    "units": str,
-    "floor": float,
-    "limit": float,
-    **dict.fromkeys(FILES, str),
-    "colormap": str,
-    "seconds": float,
-    "error": str,
-    "error_kind": str,
-    **{f"{name}_bytes": int for name in FILES},
-}
-"""The columns and their types; every value may be None."""
+COLUMNS = (
+    *("index", "source", "id", "method", "target", "name", "probability", "score", "layer", "width", "height"),
+    *("input_width", "input_height", "box", "range", "settings", "coverage", "residual", "ledger", "trust"),
+    *("sign", "units", "floor", "limit", *FILES, "colormap", "seconds", "error", "error_kind"),
+    *(f"{name}_bytes" for name in FILES),
+)
+"""The columns. `box` and `range` are lists, `settings`, `ledger` and `trust` objects; every value may be None."""
 
 
 def make_row(**known: Any) -> Row:
@@ -155,7 +129,7 @@ def read_rows(path: Path) -> Iterator[tuple[Row, bytes]]:
                 row = json.loads(line)
             except ValueError:
                 return
-            if not isinstance(row, dict) or row.keys() != COLUMNS.keys() or not line.endswith(b"\n"):
+            if not isinstance(row, dict) or tuple(row) != COLUMNS or not line.endswith(b"\n"):
                 return
             yield row, line
 
