@@ -139,15 +139,12 @@ class LocalEngine:
         self.parallel = min(self.workers, MAX_PARALLEL) if on_cpu and len(self.devices) == 1 else len(self.devices)
         self.default_batch_size = BATCH_CPU if on_cpu else BATCH_ACCELERATOR
 
-    def execute(
-        self, context: RunContext, batches: Iterable[Sequence[Slot]], is_interrupted: Callable[[], bool]
-    ) -> Generator[list[Row], None, None]:
+    def execute(self, context: RunContext, batches: Iterable[Sequence[Slot]]) -> Generator[list[Row], None, None]:
         """Yield the rows of each image, in the order of the images.
 
         Args:
             context: The run.
             batches: The batches. An image without methods is not explained and only keeps its position in the batch.
-            is_interrupted: Function that returns whether to stop starting batches.
 
         Raises:
             BatchTooLargeError: A batch does not fit into memory. The rows of all earlier batches have been returned.
@@ -166,7 +163,7 @@ class LocalEngine:
             undo.callback(worker.io.shutdown, cancel_futures=True)
             pending: deque[Future[list[Future[list[Row]]]]] = deque()
             for batch in batches:
-                if is_interrupted():
+                if context.is_interrupted():
                     break
                 pending.append(pool.submit(worker.run, batch))
                 if len(pending) > self.parallel + 1:
@@ -188,9 +185,7 @@ class SequentialEngine:
     def __init__(self, device: torch.device, on_start: Callable[[ImageEntry], object]) -> None:
         self.devices, self._on_start = [device], on_start
 
-    def execute(
-        self, context: RunContext, batches: Iterable[Sequence[Slot]], is_interrupted: Callable[[], bool]
-    ) -> Generator[list[Row], None, None]:
+    def execute(self, context: RunContext, batches: Iterable[Sequence[Slot]]) -> Generator[list[Row], None, None]:
         """Yield the rows of each image, in the order of the images. See `LocalEngine.execute`."""
         (network,) = replicate(context.options, context.model, self.devices)
         for batch in batches:
@@ -311,9 +306,7 @@ class RayEngine:
         self.parallel = resources.actors
         self.default_batch_size = BATCH_ACCELERATOR if resources.gpus else BATCH_CPU
 
-    def execute(
-        self, context: RunContext, batches: Iterable[Sequence[Slot]], is_interrupted: Callable[[], bool]
-    ) -> Generator[list[Row], None, None]:
+    def execute(self, context: RunContext, batches: Iterable[Sequence[Slot]]) -> Generator[list[Row], None, None]:
         """Yield the rows of each image, in the order of the images. See `LocalEngine.execute`.
 
         Raises:
@@ -326,7 +319,7 @@ class RayEngine:
                 if isinstance(results, Exception):
                     raise results
                 yield from results
-                if is_interrupted():
+                if context.is_interrupted():
                     return
         except self._ray.exceptions.RayError as error:
             raise StoppedError(

@@ -110,7 +110,7 @@ class Run:
             try:
                 while not is_interrupted():
                     try:
-                        with closing(engine.execute(context, self._batches(), is_interrupted)) as images:
+                        with closing(engine.execute(context, self._batches())) as images:
                             for rows in images:
                                 self._add(rows)
                         break

@@ -325,8 +325,8 @@ def engine(results: Callable[[], Iterator[Any]], monkeypatch: pytest.MonkeyPatch
 
 def executed(local: RayEngine, tmp_path: Path, is_interrupted: Callable[[], bool] = lambda: False) -> list[Any]:
     groups = iter([[Slot(0, ImageEntry("0", "0"), ("grad_cam",))]])
-    context = RunContext(RunOptions(model=Tiny()), tmp_path, torch.nn.Identity())
-    return list(local.execute(context, groups, is_interrupted))
+    context = RunContext(RunOptions(model=Tiny()), tmp_path, torch.nn.Identity(), is_interrupted)
+    return list(local.execute(context, groups))
 
 
 def test_rows_come_back_image_by_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
