@@ -202,7 +202,17 @@ class Explanation(BatchAttribution):
         Raises:
             ExplanationError: The file is missing, damaged, or of another kind.
         """
-        return read_explanation(path)[0]
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                header = json.loads((file.metadata() or {}).get("saliency", "null"))
+                if not isinstance(header, dict) or header.get("format") != _FORMAT:
+                    raise ExplanationError(f"{path}: a safetensors file, but not one that Explanation.save wrote")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return cls(**_fields_from(header, tensors))
+        except (OSError, SafetensorError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:
+            if isinstance(error, ExplanationError):
+                raise
+            raise ExplanationError(f"{path}: not a readable explanation: {error}") from error
 
     def _header(self) -> dict[str, Any]:
         names = [field.name for field in fields(self) if not isinstance(getattr(self, field.name), Tensor)]
@@ -236,25 +246,6 @@ def pack_explanation(
         header |= {"image": image, "scale": scale}
         tensors["values"] = (values / scale).half()
     return tensors, {"saliency": json.dumps(header, default=asdict)}
-
-
-def read_explanation(path: str | os.PathLike[str]) -> tuple[Explanation, dict[str, Any] | None]:
-    """Read a file that `pack_explanation` filled. Return the explanation, and the facts about its image, if any.
-
-    Raises:
-        ExplanationError: The file is missing, damaged, or of another kind.
-    """
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get("saliency", "null"))
-            if not isinstance(header, dict) or header.get("format") != _FORMAT:
-                raise ExplanationError(f"{path}: a safetensors file, but not one that Explanation.save wrote")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return Explanation(**_fields_from(header, tensors)), header.get("image")
-    except (OSError, SafetensorError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:
-        if isinstance(error, ExplanationError):
-            raise
-        raise ExplanationError(f"{path}: not a readable explanation: {error}") from error
 
 
 def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:

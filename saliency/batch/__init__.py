@@ -1,7 +1,6 @@
 """Explain folders of images: overlays, saved maps, a manifest and a gallery page. An interrupted run can be resumed.
 
     batch                 explain images into a folder; the command `saliency batch` calls it
-    drawing.redraw        draw overlays from saved maps in another style
 
 The output folder contains:
 

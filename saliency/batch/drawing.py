@@ -1,4 +1,4 @@
-"""Draw one image: overlays, images of the page, saved maps and manifest rows; and redraw overlays from saved maps.
+"""Draw one image: overlays, images of the page, saved maps and manifest rows.
 
 A map is a file for `Explanation.load`, with float16 values in their original resolution.
 """
@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,24 +17,21 @@ import numpy as np
 from PIL import Image
 from safetensors.torch import save
 
-from ..attribution.explanation import Explanation, pack_explanation, read_explanation
-from ..errors import ExplanationError, ImageError
+from ..attribution.explanation import Explanation, pack_explanation
 from ..evaluation.trust import TrustCard
 from ..io.atomic_write import atomic_write
-from ..io.inputs import encode, open_image
-from ..io.preprocess import Frame, drawable, resize_box, scaled_size
+from ..io.inputs import encode
+from ..io.preprocess import Frame, resize_box, scaled_size
 from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, box_pixels, hatching, outline, paint, scale_map
 from ..render.overlay import save_drawing
-from .failures import BatchError, Failure, printable, stops_run, unwritable
-from .listing import ImageEntry
+from .failures import Failure, printable, stops_run, unwritable
 from .manifest import Row, make_row
 from .network import Cards, LoadedImage, Results, Slot
-from .output_folder import MAP_SUFFIX, MAPS, THUMBNAILS, file_names
+from .output_folder import CARD_FILES, file_names
 from .run_options import OverlayStyle, RunOptions
 
 THUMBNAIL_SIDE = 640  # longest side, in pixels, of the image that the page shows
 THUMBNAIL_QUALITY, HEAT_QUALITY = 85, 80
-CARD_SUFFIXES = ("html", "png")  # files of a trust card of a run without a manifest
 CARD_FACTS = (
     *("title", "group", "is_clear", "is_worse", "verdict"),
     *("value", "error", "controls", "control_ranges", "higher_is_better"),
@@ -65,19 +59,16 @@ def write_results(
         seconds: Seconds that the network took per method.
 
     Raises:
-        StoppedError: The folder cannot be written to. A run without a manifest reports this as a failed row instead.
+        StoppedError: The folder cannot be written to.
     """
     slot = loaded.slot
     facts: dict[str, Any] = {"index": slot.index, "source": printable(slot.entry.source), "id": slot.entry.name}
 
     def failed(error: Exception, method: str | None, *, is_writing: bool = False) -> Row:
-        failure = Failure.of(error, slot.entry.path, slot.entry.source, method or "")
-        reason = failure.reason
         if is_writing and stops_run(error):
-            if options.with_manifest:
-                raise unwritable(out, error) from error
-            reason = f"cannot be written: {error.strerror or error}"
-        return make_row(**facts | {"method": method, "error": reason, "error_kind": failure.kind})
+            raise unwritable(out, error) from error
+        failure = Failure.of(error, slot.entry.path, slot.entry.source, method or "")
+        return make_row(**facts | {"method": method, "error": failure.reason, "error_kind": failure.kind})
 
     if not slot.methods:
         return
@@ -91,8 +82,8 @@ def write_results(
         facts["range"] = loaded.range and list(loaded.range)
         thumbnail = _shrink(image, THUMBNAIL_SIDE) if options.with_manifest else None
         if thumbnail is not None:
-            name = file_names(slot.entry, "", "")["photo"]
-            facts |= _write(out, "photo", name, encode(thumbnail, "JPEG", quality=THUMBNAIL_QUALITY))
+            names = file_names(slot.entry, "", "")
+            facts |= _write(out, names, "photo", encode(thumbnail, "JPEG", quality=THUMBNAIL_QUALITY))
     except Exception as error:  # noqa: BLE001 - any error becomes a failed row
         yield failed(error, None, is_writing=True)
         return
@@ -150,54 +141,49 @@ def _write_method(
         "limit": scaled.limit,
         "colormap": style.colormap or (DIVERGING if scaled.sign == "signed" else SEQUENTIAL),
     }
+    names = file_names(slot.entry, method, style.format, with_manifest=options.with_manifest)
     drawing = paint(frame, scaled, style.colormap, style.opacity)
-    if thumbnail is None:
-        name = f"{slot.entry.name}.{method}"
-        save_drawing(drawing, out / f"{name}.{style.format}")
-        if options.maps:
-            replace(explanation, frames=(frame,)).save(out / f"{name}.safetensors")
-        return make_row(**facts, overlay=f"{name}.{style.format}")
-    names = file_names(slot.entry, method, style.format)
-    file = out / names["overlay"]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_drawing(drawing, file)
-    facts |= {"overlay": names["overlay"], "overlay_bytes": file.stat().st_size}
-    facts |= _write(out, "heat", names["heat"], _heat_image(scaled, frame, thumbnail.size, style))
+    facts |= _write(out, names, "overlay", lambda file: save_drawing(drawing, file))
+    if thumbnail is not None:
+        facts |= _write(out, names, "heat", _heat_image(scaled, frame, thumbnail.size, style))
     if options.maps:
-        facts |= _write(out, "map", names["map"], _encode_map(explanation, slot.entry, frame, facts["range"]))
+        saved = replace(explanation, frames=(frame,))
+        content = _encode_map(saved, frame, facts["range"]) if options.with_manifest else saved.save
+        facts |= _write(out, names, "map", content)
     return make_row(**facts)
 
 
-def _write(out: Path, column: str, name: str, data: bytes) -> dict[str, Any]:
-    """Write a file, and return its name and size for the row."""
-    (out / name).parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(out / name) as temporary:
-        temporary.write_bytes(data)
-    return {column: name, f"{column}_bytes": len(data)}
+def _write(
+    out: Path, names: Mapping[str, str], column: str, content: bytes | Callable[[Path], object]
+) -> dict[str, Any]:
+    """Write a file, given its bytes or a function that saves it, and return its name and size for the row."""
+    file = out / names[column]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if callable(content):
+        content(file)
+    else:
+        with atomic_write(file) as temporary:
+            temporary.write_bytes(content)
+    return {column: names[column], f"{column}_bytes": file.stat().st_size}
 
 
-def _encode_map(explanation: Explanation, entry: ImageEntry, frame: Frame, range: list[float] | None) -> bytes:
+def _encode_map(explanation: Explanation, frame: Frame, range: list[float] | None) -> bytes:
     """Return the file of a map, for `Explanation.load`: values in float16, no standard errors, no picture, no times."""
-    facts = {"entry": entry.to_json(), "size": frame.image.size, "box": frame.box, "range": range}
-    return save(*pack_explanation(replace(explanation, error=None, run_stats=()), facts))
+    facts = {"size": frame.image.size, "box": frame.box, "range": range}
+    return save(*pack_explanation(replace(explanation, frames=(None,), error=None, run_stats=()), facts))
 
 
 def _write_card(options: RunOptions, out: Path, slot: Slot, card: TrustCard | Exception) -> Row:
     """Write the files of a trust card, and return its columns of the row. Raises `card` if it is an error."""
     if isinstance(card, Exception):
         raise card
-    method = card.explanation.method
-    if not options.with_manifest:
-        for suffix in CARD_SUFFIXES:
-            card.save(out / f"{slot.entry.name}.{method}.trust.{suffix}")
-        return {"trust": {"summary": card.summary}}
     rows = json.loads(card.to_json())["properties"]
-    facts: Row = {"trust": {row["name"]: {key: row[key] for key in CARD_FACTS} for row in rows}}
-    names = file_names(slot.entry, method, options.style.format)
-    for column in ("card", "card_json"):
-        (out / names[column]).parent.mkdir(parents=True, exist_ok=True)
-        size = card.save(out / names[column]).stat().st_size
-        facts |= {column: names[column], f"{column}_bytes": size}
+    shown = {row["name"]: {key: row[key] for key in CARD_FACTS} for row in rows}
+    facts: Row = {"trust": shown if options.with_manifest else {"summary": card.summary}}
+    method, with_manifest = card.explanation.method, options.with_manifest
+    names = file_names(slot.entry, method, options.style.format, with_manifest=with_manifest)
+    for column in names.keys() & CARD_FILES:
+        facts |= _write(out, names, column, card.save)
     return facts
 
 
@@ -236,107 +222,3 @@ def _shrink(image: Image.Image, longest: int) -> Image.Image:
         return image
     size = scaled_size(image.size, longest)
     return image.resize(size, Image.Resampling.BILINEAR, reducing_gap=1.0)  # averages whole blocks first
-
-
-# Saved maps ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Redrawn:
-    """Result for one map.
-
-    Attributes:
-        map: The file of the map.
-        file: The overlay; None after a failure.
-        is_small: Whether the overlay was drawn on the thumbnail, because the image no longer exists or has changed.
-        failure: Reason why there is no overlay.
-    """
-
-    map: Path
-    file: Path | None = None
-    is_small: bool = False
-    failure: Failure | None = None
-
-
-def redraw(
-    maps: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    out: str | os.PathLike[str],
-    *,
-    style: OverlayStyle | None = None,
-    methods: Sequence[str] = (),
-    workers: int | None = None,
-) -> Iterator[Redrawn]:
-    """Draw the overlays of saved maps as OUT/SUB/NAME.METHOD.png, and yield the result of each map in order.
-
-    Args:
-        maps: Files, folders of them, or folders that `batch` wrote with `maps=True`.
-        out: The folder to write to.
-        style: Style of the overlays; by default the default style of `batch`.
-        methods: Methods to draw; empty for all.
-        workers: Number of drawing threads; None for the default of `ThreadPoolExecutor`.
-
-    Raises:
-        BatchError: The folder contains no maps of these methods, or the output folder cannot be written to.
-        ExplanationError: A file is not a saved map, or is damaged.
-    """
-    chosen = style or OverlayStyle()
-    files = list(_map_files([maps] if isinstance(maps, str | os.PathLike) else maps))
-    present = {path.stem.rpartition(".")[2] for path, _ in files}
-    if methods and not present & set(methods):
-        raise BatchError(f"no maps of {', '.join(methods)} were saved; there are maps of {', '.join(sorted(present))}")
-    first: dict[Path, Path] = {}  # the map of each overlay
-    for path, name in files:
-        if not methods or path.stem.rpartition(".")[2] in methods:
-            overlay_file = Path(out) / name.with_suffix(f".{chosen.format}")
-            if first.setdefault(overlay_file, path) != path:
-                why = "another of these maps has the same name; draw each folder into a separate output folder"
-                yield Redrawn(path, failure=Failure("BatchError", why))
-    images = lru_cache(maxsize=8)(_image)  # the methods share the decoded image
-    with ThreadPoolExecutor(workers, "saliency-draw") as pool:
-        yield from pool.map(lambda file: _draw(first[file], file, chosen, images), first)
-
-
-def _map_files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[tuple[Path, Path]]:
-    """Yield the map files, each with its path relative to the folder of maps."""
-    for path in map(Path, paths):
-        if not path.is_dir():
-            yield path, Path(path.name)
-            continue
-        inside = path / MAPS if (path / MAPS).is_dir() else path
-        files = sorted(inside.rglob(f"*.{MAP_SUFFIX}"))
-        if not files:
-            raise BatchError(f"{path} contains no maps; saliency batch --maps (maps=True) saves them")
-        yield from ((file, file.relative_to(inside)) for file in files)
-
-
-def _image(entry: ImageEntry, thumbnails: Path) -> tuple[Image.Image, bool]:
-    """Return the image of a map, or else its thumbnail, and whether it is the thumbnail."""
-    thumbnail = thumbnails / f"{entry.name}.jpg"
-    if entry.current_stamp() == entry.stamp:
-        return entry.open(), False
-    if not thumbnail.is_file():
-        raise ImageError(f"{entry.source!r} was removed or has changed, and there is no thumbnail {thumbnail}")
-    return open_image(thumbnail), True
-
-
-def _draw(
-    path: Path, file: Path, style: OverlayStyle, images: Callable[[ImageEntry, Path], tuple[Image.Image, bool]]
-) -> Redrawn:
-    explanation, facts = read_explanation(path)
-    if facts is None:
-        raise ExplanationError(f"{path} is not a map of saliency batch; pass DIR or DIR/maps/*.{MAP_SUFFIX}")
-    try:
-        entry = ImageEntry.from_json(facts["entry"])
-        root = str(path.absolute()).removesuffix(f"{MAPS}/{entry.name}.{explanation.method}.{MAP_SUFFIX}")
-        image, is_small = images(entry, Path(root) / THUMBNAILS)
-        image = drawable(image, facts["range"])
-        frame = Frame(image, resize_box(facts["box"], facts["size"], image.size))
-        scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
-        drawing = paint(frame, scaled, style.colormap, style.opacity)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        save_drawing(drawing, file)
-    except Exception as error:
-        if stops_run(error):
-            raise unwritable(file.parent, error) from error
-        return Redrawn(path, failure=Failure.of(error))
-    return Redrawn(path, file, is_small)

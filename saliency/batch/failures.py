@@ -72,5 +72,5 @@ def unwritable(folder: str | os.PathLike[str], error: OSError) -> StoppedError:
     hint = "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the folder"
     return StoppedError(
         f"{os.fspath(folder)} cannot be written to: {error.strerror or error}; finished images are kept: {hint}, and "
-        "re-run to resume"
+        "run the command again"
     )

@@ -31,6 +31,7 @@ OVERLAYS, THUMBNAILS, HEAT, MAPS, CARDS = "overlays", "photos", "heat", "maps", 
 FOLDERS = (OVERLAYS, THUMBNAILS, HEAT, MAPS, CARDS)
 FILES = (PAGE, CSV, MANIFEST, LISTING, ABOUT)
 MAP_SUFFIX = "safetensors"
+CARD_FILES = ("card", "card_json", "card_image")
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.part")
 
@@ -70,9 +71,12 @@ def locked(folder: Path) -> Iterator[None]:
             raise
 
 
-def file_names(entry: ImageEntry, method: str, format: str) -> dict[str, str]:
+def file_names(entry: ImageEntry, method: str, format: str, *, with_manifest: bool = True) -> dict[str, str]:
     """Return the path of each file of an image and method, relative to the folder."""
     name = f"{entry.name}.{method}"
+    if not with_manifest:
+        card = {"card": f"{name}.trust.html", "card_image": f"{name}.trust.png"}
+        return {"overlay": f"{name}.{format}", "map": f"{name}.{MAP_SUFFIX}", **card}
     return {
         "overlay": f"{OVERLAYS}/{name}.{format}",
         "heat": f"{HEAT}/{name}.webp",

@@ -181,7 +181,7 @@ files:
   DIR/index.html       the gallery page
   DIR/overlays/        cat.jpg by grad_cam is overlays/cat.grad_cam.png
   DIR/manifest.jsonl   a row per image and method, including failures
-  DIR/maps/            with --maps: the values; see saliency render
+  DIR/maps/            with --maps: the values, for Explanation.load
   DIR/trust/           with --trust: a trust card of each overlay
 
 {_EXIT_CODES}""",
@@ -230,18 +230,6 @@ only if the heatmap is better than all of them.
             "--method": f"one; see saliency methods (default: {METHOD})",
             "--device": "cpu, cuda:1 or auto (default)",
         },
-    ),
-    "render": Command(
-        "redraw the overlays of a batch in other colours, without the model",
-        f"MAPS --quiet --method --out --format {_STYLE}",
-        "batch_commands:render",
-        """\
-examples:
-  saliency batch photos/ --out maps --maps
-  saliency render maps --colormap viridis --opacity map --out viridis
-  saliency render maps/maps/cat.grad_cam.safetensors --sign signed --out signed
-""",
-        {"--method": "only these methods (default: all)"},
     ),
     "report": Command(
         "rewrite the gallery page of a batch folder, or write its table as CSV",

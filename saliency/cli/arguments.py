@@ -210,7 +210,6 @@ ARGUMENTS: dict[str, list[Argument]] = {
     "": [
         Argument("IMAGE", "image files, folders or lists; - reads one image from stdin", dest="images", nargs="*"),
         Argument("SOURCE", "folders, files, patterns, lists, shards; - for paths on stdin", dest="sources", nargs="+"),
-        Argument("MAPS", "folders written by saliency batch --maps, or files in them", dest="maps", nargs="+"),
         Argument("DIR", "folder written by saliency batch", dest="folder", type=Path),
         Argument("MODEL", f"as --model of explain (default: {MODEL})", dest="model", nargs="?", default=MODEL),
         Argument("PATTERN", "part of a name, or a pattern such as 'vit_*_384'", dest="pattern", nargs="?"),
@@ -263,7 +262,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("--sheet", "also write a contact sheet of images and methods, sheet.png"),
         Argument("--save", "also save the values as .safetensors, for Explanation.load"),
         Argument("--trust", "also write a trust card for each overlay"),
-        Argument("--maps", "also save the attribution values, for saliency render"),
+        Argument("--maps", "also save the attribution values, for Explanation.load"),
         Argument("--restart", "delete the results of an earlier run and start again", "resume"),
         Argument("--resume", "resume an earlier run (the default)", "resume"),
         Argument("--retry", "retry images that failed in an earlier run"),

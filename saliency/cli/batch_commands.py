@@ -1,4 +1,4 @@
-"""The commands on batch folders: `saliency batch`, and `render` and `report`, which need no model.
+"""The commands on batch folders: `saliency batch`, and `report`, which needs no model.
 
 Modules that import torch are imported later, since a finished run needs none of them.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -91,23 +90,6 @@ def _print_summary(summary: Summary, screen: Screen) -> None:
         kinds = ", ".join(f"{number} {kind}" for kind, number in summary.kinds.most_common())
         screen.say(Text(f"{plural(summary.failed, 'image')} with failures: {kinds}; --retry tries them again", "red"))
     screen.say(f"gallery page: {visible(summary.page)}")
-
-
-def render(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Redraw the overlays, print their number, and return the exit code."""
-    from ..batch.drawing import redraw
-
-    style, counts = overlay_style(arguments), Counter[str]()
-    for image in redraw(arguments.maps, arguments.out, style=style, methods=arguments.methods or []):
-        counts["failed" if image.failure else "small" if image.is_small else "large"] += 1
-        if image.failure is not None:
-            screen.error(f"{visible(image.map)}: {visible(image.failure.reason)}")
-    screen.say(f"{plural(counts['large'] + counts['small'], 'overlay')} in {visible(arguments.out)}")
-    if counts["small"]:
-        screen.say(Text(f"{counts['small']} of them on the thumbnail: the image was removed or has changed", "dim"))
-    if counts["failed"]:
-        screen.say(Text(plural(counts["failed"], "failure"), "red"))
-    return 1 if counts["failed"] or not counts.total() else 0
 
 
 def report(arguments: argparse.Namespace, screen: Screen) -> int:

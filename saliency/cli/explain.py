@@ -20,12 +20,13 @@ from rich.text import Text
 
 from ..attribution.base import get_method
 from ..attribution.explanation import Explanation
-from ..batch.drawing import CARD_SUFFIXES, write_results
+from ..batch.drawing import write_results
 from ..batch.engines import RunContext, SequentialEngine
 from ..batch.failures import sentence
 from ..batch.listing import ImageEntry, with_names
 from ..batch.manifest import Row
 from ..batch.network import LoadedImage, find_devices
+from ..batch.output_folder import file_names
 from ..batch.run import Run
 from ..batch.run_options import RunOptions
 from ..batch.sources import Found, find_images
@@ -130,8 +131,8 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
             options = RunOptions.of(given | {"on_progress": show})
             engine = SequentialEngine(one_device(options), lambda entry: screen.name_subject(entry.label))
             Run(options, arguments.out, entries, partial(_Context, rows=rows, thumbs=thumbs)).execute(engine)
-    except SaliencyError:  # an invalid option, for which the first image failed
-        rows.clear()
+    except SaliencyError:  # an invalid option, for which the first image failed, or a full disk
+        rows[:] = [row for row in rows if row["overlay"]]
         raise
     finally:
         screen.name_subject("")
@@ -167,10 +168,9 @@ def one_device(options: RunOptions) -> torch.device:
 
 def _require_other_files(arguments: argparse.Namespace, methods: Sequence[str], entries: Sequence[ImageEntry]) -> None:
     """Raise UsageError if a file would replace one of the images."""
-    suffixes = ["png", *(f"trust.{suffix}" for suffix in CARD_SUFFIXES if arguments.trust)]
-    files = [f"{entry.name}.{method}.{suffix}" for entry in entries for method in methods for suffix in suffixes]
+    names = [file_names(entry, method, "png", with_manifest=False) for entry in entries for method in methods]
     protected = {os.path.realpath(entry.path) for entry in entries}
-    for file in [*files, SHEET] if arguments.sheet else files:
+    for file in [*([SHEET] * arguments.sheet), *(file for of_method in names for file in of_method.values())]:
         if os.path.realpath(arguments.out / file) in protected:
             raise UsageError(f"--out {arguments.out}: {file} would replace one of the images; choose another folder")
 

@@ -204,7 +204,7 @@ def test_a_full_disk_stops_the_run_and_it_resumes(tmp_path: Path, small_disk: Pa
         assert_nothing_is_cut_off(out)
     assert len(stops) >= 2
     assert all("No space left on device" in each for each in stops)
-    assert all("free disk space, and re-run to resume" in each for each in stops)
+    assert all("free disk space, and run the command again" in each for each in stops)
     assert_same(out, tmp_path / "whole")
 
 
@@ -256,7 +256,7 @@ def test_missing_permissions_of_folder_and_image_are_reported() -> None:
         child.join()
         assert closed == (
             f"{folder}/closed/out cannot be written to: Permission denied; finished images are kept: check the folder, "
-            "and re-run to resume"
+            "and run the command again"
         )
         assert "Permission denied" in half
         assert "free disk space" not in half

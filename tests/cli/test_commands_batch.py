@@ -1,4 +1,4 @@
-"""The commands `saliency batch` and `saliency render`: they wrap the library, and tell what became of it."""
+"""The command `saliency batch`: it wraps the library, and tells what became of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -19,12 +18,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import save
 
 import saliency
-from saliency.batch import OverlayStyle, StoppedError, batch
-from saliency.batch.drawing import redraw
+from saliency.batch import batch
 from saliency.batch.network import Network, Slot, trust_card
 from saliency.batch.run_options import RunOptions
 from saliency.batch.sources import find_images
@@ -51,15 +47,6 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
     def go(*words: object) -> tuple[int, str, str]:
         code = batching.run(command_parser("batch").parse([str(word) for word in words]), Screen())
-        return code, *capsys.readouterr()
-
-    return go
-
-
-@pytest.fixture
-def render(capsys: pytest.CaptureFixture[str]) -> Run:
-    def go(*words: object) -> tuple[int, str, str]:
-        code = batching.render(command_parser("render").parse([str(word) for word in words]), Screen())
         return code, *capsys.readouterr()
 
     return go
@@ -284,7 +271,7 @@ def scan(path: Path) -> Path:
     return path
 
 
-def test_16_bits_are_drawn_with_their_range_in_all_files(run: Run, render: Run, tmp_path: Path) -> None:
+def test_16_bits_are_drawn_with_their_range_in_all_files(run: Run, tmp_path: Path) -> None:
     path = scan(tmp_path / "in" / "scan.png")
     fields = "size=16,mean=0.5,0.5,0.5,std=0.5,0.5,0.5,range=0,4095"
     code, _, err = run(path.parent, "--out", tmp_path / "out", "--maps", "--preprocess", fields, "--opacity", 0)
@@ -298,9 +285,6 @@ def test_16_bits_are_drawn_with_their_range_in_all_files(run: Run, render: Run, 
         assert np.abs(np.asarray(overlay)[..., 0] - expected).max() <= 0.51
     with Image.open(tmp_path / "out" / "photos" / "scan.jpg") as photo:
         assert np.abs(np.asarray(photo)[..., 0] - expected).max() <= 12
-    assert render(tmp_path / "out", "--out", tmp_path / "again", "--opacity", 0)[0] == 0
-    again = (tmp_path / "again" / "scan.grad_cam.png").read_bytes()
-    assert again == (tmp_path / "out" / "overlays" / "scan.grad_cam.png").read_bytes()
 
 
 def test_trust_cards_and_saved_explanations_are_of_the_16_bits_that_the_model_sees(tmp_path: Path) -> None:
@@ -318,29 +302,7 @@ def test_trust_cards_and_saved_explanations_are_of_the_16_bits_that_the_model_se
         assert saliency.overlay(loaded).tobytes() == drawn.tobytes()
 
 
-# saliency render -----------------------------------------------------------------------------------------------------
-
-
-def test_maps_drawn_again_are_the_overlays_of_the_run(render: Run, source: Path, tmp_path: Path) -> None:
-    quick(source, tmp_path / "run", methods=("grad_cam", "vanilla_gradient"), maps=True)
-    code, out, err = render(tmp_path / "run", "--out", tmp_path / "again")
-    assert (code, err) == (0, "")
-    assert "10 overlays in" in out
-    for row in rows(tmp_path / "run"):
-        name = row["overlay"].removeprefix("overlays/")
-        with Image.open(tmp_path / "run" / row["overlay"]) as first, Image.open(tmp_path / "again" / name) as second:
-            difference = np.asarray(first).astype(int) - np.asarray(second).astype(int)
-            assert np.abs(difference).max() <= 3  # half precision is a table entry at most
-
-
-def test_maps_are_drawn_as_the_library_draws_in_other_colours(render: Run, source: Path, tmp_path: Path) -> None:
-    quick(source, tmp_path / "run", maps=True, batch_size=1)
-    words = ("--colormap", "viridis", "--opacity", "map", "--sign", "signed", "--format", "png", "-m", "grad_cam")
-    assert render(tmp_path / "run" / "maps" / "01.grad_cam.safetensors", "--out", tmp_path / "again", *words)[0] == 0
-    alone = saliency.GradCAM(Tiny()).attribute(source / "01.png")
-    drawn = saliency.overlay(alone, colormap="viridis", opacity="map", sign="signed")
-    with Image.open(tmp_path / "again" / "01.grad_cam.png") as picture:
-        assert np.abs(np.asarray(picture).astype(int) - np.asarray(drawn).astype(int)).max() <= 3
+# saved maps -----------------------------------------------------------------------------------------------------
 
 
 def test_kept_values_are_the_values_to_half_precision_however_small(source: Path, tmp_path: Path) -> None:
@@ -355,68 +317,6 @@ def test_kept_values_are_the_values_to_half_precision_however_small(source: Path
         assert float(alone.values.abs().max()) < 1e-8
         assert torch.allclose(again.values, alone.values, rtol=1e-3, atol=float(alone.values.abs().max()) * 1e-6)
         assert (again.target, again.target_names, again.method) == (alone.target, alone.target_names, alone.method)
-
-
-def test_where_the_photo_is_gone_its_thumbnail_is_drawn_on(render: Run, source: Path, tmp_path: Path) -> None:
-    for name in ("00.png", "sub/a.png"):
-        noise(source / name, 1, (1300, 700))
-    quick(source, tmp_path / "run", maps=True, recursive=True)
-    shutil.rmtree(source)
-    code, out, _ = render(tmp_path / "run", "--out", tmp_path / "again")
-    assert code == 0
-    assert "6 of them on the thumbnail" in out
-    with Image.open(tmp_path / "again" / "00.grad_cam.png") as picture:
-        assert picture.size == (640, 345)
-    with Image.open(tmp_path / "again" / "sub" / "a.grad_cam.png") as picture:
-        assert picture.size == (640, 345)
-    shutil.rmtree(tmp_path / "run" / "photos")
-    code, _, err = render(tmp_path / "run", "--out", tmp_path / "again")
-    assert code == 1
-    assert "00.png' was removed or has changed, and there is no thumbnail" in err
-
-
-def test_no_map_is_drawn_on_a_photo_that_has_changed(render: Run, source: Path, tmp_path: Path) -> None:
-    quick(source, tmp_path / "run", maps=True)
-    render(tmp_path / "run", "--out", tmp_path / "again")
-    noise(source / "00.png", 1, (1300, 700))
-    code, out, _ = render(tmp_path / "run", "--out", tmp_path / "later")
-    assert code == 0
-    assert "1 of them on the thumbnail: the image was removed or has changed" in out
-    with Image.open(tmp_path / "later" / "00.grad_cam.png") as picture:
-        assert picture.size == (40, 30)
-
-
-def test_what_holds_no_maps_says_so(render: Run, source: Path, tmp_path: Path) -> None:
-    quick(source, tmp_path / "run")
-    with pytest.raises(saliency.SaliencyError, match="contains no maps; saliency batch --maps"):
-        render(tmp_path / "run")
-    (tmp_path / "x.safetensors").write_bytes(b"nothing")
-    with pytest.raises(saliency.ExplanationError, match=r"x\.safetensors: not a readable explanation"):
-        render(tmp_path / "x.safetensors", "--out", tmp_path / "again")
-    saliency.GradCAM(Tiny()).attribute(source / "00.png").save(tmp_path / "e.safetensors")
-    with pytest.raises(saliency.ExplanationError, match="is not a map of saliency batch"):
-        render(tmp_path / "e.safetensors", "--out", tmp_path / "again")
-
-
-def test_a_method_that_was_not_kept_is_told_with_those_that_were(render: Run, source: Path, tmp_path: Path) -> None:
-    quick(source, tmp_path / "run", maps=True, methods=["grad_cam", "layer_cam"])
-    with pytest.raises(
-        saliency.SaliencyError, match=r"no maps of layercam were saved; there are maps of grad_cam, layer_cam"
-    ):
-        render(tmp_path / "run", "-m", "layercam", "--out", tmp_path / "again")
-
-
-def test_no_overlay_is_drawn_over_one_of_another_run(render: Run, source: Path, tmp_path: Path) -> None:
-    noise(tmp_path / "other" / "00.png", 99)
-    quick(source, tmp_path / "one", maps=True)
-    quick(tmp_path / "other", tmp_path / "two", maps=True)
-    code, out, err = render(tmp_path / "one", tmp_path / "two", "--out", tmp_path / "again")
-    assert code == 1
-    assert "5 overlays" in out
-    assert "00.grad_cam.safetensors: another of these maps has the same name" in err
-    render(tmp_path / "one", "--out", tmp_path / "alone")
-    ours = (tmp_path / "alone" / "00.grad_cam.png").read_bytes()
-    assert (tmp_path / "again" / "00.grad_cam.png").read_bytes() == ours
 
 
 def test_a_saved_map_is_the_explanation_without_the_picture(source: Path, tmp_path: Path) -> None:
@@ -438,51 +338,3 @@ def test_maps_of_sampled_methods_have_the_same_bytes_in_each_run(source: Path, t
     for out in ("one", "two"):
         quick(source, tmp_path / out, methods=("smooth_grad",), options={"passes": 4}, maps=True, batch_size=1, limit=2)
     assert_same(tmp_path / "one", tmp_path / "two")
-
-
-def rewrite(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the header of a saved map."""
-    with safe_open(str(file), framework="pt") as opened:
-        header, tensors = json.loads(opened.metadata()["saliency"]), {k: opened.get_tensor(k) for k in opened.keys()}  # noqa: SIM118
-    change(header)
-    file.write_bytes(save(tensors, {"saliency": json.dumps(header)}))
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda header: header["image"].update(entry=json.dumps({"name": "../../x"})), "an entry outside the folder"),
-        (lambda header: header.update(method="x/../../y"), None),
-    ],
-)
-def test_maps_that_someone_has_changed_write_nothing_elsewhere(
-    render: Run, source: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], reason: str | None
-) -> None:
-    quick(source, tmp_path / "run", maps=True)
-    rewrite(tmp_path / "run" / "maps" / "00.grad_cam.safetensors", change)
-    before = set(tmp_path.rglob("*"))
-    code, _, err = render(tmp_path / "run", "--out", tmp_path / "again")
-    assert code == (reason is not None)
-    assert (reason or "") in err
-    assert {path for path in tmp_path.rglob("*") if not path.is_relative_to(tmp_path / "again")} == before
-    assert all(path.name.endswith(".grad_cam.png") for path in (tmp_path / "again").rglob("*"))
-
-
-def test_a_map_without_its_box_is_damaged(render: Run, source: Path, tmp_path: Path) -> None:
-    quick(source, tmp_path / "run", maps=True)
-    rewrite(tmp_path / "run" / "maps" / "00.grad_cam.safetensors", lambda header: header["image"].pop("box"))
-    with pytest.raises(saliency.ExplanationError, match="not a readable explanation: 'box'"):
-        render(tmp_path / "run", "--out", tmp_path / "again")
-
-
-def test_drawing_again_stops_where_nothing_can_be_written(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    quick(source, tmp_path / "run", maps=True)
-
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("saliency.batch.drawing.save_drawing", full)
-    with pytest.raises(StoppedError, match="free disk space"):
-        list(redraw(tmp_path / "run", tmp_path / "again", style=OverlayStyle()))

@@ -18,7 +18,6 @@ from torch.nn.functional import interpolate
 import saliency
 from saliency import GradCAM, contact_sheet, cutout, figure, overlay
 from saliency.attribution.explanation import Explanation, Sign
-from saliency.batch.drawing import redraw
 from saliency.errors import NonFiniteError, RenderError, SaliencyWarning
 from saliency.io.preprocess import Box, Frame, ImageBox, Preprocess
 from saliency.render.blending import CENTRE, Opacity, box_pixels, color_table, resize_to_pixels
@@ -422,9 +421,6 @@ def test_a_map_of_a_batch_lies_at_its_crop_of_the_image(tmp_path: Path) -> None:
     for saved in (loaded, Explanation.load(loaded.save(tmp_path / "again.safetensors")), loaded[:1]):
         assert overlay(saved, image).tobytes() == expected.tobytes()
         assert cutout(saved, image).tobytes() == cutout(replace(direct, values=loaded.values)).tobytes()
-    (redrawn,) = redraw(tmp_path / "run", tmp_path / "redrawn")
-    with Image.open(str(redrawn.file)) as drawn:
-        assert drawn.tobytes() == expected.tobytes()
     with pytest.raises(RenderError, match="90 x 40 and 40 x 90"):
         overlay(loaded, noise(40, 90))
 
