@@ -178,7 +178,7 @@ class BatchRun(Run):
         self.folder.remove_temporary_files()
         head = self.folder.read_head()
         if head is not None and (options.restart or next(read_rows(out / MANIFEST), None) is None):
-            self.folder.clear(self.folder.read_listing(), [method["name"] for method in head["methods"]])
+            self.folder.clear(self.folder.read_listing(), head["methods"])
             head = None
         listed = self.folder.read_listing() if head is not None else []
         if head is not None and not listed:
@@ -187,7 +187,7 @@ class BatchRun(Run):
         super().__init__(options, out, self.listing.entries)
         self.head = self._new_head() if head is None else self._checked_head(head)
         # The methods of the folder: methods of earlier runs, then new ones.
-        self.methods = list(dict.fromkeys([*self._described, *options.methods]))
+        self.methods = list(dict.fromkeys([*self.head.get("methods", ()), *options.methods]))
         self.manifest = Manifest(out, self.methods)
         # Write the listing with new stamps later, so that changes are detected again after an interruption.
         retry = (None, *options.methods) if options.retry else ()
@@ -232,11 +232,6 @@ class BatchRun(Run):
             command = [*command, "&&", *self.options.command] if command else list(self.options.command)
         return head | {"fingerprint": old | new, "command": command}
 
-    @property
-    def _described(self) -> dict[str, dict[str, Any]]:
-        """The descriptions of the methods in the head, by name."""
-        return {method["name"]: method for method in self.head.get("methods", ())}
-
     def missing(self, index: int) -> tuple[str, ...]:
         """Return the methods of the run without a row for an image."""
         return tuple(method for method in self.options.methods if self._lacks(index, method))
@@ -246,11 +241,7 @@ class BatchRun(Run):
 
     def prepare(self, network: Network, engine: Engine) -> None:
         """Store the description of the run, its batch sizes and its images."""
-        described = self._described
-        for method in network.methods:
-            facts = {"settings": dict(method.settings), "sign": method.sign, "units": method.units}
-            described[method.name] = {"name": method.name, **facts}
-        self.head["methods"] = list(described.values())
+        self.head["methods"] = self.methods
         self.head["preprocess"] = without_address(network.preprocess)
         self.head["categories"] = None if network.categories is None else len(network.categories)
         # With trust cards, which take longer than all else, progress and interruptions are by image.

@@ -35,14 +35,14 @@ Row = dict[str, Any]
 
 EMPTY: Row = make_row()
 ABOUT: Row = {
-    "format": "saliency batch 1",
+    "format": "saliency batch 2",
     "versions": {"saliency": "0.1.0", "torch": "2.15.0", "torchvision": "0.30.0", "python": "3.11"},
     "model": {"name": "efficientnet_lite0", "weights": "default"},
     "command": ["saliency", "batch", "photos", "--out", "out"],
     "fingerprint": {"opacity": "map"},
     "batch_sizes": [[0, 8]],
     "counts": {},
-    "methods": [{"name": "grad_cam", "settings": {}, "sign": "positive", "units": "score"}],
+    "methods": ["grad_cam"],
     "categories": 1000,
     "created": "2026-11-20T12:00:00Z",
 }
@@ -76,7 +76,7 @@ def folder(out: Path, rows: Iterable[Row], pictures: bool = False, **about: Any)
     out.mkdir(exist_ok=True)
     rows = list(rows)
     (out / "manifest.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    methods = [{"name": each} for each in dict.fromkeys(each["method"] for each in rows) if each]
+    methods = [each for each in dict.fromkeys(each["method"] for each in rows) if each]
     (out / "manifest.json").write_text(json.dumps({**ABOUT, "methods": methods, **about}))
     for path in {each[kind] for each in rows for kind in ("photo", "heat", "overlay") if pictures and each[kind]}:
         (out / path).parent.mkdir(parents=True, exist_ok=True)

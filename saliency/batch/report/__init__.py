@@ -87,7 +87,7 @@ def _comparison(folder: Path) -> Row | None:
 
 
 def _page(run: Row, rows: Iterable[Row], comparison: Row | None) -> str:
-    methods = {method["name"]: index for index, method in enumerate(run["methods"])}
+    methods = {name: index for index, name in enumerate(run["methods"])}
     bars: dict[str, list[str] | None] = {}
     entries = [_entry(list(group), methods, bars) for _, group in groupby(rows, itemgetter("index"))]
     # Omit times, so that a resumed run gives the same page.
