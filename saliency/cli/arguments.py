@@ -90,18 +90,6 @@ def _number(text: str) -> float | str | None:
         return None if text == "none" else text
 
 
-def _positive_integer(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return float(text)
-
-
 def _setting(text: str) -> tuple[str, Any]:
     """Parse `OPTION=VALUE`. The value is JSON, or text if it is not valid JSON."""
     name, equals, value = text.partition("=")
@@ -218,17 +206,17 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("--json", "print JSON"),
         Argument("-q --quiet", "print errors only"),
         Argument("-r --recursive", "include subfolders"),
-        Argument("--limit N", "only the first N images", type=_positive_integer),
+        Argument("--limit N", "only the first N images", type=int),
         Argument("--image IMAGE", "run the model on this image (default: noise)"),
         Argument("--all", "list all layers or models", "depth"),
-        Argument("--depth N", "levels of nested layers (default: as many as fit)", "depth", type=_positive_integer),
+        Argument("--depth N", "levels of nested layers (default: as many as fit)", "depth", type=int),
         Argument("--stats", "also print activation statistics: means, zeros, dead channels, NaN"),
         Argument("--gradients", "also print gradients of the score of one class"),
         Argument("--csv", "also write the rows of the manifest as manifest.csv"),
         Argument("--title TEXT", "title of the page; later runs keep it"),
         Argument("--html FILE", "also write everything to an HTML page", type=Path),
         Argument("--png FILE", "also draw everything as a figure", type=Path),
-        Argument("--seconds NUMBER", "time limit for a trust card (default: 15)", type=_seconds, default=SECONDS),
+        Argument("--seconds NUMBER", "time limit for a trust card (default: 15)", type=float, default=SECONDS),
         Argument("--seed N", "seed of all draws (default: 0)", type=int, default=0),
     ],
     "model, method and target": [
@@ -279,7 +267,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
     "execution": [
         Argument("--engine NAME", "local (default), or ray for a cluster", choices=("local", "ray"), default="local"),
         Argument("--device NAME", "cpu, cuda:1, cuda:0,cuda:1 or auto (default)", default="auto"),
-        Argument("--batch-size N", "images per batch (default: 8 on CPUs, 64 on GPUs)", type=_positive_integer),
-        Argument("--workers N", "number of threads (default: one per core)", type=_positive_integer),
+        Argument("--batch-size N", "images per batch (default: 8 on CPUs, 64 on GPUs)", type=int),
+        Argument("--workers N", "number of threads (default: one per core)", type=int),
     ],
 }

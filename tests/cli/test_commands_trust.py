@@ -53,7 +53,7 @@ def test_trust_takes_one_image_and_one_method(photo: str, capsys: pytest.Capture
     assert main(["trust", photo, "-m", "vanilla_gradient", "grad_cam"]) == 2
     assert "of one image and one method, got 1 image and 2 methods" in capsys.readouterr().err
     assert main(["trust", photo, "--seconds", "0"]) == 2
-    assert "0 is not a number above 0" in capsys.readouterr().err
+    assert "seconds=0.0 is not a finite number above 0" in capsys.readouterr().err
 
 
 def test_an_image_that_cannot_be_read_has_no_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
