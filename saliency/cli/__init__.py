@@ -6,7 +6,6 @@ Nothing here imports torch, so that help, version and usage errors are printed w
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -44,9 +43,6 @@ class Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if argv is None and "COMP_LINE" in os.environ:  # a shell completes a command line
-        print("\n".join(resolve_name(f"{__name__}.completion:candidates")(os.environ["COMP_LINE"])))
-        return 0
     if argv is None:  # the process runs only this command
         keep_memory()
         # SIGTERM (docker stop, Slurm, Kubernetes) acts like Ctrl-C, unless the process was started to ignore it.
@@ -262,11 +258,5 @@ examples:
         "PATTERN --all",
         "lists:models",
         "examples:\n  saliency models resnet\n  saliency models 'vit_*_384'\n",
-    ),
-    "completion": Command(
-        "print the line that completes commands in a shell: bash, zsh or fish",
-        "SHELL",
-        "completion:run",
-        "install:\n  saliency completion bash >> ~/.bashrc\n  saliency completion zsh >> ~/.zshrc\n",
     ),
 }

@@ -202,7 +202,6 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("MODEL", f"as --model of explain (default: {MODEL})", dest="model", nargs="?", default=MODEL),
         Argument("PATTERN", "part of a name, or a pattern such as 'vit_*_384'", dest="pattern", nargs="?"),
         Argument("METHOD", "method to describe (default: list all)", dest="method", nargs="?"),
-        Argument("SHELL", "bash, zsh or fish", dest="shell", choices=("bash", "zsh", "fish")),
         Argument("--json", "print JSON"),
         Argument("-q --quiet", "print errors only"),
         Argument("-r --recursive", "include subfolders"),

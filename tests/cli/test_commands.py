@@ -29,7 +29,6 @@ from saliency.attribution.base import explain_together
 from saliency.attribution.forward import SharedForward
 from saliency.attribution.heatmap import SIGNS
 from saliency.cli import arguments, command_parser, main
-from saliency.cli.completion import SCRIPTS, candidates, method_names
 from saliency.io.preprocess import as_preprocess
 from saliency.methods import METHODS
 from saliency.render.overlay import overlay, save_drawing
@@ -495,7 +494,6 @@ def test_a_class_outside_a_model_without_class_names_is_a_usage_error(
         (["layers", "--imag", "missing.jpg"], 'no option "--imag"; did you mean "--image"'),
         (["methods", "gradcam"], 'no method "gradcam"; did you mean "grad_cam"'),
         (["trust", "cat.jpg", "-o", "card.html"], 'no option "-o"; use --html FILE or --png FILE'),
-        (["completion", "powershell"], "invalid choice: 'powershell'"),
     ],
 )
 def test_every_slip_gets_the_closest_right_word(run: Callable[..., Run], words: list[str], answer: str) -> None:
@@ -660,29 +658,6 @@ def test_methods_are_described_for_programs(run: Callable[..., Run]) -> None:
     assert (smooth["default"], smooth["choices"]) == ("leave", ["leave", "positive"])
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("saliency ex", {"explain"}),
-        ("saliency  explain a.jpg --shee", {"--sheet"}),
-        ("saliency explain -m grad_cam grad_c", {"grad_cam", "grad_cam_plus_plus"}),
-        ("saliency batch x --method al", {"all"}),
-        ("saliency batch --engine ", {"local", "ray"}),
-        ("saliency explain --engine ", set()),
-        ("saliency explain --model vgg16 c", set()),
-        ("saliency methods ris", {"rise"}),
-        ("saliency completion ", {"bash", "zsh", "fish"}),
-        ("saliency nothing --", {"--help"}),
-    ],
-)
-def test_a_shell_completes_commands_options_and_names(line: str, expected: set[str]) -> None:
-    assert set(candidates(line)) == expected
-
-
-def test_completion_knows_all_methods() -> None:
-    assert set(method_names()) == {*METHODS, "all"}
-
-
 def test_models_lists_the_bundled_ones_first_and_others_on_request(run: Callable[..., Run]) -> None:
     few = run("models").out.splitlines()
     assert [line.split()[:2] for line in few[1:4]] == [[f"efficientnet_lite{i}", "bundled"] for i in range(3)]
@@ -708,7 +683,6 @@ def test_models_lists_the_bundled_ones_first_and_others_on_request(run: Callable
         (["expl"], 2, "explain"),
         (["explain", "cat.jpg", "-o", "x.txt"], 2, "x.txt is the name of a file; pass the folder"),
         (["batch", "photos", "--out", "maps.png"], 2, "saliency explain -o - > cat.png"),
-        (["completion", "--help"], 0, "~/.zshrc"),
     ],
 )
 def test_help_version_and_slips_answer_without_torch(words: list[str], code: int, answer: str) -> None:
@@ -721,27 +695,6 @@ def test_help_version_and_slips_answer_without_torch(words: list[str], code: int
     done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
     assert done.stdout.endswith(f"light {code}\n")
     assert answer in done.stdout + done.stderr
-
-
-def test_the_command_completes_a_line_without_torch() -> None:
-    program = (
-        "import sys; from saliency.cli import main; main(); "
-        "print({'torch', 'numpy', 'PIL', 'matplotlib'} & set(sys.modules) or 'light', file=sys.stderr)"
-    )
-    line = {"COMP_LINE": "saliency explain --method grad_c"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **line})  # noqa: S603
-    assert "grad_cam" in done.stdout.split()
-    assert done.stderr == "light\n"
-
-
-@pytest.mark.parametrize("shell", SCRIPTS)
-@pytest.mark.slow
-def test_the_script_of_a_shell_is_valid(run: Callable[..., Run], shell: str) -> None:
-    found = shutil.which(shell)
-    if found is None:
-        pytest.skip(f"{shell} is not installed")
-    checked = subprocess.run([found, "-n"], input=run("completion", shell).out, capture_output=True, text=True)  # noqa: S603
-    assert (checked.returncode, checked.stderr) == (0, "")
 
 
 def test_the_installed_command_is_this_one() -> None:
