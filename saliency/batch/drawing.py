@@ -26,7 +26,7 @@ from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, box_pixels, hatc
 from ..render.overlay import save_drawing
 from .failures import Failure, printable, stops_run, unwritable
 from .manifest import Row, make_row
-from .network import Cards, LoadedImage, Results, Slot
+from .network import Cards, LoadedImage, Results
 from .output_folder import CARD_FILES, file_names
 from .run_options import OverlayStyle, RunOptions
 
@@ -94,13 +94,14 @@ def write_results(
             continue
         start = perf_counter()
         try:
-            row = _write_method(options, out, slot, result, frame, thumbnail, facts)
+            names = file_names(slot.entry, method, options.style.format, with_manifest=options.with_manifest)
+            row = _write_method(options, out, names, result, frame, thumbnail, facts)
         except Exception as error:  # noqa: BLE001 - any error becomes a failed row
             row = failed(error, method, is_writing=True)
         else:
             row["seconds"] = round(seconds + perf_counter() - start, 4)
             try:
-                row |= _write_card(options, out, slot, cards[method]) if method in cards else {}
+                row |= _write_card(options, out, names, cards[method]) if method in cards else {}
             except Exception as error:  # noqa: BLE001 - any error fails the card; the overlay stays
                 why = failed(error, method, is_writing=True)
                 row |= {"error": f"no trust card: {why['error']}", "error_kind": why["error_kind"]}
@@ -110,20 +111,20 @@ def write_results(
 def _write_method(
     options: RunOptions,
     out: Path,
-    slot: Slot,
+    names: Mapping[str, str],
     explanation: Explanation,
     frame: Frame,
     thumbnail: Image.Image | None,
     facts: dict[str, Any],
 ) -> Row:
     """Write the files of one method, and return its row."""
-    style, method = options.style, explanation.method
+    style = options.style
     residual, ledger = explanation.residual, explanation.ledger
     scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
     probabilities = explanation.probabilities
     facts = {
         **facts,
-        "method": method,
+        "method": explanation.method,
         "target": explanation.target[0],
         "name": explanation.target_names[0],
         "probability": None if probabilities is None else float(probabilities[0]),
@@ -141,7 +142,6 @@ def _write_method(
         "limit": scaled.limit,
         "colormap": style.colormap or (DIVERGING if scaled.sign == "signed" else SEQUENTIAL),
     }
-    names = file_names(slot.entry, method, style.format, with_manifest=options.with_manifest)
     drawing = paint(frame, scaled, style.colormap, style.opacity)
     facts |= _write(out, names, "overlay", lambda file: save_drawing(drawing, file))
     if thumbnail is not None:
@@ -173,15 +173,13 @@ def _encode_map(explanation: Explanation, frame: Frame, range: list[float] | Non
     return save(*pack_explanation(replace(explanation, frames=(None,), error=None, run_stats=()), facts))
 
 
-def _write_card(options: RunOptions, out: Path, slot: Slot, card: TrustCard | Exception) -> Row:
+def _write_card(options: RunOptions, out: Path, names: Mapping[str, str], card: TrustCard | Exception) -> Row:
     """Write the files of a trust card, and return its columns of the row. Raises `card` if it is an error."""
     if isinstance(card, Exception):
         raise card
     rows = json.loads(card.to_json())["properties"]
     shown = {row["name"]: {key: row[key] for key in CARD_FACTS} for row in rows}
     facts: Row = {"trust": shown if options.with_manifest else {"summary": card.summary}}
-    method, with_manifest = card.explanation.method, options.with_manifest
-    names = file_names(slot.entry, method, options.style.format, with_manifest=with_manifest)
     for column in names.keys() & CARD_FILES:
         facts |= _write(out, names, column, card.save)
     return facts
