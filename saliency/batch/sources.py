@@ -22,7 +22,6 @@ from .output_folder import is_output
 LISTS = frozenset((".csv", ".tsv", ".jsonl", ".ndjson", ".txt"))
 
 _OWN = "is a file that saliency wrote, so it is left out"
-_SHARD_SUFFIXES = frozenset(("avif", "bmp", "gif", "jpeg", "jpg", "png", "tif", "tiff", "webp"))
 # Without these common names, a list with the header "image,label" would be read as one without a header, whose first
 # image is missing. The JSON files of shards have such names too.
 _PATHS = ("path", "file", "filename", "image", "photo", "source")
@@ -45,12 +44,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 """A path, or several."""
 
 
-def find_images(
-    sources: Paths,
-    *,
-    recursive: bool = False,
-    targets: str | os.PathLike[str] | None = None,
-) -> Found:
+def find_images(sources: Paths, *, recursive: bool = False, targets: str | os.PathLike[str] | None = None) -> Found:
     """Return the images of all sources, in order. Images of a folder are sorted by name.
 
     An image that occurs in several folders, files or patterns is returned once. In a list, each row is an image.
@@ -154,7 +148,7 @@ def read_shard(file: str) -> Iterator[ImageEntry]:
                     yield from (replace(entry, target=target) for entry in waiting)
                     key, waiting, target = (folder, name), [], None
                 kind = suffix.rpartition(".")[2].lower()
-                if kind in _SHARD_SUFFIXES:
+                if f".{kind}" in IMAGE_SUFFIXES:
                     entry = replace(
                         whole,
                         source=f"{file}/{member.name}",
