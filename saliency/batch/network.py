@@ -30,6 +30,8 @@ Results = Mapping[str, Explanation | Exception]
 """Explanation or error of every method for one image, by the name of the method."""
 Cards = Mapping[str, TrustCard | Exception]
 """Trust card, or why there is none, of methods for one image, by the name of the method."""
+_DEVICE_ERRORS = (RuntimeError, AssertionError, NotImplementedError)
+"""Errors of PyTorch for a device that does not exist or is full."""
 _Outcomes = dict[str, list[Explanation | Exception]]
 """Explanation or error of every image of a batch, by the name of the method."""
 
@@ -231,16 +233,11 @@ def find_devices(names: str, model: str | nn.Module) -> list[torch.device]:
         if isinstance(model, str):
             return [torch.device("cuda" if torch.cuda.is_available() else "cpu")]
         return [device_of(model)]
-    devices = []
-    for name in names.split(","):
-        try:
-            device = torch.device(name.strip())
-        except RuntimeError as error:
-            raise BatchError(f'no device "{name}"; try auto, cpu, cuda, cuda:1, mps or cuda:0,cuda:1') from error
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise BatchError(f"device {name}: torch finds {torch.cuda.device_count()} CUDA devices here; try cpu")
-        devices.append(device)
-    return devices
+    try:
+        return [torch.empty(0, device=name.strip()).device for name in names.split(",")]
+    except _DEVICE_ERRORS as error:
+        reason = str(error).partition("\n")[0]
+        raise BatchError(f'no device "{names}": {reason}; try auto, cpu, cuda, mps or cuda:0,cuda:1') from error
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -253,7 +250,7 @@ def move_model(model: nn.Module, device: torch.device) -> nn.Module:
     """Move a model to a device. Raises BatchError if the device cannot be used."""
     try:
         return model.to(device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except _DEVICE_ERRORS as error:
         reason = str(error).partition("\n")[0]
         raise BatchError(f"the device {device} cannot be used: {reason}; try cpu") from error
 

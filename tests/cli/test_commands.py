@@ -451,8 +451,8 @@ def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_
         (["--opacity", "2"], 'opacity=2.0 is not a finite number of at least 0 and of at most 1, or "map"'),
         (["--percentile", "nan"], "percentile=nan is not a finite number above 0"),
         (["--sign", "both"], "argument --sign: invalid choice: 'both'"),
-        (["--device", "gpu"], 'no device "gpu"; try auto, cpu'),
-        (["--device", "cuda:99"], "CUDA devices here; try cpu"),
+        (["--device", "gpu"], 'no device "gpu": Expected one of cpu, cuda'),
+        (["--device", "cuda:99"], 'no device "cuda:99": '),
         (["--model", "lraspp_mobilenet_v3_large", "--weights", "none"], "not (N, classes)"),
     ],
 )
