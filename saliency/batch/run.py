@@ -243,7 +243,6 @@ class BatchRun(Run):
         """Store the description of the run, its batch sizes and its images."""
         self.head["methods"] = self.methods
         self.head["preprocess"] = without_address(network.preprocess)
-        self.head["categories"] = None if network.categories is None else len(network.categories)
         # With trust cards, which take longer than all else, progress and interruptions are by image.
         options = self.options
         largest = 1 if options.trust else engine.default_batch_size

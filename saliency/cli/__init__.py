@@ -146,11 +146,7 @@ files:
   The overlay of cat.jpg by grad_cam is DIR/cat.grad_cam.png, as large as the
   image. Images with the same name are numbered: cat-2.grad_cam.png. Files of
   an earlier run are replaced. With -o -, one overlay goes to standard output.
-
-texts:
-  For a model of images and texts, --text draws one map per text. A text is
-  explained against the others (the log-odds among them), a single text by its
-  cosine similarity to the image. The files are DIR/cat-a_dog.grad_cam.png.
+  With --text, there is a file per text: DIR/cat-a_dog.grad_cam.png.
 
 {_EXIT_CODES}""",
         {"--device": "cpu, cuda:1 or auto (default)"},
@@ -158,7 +154,7 @@ texts:
     "batch": Command(
         "turn a folder of images into a folder of overlays, with a gallery page",
         f"SOURCE --quiet --recursive --limit {_MODEL} --text --targets --out --maps --trust --seconds --restart "
-        f"--resume --retry --strict --format {_STYLE} --engine --batch-size --workers",
+        f"--retry --strict --format {_STYLE} --engine --batch-size --workers",
         "batch_commands:run",
         f"""\
 examples:
@@ -171,7 +167,6 @@ examples:
   find . -name '*.jpg' | saliency batch - --out maps
 
 A run may be interrupted at any time. Run the same command again to resume.
-With --text, the first text is explained against the others.
 
 files:
   DIR/index.html       the gallery page

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from ..batch import FORMATS, SIGNS, OverlayStyle
@@ -36,9 +35,7 @@ class Parser(argparse.ArgumentParser):
         keywords: Keyword arguments of `ArgumentParser`.
     """
 
-    def __init__(
-        self, prog: str, names: str = "", texts: Mapping[str, str] = MappingProxyType({}), **keywords: Any
-    ) -> None:
+    def __init__(self, prog: str, names: str = "", texts: Mapping[str, str] | None = None, **keywords: Any) -> None:
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=27, width=80)
         super().__init__(prog, formatter_class=formatter, allow_abbrev=False, **keywords)
         for title, arguments in ARGUMENTS.items():
@@ -50,7 +47,7 @@ class Parser(argparse.ArgumentParser):
             for argument in chosen:
                 if argument.exclusive not in parents:
                     parents[argument.exclusive] = group.add_mutually_exclusive_group()
-                text = texts.get(argument.name, argument.keywords["help"])
+                text = (texts or {}).get(argument.name, argument.keywords["help"])
                 parents[argument.exclusive].add_argument(*argument.flags, **argument.keywords | {"help": text})
 
     def error(self, message: str) -> NoReturn:
@@ -250,8 +247,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("--save", "also save the values as .safetensors, for Explanation.load"),
         Argument("--trust", "also write a trust card for each overlay"),
         Argument("--maps", "also save the attribution values, for Explanation.load"),
-        Argument("--restart", "delete the results of an earlier run and start again", "resume"),
-        Argument("--resume", "resume an earlier run (the default)", "resume"),
+        Argument("--restart", "delete the results of an earlier run and start again"),
         Argument("--retry", "retry images that failed in an earlier run"),
         Argument("--strict", "stop at the first image that fails"),
     ],

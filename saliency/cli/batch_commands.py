@@ -23,10 +23,9 @@ from .console import Screen
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Run the batch, print its summary, and return the exit code."""
-    command = ["saliency", *sys.argv[1:]]
+    given = run_arguments(batch, arguments) | {"style": overlay_style(arguments)}
     with screen.progress() as show:
-        given = run_arguments(batch, arguments)
-        summary = batch(**given, style=overlay_style(arguments), command=command, on_progress=show)
+        summary = batch(**given, command=["saliency", *sys.argv[1:]], on_progress=show)
     _print_summary(summary, screen)
     return 1 if summary.kinds.keys() - expected_errors(arguments) else 0
 

@@ -43,7 +43,6 @@ ABOUT: Row = {
     "batch_sizes": [[0, 8]],
     "counts": {},
     "methods": ["grad_cam"],
-    "categories": 1000,
     "created": "2026-11-20T12:00:00Z",
 }
 NOTHING: Row = {"heat": None, "overlay": None, "limit": None}  # of a method that failed on a good photo

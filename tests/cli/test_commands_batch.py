@@ -61,7 +61,7 @@ def test_a_run_says_how_much_was_done_and_where(run: Run, source: Path, tmp_path
     assert "5 of 5 images done, 5 in this run" in out
     assert f"gallery page: {tmp_path}/out/index.html" in out
     assert len(rows(tmp_path / "out")) == 10
-    code, out, _ = run(source, "--out", tmp_path / "out", "-m", "grad_cam", "layer_cam", "--resume")
+    code, out, _ = run(source, "--out", tmp_path / "out", "-m", "grad_cam", "layer_cam")
     assert code == 0
     assert "5 of 5 images done by earlier runs" in out
 
@@ -171,7 +171,6 @@ def test_what_cannot_be_done_is_an_error(run: Run, source: Path, tmp_path: Path,
         (["--workers", "x"], "x: expected number of threads"),
         (["--format", "gif"], "invalid choice"),
         (["--target", "a", "--targets", "b"], "not allowed with"),
-        (["--restart", "--resume"], "not allowed with"),
         (["--set", "smooth"], "expected OPTION=VALUE"),
         (["--limt", "3"], 'did you mean "--limit"'),
     ],
