@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "SIGNS", "BatchError", "OverlayStyle", "Progress", "StoppedError", "Summary", "batch"]
 
 
+# Here and in `evaluate`, the options of `RunOptions` are spelled out: editors and type checkers read no signature that
+# a decorator builds, and one of a `TypedDict` would be a third list without the defaults.
 def batch(
     sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],

@@ -144,6 +144,8 @@ def evaluate(
         return comparison
 
 
+# Not rows of one file, as in a manifest: a worker stores each method at once, so a killed run loses only the methods
+# in progress. A card of metrics takes minutes.
 @dataclass(frozen=True, slots=True)
 class Storage:
     """Files of the results of an evaluation, each with the settings that determine it.
