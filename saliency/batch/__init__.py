@@ -5,7 +5,7 @@
 The output folder contains:
 
     overlays/             the overlays
-    photos/, heat/        images of the gallery page
+    thumbnails/, heat/    images of the gallery page
     maps/                 saved maps (with `maps=True`)
     trust/                trust cards (with `trust=True`)
     manifest.jsonl        a row per image and method

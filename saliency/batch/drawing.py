@@ -83,7 +83,7 @@ def write_results(
         thumbnail = _shrink(image, THUMBNAIL_SIDE) if options.with_manifest else None
         if thumbnail is not None:
             names = file_names(slot.entry, "", "")
-            facts |= _write(out, names, "photo", encode(thumbnail, "JPEG", quality=THUMBNAIL_QUALITY))
+            facts |= _write(out, names, "thumbnail", encode(thumbnail, "JPEG", quality=THUMBNAIL_QUALITY))
     except Exception as error:  # noqa: BLE001 - any error becomes a failed row
         yield failed(error, None, is_writing=True)
         return

@@ -18,7 +18,7 @@ MANIFEST = "manifest.jsonl"
 CSV = "manifest.csv"
 _ERRORS = "backslashreplace"  # for undecodable bytes of paths
 
-FILES = ("overlay", "photo", "heat", "map", "card", "card_json")
+FILES = ("overlay", "thumbnail", "heat", "map", "card", "card_json")
 COLUMNS = (
     *("index", "source", "id", "method", "target", "name", "probability", "score", "layer", "width", "height"),
     *("input_width", "input_height", "box", "range", "settings", "coverage", "residual", "ledger", "trust"),

@@ -27,7 +27,7 @@ PAGE = "index.html"
 EVALUATION = "evaluation.json"
 RESULTS = "results"  # of saliency evaluate
 
-OVERLAYS, THUMBNAILS, HEAT, MAPS, CARDS = "overlays", "photos", "heat", "maps", "trust"
+OVERLAYS, THUMBNAILS, HEAT, MAPS, CARDS = "overlays", "thumbnails", "heat", "maps", "trust"
 FOLDERS = (OVERLAYS, THUMBNAILS, HEAT, MAPS, CARDS)
 FILES = (PAGE, CSV, MANIFEST, LISTING, ABOUT)
 MAP_SUFFIX = "safetensors"
@@ -83,7 +83,7 @@ def file_names(entry: ImageEntry, method: str, format: str, *, with_manifest: bo
         "map": f"{MAPS}/{name}.{MAP_SUFFIX}",
         "card": f"{CARDS}/{name}.html",
         "card_json": f"{CARDS}/{name}.json",
-        "photo": f"{THUMBNAILS}/{entry.name}.jpg",
+        "thumbnail": f"{THUMBNAILS}/{entry.name}.jpg",
     }
 
 

@@ -275,7 +275,7 @@ class BatchRun(Run):
             method for index in range(self.total) for method in self.methods if self._lacks(index, method)
         )
         complete, failed = not lacking, {index for index, _ in manifest.failures(self.methods)}
-        counts = {"photos": len(self.entries), "rows": len(manifest.rows), "failed": len(failed)}
+        counts = {"images": len(self.entries), "rows": len(manifest.rows), "failed": len(failed)}
         is_same = manifest.is_sorted() and self.head.get("counts") == counts and self.head["finished"] == complete
         page = self.out / PAGE
         if not (is_same and page.is_file()):

@@ -124,13 +124,13 @@ def test_the_folder_has_the_files_that_the_page_shows(source: Path, tmp_path: Pa
     assert (out / "index.html").is_file()
     for row in rows(out):
         assert row["overlay"] == f"overlays/{row['id']}.{row['method']}.jpg"
-        assert row["photo"] == f"photos/{row['id']}.jpg"
+        assert row["thumbnail"] == f"thumbnails/{row['id']}.jpg"
         assert row["heat"] == f"heat/{row['id']}.{row['method']}.webp"
         assert pixels(out / row["overlay"]).shape == (30, 40, 3)
-        assert pixels(out / row["photo"]).shape == (30, 40, 3)
+        assert pixels(out / row["thumbnail"]).shape == (30, 40, 3)
     about = json.loads((out / "manifest.json").read_text())
     assert about["format"] == "saliency batch 2"
-    assert about["counts"] == {"photos": 10, "rows": 20, "failed": 0}
+    assert about["counts"] == {"images": 10, "rows": 20, "failed": 0}
     assert about["methods"] == list(BOTH)
     assert (about["batch_sizes"], about["finished"]) == ([[0, 4]], True)
 
@@ -138,7 +138,7 @@ def test_the_folder_has_the_files_that_the_page_shows(source: Path, tmp_path: Pa
 def test_the_heat_image_is_opaque_inside_the_crop_only(tmp_path: Path) -> None:
     noise(tmp_path / "wide.png", 1, (1200, 300))
     quick(tmp_path / "wide.png", tmp_path / "out", style=OverlayStyle(opacity=0.5))
-    with Image.open(tmp_path / "out" / "photos" / "wide.jpg") as thumbnail:
+    with Image.open(tmp_path / "out" / "thumbnails" / "wide.jpg") as thumbnail:
         assert thumbnail.size == (640, 160)
     heat = pixels(tmp_path / "out" / "heat" / "wide.grad_cam.webp")
     height, width = heat.shape[:2]
@@ -255,7 +255,7 @@ def test_only_lost_files_are_written_again(source: Path, tmp_path: Path, maps: b
         quick(source, out, methods=BOTH, maps=maps)
     out = tmp_path / "out"
     (out / "overlays" / "04.grad_cam.png").unlink()
-    (out / "photos" / "09.jpg").write_bytes(b"")
+    (out / "thumbnails" / "09.jpg").write_bytes(b"")
     untouched = out / "overlays" / "00.grad_cam.png"
     stamp = untouched.stat().st_mtime_ns
     summary = quick(source, out, methods=BOTH, maps=maps)
@@ -411,7 +411,7 @@ def test_a_retry_leaves_the_failures_of_other_methods(source: Path, tmp_path: Pa
 def test_restart_removes_the_files_of_the_run_only(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     quick(source, out, methods=BOTH, maps=True)
-    mine = [out / "notes.txt", out / "overlays" / "mine.png", out / "photos" / "mine" / "a.jpg"]
+    mine = [out / "notes.txt", out / "overlays" / "mine.png", out / "thumbnails" / "mine" / "a.jpg"]
     for path in mine:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
@@ -425,7 +425,7 @@ def test_restart_removes_the_files_of_the_run_only(source: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "name", ["index.html", "photos/03.jpg", "overlays/03.grad_cam.png", "maps/03.grad_cam.safetensors"]
+    "name", ["index.html", "thumbnails/03.jpg", "overlays/03.grad_cam.png", "maps/03.grad_cam.safetensors"]
 )
 def test_other_files_are_never_replaced(source: Path, tmp_path: Path, name: str) -> None:
     path = tmp_path / "out" / name
@@ -524,7 +524,7 @@ def test_removed_images_are_reported_and_their_files_kept(source: Path, tmp_path
     assert (back.fresh, back.removed) == (0, ())
 
 
-@pytest.mark.parametrize("key", ["overlay", "photo", "heat", "map"])
+@pytest.mark.parametrize("key", ["overlay", "thumbnail", "heat", "map"])
 def test_a_truncated_file_is_written_again(source: Path, tmp_path: Path, key: str) -> None:
     for out in (tmp_path / "whole", tmp_path / "out"):
         quick(source, out, methods=BOTH, maps=True)

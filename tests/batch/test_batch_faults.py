@@ -75,7 +75,7 @@ def assert_nothing_is_cut_off(out: Path) -> None:
             row = json.loads(line)
             assert (row["index"], row["method"] or "") > last
             last = row["index"], row["method"] or ""
-            assert all((out / row[key]).stat().st_size for key in ("overlay", "photo", "heat", "map") if row[key])
+            assert all((out / row[key]).stat().st_size for key in ("overlay", "thumbnail", "heat", "map") if row[key])
 
 
 @pytest.mark.slow
@@ -363,8 +363,8 @@ def test_an_unreadable_image_does_not_change_the_others(tmp_path: Path) -> None:
         assert 8 in model.sizes
         assert 7 not in model.sizes
     one, two = contents(tmp_path / "out-in"), contents(tmp_path / "out-bad")
-    drawn = {name for name in one if name.startswith(("overlays/", "heat/", "photos/")) and "/02." not in name}
-    assert drawn == {name for name in two if name.startswith(("overlays/", "heat/", "photos/"))}
+    drawn = {name for name in one if name.startswith(("overlays/", "heat/", "thumbnails/")) and "/02." not in name}
+    assert drawn == {name for name in two if name.startswith(("overlays/", "heat/", "thumbnails/"))}
     assert all(one[name] == two[name] for name in drawn)
 
 
@@ -471,7 +471,7 @@ def test_a_method_that_does_not_apply_leaves_the_others_their_shared_pass(tmp_pa
     quick(tmp_path / "in", tmp_path / "out", model=model, methods=("guided_backprop", "grad_cam"), workers=1)
     made = rows(tmp_path / "out")
     assert kinds(tmp_path / "out") == ["NotApplicableError", None] * 12
-    assert all(row["photo"] for row in made)
+    assert all(row["thumbnail"] for row in made)
     # Both share the first pass, and are asked for by themselves from then on.
     assert [size for size in model.sizes if size == 4] == [4] * (3 + 2 * 2)
 
@@ -512,7 +512,7 @@ def test_hostile_names_stay_in_the_folder_and_unique(tmp_path: Path) -> None:
     hidden = {"..png", "...png"}
     assert len(made) == len(names) - len(hidden) + 4 + 1
     good = [row for row in made if row["error"] is None]
-    for key in ("overlay", "heat", "photo"):
+    for key in ("overlay", "heat", "thumbnail"):
         paths = [row[key] for row in good]
         assert len({unicodedata.normalize("NFC", path.casefold()) for path in paths}) == len(good)
         assert all(".." not in Path(path).parts and path.isprintable() for path in paths)

@@ -117,7 +117,7 @@ def test_the_page_opens_as_a_file_with_its_pictures(opened: Visit, run: Path) ->
     until(page, "document.querySelectorAll('.card img').length > 8")
     until(page, "[...document.querySelectorAll('.card img')].slice(0, 8).every(each => each.naturalWidth === 40)")
     asked = {each.rpartition("/out/")[2] for each in opened.requests}
-    assert {"photos/photo-0.jpg", "heat/photo-0.grad_cam.webp"} <= asked
+    assert {"thumbnails/photo-0.jpg", "heat/photo-0.grad_cam.webp"} <= asked
     assert not [each for each in asked if each.startswith("overlays/")]
 
 
@@ -459,7 +459,9 @@ def test_no_text_of_a_file_runs_or_becomes_an_element(opened: Visit, tmp_path: P
     texts = dict.fromkeys(("source", "id", "name", "layer", "units", "sign"), HOSTILE)
     method = f"m{HOSTILE}"
     rows = [
-        row(0, method, **texts, settings={HOSTILE: HOSTILE}, photo=None, heat=None, overlay="overlays/a#b?c% d'.png"),
+        row(
+            0, method, **texts, settings={HOSTILE: HOSTILE}, thumbnail=None, heat=None, overlay="overlays/a#b?c% d'.png"
+        ),
         failed(1, method, source=HOSTILE, error=HOSTILE, error_kind=HOSTILE),
         failed(2, source="javascript:alert(1)", error=HOSTILE),
     ]
@@ -491,7 +493,7 @@ def test_a_script_that_is_not_of_the_page_is_refused(browser: Browser, run: Path
 
 
 def test_ten_thousand_photos_open_at_once_and_only_those_in_sight_are_elements(opened: Visit, tmp_path: Path) -> None:
-    same = {"photo": "photos/same.jpg", "heat": "heat/same.webp", "overlay": None}
+    same = {"thumbnail": "thumbnails/same.jpg", "heat": "heat/same.webp", "overlay": None}
     rows = (
         row(at, probability=at / 10_000, target=at % 1000, name=f"class {at % 1000}", **same) for at in range(10_000)
     )
@@ -584,15 +586,15 @@ def swipe(page: Page, across: int) -> None:
 
 def test_what_is_missing_is_said_in_its_place(browser: Browser, tmp_path: Path) -> None:
     rows = [
-        row(0, heat=None, photo=None),
-        row(1, heat=None, photo=None, overlay=None),
-        row(2, photo="photos/gone.jpg"),
+        row(0, heat=None, thumbnail=None),
+        row(1, heat=None, thumbnail=None, overlay=None),
+        row(2, thumbnail="thumbnails/gone.jpg"),
         row(3, target=None, name=None, probability=None, width=None, height=None, limit=None, box=None),
         row(4),
         row(4, "layer_cam"),
     ]
     out = folder(tmp_path / "out", rows, pictures=True)
-    (out / "photos" / "gone.jpg").unlink()
+    (out / "thumbnails" / "gone.jpg").unlink()
     (out / "heat" / "photo-3.grad_cam.webp").unlink()
     with visit(browser) as window:
         page = window.go(report(out))
@@ -601,7 +603,7 @@ def test_what_is_missing_is_said_in_its_place(browser: Browser, tmp_path: Path) 
         assert cards.nth(1).locator(".why").inner_text() == "There is no picture of this image."
         page.wait_for_selector(".frame.lost-photo")
         page.wait_for_selector(".frame.lost-heat")
-        assert page.locator(".lost-photo .photo").get_attribute("src") == "./photos/gone.jpg"
+        assert page.locator(".lost-photo .photo").get_attribute("src") == "./thumbnails/gone.jpg"
         assert page.locator(".lost-heat .heat").get_attribute("src") == "./heat/photo-3.grad_cam.webp"
         assert cards.nth(3).locator(".class").inner_text() == ""
         page.select_option("#method", label="layer_cam")

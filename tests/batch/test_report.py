@@ -57,7 +57,7 @@ def row(index: int, method: str | None = "grad_cam", **more: Any) -> Row:
     said = {"target": 282, "name": "tiger cat", "probability": 0.39, "score": 7.1}
     drawn = {"sign": "positive", "units": "score", "limit": 3.2, "colormap": "inferno", "seconds": 0.07}
     files = {
-        "photo": f"photos/{name}.jpg",
+        "thumbnail": f"thumbnails/{name}.jpg",
         "heat": f"heat/{name}.{method}.webp",
         "overlay": f"overlays/{name}.{method}.png",
     }
@@ -77,7 +77,7 @@ def folder(out: Path, rows: Iterable[Row], pictures: bool = False, **about: Any)
     (out / "manifest.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     methods = [each for each in dict.fromkeys(each["method"] for each in rows) if each]
     (out / "manifest.json").write_text(json.dumps({**ABOUT, "methods": methods, **about}))
-    for path in {each[kind] for each in rows for kind in ("photo", "heat", "overlay") if pictures and each[kind]}:
+    for path in {each[kind] for each in rows for kind in ("thumbnail", "heat", "overlay") if pictures and each[kind]}:
         (out / path).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB" if path.endswith("jpg") else "RGBA", (40, 30), "#bb3754").save(out / path)
     return out
@@ -126,7 +126,7 @@ def unzipped(text: str) -> Any:
 
 def unpacked(data: Row) -> list[Row]:
     """Photos with their rows as dictionaries by the keys of the manifest, as the page's script reads them."""
-    photos: list[Row] = unzipped(data["photos"])
+    photos: list[Row] = unzipped(data["images"])
     for photo in photos:
         photo |= {key: photo.get(key) for key in page_of._ENTRY}
         for each in photo["rows"]:
@@ -150,7 +150,7 @@ def test_the_page_holds_every_row_of_the_manifest(tmp_path: Path) -> None:
     data = Elements(report(folder(tmp_path / "out", rows))).data
     methods = ["grad_cam", "guided_backprop", "lrp"]
     assert data["head"]["methods"] == methods
-    assert (data["head"]["photos"], data["head"]["failed"]) == (4, 3)
+    assert (data["head"]["images"], data["head"]["failed"]) == (4, 3)
     photos = unpacked(data)
     assert [photo["index"] for photo in photos] == [0, 1, 2, 4]
     found = [(photo, each) for photo in photos for each in photo["rows"]]
@@ -161,7 +161,7 @@ def test_the_page_holds_every_row_of_the_manifest(tmp_path: Path) -> None:
             assert each[key] == wanted[key], key
         for key in ("source", "width", "height", "input_width", "input_height", "box"):
             assert photo[key] == wanted[key], key
-        for entry, key in ((photo, "photo"), (each, "heat"), (each, "overlay")):
+        for entry, key in ((photo, "thumbnail"), (each, "heat"), (each, "overlay")):
             assert entry[key] == (None if wanted[key] is None else f"./{wanted[key]}")
 
 
@@ -177,7 +177,7 @@ def test_the_page_holds_the_comparison_without_numbers_that_json_does_not_have(t
 def test_sizes_come_from_whichever_row_knows_them(tmp_path: Path) -> None:
     rows = [failed(0, "grad_cam"), row(0, "layer_cam")]
     photo = unpacked(Elements(report(folder(tmp_path / "out", rows))).data)[0]
-    assert (photo["width"], photo["height"], photo["photo"]) == (1000, 750, "./photos/photo-0.jpg")
+    assert (photo["width"], photo["height"], photo["thumbnail"]) == (1000, 750, "./thumbnails/photo-0.jpg")
 
 
 def test_the_page_is_one_file_that_names_nothing_outside(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_no_text_of_a_file_becomes_part_of_the_page(tmp_path: Path) -> None:
     texts = dict.fromkeys(
         ("source", "id", "name", "layer", "units", "error", "error_kind", "colormap", "sign"), HOSTILE
     )
-    paths = {kind: f"{kind}/{HOSTILE}.png" for kind in ("photo", "heat", "overlay")}
+    paths = {kind: f"{kind}/{HOSTILE}.png" for kind in ("thumbnail", "heat", "overlay")}
     rows = [row(0, HOSTILE, settings={HOSTILE: HOSTILE}, **texts, **paths)]
     model = {"name": HOSTILE, "weights": HOSTILE}
     page = report(folder(tmp_path / "out", rows, model=model, command=[HOSTILE], versions={HOSTILE: HOSTILE}))
@@ -259,7 +259,9 @@ def test_data_is_json_that_cannot_leave_its_element(value: object) -> None:
 
 
 def test_half_a_surrogate_pair_is_no_obstacle(tmp_path: Path) -> None:
-    out = folder(tmp_path / "out", [row(0, source="photos/\udcff.jpg", photo="photos/\udcff.jpg", name="\ud800")])
+    out = folder(
+        tmp_path / "out", [row(0, source="photos/\udcff.jpg", thumbnail="thumbnails/\udcff.jpg", name="\ud800")]
+    )
     photo = unpacked(
         Elements(
             report(
@@ -268,7 +270,7 @@ def test_half_a_surrogate_pair_is_no_obstacle(tmp_path: Path) -> None:
         ).data
     )[0]
     assert photo["source"] == "photos/\udcff.jpg"
-    assert photo["photo"] == "./photos/%ED%B3%BF.jpg"
+    assert photo["thumbnail"] == "./thumbnails/%ED%B3%BF.jpg"
 
 
 @pytest.mark.parametrize(
@@ -296,7 +298,7 @@ def test_the_page_of_an_interrupted_run_has_what_is_whole(tmp_path: Path) -> Non
     (out / "manifest.jsonl").write_bytes(whole + json.dumps(row(2)).encode()[:50])
     assert len(unpacked(Elements(report(out)).data)) == 2
     (out / "manifest.jsonl").unlink()
-    assert Elements(report(out)).data["head"]["photos"] == 0
+    assert Elements(report(out)).data["head"]["images"] == 0
 
 
 def test_what_is_no_batch_folder_is_said(tmp_path: Path) -> None:

@@ -96,12 +96,21 @@ def test_patterns_are_expanded_unless_a_file_has_that_name(tmp_path: Path) -> No
 
 
 def test_the_files_of_a_run_are_left_out(tmp_path: Path) -> None:
-    made = ("out/overlays/b.png", "out/heat/x/b.webp", "out/photos/b.jpg")
+    made = ("out/overlays/b.png", "out/heat/x/b.webp", "out/thumbnails/b.jpg")
     others = ("out/manifest.json", "out/listing.jsonl", "out/manifest.jsonl", "out/index.html")
-    touch(tmp_path, "a.png", *made, *others, "out/c.png", "photos/d.png", "site/photos/e.png", "site/manifest.json")
+    touch(
+        tmp_path,
+        "a.png",
+        *made,
+        *others,
+        "out/c.png",
+        "thumbnails/d.png",
+        "site/thumbnails/e.png",
+        "site/manifest.json",
+    )
     (tmp_path / "out" / "manifest.json").write_text(json.dumps({"format": FORMAT}))
-    kept = ["a.png", "out/c.png", "photos/d.png", "site/photos/e.png"]
-    each_named = [f"{tmp_path}/{name}" for name in ("a.png", *made, *others, "out", "photos", "site/photos")]
+    kept = ["a.png", "out/c.png", "thumbnails/d.png", "site/thumbnails/e.png"]
+    each_named = [f"{tmp_path}/{name}" for name in ("a.png", *made, *others, "out", "thumbnails", "site/thumbnails")]
     for words in ([str(tmp_path)], [f"{tmp_path}/**/*.*g", f"{tmp_path}/**/*.webp"], each_named):
         found, left_out = sources.find_images(words, recursive=True)
         assert names(found, tmp_path) == kept

@@ -282,7 +282,7 @@ def test_16_bits_are_drawn_with_their_range_in_all_files(run: Run, tmp_path: Pat
     expected = np.asarray(Image.open(path), np.float64) * (255 / 4095)
     with Image.open(tmp_path / "out" / "overlays" / "scan.grad_cam.png") as overlay:
         assert np.abs(np.asarray(overlay)[..., 0] - expected).max() <= 0.51
-    with Image.open(tmp_path / "out" / "photos" / "scan.jpg") as photo:
+    with Image.open(tmp_path / "out" / "thumbnails" / "scan.jpg") as photo:
         assert np.abs(np.asarray(photo)[..., 0] - expected).max() <= 12
 
 

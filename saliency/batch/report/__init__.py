@@ -29,12 +29,12 @@ SCRIPTS = ("data.js", "layout.js", "state.js", "grid.js", "card.js", "view.js", 
 COLOURS = 17  # colours per colour bar; the browser interpolates between them
 
 # Columns of the manifest that the page shows, per image and per row.
-_ENTRY = ("index", "source", "id", "width", "height", "input_width", "input_height", "box", "photo")
+_ENTRY = ("index", "source", "id", "width", "height", "input_width", "input_height", "box", "thumbnail")
 _ROW = (
     *("target", "name", "probability", "score", "layer", "settings", "coverage", "residual", "ledger"),
     *("sign", "units", "floor", "limit", "colormap", "heat", "overlay", "trust", "card", "error", "error_kind"),
 )
-_FILES = ("photo", "heat", "overlay", "card")
+_FILES = ("thumbnail", "heat", "overlay", "card")
 
 
 def report(folder: Path, *, title: str | None = None) -> Path:
@@ -101,7 +101,7 @@ def _page(run: Row, rows: Iterable[Row], comparison: Row | None) -> str:
         "properties": {name: title for name, (title, _) in PROPERTIES.items()},
         "bars": bars,
         "opacity": MOST_OPACITY if run["fingerprint"]["opacity"] == "map" else run["fingerprint"]["opacity"],
-        "photos": len(entries),
+        "images": len(entries),
         "failed": sum(any("error" in row for row in entry["rows"]) for entry in entries),
     }
     title = f"{head['title'] or head['model']}: {len(entries):,} images".encode("utf-8", "backslashreplace").decode()
@@ -110,7 +110,7 @@ def _page(run: Row, rows: Iterable[Row], comparison: Row | None) -> str:
         "title": html.escape(title),
         "policy": _policy(style, script),
         "style": style,
-        "data": dumped({"head": head, "photos": _packed(entries), "comparison": _packed(comparison)}),
+        "data": dumped({"head": head, "images": _packed(entries), "comparison": _packed(comparison)}),
         "script": script,
     }
     # A single substitution: placeholders in inserted text are not replaced.

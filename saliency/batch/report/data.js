@@ -6,7 +6,7 @@ const unpacked = (text) => {
   const compressed = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
   return new Response(new Blob([compressed]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
 };
-const photos = await unpacked(data.photos);
+const photos = await unpacked(data.images);
 const comparison = await unpacked(data.comparison); // null without a comparison of methods
 
 for (const photo of photos) {

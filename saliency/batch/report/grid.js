@@ -99,8 +99,8 @@ function headline(row) {
 
 /** Show an image with its heat map in a frame. If there is no image, show the overlay or the reason of the failure. */
 function showPicture(frame, photo, row, loading) {
-  const base = photo.photo ?? row?.overlay ?? null;
-  const heat = photo.photo ? (row?.heat ?? null) : null;
+  const base = photo.thumbnail ?? row?.overlay ?? null;
+  const heat = photo.thumbnail ? (row?.heat ?? null) : null;
   const message = row?.error ?? (base ? null : "There is no picture of this image.");
   const seen = `${base}\n${heat}\n${message}`;
   if (frame.seen === seen) return;

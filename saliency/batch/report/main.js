@@ -42,10 +42,10 @@ function refresh() {
 }
 
 function showCount() {
-  const all = integer.format(head.photos);
+  const all = integer.format(head.images);
   const filtered = list.length < photos.length;
   const failures = head.failed ? `, ${integer.format(head.failed)} with errors` : "";
-  const noun = head.photos === 1 ? "image" : "images";
+  const noun = head.images === 1 ? "image" : "images";
   byId("count").textContent = filtered ? `${integer.format(list.length)} of ${all} ${noun}` : `${all} ${noun}${failures}`;
   byId("empty").hidden = list.length > 0;
   byId("reset").hidden = !photos.length;
@@ -160,7 +160,7 @@ const KEYS = {
 function fillFacts() {
   const run = {
     model: head.model, weights: head.weights, methods: head.methods.join(", "),
-    images: `${integer.format(head.photos)}, of which ${integer.format(head.failed)} with errors`,
+    images: `${integer.format(head.images)}, of which ${integer.format(head.failed)} with errors`,
     versions: Object.entries(head.versions ?? {}).map(([name, value]) => `${name} ${value}`).join(", "),
     command: Array.isArray(head.command) ? head.command.join(" ") : head.command,
   };
