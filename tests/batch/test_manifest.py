@@ -85,7 +85,12 @@ def test_bytes_after_the_last_row_are_removed(manifest: Manifest, tmp_path: Path
 
 def test_rows_with_missing_files_are_dropped_and_new_ones_sorted(manifest: Manifest, tmp_path: Path) -> None:
     there: dict[str, Any] = {"overlay": "x.png", "overlay_bytes": 1}
-    rows = [of(0, **there), of(0, "two", overlay="y.png", overlay_bytes=1), of(1, **there), of(1, "two", thumbnail="z.png")]
+    rows = [
+        of(0, **there),
+        of(0, "two", overlay="y.png", overlay_bytes=1),
+        of(1, **there),
+        of(1, "two", thumbnail="z.png"),
+    ]
     manifest.append(rows)
     again = Manifest(tmp_path, METHODS)
     again.read()

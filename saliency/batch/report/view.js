@@ -30,13 +30,13 @@ function fillView(photo) {
   view.style.setProperty("--ratio", photo.width > 0 && photo.height > 0 ? photo.width / photo.height : 4 / 3);
   const rows = photo.failure ? [photo.failure] : photo.rows.filter(Boolean);
   const shown = rows.map((row) => methodPanel(photo, row));
-  panels.replaceChildren(...(photo.photo ? [photoPanel(photo, rows[0])] : []), ...shown);
+  panels.replaceChildren(...(photo.thumbnail ? [photoPanel(photo, rows[0])] : []), ...shown);
   for (const near of [list[at + 1], at > 0 ? list[at - 1] : null]) if (near) preload(near);
 }
 
 /** Return the panel of the image without a heat map, with the facts that all methods share. */
 function photoPanel(photo, row) {
-  const frame = make("div", { class: "frame" }, image(photo.photo, "photo", "eager", photo.file));
+  const frame = make("div", { class: "frame" }, image(photo.thumbnail, "photo", "eager", photo.file));
   const crop = cropOf(photo);
   if (crop) frame.append(crop);
   const size = (width, height) => (width && height ? `${width} × ${height}` : null);
@@ -117,7 +117,7 @@ function facts(entries) {
 }
 
 function preload(photo) {
-  const addresses = [photo.photo, ...photo.rows.filter(Boolean).map((row) => row.heat)];
+  const addresses = [photo.thumbnail, ...photo.rows.filter(Boolean).map((row) => row.heat)];
   for (const address of addresses.filter(Boolean)) new Image().src = address;
 }
 
