@@ -22,17 +22,8 @@ from ..evaluation.trust import TrustCard
 from ..io.atomic_write import atomic_write
 from ..io.inputs import encode
 from ..io.preprocess import Frame, resize_box, scaled_size
-from ..render.blending import (
-    DIVERGING,
-    SEQUENTIAL,
-    ScaledMap,
-    box_pixels,
-    hatching,
-    outline,
-    paint,
-    placed_box,
-    scale_map,
-)
+from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, box_pixels, hatching, outline, paint
+from ..render.blending import placed_box, scale_map
 from ..render.overlay import save_drawing
 from .failures import Failure, printable, stops_run, unwritable
 from .manifest import Row, make_row
