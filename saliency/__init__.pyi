@@ -36,6 +36,7 @@ from .errors import MethodError as MethodError
 from .errors import ModelError as ModelError
 from .errors import NonFiniteError as NonFiniteError
 from .errors import NotApplicableError as NotApplicableError
+from .errors import NotFoundError as NotFoundError
 from .errors import RenderError as RenderError
 from .errors import SaliencyError as SaliencyError
 from .errors import SaliencyWarning as SaliencyWarning
