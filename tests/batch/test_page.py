@@ -122,13 +122,13 @@ def test_the_page_opens_as_a_file_with_its_pictures(opened: Visit, run: Path) ->
 
 
 def test_the_explained_box_lies_on_the_photo_with_the_class_and_the_probability(opened: Visit, tmp_path: Path) -> None:
-    found = {"source": "photos/street.jpg", "target": None, "probability": 0.9}
+    found: Row = {"source": "photos/street.jpg", "target": None, "probability": 0.9}
     boxes = {"car": [100.0, 75.0, 500.0, 375.0], "dog": [600.0, 375.0, 900.0, 750.0]}
     listed = [
         row(at, name=f"{label} at ({', '.join(f'{edge:.0f}' for edge in box)})", target_box=box, **found)
         for at, (label, box) in enumerate(boxes.items())
     ]
-    about = {"fingerprint": {"opacity": "map", "detections": "all"}}
+    about: Row = {"fingerprint": {"opacity": "map", "detections": "all"}}
     page = opened.go(report(folder(tmp_path / "out", listed, pictures=True, **about)))
     assert count(page) == "2 detections"
     assert page.locator(".card .class").all_inner_texts() == list(boxes)
