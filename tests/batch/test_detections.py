@@ -127,7 +127,7 @@ class Small(nn.Module):
 
 
 def test_a_batch_of_detections_that_does_not_fit_is_halved(photos: Path) -> None:
-    given = {"model": Small(), "layer": f"network.{LAYER}"}
+    given: dict[str, Any] = {"model": Small(), "layer": f"network.{LAYER}"}
     summary = run(photos, "halved", **given)
     assert json.loads((summary.folder / "manifest.json").read_bytes())["batch_sizes"] == [[0, 2]]
     run(photos, "small", **given, batch_size=2)
@@ -166,7 +166,7 @@ def test_a_point_is_in_pixels_of_the_photo_and_may_miss_in_some(photos: Path) ->
 def test_masks_of_regions_are_different_runs(photos: Path) -> None:
     masks = np.zeros((2, 64, 64), bool)
     masks[0, :40], masks[1, :41] = True, True
-    given = {"model": saliency.load("shapes_unet"), "layer": "bottleneck", "detections": None}
+    given: dict[str, Any] = {"model": saliency.load("shapes_unet"), "layer": "bottleneck", "detections": None}
     run(photos, **given, target=saliency.region("circle", masks[0]))
     with pytest.raises(BatchError, match="target was"):
         run(photos, **given, target=saliency.region("circle", masks[1]))
