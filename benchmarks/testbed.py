@@ -4,6 +4,7 @@
     python -m benchmarks.testbed shapes_vit xor  only measure some cases
     python -m benchmarks.testbed distractor      print the table of docs/transformers.md, or its rows of some methods
     python -m benchmarks.testbed gamma           print the table of docs/transformers.md on the gamma of AttnLRP
+    python -m benchmarks.testbed objects         print the table of docs/testbed.md on boxes, regions and joints
 
 One process on each core shares the work. The values of each image are kept in build/testbed; delete this folder, or the
 rows of some methods, to measure again.
@@ -75,6 +76,8 @@ SLOW: dict[str, dict[str, Any]] = {
     "extremal_perturbation": {"steps": 60},
     "occlusion": {"window": 8, "stride": 4},
     "rise": {"passes": 512},
+    "d_rise": {"passes": 512},
+    "augmented": {},
     "smooth_grad": {},
     "smooth_grad_squared": {},
     "var_grad": {},
@@ -659,6 +662,71 @@ def print_gamma_table(gammas: Iterable[float] = (0.0, 0.01, 0.05, 0.25)) -> None
             print(f"| `{network}` | {gamma:g} | {' | '.join(cells)} |", flush=True)
 
 
+# Boxes, regions and joints --------------------------------------------------------------------------------------
+
+OBJECT_NETWORKS = ("shapes_detector", "shapes_queries", "shapes_unet", "shapes_keypoints")
+
+
+def object_targets(network: str, scenes: Scenes) -> list[Any]:
+    """Return a target for each image that asks for its first object: a box, a region, or the top corner."""
+    labels = scenes.labels.tolist()
+    if network == "shapes_keypoints":
+        return [saliency.keypoint(0)] * len(labels)
+    if network == "shapes_unet":  # class 0 is the background
+        return [saliency.region(label + 1, mask) for label, mask in zip(labels, scenes.masks[:, 0], strict=True)]
+    return [saliency.box(box=own, cls=cls) for own, cls in zip(scenes.boxes[:, 0].tolist(), labels, strict=True)]
+
+
+def object_margins(method: str, network: str, count: int = IMAGES) -> Tensor:
+    """Return the energy of each map on the explained object, minus the energy on the second object: (N,).
+
+    The second object is of the same class, but for joints.
+
+    Raises:
+        SaliencyError: The method does not apply to the network.
+    """
+    scenes = scenes_of("corners" if network == "shapes_keypoints" else "several", count)
+    options = SLOW.get(method, {})
+    maps = maps_of(method, saliency.load(network), scenes, [object_targets(network, scenes)], **options)
+    own, other = (energy(maps, scenes.masks[:, at])[0] for at in range(2))
+    return (own - other).double()
+
+
+def measure_objects(method: str) -> None:
+    """Measure a method on all networks that find objects, and keep the values."""
+    file = PROGRESS / "objects" / f"{method}.json"
+    if file.exists():
+        return
+    rows: dict[str, Any] = {}
+    for network in OBJECT_NETWORKS:
+        try:
+            rows[network] = object_margins(method, network, SLOW_IMAGES if method in SLOW else IMAGES).tolist()
+        except SaliencyError as refusal:
+            rows[network] = str(refusal)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(rows))
+
+
+def objects_table(methods: Iterable[str]) -> str:
+    """Return the table of the margins, with their standard errors; those within two standard errors of 0 are bold."""
+    lines = [f"| method | {' | '.join(f'`{network}`' for network in OBJECT_NETWORKS)} |", "|---" * 5 + "|"]
+    for method in methods:
+        rows = json.loads((PROGRESS / "objects" / f"{method}.json").read_text())
+        cells = [object_cell(rows[network]) for network in OBJECT_NETWORKS]
+        lines.append(f"| {label(method)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def object_cell(values: list[float] | str) -> str:
+    """Return a mean margin with its standard error, bold if it is not above two of them."""
+    if isinstance(values, str):
+        return "-"
+    margins = torch.tensor(values, dtype=torch.double)
+    mean, error = float(margins.mean()), standard_error(margins)
+    text = f"{mean:.2f} ± {error:.2f}"
+    return text if mean > 2 * error else f"**{text}**"
+
+
 def main(parts_of_names: list[str]) -> None:
     """Measure all cases and write the report, or only measure those with a part of the name."""
     prepare_process()
@@ -667,6 +735,12 @@ def main(parts_of_names: list[str]) -> None:
         return
     if parts_of_names == ["gamma"]:
         print_gamma_table()
+        return
+    if parts_of_names[:1] == ["objects"]:
+        methods = parts_of_names[1:] or list(METHODS)
+        for method in methods:
+            measure_objects(method)
+        print(objects_table(methods))
         return
     every = (*CONVOLUTIONAL, *TRANSFORMERS)
     cases = [case for case in every if any(part in str(case) for part in parts_of_names or [""])]

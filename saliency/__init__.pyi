@@ -36,6 +36,7 @@ from .errors import MethodError as MethodError
 from .errors import ModelError as ModelError
 from .errors import NonFiniteError as NonFiniteError
 from .errors import NotApplicableError as NotApplicableError
+from .errors import NotFoundError as NotFoundError
 from .errors import RenderError as RenderError
 from .errors import SaliencyError as SaliencyError
 from .errors import SaliencyWarning as SaliencyWarning
@@ -103,10 +104,15 @@ from .methods.lrp import ExcitationBackprop as ExcitationBackprop
 from .methods.lrp import RelevancePropagation as RelevancePropagation
 from .methods.mask_optimisation import ExtremalPerturbation as ExtremalPerturbation
 from .methods.mask_optimisation import MeaningfulPerturbation as MeaningfulPerturbation
+from .methods.object_cam import ODAM as ODAM
+from .methods.object_cam import SegGradCAM as SegGradCAM
+from .methods.object_cam import SegXResCAM as SegXResCAM
 from .methods.occlusion import FeatureAblation as FeatureAblation
 from .methods.occlusion import Occlusion as Occlusion
+from .methods.rise import DRISE as DRISE
 from .methods.rise import RISE as RISE
 from .methods.segments import SegmentAttribution as SegmentAttribution
+from .methods.smoothing import Augmented as Augmented
 from .methods.smoothing import SmoothGrad as SmoothGrad
 from .methods.smoothing import SmoothGradSquared as SmoothGradSquared
 from .methods.smoothing import VarGrad as VarGrad

@@ -3,6 +3,7 @@
     SaliencyError
     ├── ImageError           the image cannot be read
     ├── TargetError          the target does not exist
+    │   └── NotFoundError    the target does not exist in this image
     ├── LayerError           the layer does not exist, is not run, or has no spatial output
     ├── ModelError           the model cannot be loaded, run or understood
     ├── MethodError          the method does not exist, or an option is invalid

@@ -44,7 +44,7 @@ _INSTEAD = {
     "integrals are computed by the Gauss-Legendre rule": "method",
     "explanation.residual is this difference, with the opposite sign": "return_convergence_delta",
     'the values keep their sign; pass sign="absolute" or "positive" to overlay': "abs relu_attributions",
-    "it averages over flips and factors of the image; SmoothGrad(method) averages over noisy images": "aug_smooth",
+    "use Augmented(method), which averages over flips and factors of the image": "aug_smooth",
     "use EigenGradCAM": "eigen_smooth",
     "use SmoothGrad, SmoothGradSquared or VarGrad": "nt_type",
     "rules of layers are methods here, such as GuidedBackprop": "composite",

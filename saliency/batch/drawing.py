@@ -22,17 +22,7 @@ from ..evaluation.trust import TrustCard
 from ..io.atomic_write import atomic_write
 from ..io.inputs import encode
 from ..io.preprocess import Frame, resize_box, scaled_size
-from ..render.blending import (
-    DIVERGING,
-    SEQUENTIAL,
-    ScaledMap,
-    box_pixels,
-    hatching,
-    outline,
-    paint,
-    placed_box,
-    scale_map,
-)
+from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, box_pixels, hatching, outline, paint, scale_map
 from ..render.overlay import save_drawing
 from .failures import Failure, printable, stops_run, unwritable
 from .manifest import Row, make_row
@@ -136,7 +126,7 @@ def _write_method(
         **facts,
         "method": explanation.method,
         "target": explanation.target[0],
-        "target_box": scaled.target_box and list(placed_box(frame, scaled.target_box)),
+        "target_box": scaled.placed_box(frame),
         "name": explanation.target_names[0],
         "probability": None if probabilities is None else float(probabilities[0]),
         "score": float(explanation.scores[0]),

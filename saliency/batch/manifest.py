@@ -20,22 +20,9 @@ _ERRORS = "backslashreplace"  # for undecodable bytes of paths
 
 FILES = ("overlay", "thumbnail", "heat", "map", "card", "card_json")
 COLUMNS = (
-    *(
-        "index",
-        "source",
-        "id",
-        "method",
-        "target",
-        "target_box",
-        "name",
-        "probability",
-        "score",
-        "layer",
-        "width",
-        "height",
-    ),
-    *("input_width", "input_height", "box", "range", "settings", "coverage", "residual", "ledger", "trust"),
-    *("sign", "units", "floor", "limit", *FILES, "colormap", "seconds", "error", "error_kind"),
+    *("index", "source", "id", "method", "target", "target_box", "name", "probability", "score", "layer"),
+    *("width", "height", "input_width", "input_height", "box", "range", "settings", "coverage", "residual"),
+    *("ledger", "trust", "sign", "units", "floor", "limit", *FILES, "colormap", "seconds", "error", "error_kind"),
     *(f"{name}_bytes" for name in FILES),
 )
 """The columns. The boxes and `range` are lists, `settings`, `ledger` and `trust` objects; every value may be None."""

@@ -252,7 +252,7 @@ def find_devices(names: str, model: str | nn.Module) -> list[torch.device]:
             return [torch.device("cuda" if torch.cuda.is_available() else "cpu")]
         return [device_of(model)]
     try:
-        return [torch.empty(0, device=name.strip()).device for name in names.split(",")]
+        return [torch.empty(0, dtype=torch.uint8, device=name.strip()).device for name in names.split(",")]
     except _DEVICE_ERRORS as error:
         reason = str(error).partition("\n")[0]
         raise BatchError(f'no device "{names}": {reason}; try auto, cpu, cuda, mps or cuda:0,cuda:1') from error

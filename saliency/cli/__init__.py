@@ -182,7 +182,7 @@ examples:
   find . -name '*.jpg' | saliency batch - --out maps
 
 A run may be interrupted at any time. Run the same command again to resume.
-With --detections, the maps of cat.jpg are cat.0, cat.1, ..., each under its box;
+With --detections, cat.jpg has a map for each box: cat.0, cat.1, ...;
 --target CLASS selects detections of a class.
 With --text, the first text is explained against the other texts.
 

@@ -17,6 +17,7 @@ from ..io.inputs import read
 from ..layers.find import LayerScan, scan_layers
 from ..tables import Column, Table
 from ..targets.targets import as_categories, as_target
+from ..validation import check_integer
 from ..zoo import load
 from .console import Screen, UsageError
 
@@ -27,6 +28,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Print the requested tables."""
     if arguments.target is not None and not arguments.gradients:
         raise UsageError("--target selects the class whose gradients are shown; add --gradients")
+    if arguments.depth is not None:
+        check_integer("--depth", arguments.depth, error=UsageError)
     with screen.waiting(f"loading {arguments.model}"):
         reads_values = arguments.weights != "default" or arguments.stats or arguments.gradients
         model = load(arguments.model, weights=arguments.weights if reads_values else None)  # a table needs no download

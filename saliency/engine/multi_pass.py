@@ -368,7 +368,7 @@ class ImageAttribution(NamedTuple):
 
     values: Tensor  # (C, H, W) at the input or (1, h, w) at a layer
     error: Tensor | None = None  # of the same shape
-    agreement: float | None = None
+    agreement: float | Sequence[float] | None = None  # of all channels, or of each
     residual: float | None = None
     layer: str | None = None
     coverage: Coverage | None = None
@@ -533,6 +533,6 @@ def stack_images(images: Sequence[Any], scores: Tensor, stats: tuple[RunStats, .
     )
 
 
-def _row(numbers: Sequence[float | None], like: Tensor) -> Tensor | None:
+def _row(numbers: Sequence[float | Sequence[float] | None], like: Tensor) -> Tensor | None:
     known = [number for number in numbers if number is not None]
     return torch.tensor(known, dtype=like.dtype, device=like.device) if len(known) == len(numbers) else None

@@ -23,7 +23,7 @@ from ..hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
 from ..hooks.rectifiers import differentiate
 from ..targets.box import BoxScore
 from ..targets.region import Keypoint
-from ..targets.targets import output_tensor
+from ..targets.targets import TargetList, output_tensor
 from .layout import GIVE_LAYOUT, Layout, given_layout, is_channels_first, layout_from, token_layout, traced_layout
 from .positions import Grid, PositionTrace, is_mirrored
 
@@ -235,7 +235,10 @@ def head_inputs(model: nn.Module, x: Tensor, target: _Score | None) -> _Layers:
     The head is the last module with parameters that the model itself calls. A layer enters it if its output reaches an
     argument of the head without passing another layer. So the layers are the same for all boxes.
     """
-    if not isinstance(getattr(target, "target", None), BoxScore | Keypoint):
+    question = getattr(target, "target", None)
+    if isinstance(question, TargetList):  # one for each image
+        question = question.targets[0]
+    if not isinstance(question, BoxScore | Keypoint):
         return ()
     known, key = cache_of(_head_inputs, model), _key(model, x)
     if key not in known:
@@ -277,7 +280,8 @@ def _find_head_inputs(model: nn.Module, x: Tensor, candidates: _Layers) -> _Laye
     outer = next((depth for depth in sorted(set(depths)) if depths.count(depth) > 1), 0)
     heads = [module for depth, module, _ in calls if depth == outer]
     entering = [t for _, module, arguments in calls if heads and module is heads[-1] for t in tree_tensors(arguments)]
-    ends = [tensor.sum() for tensor in entering if tensor.requires_grad]
+    with torch.enable_grad():  # methods of many passes call this without
+        ends = [tensor.sum() for tensor in entering if tensor.requires_grad]
     if not ends or not outputs:
         return ()
     grads = torch.autograd.grad(ends, [tensor for _, tensor in outputs], allow_unused=True)

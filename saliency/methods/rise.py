@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..attribution.explanation import BatchAttribution
 from ..attribution.options import Option
-from ..engine.estimates import Estimate, generator, precise_type
+from ..attribution.resolved_target import OutputRows, ResolvedTarget
+from ..engine.estimates import Estimate, generator, precise_type, rank_correlation
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, from_estimate
+from ..targets.box import BoxScore
+from ..targets.candidates import Detections
+from ..targets.targets import OutputTarget
 from ..validation import check_flag, check_integer, check_number
 from .baselines import Filler, FillOption
 
@@ -73,12 +82,107 @@ class RISE(SampledAttribution):
             return x * chunk[start] if self.fill == 0 else torch.lerp(background, x, chunk[start])
 
         if self.debiased:  # subtracting the score of the whole image does not change the covariance
-            estimate = MaskedScores(self.visible, masks.variance, float(score))
+            estimate = MaskedScores(self.visible, masks.variance, score, score.numel())
         else:
-            estimate = MaskedScores(self.visible, torch.full_like(x[0, :1], self.visible), None)
+            estimate = MaskedScores(self.visible, torch.full_like(x[0, :1], self.visible), None, score.numel())
         for done in passes.until_precise(estimate, passes.forwards(make, self.most_passes)):
             estimate.take(done.scores, chunk[done.start])
-        return from_estimate(estimate, x)
+        result = from_estimate(estimate, x)
+        return result._replace(agreement=estimate.agreements) if score.dim() else result
+
+
+class JointTarget(ResolvedTarget):
+    """Several targets of one call, whose scores (N, T) are read from one output; see `DRISE`."""
+
+    def __init__(self, targets: Sequence[ResolvedTarget]) -> None:
+        self.images, self._targets = targets[0].images, targets
+        self._probabilities: dict[tuple[int, int], Tensor] = {}  # (C,) by the number of the target and the image
+        self._image: int | None = None  # of which all passes are; None for the batch
+
+    def __call__(self, output: Any) -> Tensor:
+        """Return the scores (N, T)."""
+        read: dict[Any, Detections] = {}  # by the way in which the output is read
+        score = self._of_batch if self._image is None else partial(self._of_passes, read)
+        return torch.stack([score(at, output) for at in range(len(self._targets))], 1)
+
+    def _of_batch(self, at: int, output: Any) -> Tensor:
+        """Return the scores (N,) of the images themselves. This call finds the boxes."""
+        scores, target = self._targets[at](output), self._targets[at].target
+        for image in range(self.images):
+            if (own := _whole_box(target.repeated(image, 1))) is not None:
+                found = own.detections(target.part(output, image))
+                self._probabilities[at, image] = own.class_probabilities(found)
+                scores = scores.clone()
+                scores[image] = self._similarity(at, image, own, found)[0]
+        return scores
+
+    def _of_passes(self, read: dict[Any, Detections], at: int, output: Any) -> Tensor:
+        own = _whole_box(self._targets[at].target)
+        if own is None:
+            return self._targets[at](output)
+        key = own.link, own.read, own.classes
+        if key not in read:
+            read[key] = own.detections(output)
+        return self._similarity(at, cast("int", self._image), own, read[key])
+
+    def _similarity(self, at: int, image: int, own: BoxScore, found: Detections) -> Tensor:
+        return found.similarity(found.boxes.new_tensor(own.matches[0].box), self._probabilities[at, image])
+
+    def repeated(self, image: int, count: int, rows: Callable[[], OutputRows]) -> JointTarget:
+        """Return the targets of one image, for an output whose rows are `count` passes of that image."""
+        joint = copy.copy(self)
+        joint._targets, joint._image = [target.repeated(image, count, rows) for target in self._targets], image
+        return joint
+
+    def serial_reason(self, *arguments: Any) -> str:
+        """Return why the passes of an image cannot run together; empty if they can."""
+        return next(filter(None, (target.serial_reason(*arguments) for target in self._targets)), "")
+
+
+def _whole_box(target: OutputTarget) -> BoxScore | None:
+    """Return a target that asks for a box and its class; None for any other, such as an edge of a box."""
+    is_whole = isinstance(target, BoxScore) and target.of == "class" and target.against is None
+    return cast("BoxScore", target) if is_whole else None
+
+
+class DRISE(RISE):
+    """RISE for boxes of a detector: masks weighted by the similarity of the detections to the box.
+
+    The weight of a mask is the highest similarity of all candidates, before suppression if the output holds them: their
+    IoU with the box, times their probability of an object, times the cosine of both vectors of class probabilities.
+    Without objectness, it is the highest class probability. All targets of `attribute_classes` share the masked
+    forwards, so ten boxes take hardly longer than one; a tolerance is for all their maps together. If the class is not
+    the top class of the box, only this class is compared. Any other target, such as an edge of a box, a region or a
+    class, weights the masks by its score, as in `RISE`.
+
+    Values: (N, 1, H, W), the change of the similarity (0 to 1) from hidden to visible; signed if debiased. For other
+    targets they are in score units. `scores` are the similarities for the whole image.
+
+    Source: Petsiuk et al., "Black-box Explanation of Object Detectors via Saliency Maps" (2020),
+        https://arxiv.org/abs/2006.03204.
+    """
+
+    name = "d_rise"
+    cost = "5000 forwards for all targets of an image"
+    units = "similarity"
+    samples = 5000
+
+    grid: Option[int] = Option(16, check_integer)
+
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+        """Explain one target."""
+        return self.explain_targets(x, [target])[0]
+
+    def explain_targets(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
+        """Explain several targets by the same masks."""
+        joint = super().explain(x, JointTarget(targets))  # values (N, T, H, W), scores (N, T)
+        return [_column(joint, at) for at in range(len(targets))]
+
+
+def _column(joint: BatchAttribution, at: int) -> BatchAttribution:
+    """Return the part of one of the targets."""
+    own = {name: part[:, at : at + 1] if part.dim() > 2 else part[:, at] for name, part in joint.tensors().items()}
+    return replace(joint, **own)
 
 
 class RandomMasks:
@@ -132,52 +236,57 @@ class MaskedScores(Estimate):
         level: A constant close to the scores that is subtracted from them, for the debiased map; None for the paper's.
     """
 
-    def __init__(self, visible: float, scale: Tensor, level: float | None) -> None:
+    def __init__(self, visible: float, scale: Tensor, level: Tensor | float | None, targets: int = 1) -> None:
         super().__init__()
-        self._debiased, self._level = level is not None, level or 0.0
+        self._debiased, self._level = level is not None, 0.0 if level is None else level
         self._centre = visible if self._debiased else 0.0
         self._scale = scale.to(precise_type(scale))
-        self._scores = [0.0, 0.0]  # the sum of all masks, and of the even ones
+        self._scores = self._scale.new_zeros(2, targets)  # the sums of all masks, and of the even ones
         # With d a mask minus its mean, and s a score: sums of s d, d; of these over even masks; of s s d d, s d d, d d.
-        self._sums = torch.zeros(7, *scale.shape, dtype=precise_type(scale), device=scale.device)
+        self._sizes = [targets, 1, targets, 1, targets, targets, 1]
+        self._sums = self._scale.new_zeros(sum(self._sizes), *scale.shape[1:])
 
     def take(self, scores: Tensor, masks: Tensor) -> None:
-        """Add the scores (k,) of masks (k, 1, H, W)."""
+        """Add the scores (k,) of masks (k, 1, H, W), or (k, T) of several targets."""
         masks = masks.to(torch.promote_types(masks.dtype, torch.float32))  # sums in half precision are wrong
-        scores = scores.to(masks) - self._level
-        one, even = torch.ones_like(scores), torch.zeros_like(scores)
+        scores = (scores.to(masks) - self._level).reshape(len(masks), -1)
+        one, even = torch.ones_like(scores[:, :1]), torch.zeros_like(scores[:, :1])
         even[self.count % 2 :: 2] = 1
         self.count += len(scores)
-        self._scores[0] += float(scores.double().sum())
-        self._scores[1] += float((scores * even).double().sum())
+        self._scores += torch.stack([scores, scores * even]).to(self._scores).sum(1)
         off = (masks - self._centre if self._centre else masks).flatten(1)  # (k, H W)
-        first = torch.stack([scores, one, scores * even, even]) @ off
-        second = torch.stack([scores.square(), scores, one]) @ off.square()
+        first = torch.cat([scores, one, scores * even, even], 1).T @ off
+        second = torch.cat([scores.square(), scores, one], 1).T @ off.square()
         self._sums += torch.cat([first, second]).view_as(self._sums)
 
-    def _map(self, scored: Tensor, bare: Tensor, total: float, count: int) -> Tensor:
-        """Return the sum of s d, with the mean subtracted from the scores if debiased."""
-        return scored - bare * (total / count) if self._debiased else scored
+    def _map(self, scored: Tensor, bare: Tensor, totals: Tensor, count: int) -> Tensor:
+        """Return the sums of s d, with the mean subtracted from the scores if debiased."""
+        return scored - bare * (totals / count)[:, None, None] if self._debiased else scored
 
     @property
     def mean(self) -> Tensor:
-        """The map (1, H, W)."""
-        scored, bare, *_ = self._sums
+        """The maps (T, H, W) of the targets."""
+        scored, bare, *_ = self._sums.split(self._sizes)
         divisor = max(self.count - self._debiased, 1)
         return self._map(scored, bare, self._scores[0], self.count) / (self._scale * divisor)
 
     @property
     def variance(self) -> Tensor:
-        """The variance (1, H, W) of the terms of the sum."""
-        scored, bare, _, _, squares, mixed, alone = self._sums
-        mean = self._scores[0] / self.count if self._debiased else 0.0
+        """The variance (T, H, W) of the terms of the sum."""
+        scored, bare, _, _, squares, mixed, alone = self._sums.split(self._sizes)
+        mean = (self._scores[0] * self._debiased / self.count)[:, None, None]
         total = scored - mean * bare
         spread: Tensor = squares - 2 * mean * mixed + mean * mean * alone - total.square() / self.count
         return spread.clamp(min=0) / (self._scale.square() * max(self.count - 1, 1))
 
     def halves(self) -> tuple[Tensor, Tensor]:
         """Return the maps of the even and of the odd masks, up to a factor."""
-        both, even = self._sums[:4].view(2, 2, *self._scale.shape)
-        odd, evens, (total, of_even) = both - even, (self.count + 1) // 2, self._scores
-        odd_map = self._map(odd[0], odd[1], total - of_even, self.count - evens)
-        return self._map(even[0], even[1], of_even, evens), odd_map
+        scored, bare, even_scored, even_bare, *_ = self._sums.split(self._sizes)
+        evens, (total, of_even) = (self.count + 1) // 2, self._scores
+        odd = self._map(scored - even_scored, bare - even_bare, total - of_even, self.count - evens)
+        return self._map(even_scored, even_bare, of_even, evens), odd
+
+    @property
+    def agreements(self) -> list[float] | None:
+        """The `agreement` of each target."""
+        return [rank_correlation(*pair) for pair in zip(*self.halves(), strict=True)] if self.count >= 4 else None

@@ -1,10 +1,11 @@
-"""Methods averaged over noisy copies of the image: SmoothGrad, its square, and the variance."""
+"""Methods averaged over copies of the image: with noise (SmoothGrad, its square, the variance), or mirrored."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,35 +17,43 @@ from ..attribution.forward import at_least_float32
 from ..attribution.options import Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
 from ..engine.estimates import Estimate, generator, precise_type
-from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner, SampledAttribution, from_estimate
+from ..engine.multi_pass import (
+    ImageAttribution,
+    MakeInputs,
+    MultiPassAttribution,
+    PassRunner,
+    SampledAttribution,
+    from_estimate,
+)
 from ..errors import MethodError
 from ..hooks.model_state import unwrap
 from ..io.inputs import Batch
-from ..validation import check_number
+from ..validation import check_flag, check_number
 from .gradient import VanillaGradient
 
 NOISE_HINT = "; 0.1 to 0.2 of the range is usual"
 
 
-class NoisyAttribution(SampledAttribution):
-    """Base class of methods that wrap another method and run it on noisy copies of the image.
+def _check_scales(name: str, scales: Any) -> tuple[float, ...]:
+    if not isinstance(scales, list | tuple) or not scales:
+        raise MethodError(f"{name}={scales!r}: expected a list of positive numbers, such as (0.9, 1, 1.1)")
+    return tuple(check_number(name, scale, above=0) for scale in scales)
+
+
+class WrappingAttribution(MultiPassAttribution):
+    """Base class of methods that wrap another method and run it on changed copies of the image.
 
     Args:
         model: A model, or the method to wrap.
         inner: The name of the wrapped method, if a model is given.
         inner_options: The options of the wrapped method, if a model is given, including a layer by name.
-        noise: The standard deviation of the noise, as a share of the range of the image's values.
     """
-
-    cost = "50 times the wrapped method: 50 forwards, 50 backwards"
-    preview_options: ClassVar = {"passes": 6}
 
     model: PositionalOption[nn.Module | Attribution, nn.Module] = PositionalOption(
         check=lambda method, model: unwrap(model), kw_only=False
     )
     inner: Option[str] = Option(VanillaGradient.name)
     inner_options: Option[Mapping[str, Setting]] = Option({})
-    noise: Option[float] = Option(0.15, check_number, least=0, hint=NOISE_HINT)
 
     def set_options(self, values: dict[str, Any]) -> None:
         """Store the values of all options, after the wrapped method was created from them."""
@@ -75,6 +84,49 @@ class NoisyAttribution(SampledAttribution):
         explanation = super().explanation(result, target, batch)
         return replace(explanation, sign=self._wrapped.sign) if type(self).sign != "positive" else explanation
 
+    def wrapped_results(
+        self, passes: PassRunner, make: MakeInputs, count: int, *, mirrored: bool = False
+    ) -> Iterator[BatchAttribution]:
+        """Yield the wrapped method's results for `count` copies of an image, chunk by chunk.
+
+        Args:
+            passes: Runs the passes.
+            make: Creates the copies from `start` to `stop`.
+            count: The number of copies.
+            mirrored: Whether the copies are mirrored from left to right, and the target with them.
+        """
+        wrapped, precision = copy.copy(self._wrapped), "exactly"
+        if isinstance(wrapped, MultiPassAttribution):  # the outer method draws the progress
+            wrapped.progress, precision = False, "by its own precision"
+        if self.precision != "exact":
+            passes.notes.append(f"{self.inner} runs the model {precision}")
+
+        def compute(start: int, stop: int) -> BatchAttribution:
+            with torch.no_grad():
+                rows = make(start, stop)
+            target = passes.target(len(rows))
+            if mirrored:
+                target.target = target.target.mirrored()
+            return wrapped.explain(rows, target)
+
+        for result in passes.chunks(compute, count):
+            for stats in result.run_stats:
+                passes.precisions.append(stats.precision)
+            yield result
+
+
+class NoisyAttribution(WrappingAttribution, SampledAttribution):
+    """Base class of methods that wrap another method and run it on noisy copies of the image.
+
+    Args:
+        noise: The standard deviation of the noise, as a share of the range of the image's values.
+    """
+
+    cost = "50 times the wrapped method: 50 forwards, 50 backwards"
+    preview_options: ClassVar = {"passes": 6}
+
+    noise: Option[float] = Option(0.15, check_number, least=0, hint=NOISE_HINT)
+
     def noisy(self, passes: PassRunner) -> Iterator[BatchAttribution]:
         """Yield the wrapped method's results for noisy copies of an image, chunk by chunk."""
 
@@ -85,21 +137,7 @@ class NoisyAttribution(SampledAttribution):
             for done in passes.gradients(make, self.most_passes):
                 yield BatchAttribution(done.gradients, done.scores)
             return
-        wrapped, precision = copy.copy(self._wrapped), "exactly"
-        if isinstance(wrapped, MultiPassAttribution):  # the outer method draws the progress
-            wrapped.progress, precision = False, "by its own precision"
-        if self.precision != "exact":
-            passes.notes.append(f"{self.inner} runs the model {precision}")
-
-        def compute(start: int, stop: int) -> BatchAttribution:
-            with torch.no_grad():
-                rows = make(start, stop)
-            return wrapped.explain(rows, passes.target(len(rows)))
-
-        for result in passes.chunks(compute, self.most_passes):
-            for stats in result.run_stats:
-                passes.precisions.append(stats.precision)
-            yield result
+        yield from self.wrapped_results(passes, make, self.most_passes)
 
     def averaged(self, passes: PassRunner, estimate: Estimate, *, squared: bool = False) -> ImageAttribution:
         """Return an estimate over the noisy copies, once all passes ran or it is precise enough."""
@@ -108,6 +146,51 @@ class NoisyAttribution(SampledAttribution):
             estimate.add(values.square() if squared else values)
         mean = from_estimate(estimate, at_least_float32(passes.x[:0]), layer=result.layer)
         return mean._replace(coverage=result.coverage)
+
+
+class Augmented(WrappingAttribution):
+    """The mean of a method's values over mirrored and scaled copies of the image; by default of the gradient.
+
+    The values of mirrored copies are mirrored back first. A box or a region is mirrored with the image. A function of
+    the output reads the output of the mirrored copy as it is. This is `aug_smooth` of pytorch-grad-cam.
+
+    Args:
+        flips: Whether each copy is also mirrored from left to right.
+        scales: The factors of the model's normalised input, one for each copy.
+
+    Values: as for the wrapped method, the mean over the copies; drawn as for the wrapped method.
+
+    Raises:
+        MethodError: `scales` are not positive numbers, or the wrapped method is given twice or does not exist.
+        TargetError: The target is not the same in a mirrored image: a left or right edge, a joint, or the position of a
+            neuron. Pass flips=False.
+
+    Source: Gildenblat and contributors, "PyTorch library for CAM methods" (2021),
+        https://github.com/jacobgil/pytorch-grad-cam.
+    """
+
+    name = "augmented"
+    units = "units of the wrapped method"
+    sign = "absolute"
+    cost = "6 times the wrapped method: 6 forwards, 6 backwards"
+
+    flips: Option[bool] = Option(True, check_flag)
+    scales: Option[tuple[float, ...]] = Option((0.9, 1.0, 1.1), _check_scales)
+
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+        """Return the mean over the copies."""
+        factors = passes.x.new_tensor(self.scales)[:, None, None, None]
+        values: list[Tensor] = []
+        for image, mirrored in ((passes.x, False), (passes.x.flip(-1), True))[: 1 + self.flips]:
+            make = partial(_scaled_copies, image, factors)
+            for result in self.wrapped_results(passes, make, len(factors), mirrored=mirrored):
+                own = at_least_float32(result.values.detach())
+                values.append(own.flip(-1) if mirrored else own)
+        return ImageAttribution(torch.cat(values).mean(0), layer=result.layer, coverage=result.coverage)
+
+
+def _scaled_copies(image: Tensor, factors: Tensor, start: int, stop: int) -> Tensor:
+    return image * factors[start:stop]
 
 
 class SmoothGrad(NoisyAttribution):

@@ -87,7 +87,7 @@ class Multipliers:
         frees: Whether the operands of each operation are freed as soon as they are used. No other walk can follow.
 
     Raises:
-        NotApplicableError: The model runs other operations for the baselines than for the images.
+        NotApplicableError: The model runs other operations for the baselines than for the images, or on other sizes.
     """
 
     def __init__(self, grads: TargetGradients, base: TargetGradients, unknown: Unknown, *, frees: bool = False) -> None:
@@ -105,6 +105,14 @@ class Multipliers:
         operation, base = visit.operation, self._base[visit.node]
         if operation is None or base is None:
             return without_rule(visit, self.unknown)
+        operands = ((own, base.args.get(name)) for name, own in operation.args.items())
+        if any(
+            isinstance(own, Tensor) and isinstance(other, Tensor) and own.shape != other.shape
+            for own, other in operands
+        ):
+            raise NotApplicableError(
+                "the model or the target picks other parts of a tensor for the baseline than for the image"
+            )
         kind = _kind(operation.op)
         if kind == "plain":
             return visit.plain()

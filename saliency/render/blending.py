@@ -90,6 +90,14 @@ class ScaledMap:
             raise RenderError(f"colormap={colormap!r} is not the name of a colour map, such as {SEQUENTIAL}")
         return color_table(colormap or (DIVERGING if is_signed else SEQUENTIAL), centred=is_signed)
 
+    def placed_box(self, frame: Frame) -> Box | None:
+        """Return the explained box in pixels of the frame's image; None without one."""
+        if self.target_box is None:
+            return None
+        (left, top, right, bottom), (x0, y0, x1, y1) = frame.box, self.target_box
+        width, height = right - left, bottom - top
+        return left + width * x0, top + height * y0, left + width * x1, top + height * y1
+
 
 def require_one(explanation: Explanation, name: str) -> None:
     """Raise RenderError unless `explanation` is of one image. `name` is the function that draws it."""
@@ -277,8 +285,8 @@ def paint(
     if follows_map:
         for tone, edge in outline(pixels, area):
             edge[:] = edge // 2 + tone // 2
-    if scaled.target_box is not None:
-        sides = [max(0, round(edge)) for edge in placed_box(frame, scaled.target_box)]
+    if box := scaled.placed_box(frame):
+        sides = [max(0, round(edge)) for edge in box]
         inside = slice(sides[1], sides[3]), slice(sides[0], sides[2])
         for tone, edge in outline(pixels, inside, max(pixels.shape) / STRIPES_PER_EDGE):
             edge[:] = BOX_COLOR if tone else 0
@@ -329,13 +337,6 @@ def hatching(scaled: ScaledMap, frame: Frame, area: Area) -> Iterator[tuple[int,
     yield 0, 0, marked
     yield 0, 1, marked & (diagonals == 0)
     yield 255, 1, marked & (diagonals == 1)
-
-
-def placed_box(frame: Frame, box: Box) -> Box:
-    """Convert a box from fractions of the map to pixels of the frame's image."""
-    left, top, right, bottom = frame.box
-    width, height = right - left, bottom - top
-    return left + width * box[0], top + height * box[1], left + width * box[2], top + height * box[3]
 
 
 def outline(pixels: Pixels, area: Area, width: float | None = None) -> Iterator[tuple[int, Pixels]]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..errors import NotFoundError, TargetError
 from ..io.preprocess import Box, Geometry
 from ..validation import check_choice, is_integer, is_real
-from .candidates import ABSENT, BoxLink, Candidates, CandidatesFunction, candidates, iou
-from .targets import Categories, OutputFacts, OutputTarget, Target, class_index, class_name, require_class
+from .candidates import ABSENT, BoxLink, Candidates, CandidatesFunction, Detections, candidates, iou
+from .targets import NO_FLIPS, Categories, OutputFacts, OutputTarget, Target, class_index, class_name, require_class
 
 BoxPart = Literal["class", "objectness", "x0", "y0", "x1", "y1"]
 _EDGES = ("x0", "y0", "x1", "y1")
@@ -71,7 +71,8 @@ class BoxScore(LocatedTarget):
         """Return the target with class indices instead of names."""
         label = None if self.label is None else class_index(self.label, categories)
         is_class = self.against is not None and self.against != _SECOND
-        return replace(self, label=label, against=class_index(self.against, categories) if is_class else self.against)
+        against = class_index(self.against, categories) if is_class else self.against
+        return replace(self, label=label, against=against, classes=_count(categories))
 
     def part(self, output: Any, image: int) -> Any:
         """Return the candidates of one image, in pixels of the input."""
@@ -82,16 +83,26 @@ class BoxScore(LocatedTarget):
         """Return the target with the box of each image. Raises TargetError if there is no such box."""
         if self.matches:  # of an earlier call, for images that metrics have changed
             return self
-        target = self._with_classes(facts.categories)
+        target = replace(self, classes=_count(facts.categories))
         return replace(target, matches=tuple(target._match(row, facts) for row in target._rows(output)))
 
     def count(self, output: Any, categories: Categories) -> int:
         """Return the number of detections of the class in one image."""
-        (row,) = self._with_classes(categories)._rows(output)
+        (row,) = replace(self, classes=_count(categories))._rows(output)
         return len(row.detections(label=self.label))
 
-    def _with_classes(self, names: Categories) -> Self:
-        return replace(self, classes=len(names) if type(names) is tuple else None)
+    def detections(self, output: Any) -> Detections:
+        """Return the candidates of all images."""
+        return Detections.of(self._rows(output))
+
+    def class_probabilities(self, found: Detections) -> Tensor:
+        """Return the class probabilities (C,) of the first image's box; only its class if another is the top one."""
+        match, boxes, known = self.matches[0], found.boxes[0], found.probabilities[0]
+        classes = max(known.shape[1], match.label + 1)
+        own = F.one_hot(torch.tensor(match.label, device=known.device), classes).to(known)
+        near = iou(boxes.to(known), known.new_tensor(match.box)) * (1 + known @ own[: known.shape[1]])
+        top = known[near.argmax()]
+        return top if int(top.argmax()) == match.label else own
 
     def _rows(self, output: Any) -> list[Candidates]:
         if not self.geometries:
@@ -195,6 +206,16 @@ class BoxScore(LocatedTarget):
         rest = [match._replace(label=label, against=None) for label in range(count) if label != match.label]
         return [replace(self, matches=(other,)) for other in rest]
 
+    def mirrored(self) -> BoxScore:
+        """Return the target for the mirrored boxes. Raises TargetError for a left or right edge, or a joint."""
+        if self.of not in ("class", "objectness", "y0", "y1"):
+            raise TargetError(f"{self.joint or self.of} of a box is not the same in a mirrored image; {NO_FLIPS}")
+        matches = []
+        for match, place in zip(self.matches, self.geometries, strict=True):
+            ends, (x0, y0, x1, y1) = place.box[0] + place.box[2], match.box
+            matches.append(match._replace(box=(ends - x1, y0, ends - x0, y1)))
+        return replace(self, matches=tuple(matches))
+
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return names such as `cat at (120, 40, 300, 260), IoU 0.87`."""
         return tuple(self._name(match, categories) for match in self.matches) or ("box",) * images
@@ -210,6 +231,11 @@ class BoxScore(LocatedTarget):
         other = "" if match.against is None else f" rather than {class_name(match.against, categories)}"
         overlap = f", IoU {match.overlap:.2f}" if len(self.place or ()) == 4 else ""
         return f"{label}{other} at {as_text(match.box)}{overlap}"
+
+
+def _count(names: Categories) -> int | None:
+    """Return the number of classes if all are named; a list that grows on demand has no number."""
+    return len(names) if type(names) is tuple else None
 
 
 def as_text(place: Sequence[float]) -> str:

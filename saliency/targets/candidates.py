@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import TargetError
 from ..io.preprocess import Geometry
@@ -56,6 +57,13 @@ class Candidates:
         is_scaled = self.objectness is not None and self.is_factor
         return scores.sigmoid() * (cast("Tensor", self.objectness)[:, None].sigmoid() if is_scaled else 1)
 
+    @property
+    def certainty(self) -> Tensor:
+        """The probability (n,) of an object: by objectness or "no object", else the highest of all classes."""
+        if self.objectness is not None:
+            return self.objectness.to(torch.promote_types(self.objectness.dtype, torch.float32)).sigmoid()
+        return self.probabilities.sum(1) if self.link == "softmax" else self.probabilities.amax(1)
+
     def column(self, index: int) -> Tensor:
         """Return the scores (n,) of a class. After suppression, the output may not hold the class at all."""
         has_class = index < self.scores.shape[1]
@@ -83,6 +91,39 @@ class Candidates:
             if duplicates[at] and not duplicates[kept].any():  # a box without area has no IoU with itself
                 kept.append(at)
         return cast("list[int]", order[kept].tolist())
+
+
+class Detections(NamedTuple):
+    """Candidates of several images, filled with empty boxes to the same number.
+
+    Attributes:
+        boxes: (N, n, 4) as of `Candidates`.
+        probabilities: (N, n, C) of the classes.
+        certainty: (N, n) the probability of an object.
+    """
+
+    boxes: Tensor
+    probabilities: Tensor
+    certainty: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Candidates]) -> Detections:
+        """Return the candidates of images, with at least one box each."""
+        classes = max(row.scores.shape[1] for row in rows)
+        known = [F.pad(own, (0, classes - own.shape[1])) for own in (row.probabilities for row in rows)]
+        parts = [row.boxes for row in rows], known, [row.certainty for row in rows]
+        return cls(*(pad_sequence([F.pad(t, (*(0,) * (2 * t.dim() - 1), 1)) for t in part], True) for part in parts))
+
+    def similarity(self, box: Tensor, probabilities: Tensor) -> Tensor:
+        """Return the highest product (N,) of IoU, probability of an object, and cosine of class probabilities.
+
+        Args:
+            box: (4,) the box to compare with.
+            probabilities: (C,) its class probabilities.
+        """
+        known = F.pad(self.probabilities, (0, len(probabilities) - self.probabilities.shape[2]))
+        cosines = F.cosine_similarity(known, probabilities, dim=2)
+        return (iou(self.boxes.to(known), box.to(known)) * self.certainty * cosines).amax(1)
 
 
 CandidatesFunction = Callable[[Any], Sequence[Candidates]]

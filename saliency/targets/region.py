@@ -17,6 +17,7 @@ from ..validation import check_choice, is_integer
 from .box import BoxScore, LocatedTarget, as_place, as_text
 from .candidates import CandidatesFunction, candidates
 from .targets import (
+    NO_FLIPS,
     Categories,
     OutputFacts,
     OutputTarget,
@@ -127,6 +128,12 @@ class Region(LocatedTarget):
         rest = [replace(self, label=label) for label in range(count) if label != index]
         is_peak = self.where == "peak"
         return [replace(own, cells=None).resolve_from(output, OutputFacts()) for own in rest] if is_peak else rest
+
+    def mirrored(self) -> Region:
+        """Return the target for the mirrored pixels. Raises TargetError for a joint."""
+        if self.joint:
+            raise TargetError(f"{self.joint} is not the same joint in a mirrored image; {NO_FLIPS}")
+        return replace(self, cells=cast("Tensor", self.cells).flip(-1))
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return names such as `region of cat`."""

@@ -23,6 +23,9 @@ from ..validation import is_integer
 Categories = Sequence[str] | None
 """Class names in the order of the output; None if the model has none."""
 
+NO_FLIPS = "pass flips=False"
+"""What helps if `Augmented` mirrors an image for a target that has no mirror image."""
+
 Target = Callable[[Any], Tensor]
 """Model output -> scores (N,)."""
 
@@ -131,6 +134,14 @@ class OutputTarget(ABC):
     def others(self, output: Any, of: Literal["class", "box"]) -> Sequence[OutputTarget]:
         """Return the resolved targets of one image for the other classes of its place, or the other boxes."""
         return ()
+
+    def mirrored(self) -> Self:
+        """Return the resolved target for images that are mirrored from left to right.
+
+        Raises:
+            TargetError: The target is not the same in a mirrored image.
+        """
+        return self
 
     @abstractmethod
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
@@ -357,6 +368,12 @@ class Neuron(OutputTarget):
         if len(self.at) != len(shape) - 1 or any(i >= n for i, n in zip(self.at, shape[1:], strict=True)):
             raise TargetError(f"there is no position {self.at} in a channel of {shape[1:]}")
         return values.flatten(1)[:, int(np.ravel_multi_index(self.at, shape[1:]))]
+
+    def mirrored(self) -> Neuron:
+        """Return the same neuron. Raises TargetError if it has a position."""
+        if self.at:
+            raise TargetError(f"the position {self.at} of a neuron is another one in a mirrored image; {NO_FLIPS}")
+        return self
 
     def part(self, output: Any, image: int) -> Any:
         """Return the layer's output for one image."""

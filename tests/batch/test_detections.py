@@ -127,7 +127,7 @@ class Small(nn.Module):
 
 
 def test_a_batch_of_detections_that_does_not_fit_is_halved(photos: Path) -> None:
-    given = {"model": Small(), "layer": f"network.{LAYER}"}
+    given: dict[str, Any] = {"model": Small(), "layer": f"network.{LAYER}"}
     summary = run(photos, "halved", **given)
     assert json.loads((summary.folder / "manifest.json").read_bytes())["batch_sizes"] == [[0, 2]]
     run(photos, "small", **given, batch_size=2)

@@ -121,6 +121,31 @@ def test_the_page_opens_as_a_file_with_its_pictures(opened: Visit, run: Path) ->
     assert not [each for each in asked if each.startswith("overlays/")]
 
 
+def test_the_explained_box_lies_on_the_photo_with_the_class_and_the_probability(opened: Visit, tmp_path: Path) -> None:
+    found: Row = {"source": "photos/street.jpg", "target": None, "probability": 0.9}
+    boxes = {"car": [100.0, 75.0, 500.0, 375.0], "dog": [600.0, 375.0, 900.0, 750.0]}
+    listed = [
+        row(at, name=f"{label} at ({', '.join(f'{edge:.0f}' for edge in box)})", target_box=box, **found)
+        for at, (label, box) in enumerate(boxes.items())
+    ]
+    about: Row = {"fingerprint": {"opacity": "map", "detections": "all"}}
+    page = opened.go(report(folder(tmp_path / "out", listed, pictures=True, **about)))
+    assert count(page) == "2 detections"
+    assert page.locator(".card .class").all_inner_texts() == list(boxes)
+    assert page.locator(".card .name").all_inner_texts() == ["street.jpg"] * 2
+    assert page.locator("#class option").all_inner_texts() == ["All classes (2)", "car (1)", "dog (1)"]
+    page.locator(".card a").first.click()
+    assert "car at (100, 75, 500, 375)" in page.locator("#panels").inner_text()
+    for panel in page.locator(".panel .frame").all():  # the photo alone, and under the map
+        frame, box = (part.bounding_box() for part in (panel, panel.locator("rect").last))
+        assert frame is not None
+        assert box is not None
+        share = box["x"] - frame["x"], box["y"] - frame["y"], box["width"], box["height"]
+        wanted = (0.1 * frame["width"], 0.1 * frame["height"], 0.4 * frame["width"], 0.4 * frame["height"])
+        assert all(abs(one - other) < 3 for one, other in zip(share, wanted, strict=True))
+    leave(page)
+
+
 def test_the_slider_fades_the_heat_map_over_the_photo(opened: Visit, run: Path) -> None:
     page = opened.go(run)
     assert style(page, ".card .heat", "opacity") == "0.8"
@@ -155,7 +180,7 @@ def test_images_of_one_name_are_told_apart_by_the_folders_that_differ(opened: Vi
     sources = ["data/a/1/scan00.png", "data/b/1/scan00.png", "data/b/2/scan00.png", "data/b/2/other.png"]
     rows = [row(at, source=source) for at, source in enumerate([*sources, "data/b/2/twice.png", "data/b/2/twice.png"])]
     page = opened.go(report(folder(tmp_path / "out", rows, pictures=True)))
-    assert names(page) == ["a/1/scan00.png", "b/1/scan00.png", "2/scan00.png", "other.png", *["data/b/2/twice.png"] * 2]
+    assert names(page) == ["a/1/scan00.png", "b/1/scan00.png", "2/scan00.png", "other.png", *["twice.png"] * 2]
 
 
 def test_photos_are_filtered_by_class(opened: Visit, run: Path) -> None:

@@ -98,19 +98,11 @@ def test_patterns_are_expanded_unless_a_file_has_that_name(tmp_path: Path) -> No
 def test_the_files_of_a_run_are_left_out(tmp_path: Path) -> None:
     made = ("out/overlays/b.png", "out/heat/x/b.webp", "out/thumbnails/b.jpg")
     others = ("out/manifest.json", "out/listing.jsonl", "out/manifest.jsonl", "out/index.html")
-    touch(
-        tmp_path,
-        "a.png",
-        *made,
-        *others,
-        "out/c.png",
-        "thumbnails/d.png",
-        "site/thumbnails/e.png",
-        "site/manifest.json",
-    )
+    theirs = ("thumbnails/d.png", "site/thumbnails/e.png", "site/manifest.json")
+    touch(tmp_path, "a.png", *made, *others, "out/c.png", *theirs)
     (tmp_path / "out" / "manifest.json").write_text(json.dumps({"format": FORMAT}))
-    kept = ["a.png", "out/c.png", "thumbnails/d.png", "site/thumbnails/e.png"]
-    each_named = [f"{tmp_path}/{name}" for name in ("a.png", *made, *others, "out", "thumbnails", "site/thumbnails")]
+    kept = ["a.png", "out/c.png", "site/thumbnails/e.png", "thumbnails/d.png"]
+    each_named = [f"{tmp_path}/{name}" for name in ("a.png", *made, *others, "out", "site/thumbnails", "thumbnails")]
     for words in ([str(tmp_path)], [f"{tmp_path}/**/*.*g", f"{tmp_path}/**/*.webp"], each_named):
         found, left_out = sources.find_images(words, recursive=True)
         assert names(found, tmp_path) == kept
@@ -139,10 +131,10 @@ def test_overlays_are_recognised_by_their_metadata_in_every_format(tmp_path: Pat
         alone.open()
 
 
-@pytest.mark.parametrize("word", ["photos", "photos/a.jpg", "photos/*", "."])
+@pytest.mark.parametrize("word", ["thumbnails", "thumbnails/a.jpg", "thumbnails/*", "."])
 def test_images_where_the_run_would_write_are_refused(tmp_path: Path, word: str) -> None:
-    touch(tmp_path, "photos/a.jpg")
-    with pytest.raises(BatchError, match=r"photos exists.*choose another folder"):
+    touch(tmp_path, "thumbnails/a.jpg")
+    with pytest.raises(BatchError, match=r"thumbnails exists.*choose another folder"):
         batch(f"{tmp_path}/{word}", tmp_path, recursive=True)
     assert not (tmp_path / "manifest.json").exists()
 

@@ -102,9 +102,9 @@ def test_a_joint_is_named(run: Run, photo: Path) -> None:
 
 @pytest.mark.slow
 def test_the_card_and_the_comparison_are_of_the_box(run: Run, photo: Path) -> None:
-    code, out, err = run("trust", photo, *DETECTOR, "--index", 0, "--seconds", 1, "--json")
+    code, out, err = run("trust", photo, *DETECTOR, "--index", 0, "-t", "triangle", "--seconds", 1, "--json")
     assert (code, err) == (0, "")
-    assert " at (" in json.loads(out)["target"]
+    assert "Trust card of grad_cam for triangle at (" in json.loads(out)["title"]
     words = ("--index", 0, "--metrics", "gini", "--out", photo.parent / "measured")
     assert run("evaluate", photo, *DETECTOR, *words)[0] == 0
 

@@ -133,7 +133,8 @@ class RandomLogit(MethodMetric):
         if all(others):
             order = torch.randperm(max(map(len, others)), generator=generator(subject.seed), device="cpu").tolist()
             places = (range(len(order)) if self.of == "box" else order)[: self.draws]
-            return [TargetList(tuple(own[at % len(own)] for own in others)) for at in places]
+            rows = [tuple(own[at % len(own)] for own in others) for at in places]
+            return [row[0] if len(row) == 1 else TargetList(row) for row in rows]
         if self.of == "box" or None in classes:
             problem = "has no other box in the image" if self.of == "box" else "is not a class with others to compare"
             raise TargetError(f'the explained target, "{names[[*map(bool, others)].index(False)]}", {problem}')

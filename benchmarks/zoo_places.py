@@ -1,0 +1,366 @@
+"""Check methods on boxes, regions and joints of detectors and segmenters.
+
+The networks of libraries have random weights and small images; those of `saliency.testbed` have their own weights. Each
+method must give a map that is finite and varies, and leave the model unchanged, or be refused with the reason.
+
+    python -m benchmarks.zoo_places                   check all, and write benchmarks/results/zoo_places.md
+    python -m benchmarks.zoo_places retinanet rise    check some networks or methods, and print the table
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import monai
+import segmentation_models_pytorch as smp
+import torch
+import torchvision
+import transformers
+from torch import Tensor, nn
+
+import saliency
+from benchmarks.zoo import fingerprint, make_usable
+
+RESULTS = Path(__file__).parent / "results" / "zoo_places.md"
+
+# One method of each family, with few passes.
+METHODS: dict[str, dict[str, Any]] = {
+    "grad_cam": {},
+    "layer_cam": {},
+    "eigen_cam": {},
+    "score_cam": {"channels": 4},
+    "input_x_gradient": {},
+    "guided_backprop": {},
+    "full_grad": {},
+    "integrated_gradients": {"steps": 2},
+    "smooth_grad": {"passes": 2},
+    "deep_lift": {},
+    "lrp": {},
+    "rise": {"passes": 4},
+    "d_rise": {"passes": 4},
+    "odam": {},
+    "seg_grad_cam": {},
+    "occlusion": {"window": 48, "stride": 48},
+    "kernel_shap": {"segments": (2, 2), "passes": 6},
+    "chefer_attention": {},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Model, one image as its input, and a target."""
+
+    model: nn.Module
+    x: Tensor
+    target: Any
+    forward_args: dict[str, Any] = field(default_factory=dict)
+
+
+def image(height: int = 64, width: int = 96) -> Tensor:
+    """Return noise of 0 to 1, (1, 3, H, W)."""
+    return torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def torchvision_detector(name: str, target: Callable[..., Any] = saliency.box, **options: Any) -> Callable[[], Case]:
+    """Return a builder of a detector of torchvision, which resizes images to 64 pixels."""
+
+    def build() -> Case:
+        size = {} if name.startswith("ssd") else {"min_size": 64, "max_size": 96}
+        sized = {"weights": None, "weights_backbone": None, **size, **options}
+        return Case(getattr(torchvision.models.detection, name)(**sized), image(), target())
+
+    return build
+
+
+RESNET: dict[str, Any] = {
+    "embedding_size": 8,
+    "hidden_sizes": [8, 8, 16, 16],
+    "depths": [1, 1, 1, 1],
+    "layer_type": "basic",
+}
+LAYERS: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "decoder_ffn_dim": 16,
+}
+TEXT: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
+SWIN: dict[str, Any] = {
+    "embed_dim": 8,
+    "depths": [1, 1, 1, 1],
+    "num_heads": [1, 1, 2, 2],
+    "window_size": 2,
+    "image_size": 64,
+}
+
+
+def detr() -> Case:
+    """Return DETR."""
+    backbone = transformers.ResNetConfig(**RESNET, out_features=["stage4"])
+    config = transformers.DetrConfig(
+        use_timm_backbone=False, backbone_config=backbone, backbone=None, num_labels=3, num_queries=5, **LAYERS
+    )
+    return Case(transformers.DetrForObjectDetection(config), image(), saliency.box())
+
+
+def rt_detr() -> Case:
+    """Return RT-DETR."""
+    backbone = transformers.RTDetrResNetConfig(
+        embedding_size=8,
+        hidden_sizes=[8, 8, 16, 16],
+        depths=[1, 1, 1, 1],
+        layer_type="basic",
+        out_features=["stage2", "stage3", "stage4"],
+    )
+    config = transformers.RTDetrConfig(
+        backbone_config=backbone,
+        encoder_in_channels=[8, 16, 16],
+        encoder_hidden_dim=32,
+        encoder_ffn_dim=16,
+        num_queries=5,
+        num_labels=3,
+        decoder_in_channels=[32, 32, 32],
+        decoder_n_points=2,
+        num_denoising=0,
+        anchor_image_size=None,
+        **{name: value for name, value in LAYERS.items() if not name.startswith("encoder_ffn")},
+    )
+    return Case(transformers.RTDetrForObjectDetection(config), image(64, 64), saliency.box())
+
+
+class WithTexts(nn.Module):
+    """Model of images and texts, with the same texts for each image."""
+
+    def __init__(self, model: nn.Module, input_ids: Tensor) -> None:
+        super().__init__()
+        self.model, self.input_ids = model, input_ids
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the output for images (N, C, H, W)."""
+        ids = self.input_ids.repeat(len(x), 1)
+        return self.model(pixel_values=x, input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
+def owlv2() -> Case:
+    """Return OWLv2 with two texts of three tokens."""
+    text = transformers.Owlv2TextConfig(**TEXT, vocab_size=50, max_position_embeddings=8).to_dict()
+    vision = transformers.Owlv2VisionConfig(**TEXT, image_size=64, patch_size=16).to_dict()
+    model = transformers.Owlv2ForObjectDetection(
+        transformers.Owlv2Config(text_config=text, vision_config=vision, projection_dim=16)
+    )
+    return Case(WithTexts(model, torch.tensor([[3, 4, 49], [5, 6, 49]])), image(64, 64), saliency.box())
+
+
+def grounding_dino() -> Case:
+    """Return Grounding DINO with two phrases."""
+    backbone = transformers.SwinConfig(**SWIN, out_features=["stage2", "stage3", "stage4"])
+    config = transformers.GroundingDinoConfig(
+        backbone_config=backbone,
+        text_config=transformers.BertConfig(**TEXT, vocab_size=1100).to_dict(),
+        num_queries=5,
+        num_feature_levels=3,
+        max_text_len=8,
+        **{**LAYERS, "decoder_layers": 2},
+    )
+    tokens = {"input_ids": torch.tensor([[101, 7, 8, 1012, 9, 1012, 102]])}
+    return Case(transformers.GroundingDinoForObjectDetection(config), image(64, 64), saliency.box(), tokens)
+
+
+def segformer() -> Case:
+    """Return SegFormer."""
+    config = transformers.SegformerConfig(
+        hidden_sizes=[8, 8, 8, 8],
+        depths=[1, 1, 1, 1],
+        num_attention_heads=[1, 1, 1, 1],
+        decoder_hidden_size=8,
+        num_labels=3,
+    )
+    return Case(transformers.SegformerForSemanticSegmentation(config), image(), saliency.region(1, (8, 8, 40, 40)))
+
+
+def mask2former() -> Case:
+    """Return Mask2Former."""
+    config = transformers.Mask2FormerConfig(
+        backbone_config=transformers.SwinConfig(**SWIN, out_features=["stage1", "stage2", "stage3", "stage4"]),
+        feature_size=32,
+        mask_feature_size=32,
+        hidden_dim=32,
+        encoder_feedforward_dim=16,
+        dim_feedforward=16,
+        encoder_layers=1,
+        decoder_layers=2,
+        num_attention_heads=2,
+        num_queries=5,
+        num_labels=3,
+    )
+    model = transformers.Mask2FormerForUniversalSegmentation(config)
+    return Case(model, image(64, 64), saliency.region(1, (8, 8, 40, 40)))
+
+
+def sam() -> Case:
+    """Return SAM with a point as the prompt."""
+    config = transformers.SamConfig(
+        vision_config={
+            "hidden_size": 16,
+            "output_channels": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 64,
+            "patch_size": 8,
+            "mlp_dim": 16,
+            "global_attn_indexes": [1],
+            "window_size": 4,
+            "num_pos_feats": 8,
+        },
+        prompt_encoder_config={"hidden_size": 16, "image_size": 64, "patch_size": 8, "mask_input_channels": 4},
+        mask_decoder_config={
+            "hidden_size": 16,
+            "mlp_dim": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "iou_head_hidden_dim": 16,
+        },
+    )
+    points = {"input_points": torch.tensor([[[[20.0, 20.0]]]])}
+    return Case(transformers.SamModel(config), image(64, 64), saliency.region(0, (8, 8, 40, 40)), points)
+
+
+def maps_of(model: Callable[[], nn.Module]) -> Callable[[], Case]:
+    """Return a builder of a network of maps."""
+    return lambda: Case(model(), image(64, 64), saliency.region(1, (8, 8, 40, 40)))
+
+
+def drawn(name: str) -> Callable[[], Case]:
+    """Return a builder of a bundled network with a drawn scene."""
+
+    def build() -> Case:
+        scenes = saliency.testbed.draw_scenes(1, seed=1_000_003, task="corners")
+        targets = {"shapes_unet": saliency.region("triangle"), "shapes_circles": saliency.region(0, "border")}
+        targets["shapes_keypoints"] = saliency.keypoint("top")
+        return Case(saliency.load(name), scenes.images / 127.5 - 1, targets.get(name, saliency.box()))
+
+    return build
+
+
+KINDS: dict[str, Callable[[], Case]] = {
+    "torchvision Faster R-CNN": torchvision_detector("fasterrcnn_mobilenet_v3_large_320_fpn", num_classes=4),
+    "torchvision Mask R-CNN": torchvision_detector("maskrcnn_resnet50_fpn", num_classes=4),
+    "torchvision Keypoint R-CNN": torchvision_detector("keypointrcnn_resnet50_fpn", lambda: saliency.keypoint("nose")),
+    "torchvision RetinaNet": torchvision_detector("retinanet_resnet50_fpn", num_classes=4, score_thresh=0.0),
+    "torchvision FCOS": torchvision_detector("fcos_resnet50_fpn", num_classes=4, score_thresh=0.0),
+    "torchvision SSD": torchvision_detector("ssdlite320_mobilenet_v3_large", num_classes=4),
+    "shapes_detector, as Ultralytics": drawn("shapes_detector"),
+    "shapes_queries, as DETR": drawn("shapes_queries"),
+    "transformers DETR": detr,
+    "transformers RT-DETR": rt_detr,
+    "transformers OWLv2": owlv2,
+    "transformers Grounding DINO": grounding_dino,
+    "transformers SegFormer": segformer,
+    "transformers Mask2Former": mask2former,
+    "transformers SAM": sam,
+    "segmentation_models_pytorch Unet": maps_of(lambda: smp.Unet("mobilenet_v2", encoder_weights=None, classes=3)),
+    "MONAI BasicUNet": maps_of(lambda: monai.networks.nets.BasicUNet(2, 3, 3, (4, 4, 8, 8, 8, 4))),
+    "shapes_unet": drawn("shapes_unet"),
+    "shapes_circles, its border": drawn("shapes_circles"),
+    "shapes_keypoints": drawn("shapes_keypoints"),
+}
+
+
+def build(kind: str) -> Case:
+    """Return a model in evaluation mode, with usable random weights unless it is a bundled one."""
+    torch.manual_seed(0)
+    case = KINDS[kind]()
+    case.model.eval()
+    if not kind.startswith("shapes"):
+        with contextlib.suppress(TypeError):  # a model of texts; it has no batch norm
+            make_usable(case.model, case.x)
+    return case
+
+
+def cell(kind: str, method: str, case: Case | None = None) -> str:
+    """Return "works", or "refused" or "FAILED" with the reason."""
+    model, x, target, extra = (lambda one: (one.model, one.x, one.target, one.forward_args))(case or build(kind))
+    before = fingerprint(model)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            explainer = saliency.METHODS[method](model, **METHODS[method])
+            values = explainer.attribute(x, target, forward_args=extra or ()).values
+    except saliency.SaliencyError as refusal:
+        verdict = f"refused: {refusal}"
+    except Exception as failure:  # noqa: BLE001 - the table has every cell, whatever a method raises
+        verdict = f"FAILED: {type(failure).__name__}: {failure}"
+    else:
+        finite = bool(values.isfinite().all())
+        verdict = "works" if finite and float(values.amax() - values.amin()) > 0 else "FAILED: the map is constant"
+    return verdict if fingerprint(model) == before else f"FAILED: the model was changed; {verdict}"
+
+
+def page(rows: dict[str, dict[str, str]], methods: list[str]) -> str:
+    """Return the Markdown page: the table, and the reason of each number in it."""
+    reasons: dict[str, int] = {}
+    lines = []
+    for kind, verdicts in rows.items():
+        cells = []
+        for name in methods:
+            word, _, reason = verdicts[name].partition(": ")
+            reason = re.sub(r"\s+", " ", reason).replace("|", "\\|")[:300]
+            number = reasons.setdefault(reason, len(reasons) + 1) if reason else ""
+            cells.append("yes" if word == "works" else f"{'FAILED' if word == 'FAILED' else 'no'} [{number}](#reasons)")
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    total = [verdict.partition(":")[0] for verdicts in rows.values() for verdict in verdicts.values()]
+    head = [
+        "# Methods on boxes, regions and joints",
+        "",
+        f"Generated by `make zoo` with torch {torch.__version__}, torchvision {torchvision.__version__}, transformers",
+        f"{transformers.__version__}, segmentation_models_pytorch {smp.__version__} and MONAI {monai.__version__}.",
+        "The networks of libraries have random weights. Methods of many passes run with a few. A cell works if its map",
+        "is finite and varies, and the model is unchanged.",
+        f"Of {len(total)} cells, {total.count('works')} work, {total.count('refused')} are refused with the reason,",
+        f"and {total.count('FAILED')} fail.",
+        "",
+        f"| model | {' | '.join(f'`{name}`' for name in methods)} |",
+        "|---" * (1 + len(methods)) + "|",
+    ]
+    why = [f"{number}. {reason}" for reason, number in reasons.items()]
+    return "\n".join([*head, *lines, "", "## Reasons", "", *why]) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Check the cells, and write or print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="parts of names of models and names of methods (default: all)")
+    names = [name.lower() for name in parser.parse_args(arguments).names]
+    methods = [name for name in METHODS if name in names] or list(METHODS)
+    parts = [name for name in names if name not in METHODS]
+    rows: dict[str, dict[str, str]] = {}
+    for kind in KINDS:
+        if parts and not any(part in kind.lower() for part in parts):
+            continue
+        try:
+            case = build(kind)
+            rows[kind] = {method: cell(kind, method, case) for method in methods}
+        except Exception as failure:  # noqa: BLE001 - a model that cannot be built fails its row
+            rows[kind] = dict.fromkeys(methods, f"FAILED: not built: {type(failure).__name__}: {failure}")
+        gc.collect()
+        bad = {name: verdict for name, verdict in rows[kind].items() if verdict != "works"}
+        print(f"{kind}: {len(methods) - len(bad)} of {len(methods)} work; {bad}", flush=True)
+    if names:
+        print(page(rows, methods))
+    else:
+        RESULTS.write_text(page(rows, methods))
+
+
+if __name__ == "__main__":
+    main()

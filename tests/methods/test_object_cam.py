@@ -1,0 +1,340 @@
+"""Methods for boxes and regions: the layers of all levels, D-RISE, ODAM, Seg-Grad-CAM, Seg-XRes-CAM, augmentation."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import saliency
+from saliency import (
+    DRISE,
+    METHODS,
+    ODAM,
+    Augmented,
+    GradCAM,
+    HiResCAM,
+    LayerCAM,
+    MethodError,
+    SegGradCAM,
+    SegXResCAM,
+    TargetError,
+    VanillaGradient,
+)
+from saliency.methods.rise import RandomMasks
+from saliency.testbed import draw_scenes
+
+SCENES = draw_scenes(3, task="several", seed=1)
+X = SCENES.images / 127.5 - 1
+LEVELS = {"shapes_detector": "fine, coarse", "shapes_queries": "encoder"}
+CAMS = ["grad_cam", "layer_cam", "hires_cam", "grad_cam_plus_plus", "xgrad_cam", "eigen_grad_cam", "odam"]
+
+
+@cache
+def network(name: str) -> Any:
+    return saliency.load(name)
+
+
+@pytest.mark.filterwarnings("ignore:.*activations of this layer are signed")
+@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("method", [*CAMS, "fused_cam", "guided_grad_cam"])
+def test_a_box_is_explained_at_all_layers_that_enter_the_head(name: str, method: str) -> None:
+    found = METHODS[method](network(name)).attribute(X[:1], saliency.box())
+    assert found.layer == LEVELS[name]
+    assert found.values.abs().max() > 0
+
+
+@pytest.mark.parametrize("method", ["fcos_resnet50_fpn", "retinanet_resnet50_fpn"])
+def test_all_levels_of_a_pyramid_enter_the_head_of_torchvision(method: str) -> None:
+    detection = pytest.importorskip("torchvision").models.detection
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"weights": None, "weights_backbone": None, "min_size": 96, "max_size": 96}
+    model = getattr(detection, method)(**options, num_classes=4, score_thresh=0.0, topk_candidates=5).eval()
+    x = torch.rand(1, 3, 96, 96)
+    found = HiResCAM(model).attribute(x, saliency.box(box=model(x)[0]["boxes"][0].tolist()))
+    blocks = [f"layer_blocks.{level}" for level in range(3)]
+    levels = [*blocks, "extra_blocks.p6", "extra_blocks.p7"][: len(str(found.layer).split(", "))]
+    assert found.layer == ", ".join(f"backbone.fpn.{level}" for level in levels)
+    assert len(levels) >= 3
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList([nn.Conv2d(4, 3, 1), nn.Conv2d(5, 3, 1)])
+
+    def forward(self, levels: list[Tensor]) -> Tensor:
+        return torch.cat([own(level).flatten(2) for own, level in zip(self.levels, levels, strict=True)], 2)
+
+
+class Linear(nn.Module):
+    """Detector with one box, whose scores are linear in two levels of 8 x 8 and 4 x 4 cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fine, self.coarse, self.head = nn.Conv2d(3, 4, 2, 2), nn.Conv2d(3, 5, 4, 4), Head()
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head([self.fine(x), self.coarse(x)]).mean(2)
+        return logits
+
+
+def whole(output: Tensor) -> list[saliency.Candidates]:
+    box = output.new_tensor([[0.0, 0, 16, 16]])
+    return [saliency.Candidates(box, logits[None]) for logits in output]
+
+
+def test_each_level_counts_by_its_share_of_the_score() -> None:
+    torch.manual_seed(0)
+    model, x = Linear().double(), torch.rand(2, 3, 16, 16, dtype=torch.float64)
+    explanation = HiResCAM(model).attribute(x, saliency.box(read=whole, cls=1))
+    assert explanation.layer == "fine, coarse"
+    with torch.no_grad():
+        levels = [model.fine(x), model.coarse(x)]
+        bias = sum(own.bias[1] * level[0, 0].numel() for own, level in zip(model.head.levels, levels, strict=True)) / 80
+        weight = torch.tensor(20.0, dtype=torch.float64).expm1()  # of the box itself, of IoU 1, beside no box at all
+        expected = (model(x)[:, 1] - bias) * weight / (weight + 1)
+    torch.testing.assert_close(explanation.values.sum((1, 2, 3)), expected)
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_batch_of_boxes_equals_single_calls_and_one_forward_of_several_boxes(name: str) -> None:
+    model, boxes = network(name), [saliency.box(index=at) for at in range(2)]
+    together = LayerCAM(model).attribute(X[:2], boxes)
+    several = LayerCAM(model).attribute_classes(X[:1], boxes)
+    torch.testing.assert_close(together[0].values, several[0].values)
+    for at in range(2):
+        alone = LayerCAM(model).attribute(X[at : at + 1], boxes[at])
+        torch.testing.assert_close(together[at].values, alone.values)
+    assert not torch.equal(several[0].values, several[1].values)
+
+
+def iou(one: Tensor, other: Tensor) -> float:
+    width, height = (min(one[at + 2], other[at + 2]) - max(one[at], other[at]) for at in (0, 1))
+    inner = max(float(width), 0) * max(float(height), 0)
+    areas = [float((own[2] - own[0]) * (own[3] - own[1])) for own in (one, other)]
+    return inner / (sum(areas) - inner)
+
+
+def plain_boxes(name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The boxes, the class probabilities and the objectness of all candidates of one image."""
+    with torch.no_grad():
+        output = network(name)(x)
+    if name == "shapes_detector":
+        boxes, known = output[0][0, :4].T, output[0][0, 4:].T
+        certainty = known.amax(1)
+    else:
+        boxes, known = output["pred_boxes"][0] * 64, output["logits"][0].softmax(1)[:, :3]
+        certainty = known.sum(1)
+    corners = torch.cat([boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2], 1)
+    return corners, known, certainty
+
+
+def plain_similarity(box: Tensor, own: Tensor, candidates: tuple[Tensor, Tensor, Tensor]) -> float:
+    best = 0.0
+    for corners, known, certainty in zip(*candidates, strict=True):
+        cosine = float(own @ known / (own.norm() * known.norm()))
+        best = max(best, iou(box, corners) * float(certainty) * cosine)
+    return best
+
+
+@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("debiased", [True, False])
+def test_d_rise_equals_a_plain_loop_over_masks_and_candidates(name: str, debiased: bool) -> None:
+    passes, x = 24, X[:1]
+    options: dict[str, Any] = {"passes": passes, "grid": 4, "seed": 3, "chunk": 7, "debiased": debiased}
+    objects = [saliency.box(index=at) for at in range(2)]
+    found = DRISE(network(name), **options).attribute_classes(x, objects)
+    boxes, known, _ = plain_boxes(name, x)
+    masks = RandomMasks(x, 4, 0.5, 3)
+    drawn = masks(0, passes)
+    candidates = [plain_boxes(name, x * mask) for mask in drawn]
+    for explanation in found:
+        place = torch.tensor([float(n) for n in explanation.target_names[0].split("(")[1].rstrip(")").split(", ")])
+        own = max(range(len(boxes)), key=lambda at: iou(place, boxes[at]) + float(known[at].max()))
+        scores = torch.tensor([plain_similarity(boxes[own], known[own], each) for each in candidates])
+        if debiased:
+            terms = (scores - scores.mean())[:, None, None] * (drawn[:, 0] - 0.5)
+            expected = terms.sum(0) / (passes - 1) / masks.variance[0]
+        else:
+            terms = scores[:, None, None] * drawn[:, 0]
+            expected = terms.mean(0) / 0.5
+        torch.testing.assert_close(explanation.values[0, 0], expected, atol=1e-5, rtol=1e-5)
+        assert explanation.error is not None
+        assert explanation.error.shape == explanation.values.shape
+        assert explanation.agreement is not None
+        assert explanation.agreement.shape == (1,)
+        assert float(explanation.scores) == pytest.approx(
+            plain_similarity(boxes[own], known[own], plain_boxes(name, x))
+        )
+
+
+def test_d_rise_explains_all_boxes_by_one_set_of_masked_forwards() -> None:
+    model, calls = network("shapes_detector"), list[int]()
+    handle = model.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
+    counts = []
+    for boxes in (1, 1, 3):  # the first call also tests whether images affect each other
+        calls.clear()
+        DRISE(model, passes=32).attribute_classes(X[:1], [saliency.box(index=at % 2) for at in range(boxes)])
+        counts.append(sum(calls))
+    handle.remove()
+    assert counts[1] == counts[2]
+
+
+def test_d_rise_of_one_box_of_each_image_equals_single_calls() -> None:
+    method = DRISE(network("shapes_detector"), passes=16)
+    boxes = [saliency.box(index=1), saliency.box(index=0)]
+    together = method.attribute(X[:2], boxes)
+    for at in range(2):
+        alone = method.attribute(X[at : at + 1], boxes[at])
+        torch.testing.assert_close(together[at].values, alone.values)
+        torch.testing.assert_close(together[at].scores, alone.scores)
+
+
+def test_d_rise_stops_at_its_tolerance_and_has_no_zero_map_when_detections_vanish() -> None:
+    method = DRISE(network("shapes_detector"), tolerance=0.5, visible=0.1, passes=4000)
+    found = method.attribute(X[:1], saliency.box())
+    assert found.run_stats[0].stopped == "tolerance"
+    assert found.values.abs().max() > 0
+
+
+def test_d_rise_of_any_other_target_weights_the_masks_by_its_score() -> None:
+    options: dict[str, Any] = {"passes": 16, "grid": 4}
+    for name, target in (("shapes_detector", saliency.box(of="x0")), ("shapes_unet", saliency.region("circle"))):
+        found = DRISE(network(name), **options).attribute(X[:1], target)
+        torch.testing.assert_close(
+            found.values, METHODS["rise"](network(name), **options).attribute(X[:1], target).values
+        )
+
+
+@pytest.mark.parametrize("of", ["class", "x0", "y0", "x1", "y1"])
+def test_odam_equals_its_formula_by_autograd(of: Any) -> None:
+    model, x = saliency.load("shapes_detector").double(), X[:1].double()
+    explanation = ODAM(model, blur=0).attribute(x, saliency.box(of=of))
+    parts = [float(n) for n in explanation.target_names[0].split("(")[1].rstrip(")").split(", ")]
+    levels: list[Tensor] = []
+    handles = [
+        getattr(model, name).register_forward_hook(lambda module, args, output: levels.append(output))
+        for name in ("coarse", "fine")
+    ]
+    (y, raw) = model(x)
+    for handle in handles:
+        handle.remove()
+    corners = torch.cat([y[0, :2] - y[0, 2:4] / 2, y[0, :2] + y[0, 2:4] / 2]).T
+    known = raw["scores"][0].detach().sigmoid()
+    at = max(
+        range(len(corners)), key=lambda i: iou(torch.tensor(parts), corners[i].detach()) + float(known[:, i].max())
+    )
+    overlaps = torch.tensor([iou(corners[at].detach(), own.detach()) for own in corners], dtype=torch.float64)
+    weights = (20 * overlaps).expm1()
+    label = int(known[:, at].argmax())
+    values = raw["scores"][0, label] if of == "class" else corners[:, ["x0", "y0", "x1", "y1"].index(of)]
+    score = (weights * values).sum() / (weights.sum() + 1)
+    maps = [
+        (gradient * level).sum(1, keepdim=True).clamp(min=0)
+        for level, gradient in zip(levels, torch.autograd.grad(score, levels), strict=True)
+    ]
+    resized = [F.interpolate(own, (16, 16), mode="bilinear", align_corners=False) for own in maps]
+    torch.testing.assert_close(explanation.values, torch.maximum(*resized).detach())
+    assert not torch.equal(ODAM(model).attribute(x, saliency.box(of=of)).values, explanation.values)
+
+
+def bottleneck(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The activations of the bottleneck of the U-Net in float64, and the gradient of the sum of the region there."""
+    model, kept = saliency.load("shapes_unet").double(), list[Tensor]()
+    handle = model.bottleneck.register_forward_hook(lambda module, args, output: kept.append(output))
+    logits = model(x)
+    handle.remove()
+    region = logits.argmax(1) == 1
+    return kept[0].detach(), torch.autograd.grad(logits[:, 1][region].sum() / region.sum(), kept[0])[0]
+
+
+def test_seg_grad_cam_and_seg_xres_cam_equal_their_formulas_at_the_bottleneck() -> None:
+    x, model = X[:1].double(), saliency.load("shapes_unet").double()
+    activation, gradient = bottleneck(x)
+    target = saliency.region(1)
+    found = SegGradCAM(model).attribute(x, target)
+    assert found.layer == "bottleneck"
+    torch.testing.assert_close(found.values, (gradient.mean((2, 3), keepdim=True) * activation).sum(1, keepdim=True))
+    pooled = F.interpolate(F.max_pool2d(gradient, 2), scale_factor=2)
+    found = SegXResCAM(model).attribute(x, target)
+    torch.testing.assert_close(found.values, (pooled * activation).sum(1, keepdim=True))
+    found = SegXResCAM(model, block=3).attribute(x, target)  # the last block of an edge of 8 cells has 2
+    assert found.values.shape[-2:] == (8, 8)
+    torch.testing.assert_close(
+        SegXResCAM(model, block=1).attribute(x, target).values,
+        HiResCAM(model, "bottleneck").attribute(x, target).values,
+    )
+
+
+CASES: dict[str, tuple[str, Any, Any]] = {  # the network, the target, and the target in the mirrored image
+    "class": ("shapes_cnn", 1, 1),
+    "box": ("shapes_detector", saliency.box(index=0), None),
+    "region": ("shapes_unet", saliency.region("circle"), saliency.region("circle")),
+}
+
+
+@pytest.mark.parametrize("inner", ["layer_cam", "vanilla_gradient"])
+@pytest.mark.parametrize("case", CASES)
+def test_augmentation_is_the_mean_over_explicit_calls(case: str, inner: str) -> None:
+    name, target, mirrored = CASES[case]
+    model, x = saliency.load(name).double(), X[:1].double()
+    method = METHODS[inner](model)
+    found = Augmented(method, scales=(0.9, 1.1)).attribute(x, target)
+    assert found.sign == method.sign
+    if case == "region":  # the region of the clean image, also in the copies
+        with torch.no_grad():
+            mask = model(x).argmax(1) == 1
+        target, mirrored = saliency.region("circle", where=mask), saliency.region("circle", where=mask.flip(-1))
+    if case == "box":
+        place = model(x)[0][0, :4].T
+        best = model(x)[0][0, 4:].amax(0).argmax()
+        centre, size = place[best].detach().chunk(2)
+        x0, y0, x1, y1 = torch.cat([centre - size / 2, centre + size / 2]).tolist()
+        label = int(model(x)[0][0, 4:, best].argmax())
+
+        def near(box: Any) -> Any:
+            def score(output: Any) -> Tensor:
+                y, raw = output
+                corners = torch.cat([y[:, :2] - y[:, 2:4] / 2, y[:, :2] + y[:, 2:4] / 2], 1).mT.detach()
+                rows = []
+                for own, logits in zip(corners, raw["scores"], strict=True):
+                    overlaps = torch.tensor([iou(torch.tensor(box, dtype=own.dtype), each) for each in own])
+                    weights = (20 * overlaps.double()).expm1()
+                    rows.append((weights * logits[label]).sum() / (weights.sum() + 1))
+                return torch.stack(rows)
+
+            return score
+
+        target, mirrored = near((x0, y0, x1, y1)), near((64 - x1, y0, 64 - x0, y1))
+        if inner == "layer_cam":
+            method = LayerCAM(model, "fine")
+            found = Augmented(method, scales=(0.9, 1.1)).attribute(x, saliency.box(index=0))
+    values = [method.attribute(x * scale, target).values for scale in (0.9, 1.1)]
+    values += [method.attribute(x.flip(-1) * scale, mirrored).values.flip(-1) for scale in (0.9, 1.1)]
+    torch.testing.assert_close(found.values, torch.cat(values).mean(0, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("shapes_detector", saliency.box(of="x0")),
+        ("shapes_keypoints", saliency.keypoint(1)),
+        ("shapes_cnn", saliency.neuron("features.0", 0, at=(4, 4))),
+    ],
+)
+def test_a_target_that_has_no_mirror_image_is_refused_by_augmentation(name: str, target: Any) -> None:
+    method: Any = VanillaGradient(network(name))
+    with pytest.raises(TargetError, match="mirrored image; pass flips=False"):
+        Augmented(method).attribute(X[:1], target)
+    assert Augmented(method, flips=False).attribute(X[:1], target).values.abs().max() > 0
+
+
+@pytest.mark.parametrize("scales", [(), 1.0, (0.0,), ("large",)])
+def test_scales_are_positive_numbers(scales: Any) -> None:
+    with pytest.raises(MethodError, match="scales="):
+        Augmented(GradCAM(network("shapes_cnn")), scales=scales)
