@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -283,7 +283,7 @@ def _find_head_inputs(model: nn.Module, x: Tensor, candidates: _Layers) -> _Laye
     ends = [tensor.sum() for tensor in entering if tensor.requires_grad]
     if not ends or not outputs:
         return ()
-    grads = torch.autograd.grad(ends, [tensor for _, tensor in outputs], allow_unused=True)
+    grads: Sequence[Tensor | None] = torch.autograd.grad(ends, [cut for _, cut in outputs], allow_unused=True)
     layers = [layer for (layer, _), gradient in zip(outputs, grads, strict=True) if gradient is not None]
     return tuple(sorted(layers, key=lambda layer: -math.prod(layer.layout.grid)))
 

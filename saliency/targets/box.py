@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Self, cast, get_args
 
@@ -83,6 +83,11 @@ class BoxScore(LocatedTarget):
         """Return the target with the box of each image. Raises TargetError if there is no such box."""
         target = replace(self, classes=_count(facts.categories))
         return replace(target, matches=tuple(target._match(row, facts) for row in target._rows(output)))
+
+    @property
+    def way(self) -> Hashable:
+        """How candidates are read from an output."""
+        return self.link, self.read, self.classes
 
     def detections(self, output: Any) -> Detections:
         """Return the candidates of all images."""
