@@ -285,7 +285,7 @@ def _find_head_inputs(model: nn.Module, x: Tensor, candidates: _Layers) -> _Laye
         return ()
     grads: Sequence[Tensor | None] = torch.autograd.grad(ends, [cut for _, cut in outputs], allow_unused=True)
     layers = [layer for (layer, _), gradient in zip(outputs, grads, strict=True) if gradient is not None]
-    return tuple(sorted(layers, key=lambda layer: -math.prod(layer.layout.grid)))
+    return tuple(sorted(dict.fromkeys(layers), key=lambda layer: -math.prod(layer.layout.grid)))
 
 
 def trace_layers(model: nn.Module, x: Tensor) -> LayerTrace:

@@ -247,7 +247,8 @@ def test_odam_equals_its_formula_by_autograd(of: Any) -> None:
 
 def bottleneck(x: Tensor) -> tuple[Tensor, Tensor]:
     """The activations of the bottleneck of the U-Net in float64, and the gradient of the sum of the region there."""
-    model, kept = saliency.load("shapes_unet").double(), list[Tensor]()
+    model: Any = saliency.load("shapes_unet").double()
+    kept = list[Tensor]()
     handle = model.bottleneck.register_forward_hook(lambda module, args, output: kept.append(output))
     logits = model(x)
     handle.remove()
