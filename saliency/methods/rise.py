@@ -117,7 +117,7 @@ class JointTarget(ResolvedTarget):
         scores, target = self._targets[at](output).clone(), self._targets[at].target
         for image in range(self.images):
             if (own := _whole_box(target.repeated(image, 1))) is not None:
-                part = target.part(output, image)
+                part = own.part(output, image)
                 self._probabilities[at, image] = own.class_probabilities(own.detections(part))
                 scores[image] = self._similarities(image, {at: own}, part)[0, 0]
         return scores

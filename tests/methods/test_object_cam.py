@@ -186,8 +186,9 @@ def test_d_rise_explains_all_boxes_by_one_set_of_masked_forwards() -> None:
     assert counts[1] == counts[2]
 
 
-def test_d_rise_of_one_box_of_each_image_equals_single_calls() -> None:
-    method = DRISE(network("shapes_detector"), passes=16)
+@pytest.mark.parametrize("name", LEVELS)
+def test_d_rise_of_one_box_of_each_image_equals_single_calls(name: str) -> None:
+    method = DRISE(network(name), passes=16)
     boxes = [saliency.box(index=1), saliency.box(index=0)]
     together = method.attribute(X[:2], boxes)
     for at in range(2):
