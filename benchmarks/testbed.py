@@ -4,7 +4,7 @@
     python -m benchmarks.testbed shapes_vit xor  only measure some cases
     python -m benchmarks.testbed distractor      print the table of docs/transformers.md, or its rows of some methods
     python -m benchmarks.testbed gamma           print the table of docs/transformers.md on the gamma of AttnLRP
-    python -m benchmarks.testbed objects         measure boxes, regions and joints: benchmarks/results/testbed_objects.md
+    python -m benchmarks.testbed objects         measure boxes, regions and joints: results/testbed_objects.md
 
 One process on each core shares the work. The values of each image are kept in build/testbed; delete this folder, or the
 rows of some methods, to measure again.
@@ -665,6 +665,12 @@ def print_gamma_table(gammas: Iterable[float] = (0.0, 0.01, 0.05, 0.25)) -> None
 
 # Boxes, regions and joints --------------------------------------------------------------------------------------
 
+OBJECTS_HEAD = """# Boxes, regions and joints
+
+Written by `python -m benchmarks.testbed objects`. The share of the positive part of the map on the explained object, minus
+the share on another object: of the same class, or for joints any other. Means over 50 images, 20 for slow methods, with
+standard errors. Bold means are not above two of them.
+"""
 OBJECT_NETWORKS = ("shapes_detector", "shapes_queries", "shapes_unet", "shapes_keypoints")
 
 
@@ -727,12 +733,7 @@ def objects_report(methods: Iterable[str]) -> str:
         for network in OBJECT_NETWORKS
         if isinstance(own[network], str)
     )
-    head = (
-        "# Boxes, regions and joints\n\nWritten by `python -m benchmarks.testbed objects`. The share of the positive part of the map on the explained\n"
-        "object, minus the share on another object: of the same class, or for joints any other. Means over 50 images, 20 for\n"
-        "slow methods, with standard errors. Bold means are not above two standard errors.\n"
-    )
-    return "\n".join([head, objects_table(rows), "\n## Refused\n", *reasons, ""])
+    return "\n".join([OBJECTS_HEAD, objects_table(rows), "\n## Refused\n", *reasons, ""])
 
 
 def object_cell(values: list[float] | str) -> str:
