@@ -667,9 +667,9 @@ def print_gamma_table(gammas: Iterable[float] = (0.0, 0.01, 0.05, 0.25)) -> None
 
 OBJECTS_HEAD = """# Boxes, regions and joints
 
-Written by `python -m benchmarks.testbed objects`. The share of the positive part of the map on the explained object, minus
-the share on another object: of the same class, or for joints any other. Means over 50 images, 20 for slow methods, with
-standard errors. Bold means are not above two of them.
+Written by `python -m benchmarks.testbed objects`. The share of the positive part of the map on the explained object,
+minus the share on another object: of the same class, or for joints any other. Means over 50 images, or 20 if slow,
+with standard errors. Bold means are not above two of them.
 """
 OBJECT_NETWORKS = ("shapes_detector", "shapes_queries", "shapes_unet", "shapes_keypoints")
 
