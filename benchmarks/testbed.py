@@ -4,7 +4,7 @@
     python -m benchmarks.testbed shapes_vit xor  only measure some cases
     python -m benchmarks.testbed distractor      print the table of docs/transformers.md, or its rows of some methods
     python -m benchmarks.testbed gamma           print the table of docs/transformers.md on the gamma of AttnLRP
-    python -m benchmarks.testbed objects         print the table of docs/testbed.md on boxes, regions and joints
+    python -m benchmarks.testbed objects         measure boxes, regions and joints: results/testbed_objects.md
 
 One process on each core shares the work. The values of each image are kept in build/testbed; delete this folder, or the
 rows of some methods, to measure again.
@@ -45,6 +45,7 @@ from saliency.evaluation.metrics.localisation import (
 from saliency.testbed import Scenes, Task, draw_scenes
 
 RESULTS = Path(__file__).parent / "results" / "testbed.md"
+OBJECT_RESULTS = RESULTS.with_name("testbed_objects.md")
 PROGRESS = Path(__file__).parents[1] / "build" / "testbed"
 IMAGES = 50
 SLOW_IMAGES = 20
@@ -664,6 +665,12 @@ def print_gamma_table(gammas: Iterable[float] = (0.0, 0.01, 0.05, 0.25)) -> None
 
 # Boxes, regions and joints --------------------------------------------------------------------------------------
 
+OBJECTS_HEAD = """# Boxes, regions and joints
+
+Written by `python -m benchmarks.testbed objects`. The share of the positive part of the map on the explained object,
+minus the share on another object: of the same class, or for joints any other. Means over 50 images, or 20 if slow,
+with standard errors. Bold means are not above two of them.
+"""
 OBJECT_NETWORKS = ("shapes_detector", "shapes_queries", "shapes_unet", "shapes_keypoints")
 
 
@@ -717,6 +724,18 @@ def objects_table(methods: Iterable[str]) -> str:
     return "\n".join(lines)
 
 
+def objects_report(methods: Iterable[str]) -> str:
+    """Return the results of all methods, with the reasons why some do not apply."""
+    rows = {method: json.loads((PROGRESS / "objects" / f"{method}.json").read_text()) for method in methods}
+    reasons = dict.fromkeys(
+        f"- `{network}`, {label(method)}: {own[network]}"
+        for method, own in rows.items()
+        for network in OBJECT_NETWORKS
+        if isinstance(own[network], str)
+    )
+    return "\n".join([OBJECTS_HEAD, objects_table(rows), "\n## Refused\n", *reasons, ""])
+
+
 def object_cell(values: list[float] | str) -> str:
     """Return a mean margin with its standard error, bold if it is not above two of them."""
     if isinstance(values, str):
@@ -740,7 +759,10 @@ def main(parts_of_names: list[str]) -> None:
         methods = parts_of_names[1:] or list(METHODS)
         for method in methods:
             measure_objects(method)
-        print(objects_table(methods))
+        if methods == list(METHODS):
+            OBJECT_RESULTS.write_text(objects_report(methods))
+        else:
+            print(objects_table(methods))
         return
     every = (*CONVOLUTIONAL, *TRANSFORMERS)
     cases = [case for case in every if any(part in str(case) for part in parts_of_names or [""])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -284,10 +284,9 @@ def _find_head_inputs(model: nn.Module, x: Tensor, candidates: _Layers) -> _Laye
         ends = [tensor.sum() for tensor in entering if tensor.requires_grad]
     if not ends or not outputs:
         return ()
-    grads = torch.autograd.grad(ends, [tensor for _, tensor in outputs], allow_unused=True)
-    pairs: Any = zip(outputs, grads, strict=True)  # PyTorch does not declare the None of allow_unused
-    layers = [layer for (layer, _), gradient in pairs if gradient is not None]
-    return tuple(sorted(layers, key=lambda layer: -math.prod(layer.layout.grid)))
+    grads: Sequence[Tensor | None] = torch.autograd.grad(ends, [cut for _, cut in outputs], allow_unused=True)
+    layers = [layer for (layer, _), gradient in zip(outputs, grads, strict=True) if gradient is not None]
+    return tuple(sorted(dict.fromkeys(layers), key=lambda layer: -math.prod(layer.layout.grid)))
 
 
 def trace_layers(model: nn.Module, x: Tensor) -> LayerTrace:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..attribution.explanation import BatchAttribution
 from ..attribution.options import Option
@@ -19,7 +19,6 @@ from ..attribution.resolved_target import OutputRows, ResolvedTarget
 from ..engine.estimates import Estimate, generator, precise_type, rank_correlation
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, from_estimate
 from ..targets.box import BoxScore
-from ..targets.candidates import Detections
 from ..targets.targets import OutputTarget
 from ..validation import check_flag, check_integer, check_number
 from .baselines import Filler, FillOption
@@ -101,32 +100,33 @@ class JointTarget(ResolvedTarget):
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N, T)."""
-        read: dict[Any, Detections] = {}  # by the way in which the output is read
-        score = self._of_batch if self._image is None else partial(self._of_passes, read)
-        return torch.stack([score(at, output) for at in range(len(self._targets))], 1)
+        numbers = range(len(self._targets))
+        if self._image is None:
+            return torch.stack([self._of_batch(at, output) for at in numbers], 1)
+        boxes = {at: own for at in numbers if (own := _whole_box(self._targets[at].target))}
+        scores = {at: self._targets[at](output) for at in numbers if at not in boxes}
+        for way in {own.way for own in boxes.values()}:
+            group = [at for at, own in boxes.items() if own.way == way]
+            scores |= zip(
+                group, self._similarities(self._image, {at: boxes[at] for at in group}, output).T, strict=True
+            )
+        return torch.stack([scores[at] for at in numbers], 1)
 
     def _of_batch(self, at: int, output: Any) -> Tensor:
         """Return the scores (N,) of the images themselves. This call finds the boxes."""
-        scores, target = self._targets[at](output), self._targets[at].target
+        scores, target = self._targets[at](output).clone(), self._targets[at].target
         for image in range(self.images):
             if (own := _whole_box(target.repeated(image, 1))) is not None:
-                found = own.detections(target.part(output, image))
-                self._probabilities[at, image] = own.class_probabilities(found)
-                scores = scores.clone()
-                scores[image] = self._similarity(at, image, own, found)[0]
+                part = own.part(output, image)
+                self._probabilities[at, image] = own.class_probabilities(own.detections(part))
+                scores[image] = self._similarities(image, {at: own}, part)[0, 0]
         return scores
 
-    def _of_passes(self, read: dict[Any, Detections], at: int, output: Any) -> Tensor:
-        own = _whole_box(self._targets[at].target)
-        if own is None:
-            return self._targets[at](output)
-        key = own.link, own.read, own.classes
-        if key not in read:
-            read[key] = own.detections(output)
-        return self._similarity(at, cast("int", self._image), own, read[key])
-
-    def _similarity(self, at: int, image: int, own: BoxScore, found: Detections) -> Tensor:
-        return found.similarity(found.boxes.new_tensor(own.matches[0].box), self._probabilities[at, image])
+    def _similarities(self, image: int, boxes: Mapping[int, BoxScore], output: Any) -> Tensor:
+        """Return the similarities (N, T) to boxes of one image that are read in the same way."""
+        found = next(iter(boxes.values())).detections(output)
+        places = found.boxes.new_tensor([own.matches[0].box for own in boxes.values()])
+        return found.similarity(places, pad_sequence([self._probabilities[at, image] for at in boxes], True))
 
     def repeated(self, image: int, count: int, rows: Callable[[], OutputRows]) -> JointTarget:
         """Return the targets of one image, for an output whose rows are `count` passes of that image."""
@@ -181,7 +181,7 @@ class DRISE(RISE):
 
 def _column(joint: BatchAttribution, at: int) -> BatchAttribution:
     """Return the part of one of the targets."""
-    own = {name: part[:, at : at + 1] if part.dim() > 2 else part[:, at] for name, part in joint.tensors().items()}
+    own: Any = {name: part[:, at : at + 1] if part.dim() > 2 else part[:, at] for name, part in joint.tensors().items()}
     return replace(joint, **own)
 
 
@@ -266,14 +266,14 @@ class MaskedScores(Estimate):
     @property
     def mean(self) -> Tensor:
         """The maps (T, H, W) of the targets."""
-        scored, bare, *_ = self._sums.split(self._sizes)
+        scored, bare, *_ = torch.split(self._sums, self._sizes)
         divisor = max(self.count - self._debiased, 1)
         return self._map(scored, bare, self._scores[0], self.count) / (self._scale * divisor)
 
     @property
     def variance(self) -> Tensor:
         """The variance (T, H, W) of the terms of the sum."""
-        scored, bare, _, _, squares, mixed, alone = self._sums.split(self._sizes)
+        scored, bare, _, _, squares, mixed, alone = torch.split(self._sums, self._sizes)
         mean = (self._scores[0] * self._debiased / self.count)[:, None, None]
         total = scored - mean * bare
         spread: Tensor = squares - 2 * mean * mixed + mean * mean * alone - total.square() / self.count
@@ -281,7 +281,7 @@ class MaskedScores(Estimate):
 
     def halves(self) -> tuple[Tensor, Tensor]:
         """Return the maps of the even and of the odd masks, up to a factor."""
-        scored, bare, even_scored, even_bare, *_ = self._sums.split(self._sizes)
+        scored, bare, even_scored, even_bare, *_ = torch.split(self._sums, self._sizes)
         evens, (total, of_even) = (self.count + 1) // 2, self._scores
         odd = self._map(scored - even_scored, bare - even_bare, total - of_even, self.count - evens)
         return self._map(even_scored, even_bare, of_even, evens), odd

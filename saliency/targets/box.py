@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Self, cast, get_args
 
@@ -90,6 +90,11 @@ class BoxScore(LocatedTarget):
         """Return the number of detections of the class in one image."""
         (row,) = replace(self, classes=_count(categories))._rows(output)
         return len(row.detections(label=self.label))
+
+    @property
+    def way(self) -> Hashable:
+        """How candidates are read from an output."""
+        return self.link, self.read, self.classes
 
     def detections(self, output: Any) -> Detections:
         """Return the candidates of all images."""

@@ -110,20 +110,24 @@ class Detections(NamedTuple):
     def of(cls, rows: Sequence[Candidates]) -> Detections:
         """Return the candidates of images, with at least one box each."""
         classes = max(row.scores.shape[1] for row in rows)
-        known = [F.pad(own, (0, classes - own.shape[1])) for own in (row.probabilities for row in rows)]
-        parts = [row.boxes for row in rows], known, [row.certainty for row in rows]
-        return cls(*(pad_sequence([F.pad(t, (*(0,) * (2 * t.dim() - 1), 1)) for t in part], True) for part in parts))
+        known = [row.probabilities for row in rows]
+        known = [own if own.shape[1] == classes else F.pad(own, (0, classes - own.shape[1])) for own in known]
+        found = cls(*(pad_sequence(t, True) for t in ([r.boxes for r in rows], known, [r.certainty for r in rows])))
+        if found.boxes.shape[1]:
+            return found
+        return cls(*(t.new_zeros(len(t), 1, *t.shape[2:]) for t in found))
 
-    def similarity(self, box: Tensor, probabilities: Tensor) -> Tensor:
-        """Return the highest product (N,) of IoU, probability of an object, and cosine of class probabilities.
+    def similarity(self, boxes: Tensor, probabilities: Tensor) -> Tensor:
+        """Return the highest product of IoU, probability of an object, and cosine of class probabilities, (N, T).
 
         Args:
-            box: (4,) the box to compare with.
-            probabilities: (C,) its class probabilities.
+            boxes: (T, 4) the boxes to compare with.
+            probabilities: (T, C) their class probabilities.
         """
-        known = F.pad(self.probabilities, (0, len(probabilities) - self.probabilities.shape[2]))
-        cosines = F.cosine_similarity(known, probabilities, dim=2)
-        return (iou(self.boxes.to(known), box.to(known)) * self.certainty * cosines).amax(1)
+        known = F.pad(self.probabilities, (0, probabilities.shape[1] - self.probabilities.shape[2]))
+        cosines = F.normalize(known, dim=2) @ F.normalize(probabilities, dim=1).mT  # (N, n, T)
+        overlaps = iou(self.boxes.to(known)[:, :, None], boxes.to(known))
+        return (overlaps * cosines).mul_(self.certainty[..., None]).amax(1)
 
 
 CandidatesFunction = Callable[[Any], Sequence[Candidates]]

@@ -95,7 +95,8 @@ def test_each_level_counts_by_its_share_of_the_score() -> None:
     assert explanation.layer == "fine, coarse"
     with torch.no_grad():
         levels = [model.fine(x), model.coarse(x)]
-        bias = sum(own.bias[1] * level[0, 0].numel() for own, level in zip(model.head.levels, levels, strict=True)) / 80
+        heads: Any = model.head.levels
+        bias = sum(own.bias[1] * level[0, 0].numel() for own, level in zip(heads, levels, strict=True)) / 80
         weight = torch.tensor(20.0, dtype=torch.float64).expm1()  # of the box itself, of IoU 1, beside no box at all
         expected = (model(x)[:, 1] - bias) * weight / (weight + 1)
     torch.testing.assert_close(explanation.values.sum((1, 2, 3)), expected)
@@ -185,8 +186,9 @@ def test_d_rise_explains_all_boxes_by_one_set_of_masked_forwards() -> None:
     assert counts[1] == counts[2]
 
 
-def test_d_rise_of_one_box_of_each_image_equals_single_calls() -> None:
-    method = DRISE(network("shapes_detector"), passes=16)
+@pytest.mark.parametrize("name", LEVELS)
+def test_d_rise_of_one_box_of_each_image_equals_single_calls(name: str) -> None:
+    method = DRISE(network(name), passes=16)
     boxes = [saliency.box(index=1), saliency.box(index=0)]
     together = method.attribute(X[:2], boxes)
     for at in range(2):
@@ -213,7 +215,8 @@ def test_d_rise_of_any_other_target_weights_the_masks_by_its_score() -> None:
 
 @pytest.mark.parametrize("of", ["class", "x0", "y0", "x1", "y1"])
 def test_odam_equals_its_formula_by_autograd(of: Any) -> None:
-    model, x = saliency.load("shapes_detector").double(), X[:1].double()
+    model: Any = saliency.load("shapes_detector").double()
+    x = X[:1].double()
     explanation = ODAM(model, blur=0).attribute(x, saliency.box(of=of))
     parts = [float(n) for n in explanation.target_names[0].split("(")[1].rstrip(")").split(", ")]
     levels: list[Tensor] = []
@@ -245,7 +248,8 @@ def test_odam_equals_its_formula_by_autograd(of: Any) -> None:
 
 def bottleneck(x: Tensor) -> tuple[Tensor, Tensor]:
     """The activations of the bottleneck of the U-Net in float64, and the gradient of the sum of the region there."""
-    model, kept = saliency.load("shapes_unet").double(), list[Tensor]()
+    model: Any = saliency.load("shapes_unet").double()
+    kept = list[Tensor]()
     handle = model.bottleneck.register_forward_hook(lambda module, args, output: kept.append(output))
     logits = model(x)
     handle.remove()

@@ -118,7 +118,7 @@ def test_only_what_holds_by_all_scores_is_claimed() -> None:
 
 
 def test_the_results_have_every_method_and_control_and_the_reasons_of_the_refused() -> None:
-    text = testbed.RESULTS.read_text()
+    text = testbed.RESULTS.read_text() + testbed.OBJECT_RESULTS.read_text()
     for name in (*METHODS, *CONTROLS):
         assert testbed.label(name) in text
     assert "has no attention that can be read" in text
@@ -135,3 +135,16 @@ def test_the_paired_test_is_one_sided_and_never_better_without_a_difference() ->
 def test_equal_means_share_a_rank_and_missing_images_are_left_out() -> None:
     found = ranks({"a": torch.ones(2), "b": torch.ones(3), "c": torch.zeros(3)}, torch.ones(1, 3))
     assert {name: float(rank) for name, rank in found.items()} == {"a": 1.5, "b": 1.5, "c": 3}
+
+
+@pytest.mark.parametrize("network", ["shapes_detector", "shapes_unet"])
+@pytest.mark.parametrize("method", ["layer_cam", "hires_cam", "odam", "vanilla_gradient"])
+def test_the_map_of_an_object_lies_on_it_rather_than_on_another_of_its_class(method: str, network: str) -> None:
+    margins = testbed.object_margins(method, network, 12)
+    assert margins.mean() > 2 * testbed.standard_error(margins)
+
+
+def test_a_mean_within_two_standard_errors_is_bold() -> None:
+    assert testbed.object_cell([0.1, -0.1, 0.0, 0.1]).startswith("**")
+    assert testbed.object_cell([0.5, 0.6, 0.5, 0.4]) == "0.50 ± 0.04"
+    assert testbed.object_cell("refused") == "-"
