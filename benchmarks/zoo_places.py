@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import monai
+import monai.networks.nets
 import segmentation_models_pytorch as smp
 import torch
 import torchvision
@@ -30,6 +31,8 @@ from torch import Tensor, nn
 import saliency
 from benchmarks.zoo import fingerprint, make_usable
 
+hf: Any = transformers
+networks: Any = monai.networks.nets
 RESULTS = Path(__file__).parent / "results" / "zoo_places.md"
 PROGRESS = Path(__file__).parents[1] / "build" / "zoo_places.json"
 
@@ -109,23 +112,23 @@ SWIN: dict[str, Any] = {
 
 def detr() -> Case:
     """Return DETR."""
-    backbone = transformers.ResNetConfig(**RESNET, out_features=["stage4"])
-    config = transformers.DetrConfig(
+    backbone = hf.ResNetConfig(**RESNET, out_features=["stage4"])
+    config = hf.DetrConfig(
         use_timm_backbone=False, backbone_config=backbone, backbone=None, num_labels=3, num_queries=5, **LAYERS
     )
-    return Case(transformers.DetrForObjectDetection(config), image(), saliency.box())
+    return Case(hf.DetrForObjectDetection(config), image(), saliency.box())
 
 
 def rt_detr() -> Case:
     """Return RT-DETR."""
-    backbone = transformers.RTDetrResNetConfig(
+    backbone = hf.RTDetrResNetConfig(
         embedding_size=8,
         hidden_sizes=[8, 8, 16, 16],
         depths=[1, 1, 1, 1],
         layer_type="basic",
         out_features=["stage2", "stage3", "stage4"],
     )
-    config = transformers.RTDetrConfig(
+    config = hf.RTDetrConfig(
         backbone_config=backbone,
         encoder_in_channels=[8, 16, 16],
         encoder_hidden_dim=32,
@@ -138,7 +141,7 @@ def rt_detr() -> Case:
         anchor_image_size=None,
         **{name: value for name, value in LAYERS.items() if not name.startswith("encoder_ffn")},
     )
-    return Case(transformers.RTDetrForObjectDetection(config), image(64, 64), saliency.box())
+    return Case(hf.RTDetrForObjectDetection(config), image(64, 64), saliency.box())
 
 
 class WithTexts(nn.Module):
@@ -156,45 +159,43 @@ class WithTexts(nn.Module):
 
 def owlv2() -> Case:
     """Return OWLv2 with two texts of three tokens."""
-    text = transformers.Owlv2TextConfig(**TEXT, vocab_size=50, max_position_embeddings=8).to_dict()
-    vision = transformers.Owlv2VisionConfig(**TEXT, image_size=64, patch_size=16).to_dict()
-    model = transformers.Owlv2ForObjectDetection(
-        transformers.Owlv2Config(text_config=text, vision_config=vision, projection_dim=16)
-    )
+    text = hf.Owlv2TextConfig(**TEXT, vocab_size=50, max_position_embeddings=8).to_dict()
+    vision = hf.Owlv2VisionConfig(**TEXT, image_size=64, patch_size=16).to_dict()
+    model = hf.Owlv2ForObjectDetection(hf.Owlv2Config(text_config=text, vision_config=vision, projection_dim=16))
     return Case(WithTexts(model, torch.tensor([[3, 4, 49], [5, 6, 49]])), image(64, 64), saliency.box())
 
 
 def grounding_dino() -> Case:
     """Return Grounding DINO with two phrases."""
-    backbone = transformers.SwinConfig(**SWIN, out_features=["stage2", "stage3", "stage4"])
-    config = transformers.GroundingDinoConfig(
+    backbone = hf.SwinConfig(**SWIN, out_features=["stage2", "stage3", "stage4"])
+    config = hf.GroundingDinoConfig(
         backbone_config=backbone,
-        text_config=transformers.BertConfig(**TEXT, vocab_size=1100).to_dict(),
+        text_config=hf.BertConfig(**TEXT, vocab_size=1100).to_dict(),
         num_queries=5,
         num_feature_levels=3,
         max_text_len=8,
         **{**LAYERS, "decoder_layers": 2},
     )
     tokens = {"input_ids": torch.tensor([[101, 7, 8, 1012, 9, 1012, 102]])}
-    return Case(transformers.GroundingDinoForObjectDetection(config), image(64, 64), saliency.box(), tokens)
+    return Case(hf.GroundingDinoForObjectDetection(config), image(64, 64), saliency.box(), tokens)
 
 
 def segformer() -> Case:
     """Return SegFormer."""
-    config = transformers.SegformerConfig(
+    config = hf.SegformerConfig(
         hidden_sizes=[8, 8, 8, 8],
         depths=[1, 1, 1, 1],
         num_attention_heads=[1, 1, 1, 1],
         decoder_hidden_size=8,
         num_labels=3,
     )
-    return Case(transformers.SegformerForSemanticSegmentation(config), image(), saliency.region(1, (8, 8, 40, 40)))
+    return Case(hf.SegformerForSemanticSegmentation(config), image(), saliency.region(1, (8, 8, 40, 40)))
 
 
 def mask2former() -> Case:
     """Return Mask2Former."""
-    config = transformers.Mask2FormerConfig(
-        backbone_config=transformers.SwinConfig(**SWIN, out_features=["stage1", "stage2", "stage3", "stage4"]),
+    config = hf.Mask2FormerConfig(
+        backbone_config=hf.SwinConfig(**SWIN, out_features=["stage1", "stage2", "stage3", "stage4"]),
         feature_size=32,
         mask_feature_size=32,
         hidden_dim=32,
@@ -206,13 +207,13 @@ def mask2former() -> Case:
         num_queries=5,
         num_labels=3,
     )
-    model = transformers.Mask2FormerForUniversalSegmentation(config)
+    model = hf.Mask2FormerForUniversalSegmentation(config)
     return Case(model, image(64, 64), saliency.region(1, (8, 8, 40, 40)))
 
 
 def sam() -> Case:
     """Return SAM with a point as the prompt."""
-    config = transformers.SamConfig(
+    config = hf.SamConfig(
         vision_config={
             "hidden_size": 16,
             "output_channels": 16,
@@ -235,7 +236,7 @@ def sam() -> Case:
         },
     )
     points = {"input_points": torch.tensor([[[[20.0, 20.0]]]])}
-    return Case(transformers.SamModel(config), image(64, 64), saliency.region(0, (8, 8, 40, 40)), points)
+    return Case(hf.SamModel(config), image(64, 64), saliency.region(0, (8, 8, 40, 40)), points)
 
 
 def maps_of(model: Callable[[], nn.Module]) -> Callable[[], Case]:
@@ -272,7 +273,7 @@ KINDS: dict[str, Callable[[], Case]] = {
     "transformers Mask2Former": mask2former,
     "transformers SAM": sam,
     "segmentation_models_pytorch Unet": maps_of(lambda: smp.Unet("mobilenet_v2", encoder_weights=None, classes=3)),
-    "MONAI BasicUNet": maps_of(lambda: monai.networks.nets.BasicUNet(2, 3, 3, (4, 4, 8, 8, 8, 4))),
+    "MONAI BasicUNet": maps_of(lambda: networks.BasicUNet(2, 3, 3, (4, 4, 8, 8, 8, 4))),
     "shapes_unet": drawn("shapes_unet"),
     "shapes_circles, its border": drawn("shapes_circles"),
     "shapes_keypoints": drawn("shapes_keypoints"),

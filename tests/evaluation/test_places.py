@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -138,7 +138,11 @@ def test_a_single_box_and_a_single_class_have_no_others() -> None:
 
     x, method = torch.rand(1, 3, 16, 16), VanillaGradient(OneBox())
     explanation = method.attribute(x, saliency.box())
-    for of, problem in (("class", "is not a class with others"), ("box", "has no other box in the image")):
+    problems: tuple[tuple[Literal["class", "box"], str], ...] = (
+        ("class", "is not a class with others"),
+        ("box", "has no other box in the image"),
+    )
+    for of, problem in problems:
         with pytest.raises(TargetError, match=problem):
             RandomLogit(of=of).measure(explanation, method=method, inputs=x, target=saliency.box())
 
