@@ -373,7 +373,7 @@ def main(arguments: list[str] | None = None) -> None:
     if names:
         print(page(rows, methods))
     else:
-        RESULTS.write_text(page(rows, methods))
+        RESULTS.write_text(page({kind: rows[kind] for kind in KINDS}, methods))
         PROGRESS.unlink()
 
 

@@ -195,8 +195,8 @@ class RandomLogit(MethodMetric):
         draws = torch.rand(count, generator=generator(subject.seed), dtype=torch.float64, device="cpu")
         ranks = draws.repeat(len(images), 1)
         ranks[torch.arange(len(images), device="cpu"), torch.tensor(classes, dtype=torch.int64, device="cpu")] = 2
-        order = ranks.argsort(1)[:, : min(self.draws, count - 1)]  # the explained class comes last
-        return [column.tolist() for column in order.T]
+        ranked = ranks.argsort(1)[:, : min(self.draws, count - 1)]  # the explained class comes last
+        return [column.tolist() for column in ranked.T]
 
 
 def standard_error(samples: Tensor) -> Tensor:
