@@ -3,7 +3,7 @@
 The networks of libraries have random weights and small images; those of `saliency.testbed` have their own weights. Each
 method must give a map that is finite and varies, and leave the model unchanged, or be refused with the reason.
 
-    python -m benchmarks.zoo_places                   check all, and write benchmarks/results/zoo_places.md
+    python -m benchmarks.zoo_places                   check all, and write benchmarks/results/zoo_places.md; resumes
     python -m benchmarks.zoo_places retinanet rise    check some networks or methods, and print the table
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import json
 import re
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import monai
+import monai.networks.nets
 import segmentation_models_pytorch as smp
 import torch
 import torchvision
@@ -29,7 +31,10 @@ from torch import Tensor, nn
 import saliency
 from benchmarks.zoo import fingerprint, make_usable
 
+hf: Any = transformers
+networks: Any = monai.networks.nets
 RESULTS = Path(__file__).parent / "results" / "zoo_places.md"
+PROGRESS = Path(__file__).parents[1] / "build" / "zoo_places.json"
 
 # One method of each family, with few passes.
 METHODS: dict[str, dict[str, Any]] = {
@@ -107,23 +112,23 @@ SWIN: dict[str, Any] = {
 
 def detr() -> Case:
     """Return DETR."""
-    backbone = transformers.ResNetConfig(**RESNET, out_features=["stage4"])
-    config = transformers.DetrConfig(
+    backbone = hf.ResNetConfig(**RESNET, out_features=["stage4"])
+    config = hf.DetrConfig(
         use_timm_backbone=False, backbone_config=backbone, backbone=None, num_labels=3, num_queries=5, **LAYERS
     )
-    return Case(transformers.DetrForObjectDetection(config), image(), saliency.box())
+    return Case(hf.DetrForObjectDetection(config), image(), saliency.box())
 
 
 def rt_detr() -> Case:
     """Return RT-DETR."""
-    backbone = transformers.RTDetrResNetConfig(
+    backbone = hf.RTDetrResNetConfig(
         embedding_size=8,
         hidden_sizes=[8, 8, 16, 16],
         depths=[1, 1, 1, 1],
         layer_type="basic",
         out_features=["stage2", "stage3", "stage4"],
     )
-    config = transformers.RTDetrConfig(
+    config = hf.RTDetrConfig(
         backbone_config=backbone,
         encoder_in_channels=[8, 16, 16],
         encoder_hidden_dim=32,
@@ -136,7 +141,7 @@ def rt_detr() -> Case:
         anchor_image_size=None,
         **{name: value for name, value in LAYERS.items() if not name.startswith("encoder_ffn")},
     )
-    return Case(transformers.RTDetrForObjectDetection(config), image(64, 64), saliency.box())
+    return Case(hf.RTDetrForObjectDetection(config), image(64, 64), saliency.box())
 
 
 class WithTexts(nn.Module):
@@ -154,45 +159,43 @@ class WithTexts(nn.Module):
 
 def owlv2() -> Case:
     """Return OWLv2 with two texts of three tokens."""
-    text = transformers.Owlv2TextConfig(**TEXT, vocab_size=50, max_position_embeddings=8).to_dict()
-    vision = transformers.Owlv2VisionConfig(**TEXT, image_size=64, patch_size=16).to_dict()
-    model = transformers.Owlv2ForObjectDetection(
-        transformers.Owlv2Config(text_config=text, vision_config=vision, projection_dim=16)
-    )
+    text = hf.Owlv2TextConfig(**TEXT, vocab_size=50, max_position_embeddings=8).to_dict()
+    vision = hf.Owlv2VisionConfig(**TEXT, image_size=64, patch_size=16).to_dict()
+    model = hf.Owlv2ForObjectDetection(hf.Owlv2Config(text_config=text, vision_config=vision, projection_dim=16))
     return Case(WithTexts(model, torch.tensor([[3, 4, 49], [5, 6, 49]])), image(64, 64), saliency.box())
 
 
 def grounding_dino() -> Case:
     """Return Grounding DINO with two phrases."""
-    backbone = transformers.SwinConfig(**SWIN, out_features=["stage2", "stage3", "stage4"])
-    config = transformers.GroundingDinoConfig(
+    backbone = hf.SwinConfig(**SWIN, out_features=["stage2", "stage3", "stage4"])
+    config = hf.GroundingDinoConfig(
         backbone_config=backbone,
-        text_config=transformers.BertConfig(**TEXT, vocab_size=1100).to_dict(),
+        text_config=hf.BertConfig(**TEXT, vocab_size=1100).to_dict(),
         num_queries=5,
         num_feature_levels=3,
         max_text_len=8,
         **{**LAYERS, "decoder_layers": 2},
     )
     tokens = {"input_ids": torch.tensor([[101, 7, 8, 1012, 9, 1012, 102]])}
-    return Case(transformers.GroundingDinoForObjectDetection(config), image(64, 64), saliency.box(), tokens)
+    return Case(hf.GroundingDinoForObjectDetection(config), image(64, 64), saliency.box(), tokens)
 
 
 def segformer() -> Case:
     """Return SegFormer."""
-    config = transformers.SegformerConfig(
+    config = hf.SegformerConfig(
         hidden_sizes=[8, 8, 8, 8],
         depths=[1, 1, 1, 1],
         num_attention_heads=[1, 1, 1, 1],
         decoder_hidden_size=8,
         num_labels=3,
     )
-    return Case(transformers.SegformerForSemanticSegmentation(config), image(), saliency.region(1, (8, 8, 40, 40)))
+    return Case(hf.SegformerForSemanticSegmentation(config), image(), saliency.region(1, (8, 8, 40, 40)))
 
 
 def mask2former() -> Case:
     """Return Mask2Former."""
-    config = transformers.Mask2FormerConfig(
-        backbone_config=transformers.SwinConfig(**SWIN, out_features=["stage1", "stage2", "stage3", "stage4"]),
+    config = hf.Mask2FormerConfig(
+        backbone_config=hf.SwinConfig(**SWIN, out_features=["stage1", "stage2", "stage3", "stage4"]),
         feature_size=32,
         mask_feature_size=32,
         hidden_dim=32,
@@ -204,13 +207,13 @@ def mask2former() -> Case:
         num_queries=5,
         num_labels=3,
     )
-    model = transformers.Mask2FormerForUniversalSegmentation(config)
+    model = hf.Mask2FormerForUniversalSegmentation(config)
     return Case(model, image(64, 64), saliency.region(1, (8, 8, 40, 40)))
 
 
 def sam() -> Case:
     """Return SAM with a point as the prompt."""
-    config = transformers.SamConfig(
+    config = hf.SamConfig(
         vision_config={
             "hidden_size": 16,
             "output_channels": 16,
@@ -233,7 +236,7 @@ def sam() -> Case:
         },
     )
     points = {"input_points": torch.tensor([[[[20.0, 20.0]]]])}
-    return Case(transformers.SamModel(config), image(64, 64), saliency.region(0, (8, 8, 40, 40)), points)
+    return Case(hf.SamModel(config), image(64, 64), saliency.region(0, (8, 8, 40, 40)), points)
 
 
 def maps_of(model: Callable[[], nn.Module]) -> Callable[[], Case]:
@@ -270,11 +273,14 @@ KINDS: dict[str, Callable[[], Case]] = {
     "transformers Mask2Former": mask2former,
     "transformers SAM": sam,
     "segmentation_models_pytorch Unet": maps_of(lambda: smp.Unet("mobilenet_v2", encoder_weights=None, classes=3)),
-    "MONAI BasicUNet": maps_of(lambda: monai.networks.nets.BasicUNet(2, 3, 3, (4, 4, 8, 8, 8, 4))),
+    "MONAI BasicUNet": maps_of(lambda: networks.BasicUNet(2, 3, 3, (4, 4, 8, 8, 8, 4))),
     "shapes_unet": drawn("shapes_unet"),
     "shapes_circles, its border": drawn("shapes_circles"),
     "shapes_keypoints": drawn("shapes_keypoints"),
 }
+
+
+PLAIN = ("torchvision Mask R-CNN", "torchvision Keypoint R-CNN", "torchvision RetinaNet")  # find nothing with noise
 
 
 def build(kind: str) -> Case:
@@ -282,19 +288,19 @@ def build(kind: str) -> Case:
     torch.manual_seed(0)
     case = KINDS[kind]()
     case.model.eval()
-    if not kind.startswith("shapes"):
+    if not kind.startswith("shapes") and kind not in PLAIN:
         with contextlib.suppress(TypeError):  # a model of texts; it has no batch norm
             make_usable(case.model, case.x)
     return case
 
 
 def cell(kind: str, method: str, case: Case | None = None) -> str:
-    """Return "works", or "refused" or "FAILED" with the reason."""
+    """Return "works"; "warned" for a map of zeros with a warning; or "refused" or "FAILED" with the reason."""
     model, x, target, extra = (lambda one: (one.model, one.x, one.target, one.forward_args))(case or build(kind))
     before = fingerprint(model)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", saliency.SaliencyWarning)
             explainer = saliency.METHODS[method](model, **METHODS[method])
             values = explainer.attribute(x, target, forward_args=extra or ()).values
     except saliency.SaliencyError as refusal:
@@ -302,9 +308,14 @@ def cell(kind: str, method: str, case: Case | None = None) -> str:
     except Exception as failure:  # noqa: BLE001 - the table has every cell, whatever a method raises
         verdict = f"FAILED: {type(failure).__name__}: {failure}"
     else:
-        finite = bool(values.isfinite().all())
-        verdict = "works" if finite and float(values.amax() - values.amin()) > 0 else "FAILED: the map is constant"
+        varies = bool(values.isfinite().all()) and float(values.amax() - values.amin()) > 0
+        notes = [str(one.message) for one in caught if issubclass(one.category, saliency.SaliencyWarning)]
+        flat = f"warned: {notes[0]}" if notes else "FAILED: the map is constant"
+        verdict = "works" if varies else flat
     return verdict if fingerprint(model) == before else f"FAILED: the model was changed; {verdict}"
+
+
+SHORT = {"refused": "no", "warned": "zero"}
 
 
 def page(rows: dict[str, dict[str, str]], methods: list[str]) -> str:
@@ -317,7 +328,7 @@ def page(rows: dict[str, dict[str, str]], methods: list[str]) -> str:
             word, _, reason = verdicts[name].partition(": ")
             reason = re.sub(r"\s+", " ", reason).replace("|", "\\|")[:300]
             number = reasons.setdefault(reason, len(reasons) + 1) if reason else ""
-            cells.append("yes" if word == "works" else f"{'FAILED' if word == 'FAILED' else 'no'} [{number}](#reasons)")
+            cells.append("yes" if word == "works" else f"{SHORT.get(word, word)} [{number}](#reasons)")
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     total = [verdict.partition(":")[0] for verdicts in rows.values() for verdict in verdicts.values()]
     head = [
@@ -328,7 +339,7 @@ def page(rows: dict[str, dict[str, str]], methods: list[str]) -> str:
         "The networks of libraries have random weights. Methods of many passes run with a few. A cell works if its map",
         "is finite and varies, and the model is unchanged.",
         f"Of {len(total)} cells, {total.count('works')} work, {total.count('refused')} are refused with the reason,",
-        f"and {total.count('FAILED')} fail.",
+        f"{total.count('warned')} give a map of zeros and a warning, and {total.count('FAILED')} fail.",
         "",
         f"| model | {' | '.join(f'`{name}`' for name in methods)} |",
         "|---" * (1 + len(methods)) + "|",
@@ -344,9 +355,10 @@ def main(arguments: list[str] | None = None) -> None:
     names = [name.lower() for name in parser.parse_args(arguments).names]
     methods = [name for name in METHODS if name in names] or list(METHODS)
     parts = [name for name in names if name not in METHODS]
-    rows: dict[str, dict[str, str]] = {}
+    PROGRESS.parent.mkdir(exist_ok=True)
+    rows: dict[str, dict[str, str]] = json.loads(PROGRESS.read_text()) if PROGRESS.exists() and not names else {}
     for kind in KINDS:
-        if parts and not any(part in kind.lower() for part in parts):
+        if kind in rows or (parts and not any(part in kind.lower() for part in parts)):
             continue
         try:
             case = build(kind)
@@ -356,10 +368,13 @@ def main(arguments: list[str] | None = None) -> None:
         gc.collect()
         bad = {name: verdict for name, verdict in rows[kind].items() if verdict != "works"}
         print(f"{kind}: {len(methods) - len(bad)} of {len(methods)} work; {bad}", flush=True)
+        if not names:
+            PROGRESS.write_text(json.dumps(rows))
     if names:
         print(page(rows, methods))
     else:
-        RESULTS.write_text(page(rows, methods))
+        RESULTS.write_text(page({kind: rows[kind] for kind in KINDS}, methods))
+        PROGRESS.unlink()
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ class _Terms:
             layers = trace_layers(self._model, x).spatial
             layouts = {layer.layout for layer in layers if len(layer.shape) == 3 and layer.shape[1] == term.shape[1]}
             layout = layouts.pop() if len(layouts) == 1 else None
-        is_own = len(term) == len(x)  # not parts of the image as a batch, as in deformable attention
+        is_own = term.shape[:1] == x.shape[:1]  # not parts of the image as a batch, as in deformable attention
         if is_own and layout is not None and layout.grid != (1, 1):
             resized = F.interpolate(_scaled(layout(term)), size, mode="bilinear", align_corners=False)
             self.values = self.values + resized
