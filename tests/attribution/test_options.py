@@ -148,7 +148,7 @@ class Written(Shifted):
 def test_declared_options_are_the_keywords_of_the_constructor() -> None:
     about_the_model = "preprocess=None, categories=None, whole=False, layout=None"
     assert str(inspect.signature(Shifted)) == f"(model, *, shift=2, limit=None, {about_the_model})"
-    assert str(inspect.signature(saliency.SmoothGrad.__init__)).startswith("(self, model, *, inner=")
+    assert str(inspect.signature(saliency.SmoothGrad.__init__)).startswith("(self, model, *, noise=0.15, inner=")
     assert Shifted.options() == ["shift", "limit"]
     method = Shifted(SMALL, shift=np.int64(3).item(), limit=0.5)
     assert (method.shift, method.limit, method.sum) == (3, 0.5, 3.5)
