@@ -80,7 +80,10 @@ def torchvision_detector(name: str, target: Callable[..., Any] = saliency.box, *
     def build() -> Case:
         size = {} if name.startswith("ssd") else {"min_size": 64, "max_size": 96}
         sized = {"weights": None, "weights_backbone": None, **size, **options}
-        return Case(getattr(torchvision.models.detection, name)(**sized), image(), target())
+        model = getattr(torchvision.models.detection, name)(**sized)
+        if name.startswith("retinanet"):  # its probabilities start at 1 %
+            nn.init.zeros_(model.head.classification_head.cls_logits.bias)
+        return Case(model, image(), target())
 
     return build
 
