@@ -18,7 +18,7 @@ from ..evaluation.metrics.base import Metric, SharedResults, resolve_metrics
 from ..io.atomic_write import atomic_write
 from ..methods.baselines import GivenImages
 from .engines import RunContext
-from .failures import Failure, writing_to
+from .failures import BatchError, Failure, writing_to
 from .listing import ImageEntry, merge_listing
 from .manifest import Row
 from .network import LoadedImage, Network
@@ -124,7 +124,10 @@ def evaluate(
     entries, left_out = find_images(sources, recursive=recursive, targets=targets)
     metric_list, by_name = resolve_metrics(metrics), None
     if masks is not None:
-        listing = merge_listing([], find_images(masks, recursive=recursive).entries)
+        try:
+            listing = merge_listing([], find_images(masks, recursive=recursive).entries)
+        except BatchError as error:
+            raise BatchError(f"masks: {error}") from error
         by_name = {mask.name: mask for mask in listing.entries}
     names = unique_names(metric_list)
     about = {"format": FORMAT, "metrics": dict(zip(names, map(_all_settings, metric_list), strict=True))}

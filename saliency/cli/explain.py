@@ -89,7 +89,10 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
             or any((arguments.sheet, arguments.save, arguments.trust))
             or screen.is_terminal
         ):
-            raise UsageError("-o - writes one overlay to a pipe or file; give one image and one method, and no --sheet")
+            raise UsageError(
+                "-o - writes one overlay to a pipe or file; give one image and one method, and no --sheet, --save or "
+                "--trust"
+            )
         arguments.out = Path(scratch)
         code = _explain(arguments, methods, entries, Screen(quiet=True))
         for overlay in Path(scratch).glob("*.png"):

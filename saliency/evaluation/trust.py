@@ -159,7 +159,7 @@ class TrustCard(Table[Property]):
         others = {
             WORSE: [row.title for row in self if row.is_worse],
             UNCLEAR: [row.title for row in self if row.verdict == UNCLEAR],
-            "not measured": _missing(self.measurements),
+            "not measured": list(missing_properties(self.measurements).values()),
         }
         rest = [f"{why}: {', '.join(titles)}" for why, titles in others.items() if titles]
         return "; ".join([*(f"{group}: {self.clear_in(group)}" for group in GROUPS), *rest])
@@ -352,9 +352,9 @@ def _title(explanation: Explanation) -> str:
     return f"Trust card of {explanation.method} for {explanation.target_names[0]}"
 
 
-def _missing(measured: Collection[str]) -> list[str]:
-    """Return the titles of the properties that were not measured."""
-    return [title for name, (title, _) in PROPERTIES.items() if name not in (*measured, "random_box")]
+def missing_properties(measured: Collection[str]) -> dict[str, str]:
+    """Return the titles, by metric, of the properties that were not measured; only boxes have other boxes."""
+    return {name: title for name, (title, _) in PROPERTIES.items() if name not in (*measured, "random_box")}
 
 
 def _notes(explanation: Explanation, measured: Collection[str]) -> list[str]:
@@ -364,7 +364,7 @@ def _notes(explanation: Explanation, measured: Collection[str]) -> list[str]:
         "worse: worse than all of them; ±: a standard error; in brackets: the range of 90 % of the draws, or two "
         "standard errors of the difference if the metric samples",
     ]
-    if missing := _missing(measured):
+    if missing := missing_properties(measured).values():
         notes.append(f"not measured: {', '.join(missing)}")
     if explanation.coverage is not None:
         notes.append(f"coverage: {explanation.coverage}")

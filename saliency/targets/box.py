@@ -84,7 +84,13 @@ class BoxScore(LocatedTarget):
         if self.matches:  # of an earlier call, for images that metrics have changed
             return self
         target = replace(self, classes=_count(facts.categories))
-        return replace(target, matches=tuple(target._match(row, facts) for row in target._rows(output)))
+        rows, matches = target._rows(output), []
+        for image, row in enumerate(rows):
+            try:
+                matches.append(target._match(row, facts))
+            except NotFoundError as error:
+                raise NotFoundError(f"image {image}: {error}" if len(rows) > 1 else str(error)) from None
+        return replace(target, matches=tuple(matches))
 
     def count(self, output: Any, categories: Categories) -> int:
         """Return the number of detections of the class in one image."""
@@ -121,12 +127,15 @@ class BoxScore(LocatedTarget):
             for wanted in (self.label, self.against):
                 require_class(wanted if isinstance(wanted, int) else 0, count, "the classes of the detector")
         known, boxes, overlap = row.probabilities.detach(), row.boxes.detach(), 1.0
+        of = "" if self.label is None else f" of {class_name(self.label, facts.categories)}"
         if self.place is not None and len(self.place) == 4:
             overlaps = iou(boxes, boxes.new_tensor(self.place))
+            near = [at for at in row.detections(0) if overlaps[at] > 0]
+            if row.link == "label" and self.label is not None:  # the output has no score of other classes
+                overlaps = overlaps * (row.column(self.label).detach() != ABSENT)
             best = max(overlaps.tolist(), default=0.0)
             if best < _LEAST_OVERLAP:
-                near = [at for at in row.detections(0) if overlaps[at] > 0]
-                problem = f"the best overlap with the box {as_text(self.place)} is an IoU of {best:.2f}, below 0.5"
+                problem = f"the best overlap{of} with the box {as_text(self.place)} is an IoU of {best:.2f}, below 0.5"
                 raise NotFoundError(f"{problem}; there, the model found {_listing(row, near, facts.categories)}")
             of_label = known.amax(1) if self.label is None else row.column(self.label).detach().sigmoid()
             found = int((of_label + 1e-9).mul(overlaps >= _LEAST_OVERLAP).mul(overlaps).argmax())
@@ -134,7 +143,6 @@ class BoxScore(LocatedTarget):
         else:
             rows = [at for at in row.detections(label=self.label) if _contains(boxes[at].tolist(), self.place)]
             if self.index >= len(rows):
-                of = "" if self.label is None else f" of {class_name(self.label, facts.categories)}"
                 at = f"at the point {as_text(self.place)}" if self.place else f"with the index {self.index}"
                 every = _listing(row, row.detections(), facts.categories)
                 raise NotFoundError(f"there is no detection{of} {at}; the model found {every}")
@@ -315,6 +323,8 @@ def box(
     if index is not None and not is_integer(index, least=0):
         raise TargetError(f"index={index!r}: expected a whole number from 0")
     check_choice("of", of, get_args(BoxPart), error=TargetError)
+    if link is not None:
+        check_choice("link", link, ("softmax", "sigmoid"), error=TargetError)
     if against is not None and of != "class":
         raise TargetError(f'against= compares classes; it does not go with of="{of}"')
     place = as_place("box", box, 4) if point is None else as_place("point", point, 2)

@@ -48,6 +48,14 @@ class Candidates:
     is_factor: bool = True
     keypoints: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        """Check the shapes. Raises TargetError if one is wrong."""
+        count, shapes = len(self.boxes), [tuple(part.shape) for part in (self.boxes, self.scores)]
+        is_fitting = shapes[0] == (count, 4) and len(shapes[1]) == 2 and shapes[1][0] == count
+        if not is_fitting or (self.objectness is not None and self.objectness.shape != (count,)):
+            given = f"boxes {shapes[0]}, scores {shapes[1]}"
+            raise TargetError(f"got {given}; expected boxes (n, 4), scores (n, classes), objectness (n,) or None")
+
     @property
     def probabilities(self) -> Tensor:
         """The probabilities (n, C) of the classes, in float32 or wider."""
@@ -213,7 +221,11 @@ def _columns(y: Tensor, levels: Any, size: tuple[int, int], classes: int | None)
 
     Sigmoids saturate, so the logits of the levels are used if the output holds them.
     """
-    levels = [level for level in levels if isinstance(level, Tensor)] if isinstance(levels, list | tuple) else []
+    levels = levels if isinstance(levels, list | tuple) else []
+    extra = [part.shape[1] for part in levels if isinstance(part, Tensor) and part.shape[::2] == y.shape[::2]]
+    if extra:  # the masks or joints of Ultralytics follow the classes
+        y, levels = y[:, : -extra[0]], levels[0]
+    levels = [level for level in levels if isinstance(level, Tensor)]
     dims = {level.dim() for level in levels}
     if len(levels) > 1 and dims == {4} and levels[0].shape[-1] == 4 and levels[0].shape[:3] == levels[1].shape[:3]:
         return _batch(_corners(levels[0][-1]) * _unit(size, y), levels[1][-1])  # RT-DETR of Ultralytics

@@ -66,11 +66,14 @@ class Region(LocatedTarget):
             is_binary = count > scores.shape[1]
         target = replace(self, is_binary=is_binary)
         if self.place is not None or isinstance(self.where, Tensor):
-            cells, problem = self._given(scores), "the region has no pixel in image {}; mark at least one with True"
+            cells, problem = self._given(scores), "the region has no pixel of the model's input in image {}"
         else:
             cells = target._predicted(output, facts)
             problem = f"the model assigns no pixel to class {index} in image {{}}; pass them: region({index}, where)"
         is_empty = ~cells.flatten(1).any(1)
+        if _has_instances(output) and not is_empty.any():
+            is_empty = torch.tensor([not (entry["labels"] == index).any() for entry in output], device="cpu")
+            problem = f"the model found no instance of class {index} in image {{}}"
         if is_empty.any():
             raise NotFoundError(problem.format(int(is_empty.nonzero()[0])))
         if self.where == "border":
@@ -279,8 +282,8 @@ def region(label: int | str, where: Any = "predicted") -> Target:
         return Region(label=label, where=choice)
     try:
         pixels = where.detach() if isinstance(where, Tensor) else torch.as_tensor(np.array(where), device="cpu")
-    except TypeError as error:
-        expected = "a mask (H, W), a box, a point, 'predicted' or 'border'"
+    except (TypeError, ValueError) as error:
+        expected = "a mask (H, W), masks of one size, a box, a point, 'predicted' or 'border'"
         raise TargetError(f"expected the pixels of a region as {expected}, got {type(where).__name__}") from error
     if pixels.dim() == 1:
         return Region(label=label, place=as_place("where", pixels, 2 if len(pixels) == 2 else 4))

@@ -185,3 +185,10 @@ def test_random_blocks_are_seldom_better_than_all_controls() -> None:
 def test_every_metric_has_a_public_name() -> None:
     public = [getattr(metrics, name) for name in dir(metrics)]
     assert all(metric in public for metric in METRICS.values())
+
+
+def test_wrong_names_are_answered(model: nn.Module, x: Tensor) -> None:
+    with pytest.raises(TypeError, match=r'measure has no argument "random_control"; did you mean "random_controls"'):
+        measure("gini", VanillaGradient(model).attribute(x, 0), random_control=3)
+    with pytest.raises(AttributeError, match='did you mean "Deletion"'):
+        metrics.Delection  # noqa: B018

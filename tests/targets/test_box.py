@@ -442,3 +442,46 @@ def test_detectors_of_transformers_are_explained() -> None:
         assert float(explanation.probabilities[0]) == pytest.approx(
             float(output.logits[0].detach().softmax(1)[:, :-1].max())
         )
+
+
+class Labelled(nn.Module):
+    """One detection after suppression, of class 1, in the format of torchvision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> list[dict[str, Tensor]]:
+        box, label = torch.tensor([[1.0, 1, 9, 9]]), torch.tensor([1])
+        return [{"boxes": box, "labels": label, "scores": maps.mean()[None].sigmoid()} for maps in self.conv(x)]
+
+
+def test_a_class_that_the_output_does_not_hold_is_refused_also_by_box() -> None:
+    method, x = VanillaGradient(Labelled()), torch.rand(2, 3, 16, 16)
+    assert method.attribute(x[:1], saliency.box(box=(1, 1, 9, 9), cls=1)).values.abs().sum() > 0
+    with pytest.raises(TargetError, match=r"the best overlap of class 77 .*, the model found class 1"):
+        method.attribute(x[:1], saliency.box(box=(1, 1, 9, 9), cls=77))
+    with pytest.raises(TargetError, match="image 0: there is no detection"):
+        method.attribute(x, saliency.box(point=(12, 12)))
+
+
+def test_wrong_links_and_candidates_of_wrong_shapes_are_refused() -> None:
+    with pytest.raises(TargetError, match="link"):
+        saliency.box(link="soft")  # type: ignore[arg-type]
+    for boxes, scores in (((2, 4), (3, 5)), ((2, 3), (2, 5)), ((2, 4), (2,))):
+        with pytest.raises(TargetError, match=r"expected boxes \(n, 4\)"):
+            saliency.Candidates(torch.zeros(boxes), torch.zeros(scores))
+
+
+def test_masks_and_joints_of_ultralytics_are_not_classes() -> None:
+    y = torch.full((1, 4 + 2 + 32, 50), 3.0)
+    y[:, 4:6] = 0.01
+    y[:, :4, 7], y[:, 5, 7] = torch.tensor([20.0, 20, 8, 8]), 0.9
+
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            out = y + 0 * x.mean()
+            return out, ([], out[:, 6:], torch.zeros(1, 32, 8, 8))
+
+    explanation = VanillaGradient(Masked()).attribute(torch.rand(1, 3, 64, 64), saliency.box(index=0))
+    assert explanation.target_names == ("class 1 at (16, 16, 24, 24)",)

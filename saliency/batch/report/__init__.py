@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ...errors import ExplanationError, RenderError
-from ...evaluation.trust import PROPERTIES
+from ...evaluation.trust import missing_properties
 from ...io.atomic_write import atomic_write
 from ...render.blending import MOST_OPACITY, color_table
 from ..manifest import MANIFEST, Row, read_rows
@@ -98,7 +98,7 @@ def _page(run: Row, rows: Iterable[Row], comparison: Row | None) -> str:
         "versions": run["versions"],
         "command": run["command"],
         "methods": list(methods),
-        "properties": {name: title for name, (title, _) in PROPERTIES.items()},
+        "properties": missing_properties(()),
         "bars": bars,
         "opacity": MOST_OPACITY if run["fingerprint"]["opacity"] == "map" else run["fingerprint"]["opacity"],
         "images": len(entries),

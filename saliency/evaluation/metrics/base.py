@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from ...attribution.explanation import Explanation, Setting
 from ...attribution.heatmap import reduced_maps, require_explanation, resized
 from ...attribution.options import Chunk, HasOptions, Precision, declared_options
 from ...engine.estimates import generator
-from ...errors import MethodError
+from ...errors import MethodError, did_you_mean
 from ...hooks.model_state import prepared_for_attribution, run_model
 from ...io.inputs import ImagesLike
 from ...io.preprocess import Geometry
@@ -481,6 +482,10 @@ def measure(
         MethodError: A metric is unknown, or needs something that was not given.
     """
     resolved = resolve_metrics(metrics)
+    known = list(inspect.signature(Subject).parameters)
+    for name in context:
+        if name not in known:
+            raise TypeError(f'measure has no argument "{name}"{did_you_mean(name, known)}')
     subject = Subject(explanation, **context)
     measured: dict[Metric, Outcome] = {}
     for metric in resolved:
