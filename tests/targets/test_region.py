@@ -88,7 +88,7 @@ def test_a_region_of_the_image_is_where_the_model_sees_it(prepare: Preprocess) -
 
 def test_a_region_outside_the_crop_is_refused() -> None:
     method = VanillaGradient(Output(maps), preprocess=Preprocess((32, 32), 32))
-    with pytest.raises(TargetError, match="no pixel of the model.s input in image 0"):
+    with pytest.raises(TargetError, match="no pixel of the model's input in image 0"):
         method.attribute(Image.new("RGB", (200, 100)), saliency.region(0, (5, 50)))
 
 
