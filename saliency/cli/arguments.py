@@ -214,7 +214,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("IMAGE", "image files, folders or lists; - reads one image from stdin", dest="images", nargs="*"),
         Argument("SOURCE", "folders, files, patterns, lists, shards; - for paths on stdin", dest="sources", nargs="+"),
         Argument("DIR", "folder written by saliency batch", dest="folder", type=Path),
-        Argument("MODEL", f"as --model of explain (default: {MODEL})", dest="model", nargs="?", default=MODEL),
+        Argument("MODEL", f"as --model of saliency explain (default: {MODEL})", dest="model", nargs="?", default=MODEL),
         Argument("PATTERN", "part of a name, or a pattern such as 'vit_*_384'", dest="pattern", nargs="?"),
         Argument("METHOD", "method to describe (default: list all)", dest="method", nargs="?"),
         Argument("--json", "print JSON"),
@@ -223,7 +223,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("--limit N", "only the first N images", type=int),
         Argument("--image IMAGE", "run the model on this image (default: noise)"),
         Argument("--all", "list all layers or models", "depth"),
-        Argument("--depth N", "levels of nested layers (default: as many as fit)", "depth", type=int),
+        Argument("--depth N", "levels of nested layers (default: up to 40 rows)", "depth", type=int),
         Argument("--stats", "also print activation statistics: means, zeros, dead channels, NaN"),
         Argument("--gradients", "also print gradients of the score of one class"),
         Argument("--csv", "also write the rows of the manifest as manifest.csv"),
@@ -257,9 +257,9 @@ ARGUMENTS: dict[str, list[Argument]] = {
         ),
         Argument("--region CLASS", "class of a segmentation, whose pixels are explained"),
         Argument(
-            "--where PLACE", "predicted (default), border, mask.png, box or point: the pixels of --region", type=_where
+            "--where PLACE", "pixels of --region: predicted (default), border, mask.png, box or point", type=_where
         ),
-        Argument("--keypoint NAME", "joint of a pose; with --index N of another person"),
+        Argument("--keypoint NAME", "joint of a pose; --index N chooses another person"),
         Argument("--whole", "show the model the whole image, resized, instead of its centre", "whole"),
         Argument(
             "--whole-aspect",
@@ -292,11 +292,15 @@ ARGUMENTS: dict[str, list[Argument]] = {
     ],
     "overlay style": [
         Argument("--format NAME", "png, jpg or webp (default: png)", choices=FORMATS, default="png"),
-        Argument("--opacity NUMBER", "0 to 1, or map to follow the map (default: map)", type=_number, default="map"),
+        Argument(
+            "--opacity NUMBER", "0 to 1, or map: as strong as the map (default: map)", type=_number, default="map"
+        ),
         Argument("--colormap NAME", "any matplotlib colormap (default: inferno, or bwr if signed)"),
         Argument("--sign SIGN", f"{', '.join(SIGNS)} (default: as in the method's paper)", choices=SIGNS),
-        Argument("--percentile NUMBER", "where colours saturate, none or auto (default)", type=_number, default="auto"),
-        Argument("--smoothing NUMBER", "as a fraction of the map's edge (default: 0.005)", type=float, default=0.005),
+        Argument(
+            "--percentile NUMBER", "at which colours saturate, or none or auto (default)", type=_number, default="auto"
+        ),
+        Argument("--smoothing NUMBER", "width, as a share of the edge (default: 0.005)", type=float, default=0.005),
     ],
     "execution": [
         Argument("--engine NAME", "local (default), or ray for a cluster", choices=("local", "ray"), default="local"),

@@ -485,7 +485,7 @@ def compare(
 
 
 def unique_names(parts: Sequence[Attribution] | Sequence[Metric]) -> list[str]:
-    """Return the names of methods or metrics. Those of one name are named with their options, or else numbered."""
+    """Return the names of methods or metrics. Equal names get their options added, or else a number."""
     names = [part.name for part in parts]
     names = [name if names.count(name) == 1 else repr(part) for name, part in zip(names, parts, strict=True)]
     return [

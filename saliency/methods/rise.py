@@ -151,7 +151,7 @@ class DRISE(RISE):
     The weight of a mask is the highest similarity of all candidates, before suppression if the output holds them: their
     IoU with the box, times their probability of an object, times the cosine of both vectors of class probabilities.
     Without objectness, it is the highest class probability. All targets of `attribute_classes` share the masked
-    forwards, so ten boxes take hardly longer than one; a tolerance is for all their maps together. If the class is not
+    forwards, so ten boxes take hardly longer than one; a tolerance is for the least precise map. If the class is not
     the top class of the box, only this class is compared. Any other target, such as an edge of a box, a region or a
     class, weights the masks by its score, as in `RISE`.
 

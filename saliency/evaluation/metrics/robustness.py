@@ -218,7 +218,7 @@ def norm(tensor: Tensor) -> Tensor:
 
 
 def relative(change: Tensor, size: Tensor) -> Tensor:
-    """Return a change (N,) as a share of a size; 0 for no change, NaN for a change of nothing."""
+    """Return a change (N,) as a share of a size; 0 for no change, NaN if there is a change and the size is 0."""
     return torch.where(change > 0, torch.where(size > 0, change / size, torch.nan), 0.0)
 
 
