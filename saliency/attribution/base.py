@@ -81,7 +81,7 @@ class Attribution(HasOptions, ABC):
     ignores_sign: ClassVar[bool] = False
     """Whether a score and its negative have the same map, as for magnitudes and for maps that ignore the target."""
     needs: ClassVar[Needs] = Needs()
-    """What the method reads of a forward."""
+    """The parts of a forward that the method reads."""
     preview_options: ClassVar[Mapping[str, Any]] = {}
     """Options that reduce the passes of a slow method, for tests and previews; empty if the defaults are fast."""
 

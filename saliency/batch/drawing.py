@@ -179,8 +179,8 @@ def _write_card(options: RunOptions, out: Path, names: Mapping[str, str], card: 
     if isinstance(card, Exception):
         raise card
     rows = json.loads(card.to_json())["properties"]
-    shown = {row["name"]: {key: row[key] for key in CARD_FACTS} for row in rows}
-    facts: Row = {"trust": shown if options.with_manifest else {"summary": card.summary}}
+    properties = {row["name"]: {key: row[key] for key in CARD_FACTS} for row in rows}
+    facts: Row = {"trust": properties if options.with_manifest else {"summary": card.summary}}
     for column in names.keys() & CARD_FILES:
         facts |= _write(out, names, column, card.save)
     return facts

@@ -146,9 +146,9 @@ class Network:
             image = slot.entry.open()
             to_draw = image if image.width * image.height <= most_pixels else None
             prepare = self.preprocess
-            x, place = prepare(image), locate(prepare, image)
-            target = located(target, [Geometry(place, image.size, (x.shape[-2], x.shape[-1]))])
-            return LoadedImage(slot, None, target, x, place, to_draw, prepare.range)
+            x, input_box = prepare(image), locate(prepare, image)
+            target = located(target, [Geometry(input_box, image.size, (x.shape[-2], x.shape[-1]))])
+            return LoadedImage(slot, None, target, x, input_box, to_draw, prepare.range)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
             return LoadedImage(slot, error, self._target)
 

@@ -257,7 +257,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
         ),
         Argument("--region CLASS", "class of a segmentation, whose pixels are explained"),
         Argument(
-            "--where PLACE", "pixels of --region: predicted (default), border, mask.png, box or point", type=_where
+            "--where PLACE", "predicted (default), border, mask.png, box or point: the pixels of --region", type=_where
         ),
         Argument("--keypoint NAME", "joint of a pose; --index N chooses another person"),
         Argument("--whole", "show the model the whole image, resized, instead of its centre", "whole"),

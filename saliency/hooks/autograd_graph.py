@@ -16,7 +16,7 @@ the test that fails first when PyTorch changes it:
 - `TorchDispatchMode`, `OpOverload._schema` record a forward to run parts of it again:
   `engine/test_tail.py`.
 - `torch._C._functorch` detects tensors inside `torch.func` transformations: `inspection/test_record.py`.
-- `_scaled_dot_product_attention_math` makes second derivatives possible: `methods/test_cam.py`.
+- `_scaled_dot_product_attention_math` makes second derivatives possible: `methods/test_combined_cam.py`.
 
 An edge is where the gradient enters or leaves a module. Nothing is inserted into the graph. The operations that pass
 gradient to an input are found by traversing the graph from the module's outputs. Therefore in-place modules and

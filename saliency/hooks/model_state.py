@@ -55,10 +55,9 @@ _ATTRIBUTES: dict[str, tuple[Any, ...]] = {
 def model_attribute(name: str, model: nn.Module) -> Any:
     """Return the preprocessing, the class names or the layout of a model or of the model in its wrapper; else None.
 
-    A model of Hugging Face has its class names in `config.id2label`, unless they are "LABEL_0", "LABEL_1", ..., and a
-    YOLO in `names`. Models
-    of timm and open_clip carry the configuration of their preprocessing, and detectors of torchvision normalise images
-    themselves.
+    A model of Hugging Face has its class names in `config.id2label`, unless they are "LABEL_0", "LABEL_1", ... A YOLO
+    has them in `names`. Models of timm and open_clip carry the configuration of their preprocessing. Detectors of
+    torchvision normalise images themselves.
     """
     values = [getattr(owner, name, None) for owner in (model, unwrap(model))]
     if name == "categories":

@@ -67,7 +67,7 @@ class LayerAttribution(TracedAttribution):
 
     layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
     reads_levels: ClassVar[bool] = False
-    """Whether the method reads all levels of a detector; else only the last one."""
+    """Whether the method reads all levels of a detector, and not only the last one."""
 
     def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
         """Return the named layer, or the default one."""

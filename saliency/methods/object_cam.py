@@ -24,8 +24,8 @@ class ODAM(LayerCombination):
     resized bilinearly to the finest, and their maximum is taken. Other targets are explained at one layer.
 
     Args:
-        blur: The standard deviation of the Gaussian that blurs the gradients, in cells of the layer. The paper gives no
-            width; 0 is the authors' code.
+        blur: The standard deviation of the Gaussian that blurs the gradients, in cells of the layer. 0 does not blur
+            them, as in the authors' code.
 
     Values: (N, 1, h, w), not negative, in score units; for an edge in pixels of the image.
 

@@ -105,8 +105,8 @@ class JointTarget(ResolvedTarget):
             return torch.stack([self._of_batch(at, output) for at in numbers], 1)
         boxes = {at: own for at in numbers if (own := _whole_box(self._targets[at].target))}
         scores = {at: self._targets[at](output) for at in numbers if at not in boxes}
-        for way in {own.way for own in boxes.values()}:
-            group = [at for at, own in boxes.items() if own.way == way]
+        for reading in {own.reading for own in boxes.values()}:
+            group = [at for at, own in boxes.items() if own.reading == reading]
             scores |= zip(
                 group, self._similarities(self._image, {at: boxes[at] for at in group}, output).T, strict=True
             )

@@ -72,7 +72,7 @@ class BoxScore(LocatedTarget):
         label = None if self.label is None else class_index(self.label, categories)
         is_class = self.against is not None and self.against != _SECOND
         against = class_index(self.against, categories) if is_class else self.against
-        return replace(self, label=label, against=against, classes=_count(categories))
+        return replace(self, label=label, against=against, classes=_class_count(categories))
 
     def part(self, output: Any, image: int) -> Any:
         """Return the candidates of one image, in pixels of the input."""
@@ -80,10 +80,10 @@ class BoxScore(LocatedTarget):
         return [candidates(output, plain, self.classes, self.link, self.read)[image]]
 
     def resolve_from(self, output: Any, facts: OutputFacts) -> BoxScore:
-        """Return the target with the box of each image. Raises TargetError if there is no such box."""
+        """Return the target with the box of each image. Raises TargetError if an image has no such box."""
         if self.matches:  # of an earlier call, for images that metrics have changed
             return self
-        target = replace(self, classes=_count(facts.categories))
+        target = replace(self, classes=_class_count(facts.categories))
         rows, matches = target._rows(output), []
         for image, row in enumerate(rows):
             try:
@@ -94,12 +94,12 @@ class BoxScore(LocatedTarget):
 
     def count(self, output: Any, categories: Categories) -> int:
         """Return the number of detections of the class in one image."""
-        (row,) = replace(self, classes=_count(categories))._rows(output)
+        (row,) = replace(self, classes=_class_count(categories))._rows(output)
         return len(row.detections(label=self.label))
 
     @property
-    def way(self) -> Hashable:
-        """How candidates are read from an output."""
+    def reading(self) -> Hashable:
+        """The options with which `candidates` reads an output; boxes with equal ones share the candidates."""
         return self.link, self.read, self.classes
 
     def detections(self, output: Any) -> Detections:
@@ -224,8 +224,8 @@ class BoxScore(LocatedTarget):
         if self.of not in ("class", "objectness", "y0", "y1"):
             raise TargetError(f"{self.joint or self.of} of a box is not the same in a mirrored image; {NO_FLIPS}")
         matches = []
-        for match, place in zip(self.matches, self.geometries, strict=True):
-            ends, (x0, y0, x1, y1) = place.box[0] + place.box[2], match.box
+        for match, geometry in zip(self.matches, self.geometries, strict=True):
+            ends, (x0, y0, x1, y1) = geometry.box[0] + geometry.box[2], match.box
             matches.append(match._replace(box=(ends - x1, y0, ends - x0, y1)))
         return replace(self, matches=tuple(matches))
 
@@ -236,7 +236,7 @@ class BoxScore(LocatedTarget):
     def boxes(self) -> tuple[Box | None, ...]:
         """Return the box of each image, in pixels of the input."""
         pairs = zip(self.geometries, self.matches, strict=False)
-        return tuple(place.to_input(match.box) for place, match in pairs)
+        return tuple(geometry.to_input(match.box) for geometry, match in pairs)
 
     def _name(self, match: Match, categories: Categories) -> str:
         of = self.joint if isinstance(self.of, int) else "" if self.of == "class" else self.of
@@ -246,7 +246,7 @@ class BoxScore(LocatedTarget):
         return f"{label}{other} at {as_text(match.box)}{overlap}"
 
 
-def _count(names: Categories) -> int | None:
+def _class_count(names: Categories) -> int | None:
     """Return the number of classes if all are named; a list that grows on demand has no number."""
     return len(names) if type(names) is tuple else None
 
@@ -315,8 +315,8 @@ def box(
         read: A function from the output of any other detector to one `saliency.Candidates` for each image.
 
     Raises:
-        TargetError: Several of `point`, `index` and `box` are given, or an argument is invalid. Later: no such box was
-            found, the output is unknown, or it lacks the class, the objectness or the second class.
+        TargetError: Several of `point`, `index` and `box` are given, or an argument is invalid. In `attribute`: the
+            image has no such box, the output is unknown, or it lacks the class, the objectness or the second class.
     """
     if sum(choice is not None for choice in (point, index, box)) > 1:
         raise TargetError("got several of point=, index= and box=; pass one")

@@ -18,7 +18,7 @@ from ..errors import TargetError
 from ..io.preprocess import Geometry
 
 BoxLink = Literal["sigmoid", "softmax", "label"]
-"""How class scores become probabilities. "label": after suppression, each detection has the score of one class only."""
+"""How class scores become probabilities. "label" is for outputs after suppression, with one class per detection."""
 
 ABSENT = -4.6
 """The logit of a probability of 1 %: the score of a class that the output does not hold for a box."""
@@ -176,8 +176,8 @@ def candidates(
     if not _are_candidates(rows) or (len(rows) not in (1, len(geometries)) and len(geometries) > 1):
         problem = f"got {type(rows).__name__} from the function that reads the detector's output"
         raise TargetError(f"{problem}; expected a list of saliency.Candidates, one for each image")
-    places = geometries if len(geometries) == len(rows) else [geometries[0]] * len(rows)
-    return [replace(row, boxes=place.to_image(row.boxes)) for row, place in zip(rows, places, strict=True)]
+    own = geometries if len(geometries) == len(rows) else [geometries[0]] * len(rows)
+    return [replace(row, boxes=geometry.to_image(row.boxes)) for row, geometry in zip(rows, own, strict=True)]
 
 
 def _are_candidates(rows: Any) -> bool:

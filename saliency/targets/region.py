@@ -66,7 +66,7 @@ class Region(LocatedTarget):
             is_binary = count > scores.shape[1]
         target = replace(self, is_binary=is_binary)
         if self.place is not None or isinstance(self.where, Tensor):
-            cells, problem = self._given(scores), "the region has no pixel of the model's input in image {}"
+            cells, problem = self._marked(scores), "the region has no pixel of the model's input in image {}"
         else:
             cells = target._predicted(output, facts)
             problem = f"the model assigns no pixel to class {index} in image {{}}; pass them: region({index}, where)"
@@ -96,16 +96,15 @@ class Region(LocatedTarget):
         limit = 0.5 if _has_instances(output) else threshold(facts.link(scores, scores)) if known.shape[1] == 1 else 0.0
         return own <= limit if self.is_binary and not index else own > limit
 
-    def _given(self, scores: Tensor) -> Tensor:
+    def _marked(self, scores: Tensor) -> Tensor:
         """Return the pixels of the output (N, h, w) in the given region."""
         (images, _, *size), where = scores.shape, self.where
         rows = where if isinstance(where, Tensor) and where.dim() == 3 else [self.place or where] * images
         if len(rows) != images:
             raise TargetError(f"the region has shape {tuple(cast('Tensor', where).shape)} for {images} images")
-        places = self.geometries or [Geometry.of(None, (size[0], size[1]))] * images
-        return torch.stack([_cells(row, place, size) for row, place in zip(rows, places, strict=True)]).to(
-            scores.device
-        )
+        geometries = self.geometries or [Geometry.of(None, (size[0], size[1]))] * images
+        cells = [_cells(row, geometry, size) for row, geometry in zip(rows, geometries, strict=True)]
+        return torch.stack(cells).to(scores.device)
 
     def __call__(self, output: Any) -> Tensor:
         """Return the mean scores (N,) of the class over its pixels."""
@@ -240,9 +239,9 @@ class Keypoint(LocatedTarget):
         names = facts.categories if len(facts.categories or ()) == count else COCO_JOINTS if count == 17 else None
         index = class_index(self.joint, names)
         require_class(index, count, "the joints of the model's output")
-        joint, places = class_name(index, names).replace("class", "joint"), self.geometries
-        heatmap = Region(label=index, where="peak", joint=joint, geometries=places)
-        person = BoxScore(index=self.person, of=index, joint=joint, read=self.read, geometries=places)
+        joint = class_name(index, names).replace("class", "joint")
+        heatmap = Region(label=index, where="peak", joint=joint, geometries=self.geometries)
+        person = BoxScore(index=self.person, of=index, joint=joint, read=self.read, geometries=self.geometries)
         return (heatmap if is_maps else person).resolve_from(output, facts)
 
     def __call__(self, output: Any) -> Tensor:
@@ -272,7 +271,8 @@ def region(label: int | str, where: Any = "predicted") -> Target:
             With two class names, the channel belongs to class 1, and its negative to class 0.
 
     Raises:
-        TargetError: `where` is none of these. Later: the mask has another size, or the region is empty or outside.
+        TargetError: `where` is none of these. In `attribute`: the mask has another size, or the region is empty or
+            outside.
 
     Source: Vinogradova et al., "Towards Interpretable Semantic Segmentation via Gradient-weighted Class Activation
         Mapping" (2020), https://arxiv.org/abs/2002.11434, who take the sum instead of the mean.
@@ -303,7 +303,8 @@ def keypoint(joint: int | str, person: int = 0, *, read: CandidatesFunction | No
         read: As in `box`.
 
     Raises:
-        TargetError: `person` is not a whole number. Later: there is no such joint or person.
+        TargetError: `person` is not a whole number. In `attribute`: the model has no such joint, or the image has no
+            such person.
     """
     if not is_integer(person, least=0):
         raise TargetError(f"person={person!r}: expected a whole number from 0")

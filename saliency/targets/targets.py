@@ -415,7 +415,7 @@ class TargetList(OutputTarget):
 
     def locate(self, geometries: Sequence[Geometry]) -> TargetList:
         """Return the targets, each with the position of its image."""
-        return TargetList(tuple(own.locate([place]) for own, place in zip(self.targets, geometries, strict=True)))
+        return TargetList(tuple(own.locate([geometry]) for own, geometry in zip(self.targets, geometries, strict=True)))
 
     def resolve_from(self, output: Any, facts: OutputFacts) -> TargetList:
         """Return the targets with everything fixed that depends on the output."""
@@ -458,7 +458,7 @@ class TargetList(OutputTarget):
 def located(target: Any, geometries: Sequence[Geometry]) -> Any:
     """Return a target for the same images as tensors, with its places on the images; other targets unchanged."""
     if isinstance(target, list | tuple) and len(target) == len(geometries):
-        return [located(own, [place]) for own, place in zip(target, geometries, strict=True)]
+        return [located(own, [geometry]) for own, geometry in zip(target, geometries, strict=True)]
     return target.locate(geometries) if isinstance(target, OutputTarget) else target
 
 
@@ -516,7 +516,8 @@ def neuron(layer: str, channel: int, at: int | Sequence[int] | None = None) -> T
         at: The position in the layer's output, (row, column) or the index of a token. By default the mean over all.
 
     Raises:
-        TargetError: An index is not a non-negative integer. Later: there is no such layer, channel or position.
+        TargetError: An index is not a non-negative integer. In `attribute`: the model has no such layer,
+            channel or position.
     """
     place = None if at is None else tuple(map(class_number, at if isinstance(at, Sequence) else (at,)))
     return Neuron(layer, class_number(channel), place)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import saliency
 from saliency import (
@@ -290,6 +291,13 @@ def test_shapley_passes_through_attention() -> None:
     found = ShapleyCAM(model, "encoder.layers.encoder_layer_0").attribute(small, 2)
     precise = ShapleyCAM(model.double(), "encoder.layers.encoder_layer_0").attribute(small.double(), 2)
     torch.testing.assert_close(found.values.double(), precise.values, rtol=1e-3, atol=1e-5)
+
+
+def test_shapley_replaces_fused_attention_by_its_formula() -> None:
+    method, x = ShapleyCAM(saliency.load("shapes_vit"), "blocks.0"), saliency.testbed.draw_scenes(1).images / 127.5 - 1
+    with sdpa_kernel(SDPBackend.MATH):  # which has second derivatives
+        expected = method.attribute(x, 0)
+    torch.testing.assert_close(method.attribute(x, 0).values, expected.values)
 
 
 def test_shapley_leaves_the_attention_kernels_of_other_threads() -> None:
