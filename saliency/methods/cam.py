@@ -77,9 +77,9 @@ class LayerAttribution(TracedAttribution):
 
     def default_layers(self, x: Tensor, target: ResolvedTarget) -> tuple[str, ...]:
         """Return the layers that are read if none is named."""
-        default = default_layers if self.reads_levels else default_layer
-        names = default(self.model, x, target)
-        return (names,) if isinstance(names, str) else names
+        if self.reads_levels:
+            return default_layers(self.model, x, target)
+        return (default_layer(self.model, x, target),)
 
 
 def summed_levels(maps: Sequence[Tensor]) -> Tensor:
