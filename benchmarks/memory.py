@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,9 +86,13 @@ def gradient(model: torch.nn.Module, x: Tensor) -> None:
 
 def unet() -> torch.nn.Module:
     """Return the 3-D U-Net of MONAI."""
-    from monai.networks.nets import UNet
+    import monai.networks.nets
 
-    return UNet(spatial_dims=3, in_channels=1, out_channels=2, channels=(16, 32, 64, 128), strides=(2, 2, 2)).eval()
+    networks: Any = monai.networks.nets
+    model: torch.nn.Module = networks.UNet(
+        spatial_dims=3, in_channels=1, out_channels=2, channels=(16, 32, 64, 128), strides=(2, 2, 2)
+    )
+    return model.eval()
 
 
 VOLUMES = {contender.__name__: contender for contender in (backward, gradient)}
