@@ -23,7 +23,7 @@ videos: Any = torchvision.models.video
 
 
 def volume(build: Callable[[], nn.Module], *size: int, region: bool = False) -> Callable[[], Case]:
-    """Return a builder of a network with noise (1, C, D, H, W), and a class as the target, or its mean over all voxels."""
+    """Return a builder of a network with noise (1, C, D, H, W), and of a class, or of its mean over all voxels."""
     target = saliency.region(1, torch.ones(size[1:], dtype=torch.bool)) if region else 1
     return lambda: Case(build(), torch.rand(1, *size, generator=torch.Generator().manual_seed(1)), target)
 
