@@ -503,7 +503,7 @@ def test_nan_and_infinity_are_refused_with_the_image_they_are_in(value: float) -
         (torch.zeros(0, 3, 8, 8, dtype=torch.uint8), "there is no image"),
         (torch.zeros(3, 0, 8), "is empty"),
         (torch.zeros(8, 8), r"expected \(C, H, W\), \(N, C, H, W\) or"),
-        (torch.zeros(1, 1, 3, 8, 8), r"shape \(1, 1, 3, 8, 8\)"),
+        (torch.zeros(1, 1, 1, 3, 8, 8), r"shape \(1, 1, 1, 3, 8, 8\)"),
         (torch.zeros(8, 8, 3), r"looks like \(H, W, C\)"),
         (torch.zeros(2, 8, 8, 3), r"looks like \(H, W, C\)"),
         (torch.zeros(3, 8, 8, dtype=torch.int32), "torch.int32"),
