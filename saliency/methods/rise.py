@@ -215,16 +215,16 @@ class RandomMasks:
     def __call__(self, start: int, stop: int) -> Tensor:
         """Return masks (k, 1, H, W) from `start` to `stop`, 0 (hidden) to 1 (shown); all pixels have equal means."""
         height, width = self._size
-        cells, down, across = [], [], []
-        for number in range(start, stop):
-            source = generator(self._seed, number)
-            draws = torch.rand(self._grid**2 + 2, generator=source, dtype=torch.float32, device="cpu")
-            top, left = (int(draw * cell) for draw, cell in zip(draws[-2:], self._cell, strict=True))
-            cells.append(draws[:-2] < self._visible)
-            down.append(self._down[top : top + height])
-            across.append(self._across[left : left + width])
-        visible = torch.stack(cells).view(-1, self._grid, self._grid).to(self._down)
-        return (torch.stack(down) @ visible @ torch.stack(across).mT)[:, None]
+        options: Any = {"dtype": torch.float32, "device": "cpu"}
+        sources = (generator(self._seed, number) for number in range(start, stop))
+        draws = torch.stack([torch.rand(self._grid**2 + 2, generator=source, **options) for source in sources])
+        top, left = (draws[:, -2:] * torch.tensor(self._cell, **options)).long()[..., None].unbind(1)  # (k, 1) each
+        visible = (draws[:, :-2] < self._visible).view(-1, self._grid, self._grid).to(self._down)
+        down, across = (
+            matrix[at + torch.arange(edge, device="cpu")]
+            for matrix, at, edge in ((self._down, top, height), (self._across, left, width))
+        )
+        return (down @ visible @ across.mT)[:, None]
 
 
 class MaskedScores(Estimate):
