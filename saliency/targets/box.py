@@ -83,14 +83,13 @@ class BoxScore(LocatedTarget):
         """Return the target with the box of each image. Raises TargetError if an image has no such box."""
         if self.matches:  # of an earlier call, for images that metrics have changed
             return self
-        target = replace(self, classes=_class_count(facts.categories))
-        rows, matches = target._rows(output), []
+        rows, matches = self._rows(output), []
         for image, row in enumerate(rows):
             try:
-                matches.append(target._match(row, facts))
+                matches.append(self._match(row, facts))
             except NotFoundError as error:
                 raise NotFoundError(f"image {image}: {error}" if len(rows) > 1 else str(error)) from None
-        return replace(target, matches=tuple(matches))
+        return replace(self, matches=tuple(matches))
 
     def count(self, output: Any, categories: Categories) -> int:
         """Return the number of detections of the class in one image."""

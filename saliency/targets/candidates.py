@@ -126,16 +126,14 @@ class Detections(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[Candidates]) -> Detections:
         """Return the candidates of images, with at least one box each."""
-        counts, classes = [len(row.boxes) for row in rows], max(row.scores.shape[1] for row in rows)
-        # No class of an output after suppression is as unlikely as one that it does not hold.
-        short = [classes - row.scores.shape[1] for row in rows]
-        scores = [
-            F.pad(r.scores, (0, k), value=-torch.inf) if k else r.scores for r, k in zip(rows, short, strict=True)
-        ]
-        objects = [row.objectness for row in rows if row.objectness is not None]
-        boxes, objectness = torch.cat([row.boxes for row in rows]), torch.cat(objects) if objects else None
-        whole = replace(rows[0], boxes=boxes, scores=torch.cat(scores), objectness=objectness)  # all at once
-        parts = (whole.boxes, whole.probabilities, whole.certainty)
+        classes, objects = max(row.scores.shape[1] for row in rows), [row.objectness for row in rows]
+        scores = [F.pad(row.scores, (0, classes - row.scores.shape[1]), value=-torch.inf) for row in rows]
+        objectness = None if objects[0] is None else torch.cat(cast("list[Tensor]", objects))
+        # All images at once, which is faster.
+        whole = replace(
+            rows[0], boxes=torch.cat([row.boxes for row in rows]), scores=torch.cat(scores), objectness=objectness
+        )
+        parts, counts = (whole.boxes, whole.probabilities, whole.certainty), [len(row.boxes) for row in rows]
         found = cls(*(pad_sequence(part.split(counts), True) for part in parts))
         if found.boxes.shape[1]:
             return found
@@ -175,9 +173,13 @@ def shared_readings(known: Readings) -> Iterator[None]:
 def iou(one: Tensor, other: Tensor) -> Tensor:
     """Return the intersection over union of boxes (..., 4) of shapes that broadcast; 0 for empty boxes."""
     low, high = torch.maximum(one[..., :2], other[..., :2]), torch.minimum(one[..., 2:], other[..., 2:])
-    inner = (high - low).clamp(min=0).prod(-1)
-    areas = ((box[..., 2:] - box[..., :2]).clamp(min=0).prod(-1) for box in (one, other))
-    return inner / (sum(areas) - inner).clamp(min=1e-12)
+    inner = _area(low, high)
+    return inner / (_area(*one.split(2, -1)) + _area(*other.split(2, -1)) - inner).clamp(min=1e-12)
+
+
+def _area(low: Tensor, high: Tensor) -> Tensor:
+    width, height = (high - low).clamp(min=0).unbind(-1)
+    return width * height  # `prod` over two numbers is several times as slow
 
 
 def candidates(
