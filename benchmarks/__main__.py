@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    boxes,
     folder,
     imports,
     layer_table,
@@ -88,6 +89,7 @@ BENCHMARKS: dict[str, Callable[[], None]] = {
     "layer_table": lambda: layer_table.main([]),
     "passes": lambda: passes.main([]),
     "passes_memory": lambda: passes_memory.main([]),
+    "boxes": lambda: boxes.main([]),
     "folder": lambda: folder.main([]),
     "metrics": lambda: metrics.main([]),
 }

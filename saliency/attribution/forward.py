@@ -33,6 +33,7 @@ from ..hooks.rectifiers import (
 )
 from ..layers.find import layout_of
 from ..layers.layout import Layout
+from ..targets.candidates import Readings, shared_readings
 from .resolved_target import ResolvedTarget
 
 T = TypeVar("T")
@@ -96,6 +97,7 @@ class SharedForward:
         kind = x.device.type
         self.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self._other: SharedForward | None = None
+        self._readings: Readings = {}
         self.x = leaf(x) if needs.gradients == "input" else x.detach()
         self.operations = OperationRecord(self.x, needs.values)
         with HookManager() as hooks:
@@ -109,8 +111,9 @@ class SharedForward:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Open a context in which operations are recorded, if a method needs them."""
-        with self.operations if self.operations.keep else nullcontext(), self.operations.saved_tensors():
+        """Open a context that records operations, if a method needs them, and reads the boxes of an output once."""
+        record = self.operations if self.operations.keep else nullcontext()
+        with record, self.operations.saved_tensors(), shared_readings(self._readings):
             yield
 
     def on(self, x: Tensor) -> SharedForward:

@@ -214,17 +214,14 @@ class RandomMasks:
 
     def __call__(self, start: int, stop: int) -> Tensor:
         """Return masks (k, 1, H, W) from `start` to `stop`, 0 (hidden) to 1 (shown); all pixels have equal means."""
-        axes, cells = len(self._size), []
-        enlarging: list[list[Tensor]] = [[] for _ in self._size]
-        for number in range(start, stop):
-            source = generator(self._seed, number)
-            draws = torch.rand(self._grid**axes + axes, generator=source, dtype=torch.float32, device="cpu")
-            firsts = [int(draw * cell) for draw, cell in zip(draws[-axes:], self._cell, strict=True)]
-            cells.append(draws[:-axes] < self._visible)
-            for own, matrix, first, edge in zip(enlarging, self._enlarging, firsts, self._size, strict=True):
-                own.append(matrix[first : first + edge])
-        *outer, down, across = map(torch.stack, enlarging)  # (k, edge, grid)
-        visible = torch.stack(cells).view(-1, *[self._grid] * axes).to(down)
+        axes = len(self._size)
+        options: Any = {"dtype": torch.float32, "device": "cpu"}
+        sources = (generator(self._seed, number) for number in range(start, stop))
+        draws = torch.stack([torch.rand(self._grid**axes + axes, generator=source, **options) for source in sources])
+        firsts = (draws[:, -axes:] * torch.tensor(self._cell, **options)).long()[..., None].unbind(1)  # (k, 1) each
+        parts = zip(self._enlarging, firsts, self._size, strict=True)
+        *outer, down, across = (matrix[at + torch.arange(edge, device="cpu")] for matrix, at, edge in parts)
+        visible = (draws[:, :-axes] < self._visible).view(-1, *[self._grid] * axes).to(down)
         for deep in outer:
             visible = torch.einsum("kdg,kghw->kdhw", deep, visible)
             down, across = down[:, None], across[:, None]

@@ -83,14 +83,13 @@ class BoxScore(LocatedTarget):
         """Return the target with the box of each image. Raises TargetError if an image has no such box."""
         if self.matches:  # of an earlier call, for images that metrics have changed
             return self
-        target = replace(self, classes=_class_count(facts.categories))
-        rows, matches = target._rows(output), []
+        rows, matches = self._rows(output), []
         for image, row in enumerate(rows):
             try:
-                matches.append(target._match(row, facts))
+                matches.append(self._match(row, facts))
             except NotFoundError as error:
                 raise NotFoundError(f"image {image}: {error}" if len(rows) > 1 else str(error)) from None
-        return replace(target, matches=tuple(matches))
+        return replace(self, matches=tuple(matches))
 
     def count(self, output: Any, categories: Categories) -> int:
         """Return the number of detections of the class in one image."""
@@ -130,13 +129,14 @@ class BoxScore(LocatedTarget):
         of = "" if self.label is None else f" of {class_name(self.label, facts.categories)}"
         if self.place is not None and len(self.place) == 4:
             overlaps = iou(boxes, boxes.new_tensor(self.place))
-            near = [at for at in row.detections(0) if overlaps[at] > 0]
+            near = overlaps > 0
             if row.link == "label" and self.label is not None:  # the output has no score of other classes
                 overlaps = overlaps * (row.column(self.label).detach() != ABSENT)
             best = max(overlaps.tolist(), default=0.0)
             if best < _LEAST_OVERLAP:
                 problem = f"the best overlap{of} with the box {as_text(self.place)} is an IoU of {best:.2f}, below 0.5"
-                raise NotFoundError(f"{problem}; there, the model found {_listing(row, near, facts.categories)}")
+                there = [at for at in row.detections(0) if near[at]]
+                raise NotFoundError(f"{problem}; there, the model found {_listing(row, there, facts.categories)}")
             of_label = known.amax(1) if self.label is None else row.column(self.label).detach().sigmoid()
             found = int((of_label + 1e-9).mul(overlaps >= _LEAST_OVERLAP).mul(overlaps).argmax())
             overlap = float(overlaps[found])

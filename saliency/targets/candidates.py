@@ -5,8 +5,10 @@ This is the only file that knows the formats of detectors. It distinguishes them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -47,6 +49,7 @@ class Candidates:
     link: BoxLink = "sigmoid"
     is_factor: bool = True
     keypoints: Tensor | None = None
+    _distinct: dict[tuple[float, int | None], list[int]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the shapes. Raises TargetError if one is wrong."""
@@ -86,6 +89,12 @@ class Candidates:
             least: The lowest probability.
             label: The class; by default the top class of each box.
         """
+        key = least, label
+        if key not in self._distinct:
+            self._distinct[key] = self._suppressed(least, label)
+        return self._distinct[key]
+
+    def _suppressed(self, least: float, label: int | None) -> list[int]:
         known = self.probabilities.detach()
         if known.numel() == 0 or (label is not None and label >= known.shape[1]):
             return []
@@ -95,7 +104,7 @@ class Candidates:
         boxes, own = self.boxes.detach()[order], classes[order]
         is_same = (iou(boxes[:, None], boxes) > 0.5) & (own[:, None] == own)
         kept: list[int] = []
-        for at, duplicates in enumerate(is_same.cpu()):
+        for at, duplicates in enumerate(is_same.cpu().numpy()):
             if duplicates[at] and not duplicates[kept].any():  # a box without area has no IoU with itself
                 kept.append(at)
         return cast("list[int]", order[kept].tolist())
@@ -117,10 +126,15 @@ class Detections(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[Candidates]) -> Detections:
         """Return the candidates of images, with at least one box each."""
-        classes = max(row.scores.shape[1] for row in rows)
-        known = [row.probabilities for row in rows]
-        known = [own if own.shape[1] == classes else F.pad(own, (0, classes - own.shape[1])) for own in known]
-        found = cls(*(pad_sequence(t, True) for t in ([r.boxes for r in rows], known, [r.certainty for r in rows])))
+        classes, objects = max(row.scores.shape[1] for row in rows), [row.objectness for row in rows]
+        scores = [F.pad(row.scores, (0, classes - row.scores.shape[1]), value=-torch.inf) for row in rows]
+        objectness = None if objects[0] is None else torch.cat(cast("list[Tensor]", objects))
+        # All images at once, which is faster.
+        whole = replace(
+            rows[0], boxes=torch.cat([row.boxes for row in rows]), scores=torch.cat(scores), objectness=objectness
+        )
+        parts, counts = (whole.boxes, whole.probabilities, whole.certainty), [len(row.boxes) for row in rows]
+        found = cls(*(pad_sequence(part.split(counts), True) for part in parts))
         if found.boxes.shape[1]:
             return found
         return cls(*(t.new_zeros(len(t), 1, *t.shape[2:]) for t in found))
@@ -142,12 +156,30 @@ CandidatesFunction = Callable[[Any], Sequence[Candidates]]
 """A detector's output -> the candidates of each image, with boxes in pixels of the model's input."""
 
 
+Readings = dict[Hashable, tuple[Any, list[Candidates]]]
+_readings: ContextVar[Readings | None] = ContextVar("readings", default=None)
+
+
+@contextmanager
+def shared_readings(known: Readings) -> Iterator[None]:
+    """Read the candidates of each output once in a block, for all targets that read them in the same way."""
+    token = _readings.set(known)
+    try:
+        yield
+    finally:
+        _readings.reset(token)
+
+
 def iou(one: Tensor, other: Tensor) -> Tensor:
     """Return the intersection over union of boxes (..., 4) of shapes that broadcast; 0 for empty boxes."""
     low, high = torch.maximum(one[..., :2], other[..., :2]), torch.minimum(one[..., 2:], other[..., 2:])
-    inner = (high - low).clamp(min=0).prod(-1)
-    areas = ((box[..., 2:] - box[..., :2]).clamp(min=0).prod(-1) for box in (one, other))
-    return inner / (sum(areas) - inner).clamp(min=1e-12)
+    inner = _area(low, high)
+    return inner / (_area(*one.split(2, -1)) + _area(*other.split(2, -1)) - inner).clamp(min=1e-12)
+
+
+def _area(low: Tensor, high: Tensor) -> Tensor:
+    width, height = (high - low).clamp(min=0).unbind(-1)
+    return width * height  # `prod` over two numbers is several times as slow
 
 
 def candidates(
@@ -171,6 +203,9 @@ def candidates(
     Raises:
         TargetError: The output has another format, or it is unclear whether the last class is "no object".
     """
+    key, known = (id(output), tuple(geometries), classes, link, read), _readings.get()
+    if known is not None and key in known:
+        return known[key][1]
     height, width = geometries[0].input_size[-2:]
     size = height, width
     rows = output if _are_candidates(output) else _read(output, size, classes, link) if read is None else read(output)
@@ -178,7 +213,10 @@ def candidates(
         problem = f"got {type(rows).__name__} from the function that reads the detector's output"
         raise TargetError(f"{problem}; expected a list of saliency.Candidates, one for each image")
     own = geometries if len(geometries) == len(rows) else [geometries[0]] * len(rows)
-    return [replace(row, boxes=geometry.to_image(row.boxes)) for row, geometry in zip(rows, own, strict=True)]
+    found = [replace(row, boxes=geometry.to_image(row.boxes)) for row, geometry in zip(rows, own, strict=True)]
+    if known is not None:
+        known[key] = output, found  # the output, so that no other one gets its id
+    return found
 
 
 def _are_candidates(rows: Any) -> bool:

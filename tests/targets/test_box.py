@@ -15,7 +15,7 @@ from saliency import GradCAM, Preprocess, TargetError, VanillaGradient
 from saliency.evaluation.metrics.base import Subject
 from saliency.io.preprocess import Frame, Geometry
 from saliency.methods import METHODS
-from saliency.targets.candidates import ABSENT
+from saliency.targets.candidates import ABSENT, candidates
 from saliency.testing.unchanged import Snapshot
 
 NAMES = ["cat", "dog", "cup"]
@@ -127,6 +127,29 @@ def test_the_score_of_a_vanished_box_is_the_absent_logit_and_keeps_its_graph() -
     gone = resolved(output(0))
     assert float(gone.detach()) == pytest.approx(ABSENT)
     assert gone.requires_grad
+
+
+@pytest.mark.parametrize("name", ["grad_cam", "vanilla_gradient", "lrp"])
+def test_boxes_of_one_call_read_the_output_once_and_have_the_maps_of_separate_calls(name: str) -> None:
+    model, reads = detector(), []
+
+    def read(output: Any) -> list[saliency.Candidates]:
+        reads.append(output)
+        return candidates(output, [Geometry.of(None, (48, 64))])
+
+    method = METHODS[name](model, **({"layer": "features"} if name == "grad_cam" else {}))
+    boxes = [saliency.box(index=0, read=read, of="y1"), saliency.box(index=1, read=read), saliency.box(read=read)]
+    together = method.attribute_classes(X, boxes)
+    assert len(reads) == 1
+    for own, box in zip(together, boxes, strict=True):
+        alone = method.attribute(X, box)
+        assert torch.equal(own.values, alone.values)
+        assert own.target_names == alone.target_names
+
+
+def test_a_given_box_is_found_without_suppression(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saliency.Candidates, "detections", None)  # which compares up to 1000 candidates with each other
+    VanillaGradient(detector()).attribute(X, saliency.box(box=(20.0, 12.0, 44.0, 34.0), cls="cup"))
 
 
 def test_a_point_an_index_and_a_box_find_the_same_detection() -> None:

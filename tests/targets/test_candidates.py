@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saliency import Candidates, TargetError
 from saliency.io.preprocess import Geometry
-from saliency.targets.candidates import ABSENT, candidates
+from saliency.targets.candidates import ABSENT, Detections, candidates
 
 HEIGHT, WIDTH = 64, 96
 PLACE = [Geometry.of(None, (HEIGHT, WIDTH))]
@@ -205,6 +205,22 @@ def test_a_function_reads_any_other_detector() -> None:
     torch.testing.assert_close(rows[1].boxes, BOXES)
     with pytest.raises(TargetError, match=r"expected a list of saliency\.Candidates"):
         candidates(output, PLACE, read=lambda output: output)
+
+
+def test_candidates_of_images_with_different_counts_and_classes_are_compared_as_each_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for count, classes in ((3, 2), (5, 4), (0, 1)):
+        boxes = torch.rand(count, 4, generator=generator).cumsum(1)
+        rows.append(Candidates(boxes, torch.randn(count, classes, generator=generator), link="label"))
+    found, known, others = Detections.of(rows), torch.rand(2, 4, generator=generator), rows[1].boxes[:2] + 0.1
+    similarity = found.similarity(others, known)
+    for image, row in enumerate(rows):
+        count, classes = row.scores.shape
+        torch.testing.assert_close(found.probabilities[image, :count, :classes], row.probabilities)
+        assert not found.probabilities[image, count:].any()
+        assert not found.probabilities[image, :, classes:].any()
+        torch.testing.assert_close(similarity[image], Detections.of([row]).similarity(others, known)[0])
 
 
 @pytest.mark.parametrize(

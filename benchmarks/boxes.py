@@ -1,0 +1,134 @@
+"""Measure the time of maps of a detector's boxes against bare loops of PyTorch: one box, and ten boxes over one.
+
+A bare loop runs the same forwards and backwards without this package. Its own ratio of ten boxes to one is the least
+that a backward pass for each box allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import saliency
+from benchmarks.timing import interleaved, verdict, wall_ratio
+from benchmarks.zoo import make_usable
+
+BOXES = 10
+
+
+def shapes() -> tuple[nn.Module, Tensor, Callable[[Any], Tensor], int]:
+    """Return `shapes_detector`, a drawn image with 16 objects, a function to scores, and the passes of D-RISE."""
+    images = saliency.testbed.draw_scenes(4, seed=5, task="several").images / 127.5 - 1
+    street = torch.cat([torch.cat([*images[:2]], 2), torch.cat([*images[2:]], 2)], 1)[None]  # (1, 3, 128, 128)
+    return saliency.load("shapes_detector"), street, lambda output: output[1]["scores"][0].amax(0).topk(BOXES)[0], 512
+
+
+def fcos() -> tuple[nn.Module, Tensor, Callable[[Any], Tensor], int]:
+    """Return FCOS of torchvision with random weights, and noise."""
+    from torchvision.models.detection import fcos_resnet50_fpn
+
+    torch.manual_seed(0)
+    sizes = {"min_size": 128, "max_size": 192}
+    model = fcos_resnet50_fpn(weights=None, weights_backbone=None, num_classes=4, score_thresh=0.0, **sizes).eval()
+    x = torch.rand(1, 3, 128, 192)
+    make_usable(model, x)
+    return model, x, lambda output: output[0]["scores"][:BOXES], 16
+
+
+def forward_and_backwards(
+    model: nn.Module, x: Tensor, scores: Callable[[Any], Tensor], count: int, layers: tuple[str, ...] = ()
+) -> None:
+    """Run one forward and `count` backward passes, to the input or to layers; then record only what follows them."""
+    ends: list[Tensor] = []
+
+    def cut(module: object, inputs: object, output: Tensor) -> Tensor:
+        torch.set_grad_enabled(True)  # until the block without gradients ends
+        ends.append(output.detach().requires_grad_())
+        return ends[-1]
+
+    handles = [model.get_submodule(name).register_forward_hook(cut) for name in layers]
+    if not layers:
+        ends.append(x.detach().requires_grad_())
+    with torch.set_grad_enabled(not layers):
+        output = model(x if layers else ends[0])
+        torch.set_grad_enabled(True)
+        values = scores(output)[:count]
+    for handle in handles:
+        handle.remove()
+    for number, score in enumerate(values):
+        torch.autograd.grad(score, ends, retain_graph=number + 1 < count, allow_unused=True)
+
+
+def over_its_forwards(model: nn.Module, run: Callable[[], object]) -> float:
+    """Return the time of a run, divided by the time of the forwards in it.
+
+    The same forwards alone may be faster or slower than within a run: their memory is reused in another order.
+    """
+    starts: list[float] = []
+    spent: list[float] = []
+    handles = [
+        model.register_forward_pre_hook(lambda *call: starts.append(time.perf_counter())),
+        model.register_forward_hook(lambda *call: spent.append(time.perf_counter() - starts[-1])),
+    ]
+    start = time.perf_counter()
+    run()
+    total = time.perf_counter() - start
+    for handle in handles:
+        handle.remove()
+    return total / sum(spent)
+
+
+def measure(name: str, case: tuple[nn.Module, Tensor, Callable[[Any], Tensor], int], rounds: int) -> None:
+    """Print the rows of one detector."""
+    model, x, scores, passes = case
+    boxes = [saliency.box(index=index) for index in range(BOXES)]
+    methods = {"cam": saliency.GradCAM(model), "gradient": saliency.VanillaGradient(model)}
+    methods |= {"d-rise": saliency.DRISE(model, passes=passes)}
+    layers = tuple(str(methods["cam"].attribute(x, boxes[0]).layer).split(", "))
+    contenders: dict[str, Callable[[], object]] = {}
+    for count in (1, BOXES):
+        for method, explainer in methods.items():
+            contenders[f"{method} {count}"] = partial(explainer.attribute_classes, x, boxes[:count])
+        for method, ends in (("cam", layers), ("gradient", ())):
+            contenders[f"bare {method} {count}"] = partial(forward_and_backwards, model, x, scores, count, ends)
+    slow = {name: run for name, run in contenders.items() if name.startswith("d-rise")}
+    timings = interleaved({name: run for name, run in contenders.items() if name not in slow}, rounds)
+    timings |= interleaved(slow, max(2, rounds // 3))
+
+    def row(text: str, one: str, other: str, goal: float, bare: str = "") -> None:
+        measured = wall_ratio(timings[one], timings[other])
+        least = f"{wall_ratio(timings[f'bare {one}'], timings[f'bare {other}']):.2f}" if bare else ""
+        times = f"{1e3 * timings[one].seconds:.1f} / {1e3 * timings[other].seconds:.1f} ms"
+        print(f"| {name} | {text} | {times} | {measured:.2f} | {least} | {verdict(measured, goal)} |", flush=True)
+
+    row("Grad-CAM of a box, over one forward and backward to the input", "cam 1", "bare gradient 1", 1.1)
+    row("Grad-CAM, ten boxes over one", f"cam {BOXES}", "cam 1", 1.5, "bare")
+    row("gradient at the input, ten boxes over one", f"gradient {BOXES}", "gradient 1", (1 + BOXES) / 2, "bare")
+    share = statistics.median(over_its_forwards(model, slow["d-rise 1"]) for _ in range(3))
+    print(f"| {name} | D-RISE of a box, over its forwards | | {share:.2f} | | {verdict(share, 1.1)} |", flush=True)
+    row("D-RISE, ten boxes over one", f"d-rise {BOXES}", "d-rise 1", 1.2)
+
+
+def main(arguments: list[str]) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args(arguments)
+    torch.set_flush_denormal(True)  # gradients of random weights are so small that their arithmetic is slow
+    print("One thread. The bare loop runs one forward, and a backward pass for each box, without this package.\n")
+    print("| detector | ratio | times | measured | of the bare loop | goal |\n|---|---|---|---|---|---|")
+    measure("shapes_detector, 128 x 128", shapes(), options.rounds)
+    measure("FCOS of torchvision, random weights, 128 x 192", fcos(), max(2, options.rounds // 3))
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1:])
