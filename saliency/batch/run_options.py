@@ -8,7 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -256,10 +256,11 @@ def _describe_preprocess(preprocess: PreprocessLike) -> str:
     return without_address(as_preprocess(preprocess))
 
 
-def _describe_target(target: int | str | Target | None) -> str | None:
-    """Return one text for all spellings of a class, 281 and "281", and another one for each mask of a region."""
-    mask = getattr(target, "where", "")
-    return None if target is None else without_address(target) + (describe(mask) if hasattr(mask, "shape") else "")
+def _describe_target(target: Any) -> str | None:
+    """Return one text for all spellings of a class, 281 and "281", with a digest of the mask of a region."""
+    mask = getattr(target, "where", None)
+    shown = replace(target, where=describe(mask)) if hasattr(mask, "shape") else target
+    return None if target is None else without_address(shown)
 
 
 def _file_digest(name: str | None) -> str | None:

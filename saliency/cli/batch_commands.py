@@ -35,8 +35,9 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     given = run_arguments(batch, arguments) | {"style": overlay_style(arguments)}
     with screen.progress() as show:
         summary = batch(**given, command=["saliency", *sys.argv[1:]], on_progress=show)
-    _print_summary(summary, screen, "images" if arguments.detections is None else "detections")
-    return 1 if summary.kinds.keys() - expected_errors(arguments) else 0
+    expected = expected_errors(arguments)
+    _print_summary(summary, screen, "image" if arguments.detections is None else "detection", expected)
+    return 1 if summary.kinds.keys() - expected else 0
 
 
 def run_arguments(function: Callable[..., object], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -107,11 +108,11 @@ def select_methods(names: list[str]) -> list[str]:
     return list(METHODS)
 
 
-def _print_summary(summary: Summary, screen: Screen, counted: str) -> None:
+def _print_summary(summary: Summary, screen: Screen, counted: str, expected: set[str]) -> None:
     """Print the failures, the number of images or detections, the speed and the path of the page."""
     for source, method, why in summary.failures:
         screen.error(sentence(source, method, why))
-    done = f"{summary.done} of {summary.images} {counted} done"
+    done = f"{summary.done} of {plural(summary.images, counted)} done"
     if summary.fresh:
         minutes, seconds = divmod(summary.seconds, 60)
         duration = f"{minutes:.0f} min {seconds:.0f} s" if minutes else f"{seconds:.1f} s"
@@ -129,7 +130,8 @@ def _print_summary(summary: Summary, screen: Screen, counted: str) -> None:
         screen.say(f"{plural(lacking, 'image')} without {method}; to complete: --method {method}")
     if summary.failed:
         kinds = ", ".join(f"{number} {kind}" for kind, number in summary.kinds.most_common())
-        screen.say(Text(f"{plural(summary.failed, 'image')} with failures: {kinds}; --retry tries them again", "red"))
+        text = f"{plural(summary.failed, counted)} with failures: {kinds}; --retry tries them again"
+        screen.say(Text(text, "red" if summary.kinds.keys() - expected else ""))
     screen.say(f"gallery page: {visible(summary.page)}")
 
 

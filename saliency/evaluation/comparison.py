@@ -158,7 +158,7 @@ _ROW: tuple[Column[ComparisonRow], ...] = (
 _DIFFERENCE: tuple[Column[DifferenceRow], ...] = (
     Column("metric", lambda row: row.metric, "left"),
     Column("method", lambda row: row.name, "left"),
-    Column("less", lambda row: row.other, "left"),
+    Column("minus", lambda row: row.other, "left"),
     Column("difference", lambda row: number(row.mean), hint="mean over the images"),
     Column("error", lambda row: number(row.error), hint="standard error over the images"),
     Column("p", lambda row: number(row.p), hint="corrected for all differences"),

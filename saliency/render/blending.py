@@ -107,23 +107,29 @@ def require_one(explanation: Explanation, name: str) -> None:
 
 
 def frame_of(explanation: Explanation, image: ImageLike | None = None) -> Frame:
-    """Return the frame to draw on: the explanation's own, or `image` at the saved box; without a box, all of it."""
+    """Return the frame to draw on: the explanation's own, or `image` with the map at the same position.
+
+    If `image` is another copy of the explained image, in any size, the map keeps its position on it. Otherwise it
+    covers all of it.
+    """
+    own = explanation.frames[0]
     if image is not None:
         saved = explanation.boxes[0] if explanation.boxes else None
         image = drawable(open_image(image), saved.range if saved else None)
         if saved is None:
-            return Frame(image, (0.0, 0.0, float(image.width), float(image.height)))
+            is_copy = own is not None and scaled_size(own.image.size, max(image.size)) == image.size
+            box, size = (own.box, own.image.size) if own is not None and is_copy else ((0.0, 0.0, 1.0, 1.0), (1, 1))
+            return Frame(image, resize_box(box, size, image.size))
         if image.size != saved.size:
             sizes = " and ".join(f"{width} x {height}" for width, height in (saved.size, image.size))
             raise RenderError(f"the map belongs to an image of another size: {sizes} pixels; pass the original image")
         return Frame(image, saved.box)
-    frame = explanation.frames[0]
-    if frame is None:
+    if own is None:
         raise RenderError(
             "the original image is not known: it was given as a tensor, or the map was saved without it; explain its "
             "path or the PIL image, or pass overlay(..., image=image). A map of a tensor then covers the whole image"
         )
-    return frame
+    return own
 
 
 def scale_map(

@@ -67,8 +67,9 @@ def overlay(
     Args:
         explanations: An explanation of one image. Several images, or a list of explanations, give a list of overlays,
             one per image. For a list that type checkers know, pass `list(explanation)`.
-        image: An image to draw on instead of the explanation's own; the map then covers all of it. A map of
-            `saliency batch` needs the original image, and lies at its position on it.
+        image: An image to draw on instead of the explanation's own. On a copy of the explained image, in any size, the
+            map keeps its position; on an image of other proportions it covers all of it. A map of `saliency batch`
+            needs the original image, and lies at its position on it.
         size: The longer edge of the result in pixels; by default the size of the image. A small overlay of a large
             image is drawn and saved much faster.
         opacity: "map" for 0.8 times the magnitude of the scaled map, so that pixels at zero stay unchanged; or 0..1

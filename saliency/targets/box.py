@@ -161,7 +161,7 @@ class BoxScore(LocatedTarget):
         second = next((at for at in row.scores[found].argsort(descending=True).tolist() if at != label), label)
         other = second if self.against == _SECOND else int(self.against)
         if other == label:
-            raise TargetError(f"against= compares class {label} with itself; pass another class")
+            raise TargetError(f"against= needs a class other than {label}")
         return other
 
     def __call__(self, output: Any) -> Tensor:

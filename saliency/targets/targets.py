@@ -569,7 +569,7 @@ def output_tensor(output: Any) -> Tensor:
         return maps[0]
     kinds = ", ".join(f"{name!r}: {type(part).__name__}" for name, part in parts.items()) or "empty"
     problem = f"the model returned a {type(output).__name__} ({kinds}); it is not clear which tensor holds the scores"
-    hint = f"pass a function as the target, for example target=lambda output: {_example_target(output)}"
+    hint = f"pass a target that reads it, for example {_example_target(output)}"
     raise TargetError(f"{problem}; {hint}")
 
 
@@ -590,11 +590,11 @@ def embedding(output: Any) -> Tensor:
 
 
 def _example_target(output: Any) -> str:
-    """Return the code of a target that sums the scores of each image."""
+    """Return the code of a target: a box for detections, else a function that sums the scores of each image."""
     if isinstance(output, list | tuple) and output and isinstance(output[0], Mapping):  # one entry per image
-        return 'torch.stack([image["scores"].sum() for image in output])'
+        return "target=saliency.box(index=0) for the first detection"
     key = 0 if isinstance(output, list | tuple) else "scores"
-    return f"output[{key!r}].flatten(1).sum(1)"
+    return f"target=lambda output: output[{key!r}].flatten(1).sum(1), or saliency.box(index=0) for a detector"
 
 
 class PartialNames(tuple[str, ...]):
@@ -630,7 +630,9 @@ def class_scores(output: Any) -> Tensor:
         return scores[:, None]
     if scores.dim() == 2 and scores.shape[1] > 0:
         return scores
-    target = "saliency.region(label)" if scores.dim() in (4, 5) else "a function of the output"
+    region = "saliency.region(label), or "
+    hints = {3: "saliency.box(index=0) for a detector, or ", 4: region, 5: region}
+    target = f"{hints.get(scores.dim(), '')}a function of the output"
     raise TargetError(f"the output has shape {tuple(scores.shape)}, not (N, classes); pass {target} as the target")
 
 

@@ -120,6 +120,16 @@ def test_a_given_picture_is_covered_whole(tmp_path: Path) -> None:
     assert np.array_equal(pixels_of(from_path), pixels_of(overlay(replace(explanation, frames=(whole(photo),)))))
 
 
+def test_on_a_larger_copy_of_the_image_the_map_keeps_its_position() -> None:
+    small, large = noise(40, 20), noise(80, 40)
+    explanation = explained(torch.rand(1, 4, 4), Frame(small, (10.0, 0.0, 30.0, 20.0)))
+    placed = replace(explanation, frames=(Frame(large, (20.0, 0.0, 60.0, 40.0)),))
+    assert overlay(explanation, large).tobytes() == overlay(placed).tobytes()
+    assert cutout(explanation, large).tobytes() == cutout(placed).tobytes()
+    other = noise(30, 30)
+    assert overlay(explanation, other).tobytes() == overlay(replace(explanation, frames=(whole(other),))).tobytes()
+
+
 # Colours -------------------------------------------------------------------------------------------------------
 
 
