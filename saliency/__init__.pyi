@@ -88,6 +88,7 @@ from .methods.gradient_free_cam import AblationCAM as AblationCAM
 from .methods.gradient_free_cam import GScoreCAM as GScoreCAM
 from .methods.gradient_free_cam import ReciproCAM as ReciproCAM
 from .methods.gradient_free_cam import ScoreCAM as ScoreCAM
+from .methods.greedy_patches import VXCODE as VXCODE
 from .methods.integrated_gradients import IDGI as IDGI
 from .methods.integrated_gradients import BlurIG as BlurIG
 from .methods.integrated_gradients import ExpectedGradients as ExpectedGradients
