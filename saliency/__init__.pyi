@@ -88,7 +88,6 @@ from .methods.gradient_free_cam import AblationCAM as AblationCAM
 from .methods.gradient_free_cam import GScoreCAM as GScoreCAM
 from .methods.gradient_free_cam import ReciproCAM as ReciproCAM
 from .methods.gradient_free_cam import ScoreCAM as ScoreCAM
-from .methods.greedy_patches import VXCODE as VXCODE
 from .methods.integrated_gradients import IDGI as IDGI
 from .methods.integrated_gradients import BlurIG as BlurIG
 from .methods.integrated_gradients import ExpectedGradients as ExpectedGradients
@@ -131,6 +130,7 @@ from .methods.token_gradients import AGCAM as AGCAM
 from .methods.token_gradients import LeGrad as LeGrad
 from .methods.token_sampling import TIS as TIS
 from .methods.token_sampling import ViTCX as ViTCX
+from .methods.vx_code import VXCODE as VXCODE
 from .methods.xrai import XRAI as XRAI
 from .render.figure import figure as figure
 from .render.overlay import cutout as cutout

@@ -29,10 +29,9 @@ class VXCODE(SegmentAttribution, TimedAttribution):
     """Greedy insertion or deletion of patches, for boxes: the change of the score from each chosen patch on.
 
     Insertion begins with all patches hidden, and shows the patch that raises the score most, then the next. Deletion
-    begins with the image, and hides the patch that lowers the score most. So of patches that only act together, each is
-    found when the others have been chosen. The score of a box is its similarity, as in `DRISE`: the highest product of
-    IoU, probability of an object and cosine of the class probabilities, over all candidates. Other targets are
-    explained by their own score.
+    begins with the image, and hides the patch that lowers the score most. Each patch is judged together with the
+    patches before it. The score of a box is its similarity, as in `DRISE`: the highest product of IoU, probability of
+    an object and cosine of the class probabilities, over all candidates. Other targets have their own score.
 
     The value of a patch is the best score of the search minus the best score before this patch. The search ends when
     1 % of the difference between the scores of the image and of all patches hidden is left; the other patches are 0.
@@ -40,7 +39,7 @@ class VXCODE(SegmentAttribution, TimedAttribution):
     score before the patch, so they rise again where patches lower the score.
 
     Args:
-        order: "insertion" or "deletion".
+        order: "insertion" marks patches that suffice for the box; "deletion" marks the few that it cannot do without.
         together: The number of patches that are chosen together, the paper's r: 1, 2 or 3. Until a tenth of all patches
             is chosen, all combinations of the 30 that are best alone are tried: 435 of two patches, 4060 of three.
         segments: By default a grid of patches, (rows, columns). The number of passes grows with its square.
@@ -63,7 +62,7 @@ class VXCODE(SegmentAttribution, TimedAttribution):
     sign = "positive"
     preview_options: ClassVar = {"segments": (3, 3)}
 
-    order: Option[Order] = Option("deletion", check_choice, get_args(Order))
+    order: Option[Order] = Option("insertion", check_choice, get_args(Order))
     together: Option[int] = Option(1, check_choice, (1, 2, 3))
     segments: ConvertedOption[SegmentsLike, ResolvedSegments] = ConvertedOption((8, 8), resolve_segments)
 
