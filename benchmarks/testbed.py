@@ -78,6 +78,7 @@ SLOW: dict[str, dict[str, Any]] = {
     "occlusion": {"window": 8, "stride": 4},
     "rise": {"passes": 512},
     "d_rise": {"passes": 512},
+    "vx_code": {},
     "augmented": {},
     "smooth_grad": {},
     "smooth_grad_squared": {},

@@ -51,6 +51,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lrp": {},
     "rise": {"passes": 4},
     "d_rise": {"passes": 4},
+    "vx_code": {"segments": (2, 2)},
     "odam": {},
     "seg_grad_cam": {},
     "occlusion": {"window": 48, "stride": 48},

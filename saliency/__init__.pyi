@@ -130,6 +130,7 @@ from .methods.token_gradients import AGCAM as AGCAM
 from .methods.token_gradients import LeGrad as LeGrad
 from .methods.token_sampling import TIS as TIS
 from .methods.token_sampling import ViTCX as ViTCX
+from .methods.vx_code import VXCODE as VXCODE
 from .methods.xrai import XRAI as XRAI
 from .render.figure import figure as figure
 from .render.overlay import cutout as cutout

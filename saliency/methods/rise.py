@@ -177,11 +177,11 @@ class DRISE(RISE):
     def explain_targets(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
         """Explain several targets by the same masks."""
         joint = super().explain(x, JointTarget(targets))  # values (N, T, H, W), scores (N, T)
-        return [_column(joint, at) for at in range(len(targets))]
+        return [target_part(joint, at) for at in range(len(targets))]
 
 
-def _column(joint: BatchAttribution, at: int) -> BatchAttribution:
-    """Return the part of one of the targets."""
+def target_part(joint: BatchAttribution, at: int) -> BatchAttribution:
+    """Return the attribution of one target of a `JointTarget`, by its number."""
     own: Any = {name: part[:, at : at + 1] if part.dim() > 2 else part[:, at] for name, part in joint.tensors().items()}
     return replace(joint, **own)
 

@@ -239,7 +239,8 @@ def _read(output: Any, size: tuple[int, int], classes: int | None, link: BoxLink
         if isinstance(y, Tensor) and y.shape[1:] == (4 + count, cells):
             return _batch(_corners(y[:, :4].mT), raw["scores"].mT)
         sizes = [level.shape[-2:] for level in raw["feats"]]
-        return _batch(_decoded(raw["boxes"], sizes, size), raw["scores"].mT)
+        rows = _batch(_decoded(raw["boxes"], sizes, size), raw["scores"].mT)
+        return _with_joints(rows, y, raw["kpts"]) if "kpts" in raw else rows
     y, scores = entries[0] if entries else None, raw.get("scores")
     if isinstance(y, Tensor) and isinstance(scores, Tensor) and y[:, 4:].shape == scores.shape:
         return _batch(_corners(y[:, :4].mT), scores.mT)  # decoded boxes, and logits without their levels
@@ -261,9 +262,9 @@ def _columns(y: Tensor, levels: Any, size: tuple[int, int], classes: int | None)
     Sigmoids saturate, so the logits of the levels are used if the output holds them.
     """
     levels = levels if isinstance(levels, list | tuple) else []
-    extra = [part.shape[1] for part in levels if isinstance(part, Tensor) and part.shape[::2] == y.shape[::2]]
+    extra = [part for part in levels if isinstance(part, Tensor) and part.shape[::2] == y.shape[::2]]
     if extra:  # the masks or joints of Ultralytics follow the classes
-        y, levels = y[:, : -extra[0]], levels[0]
+        return _with_joints(_columns(y[:, : -extra[0].shape[1]], levels[0], size, classes), y, extra[0])
     levels = [level for level in levels if isinstance(level, Tensor)]
     dims = {level.dim() for level in levels}
     if len(levels) > 1 and dims == {4} and levels[0].shape[-1] == 4 and levels[0].shape[:3] == levels[1].shape[:3]:
@@ -284,6 +285,15 @@ def _columns(y: Tensor, levels: Any, size: tuple[int, int], classes: int | None)
         return _batch(_corners(y[:, :4].mT), _logit(y[:, 4:].mT))
     logits = torch.cat([level.flatten(1, 3) for level in levels], 1)[..., 4:] if dims == {5} else _logit(y[..., 4:])
     return _batch(_corners(y[..., :4]), logits[..., 1:], logits[..., 0])
+
+
+def _with_joints(rows: list[Candidates], y: Tensor, raw: Tensor) -> list[Candidates]:
+    """Add the logits of joints, if the last columns of y are x, y and visibility; raw (B, 3 K, n) has the logits."""
+    count = raw.shape[1]
+    visible = (y[:, -count:] if y.shape[2] == raw.shape[2] else y[..., -count:].mT)[:, 2::3]
+    if count % 3 or not bool(((visible >= 0) & (visible <= 1)).all()):  # masks, or joints without visibility
+        return rows
+    return [replace(row, keypoints=joints) for row, joints in zip(rows, raw[:, 2::3].mT, strict=True)]
 
 
 def _queries(parts: Mapping[str, Any], logits: Tensor, boxes: Tensor, link: BoxLink) -> list[Candidates]:

@@ -226,13 +226,13 @@ class Keypoint(LocatedTarget):
 
     def part(self, output: Any, image: int) -> Any:
         """Return the output for one image."""
-        if self.read is None and not isinstance(output, list):
+        if self.read is None and not _has_persons(output):
             return score_maps(output)[image : image + 1]
         return BoxScore(read=self.read, geometries=self.geometries).part(output, image)
 
     def resolve_from(self, output: Any, facts: OutputFacts) -> OutputTarget:
         """Return the target of the joint that was found. Raises TargetError if there is none."""
-        is_maps = self.read is None and not isinstance(output, list)
+        is_maps = self.read is None and not _has_persons(output)
         scores = score_maps(output) if is_maps else candidates(output, self.geometries, read=self.read)[0].keypoints
         if scores is None:
             raise TargetError("the detector's output has no scores of joints")
@@ -254,6 +254,12 @@ class Keypoint(LocatedTarget):
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return the name of the joint."""
         return (str(self.joint),) * images
+
+
+def _has_persons(output: Any) -> bool:
+    """Return whether an output is of a detector: of torchvision, or (y, raw) of Ultralytics with y (N, columns, n)."""
+    is_pair = isinstance(output, tuple) and len(output) > 0 and isinstance(output[0], Tensor)
+    return isinstance(output, list) or (is_pair and output[0].dim() == 3)
 
 
 def region(label: int | str, where: Any = "predicted") -> Target:

@@ -1,7 +1,9 @@
-"""Methods for boxes and regions: the layers of all levels, D-RISE, ODAM, Seg-Grad-CAM, Seg-XRes-CAM, augmentation."""
+"""Methods for boxes and regions: the layers of all levels, D-RISE, VX-CODE, ODAM, CAMs of regions, augmentation."""
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from functools import cache
 from typing import Any
 
@@ -15,6 +17,7 @@ from saliency import (
     DRISE,
     METHODS,
     ODAM,
+    VXCODE,
     Augmented,
     GradCAM,
     HiResCAM,
@@ -213,6 +216,114 @@ def test_d_rise_of_any_other_target_weights_the_masks_by_its_score() -> None:
         )
 
 
+class PlainSearch:
+    """VX-CODE of one box by plain loops, without batches."""
+
+    def __init__(self, name: str, x: Tensor, place: Tensor, cells: int, order: str) -> None:
+        self.name, self.x, self.cells, self.order = name, x, cells, order
+        boxes, known, _ = plain_boxes(name, x)
+        own = max(range(len(boxes)), key=lambda at: iou(place, boxes[at]) + float(known[at].max()))
+        self.box, self.own = boxes[own], known[own]
+
+    def score(self, changed: list[int]) -> float:
+        """The similarity with the changed patches alone, or without them; its negative for deletion."""
+        edge = 64 // self.cells
+        image = torch.zeros_like(self.x) if self.order == "insertion" else self.x.clone()
+        for patch in changed:
+            row, column = divmod(patch, self.cells)
+            part = (..., slice(row * edge, row * edge + edge), slice(column * edge, column * edge + edge))
+            image[part] = self.x[part] if self.order == "insertion" else 0
+        found = plain_similarity(self.box, self.own, plain_boxes(self.name, image))
+        return found if self.order == "insertion" else -found
+
+    def map(self, together: int, shortlist: int, share: float) -> Tensor:
+        every = list(range(self.cells**2))
+        chosen: list[int] = []
+        best, end = [self.score([])], self.score(every)
+        while len(chosen) < len(every) and best[-1] < end - 0.01 * (end - best[0]):
+            left = [patch for patch in every if patch not in chosen]
+            ranked = sorted(left, key=lambda patch: -self.score([*chosen, patch]))
+            group = ranked[:1]
+            if together > 1 and len(chosen) < share * len(every):
+                groups = itertools.combinations(sorted(ranked[:shortlist]), together)
+                orders = itertools.permutations(max(groups, key=lambda own: self.score([*chosen, *own])))
+                group = list(
+                    max(orders, key=lambda own: sum(self.score([*chosen, *own[: n + 1]]) for n in range(together)))
+                )
+            for patch in group:
+                chosen.append(patch)
+                best.append(max(best[-1], self.score(chosen)))
+        values = torch.zeros(len(every))
+        for patch, before in zip(chosen, best, strict=False):
+            values[patch] = best[-1] - before
+        return F.interpolate(values.view(1, 1, self.cells, self.cells), (64, 64))
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "together"),
+    [
+        ("shapes_detector", "deletion", 1),
+        *(("shapes_queries", "insertion", r) for r in (1, 2, 3)),
+        ("shapes_queries", "deletion", 2),
+    ],
+)
+def test_vx_code_equals_a_plain_greedy_loop(name: str, order: Any, together: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr("saliency.methods.vx_code.SHORTLIST", 4)
+    method = VXCODE(network(name), order=order, together=together, segments=(4, 4), chunk=5)
+    found = method.attribute(X[:1], saliency.box())
+    place = torch.tensor([float(n) for n in found.target_names[0].split("(")[1].rstrip(")").split(", ")])
+    expected = PlainSearch(name, X[:1], place, 4, order).map(together, 4, 0.1)
+    assert expected.count_nonzero() > 2 * 16**2
+    torch.testing.assert_close(found.values, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["insertion", "deletion"])
+def test_vx_code_finds_patches_that_act_only_together(order: Any) -> None:
+    class Both(nn.Module):  # a score of 1 if two corners are seen, and of 0.2 for a third
+        def forward(self, x: Tensor) -> Tensor:
+            return (x[:, 0, 0, 0] * x[:, 0, 7, 7] + 0.2 * x[:, 0, 0, 7])[:, None]
+
+    options: dict[str, Any] = {"segments": (4, 4), "order": order, "together": 2}
+    found = VXCODE(Both(), **options).attribute(torch.ones(1, 3, 8, 8), 0).values[0, 0]
+    corners = torch.stack([found[0, 0], found[7, 7]]).sort().values
+    both = torch.tensor([1.2, 1.2]) if order == "insertion" else torch.tensor([0.0, 1.2])
+    torch.testing.assert_close(corners, both)  # hiding either of them is enough
+    assert float(found[0, 7]) == pytest.approx(0.2)
+    assert found.count_nonzero() == 3 * 4
+
+
+def test_vx_code_ends_in_time_with_whole_selections_only() -> None:
+    method = VXCODE(network("shapes_detector"), seconds=1e-6)
+    found = method.attribute(X[:1], saliency.box())
+    assert found.run_stats[0].stopped == "seconds"
+    assert found.run_stats[0].passes == 1 + 64
+    assert len(found.values.unique()) == 2
+
+
+def test_vx_code_of_one_box_of_each_image_equals_single_calls() -> None:
+    method = VXCODE(network("shapes_detector"), segments=(4, 4))
+    boxes = [saliency.box(index=1), saliency.box(index=0)]
+    together = method.attribute(X[:2], boxes)
+    for at in range(2):
+        alone = method.attribute(X[at : at + 1], boxes[at])
+        torch.testing.assert_close(together[at].values, alone.values)
+        torch.testing.assert_close(together[at].scores, alone.scores)
+
+
+def test_vx_code_of_any_other_target_searches_by_its_score() -> None:
+    with torch.no_grad():
+        mask = network("shapes_unet")(X[:1]).argmax(1) == 1
+    found = VXCODE(network("shapes_unet")).attribute(X[:1], saliency.region("circle", where=mask))
+    inside = F.interpolate(mask[None].float(), (64, 64)).bool()
+    assert found.values[inside].mean() > 3 * found.values[~inside].mean()
+
+
+def test_vx_code_refuses_other_orders_and_numbers_of_patches() -> None:
+    for options in ({"order": "both"}, {"together": 4}):
+        with pytest.raises(MethodError, match="is not one of"):
+            VXCODE(network("shapes_detector"), **options)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("of", ["class", "x0", "y0", "x1", "y1"])
 def test_odam_equals_its_formula_by_autograd(of: Any) -> None:
     model: Any = saliency.load("shapes_detector").double()
@@ -342,3 +453,56 @@ def test_a_target_that_has_no_mirror_image_is_refused_by_augmentation(name: str,
 def test_scales_are_positive_numbers(scales: Any) -> None:
     with pytest.raises(MethodError, match="scales="):
         Augmented(GradCAM(network("shapes_cnn")), scales=scales)
+
+
+# Errors of public code
+
+
+class Fixed(nn.Module):
+    """Detector of one box that does not depend on the image, or of none."""
+
+    def __init__(self, boxes: int) -> None:
+        super().__init__()
+        self.boxes, self.scale = boxes, nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> list[dict[str, Tensor]]:
+        entry = {"boxes": torch.tensor([[8.0, 8, 40, 40]]), "scores": torch.tensor([0.9]), "labels": torch.tensor([1])}
+        entry = {key: part[: self.boxes] for key, part in entry.items()}
+        return [entry | {"scores": entry["scores"] + self.scale * own.mean()} for own in x]
+
+
+@pytest.mark.parametrize("name", ["d_rise", "vx_code", "odam", "layer_cam"])
+def test_an_image_without_detections_is_an_error_that_says_so(name: str) -> None:
+    layer = {"layer": ""} if name in ("odam", "layer_cam") else {}
+    with pytest.raises(saliency.NotFoundError, match="the model found nothing"):
+        METHODS[name](Fixed(0), **layer).attribute(X[:1], saliency.box())
+
+
+@pytest.mark.filterwarnings("ignore:.*0 everywhere")
+@pytest.mark.parametrize("name", ["rise", "d_rise", "vx_code"])
+def test_a_constant_score_is_a_map_of_zeros_and_not_of_nan(name: str) -> None:
+    method = METHODS[name](Fixed(1), **METHODS[name].preview_options)
+    assert method.attribute(X[:1], saliency.box()).values.count_nonzero() == 0
+
+
+@pytest.mark.parametrize(("name", "options"), [("d_rise", {"passes": 96}), ("vx_code", {"segments": (6, 6)})])
+def test_masked_images_are_not_kept(name: str, options: dict[str, Any]) -> None:
+    model, inputs = network("shapes_detector"), list[Any]()
+    handle = model.register_forward_hook(lambda module, args, output: inputs.append(weakref.ref(args[0])))
+    alive = []
+    counter = model.register_forward_hook(lambda *_: alive.append(sum(own() is not None for own in inputs)))
+    METHODS[name](model, chunk=4, **options).attribute(X[:1], saliency.box())
+    handle.remove()
+    counter.remove()
+    assert len(alive) >= 24
+    assert max(alive) <= 4
+
+
+def test_odam_has_a_map_also_with_equal_maxima_and_for_a_box_of_low_overlap() -> None:
+    model = Linear()
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.1)
+    explanation = ODAM(model).attribute(torch.ones(1, 3, 16, 16), saliency.box(read=whole, box=(0, 0, 16, 10)))
+    assert explanation.target_names[0].endswith("IoU 0.62")
+    assert explanation.values.min() > 0
+    torch.testing.assert_close(explanation.values, explanation.values.max().expand_as(explanation.values))

@@ -116,6 +116,29 @@ def test_the_score_is_continuous_where_another_candidate_becomes_the_best() -> N
     assert steps.max() < 0.05
 
 
+def test_the_class_is_compared_before_the_overlap() -> None:
+    def read(output: Tensor) -> list[saliency.Candidates]:  # the best overlap has the other class
+        boxes = torch.tensor([[10.0, 10, 30, 30], [10, 10, 30, 42]])
+        return [saliency.Candidates(boxes, torch.tensor([[4.0, -6], [-6, 3]]) + output.mean())]
+
+    target = saliency.box(box=(10, 10, 30, 30), cls=1, read=read)
+    explanation = VanillaGradient(nn.Identity()).attribute(X[:1], target)
+    assert explanation.target_names == ("class 1 at (10, 10, 30, 42), IoU 0.62",)
+    assert float(explanation.scores) > 2.9
+
+
+@pytest.mark.parametrize(("of", "own"), [("class", 4), ("x0", 0), ("y1", 3)])
+def test_the_place_and_the_class_are_not_mixed(of: Any, own: int) -> None:
+    def read(output: Tensor) -> list[saliency.Candidates]:
+        return [saliency.Candidates(8 + 16 * output[:, 0, 0, :4], output[:, 0, 0, 4:5])]
+
+    x = torch.zeros(1, 3, 40, 40)
+    x[0, 0, 0, 2:5] = 1
+    found = VanillaGradient(nn.Identity()).attribute(x, saliency.box(of=of, read=read)).values
+    assert found[0, 0, 0, own] > 0
+    assert found.count_nonzero() == 1
+
+
 def test_the_score_of_a_vanished_box_is_the_absent_logit_and_keeps_its_graph() -> None:
     logits = torch.tensor([0.9], requires_grad=True)
 

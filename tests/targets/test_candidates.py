@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saliency import Candidates, TargetError
 from saliency.io.preprocess import Geometry
-from saliency.targets.candidates import ABSENT, Detections, candidates
+from saliency.targets.candidates import ABSENT, Detections, candidates, iou
 
 HEIGHT, WIDTH = 64, 96
 PLACE = [Geometry.of(None, (HEIGHT, WIDTH))]
@@ -252,8 +252,51 @@ def test_duplicates_are_suppressed_within_a_class_only() -> None:
     assert row.detections(0.9) == [2]
 
 
+def pose(form: str, joints: int = 4, dims: int = 3) -> Any:
+    """The output of a pose model of Ultralytics, and the logits (joints,) of the joints of the first box."""
+    feats, distances, scores = levels(16)
+    raw = torch.linspace(-2, 2, joints * dims)[None, :, None].repeat(1, 1, scores.shape[2])
+    decoded_joints = raw * 8 + 40
+    if dims == 3:
+        decoded_joints[:, 2::3] = raw[:, 2::3].sigmoid()
+    y = torch.cat([decoded(scores), decoded_joints], 1)
+    if form == "before 8.4":
+        return (y, (ultralytics_before()[1], raw)), raw[0, 2::3, 0]
+    parts = {"boxes": distances, "scores": scores, "feats": feats, "kpts": raw}
+    if form == "8.4":
+        return (y, parts), raw[0, 2::3, 0]
+    top = torch.cat([torch.zeros(1, 5, 6), decoded_joints[..., :5].mT], 2)
+    return (top, {"one2many": {}, "one2one": parts}), raw[0, 2::3, 0]
+
+
+@pytest.mark.parametrize("form", ["before 8.4", "8.4", "end to end"])
+def test_joints_of_ultralytics_have_the_logits_of_their_visibility(form: str) -> None:
+    output, logits = pose(form)
+    (row,) = candidates(output, PLACE, 3)
+    torch.testing.assert_close(row.boxes[the_two(row)], BOXES, rtol=0, atol=1e-3)
+    torch.testing.assert_close(row.scores[the_two(row)], LOGITS, rtol=1e-3, atol=1e-3)
+    assert row.keypoints is not None
+    torch.testing.assert_close(row.keypoints[the_two(row)[0]], logits)
+    (row,) = candidates(pose(form, 6, 2)[0], PLACE, 3)  # x and y only
+    assert row.keypoints is None
+
+
 def test_candidates_keep_their_graph() -> None:
     scores = LOGITS.clone().requires_grad_()
     (row,) = candidates(RTDetrObjectDetectionOutput(logits=scores[None], pred_boxes=unit(BOXES)[None]), PLACE)
     (grad,) = torch.autograd.grad(row.scores[0, 1], scores)
     assert grad.tolist() == [[0, 1, 0], [0, 0, 0]]
+
+
+def test_the_overlap_of_boxes_is_of_areas_in_any_unit() -> None:
+    one, other = torch.tensor([0.0, 0, 2, 2]), torch.tensor([1.0, 0, 3, 2])
+    for scale in (1e-2, 1, 100):  # others add a pixel to each edge
+        assert float(iou(scale * one, scale * other)) == pytest.approx(1 / 3)
+
+
+def test_the_similarity_takes_the_cosine_and_not_the_product_of_class_probabilities() -> None:
+    row = Candidates(
+        BOXES, torch.tensor([[0.4, 0.1], [0.1, 0.4]]).logit(), torch.tensor([0.5, 0.8]).logit(), is_factor=False
+    )
+    found = Detections.of([row]).similarity(BOXES, torch.tensor([[0.8, 0.2], [0.2, 0.8]]))
+    torch.testing.assert_close(found, torch.tensor([[0.5, 0.8]]))  # parallel vectors: the probability of an object

@@ -187,12 +187,14 @@ def test_instances_are_weighted_by_their_scores() -> None:
     torch.testing.assert_close(mixed.values[0], explanation.values[0])
 
 
-@pytest.mark.parametrize("name", ["hires_cam", "vanilla_gradient", "rise", "occlusion", "lrp"])
+@pytest.mark.parametrize(
+    "name", ["hires_cam", "seg_xres_cam", "vanilla_gradient", "rise", "occlusion", "vx_code", "lrp"]
+)
 @pytest.mark.parametrize("where", [(16, 8, 40, 24), "border", "predicted"], ids=str)
 def test_regions_of_two_images_equal_single_calls_and_nothing_is_left_behind(name: str, where: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.Conv2d(4, 2, 1)).eval()
-    method = METHODS[name](model, **({"layer": "0"} if name == "hires_cam" else METHODS[name].preview_options))
+    method = METHODS[name](model, **({"layer": "0"} if "res_cam" in name else METHODS[name].preview_options))
     targets = [saliency.region(0, where), saliency.region(1, where)]
     before = Snapshot(model=model, x=X)
     both = method.attribute(X, targets)
@@ -246,6 +248,24 @@ def test_a_joint_of_a_detector_is_the_score_at_its_person() -> None:
         method.attribute(X, saliency.keypoint(3, 2))
     with pytest.raises(TargetError, match=r"class 7 is outside 0\.\.4, the joints"):
         method.attribute(X, saliency.keypoint(7))
+
+
+def test_a_joint_of_ultralytics_is_the_logit_at_its_person() -> None:
+    def output(x: Tensor) -> Any:  # two persons among 40 cells, and five joints of x, y and visibility
+        raw = torch.arange(15.0)[:, None] + 10 * torch.arange(40.0)
+        raw = raw * x.mean((1, 2, 3))[:, None, None]
+        y = torch.full((len(x), 5, 40), 0.01)
+        y[..., :2] = torch.tensor([[10.0, 40], [12, 20], [8, 10], [16, 20], [0.9, 0.8]])
+        joints = raw * 8
+        joints[:, 2::3] = raw[:, 2::3].sigmoid()
+        return torch.cat([y, joints], 1), ([], raw)
+
+    method = VanillaGradient(Output(output), categories=["person"])
+    for person in (0, 1):
+        explanation = method.attribute(X, saliency.keypoint(3, person))
+        torch.testing.assert_close(explanation.scores, (11.0 + 10 * person) * X.mean((1, 2, 3)), rtol=1e-4, atol=1e-5)
+    assert explanation.target_names[0] == "joint 3 of person at (35, 10, 45, 30)"
+    assert explanation.values.abs().max() > 0
 
 
 # Neurons

@@ -144,6 +144,12 @@ def test_the_map_of_an_object_lies_on_it_rather_than_on_another_of_its_class(met
     assert margins.mean() > 2 * testbed.standard_error(margins)
 
 
+@pytest.mark.parametrize("network", ["shapes_detector", "shapes_queries"])
+def test_the_map_of_vx_code_lies_on_the_box(network: str) -> None:
+    margins = testbed.object_margins("vx_code", network, 6)
+    assert margins.mean() > 2 * testbed.standard_error(margins)
+
+
 def test_a_mean_within_two_standard_errors_is_bold() -> None:
     assert testbed.object_cell([0.1, -0.1, 0.0, 0.1]).startswith("**")
     assert testbed.object_cell([0.5, 0.6, 0.5, 0.4]) == "0.50 ± 0.04"
