@@ -17,7 +17,6 @@ from benchmarks.zoo_volumes import KINDS, VOLUMES
     [
         ("MONAI UNet", "lrp", "works"),
         ("MONAI resnet10", "grad_cam", "works"),
-        ("MONAI ViT", "layer_cam", "works"),
         ("torchvision r3d_18", "guided_backprop", "works"),
         ("torchvision mc3_18", "xrai", "refused: xrai is defined for images of two spatial axes, and the input has 3"),
     ],
