@@ -207,16 +207,16 @@ class BoxScore(LocatedTarget):
     def others(self, output: Any, of: Literal["class", "box"]) -> list[BoxScore]:
         """Return the targets of the other classes, or joints, of the box, or of the top classes of other detections."""
         (row,), (match,) = self._rows(output), self.matches
+        if of == "class" and isinstance(self.of, int):
+            return [replace(self, of=at) for at in range(cast("Tensor", row.keypoints).shape[1]) if at != self.of]
         if of == "box":
             known, boxes = row.probabilities.detach(), row.boxes.detach()
             far = iou(boxes, boxes.new_tensor(match.box)) < _LEAST_OVERLAP
             found = [(int(known[at].argmax()), boxes[at].tolist()) for at in row.detections() if far[at]]
-            rest = [match._replace(box=cast("Box", tuple(box)), label=label, against=None) for label, box in found]
-            return [replace(self, matches=(other,)) for other in rest]
-        if isinstance(self.of, int):
-            return [replace(self, of=at) for at in range(cast("Tensor", row.keypoints).shape[1]) if at != self.of]
-        count = row.scores.shape[1] if self.of == "class" and row.link != "label" else 0
-        rest = [match._replace(label=label, against=None) for label in range(count) if label != match.label]
+        else:
+            count = row.scores.shape[1] if self.of == "class" and row.link != "label" else 0
+            found = [(label, match.box) for label in range(count) if label != match.label]
+        rest = [match._replace(box=cast("Box", tuple(box)), label=label, against=None) for label, box in found]
         return [replace(self, matches=(other,)) for other in rest]
 
     def mirrored(self) -> BoxScore:

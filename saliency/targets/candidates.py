@@ -125,7 +125,7 @@ class Detections(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Candidates]) -> Detections:
-        """Return the candidates of images, with at least one box each."""
+        """Return the candidates of images."""
         classes, objects = max(row.scores.shape[1] for row in rows), [row.objectness for row in rows]
         scores = [F.pad(row.scores, (0, classes - row.scores.shape[1]), value=-torch.inf) for row in rows]
         objectness = None if objects[0] is None else torch.cat(cast("list[Tensor]", objects))
@@ -134,10 +134,7 @@ class Detections(NamedTuple):
             rows[0], boxes=torch.cat([row.boxes for row in rows]), scores=torch.cat(scores), objectness=objectness
         )
         parts, counts = (whole.boxes, whole.probabilities, whole.certainty), [len(row.boxes) for row in rows]
-        found = cls(*(pad_sequence(part.split(counts), True) for part in parts))
-        if found.boxes.shape[1]:
-            return found
-        return cls(*(t.new_zeros(len(t), 1, *t.shape[2:]) for t in found))
+        return cls(*(pad_sequence(part.split(counts), True) for part in parts))
 
     def similarity(self, boxes: Tensor, probabilities: Tensor) -> Tensor:
         """Return the highest product of IoU, probability of an object, and cosine of class probabilities, (N, T).
@@ -149,7 +146,8 @@ class Detections(NamedTuple):
         known = F.pad(self.probabilities, (0, probabilities.shape[1] - self.probabilities.shape[2]))
         cosines = F.normalize(known, dim=2) @ F.normalize(probabilities, dim=1).mT  # (N, n, T)
         overlaps = iou(self.boxes.to(known)[:, :, None], boxes.to(known))
-        return (overlaps * cosines).mul_(self.certainty[..., None]).amax(1)
+        similarities = (overlaps * cosines).mul_(self.certainty[..., None])
+        return F.pad(similarities, (0, 0, 0, 1)).amax(1)  # 0 without boxes
 
 
 CandidatesFunction = Callable[[Any], Sequence[Candidates]]
