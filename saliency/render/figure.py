@@ -9,12 +9,14 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
 from PIL import Image
 
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import single_images
 from ..errors import RenderError
 from ..io.preprocess import Frame
+from ..methods.pairs import Matches
 from ..validation import check_integer
 from .blending import HATCHED, Opacity, ScaledMap, frame_of, method_titles, paint, probability, scale_map, shrink
 from .scaling import SMOOTHING, shared_limit
@@ -32,6 +34,9 @@ SMALLEST_PANEL, LARGEST_PANEL = 1.8, 3.4
 TALLEST = 1.5  # height of a panel, as a multiple of its width
 HEAD_AND_BAR = 0.9  # height of the title and the colour bar of a panel
 TITLE_HEIGHT = 0.3  # of the title above all panels
+
+RAISES, LOWERS = "#d62728", "#1f77dc"  # colours of matches
+WIDEST = 6.0  # line of a match, in points
 
 TITLE_SIZE, TEXT_SIZE = 9.0, 7.0  # points
 NAME, LABEL = 24, 32  # line of a class name in a title, and of a label, in characters
@@ -126,6 +131,57 @@ def figure(
             _show(axes, paint(frame, scaled, colormap, opacity), names)
             _add_bar(drawing, axes, scaled, colormap, label or explanation.units)
     return drawing
+
+
+def draw_matches(matches: Matches, *, count: int = 20, title: str | None = None) -> Figure:
+    """Draw both images side by side, and lines between the cells that match most.
+
+    The width of a line is in proportion to the magnitude of its match. Red lines raise the similarity, blue lines lower
+    it. The strongest line is on top.
+
+    Args:
+        matches: The result of `explain_matches`.
+        count: The number of lines.
+        title: A title; by default the similarity and the meaning of the colours.
+
+    Returns:
+        A matplotlib Figure, as of `figure`.
+
+    Raises:
+        RenderError: An image was given as a tensor, or the count is invalid.
+    """
+    from matplotlib.patches import ConnectionPatch
+
+    check_integer("count", count, least=1, error=RenderError)
+    frames = [frame for frame in matches.frames if frame is not None]
+    if len(frames) < 2:
+        raise RenderError("draw_matches draws on the images; pass their paths or PIL images to explain_matches")
+    height = max(frame.image.height / frame.image.width for frame in frames) * WIDTH / 2
+    drawing = new_figure(WIDTH, height + TITLE_HEIGHT, crop="tight")
+    title = title or f"{matches.by} similarity {matches.score:.3g}; red raises it, blue lowers it"
+    drawing.suptitle(title, fontsize=TITLE_SIZE + 2, parse_math=False)
+    left, right = drawing.subplots(1, 2)
+    for axes, frame in zip((left, right), frames, strict=True):
+        axes.set_axis_off()
+        _show(axes, frame.image, [])
+    values = matches.values.double().cpu()
+    strongest = values.abs().flatten().topk(min(count, values.numel())).indices.flip(0)
+    most = float(values.abs().max()) or 1.0
+    for cell in torch.stack(torch.unravel_index(strongest, values.shape), 1).tolist():
+        value, cells = float(values[tuple(cell)]), values.shape
+        ends = _centre(frames[0], cell[:2], cells[:2]), _centre(frames[1], cell[2:], cells[2:])
+        style: dict[str, Any] = {"color": RAISES if value > 0 else LOWERS, "linewidth": WIDEST * abs(value) / most}
+        drawing.add_artist(ConnectionPatch(*ends, "data", "data", axesA=left, axesB=right, alpha=0.8, **style))
+        for axes, end in zip((left, right), ends, strict=True):
+            axes.plot(*end, "o", color=style["color"], markersize=WIDEST, markeredgecolor="white")
+    return drawing
+
+
+def _centre(frame: Frame, cell: Sequence[int], cells: Sequence[int]) -> tuple[float, float]:
+    """Return the centre (x, y) of a cell (row, column) of the model's input in an image, where pixels have integers."""
+    left, top, right, bottom = frame.box
+    x, y = ((index + 0.5) / number for index, number in zip(cell[::-1], cells[::-1], strict=True))
+    return left + (right - left) * x - 0.5, top + (bottom - top) * y - 0.5
 
 
 def _by_image(explanations: Sequence[Explanation]) -> list[list[Explanation]]:
