@@ -141,11 +141,10 @@ class RelevancePropagation(TracedAttribution):
         changes = {name: partial(_restricted, grads, name, channels) for name, channels in self._through.items()}
         walk = Walk(grads, rules, grads.forward.layers, changes, frees=grads.forward.count_backward()).run()
         rules.check_layers()
-        scores = grads.scores.abs()
-        # Relevance of both signs may cancel in a score near 0. Its rounding error is not missing.
-        rounding = 16 * torch.finfo(scores.dtype).eps * walk.relevance.abs().flatten(1).sum(1).maximum(scores)
-        share = float(((walk.missing.abs() - rounding) / scores.clamp(min=1e-6)).max())
-        if not share <= MAX_MISSING_SHARE and self.unknown == "refuse":  # false for NaN
+        share = float((walk.missing.abs() / grads.scores.abs().clamp(min=1e-6)).max())
+        rounding = 16 * torch.finfo(grads.scores.dtype).eps
+        # This comparison is false for NaN.
+        if not share <= max(MAX_MISSING_SHARE, rounding) and self.unknown == "refuse":
             warn(f"{self.name}: {share:.1g} of the score is missing from the ledger")
         return walk
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..attribution.base import Attribution, TracedAttribution
+from ..attribution.base import Attribution
 from ..attribution.explanation import Explanation
 from ..attribution.forward import at_least_float32
 from ..engine.estimates import generator
@@ -23,8 +23,14 @@ from ..layers.layout import bind_layout
 from ..targets.embedding import Measure, PairSimilarity, similarity
 from ..targets.targets import embedding
 from ..validation import check_choice, check_integer
+from .cam import HiResCAM
+from .deep_lift import DeepLIFT
+from .gradient import InputXGradient, VanillaGradient
+from .lrp import LRP, AttnLRP
 
 Product = Literal["cosine", "dot"]
+LINEAR = (LRP, AttnLRP, DeepLIFT, HiResCAM, InputXGradient, VanillaGradient)
+"""Methods whose map of a sum of scores is the sum of the maps, so that directions can replace numbers."""
 
 
 def explain_pair(
@@ -88,7 +94,7 @@ class Matches:
 
 
 def explain_matches(
-    method: TracedAttribution,
+    method: Attribution,
     a: ImagesLike,
     b: ImagesLike,
     *,
@@ -99,28 +105,29 @@ def explain_matches(
 ) -> Matches:
     """Explain which part of one image matches which part of another.
 
-    The dot product of two embeddings is the sum over their numbers m of phi_m(a) * phi_m(b). The method explains each
-    number on both images. The share of the cells i and j is the sum over m of R_m(a)_i * R_m(b)_j, where R_m is the map
-    of number m, summed over channels and pixels of a cell. With `LRP` this is BiLRP; with `InputXGradient`, the Hessian
-    of the dot product times both inputs. If the maps of the numbers sum to the numbers, as for `InputXGradient` of a
-    network of ReLUs without biases, the shares sum to the score.
+    The dot product of two embeddings is the sum of phi_m(a) * phi_m(b) over their numbers m. The method explains each
+    number on both images. The share of the cells i and j is the sum of R_m(a)_i * R_m(b)_j over m, where R_m is the map
+    of number m, summed over the channels and pixels of a cell. With `LRP` this is BiLRP. With `InputXGradient` it is
+    the Hessian of the dot product, times both inputs. The shares sum to the similarity if each R_m sums to phi_m, as in
+    a network of ReLUs without biases. Otherwise, biases absorb a part.
 
-    Runs two forwards, and one forward and one backward for each direction and image, in chunks that bound the memory.
+    Runs two forwards, and one forward and one backward for each direction and image. They run in chunks, so the memory
+    does not depend on the number of directions.
 
     Args:
-        method: A method of one forward, such as `LRP(model)`, `AttnLRP(model)` or `InputXGradient(model)`.
+        method: `LRP`, `AttnLRP`, `CPLRP`, `DeepLIFT`, `HiResCAM`, `InputXGradient` or `VanillaGradient` of a model.
         a: One image, as for `Attribution.attribute`.
         b: The other image.
-        by: "dot" for the inner product of the embeddings; "cosine" divides it, and all shares, by their lengths, which
+        by: "dot" for the inner product of the embeddings. "cosine" divides it, and all shares, by both lengths, which
             count as constants.
-        cells: The number of cells along the longer edge; at most the values of the method's map.
-        directions: The number of directions of the embedding that are explained instead of all D numbers: those of both
-            embeddings, and random ones orthogonal to them. The expected shares are the exact ones, and as much of them
-            sums to the score. The authors explain 100 random directions. None explains all numbers.
+        cells: The number of cells along the longer edge, at most that of the method's map. Cells are square.
+        directions: The number of directions that are explained instead of all D numbers, at least 3: those of both
+            embeddings, and random ones orthogonal to them. The shares are then unbiased estimates, and without biases
+            their sum is exact. The authors' code explains 100 random directions. None explains all numbers.
         seed: The seed of the random directions.
 
     Raises:
-        MethodError: There is not one image on each side, the method runs many passes, or an option is invalid.
+        MethodError: There is not one image on each side, the method is another one, or an option is invalid.
         TargetError: The model does not return one embedding (N, D).
 
     Source: Eberle et al., "Building and Interpreting Deep Similarity Models" (2020), https://arxiv.org/abs/2003.05431.
@@ -130,8 +137,9 @@ def explain_matches(
     batches = _read(method, a, b)
     if len(batches[0].inputs) != 1:
         raise MethodError(f"explain_matches takes one image on each side, got {len(batches[0].inputs)}")
-    if not isinstance(method, TracedAttribution):
-        raise MethodError(f"{method.name} runs many passes; use a method of one forward, such as LRP or InputXGradient")
+    if not isinstance(method, LINEAR):
+        names = ", ".join(cls.__name__ for cls in LINEAR)
+        raise MethodError(f"{method.name}: the maps of matches must be linear in the score, as those of {names}")
     with prepared_for_attribution(method.model), bind_forward_args((), 1), bind_layout(method.layout):
         with torch.no_grad():
             first, second = (at_least_float32(embedding(run_model(method.model, own.inputs)))[0] for own in batches)
@@ -156,16 +164,19 @@ def _read(method: Attribution, a: ImagesLike, b: ImagesLike) -> tuple[Batch, Bat
 def _directions(first: Tensor, second: Tensor, count: int | None, seed: int) -> Tensor:
     """Return directions (K, D) such that the products of the projections of two embeddings sum to their dot product."""
     numbers = len(first)
-    if count is None or check_integer("directions", count, least=3) >= numbers:
-        return torch.eye(numbers, dtype=first.dtype, device=first.device)
-    random = torch.randn(numbers, count - 2, generator=generator(seed), device="cpu").to(first)
+    count = numbers if count is None else min(check_integer("directions", count, least=3), numbers)
+    random = torch.randn(numbers, max(count - 2, 0), generator=generator(seed), device="cpu").to(first)
     basis = torch.linalg.qr(torch.column_stack([first, second, random])).Q  # (D, K)
     # The product of the random directions with their transpose is, on average, the identity of the other D - 2 numbers.
-    basis[:, 2:] *= math.sqrt((numbers - 2) / (count - 2))
-    return basis.T
+    basis[:, 2:] *= math.sqrt(max(numbers - 2, 1) / max(count - 2, 1))
+    # Most scores would be 0, where the rounding error of relevance looks like a missing share. A reflection of the
+    # directions changes no share, and gives all of them the same product with the first embedding.
+    across = torch.full_like(basis[0], -(basis.shape[1] ** -0.5))
+    across[0] += 1
+    return (basis - torch.outer(basis @ across, across) * 2 / (across @ across).clamp(min=1e-30)).T
 
 
-def _maps(method: TracedAttribution, x: Tensor, rows: Tensor, cells: int) -> Tensor:
+def _maps(method: Attribution, x: Tensor, rows: Tensor, cells: int) -> Tensor:
     """Return the maps (K, h, w) of an image's embedding along directions (K, D), summed over square cells."""
     batch = x.expand(len(rows), *x.shape[1:])
     target = method.resolve(lambda output: (embedding(output) * rows).sum(1), batch)

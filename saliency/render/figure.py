@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
+from torch.nn.functional import max_pool2d
 
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import single_images
@@ -137,11 +138,12 @@ def draw_matches(matches: Matches, *, count: int = 20, title: str | None = None)
     """Draw both images side by side, and lines between the cells that match most.
 
     The width of a line is in proportion to the magnitude of its match. Red lines raise the similarity, blue lines lower
-    it. The strongest line is on top.
+    it. The strongest line is on top. Of the matches between neighbours of the same two cells, only the strongest is
+    drawn.
 
     Args:
         matches: The result of `explain_matches`.
-        count: The number of lines.
+        count: The largest number of lines.
         title: A title; by default the similarity and the meaning of the colours.
 
     Returns:
@@ -165,12 +167,16 @@ def draw_matches(matches: Matches, *, count: int = 20, title: str | None = None)
         axes.set_axis_off()
         _show(axes, frame.image, [])
     values = matches.values.double().cpu()
-    strongest = values.abs().flatten().topk(min(count, values.numel())).indices.flip(0)
-    most = float(values.abs().max()) or 1.0
+    nearby = size = values.abs()
+    for _ in range(2):  # the largest magnitude of the cells around one end, then around the other
+        nearby = max_pool2d(nearby, 3, stride=1, padding=1).permute(2, 3, 0, 1)
+    peaks = torch.where(size == nearby, size, 0).flatten()
+    strongest = peaks.topk(min(count, int(peaks.count_nonzero()))).indices.flip(0)
     for cell in torch.stack(torch.unravel_index(strongest, values.shape), 1).tolist():
         value, cells = float(values[tuple(cell)]), values.shape
         ends = _centre(frames[0], cell[:2], cells[:2]), _centre(frames[1], cell[2:], cells[2:])
-        style: dict[str, Any] = {"color": RAISES if value > 0 else LOWERS, "linewidth": WIDEST * abs(value) / most}
+        width = WIDEST * abs(value) / float(size.max())
+        style: dict[str, Any] = {"color": RAISES if value > 0 else LOWERS, "linewidth": width}
         drawing.add_artist(ConnectionPatch(*ends, "data", "data", axesA=left, axesB=right, alpha=0.8, **style))
         for axes, end in zip((left, right), ends, strict=True):
             axes.plot(*end, "o", color=style["color"], markersize=WIDEST, markeredgecolor="white")

@@ -106,28 +106,30 @@ def test_files_of_a_pair_are_named_and_drawn(tmp_path: Path) -> None:
 
 def double_sum(method: Any, a: Tensor, b: Tensor, numbers: int) -> Tensor:
     """The definition, number by number: (H, W, H', W')."""
-    total = torch.zeros(*a.shape[-2:], *b.shape[-2:], dtype=a.dtype)
+    shares = []
     for m in range(numbers):
         left, right = (method.attribute(x, saliency.value(m)).values[0].sum(0) for x in (a, b))
-        total += left[:, :, None, None] * right
-    return total
+        shares.append(left[:, :, None, None] * right)
+    return torch.stack(shares).sum(0)
 
 
-@pytest.mark.parametrize("name", ["lrp", "input_x_gradient", "vanilla_gradient", "attn_lrp", "deep_lift"])
+@pytest.mark.parametrize("name", ["lrp", "input_x_gradient", "vanilla_gradient", "attn_lrp", "deep_lift", "hires_cam"])
 def test_matches_are_the_explicit_double_sum(name: str) -> None:
     method: Any = METHODS[name](tiny_model().double(), **METHODS[name].preview_options)
     a, b = images(1, (10, 8)).double(), images(1, (8, 12), seed=4).double()
     expected = double_sum(method, a, b, 5)
     found = saliency.explain_matches(method, a, b, by="dot", cells=12, directions=None)
     torch.testing.assert_close(found.values, expected, rtol=1e-9, atol=1e-12)
-    pooled = saliency.explain_matches(method, a, b, by="dot", cells=4, directions=None)
-    assert pooled.values.shape == (4, 3, 3, 4)
-    rows, columns = (
-        (torch.arange(10) * 4 // 10, torch.arange(8) * 3 // 8),
-        (torch.arange(8) * 3 // 8, torch.arange(12) // 3),
-    )
-    share = expected[rows[0] == 1][:, rows[1] == 2][:, :, columns[0] == 0][:, :, :, columns[1] == 3].sum()
-    torch.testing.assert_close(pooled.values[1, 2, 0, 3], share, rtol=1e-9, atol=1e-12)
+
+
+def test_cells_sum_the_matches_of_their_pixels() -> None:
+    method = saliency.LRP(tiny_model().double())
+    a, b = images(1, (10, 8)).double(), images(1, (8, 12), seed=4).double()
+    pixels, cells = (saliency.explain_matches(method, a, b, cells=cells).values for cells in (12, 4))
+    assert (pixels.shape, cells.shape) == ((10, 8, 8, 12), (4, 3, 3, 4))
+    row, column = torch.arange(10) * 4 // 10 == 1, torch.arange(8) * 3 // 8 == 2
+    share = pixels[row][:, column][:, :, torch.arange(8) * 3 // 8 == 0][..., 9:].sum()
+    torch.testing.assert_close(cells[1, 2, 0, 3], share, rtol=1e-9, atol=1e-12)
 
 
 def test_the_gradient_form_is_the_hessian_of_the_product_times_both_inputs() -> None:
@@ -230,11 +232,12 @@ def test_what_is_not_a_pair_is_refused(explain: Any) -> None:
         explain(VanillaGradient(boxes), A, B)
 
 
-def test_matches_need_one_pair_and_a_method_of_one_forward() -> None:
+def test_matches_need_one_pair_and_a_linear_method() -> None:
     with pytest.raises(MethodError, match="one image on each side, got 2"):
         saliency.explain_matches(saliency.LRP(tiny_model()), images(2), images(2))
-    with pytest.raises(MethodError, match="rise runs many passes"):
-        saliency.explain_matches(saliency.RISE(tiny_model()), A, B)  # type: ignore[arg-type]
+    for cls in (saliency.RISE, saliency.GuidedBackprop, saliency.ExcitationBackprop, saliency.GradCAMPlusPlus):
+        with pytest.raises(MethodError, match="linear in the score, as those of LRP, AttnLRP"):
+            saliency.explain_matches(cls(tiny_model()), A, B)
     for options in ({"cells": 0}, {"directions": 2}):
         with pytest.raises(MethodError, match=next(iter(options))):
             saliency.explain_matches(saliency.LRP(tiny_model()), A, B, **options)  # type: ignore[arg-type]
