@@ -341,20 +341,29 @@ def matches(values: torch.Tensor) -> Matches:
 
 
 def test_lines_join_the_strongest_cells_by_their_magnitude_and_sign() -> None:
-    values = torch.zeros(2, 2, 2, 2)
-    values[0, 1, 1, 1], values[1, 0, 0, 0], values[0, 0, 0, 0] = 2.0, -1.0, 0.01
+    values = torch.zeros(4, 4, 6, 6)
+    values[0, 3, 5, 4], values[2, 0, 0, 1], values[0, 0, 0, 5] = 2.0, -1.0, 0.01
     drawn = draw_matches(matches(values), count=2)
     weak, strong = drawn.artists
     assert isinstance(weak, ConnectionPatch)
     assert isinstance(strong, ConnectionPatch)
-    assert (strong.xy1, strong.xy2) == ((39.5, 9.5), (44.5, 44.5))
-    assert (weak.xy1, weak.xy2) == ((19.5, 29.5), (14.5, 14.5))
+    assert (strong.xy1, strong.xy2) == ((44.5, 4.5), (44.5, 54.5))
+    assert (weak.xy1, weak.xy2) == ((14.5, 24.5), (14.5, 4.5))
     assert strong.get_linewidth() == 2 * weak.get_linewidth()
     red, blue = (patch.get_edgecolor() for patch in (strong, weak))
     assert red[0] > red[2]
     assert blue[2] > blue[0]
     assert "cosine similarity 0.8" in drawn.get_suptitle()
     assert draw_matches(matches(0 * values), title="none").get_suptitle() == "none"
+
+
+def test_of_the_matches_between_neighbours_the_strongest_is_drawn() -> None:
+    values = torch.zeros(4, 4, 4, 4)
+    values[1, 1, 2, 2], values[0, 1, 3, 3], values[1, 1, 0, 2] = 3.0, -2.0, 1.0
+    weak, strong = draw_matches(matches(values)).artists
+    assert isinstance(weak, ConnectionPatch)
+    assert isinstance(strong, ConnectionPatch)
+    assert (weak.xy2, strong.xy2) == ((37.0, 7.0), (37.0, 37.0))
 
 
 def test_the_lines_of_a_saved_figure_are_on_both_images(tmp_path: Path) -> None:
