@@ -20,8 +20,8 @@ from ..hooks.model_state import prepared_for_attribution, run_model
 from ..io.inputs import Batch, ImagesLike
 from ..io.preprocess import Frame
 from ..layers.layout import bind_layout
-from ..targets.embedding import Measure, PairSimilarity, similarity
-from ..targets.targets import embedding
+from ..targets.embedding import Measure, Similarity, similarity
+from ..targets.targets import EncodeImage, EncodeText, OutputFacts, TargetList, embedding
 from ..validation import check_choice, check_integer
 from .cam import HiResCAM
 from .deep_lift import DeepLIFT
@@ -67,6 +67,21 @@ def explain_pair(
         target = method.explained_target(method.resolve(pair, batch.inputs, batch.frames))
         both = method.explanation(method.explain(batch.inputs, target), target, batch)
     return both[:images], both[images:]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairSimilarity(Similarity):
+    """Similarity of each image of a batch to its partner, half a batch away; `references` are the partners."""
+
+    def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> PairSimilarity:
+        """Return the target unchanged: the first output of the model has all embeddings."""
+        return self
+
+    def resolve_from(self, output: Any, facts: OutputFacts) -> TargetList:
+        """Return the similarity of each image to the embedding that its partner has in this output."""
+        own = embedding(output).detach()
+        partners = zip(self.references, own.roll(len(own) // 2, 0).split(1), strict=True)
+        return TargetList(tuple(Similarity((one,), self.by, embeddings=row) for one, row in partners))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

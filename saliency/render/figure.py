@@ -134,7 +134,7 @@ def figure(
     return drawing
 
 
-def draw_matches(matches: Matches, *, count: int = 20, title: str | None = None) -> Figure:
+def draw_matches(matches: Matches, *, count: int = 20) -> Figure:
     """Draw both images side by side, and lines between the cells that match most.
 
     The width of a line is in proportion to the magnitude of its match. Red lines raise the similarity, blue lines lower
@@ -144,7 +144,6 @@ def draw_matches(matches: Matches, *, count: int = 20, title: str | None = None)
     Args:
         matches: The result of `explain_matches`.
         count: The largest number of lines.
-        title: A title; by default the similarity and the meaning of the colours.
 
     Returns:
         A matplotlib Figure, as of `figure`.
@@ -160,7 +159,7 @@ def draw_matches(matches: Matches, *, count: int = 20, title: str | None = None)
         raise RenderError("draw_matches draws on the images; pass their paths or PIL images to explain_matches")
     height = max(frame.image.height / frame.image.width for frame in frames) * WIDTH / 2
     drawing = new_figure(WIDTH, height + TITLE_HEIGHT, crop="tight")
-    title = title or f"{matches.by} similarity {matches.score:.3g}; red raises it, blue lowers it"
+    title = f"{matches.by} similarity {matches.score:.3g}; red raises it, blue lowers it"
     drawing.suptitle(title, fontsize=TITLE_SIZE + 2, parse_math=False)
     left, right = drawing.subplots(1, 2)
     for axes, frame in zip((left, right), frames, strict=True):

@@ -14,17 +14,7 @@ from torch import Tensor
 
 from ..errors import TargetError, plural
 from ..validation import check_choice
-from .targets import (
-    Categories,
-    EncodeImage,
-    EncodeText,
-    OutputFacts,
-    OutputTarget,
-    Prompt,
-    Target,
-    TargetList,
-    embedding,
-)
+from .targets import Categories, EncodeImage, EncodeText, OutputFacts, OutputTarget, Prompt, Target, embedding
 
 Measure = Literal["cosine", "dot", "distance"]
 _MOST_NAMED = 3  # with more other texts, a name has only their number
@@ -119,21 +109,6 @@ class Similarity(_EmbeddingTarget):
         """Return names such as `similarity to cat.jpg rather than dog.jpg`."""
         names = [Path(one).name if isinstance(one, str | os.PathLike) else "a reference" for one in self.references]
         return (f"similarity to {' rather than '.join(names)}",) * images
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PairSimilarity(Similarity):
-    """Similarity of each image of a batch to its partner, half a batch away; `references` are the partners."""
-
-    def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> PairSimilarity:
-        """Return the target unchanged: the first output of the model has all embeddings."""
-        return self
-
-    def resolve_from(self, output: Any, facts: OutputFacts) -> TargetList:
-        """Return the similarity of each image to the embedding that its partner has in this output."""
-        own = embedding(output).detach()
-        partners = zip(self.references, own.roll(len(own) // 2, 0).split(1), strict=True)
-        return TargetList(tuple(Similarity((one,), self.by, embeddings=row) for one, row in partners))
 
 
 def text(prompt: str | Sequence[str], against: str | Sequence[str | Sequence[str]] = ()) -> Target:
