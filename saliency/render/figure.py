@@ -114,7 +114,7 @@ def figure(
     if columns is None:
         columns = math.ceil(most / math.ceil(most / COLUMNS))
     columns = min(most, check_integer("columns", columns, least=1, error=RenderError))
-    framed = [(group, _print_frame(group[0])) for group in groups]
+    framed = [(group, _print_frame(frame_of(group[0]))) for group in groups]
     rows = [(group, frame, start) for group, frame in framed for start in range(0, 1 + len(group), columns)]
     width = min(LARGEST_PANEL, max(SMALLEST_PANEL, WIDTH / columns))
     heights = [width * min(frame.image.height / frame.image.width, TALLEST) + HEAD_AND_BAR for _, frame, _ in rows]
@@ -154,7 +154,7 @@ def draw_matches(matches: Matches, *, count: int = 20) -> Figure:
     from matplotlib.patches import ConnectionPatch
 
     check_integer("count", count, least=1, error=RenderError)
-    frames = [frame for frame in matches.frames if frame is not None]
+    frames = [_print_frame(frame) for frame in matches.frames if frame is not None]
     if len(frames) < 2:
         raise RenderError("draw_matches draws on the images; pass their paths or PIL images to explain_matches")
     height = max(frame.image.height / frame.image.width for frame in frames) * WIDTH / 2
@@ -201,9 +201,9 @@ def _by_image(explanations: Sequence[Explanation]) -> list[list[Explanation]]:
     return groups
 
 
-def _print_frame(explanation: Explanation) -> Frame:
-    """Return the frame of an explanation, with at most the pixels that a panel has in print."""
-    frame, longest = frame_of(explanation), round(LARGEST_PANEL * TALLEST * PRINT_DPI)
+def _print_frame(frame: Frame) -> Frame:
+    """Return a frame with at most the pixels that a panel has in print."""
+    longest = round(LARGEST_PANEL * TALLEST * PRINT_DPI)
     return shrink(frame, longest) if max(frame.image.size) > longest else frame
 
 

@@ -41,12 +41,11 @@ class Calls:
 def test_a_pair_has_the_maps_of_two_single_calls(name: str) -> None:
     cls = METHODS[name]
     method = cls(tiny_model_for(cls)(), **cls.preview_options)
-    try:
-        expected = method.attribute(A, similarity(B)), method.attribute(B, similarity(A))
-    except saliency.SaliencyError as refusal:
-        with pytest.raises(type(refusal)):
+    if name in ("cam", "finer_cam"):  # of classes only
+        with pytest.raises(saliency.NotApplicableError):
             saliency.explain_pair(method, A, B)
         return
+    expected = method.attribute(A, similarity(B)), method.attribute(B, similarity(A))
     for found, single in zip(saliency.explain_pair(method, A, B), expected, strict=True):
         torch.testing.assert_close(found.scores, single.scores)
         torch.testing.assert_close(found.values, single.values, atol=2e-5, rtol=1e-3)
