@@ -160,7 +160,7 @@ def explain_matches(
             first, second = (at_least_float32(embedding(run_model(method.model, own.inputs)))[0] for own in batches)
         rows = _directions(first, second, directions, seed).split(chunk_size(batches[0].inputs))  # (k, D) each
         maps = [torch.cat([_maps(method, own.inputs, part, cells) for part in rows]) for own in batches]  # (K, h, w)
-    scale = 1 / float(first.norm() * second.norm()) if by == "cosine" else 1.0
+    scale = 1 / max(float(first.norm() * second.norm()), 1e-12) if by == "cosine" else 1.0
     values = torch.tensordot(*maps, dims=([0], [0])) * scale
     return Matches(values, float(first @ second) * scale, by, method.name, (batches[0].frames[0], batches[1].frames[0]))
 
@@ -180,7 +180,8 @@ def _directions(first: Tensor, second: Tensor, count: int | None, seed: int) -> 
     """Return directions (K, D) such that the products of the projections of two embeddings sum to their dot product."""
     numbers = len(first)
     count = numbers if count is None else min(check_integer("directions", count, least=3), numbers)
-    random = torch.randn(numbers, max(count - 2, 0), generator=generator(seed), device="cpu").to(first)
+    size = numbers, max(count - 2, 0)
+    random = torch.randn(size, generator=generator(seed), dtype=torch.float64, device="cpu").to(first)
     basis = torch.linalg.qr(torch.column_stack([first, second, random])).Q  # (D, K)
     # The product of the random directions with their transpose is, on average, the identity of the other D - 2 numbers.
     basis[:, 2:] *= math.sqrt(max(numbers - 2, 1) / max(count - 2, 1))
