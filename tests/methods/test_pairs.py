@@ -159,9 +159,9 @@ def test_matches_of_a_homogeneous_network_sum_to_the_similarity(method: Any, dir
 def test_matches_of_few_numbers_equal_images_or_no_embedding_are_defined(numbers: int) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, numbers, bias=False))
     a, b = torch.randn(2, 1, 3, 2, 2).unbind()
-    for other, score in ((b, torch.cosine_similarity(model(a), model(b))), (a, 1.0), (0 * b, 0.0)):
+    for other, score in ((b, torch.cosine_similarity(model(a), model(b)).item()), (a, 1.0), (0 * b, 0.0)):
         found = saliency.explain_matches(InputXGradient(model), a, other, directions=3)
-        assert found.score == pytest.approx(float(score), abs=1e-6)
+        assert found.score == pytest.approx(score, abs=1e-6)
         assert float(found.values.sum()) == pytest.approx(found.score, abs=1e-5)
 
 
