@@ -61,9 +61,11 @@ def explain_pair(
         return method.attribute(a, right), method.attribute(b, left)
     images = len(first.inputs)
     batch = Batch(torch.cat([first.inputs, second.inputs]), first.frames + second.frames)
-    partners: list[Any] = [[*side] if isinstance(side, list | tuple) else [side] * images for side in (b, a)]
+    partners: list[Any] = []  # for their names
+    for side in (b, a):
+        partners += side if isinstance(side, list | tuple) and len(side) == images else [side] * images
     with prepared_for_attribution(method.model), bind_forward_args((), 2 * images), bind_layout(method.layout):
-        pair = PairSimilarity((*partners[0], *partners[1]), by)
+        pair = PairSimilarity(tuple(partners), by)
         target = method.explained_target(method.resolve(pair, batch.inputs, batch.frames))
         both = method.explanation(method.explain(batch.inputs, target), target, batch)
     return both[:images], both[images:]

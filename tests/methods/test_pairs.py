@@ -60,6 +60,8 @@ def test_pairs_in_lists_are_compared_one_by_one(by: Any) -> None:
     for index, (x, other) in enumerate(zip(own, others, strict=True)):
         torch.testing.assert_close(found[0][index].values, method.attribute(x, similarity(other, by=by)).values)
         torch.testing.assert_close(found[1][index].values, method.attribute(other, similarity(x, by=by)).values)
+    nested = saliency.explain_pair(method, [own], [others], by=by)
+    assert torch.equal(nested[0].values, found[0].values)
 
 
 def test_a_pair_of_a_gradient_method_is_one_forward() -> None:
