@@ -82,7 +82,7 @@ class PairSimilarity(Similarity):
     def resolve_from(self, output: Any, facts: OutputFacts) -> TargetList:
         """Return the similarity of each image to the embedding that its partner has in this output."""
         own = embedding(output).detach()
-        partners = zip(self.references, own.roll(len(own) // 2, 0).split(1), strict=True)
+        partners = zip(self.references, own.roll(len(own) // 2, 0)[:, None], strict=True)
         return TargetList(tuple(Similarity((one,), self.by, embeddings=row) for one, row in partners))
 
 
@@ -160,10 +160,11 @@ def explain_matches(
     with prepared_for_attribution(method.model), bind_forward_args((), 1), bind_layout(method.layout):
         with torch.no_grad():
             first, second = (at_least_float32(embedding(run_model(method.model, own.inputs)))[0] for own in batches)
-        rows = _directions(first, second, directions, seed).split(chunk_size(batches[0].inputs))  # (k, D) each
-        maps = [torch.cat([_maps(method, own.inputs, part, cells) for part in rows]) for own in batches]  # (K, h, w)
+        rows, chunk = _directions(first, second, directions, seed), chunk_size(batches[0].inputs)
+        parts = [rows[start : start + chunk] for start in range(0, len(rows), chunk)]  # (k, D) each
+        left, right = (torch.cat([_maps(method, own.inputs, part, cells) for part in parts]) for own in batches)
     scale = 1 / max(float(first.norm() * second.norm()), 1e-12) if by == "cosine" else 1.0
-    values = torch.tensordot(*maps, dims=([0], [0])) * scale
+    values = torch.tensordot(left, right, dims=([0], [0])) * scale  # (K, h, w) and (K, h', w')
     return Matches(values, float(first @ second) * scale, by, method.name, (batches[0].frames[0], batches[1].frames[0]))
 
 
@@ -184,7 +185,7 @@ def _directions(first: Tensor, second: Tensor, count: int | None, seed: int) -> 
     count = numbers if count is None else min(check_integer("directions", count, least=3), numbers)
     size = numbers, max(count - 2, 0)
     random = torch.randn(size, generator=generator(seed), dtype=torch.float64, device="cpu").to(first)
-    basis = torch.linalg.qr(torch.column_stack([first, second, random])).Q  # (D, K)
+    basis: Tensor = torch.linalg.qr(torch.column_stack([first, second, random])).Q  # (D, K)
     # The product of the random directions with their transpose is, on average, the identity of the other D - 2 numbers.
     basis[:, 2:] *= math.sqrt(max(numbers - 2, 1) / max(count - 2, 1))
     # Most scores would be 0, where the rounding error of relevance looks like a missing share. A reflection of the

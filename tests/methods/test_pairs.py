@@ -16,7 +16,7 @@ from saliency.methods import pairs
 from saliency.testing import Snapshot, images, tiny_model, tiny_model_for, tiny_transformer
 from tests.models import LinearModel, Packed
 
-A, B = images(2).split(1)
+A, B = images(1), images(1, seed=2)
 
 
 def homogeneous_net() -> nn.Module:
@@ -137,10 +137,11 @@ def test_the_gradient_form_is_the_hessian_of_the_product_times_both_inputs() -> 
     model = nn.Sequential(nn.Conv2d(1, 4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(36, 6)).double()
     a, b = torch.randn(2, 1, 1, 4, 4, dtype=torch.double).unbind()
 
-    def product(x: Tensor) -> Tensor:
+    def product(x: Tensor) -> Any:
         return (model(x[:1]) * model(x[1:])).sum()
 
-    hessian = torch.autograd.functional.hessian(product, torch.cat([a, b]))[0, 0, :, :, 1, 0]
+    functional: Any = torch.autograd.functional
+    hessian = functional.hessian(product, torch.cat([a, b]))[0, 0, :, :, 1, 0]
     options: Any = {"by": "dot", "directions": None}
     torch.testing.assert_close(saliency.explain_matches(VanillaGradient(model), a, b, **options).values, hessian)
     found = saliency.explain_matches(InputXGradient(model), a, b, **options)
@@ -205,7 +206,7 @@ def test_a_pair_touches_nothing() -> None:
         saliency.explain_pair(VanillaGradient(model), A, B)
         saliency.explain_matches(saliency.LRP(model), A, B, directions=4)
     with pytest.raises(TargetError):
-        saliency.explain_matches(saliency.LRP(model.down), A.repeat(1, 2, 1, 1), B.repeat(1, 2, 1, 1))
+        saliency.explain_matches(saliency.LRP(model.get_submodule("down")), A.repeat(1, 2, 1, 1), B.repeat(1, 2, 1, 1))
     assert not before.changes()
 
 
@@ -238,7 +239,7 @@ def test_what_is_not_a_pair_is_refused(explain: Any) -> None:
     with pytest.raises((MethodError, TargetError), match="by"):
         explain(method, A, B, by="euclid")
     with pytest.raises(TargetError, match=r"\(N, D\); this model's is .*wrap the model"):
-        explain(VanillaGradient(model.stem), A, B)
+        explain(VanillaGradient(model.get_submodule("stem")), A, B)
     boxes = Packed(lambda scores: {"boxes": scores, "labels": scores}, model)
     with pytest.raises(TargetError, match="not clear which tensor"):
         explain(VanillaGradient(boxes), A, B)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 from matplotlib.patches import ConnectionPatch
 from PIL import Image
 
@@ -350,7 +351,7 @@ def test_lines_join_the_strongest_cells_by_their_magnitude_and_sign() -> None:
     assert (strong.xy1, strong.xy2) == ((44.5, 4.5), (44.5, 54.5))
     assert (weak.xy1, weak.xy2) == ((14.5, 24.5), (14.5, 4.5))
     assert strong.get_linewidth() == 2 * weak.get_linewidth()
-    red, blue = (patch.get_edgecolor() for patch in (strong, weak))
+    red, blue = (to_rgb(patch.get_edgecolor()) for patch in (strong, weak))
     assert red[0] > red[2]
     assert blue[2] > blue[0]
     assert "cosine similarity 0.8" in drawn.get_suptitle()
