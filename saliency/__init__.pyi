@@ -109,6 +109,9 @@ from .methods.object_cam import SegGradCAM as SegGradCAM
 from .methods.object_cam import SegXResCAM as SegXResCAM
 from .methods.occlusion import FeatureAblation as FeatureAblation
 from .methods.occlusion import Occlusion as Occlusion
+from .methods.pairs import Matches as Matches
+from .methods.pairs import explain_matches as explain_matches
+from .methods.pairs import explain_pair as explain_pair
 from .methods.rise import DRISE as DRISE
 from .methods.rise import RISE as RISE
 from .methods.segments import SegmentAttribution as SegmentAttribution
@@ -132,6 +135,7 @@ from .methods.token_sampling import TIS as TIS
 from .methods.token_sampling import ViTCX as ViTCX
 from .methods.vx_code import VXCODE as VXCODE
 from .methods.xrai import XRAI as XRAI
+from .render.figure import draw_matches as draw_matches
 from .render.figure import figure as figure
 from .render.overlay import cutout as cutout
 from .render.overlay import overlay as overlay

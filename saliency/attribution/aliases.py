@@ -61,6 +61,7 @@ _PUBLIC = {
     "GradCAM": "LayerGradCam",
     "HiResCAM": "LayerGradientXActivation",
     "Occlusion": "OcclusionSensitivity",
+    "explain_matches": "BiLRP",
     "overlay": "show_cam_on_image overlay_mask visualize_image_attr image_plot",
     "probability": "ClassifierOutputSoftmaxTarget",
 }

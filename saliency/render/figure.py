@@ -9,12 +9,15 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
 from PIL import Image
+from torch.nn.functional import max_pool2d
 
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import single_images
 from ..errors import RenderError
 from ..io.preprocess import Frame
+from ..methods.pairs import Matches
 from ..validation import check_integer
 from .blending import HATCHED, Opacity, ScaledMap, frame_of, method_titles, paint, probability, scale_map, shrink
 from .scaling import SMOOTHING, shared_limit
@@ -32,6 +35,9 @@ SMALLEST_PANEL, LARGEST_PANEL = 1.8, 3.4
 TALLEST = 1.5  # height of a panel, as a multiple of its width
 HEAD_AND_BAR = 0.9  # height of the title and the colour bar of a panel
 TITLE_HEIGHT = 0.3  # of the title above all panels
+
+RAISES, LOWERS = "#d62728", "#1f77dc"  # colours of matches
+WIDEST = 6.0  # line of a match, in points
 
 TITLE_SIZE, TEXT_SIZE = 9.0, 7.0  # points
 NAME, LABEL = 24, 32  # line of a class name in a title, and of a label, in characters
@@ -108,7 +114,7 @@ def figure(
     if columns is None:
         columns = math.ceil(most / math.ceil(most / COLUMNS))
     columns = min(most, check_integer("columns", columns, least=1, error=RenderError))
-    framed = [(group, _print_frame(group[0])) for group in groups]
+    framed = [(group, _print_frame(frame_of(group[0]))) for group in groups]
     rows = [(group, frame, start) for group, frame in framed for start in range(0, 1 + len(group), columns)]
     width = min(LARGEST_PANEL, max(SMALLEST_PANEL, WIDTH / columns))
     heights = [width * min(frame.image.height / frame.image.width, TALLEST) + HEAD_AND_BAR for _, frame, _ in rows]
@@ -128,6 +134,61 @@ def figure(
     return drawing
 
 
+def draw_matches(matches: Matches, *, count: int = 20) -> Figure:
+    """Draw both images side by side, and lines between the cells that match most.
+
+    The width of a line is in proportion to the magnitude of its match. Red lines raise the similarity, blue lines lower
+    it. The strongest line is on top. Of the matches between neighbours of the same two cells, only the strongest is
+    drawn.
+
+    Args:
+        matches: The result of `explain_matches`.
+        count: The largest number of lines.
+
+    Returns:
+        A matplotlib Figure, as of `figure`.
+
+    Raises:
+        RenderError: An image was given as a tensor, or the count is invalid.
+    """
+    from matplotlib.patches import ConnectionPatch
+
+    check_integer("count", count, least=1, error=RenderError)
+    frames = [_print_frame(frame) for frame in matches.frames if frame is not None]
+    if len(frames) < 2:
+        raise RenderError("draw_matches draws on the images; pass their paths or PIL images to explain_matches")
+    height = max(frame.image.height / frame.image.width for frame in frames) * WIDTH / 2
+    drawing = new_figure(WIDTH, height + TITLE_HEIGHT, crop="tight")
+    title = f"{matches.by} similarity {matches.score:.3g}; red raises it, blue lowers it"
+    drawing.suptitle(title, fontsize=TITLE_SIZE + 2, parse_math=False)
+    left, right = drawing.subplots(1, 2)
+    for axes, frame in zip((left, right), frames, strict=True):
+        axes.set_axis_off()
+        _show(axes, frame.image, [])
+    values = matches.values.double().cpu()
+    nearby = size = values.abs()
+    for _ in range(2):  # the largest magnitude of the cells around one end, then around the other
+        nearby = max_pool2d(nearby, 3, stride=1, padding=1).permute(2, 3, 0, 1)
+    peaks = torch.where(size == nearby, size, 0).flatten()
+    strongest = peaks.topk(min(count, int(peaks.count_nonzero()))).indices.flip(0)
+    for cell in torch.stack(torch.unravel_index(strongest, values.shape), 1).tolist():
+        value, cells = float(values[tuple(cell)]), values.shape
+        ends = _centre(frames[0], cell[:2], cells[:2]), _centre(frames[1], cell[2:], cells[2:])
+        width = WIDEST * abs(value) / float(size.max())
+        style: dict[str, Any] = {"color": RAISES if value > 0 else LOWERS, "linewidth": width}
+        drawing.add_artist(ConnectionPatch(*ends, "data", "data", axesA=left, axesB=right, alpha=0.8, **style))
+        for axes, end in zip((left, right), ends, strict=True):
+            axes.plot(*end, "o", color=style["color"], markersize=WIDEST, markeredgecolor="white")
+    return drawing
+
+
+def _centre(frame: Frame, cell: Sequence[int], cells: Sequence[int]) -> tuple[float, float]:
+    """Return the centre (x, y) of a cell (row, column) of the model's input in an image, where pixels have integers."""
+    left, top, right, bottom = frame.box
+    x, y = ((index + 0.5) / number for index, number in zip(cell[::-1], cells[::-1], strict=True))
+    return left + (right - left) * x - 0.5, top + (bottom - top) * y - 0.5
+
+
 def _by_image(explanations: Sequence[Explanation]) -> list[list[Explanation]]:
     """Group explanations by their image, in the order of the first ones."""
     groups: list[list[Explanation]] = []
@@ -140,9 +201,9 @@ def _by_image(explanations: Sequence[Explanation]) -> list[list[Explanation]]:
     return groups
 
 
-def _print_frame(explanation: Explanation) -> Frame:
-    """Return the frame of an explanation, with at most the pixels that a panel has in print."""
-    frame, longest = frame_of(explanation), round(LARGEST_PANEL * TALLEST * PRINT_DPI)
+def _print_frame(frame: Frame) -> Frame:
+    """Return a frame with at most the pixels that a panel has in print."""
+    longest = round(LARGEST_PANEL * TALLEST * PRINT_DPI)
     return shrink(frame, longest) if max(frame.image.size) > longest else frame
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ class _EmbeddingTarget(OutputTarget):
 
     embeddings: Tensor | None = field(default=None, kw_only=True)
 
-    def resolve_from(self, output: Any, facts: OutputFacts) -> Self:
+    def resolve_from(self, output: Any, facts: OutputFacts) -> OutputTarget:
         """Return the target unchanged. Raises TargetError unless all embeddings have one length."""
         own, others = self.pair(output)
         if own.shape[1] != others.shape[1]:

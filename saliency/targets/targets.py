@@ -585,7 +585,8 @@ def embedding(output: Any) -> Tensor:
     values = values.flatten(1) if values.shape[2:].numel() == 1 else values  # (N, D, 1, 1)
     if values.dim() != 2:
         shape = tuple(values.shape)
-        raise TargetError(f"an embedding has shape (N, D); this model's is {shape}; pass a function as the target")
+        hint = "wrap the model in a module that returns (N, D), or pass a function as the target"
+        raise TargetError(f"an embedding has shape (N, D); this model's is {shape}; {hint}")
     return values
 
 

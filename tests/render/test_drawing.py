@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_rgb
+from matplotlib.patches import ConnectionPatch
 from PIL import Image
 
-from saliency import contact_sheet, draw_ledger, figure, ledger_table
+from saliency import Matches, contact_sheet, draw_ledger, draw_matches, figure, ledger_table
 from saliency.attribution.explanation import Explanation, Sign
 from saliency.attribution.heatmap import heatmap, significance, standard_error
 from saliency.errors import RenderError
@@ -328,3 +330,56 @@ def test_an_overlay_saves_png_with_light_compression_unless_told_otherwise(tmp_p
     assert default == light
     assert len(small) < len(light)
     drawn.save(tmp_path / "drawn.jpg", quality=80)
+
+
+# Matches -------------------------------------------------------------------------------------------------------
+
+
+def matches(values: torch.Tensor) -> Matches:
+    """Matches of a crop of one image with all of another."""
+    left = Frame(Image.new("RGB", (60, 40), "green"), (10.0, 0.0, 50.0, 40.0))
+    return Matches(values, 0.8, "cosine", "lrp", (left, whole(Image.new("RGB", (60, 60)))))
+
+
+def test_lines_join_the_strongest_cells_by_their_magnitude_and_sign() -> None:
+    values = torch.zeros(4, 4, 6, 6)
+    values[0, 3, 5, 4], values[2, 0, 0, 1], values[0, 0, 0, 5] = 2.0, -1.0, 0.01
+    drawn = draw_matches(matches(values), count=2)
+    weak, strong = drawn.artists
+    assert isinstance(weak, ConnectionPatch)
+    assert isinstance(strong, ConnectionPatch)
+    assert (strong.xy1, strong.xy2) == ((44.5, 4.5), (44.5, 54.5))
+    assert (weak.xy1, weak.xy2) == ((14.5, 24.5), (14.5, 4.5))
+    assert strong.get_linewidth() == 2 * weak.get_linewidth()
+    red, blue = (to_rgb(patch.get_edgecolor()) for patch in (strong, weak))
+    assert red[0] > red[2]
+    assert blue[2] > blue[0]
+    assert "cosine similarity 0.8" in drawn.get_suptitle()
+    assert not draw_matches(matches(0 * values)).artists
+
+
+def test_of_the_matches_between_neighbours_the_strongest_is_drawn() -> None:
+    values = torch.zeros(4, 4, 4, 4)
+    values[1, 1, 2, 2], values[0, 1, 3, 3], values[1, 1, 0, 2] = 3.0, -2.0, 1.0
+    weak, strong = draw_matches(matches(values)).artists
+    assert isinstance(weak, ConnectionPatch)
+    assert isinstance(strong, ConnectionPatch)
+    assert (weak.xy2, strong.xy2) == ((37.0, 7.0), (37.0, 37.0))
+
+
+def test_the_lines_of_a_saved_figure_are_on_both_images(tmp_path: Path) -> None:
+    values = torch.zeros(1, 1, 1, 1) + 1
+    draw_matches(matches(values)).savefig(tmp_path / "matches.png")
+    pixels = pixels_of(Image.open(tmp_path / "matches.png").convert("RGB")).astype(int)
+    columns = ((pixels[..., 0] - pixels[..., 1:].max(-1)) > 80).any(0).nonzero()[0]
+    assert columns[0] < 0.3 * pixels.shape[1]
+    assert columns[-1] > 0.7 * pixels.shape[1]
+    assert len(columns) > 0.9 * (columns[-1] - columns[0])
+
+
+def test_matches_without_images_or_with_a_wrong_count_are_refused() -> None:
+    values = torch.zeros(2, 2, 2, 2)
+    with pytest.raises(RenderError, match="pass their paths or PIL images"):
+        draw_matches(Matches(values, 0.8, "cosine", "lrp", (None, None)))
+    with pytest.raises(RenderError, match="count"):
+        draw_matches(matches(values), count=0)

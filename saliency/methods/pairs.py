@@ -1,0 +1,208 @@
+"""The similarity of two images: a map of each, and which part of one matches which part of the other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..attribution.base import Attribution
+from ..attribution.explanation import Explanation
+from ..attribution.forward import at_least_float32
+from ..engine.estimates import generator
+from ..engine.multi_pass import chunk_size
+from ..errors import MethodError, TargetError, plural
+from ..hooks.forward_args import bind_forward_args
+from ..hooks.model_state import prepared_for_attribution, run_model
+from ..io.inputs import Batch, ImagesLike
+from ..io.preprocess import Frame
+from ..layers.layout import bind_layout
+from ..targets.embedding import Measure, Similarity, similarity
+from ..targets.targets import EncodeImage, EncodeText, OutputFacts, TargetList, embedding
+from ..validation import check_choice, check_integer
+from .cam import HiResCAM
+from .deep_lift import DeepLIFT
+from .gradient import InputXGradient, VanillaGradient
+from .lrp import LRP, AttnLRP
+
+Product = Literal["cosine", "dot"]
+LINEAR = (LRP, AttnLRP, DeepLIFT, HiResCAM, InputXGradient, VanillaGradient)
+"""Methods whose map of a sum of scores is the sum of the maps, so that directions can replace numbers."""
+
+
+def explain_pair(
+    method: Attribution, a: ImagesLike, b: ImagesLike, *, by: Measure = "cosine"
+) -> tuple[Explanation, Explanation]:
+    """Explain the similarity of two images on both of them.
+
+    The maps equal those of `method.attribute(a, similarity(b))` and `method.attribute(b, similarity(a))`. If both
+    inputs have one size, they are one batch of one forward, which also gives the embeddings.
+
+    Args:
+        method: The method.
+        a: An image or several, as for `Attribution.attribute`.
+        b: The image to compare with, or one for each image of `a`.
+        by: As for `saliency.similarity`.
+
+    Returns:
+        The explanations of `a` and of `b`. `saliency.figure` draws both.
+
+    Raises:
+        MethodError: `method` is not a method, or the numbers of images differ.
+        TargetError: The model does not return one embedding (N, D), or `by` is unknown.
+    """
+    check_choice("by", by, get_args(Measure), error=TargetError)
+    first, second = _read(method, a, b)
+    if first.inputs.shape != second.inputs.shape:  # they cannot be one batch
+        left, right = ([similarity(x, by=by) for x in batch.inputs] for batch in (first, second))
+        return method.attribute(a, right), method.attribute(b, left)
+    images = len(first.inputs)
+    batch = Batch(torch.cat([first.inputs, second.inputs]), first.frames + second.frames)
+    partners: list[Any] = []  # for their names
+    for side in (b, a):
+        partners += side if isinstance(side, list | tuple) and len(side) == images else [side] * images
+    with prepared_for_attribution(method.model), bind_forward_args((), 2 * images), bind_layout(method.layout):
+        pair = PairSimilarity(tuple(partners), by)
+        target = method.explained_target(method.resolve(pair, batch.inputs, batch.frames))
+        both = method.explanation(method.explain(batch.inputs, target), target, batch)
+    return both[:images], both[images:]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairSimilarity(Similarity):
+    """Similarity of each image of a batch to its partner, half a batch away; `references` are the partners."""
+
+    def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> PairSimilarity:
+        """Return the target unchanged: the first output of the model has all embeddings."""
+        return self
+
+    def resolve_from(self, output: Any, facts: OutputFacts) -> TargetList:
+        """Return the similarity of each image to the embedding that its partner has in this output."""
+        own = embedding(output).detach()
+        partners = zip(self.references, own.roll(len(own) // 2, 0)[:, None], strict=True)
+        return TargetList(tuple(Similarity((one,), self.by, embeddings=row) for one, row in partners))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matches:
+    """Result of `explain_matches`: the share of each pair of cells in the similarity of two images.
+
+    Attributes:
+        values: (h, w, h', w') the shares of the score, signed, in units of the score: `values[i, j, k, l]` belongs to
+            the cell in row i and column j of the first image, and the cell in row k and column l of the second.
+        score: The similarity of both images.
+        by: The similarity: "cosine", or "dot" for the inner product of the embeddings.
+        method: The method's name in the registry.
+        frames: The position of the model's input on each original image; None for an image given as a tensor.
+    """
+
+    values: Tensor
+    score: float
+    by: Product
+    method: str
+    frames: tuple[Frame | None, Frame | None]
+
+    def __repr__(self) -> str:
+        """Return one line: the score, the method, and the shape of the values."""
+        return f"<Matches of {self.by} similarity {self.score:.3g} by {self.method}, values {tuple(self.values.shape)}>"
+
+
+def explain_matches(
+    method: Attribution,
+    a: ImagesLike,
+    b: ImagesLike,
+    *,
+    by: Product = "cosine",
+    cells: int = 14,
+    directions: int | None = 100,
+    seed: int = 0,
+) -> Matches:
+    """Explain which part of one image matches which part of another.
+
+    The dot product of two embeddings is the sum of phi_m(a) * phi_m(b) over their numbers m. The method explains each
+    number on both images. The share of the cells i and j is the sum of R_m(a)_i * R_m(b)_j over m, where R_m is the map
+    of number m, summed over the channels and pixels of a cell. With `LRP` this is BiLRP. With `InputXGradient` it is
+    the Hessian of the dot product, times both inputs. The shares sum to the similarity if each R_m sums to phi_m, as in
+    a network of ReLUs without biases. Otherwise, biases absorb a part.
+
+    Runs two forwards, and one forward and one backward for each direction and image. They run in chunks, so the memory
+    does not depend on the number of directions.
+
+    Args:
+        method: `LRP`, `AttnLRP`, `CPLRP`, `DeepLIFT`, `HiResCAM`, `InputXGradient` or `VanillaGradient` of a model.
+        a: One image, as for `Attribution.attribute`.
+        b: The other image.
+        by: "dot" for the inner product of the embeddings. "cosine" divides it, and all shares, by both lengths, which
+            count as constants.
+        cells: The number of cells along the longer edge, at most that of the method's map. Cells are square.
+        directions: The number of directions that are explained instead of all D numbers, at least 3: those of both
+            embeddings, and random ones orthogonal to them. The shares are then unbiased estimates, and without biases
+            their sum is exact. The authors' code explains 100 random directions. None explains all numbers.
+        seed: The seed of the random directions.
+
+    Raises:
+        MethodError: There is not one image on each side, the method is another one, or an option is invalid.
+        TargetError: The model does not return one embedding (N, D).
+
+    Source: Eberle et al., "Building and Interpreting Deep Similarity Models" (2020), https://arxiv.org/abs/2003.05431.
+    """
+    check_choice("by", by, get_args(Product))
+    check_integer("cells", cells, least=1)
+    batches = _read(method, a, b)
+    if len(batches[0].inputs) != 1:
+        raise MethodError(f"explain_matches takes one image on each side, got {len(batches[0].inputs)}")
+    if not isinstance(method, LINEAR):
+        names = ", ".join(cls.__name__ for cls in LINEAR)
+        raise MethodError(f"{method.name}: the maps of matches must be linear in the score, as those of {names}")
+    with prepared_for_attribution(method.model), bind_forward_args((), 1), bind_layout(method.layout):
+        with torch.no_grad():
+            first, second = (at_least_float32(embedding(run_model(method.model, own.inputs)))[0] for own in batches)
+        rows, chunk = _directions(first, second, directions, seed), chunk_size(batches[0].inputs)
+        parts = [rows[start : start + chunk] for start in range(0, len(rows), chunk)]  # (k, D) each
+        left, right = (torch.cat([_maps(method, own.inputs, part, cells) for part in parts]) for own in batches)
+    scale = 1 / max(float(first.norm() * second.norm()), 1e-12) if by == "cosine" else 1.0
+    values = torch.tensordot(left, right, dims=([0], [0])) * scale  # (K, h, w) and (K, h', w')
+    return Matches(values, float(first @ second) * scale, by, method.name, (batches[0].frames[0], batches[1].frames[0]))
+
+
+def _read(method: Attribution, a: ImagesLike, b: ImagesLike) -> tuple[Batch, Batch]:
+    """Read both sides of a pair. Raises MethodError unless each image has a partner."""
+    if not isinstance(method, Attribution):
+        raise MethodError(f"expected a method, such as LRP(model), got {type(method).__name__}")
+    first, second = method.read(a), method.read(b)
+    if len(first.inputs) != len(second.inputs):
+        sides = " and ".join(plural(len(side.inputs), "image") for side in (first, second))
+        raise MethodError(f"each image of a pair needs a partner, got {sides}")
+    return first, second
+
+
+def _directions(first: Tensor, second: Tensor, count: int | None, seed: int) -> Tensor:
+    """Return directions (K, D) such that the products of the projections of two embeddings sum to their dot product."""
+    numbers = len(first)
+    count = numbers if count is None else min(check_integer("directions", count, least=3), numbers)
+    size = numbers, max(count - 2, 0)
+    random = torch.randn(size, generator=generator(seed), dtype=torch.float64, device="cpu").to(first)
+    basis: Tensor = torch.linalg.qr(torch.column_stack([first, second, random])).Q  # (D, K)
+    # The product of the random directions with their transpose is, on average, the identity of the other D - 2 numbers.
+    basis[:, 2:] *= math.sqrt(max(numbers - 2, 1) / max(count - 2, 1))
+    # Most scores would be 0, where the rounding error of relevance looks like a missing share. A reflection of the
+    # directions changes no share, and gives all of them the same product with the first embedding.
+    across = torch.full_like(basis[0], -(basis.shape[1] ** -0.5))
+    across[0] += 1
+    return (basis - torch.outer(basis @ across, across) * 2 / (across @ across).clamp(min=1e-30)).T
+
+
+def _maps(method: Attribution, x: Tensor, rows: Tensor, cells: int) -> Tensor:
+    """Return the maps (K, h, w) of an image's embedding along directions (K, D), summed over square cells."""
+    batch = x.expand(len(rows), *x.shape[1:])
+    target = method.resolve(lambda output: (embedding(output) * rows).sum(1), batch)
+    maps = method.explain(batch, method.explained_target(target)).values.sum(1, dtype=rows.dtype)
+    longest = max(maps.shape[1:])
+    for axis, length in enumerate(maps.shape[1:], 1):
+        count = max(1, round(min(cells, longest) * length / longest))
+        cell = torch.arange(length, device=maps.device) * count // length
+        maps = maps.new_zeros(*maps.shape[:axis], count, *maps.shape[axis + 1 :]).index_add_(axis, cell, maps)
+    return maps
