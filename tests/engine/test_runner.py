@@ -481,7 +481,7 @@ def test_long_work_on_a_terminal_draws_a_bar_by_itself(
     progress: bool | None, drawn: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr("saliency.engine.multi_pass.BAR_DELAY", 0.2)
+    monkeypatch.setattr("saliency.attribution.passes.BAR_DELAY", 0.2)
     model = tiny_model()
     model.register_forward_hook(lambda *given: time.sleep(0.05))
     Noisy(model, passes=10, chunk=1, progress=progress).attribute(images(1), 0)
