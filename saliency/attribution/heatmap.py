@@ -8,7 +8,7 @@ summed; of magnitudes, the largest channel counts (Simonyan 2013).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -131,7 +131,7 @@ def _require_finite(maps: Tensor, explanation: Explanation) -> None:
             )
 
 
-def resized(maps: Tensor, size: tuple[int, int]) -> Tensor:
+def resized(maps: Tensor, size: Sequence[int]) -> Tensor:
     """Resize maps (N, h, w) to a size (H, W), as `heatmap` does. Raises RenderError if it is not a size."""
     if not is_pair(size):
         raise RenderError(f"size={size!r} is not (height, width) in pixels, both at least 1")

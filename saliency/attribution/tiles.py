@@ -125,7 +125,8 @@ def explain_tiles(
         image.inputs.shape[2:],
         list(product(*image.axes)),
     )
-    scores, values, found = [math.nan] * len(tiles), torch.empty(0, dtype=torch.float32, device="cpu"), []
+    scores, values = [math.nan] * len(tiles), torch.empty(0, dtype=torch.float32, device="cpu")
+    found: list[Explained] = []
     at, count = 0, 1  # the first tile alone
     with closing(progress_bar("tiles", len(tiles), "tile", progress)) as bar:
         while at < len(tiles):

@@ -17,16 +17,15 @@ from torch import Tensor, nn
 
 from saliency import METHODS, MethodError, TargetError, contrast, probability, region, value
 from saliency.attribution.options import Budget, Option
+from saliency.attribution.passes import MAX_CHUNK_CPU, chunk_size
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.engine import multi_pass
 from saliency.engine.estimates import Estimate, generator
 from saliency.engine.multi_pass import (
-    MAX_CHUNK_CPU,
     ImageAttribution,
     MakeInputs,
     PassRunner,
     SampledAttribution,
-    chunk_size,
     from_estimate,
 )
 from saliency.errors import SaliencyWarning
