@@ -319,7 +319,8 @@ class Attribution(HasOptions, ABC):
 
     def _notes(self, explanation: Explanation) -> Iterator[str]:
         """Yield a note on the limits of each image's map, and warn if the map shows nothing."""
-        largest = explanation.values.abs().flatten(1).amax(1)
+        low, high = explanation.values.flatten(1).aminmax(dim=1)
+        largest = torch.maximum(-low, high)
         shows_nothing = (largest <= rounding_errors(explanation)).tolist()
         for index, name in enumerate(explanation.target_names):
             note = ""
