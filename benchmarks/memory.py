@@ -1,6 +1,7 @@
 """Measure the peak memory of Grad-CAM against a plain forward pass and against recording the whole graph.
 
-The gradient of a volume of 96 voxels along each edge is measured against a forward and a backward by hand.
+The gradient of a volume of 96 voxels along each edge is measured against a forward and a backward by hand. A third table has the
+peak of a gradient of a large image in tiles, with a network that needs almost nothing itself.
 
 Each contender runs in its own process. The result is the peak of the resident set during the call, minus the resident
 set before it. Linux only, since it reads /proc.
@@ -13,17 +14,21 @@ import gc
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 import saliency
 from benchmarks.timing import verdict
 
 TARGET, VOLUME_TARGET = 0.25, 1.15
+TILED_TARGET = 1536  # MiB for an image of 10,000 x 10,000 pixels
 
 
 def plain(model: torch.nn.Module, x: Tensor) -> None:
@@ -118,6 +123,27 @@ def child(name: str, batch: int, size: int) -> None:
     print(f"{(status('VmHWM') - before) / 1024:.1f}")
 
 
+def tiled_child(kind: str, size: int) -> None:
+    """Print the peak memory of a gradient of an image of size x size in tiles, in MiB."""
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, 8), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    method = saliency.VanillaGradient(model, preprocess=saliency.Preprocess((224, 224)))
+    method.attribute(np.zeros((600, 600, 3), np.uint8), 0, tiles=512)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "image"
+        pixels = np.memmap(path, np.uint8, "w+", shape=(size, size, 3))
+        pixels[:] = np.arange(size, dtype=np.uint32)[:, None].astype(np.uint8)
+        if kind == "path":
+            Image.fromarray(pixels).save(path, "PNG", compress_level=1)
+        image = path if kind == "path" else np.memmap(path, np.uint8, "r", shape=(size, size, 3))
+        del pixels
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status("VmRSS")
+        method.attribute(image, 0, tiles=512)
+        print(f"{(status('VmHWM') - before) / 1024:.1f}")
+
+
 def status(field: str) -> int:
     """Return a field of /proc/self/status, in KiB."""
     match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
@@ -142,7 +168,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--tiled", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.tiled:
+        tiled_child(options.tiled[0], int(options.tiled[1]))
+        return
     if options.child:
         child(options.child[0], int(options.child[1]), int(options.child[2]))
         return
@@ -168,6 +198,12 @@ def main(arguments: list[str] | None = None) -> None:
     )
     print(f"| backward by hand | {peaks['backward']:.0f} | | |")
     print(f"| saliency | {peaks['gradient']:.0f} | {share:.3f} | {verdict(share, VOLUME_TARGET)} |")
+    print()
+    print("### a gradient of 10,000 x 10,000 px in tiles of 512\n\n| image | MiB | target |\n|---|---|---|")
+    for kind in ("path", "memmap"):
+        command = [sys.executable, "-m", "benchmarks.memory", "--tiled", kind, "10000"]
+        peak = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)  # noqa: S603
+        print(f"| {kind} | {peak:.0f} | {verdict(peak, TILED_TARGET)} |")
 
 
 if __name__ == "__main__":

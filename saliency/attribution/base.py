@@ -37,6 +37,7 @@ from .forward import Needs, SharedForward, TargetGradients
 from .heatmap import rounding_errors
 from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOption, declared_options
 from .resolved_target import ResolvedTarget, has_batch_statistics, warn_of_coupled_images
+from .tiles import TiledImage, explain_tiles, read_tiles
 
 METHODS: Registry[type[Attribution]] = Registry(
     "method", {"att_cat": "chefer_attention", "attention_grad_cam": "gradient_rollout", "token_tm": "chefer_attention"}
@@ -161,7 +162,14 @@ class Attribution(HasOptions, ABC):
 
     @refuse_unknown_keywords
     def attribute(
-        self, inputs: ImagesLike, target: TargetLike = None, *, baselines: Any = None, forward_args: ForwardArgs = ()
+        self,
+        inputs: ImagesLike,
+        target: TargetLike = None,
+        *,
+        baselines: Any = None,
+        forward_args: ForwardArgs = (),
+        tiles: int | None = None,
+        overlap: int = 64,
     ) -> Explanation:
         """Explain one image or several.
 
@@ -175,12 +183,16 @@ class Attribution(HasOptions, ABC):
                 or one per image as a list or a tensor (N, C, H, W). By default the option is used.
             forward_args: Arguments of the model's forward after the image: a tuple, or a mapping of names. Tensors,
                 arrays and lists with N entries have one for each image, on any device; others are passed as they are.
+            tiles: The edge in pixels of the overlapping tiles in which one large image is explained, as one map. A tile
+                is normalised, but neither resized nor cropped. The target is a class, a region or a function. By
+                default, the image is explained as a whole.
+            overlap: The width in pixels of the overlap of neighbouring tiles.
 
         Raises:
             ImageError: The image cannot be read, or the model does not accept it.
             TargetError: The target does not fit the model's output.
             LayerError: The layer does not exist, is not run, or has no spatial output.
-            MethodError: The method has no baseline, or `baselines` or `forward_args` is invalid.
+            MethodError: The method has no baseline, or `baselines`, `forward_args`, `tiles` or `overlap` is invalid.
             ModelError: The model refused the image or the arguments.
             NotApplicableError: The method does not apply to this model.
             NonFiniteError: NaN or infinity in the input, the score or the values.
@@ -188,7 +200,8 @@ class Attribution(HasOptions, ABC):
         Warns:
             SaliencyWarning: A float tensor looks like an image that was not normalised.
         """
-        return self.attribute_classes(inputs, [target], baselines=baselines, forward_args=forward_args)[0]
+        batch = self.read(inputs) if tiles is None else read_tiles(inputs, self.preprocess, tiles, overlap)
+        return self._attribute(batch, [target], baselines, forward_args)[0]
 
     def attribute_classes(
         self,
@@ -208,14 +221,25 @@ class Attribution(HasOptions, ABC):
         """
         if isinstance(targets, str) or not isinstance(targets, list | tuple) or not targets:
             raise MethodError(f"expected a list of targets, got {targets!r}; for a single target use attribute")
-        batch = self.read(inputs)
+        return self._attribute(self.read(inputs), targets, baselines, forward_args)
+
+    def _attribute(self, batch: Batch, targets: Sequence[Any], baselines: Any, args: ForwardArgs) -> list[Explanation]:
+        """Explain several targets of a batch, or one target of an image in tiles."""
         images = len(batch.inputs)
         method = self if baselines is None else self._with_baselines(baselines, images)
-        bound = bind_forward_args(forward_args, images, neuron_layer(self.model, targets))
+        bound = bind_forward_args(args, images, neuron_layer(self.model, targets))
         with prepared_for_attribution(self.model), bound, bind_layout(self.layout):
-            resolved = [self.explained_target(self.resolve(target, batch.inputs, batch.frames)) for target in targets]
-            results = method.explain_targets(batch.inputs, resolved)
-        return [method.explanation(*pair, batch) for pair in zip(results, resolved, strict=True)]
+            if isinstance(batch, TiledImage):
+                progress, like = getattr(self, "progress", None), reference_tensor(self.model)
+                pairs = [explain_tiles(batch, targets[0], method._explain_batch, self.sign, like, progress)]
+            else:
+                pairs = method._explain_batch(batch, targets)
+        return [method.explanation(*pair, batch) for pair in pairs]
+
+    def _explain_batch(self, batch: Batch, targets: Sequence[Any]) -> list[tuple[BatchAttribution, ResolvedTarget]]:
+        """Explain several targets of a batch on a prepared model."""
+        resolved = [self.explained_target(self.resolve(target, batch.inputs, batch.frames)) for target in targets]
+        return list(zip(self.explain_targets(batch.inputs, resolved), resolved, strict=True))
 
     def _with_baselines(self, baselines: Any, images: int) -> Self:
         """Return a copy of the method with other baselines."""
@@ -297,7 +321,8 @@ class Attribution(HasOptions, ABC):
 
     def _notes(self, explanation: Explanation) -> Iterator[str]:
         """Yield a note on the limits of each image's map, and warn if the map shows nothing."""
-        largest = explanation.values.abs().flatten(1).amax(1)
+        low, high = explanation.values.flatten(1).aminmax(dim=1)
+        largest = torch.maximum(-low, high)
         shows_nothing = (largest <= rounding_errors(explanation)).tolist()
         for index, name in enumerate(explanation.target_names):
             note = ""

@@ -50,6 +50,7 @@ class BatchAttribution:
     ledger: Tensor | None = None  # (N, K)
     ledger_names: tuple[str, ...] = ()  # K
     outliers: Tensor | None = None  # (N, h, w) of bool
+    tile_scores: Tensor | None = None  # (N, rows, columns)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name; each has one row for each image."""
@@ -93,6 +94,8 @@ class Explanation(BatchAttribution):
         outliers: (N, h, w) of bool, for methods of attention: the patches whose tokens have an outlying norm. Such
             tokens hold information about the whole image, so their values are not evidence for their position. None if
             the tokens are not known.
+        tile_scores: (1, rows, columns) the score of each tile, of which `scores` is the mean, for an image in tiles. It
+            is NaN where a tile has no pixel of the target's region. None without tiles.
         notes: The limits of each image's map, for example that it is 0 everywhere; empty without limits.
         title: The name of the method's class; by default `method`.
         units: The units of the values; by default "<title> value".

@@ -75,10 +75,15 @@ def reduced_maps(explanation: Explanation, sign: Sign | None) -> Tensor:
         RenderError: The sign is unknown.
     """
     used = check_choice("sign", explanation.sign if sign is None else sign, SIGNS, error=RenderError)
-    values = at_least_float32(explanation.values.detach())
-    maps = values.abs().amax(dim=1) if used == "absolute" else values.sum(dim=1)
+    maps = reduce_channels(explanation.values, used)
     _require_finite(maps, explanation)
     return maps.clamp(min=0) if used == "positive" else maps
+
+
+def reduce_channels(values: Tensor, sign: Sign) -> Tensor:
+    """Return values (N, C, h, w) as maps (N, h, w): the largest magnitudes of the channels, or their sums."""
+    values = at_least_float32(values.detach())
+    return values.abs().amax(dim=1) if sign == "absolute" else values.sum(dim=1)
 
 
 def limits(maps: Tensor, percentile: float | None) -> Tensor:

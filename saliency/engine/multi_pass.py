@@ -23,6 +23,7 @@ from torch import Tensor
 from ..attribution.base import Attribution
 from ..attribution.explanation import BatchAttribution
 from ..attribution.options import Budget, Chunk, Option, PerImage, Precision, RunStats, Stopped
+from ..attribution.passes import chunk_size, progress_bar
 from ..attribution.resolved_target import OutputRows, ResolvedTarget, output_rows
 from ..errors import MethodError, TargetError
 from ..hooks.forward_args import bind_image
@@ -36,21 +37,8 @@ from .window import WindowForward
 if TYPE_CHECKING:
     from .fast_copy import FasterModel
 
-CHUNK_CPU, CHUNK_ACCELERATOR = 4 * 224**2, 64 * 224**2
-"""Pixels of an automatic chunk. They are fixed, so that the same call gives the same bits.
-
-Larger chunks are not reliably faster on a CPU: glibc maps blocks above 32 MiB, such as an activation of 16 images of
-resnet50, anew at each pass, and the system clears their pages. That took 86 of 323 ms per pass, and none after
-`keep_memory`. Chunks that follow from the largest tensor of the model (8 for resnet50) gained at most 4 %.
-"""
-MAX_CHUNK_CPU, MAX_CHUNK_ACCELERATOR = 16, 256
-"""Largest automatic number of passes of a chunk, for small images."""
-
 CHECK_INTERVAL = 16
 """A tolerance is checked after multiples of this many passes, so that it does not depend on the chunk size."""
-
-BAR_DELAY = 1.0
-"""Delay in seconds before an automatic progress bar appears."""
 
 MIN_WINDOWS = 16
 """With fewer windows, whole forwards are faster than the preparation of `WindowForward`."""
@@ -62,12 +50,6 @@ _T = TypeVar("_T")
 
 MakeInputs = Callable[[int, int], Tensor]
 """Creates the inputs (stop - start, C, H, W) of the passes `start` to `stop` - 1."""
-
-
-def chunk_size(x: Tensor) -> int:
-    """Return how many passes of inputs like `x` (1, C, H, W) run at once, by the size of the image and the device."""
-    pixels, most = (CHUNK_CPU, MAX_CHUNK_CPU) if x.device.type == "cpu" else (CHUNK_ACCELERATOR, MAX_CHUNK_ACCELERATOR)
-    return max(1, min(most, pixels // x.shape[2:].numel()))
 
 
 class ChunkResult(NamedTuple):
@@ -150,13 +132,8 @@ class PassRunner(ExitStack):
         if self._bar is not None:
             self._bar.total += passes
             return
-        from tqdm.auto import tqdm
-
         method = self._method
-        label, delay = method.name or type(method).__name__, 0 if method.progress else BAR_DELAY
-        disable = None if method.progress is None else not method.progress  # None: shown on terminals and in notebooks
-        style: dict[str, Any] = {"unit": "pass", "leave": False, "dynamic_ncols": True}
-        self._bar = tqdm(desc=label, total=passes, disable=disable, delay=delay, **style)
+        self._bar = progress_bar(method.name or type(method).__name__, passes, "pass", method.progress)
         self.callback(self._bar.close)
 
     def forwards(self, make: MakeInputs, count: int, *, local: bool = False) -> Iterator[ChunkResult]:

@@ -549,14 +549,24 @@ def without_crop(like: PreprocessLike | None, whole: Whole) -> Preprocess:
         ImageError: There is no preprocessing; or it is a function, and `whole` is "aspect", or the function does not
             give inputs of one size, or does more than resize, crop and normalise.
     """
+    return _described(like, f"whole={whole!r}", is_function=whole == "aspect").without_crop(whole)
+
+
+def only_normalised(like: PreprocessLike | None) -> Preprocess:
+    """Return a preprocessing that neither resizes nor crops, for tiles. Raises ImageError as `without_crop` does."""
+    return replace(_described(like, "tiles"), size=None, resize=False, stride=None)
+
+
+def _described(like: PreprocessLike | None, option: str, *, is_function: bool = False) -> Preprocess:
+    """Return a preprocessing as a `Preprocess`. Raises ImageError for a function that is none or must remain one."""
     prepare = None if like is None else as_preprocess(like)
-    if isinstance(prepare, TransformPreprocess) and whole != "aspect":
+    if isinstance(prepare, TransformPreprocess) and not is_function:
         prepare = _stretched(prepare)
     if isinstance(prepare, Preprocess):
-        return prepare.without_crop(whole)
+        return prepare
     came = "this model has no preprocessing" if prepare is None else "the preprocessing is a function"
     hint = "describe it: preprocess=saliency.Preprocess(size=..., resize=..., mean=..., std=...)"
-    raise ImageError(f"whole={whole!r}: {came}, so no crop can be taken out of it; {hint}")
+    raise ImageError(f"{option}: {came}, so no crop can be taken out of it; {hint}")
 
 
 def _stretched(function: TransformPreprocess) -> Preprocess | TransformPreprocess:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
@@ -43,6 +44,7 @@ class Region(LocatedTarget):
     label: Any
     where: Tensor | RegionChoice | Literal["peak"] = "predicted"  # not used if there is a place
     is_binary: bool = False  # as in `ClassScore`
+    is_sum: bool = False  # instead of the mean
     joint: str = ""
     cells: Tensor | None = field(default=None, repr=False)  # (N, h, w): 1 for the pixels, -1 for those outside a border
 
@@ -107,13 +109,14 @@ class Region(LocatedTarget):
         return torch.stack(cells).to(scores.device)
 
     def __call__(self, output: Any) -> Tensor:
-        """Return the mean scores (N,) of the class over its pixels."""
+        """Return the mean scores (N,) of the class over its pixels, or their sums."""
         scores, index = self._scores(output)
+        reduce = torch.sum if self.is_sum else torch.mean
         own, cells = scores[:, min(index, scores.shape[1] - 1)], cast("Tensor", self.cells)
         # Index instead of multiplying by a mask: such a product looks like a hand-written ReLU in the graph.
-        means = torch.stack([image[at > 0].mean() for image, at in zip(own, cells, strict=True)])
+        means = torch.stack([reduce(image[at > 0]) for image, at in zip(own, cells, strict=True)])
         if self.where == "border":
-            means = means - torch.stack([image[at < 0].mean() for image, at in zip(own, cells, strict=True)])
+            means = means - torch.stack([reduce(image[at < 0]) for image, at in zip(own, cells, strict=True)])
         return -means if self.is_binary and not index else means
 
     def repeated(self, image: int, count: int) -> Region:
@@ -198,8 +201,9 @@ def _cells(where: Any, geometry: Geometry, size: Sequence[int]) -> Tensor:
         x0, y0, x1, y1 = (*where, where[0] + 1e-3, where[1] + 1e-3)[:4]
         across, down, mask = np.array([[x0, x1]]), np.array([[y0, y1]]), np.ones((1, 1))
     elif where.shape == (height, width):
-        across, down = (np.stack([np.arange(edge), np.arange(edge) + 1], 1) for edge in (width, height))
-        mask = where.bool().cpu().numpy()
+        part = [slice(max(0, math.floor(low)), math.ceil(high)) for low, high in ((top, bottom), (left, right))]
+        down, across = (np.arange(edge)[own, None] + [0, 1] for edge, own in zip((height, width), part, strict=True))
+        mask = where[*part].bool().cpu().numpy()  # only the pixels of the input: the image may be much larger
     elif where.shape == tuple(size):
         return cast("Tensor", where.bool().cpu())
     else:

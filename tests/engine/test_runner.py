@@ -17,16 +17,15 @@ from torch import Tensor, nn
 
 from saliency import METHODS, MethodError, TargetError, contrast, probability, region, value
 from saliency.attribution.options import Budget, Option
+from saliency.attribution.passes import MAX_CHUNK_CPU, chunk_size
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.engine import multi_pass
 from saliency.engine.estimates import Estimate, generator
 from saliency.engine.multi_pass import (
-    MAX_CHUNK_CPU,
     ImageAttribution,
     MakeInputs,
     PassRunner,
     SampledAttribution,
-    chunk_size,
     from_estimate,
 )
 from saliency.errors import SaliencyWarning
@@ -481,7 +480,7 @@ def test_long_work_on_a_terminal_draws_a_bar_by_itself(
     progress: bool | None, drawn: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr("saliency.engine.multi_pass.BAR_DELAY", 0.2)
+    monkeypatch.setattr("saliency.attribution.passes.BAR_DELAY", 0.2)
     model = tiny_model()
     model.register_forward_hook(lambda *given: time.sleep(0.05))
     Noisy(model, passes=10, chunk=1, progress=progress).attribute(images(1), 0)

@@ -1,0 +1,205 @@
+"""One map of an image that is larger than the model's input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import saliency
+from saliency import METHODS, ImageError, MethodError, NotFoundError, Preprocess, TargetError
+from tests.models import OwnForward, PooledNet
+
+PREPARE = Preprocess((16, 16), 20)
+
+
+def dense(classes: int = 4) -> nn.Module:
+    """A network with a receptive field of 7 pixels, which keeps the size of the image."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 6, 3, padding=1), nn.ReLU()
+    return nn.Sequential(*layers, nn.Conv2d(6, classes, 3, padding=1)).double()
+
+
+class Recorded(PooledNet):
+    """A classifier that keeps the shapes of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shapes.append(x.shape)
+        return super().forward(x)
+
+
+def noise(height: int, width: int, images: int = 1) -> Tensor:
+    return torch.randn(images, 3, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def pixels(height: int = 70, width: int = 60) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def class_sum(output: Tensor) -> Tensor:
+    return output[:, 1].sum((1, 2))
+
+
+@pytest.mark.parametrize("method", ["vanilla_gradient", "input_x_gradient", "guided_backprop", "layer_cam"])
+def test_tiles_equal_the_whole_if_the_receptive_field_is_a_quarter_of_the_overlap(method: str) -> None:
+    options = {"layer": "2"} if method == "layer_cam" else {}
+    explainer, x = METHODS[method](dense(), **options), noise(90, 75)
+    whole = saliency.heatmap(explainer.attribute(x, class_sum))
+    tiled = explainer.attribute(x, class_sum, tiles=40, overlap=24)  # 24 / 4 = 7 - 1
+    assert tiled.values.shape == (1, 1, 90, 75)
+    assert torch.allclose(saliency.heatmap(tiled), whole, rtol=0, atol=1e-12 * float(whole.abs().max()))
+    # Without an overlap, the pixels at the borders of the tiles differ.
+    cut = explainer.attribute(x, class_sum, tiles=40, overlap=0)
+    assert (saliency.heatmap(cut) - whole).abs().max() > 0.05 * whole.abs().max()
+
+
+def test_a_network_with_pooling_gives_the_whole_map_up_to_one_factor() -> None:
+    model = nn.Sequential(dense(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    explainer, x = saliency.VanillaGradient(model), noise(64, 80)
+    whole = saliency.heatmap(explainer.attribute(x, 2))
+    tiled = saliency.heatmap(explainer.attribute(x, 2, tiles=32, overlap=24))
+    assert torch.allclose(tiled * (32 * 32) / (64 * 80), whole, rtol=0, atol=1e-12 * float(whole.abs().max()))
+
+
+def test_a_strided_network_needs_steps_of_its_stride() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 4, 4), nn.ReLU(), nn.Conv2d(4, 2, 1)).double()
+    explainer, x = saliency.VanillaGradient(model), noise(56, 80)
+    whole = saliency.heatmap(explainer.attribute(x, class_sum))
+    tiled = saliency.heatmap(explainer.attribute(x, class_sum, tiles=32, overlap=8))  # 24, and 80 - 32, of 4
+    assert torch.allclose(tiled, whole, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("where", ["predicted", "mask", "box"])
+def test_a_region_is_cut_to_the_tiles_and_its_score_is_a_sum(where: str) -> None:
+    model, x = dense(2), noise(80, 64)
+    mask = torch.zeros(80, 64, dtype=torch.bool)
+    mask[5:40, 30:60] = True
+    predicted = model(x)[0].argmax(0) == 1
+    region: Any = {"predicted": "predicted", "mask": mask, "box": (30, 5, 60, 40)}[where]
+    own = predicted if where == "predicted" else mask
+    expected = saliency.VanillaGradient(model).attribute(x, lambda out: out[:, 1, own].sum(1))
+    tiled = saliency.VanillaGradient(model).attribute(x, saliency.region(1, region), tiles=40, overlap=24)
+    assert torch.allclose(saliency.heatmap(tiled), saliency.heatmap(expected), rtol=0, atol=1e-12)
+    assert tiled.tile_scores is not None
+    assert tiled.tile_scores.shape == (1, 4, 3)
+    if where != "predicted":  # the tiles of the last row hold no pixel of it
+        assert tiled.tile_scores[0, 3].isnan().all()
+        assert torch.allclose(tiled.scores, tiled.tile_scores.nanmean().view(1))
+
+
+def test_the_image_may_be_a_path_an_image_an_array_or_a_map_of_a_file(tmp_path: Path) -> None:
+    array = pixels()
+    Image.fromarray(array).save(tmp_path / "image.png")
+    stored = np.memmap(tmp_path / "image.raw", np.uint8, "w+", shape=array.shape)
+    stored[:] = array
+    explainer = saliency.VanillaGradient(PooledNet(), preprocess=PREPARE)
+    x = Preprocess()(Image.fromarray(array))
+    expected = explainer.attribute(x, 1, tiles=32, overlap=8)
+    for image in (tmp_path / "image.png", Image.fromarray(array), array, stored):
+        tiled = explainer.attribute(image, 1, tiles=32, overlap=8)
+        assert torch.equal(tiled.values, expected.values)
+        assert tiled.frames[0] is not None
+        assert tiled.frames[0].box == (0, 0, 60, 70)
+        assert saliency.overlay(tiled).size == (60, 70)
+
+
+def test_a_larger_array_is_read_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saliency.attribution.tiles.MAX_PIXELS", 1000)
+    array, read = pixels(), []
+
+    class Stored:
+        shape = array.shape
+
+        def __getitem__(self, window: Any) -> Any:
+            read.append(array[window].shape)
+            return array[window]
+
+    explainer = saliency.VanillaGradient(PooledNet(), preprocess=PREPARE)
+    tiled = explainer.attribute(Stored(), 1, tiles=32, overlap=8)  # type: ignore[arg-type]
+    assert set(read) == {(32, 32, 3)}
+    assert tiled.frames == (None,)
+    assert torch.equal(
+        tiled.values, explainer.attribute(Preprocess()(Image.fromarray(array)), 1, tiles=32, overlap=8).values
+    )
+    assert saliency.overlay(tiled, array).size == (60, 70)
+
+
+def test_an_image_smaller_than_a_tile_is_one_tile() -> None:
+    explainer, x = saliency.VanillaGradient(PooledNet()), noise(20, 30).float()
+    whole, tiled = explainer.attribute(x, 1), explainer.attribute(x, 1, tiles=65)
+    assert torch.equal(saliency.heatmap(tiled), saliency.heatmap(whole))
+    assert torch.equal(tiled.scores, whole.scores)
+
+
+def test_a_tile_is_normalised_and_neither_resized_nor_cropped() -> None:
+    model = Recorded()
+    saliency.VanillaGradient(model, preprocess=PREPARE).attribute(pixels(), 1, tiles=24, overlap=8)
+    assert {shape[1:] for shape in model.shapes} == {(3, 24, 24)}
+    function = saliency.VanillaGradient(model, preprocess=lambda image: PREPARE(image.convert("L").convert("RGB")))
+    with pytest.raises(ImageError, match="tiles: the preprocessing is a function"):
+        function.attribute(pixels(), 1, tiles=24, overlap=8)
+
+
+def test_tiles_run_in_chunks_and_give_the_values_of_single_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Recorded()
+    explainer, x = saliency.VanillaGradient(model), noise(70, 60).float()
+    several = explainer.attribute(x, 1, tiles=24, overlap=8)
+    assert max(shape[0] for shape in model.shapes) == 15  # 16 tiles: the first alone
+    monkeypatch.setattr("saliency.attribution.tiles.chunk_size", lambda x: 1)
+    assert torch.allclose(several.values, explainer.attribute(x, 1, tiles=24, overlap=8).values, rtol=1e-5)
+
+
+def test_every_method_explains_a_class_in_tiles() -> None:
+    model, x = PooledNet(), noise(36, 30).float()
+    for name in ("grad_cam", "integrated_gradients", "smooth_grad", "occlusion", "rise", "lrp", "kernel_shap"):
+        cls = METHODS[name]
+        tiled = cls(model, **cls.preview_options).attribute(x, 1, tiles=20, overlap=8)
+        assert tiled.values.shape == (1, 1, 36, 30)
+        assert tiled.values.any()
+        assert tiled.method == name
+        assert tiled.sign != "positive" or tiled.values.min() >= 0
+
+
+def test_an_explanation_in_tiles_is_saved(tmp_path: Path) -> None:
+    tiled = saliency.GradCAM(PooledNet(), preprocess=PREPARE).attribute(pixels(), 1, tiles=32, overlap=8)
+    loaded = saliency.Explanation.load(tiled.save(tmp_path / "map.safetensors"))
+    assert tiled.tile_scores is not None
+    assert loaded.tile_scores is not None
+    assert torch.equal(loaded.tile_scores, tiled.tile_scores)
+
+
+@pytest.mark.parametrize(
+    ("image", "target", "options", "error", "match"),
+    [
+        (noise(40, 40), 1, {"tiles": 16, "overlap": 16}, MethodError, "overlap=16 is not smaller than tiles=16"),
+        (noise(40, 40), 1, {"tiles": 0}, MethodError, "tiles=0 is not a whole number"),
+        (noise(40, 40, 2), 1, {"tiles": 32, "overlap": 8}, ImageError, "got 2 images; with tiles=, explain them one"),
+        (noise(40, 40), None, {"tiles": 32, "overlap": 8}, TargetError, "pass a class as the target"),
+        (noise(40, 40), saliency.probability(), {"tiles": 32, "overlap": 8}, TargetError, "pass a class as the target"),
+        (noise(40, 40), saliency.box(index=1), {"tiles": 32, "overlap": 8}, TargetError, "crop the image around it"),
+        (noise(40, 40), saliency.keypoint(1), {"tiles": 32, "overlap": 8}, TargetError, "crop the image around it"),
+    ],
+)
+def test_one_sentence_for_what_tiles_cannot_do(
+    image: Tensor, target: Any, options: dict[str, int], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        saliency.VanillaGradient(PooledNet().double()).attribute(image, target, **options)
+
+
+def test_a_region_that_no_tile_holds_is_an_error() -> None:
+    model = nn.Sequential(
+        dense(2), OwnForward(lambda self, x: x - torch.tensor([0, 1e6], dtype=x.dtype).view(1, 2, 1, 1))
+    )
+    with pytest.raises(NotFoundError, match="no pixel to class 1"):
+        saliency.VanillaGradient(model).attribute(noise(40, 40), saliency.region(1), tiles=32, overlap=8)
