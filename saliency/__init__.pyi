@@ -110,6 +110,7 @@ from .methods.object_cam import SegXResCAM as SegXResCAM
 from .methods.occlusion import FeatureAblation as FeatureAblation
 from .methods.occlusion import Occlusion as Occlusion
 from .methods.rise import DRISE as DRISE
+from .methods.rise import RELAX as RELAX
 from .methods.rise import RISE as RISE
 from .methods.segments import SegmentAttribution as SegmentAttribution
 from .methods.smoothing import Augmented as Augmented
