@@ -90,6 +90,7 @@ notebooks: $(VENV)/.installed-test
 zoo: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.zoo_attention
 	$(BIN)/python -m benchmarks.zoo_places
+	$(BIN)/python -m benchmarks.zoo_features
 	$(BIN)/python -m benchmarks.zoo
 
 fixtures: $(VENV)/.installed-test

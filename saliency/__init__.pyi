@@ -9,6 +9,8 @@ from ._version import __version__ as __version__
 from .attribution.base import Attribution as Attribution
 from .attribution.base import TracedAttribution as TracedAttribution
 from .attribution.base import explain_together as explain_together
+from .attribution.dense_features import Features as Features
+from .attribution.dense_features import features as features
 from .attribution.explanation import BatchAttribution as BatchAttribution
 from .attribution.explanation import Explanation as Explanation
 from .attribution.forward import Needs as Needs
@@ -132,6 +134,7 @@ from .methods.token_gradients import LeGrad as LeGrad
 from .methods.token_sampling import TIS as TIS
 from .methods.token_sampling import ViTCX as ViTCX
 from .methods.xrai import XRAI as XRAI
+from .render.feature_figure import draw_features as draw_features
 from .render.figure import figure as figure
 from .render.overlay import cutout as cutout
 from .render.overlay import overlay as overlay
