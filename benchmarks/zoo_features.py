@@ -66,7 +66,7 @@ def builders() -> dict[str, Build]:
         size = (224, 224) if name.startswith(("hiera", "mixer")) else (4 * edge, 6 * edge)
         options = {"img_size": size} if name.startswith(SIZED) else {}
         networks[f"timm {name}"] = partial(of_timm, name, size, **options)
-    headless = {"num_classes": 0, "global_pool": ""}
+    headless: dict[str, Any] = {"num_classes": 0, "global_pool": ""}
     networks["timm resnet18, maps only"] = lambda: usable(timm.create_model("resnet18", **headless), SIZE)
     networks["timm resnet18, features_only"] = lambda: usable(timm.create_model("resnet18", features_only=True), SIZE)
     networks |= {f"torchvision {name}": partial(of_torchvision, name, own) for name, own in TORCHVISION.items()}

@@ -78,8 +78,9 @@ found = saliency.features(unet, images)
 saliency.draw_features(found, middle)
 
 # %% [markdown]
-# **What to see.** Each kind of shape has colours of its own, the same in all scenes, whatever its colour in the image.
-# The point on the first shape finds the other shapes of its kind.
+# **What to see.** Circles are green and squares are orange in all scenes, whatever their colour in the image. The point
+# on a square finds the other squares. But the triangles are gone: the first component does not tell them from the
+# background, and one threshold serves all images. With `foreground=False` they come back, so look at both.
 #
 # A vision transformer cuts the scene into 8 x 8 patches. Its class token and its four registers have no position, so
 # they are left out. On this network, no patch has an outlying norm:
@@ -91,8 +92,8 @@ saliency.draw_features(vit, middle)
 
 # %% [markdown]
 # **What to see.** The picture is coarse, and less clear: after the last block, the patches of this small network also
-# hold what attention brought from elsewhere. Its class is read from the class token, so nothing asks a patch to stay
-# local.
+# hold what attention brought from elsewhere. Its class is read from the class token, so nothing in its training asks a
+# patch to stay local. Colours are not evidence: check them by the similarity to a point.
 #
 # ## An embedding without a label
 #

@@ -120,8 +120,8 @@ class Features:
 
     def _cell(self, place: tuple[float, ...], image: int) -> tuple[int, int]:
         """Return the row and the column of the cell at a point. Raises TargetError if there is none."""
-        geometry = Geometry.of(self.frames[image], self.input_size)
-        column, row = geometry.to_input((*place, *place))[:2]
+        (x, y), geometry = place, Geometry.of(self.frames[image], self.input_size)
+        column, row = geometry.to_input((x, y, x, y))[:2]
         (height, width), (h, w) = self.input_size, self.values.shape[2:]
         if not (0 <= column < width and 0 <= row < height):
             left, top, right, bottom = (round(edge) for edge in geometry.box)
@@ -210,7 +210,8 @@ def _components(cells: Tensor, count: int) -> Tensor:
     centred = cells - cells.mean(0)
     weights = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -count:].flip(1)  # (K, count)
     largest = weights.gather(0, weights.abs().argmax(0, keepdim=True))
-    return centred @ (weights * largest.sign())
+    scores: Tensor = centred @ (weights * largest.sign())
+    return scores
 
 
 def _otsu(values: Tensor) -> Tensor:

@@ -366,7 +366,7 @@ class WeightedVariance(MaskedScores):
     @staticmethod
     def _central(moments: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted mean and the weighted variance (1, H, W) by the sums (4, H, W) of the powers."""
-        weight, first, second, _ = moments.split(1)
+        weight, first, second, _ = torch.split(moments, 1)
         mean, square = first / weight.clamp(min=1e-30), second / weight.clamp(min=1e-30)
         return mean, (square - mean.square()).clamp(min=0)
 
@@ -379,10 +379,10 @@ class WeightedVariance(MaskedScores):
     def variance(self) -> Tensor:
         """The variance (1, H, W) of the terms of the weighted variance."""
         scored, _, _, _, squares, mixed, _ = torch.split(self._sums, self._sizes)
-        one, first, second, third = mixed.split(1)  # of the scores, weighted by the squares of the masks
+        one, first, second, third = torch.split(mixed, 1)  # of the scores, weighted by the squares of the masks
         mean, spread = self._central(scored)
         rest = mean.square() - spread  # each term is s^2 - 2 mean s + rest
-        total = squares[2:3] - 4 * mean * third + (4 * mean.square() + 2 * rest) * second
+        total: Tensor = squares[2:3] - 4 * mean * third + (4 * mean.square() + 2 * rest) * second
         total = total - 4 * mean * rest * first + rest.square() * one
         return total.clamp(min=0) * self.count / scored[:1].square().clamp(min=1e-30)
 

@@ -346,7 +346,7 @@ def test_the_similarity_to_itself_is_the_cosine_of_each_changed_image_with_its_o
     torch.testing.assert_close(subject.scores_of(x * 0.3), F.cosine_similarity(model(x), model(x * 0.3)).detach())
     for wrong in ({"against": x[0]}, {"by": "dot"}):
         with pytest.raises(TargetError, match="to itself is a cosine"):
-            similarity(**wrong)  # type: ignore[arg-type]
+            similarity(**wrong)
 
 
 @pytest.mark.parametrize(
