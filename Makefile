@@ -91,6 +91,7 @@ zoo: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.zoo_attention
 	$(BIN)/python -m benchmarks.zoo_places
 	$(BIN)/python -m benchmarks.zoo_volumes
+	$(BIN)/python -m benchmarks.zoo_features
 	$(BIN)/python -m benchmarks.zoo
 
 fixtures: $(VENV)/.installed-test

@@ -1,7 +1,7 @@
 """Measure the peak memory of Grad-CAM against a plain forward pass and against recording the whole graph.
 
-The gradient of a volume of 96 voxels along each edge is measured against a forward and a backward by hand. A third table has the
-peak of a gradient of a large image in tiles, with a network that needs almost nothing itself.
+The gradient of a volume of 96 voxels along each edge is measured against a forward and a backward by hand. A third
+table has the peak of a gradient of a large image in tiles, with a network that needs almost nothing itself.
 
 Each contender runs in its own process. The result is the peak of the resident set during the call, minus the resident
 set before it. Linux only, since it reads /proc.

@@ -9,6 +9,8 @@ from ._version import __version__ as __version__
 from .attribution.base import Attribution as Attribution
 from .attribution.base import TracedAttribution as TracedAttribution
 from .attribution.base import explain_together as explain_together
+from .attribution.dense_features import Features as Features
+from .attribution.dense_features import features as features
 from .attribution.explanation import BatchAttribution as BatchAttribution
 from .attribution.explanation import Explanation as Explanation
 from .attribution.forward import Needs as Needs
@@ -113,6 +115,7 @@ from .methods.pairs import Matches as Matches
 from .methods.pairs import explain_matches as explain_matches
 from .methods.pairs import explain_pair as explain_pair
 from .methods.rise import DRISE as DRISE
+from .methods.rise import RELAX as RELAX
 from .methods.rise import RISE as RISE
 from .methods.segments import SegmentAttribution as SegmentAttribution
 from .methods.smoothing import Augmented as Augmented
@@ -135,6 +138,7 @@ from .methods.token_sampling import TIS as TIS
 from .methods.token_sampling import ViTCX as ViTCX
 from .methods.vx_code import VXCODE as VXCODE
 from .methods.xrai import XRAI as XRAI
+from .render.feature_figure import draw_features as draw_features
 from .render.figure import draw_matches as draw_matches
 from .render.figure import figure as figure
 from .render.overlay import cutout as cutout

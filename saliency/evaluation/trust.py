@@ -25,6 +25,7 @@ from ..render.figure import SCREEN_DPI, TEXT_SIZE, TITLE_SIZE, new_figure
 from ..render.notebook import framed
 from ..render.overlay import overlay
 from ..tables import Column, Table, escaped, number
+from ..targets.embedding import ITSELF
 from ..targets.targets import TargetLike
 from ..validation import check_number
 from .metrics.agreement import RankCorrelation
@@ -274,7 +275,8 @@ def trust(
     measurements = [
         replace(each, metric="random_box") if box else each for each, box in zip(measurements, is_box, strict=True)
     ]
-    measurements.append(_agreement(subject, context))
+    if explanation.target_names[0] != ITSELF:  # where the gradients of the other methods are zero
+        measurements.append(_agreement(subject, context))
     notes = _notes(explanation, {each.metric for each in measurements})
     card = TrustCard([property_of(each) for each in measurements], _COLUMNS, _title(explanation), notes)
     card.explanation, card.seed = explanation, seed

@@ -145,6 +145,7 @@ class LayerTrace:
 
     spatial: _Layers  # in the order in which they finished
     candidates: _Layers  # for the default layer
+    features: str | None  # the last layer of features, also if the score has no gradient there
     attention: Mapping[int, Layout | None]  # by the number of tokens; None if the tokens are not patches
 
 
@@ -225,6 +226,19 @@ def default_layer(model: nn.Module, x: Tensor, target: _Score | None = None) -> 
     with HookManager(exclusive=True), torch.enable_grad():
         last = _last_with_gradient(model, x, levels, target) if levels and target else None
     layer = last.name if last else scan_layers(model, x, target).default
+    return _require_layer(layer, model, x)
+
+
+def feature_layer(model: nn.Module, x: Tensor) -> str:
+    """Return the last layer of features with spatial output. Raises LayerError without one.
+
+    It needs no gradient, so it is the final norm of a vision transformer, and may be the output of the model. Maps of
+    class scores, which are finer than the coarsest features, do not count.
+    """
+    return _require_layer(trace_layers(model, x).features, model, x)
+
+
+def _require_layer(layer: str | None, model: nn.Module, x: Tensor) -> str:
     if layer is None:
         raise LayerError(
             f"no layer of {type(model).__name__} has a spatial output, not mirrored, for an input of "
@@ -358,12 +372,16 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
     ends = list(tree_tensors(final))
     inner = tuple(layer for layer in spatial if not any(outputs[layer.name][0]() is end for end in ends))
     classes = ends[0].shape[1] if ends and ends[0].dim() == x.dim() else None
+    coarsest = min((cells for layer in spatial if (cells := math.prod(layer.layout.grid)) > 1), default=0)
+    is_map_of_scores = classes is not None and ends[0].shape[2:].numel() > coarsest
+    features = _candidates(model, spatial, classes if is_map_of_scores else None)
     attention: dict[int, Layout | None] = {}
     for queries in trace.queries:  # (axes, ..., tokens), of all heads
         tokens = queries.shape[-1]
         layout = token_layout(queries.reshape(len(queries), len(x), -1, tokens)[:, :, 0], x)
         attention[tokens] = layout if attention.get(tokens, layout) == layout else None
-    return LayerTrace(spatial, _candidates(model, inner, classes), attention)
+    names = [layer.name for layer in features]
+    return LayerTrace(spatial, _candidates(model, inner, classes), names[-1] if names else None, attention)
 
 
 def _scan(model: nn.Module, x: Tensor, trace: LayerTrace) -> LayerScan:

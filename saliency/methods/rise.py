@@ -13,14 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..attribution.explanation import BatchAttribution
+from ..attribution.explanation import BatchAttribution, Explanation
 from ..attribution.options import Option
 from ..attribution.resolved_target import OutputRows, ResolvedTarget
 from ..axes import along_rows
 from ..engine.estimates import Estimate, generator, precise_type, rank_correlation
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, from_estimate
+from ..io.inputs import Batch
 from ..targets.box import BoxScore
-from ..targets.targets import OutputTarget
+from ..targets.embedding import SelfSimilarity
+from ..targets.targets import ClassScore, OutputTarget
 from ..validation import check_flag, check_integer, check_number
 from .baselines import Filler, FillOption
 
@@ -81,14 +83,17 @@ class RISE(SampledAttribution):
             chunk[start] = masks(start, stop)  # (k, 1, H, W)
             return x * chunk[start] if self.fill == 0 else torch.lerp(background, x, chunk[start])
 
-        if self.debiased:  # subtracting the score of the whole image does not change the covariance
-            estimate = MaskedScores(self.visible, masks.variance, score, score.numel())
-        else:
-            estimate = MaskedScores(self.visible, torch.full_like(x[0, :1], self.visible), None, score.numel())
+        estimate = self.new_estimate(masks, score)
         for done in passes.until_precise(estimate, passes.forwards(make, self.most_passes)):
             estimate.take(done.scores, chunk[done.start])
         result = from_estimate(estimate, x)
         return result._replace(agreement=estimate.agreements) if score.dim() else result
+
+    def new_estimate(self, masks: RandomMasks, score: Tensor) -> MaskedScores:
+        """Return the estimate of the map, without masks."""
+        if self.debiased:  # subtracting the score of the whole image does not change the covariance
+            return MaskedScores(self.visible, masks.variance, score, score.numel())
+        return MaskedScores(self.visible, torch.full_like(masks.variance, self.visible), None, score.numel())
 
 
 class JointTarget(ResolvedTarget):
@@ -184,6 +189,54 @@ def target_part(joint: BatchAttribution, at: int) -> BatchAttribution:
     """Return the attribution of one target of a `JointTarget`, by its number."""
     own: Any = {name: part[:, at : at + 1] if part.dim() > 2 else part[:, at] for name, part in joint.tensors().items()}
     return replace(joint, **own)
+
+
+class RELAX(RISE):
+    """The effect of each pixel's visibility on the embedding of the image, without a label, by random masks.
+
+    Without a target, the score of a masked image is the cosine similarity of its embedding and the embedding of the
+    image: `saliency.similarity()`. The model returns one embedding per image; the logits of a classifier count as one.
+    Any other target weights the masks by its score, as in `RISE`.
+
+    The paper's importance is the mean of the similarity times the mask, divided by p: `debiased=False`. By default it
+    is debiased as in `RISE`: the change of the similarity from hidden to visible.
+
+    The paper's uncertainty of a pixel is the variance of the similarity over all masks, each weighted by its value at
+    the pixel: `uncertainty=True`. It tells how much the similarity depends on the other pixels, and does not fall with
+    the number of masks. The `error` of a map is its standard error, which does.
+
+    Args:
+        uncertainty: Return the paper's uncertainty, with its standard error, instead of the importance.
+
+    Values: (N, 1, H, W), in score units, signed if debiased; the uncertainty is in score units squared. Without a
+    target, `scores` are 1.
+
+    Raises:
+        TargetError: Without a target, the model does not return one embedding per image.
+
+    Source: Wickstrøm et al., "RELAX: Representation Learning Explainability" (2021),
+        https://arxiv.org/abs/2112.10161.
+    """
+
+    name = "relax"
+    cost = "3000 forwards"
+    samples = 3000
+
+    uncertainty: Option[bool] = Option(False, check_flag)
+
+    def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
+        """Return the similarity to the image itself if no target was given."""
+        is_given = not isinstance(target.target, ClassScore) or set(target.target.classes) != {None}
+        return target if is_given else target.replaced(SelfSimilarity())
+
+    def new_estimate(self, masks: RandomMasks, score: Tensor) -> MaskedScores:
+        """Return the estimate of the map, without masks."""
+        return WeightedVariance(masks.variance, score) if self.uncertainty else super().new_estimate(masks, score)
+
+    def explanation(self, result: BatchAttribution, target: ResolvedTarget, batch: Batch) -> Explanation:
+        """Return the checked explanation. A variance has the units squared."""
+        explanation = super().explanation(result, target, batch)
+        return replace(explanation, units="score squared") if self.uncertainty else explanation
 
 
 class RandomMasks:
@@ -292,3 +345,50 @@ class MaskedScores(Estimate):
         """The `agreement` of each target."""
         rows = zip(*(torch.split(half, 1) for half in self.halves()), strict=True)
         return [rank_correlation(*pair) for pair in rows] if self.count >= 4 else None
+
+
+class WeightedVariance(MaskedScores):
+    """Variance (1, H, W) of the scores, each weighted by the value of its mask at the pixel, in constant memory.
+
+    Its standard error takes the weighted mean of the scores as known, which is correct to first order in 1 / N.
+
+    Args:
+        like: (1, H, W) a tensor of the size of the masks.
+        level: A constant close to the scores, which improves the precision.
+    """
+
+    def __init__(self, like: Tensor, level: Tensor) -> None:
+        super().__init__(0, torch.ones_like(like), None, 4)
+        self._zero = level
+
+    def take(self, scores: Tensor, masks: Tensor) -> None:
+        """Add the powers 0 to 3 of the scores (k,) of masks (k, 1, H, W)."""
+        super().take(torch.stack([(scores - self._zero) ** power for power in range(4)], 1), masks)
+
+    @staticmethod
+    def _central(moments: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weighted mean and the weighted variance (1, H, W) by the sums (4, H, W) of the powers."""
+        weight, first, second, _ = torch.split(moments, 1)
+        mean, square = first / weight.clamp(min=1e-30), second / weight.clamp(min=1e-30)
+        return mean, (square - mean.square()).clamp(min=0)
+
+    @property
+    def mean(self) -> Tensor:
+        """The weighted variance (1, H, W)."""
+        return self._central(torch.split(self._sums, self._sizes)[0])[1]
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance (1, H, W) of the terms of the weighted variance."""
+        scored, _, _, _, squares, mixed, _ = torch.split(self._sums, self._sizes)
+        one, first, second, third = torch.split(mixed, 1)  # of the scores, weighted by the squares of the masks
+        mean, spread = self._central(scored)
+        rest = mean.square() - spread  # each term is s^2 - 2 mean s + rest
+        total: Tensor = squares[2:3] - 4 * mean * third + (4 * mean.square() + 2 * rest) * second
+        total = total - 4 * mean * rest * first + rest.square() * one
+        return total.clamp(min=0) * self.count / scored[:1].square().clamp(min=1e-30)
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Return the maps of the even and of the odd masks."""
+        scored, _, even, *_ = torch.split(self._sums, self._sizes)
+        return self._central(even)[1], self._central(scored - even)[1]

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..attribution.base import TracedAttribution
+from ..attribution.dense_features import outlying
 from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.forward import Needs, TargetGradients, at_least_float32
 from ..attribution.options import Option
-from ..axes import along_rows
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_passages, fuse_heads, is_chain
 from ..hooks.autograd_graph import result_shape, saved
@@ -98,24 +98,14 @@ class TokenAttention:
 
     @cached_property
     def outliers(self) -> Tensor | None:
-        """The patches (N, h, w) whose norm before the last layer norm exceeds the median by 5 deviations.
-
-        The deviation is the median of absolute deviations in the image. The norm is also at least twice the median:
-        smaller excesses occur at objects, up to 1.7 times the median with `shapes_vit`. None if no layer norm reads all
-        tokens.
-
-        Source: Darcet et al., "Vision Transformers Need Registers" (2023), https://arxiv.org/abs/2309.16588.
-        """
+        """The patches (N, h, w) with an outlying norm before the last layer norm; None if none reads all tokens."""
         norms = (node for node in self.grads.nodes if node.name() == "NativeLayerNormBackward0")
         inputs = (at_least_float32(saved(node, "input").detach()) for node in norms)
         shape = (len(self.grads.x), self.tokens)
         tokens = next((values for values in inputs if values.dim() == 3 and values.shape[:2] == shape), None)
         if tokens is None:
             return None
-        lengths = self.layout(tokens.norm(dim=-1, keepdim=True))[:, 0]  # (N, h, w)
-        median = along_rows(lengths.flatten(1).median(1).values, lengths)
-        deviation = along_rows((lengths - median).abs().flatten(1).median(1).values, lengths)
-        return lengths > torch.maximum(median + 5 * deviation, 2 * median)
+        return outlying(self.layout(tokens.norm(dim=-1, keepdim=True))[:, 0])
 
     def mean_heads(self, call: AttentionCall) -> Tensor:
         """Return the mean over the heads of the probabilities of a call (N, queries, keys). Methods share it."""

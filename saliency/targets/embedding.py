@@ -17,6 +17,8 @@ from ..validation import check_choice
 from .targets import Categories, EncodeImage, EncodeText, OutputFacts, OutputTarget, Prompt, Target, embedding
 
 Measure = Literal["cosine", "dot", "distance"]
+ITSELF = "similarity to itself"
+"""The name of the target `similarity()`, which no other target has."""
 _MOST_NAMED = 3  # with more other texts, a name has only their number
 
 
@@ -111,6 +113,28 @@ class Similarity(_EmbeddingTarget):
         return (f"similarity to {' rather than '.join(names)}",) * images
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SelfSimilarity(_EmbeddingTarget):
+    """Cosine similarity of changed versions of an image to the image itself; see `similarity`."""
+
+    def resolve_from(self, output: Any, facts: OutputFacts) -> SelfSimilarity:
+        """Return the target with the embeddings (N, D) of the images themselves, whose output is the first one."""
+        return replace(self, embeddings=embedding(output).detach())
+
+    def __call__(self, output: Any) -> Tensor:
+        """Return the cosine similarities (N,)."""
+        own, itself = self.pair(output)
+        return F.cosine_similarity(own, itself)
+
+    def repeated(self, image: int, count: int) -> SelfSimilarity:
+        """Return the target of one image."""
+        return replace(self, embeddings=None if self.embeddings is None else self.embeddings[image : image + 1])
+
+    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
+        """Return the name `similarity to itself` for each image."""
+        return (ITSELF,) * images
+
+
 def text(prompt: str | Sequence[str], against: str | Sequence[str | Sequence[str]] = ()) -> Target:
     """Explain the similarity of an image to a text, for a model with a text encoder: a `DualEncoder`.
 
@@ -143,17 +167,23 @@ def _is_embedding(reference: Any) -> bool:
     return len(shape) == 1 or (len(shape) == 2 and shape[0] == 1 and "float" in str(reference.dtype))
 
 
-def similarity(reference: Any, against: Any = None, by: Measure = "cosine") -> Target:
+def similarity(reference: Any = None, against: Any = None, by: Measure = "cosine") -> Target:
     """Explain the similarity of an image to a reference, for a model that returns one embedding per image.
 
     Args:
         reference: An image, as `attribute` takes it, or an embedding (D,) or (1, D). An image is encoded at each call,
-            without the `forward_args` of the call.
+            without the `forward_args` of the call. By default the image itself: the score of a changed image is the
+            cosine of its embedding and the embedding of the image, so no label is needed. It is 1 for the image itself,
+            where its gradient is zero, so it suits methods that change the image, such as `RELAX` and `Occlusion`.
         against: Another reference. The score is then the difference of the two similarities.
         by: "cosine", "dot" for the inner product, or "distance" for minus the Euclidean distance.
 
     Raises:
-        TargetError: `by` is not one of these.
+        TargetError: `by` is not one of these; or there is no reference, but `against` or another measure.
     """
     check_choice("by", by, get_args(Measure), error=TargetError)
+    if reference is None:
+        if against is not None or by != "cosine":
+            raise TargetError("the similarity of an image to itself is a cosine without `against`; pass a reference")
+        return SelfSimilarity()
     return Similarity((reference,) if against is None else (reference, against), by)

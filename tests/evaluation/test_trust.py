@@ -167,3 +167,15 @@ def test_the_name_of_a_method_is_refused() -> None:
 def test_several_images_are_refused() -> None:
     with pytest.raises(MethodError, match="of one image, got 2"):
         trust(VanillaGradient(tiny_model()), images(2), 1)
+
+
+@pytest.mark.parametrize("cls", [saliency.RELAX, saliency.Occlusion])
+def test_an_embedding_without_a_label_has_a_card_by_the_score_that_is_deleted(cls: Any) -> None:
+    model, x = tiny_model(), images(1)
+    options = {"passes": 12, "grid": 3} if cls is saliency.RELAX else {"window": 4, "stride": 4}
+    target = None if cls is saliency.RELAX else saliency.similarity()
+    card = trust(cls(model, **options), x, target)
+    assert {row.name for row in card} >= {"mprt", "deletion", "insertion", "road", "infidelity"}
+    assert "agrees with others (rank correlation)" in card.summary.split("not measured: ")[1]
+    assert card.measurements["deletion"].curve is not None
+    assert float(card.measurements["deletion"].curve[0, 0]) == pytest.approx(1)  # the cosine of the image itself

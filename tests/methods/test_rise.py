@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from saliency import RELAX, explain_together, similarity
 from saliency.engine.estimates import generator, rank_correlation
-from saliency.errors import MethodError
+from saliency.errors import MethodError, TargetError
 from saliency.methods.rise import RISE, MaskedScores, RandomMasks
 from saliency.targets.targets import probability
 from saliency.testing import checks, tiny_model
@@ -158,3 +159,74 @@ def test_the_papers_form_keeps_the_promises_too(name: str, check: Any) -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(MethodError):
         RISE(Linear(), **options)
+
+
+# RELAX
+
+
+def embeddings(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(x)
+    return found
+
+
+def test_relax_is_the_papers_sum_over_masks_without_a_label() -> None:
+    model, x = tiny_model().double(), noise(2, 3, 12, 16)
+    options: dict[str, Any] = {"passes": 40, "grid": 4, "visible": 0.4, "seed": 3, "chunk": 7}
+    found = RELAX(model, **options, debiased=False).attribute(x)
+    slopes = RELAX(model, **options).attribute(x)
+    spread = RELAX(model, **options, uncertainty=True).attribute(x)
+    for image in range(2):
+        own, masks = x[image : image + 1], RandomMasks(x[:1], 4, 0.4, 3)
+        reference, total, weights, similarities = embeddings(model, own)[0], 0.0, 0.0, list[Tensor]()
+        drawn = masks(0, 40)
+        for mask in drawn:
+            similarities.append(F.cosine_similarity(embeddings(model, own * mask)[0], reference, dim=0))
+            total, weights = total + similarities[-1] * mask[0], weights + mask[0]
+        torch.testing.assert_close(found.values[image, 0], total / (40 * 0.4), rtol=1e-5, atol=0)
+        scores = torch.stack(similarities)[:, None, None]
+        covariance = ((scores - scores.mean()) * (drawn[:, 0] - 0.4)).sum(0) / 39
+        torch.testing.assert_close(slopes.values[image, 0], covariance / masks.variance[0])
+        mean = (scores * drawn[:, 0]).sum(0) / weights
+        terms = drawn[:, 0] * (scores - mean) ** 2
+        expected = terms.sum(0) / weights
+        torch.testing.assert_close(spread.values[image, 0], expected, rtol=1e-5, atol=0)
+        assert spread.error is not None
+        error = (drawn[:, 0] * ((scores - mean) ** 2 - expected)).square().sum(0).sqrt() / weights
+        torch.testing.assert_close(spread.error[image, 0], error, rtol=1e-5, atol=0)
+    assert found.target_names == ("similarity to itself",) * 2
+    torch.testing.assert_close(found.scores, torch.ones(2, dtype=torch.float64))
+    assert (found.units, spread.units) == ("score", "score squared")
+
+
+def test_relax_of_another_target_is_rise() -> None:
+    model, x = tiny_model(), torch.randn(2, 3, 16, 16)
+    for target in (1, [0, 2], similarity(x[1])):
+        found, expected = (cls(model, passes=9).attribute(x, target) for cls in (RELAX, RISE))
+        assert torch.equal(found.values, expected.values)
+        assert found.target == expected.target
+
+
+def test_the_intervals_of_the_uncertainty_hold_a_long_run() -> None:
+    model, x = tiny_model().double(), noise(1, 3, 8, 8)
+    options: dict[str, Any] = {"grid": 3, "uncertainty": True}
+    truth = RELAX(model, passes=6000, chunk=2000, seed=10**6, **options).attribute(x).values[0]
+    runs = [RELAX(model, passes=300, chunk=300, seed=seed, **options).attribute(x) for seed in range(25)]
+    errors = torch.stack([run.error[0] for run in runs if run.error is not None])
+    assert 0.88 <= coverage(torch.stack([run.values[0] for run in runs]), errors, truth) <= 0.99
+    stopped = RELAX(model, tolerance=0.3, **options).attribute(x)
+    assert stopped.run_stats[0].stopped == "tolerance"
+    assert stopped.agreement is not None
+
+
+def test_explained_together_only_relax_explains_the_embedding() -> None:
+    model, x = tiny_model(), torch.randn(1, 3, 16, 16)
+    for methods in ([RELAX(model, passes=5), RISE(model, passes=5)], [RISE(model, passes=5), RELAX(model, passes=5)]):
+        for method, found in zip(methods, explain_together(methods, x), strict=True):
+            assert (found.target_names[0] == "similarity to itself") == isinstance(method, RELAX)
+            assert torch.equal(found.values, method.attribute(x).values)
+
+
+def test_a_model_without_an_embedding_is_refused_by_relax() -> None:
+    with pytest.raises(TargetError, match=r"\(N, D\); this model's is \(1, 6, 16, 16\)"):
+        RELAX(nn.Conv2d(3, 6, 3, padding=1), passes=5).attribute(torch.randn(1, 3, 16, 16))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import DualEncoder, GradCAM, ModelError, SaliencyWarning, TargetError, VanillaGradient, similarity, text
+from saliency.evaluation.metrics.base import Subject
 from saliency.inspection import gradient_statistics
 from saliency.testing import Snapshot
 from tests.dual_encoders import MODELS, TOWER, config, tokenizer
@@ -326,6 +327,26 @@ def test_a_reference_is_read_as_the_image_is(tmp_path: Path) -> None:
     assert found.target_names[0] == "similarity to red.png rather than blue.png"
     assert float(found.scores[0]) == pytest.approx(-float(found.scores[1]), rel=1e-5)
     assert found.scores[0] > 0
+
+
+def test_the_similarity_to_itself_is_the_cosine_of_each_changed_image_with_its_own_image() -> None:
+    model, x = PooledNet(), torch.randn(3, 3, 16, 16)
+    occlusion = saliency.Occlusion(model, window=8, stride=8, fill=0)
+    found = occlusion.attribute(x, similarity())
+    for image in range(3):
+        hidden = x[image].clone()
+        hidden[:, 8:, :8] = 0
+        own, changed = model(x[image : image + 1]).detach(), model(hidden[None]).detach()
+        drop = float(1 - F.cosine_similarity(own, changed))
+        assert float(found.values[image, 0, 12, 4]) == pytest.approx(drop, abs=1e-6)
+        torch.testing.assert_close(occlusion.attribute(x[image], similarity()).values[0], found.values[image])
+    assert found.target_names == ("similarity to itself",) * 3
+    # A metric that runs changed images compares them with the image of the explanation.
+    subject = Subject(found, method=occlusion, inputs=x)
+    torch.testing.assert_close(subject.scores_of(x * 0.3), F.cosine_similarity(model(x), model(x * 0.3)).detach())
+    for wrong in ({"against": x[0]}, {"by": "dot"}):
+        with pytest.raises(TargetError, match="to itself is a cosine"):
+            similarity(**wrong)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from ...io.inputs import ImagesLike
 from ...io.preprocess import Geometry
 from ...methods.gradient import VanillaGradient
 from ...targets.box import LocatedTarget
+from ...targets.embedding import ITSELF, SelfSimilarity, similarity
 from ...targets.targets import OutputTarget, TargetLike, located, probability
 from ...validation import Registry, check_choice, check_integer
 
@@ -248,7 +249,10 @@ class Subject(SharedResults):
         """Return the scores of other images (N, C, H, W) for the explained targets: (N,)."""
         reader = self.reader
         with prepared_for_attribution(reader.model), torch.no_grad():
-            return reader.resolve(self.scored_target, images)(run_model(reader.model, images))
+            target = reader.resolve(self.scored_target, images)
+            if isinstance(target.target, SelfSimilarity):  # to the images of the explanation
+                target(self.output)
+            return target(run_model(reader.model, images))
 
     @property
     def method(self) -> Attribution:
@@ -279,12 +283,14 @@ class Subject(SharedResults):
 
     @property
     def explained_target(self) -> TargetLike:
-        """The target of the explanation. Raises MethodError if it is not a class and was not given."""
+        """The target of the explanation. Raises MethodError if it was not given, and is no class or `similarity()`."""
         if self.fixed_target is not None or self._target is not None:
             return self.fixed_target or self._target
         classes = list(self.explanation.target)
         if None in classes:
             name = self.explanation.target_names[0]
+            if name == ITSELF:
+                return similarity()
             raise MethodError(f'the explained target, "{name}", is not a class: pass it again as target=...')
         return classes
 

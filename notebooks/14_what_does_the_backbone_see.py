@@ -1,0 +1,129 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # What does the backbone see?
+#
+# **A backbone turns an image into features, long before there is a class.** This page looks at the features themselves:
+# which parts of a photo look alike to the network, what an embedding depends on, and how far to trust the answer. No
+# label is used anywhere.
+#
+# ## One photo, three times
+#
+# A photo of a cat, its mirror image, and a part of it that is enlarged. They have one size, so the network reads them
+# as one batch. At 448 pixels instead of 224, its last layer has 14 x 22 cells.
+
+# %%
+# %matplotlib inline
+from dataclasses import replace
+
+import matplotlib.pyplot as plt
+import skimage.data
+from PIL import Image, ImageOps
+
+import saliency
+
+model = saliency.load("efficientnet_lite0")
+cat = Image.fromarray(skimage.data.cat())  # 451 x 300 pixels
+photos = [cat, ImageOps.mirror(cat), cat.crop((30, 0, 406, 250)).resize(cat.size, Image.Resampling.LANCZOS)]
+larger = replace(model.preprocess, size=None, resize=448)
+features = saliency.features(model, photos, preprocess=larger)
+features.layer, tuple(features.values.shape)
+
+# %% [markdown]
+# `similarity` compares every cell of all photos with one cell: here, the eye of the first photo. `pca` reduces the 1280
+# channels to three colours, fitted over all photos together. `draw_features` draws both:
+
+# %%
+eye = (172, 102)  # x and y in pixels of the first photo
+saliency.draw_features(features, eye, foreground=False)
+
+# %% [markdown]
+# **What to see.** Equal colours mean similar features. The colours follow the cat through the mirror and the crop:
+# the eyes are yellow, nose and mouth pink, the ears blue, and the background is dark green. The similarity finds both
+# eyes in all three photos, and nobody told the network what an eye is.
+#
+# ## From texture to parts
+#
+# The same point at four depths of the network. The result of `similarity` is an explanation, so `figure` draws it:
+
+# %%
+layers = ["blocks.1", "blocks.2", "blocks.4", "bn2"]
+depths = [saliency.features(model, cat, layer, preprocess=larger).similarity(eye) for layer in layers]
+saliency.figure(depths)
+
+# %% [markdown]
+# **What to see.** Early layers compare edges and contrast: whiskers and stripes look like the eye. Later layers compare
+# parts, on a coarser grid. If a picture of the last layer is too coarse, choose an earlier one, or a larger photo.
+#
+# ## Foreground first
+#
+# Four drawn scenes, and a network that was trained to separate their shapes. With a background, the first component
+# usually separates it from the rest. `pca` removes it, and colours only what is left:
+
+# %%
+unet = saliency.load("shapes_unet")
+scenes = saliency.testbed.draw_scenes(4, seed=1_000_003, task="several")
+images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in scenes.images]
+left, top, right, bottom = scenes.boxes[0][0].tolist()
+middle = ((left + right) / 2, (top + bottom) / 2)
+found = saliency.features(unet, images)
+saliency.draw_features(found, middle)
+
+# %% [markdown]
+# **What to see.** Circles are green and squares are orange in all scenes, whatever their colour in the image. The point
+# on a square finds the other squares. But the triangles are gone: the first component does not tell them from the
+# background, and one threshold serves all images. With `foreground=False` they come back, so look at both.
+#
+# A vision transformer cuts the scene into 8 x 8 patches. Its class token and its four registers have no position, so
+# they are left out. On this network, no patch has an outlying norm:
+
+# %%
+vit = saliency.features(saliency.load("shapes_vit"), images)
+print(vit.layer, tuple(vit.values.shape), "outlier tokens:", int(vit.outliers.sum()))
+saliency.draw_features(vit, middle)
+
+# %% [markdown]
+# **What to see.** The picture is coarse, and less clear: after the last block, the patches of this small network also
+# hold what attention brought from elsewhere. Its class is read from the class token, so nothing in its training asks a
+# patch to stay local. Colours are not evidence: check them by the similarity to a point.
+#
+# ## An embedding without a label
+#
+# Which pixels does an embedding depend on? `RELAX` hides random parts of the photo, and measures how far the embedding
+# turns: the score is the cosine with the embedding of the whole photo.
+
+# %%
+relax = saliency.RELAX(model, passes=256).attribute(cat)
+spread = saliency.RELAX(model, passes=256, uncertainty=True).attribute(cat)
+error = saliency.standard_error(relax)
+figure, axes = plt.subplots(1, 3, figsize=(10, 2.8), layout="constrained")
+titles = ["importance", "its standard error", "uncertainty of the paper"]
+for axis, explanation, title in zip(axes, (relax, error, spread), titles, strict=True):
+    axis.imshow(saliency.overlay(explanation))
+    axis.set_title(f"{title}, up to {float(explanation.values.max()):.2g}", fontsize=9)
+    axis.set_axis_off()
+
+# %% [markdown]
+# **What to see.** The face of the cat keeps the embedding as it is. The standard error is small beside the map, and
+# falls with more masks. The uncertainty of the paper is another question: how much does the similarity vary while the
+# pixel is visible? It does not fall with more masks, and is low where the pixel itself decides.
+#
+# ## Can the map be trusted?
+#
+# The trust card deletes what the map marks, and measures how far the embedding turns. On a small network, so that
+# twenty maps take seconds:
+
+# %%
+small = saliency.RELAX(saliency.load("shapes_cnn"), passes=128)
+card = saliency.trust(
+    small, Image.fromarray(saliency.testbed.draw_scenes(1, seed=7).images[0].permute(1, 2, 0).numpy())
+)
+saliency.draw_trust(card)
