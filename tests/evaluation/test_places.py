@@ -41,7 +41,7 @@ def case(name: str) -> tuple[Attribution, Tensor, list[Any]]:
 
 def clear(explanation: Explanation, **context: Any) -> int:
     """Return how many values of the faithfulness metrics of a card are clear."""
-    metrics = [Deletion(steps=2, until=0.25), Insertion(steps=2, until=0.25), ROAD(shares=(0.2, 0.5))]
+    metrics = [Deletion(steps=2, until=0.25), Insertion(steps=2, until=0.25), ROAD(shares=(0.3,))]
     rows = measure(metrics, explanation, controls=("centre", "edges", "random"), **context)
     return sum(int(row.beats_controls.sum()) for row in rows)
 
