@@ -49,13 +49,14 @@ def clear(explanation: Explanation, **context: Any) -> int:
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_right_map_of_a_place_is_clear_and_the_same_map_shuffled_is_not(name: str) -> None:
     method, x, targets = case(name)
+    x, targets = x[:3], targets[:3]
     explanation = method.attribute(x, targets)
     context: dict[str, Any] = {"method": method, "inputs": x, "target": targets}
     order = torch.randperm(explanation.values[0].numel(), generator=torch.Generator().manual_seed(0))
     shuffled = explanation.values.flatten(1)[:, order].view_as(explanation.values)
     right, wrong = clear(explanation, **context), clear(replace(explanation, values=shuffled), **context)
-    assert right >= 8
-    assert wrong <= 2  # of 18
+    assert right >= 4
+    assert wrong <= 1  # of 9
 
 
 @pytest.mark.parametrize("name", LAYERS)
