@@ -17,7 +17,6 @@
 
 # %%
 # %matplotlib inline
-import os
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -29,7 +28,6 @@ import saliency
 
 PHOTO, TARGET = Path("../assets/coffee.jpg"), "espresso"
 model = saliency.load("efficientnet_lite0")
-fewer = 4 if "PYTEST_CURRENT_TEST" in os.environ else 1  # a test runs a quarter of the passes
 
 
 def draw(explanations, columns=4, **options):
@@ -75,13 +73,13 @@ for axis, fill, each in zip(axes, (0.0, "mean", "blur", "inpaint"), found, stric
 
 # %%
 boxes = [
-    saliency.RISE(model, passes=200 // fewer, precision="fast"),
+    saliency.RISE(model, passes=200, precision="fast"),
     saliency.FeatureAblation(model, precision="fast"),
     saliency.LIME(model, passes=200, precision="fast"),
     saliency.KernelSHAP(model, passes=200, precision="fast"),
     saliency.ShapleySampling(model, passes=200, precision="fast"),
     saliency.Sobol(model, passes=200, precision="fast"),
-    saliency.HSIC(model, passes=200 // fewer, precision="fast"),
+    saliency.HSIC(model, passes=200, precision="fast"),
 ]
 found = {"occlusion": occlusion} | {box.name: box.attribute(PHOTO, TARGET) for box in boxes}
 draw(list(found.values()))
@@ -143,7 +141,7 @@ photo = model.preprocess(Image.open(PHOTO))[None]
 blurred = gaussian_blur(photo, 121, 20.0)
 figure, axes = plt.subplots(1, 2, figsize=(7, 2.7), layout="constrained")
 for axis, area in zip(axes, (0.1, 0.4), strict=True):
-    extremal = saliency.ExtremalPerturbation(model, areas=[area], steps=60 // fewer).attribute(PHOTO, TARGET)
+    extremal = saliency.ExtremalPerturbation(model, areas=[area], steps=60).attribute(PHOTO, TARGET)
     with torch.no_grad():
         output = model(extremal.values * photo + (1 - extremal.values) * blurred)
     chance = output.softmax(1)[0, model.categories.index(TARGET)]
