@@ -61,11 +61,10 @@ test: lint
 	@$(MAKE) --no-print-directory --jobs 2 types unit
 
 quick: $(VENV)/.installed-quick
-	OMP_NUM_THREADS=1 $(BIN)/pytest --quick --numprocesses auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest --quick $(WHOLE:%=--whole %) --numprocesses auto --dist worksteal
 
 test-oldest:
-	$(MAKE) quick VENV=.venv-oldest PAIR="$(OLDEST)"
-	OMP_NUM_THREADS=1 .venv-oldest/bin/pytest --numprocesses auto --dist worksteal -m "not slow" $(PROMISES)
+	$(MAKE) quick VENV=.venv-oldest PAIR="$(OLDEST)" WHOLE="$(PROMISES)"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .

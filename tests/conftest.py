@@ -3,8 +3,10 @@
 import gc
 import math
 import signal
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import lru_cache
 from importlib.util import find_spec
 
 import pytest
@@ -20,33 +22,44 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--quick`."""
+    """Add `--quick` and `--whole`."""
     parser.addoption("--quick", action="store_true", help="no slow tests, and a sample of each parametrised test")
+    parser.addoption("--whole", action="append", default=[], help="file of which --quick runs all cases but slow ones")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run slow tests first. With `--quick`, sample: of n cases of a test the square root of n, and at least three."""
+    """Run slow tests first. With `--quick`, sample: of n cases of a test the square root of n, and at least three.
+
+    A file named by `--whole` is not sampled.
+    """
     # Notebooks take longest, so they come first and no process ends on one.
     items.sort(key=lambda item: (item.path.name != "test_notebooks.py", item.get_closest_marker("slow") is None))
     if not config.getoption("--quick"):
         return
+    whole = {config.rootpath / name for name in config.getoption("--whole")}
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
     quick = set()
     for cases in tests.values():
-        step = len(cases) / max(min(len(cases), 3), math.isqrt(len(cases)))
+        sampled = max(min(len(cases), 3), math.isqrt(len(cases)))
+        step = 1 if cases[0].path in whole else len(cases) / sampled
         sample = (cases[int(number * step)] for number in range(round(len(cases) / step)))
         quick |= {case for case in sample if case.get_closest_marker("slow") is None}
     config.hook.pytest_deselected(items=[item for item in items if item not in quick])
     items[:] = [item for item in items if item in quick]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _frozen() -> None:
-    """Leave what is imported by now out of each later collection of garbage, which takes a second otherwise."""
+@lru_cache(1)
+def _freeze(hundreds_of_modules: int) -> None:
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _frozen() -> None:
+    """Leave imported modules out of each later collection of garbage, which takes half a second otherwise."""
+    _freeze(len(sys.modules) // 100)
 
 
 def pytest_unconfigure() -> None:

@@ -95,12 +95,12 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_folder(tmp_path: Path, m
     longest = time.monotonic() - start
     draw = random.Random(5)  # noqa: S311
     killed = at_work = finished = folder = 0
-    while at_work < 10 or finished < 1:
+    while at_work < 6 or finished < 1:
         assert killed < 100
         out = tmp_path / f"out-{folder}"
         begun = time.time_ns()
-        child = forked(run_batch, source, out, options, at_work < 10)
-        if at_work < 10:
+        child = forked(run_batch, source, out, options, at_work < 6)
+        if at_work < 6:
             locked_by(child, out)
             child.join(draw.uniform(0, longest))
         else:

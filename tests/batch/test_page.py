@@ -193,23 +193,21 @@ def test_photos_are_filtered_by_class(opened: Visit, run: Path) -> None:
     assert count(page) == "8 of 25 images"
 
 
-@pytest.mark.parametrize(
-    ("typed", "found"),
-    [
-        ("photo-13", ["photo-13.jpg"]),
-        ("ZOES", ["Zoës 7.jpg"]),
-        ("ESPRESSO  photo-1", ["photo-1.jpg", "photo-10.jpg", "photo-13.jpg", "photo-16.jpg", "photo-19.jpg"]),
-        ("file is empty", ["bad-24.jpg"]),
-        ("nan or infinite", ["photo-5.jpg"]),
-        ("nothing of the kind", []),
-    ],
-)
-def test_photos_are_filtered_by_text(typed: str, found: list[str], opened: Visit, run: Path) -> None:
+def test_photos_are_filtered_by_text(opened: Visit, run: Path) -> None:
     page = opened.go(run)
-    page.locator("#query").fill(typed)
-    until(page, "document.getElementById('count').textContent.includes(' of ')")
-    assert names(page) == found
-    assert page.locator("#empty").is_visible() is (not found)
+    for typed, found in {  # each finds another number of photos than the one before
+        "photo-13": ["photo-13.jpg"],
+        "ESPRESSO  photo-1": ["photo-1.jpg", "photo-10.jpg", "photo-13.jpg", "photo-16.jpg", "photo-19.jpg"],
+        "ZOES": ["Zoës 7.jpg"],
+        "nothing of the kind": [],
+        "file is empty": ["bad-24.jpg"],
+        "photo-2": [f"photo-{at}.jpg" for at in (2, 20, 21, 22, 23)],
+        "nan or infinite": ["photo-5.jpg"],
+    }.items():
+        page.locator("#query").fill(typed)
+        until(page, f"document.getElementById('count').textContent.startsWith('{len(found)} of ')")
+        assert names(page) == found
+        assert page.locator("#empty").is_visible() is (not found)
 
 
 def test_photos_are_filtered_by_failure_and_the_filters_cleared(opened: Visit, run: Path) -> None:

@@ -159,30 +159,23 @@ def test_images_that_kill_every_worker_stop_the_run_and_it_resumes(
     assert_same(tmp_path / "out", tmp_path / "local")
 
 
-def test_a_stopped_run_is_resumed_by_either_engine(cluster: Any, tmp_path: Path) -> None:
+def test_ray_adds_a_method_to_a_local_run_and_either_engine_resumes_it(cluster: Any, tmp_path: Path) -> None:
     photos(tmp_path / "in", 40)
+    quick(tmp_path / "in", tmp_path / "out", methods=METHODS[:1])
 
     def break_off(progress: Progress) -> None:
         if progress.fresh:
             raise StoppedError("enough")
 
+    added = METHODS[1:]
     with pytest.raises(StoppedError, match="enough"):
-        on_cluster(tmp_path / "in", tmp_path / "out", Tiny(), on_progress=break_off)
-    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    assert 0 < len(rows(tmp_path / "out")) < 80
-    done = on_cluster(tmp_path / "in", tmp_path / "out", Tiny(), limit=30).manifest.rows
-    assert len({index for index, _ in done}) == 30
-    unchanged = {path for path, written in made.items() if path.suffix == ".png" and path.stat().st_mtime_ns == written}
-    assert len(unchanged) >= 2
-    quick(tmp_path / "in", tmp_path / "out", methods=METHODS)
-    quick(tmp_path / "in", tmp_path / "local", methods=METHODS)
-    assert_same(tmp_path / "out", tmp_path / "local")
-
-
-def test_ray_adds_a_method_to_the_folder_of_a_local_run(cluster: Any, tmp_path: Path) -> None:
-    photos(tmp_path / "in", 10)
-    quick(tmp_path / "in", tmp_path / "out", methods=METHODS[:1])
-    on_cluster(tmp_path / "in", tmp_path / "out", Tiny(), methods=METHODS[1:])
+        on_cluster(tmp_path / "in", tmp_path / "out", Tiny(), methods=added, on_progress=break_off)
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.layer_cam.png")}
+    assert 40 < len(rows(tmp_path / "out")) < 80
+    on_cluster(tmp_path / "in", tmp_path / "out", Tiny(), methods=added, limit=30)
+    assert [row["method"] for row in rows(tmp_path / "out")].count(*added) == 30
+    assert any(path.stat().st_mtime_ns == written for path, written in made.items())
+    quick(tmp_path / "in", tmp_path / "out", methods=added)
     quick(tmp_path / "in", tmp_path / "local", methods=METHODS)
     assert_same(tmp_path / "out", tmp_path / "local")
 

@@ -41,7 +41,7 @@ def case(name: str) -> tuple[Attribution, Tensor, list[Any]]:
 
 def clear(explanation: Explanation, **context: Any) -> int:
     """Return how many values of the faithfulness metrics of a card are clear."""
-    metrics = [Deletion(steps=2, until=0.25), Insertion(steps=2, until=0.25), ROAD(shares=(0.2, 0.5))]
+    metrics = [Deletion(steps=2, until=0.25), Insertion(steps=2, until=0.25), ROAD(shares=(0.3,))]
     rows = measure(metrics, explanation, controls=("centre", "edges", "random"), **context)
     return sum(int(row.beats_controls.sum()) for row in rows)
 
@@ -49,13 +49,14 @@ def clear(explanation: Explanation, **context: Any) -> int:
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_right_map_of_a_place_is_clear_and_the_same_map_shuffled_is_not(name: str) -> None:
     method, x, targets = case(name)
+    x, targets = x[:3], targets[:3]
     explanation = method.attribute(x, targets)
     context: dict[str, Any] = {"method": method, "inputs": x, "target": targets}
     order = torch.randperm(explanation.values[0].numel(), generator=torch.Generator().manual_seed(0))
     shuffled = explanation.values.flatten(1)[:, order].view_as(explanation.values)
     right, wrong = clear(explanation, **context), clear(replace(explanation, values=shuffled), **context)
-    assert right >= 8
-    assert wrong <= 2  # of 18
+    assert right >= 4
+    assert wrong <= 1  # of 9
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -370,15 +370,12 @@ def compose(resize: Any, crop: Any, interpolation: InterpolationMode = Interpola
     )
 
 
-@pytest.mark.parametrize(
-    "size",
-    [(4000, 3000), (3000, 4000), (1600, 1066), (500, 375), (3999, 257), (30, 500), (5, 7), (2, 3), (1, 9), (1, 1)],
-)
-@pytest.mark.parametrize(("resize", "crop"), [(256, (224, 224)), ((300, 200), (224, 224)), (100, (224, 224))])
+@pytest.mark.parametrize("size", [(4000, 3000), (3000, 4000), (3999, 257), (30, 500), (5, 7), (1, 9), (1, 1)])
+@pytest.mark.parametrize("resize", [256, (300, 200), 100])
 @pytest.mark.slow
-def test_the_crop_of_a_callable_is_found_to_a_pixel(size: tuple[int, int], resize: Any, crop: tuple[int, int]) -> None:
-    found = TransformPreprocess(compose([resize] if isinstance(resize, int) else resize, crop)).box(size)
-    assert np.abs(np.subtract(found, Preprocess(crop, resize).box(size))).max() < 1
+def test_the_crop_of_a_callable_is_found_to_a_pixel(size: tuple[int, int], resize: Any) -> None:
+    found = TransformPreprocess(compose([resize] if isinstance(resize, int) else resize, 224)).box(size)
+    assert np.abs(np.subtract(found, Preprocess((224, 224), resize).box(size))).max() < 1
 
 
 @pytest.mark.parametrize("size", [(640, 480), (33, 21)], ids=str)

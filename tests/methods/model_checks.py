@@ -120,9 +120,9 @@ def parallel_threads_in_training_mode(case: MethodCase) -> None:
         what = "a call in parallel threads on a training model"
         require_same_explanation(method.attribute(x, [0, 1]), case.expected, what)
 
-    run_in_threads([explain] * 8)
+    run_in_threads([explain] * 4)
     changed = before.changes()
-    require(not changed, f"after 8 threads: {', '.join(changed[:6])} changed")
+    require(not changed, f"after 4 threads: {', '.join(changed[:6])} changed")
 
 
 def _returning(pack: Callable[[Tensor], Any], target: Any) -> Callable[[MethodCase], Explanation]:

@@ -450,6 +450,7 @@ def test_torchvision_detectors_are_explained_by_box_and_by_joint() -> None:
     detection = pytest.importorskip("torchvision").models.detection
     torch.manual_seed(0)
     options: dict[str, Any] = {"weights": None, "weights_backbone": None, "min_size": 64, "max_size": 96}
+    options |= {"rpn_post_nms_top_n_test": 20, "box_detections_per_img": 5}  # the heads run once per box
     model = detection.fasterrcnn_mobilenet_v3_large_320_fpn(**options, num_classes=4).eval()
     explanation = METHODS["rise"](model, passes=4).attribute(X[:1].sigmoid(), saliency.box())
     assert explanation.target_names[0].startswith("class ")
