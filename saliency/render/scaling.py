@@ -59,9 +59,9 @@ def shared_limit(
 
 
 def smoothed(maps: Tensor, smoothing: float) -> Tensor:
-    """Average maps (N, h, w) with a Gaussian whose standard deviation is `smoothing` times their longer edge.
+    """Average maps with a Gaussian whose standard deviation is `smoothing` times their longer edge.
 
-    Maps with cells larger than the Gaussian are returned unchanged.
+    They are (N, h, w), or (N, d, h, w) of volumes. Maps with cells larger than the Gaussian are returned unchanged.
 
     Raises:
         RenderError: The smoothing is not between 0 and 0.1.
@@ -71,8 +71,9 @@ def smoothed(maps: Tensor, smoothing: float) -> Tensor:
     sigma = smoothing * max(maps.shape[1:])
     if sigma < LEAST_SIGMA:
         return maps
-    rows, columns = (_gaussian(length, sigma, maps) for length in maps.shape[1:])
-    return rows @ maps @ columns.T
+    for axis in range(1, maps.dim()):
+        maps = (maps.movedim(axis, -1) @ _gaussian(maps.shape[axis], sigma, maps).T).movedim(-1, axis)
+    return maps
 
 
 def _gaussian(length: int, sigma: float, like: Tensor) -> Tensor:
