@@ -167,7 +167,8 @@ class Attribution(HasOptions, ABC):
 
         Args:
             inputs: A path, open file, bytes of a file, PIL image, uint8 array (H, W, 3), or a list of these; or the
-                model's own normalised input as a float tensor (C, H, W) or (N, C, H, W).
+                model's own normalised input as a float tensor (C, H, W), (N, C, H, W), or (N, C, D, H, W) for volumes
+                and videos.
             target: A class index or name, None for the top class, a function of the model's output, or a list with one
                 of them per image.
             baselines: Replaces the method's option `baseline`, or `fill`, in this call: a value that the option takes,
@@ -221,7 +222,7 @@ class Attribution(HasOptions, ABC):
         option = next((name for name in ("baseline", "fill") if name in self.options()), None)
         if option is None:
             raise MethodError(f"{self.name} has no baseline; call it without baselines=")
-        if isinstance(baselines, list | tuple) or (isinstance(baselines, Tensor) and baselines.dim() == 4):
+        if isinstance(baselines, list | tuple) or (isinstance(baselines, Tensor) and baselines.dim() > 3):
             if len(baselines) not in (1, images):
                 given = f"{len(baselines)} baselines for {images} images"
                 raise MethodError(f"got {given}; pass one or one each (a mean of several: {option}=[...])")
@@ -270,7 +271,7 @@ class Attribution(HasOptions, ABC):
             SaliencyWarning: A map is 0 everywhere, or below the rounding error of the score.
         """
         label = self.name or type(self).__name__
-        _require_maps(label, result, len(batch.inputs))
+        _require_maps(label, result, batch.inputs)
         values = result.values.detach()
         # If the sum is finite, all values are. Otherwise check them, because a sum of finite values may overflow.
         if not math.isfinite(float(values.sum())) and not torch.isfinite(values).all():
@@ -285,7 +286,7 @@ class Attribution(HasOptions, ABC):
             target_names=target.names,
             target_boxes=target.boxes,
             probabilities=target.probabilities,
-            input_size=(int(batch.inputs.shape[-2]), int(batch.inputs.shape[-1])),
+            input_size=tuple(batch.inputs.shape[2:]),
             frames=batch.frames,
             sign=self.sign,
             title=type(self).__name__,
@@ -314,13 +315,14 @@ class Attribution(HasOptions, ABC):
         return f"{type(self).__name__}({type(self.model).__name__}{options})"
 
 
-def _require_maps(name: str, result: Any, images: int) -> None:
+def _require_maps(name: str, result: Any, x: Tensor) -> None:
     """Raise MethodError unless a method returned one map (C, H, W), one score and one row of the rest per image."""
+    images = len(x)
     expected = "saliency.BatchAttribution(values, scores) with values (N, C, H, W) or (N, 1, h, w) and scores (N,)"
     if not isinstance(result, BatchAttribution):
         raise MethodError(f"{name} returned {type(result).__name__}; expected {expected}")
     shapes = [tuple(getattr(part, "shape", ())) for part in (result.values, result.scores)]
-    if len(shapes[0]) != 4 or shapes[0][0] != images or shapes[1] != (images,):
+    if len(shapes[0]) != x.dim() or shapes[0][0] != images or shapes[1] != (images,):
         got = f"values {shapes[0]} and scores {shapes[1]} for {plural(images, 'image')}"
         raise MethodError(f"{name} returned {got}; expected {expected}")
     for part, rows in result.tensors().items():

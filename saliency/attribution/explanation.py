@@ -39,7 +39,7 @@ _LISTS, _OPTIONAL_LISTS = ("target", "target_names", "frames"), ("run_stats", "n
 class BatchAttribution:
     """Values and scores that a method returns for a batch and a target. `Explanation` describes the attributes."""
 
-    values: Tensor  # (N, C, H, W) at the input or (N, 1, h, w) at a layer
+    values: Tensor  # (N, C, H, W) at the input or (N, 1, h, w) at a layer; one more axis for volumes
     scores: Tensor  # (N,)
     coverage: Coverage | None = None
     layer: str | None = None
@@ -65,8 +65,9 @@ class Explanation(BatchAttribution):
     `np.asarray(e)` gives the values.
 
     Attributes:
-        values: (N, C, H, W) at the input, or (N, 1, h, w) at a layer. The units at the input are score units per unit
-            of the normalised input, unless the method states others. At a layer they are score units.
+        values: (N, C, H, W) at the input, or (N, 1, h, w) at a layer; (N, C, D, H, W) or (N, 1, d, h, w) for volumes
+            and videos. The units at the input are score units per unit of the normalised input, unless the method
+            states others. At a layer they are score units.
         scores: (N,) the explained scores, in the units of the model's output.
         method: The method's name in the registry.
         settings: The method's options.
@@ -75,7 +76,7 @@ class Explanation(BatchAttribution):
         probabilities: (N,) the probability of each image's class, and of the first class of a contrast; None if no
             class is explained.
         layer: The layer of the values; None at the input.
-        input_size: (H, W) of the model's input.
+        input_size: (H, W) of the model's input; (D, H, W) for volumes and videos.
         frames: The position of the model's input on each original image; None for an image given as a tensor.
         sign: The sign that the method's authors show: "positive" values only, "signed", or "absolute" magnitude.
         coverage: The number of operations that each rule of the method handled, and of nonlinearities that it left;
@@ -107,7 +108,7 @@ class Explanation(BatchAttribution):
     target: tuple[int | None, ...]
     target_names: tuple[str, ...]
     probabilities: Tensor | None
-    input_size: tuple[int, int]
+    input_size: tuple[int, ...]
     frames: tuple[Frame | None, ...]
     sign: Sign
     notes: tuple[str, ...] = ()

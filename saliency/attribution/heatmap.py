@@ -8,16 +8,16 @@ summed; of magnitudes, the largest channel counts (Simonyan 2013).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
 
+from ..axes import along_rows, resize
 from ..errors import NonFiniteError, RenderError
-from ..validation import check_choice, check_number, is_pair
+from ..validation import check_choice, check_number, is_integer
 from .explanation import Explanation, Sign
 from .forward import at_least_float32
 
@@ -30,18 +30,20 @@ _IN_SCORE = ("score", "score, up to a factor", PER_UNIT, "score per attention", 
 def heatmap(
     explanation: Explanation,
     *,
-    size: tuple[int, int] | None = None,
+    size: tuple[int, ...] | None = None,
     sign: Sign | None = None,
     percentile: float | None = None,
 ) -> Tensor:
     """Return one number per pixel of the model's input: (N, H, W), on the device of the values and in their units.
 
+    For volumes and videos it is one per voxel: (N, D, H, W).
+
     Half and bfloat16 values are reduced in float32; other types are unchanged. The resize is bilinear by pixel centres
-    (`align_corners=False`), with antialiasing if the map shrinks.
+    (`align_corners=False`), with antialiasing if the map shrinks; trilinear without antialiasing for a volume.
 
     Args:
         explanation: The result of a method; it does not change.
-        size: (H, W) of the map; by default the size of the model's input.
+        size: (H, W) or (D, H, W) of the map; by default the size of the model's input.
         sign: "positive" keeps values above zero, "signed" keeps all values, "absolute" takes the largest magnitude of
             the channels; by default as in the paper of the method. Otherwise channels are summed.
         percentile: Clip the magnitudes of each image at this percentile of them (99 suits gradients); by default
@@ -54,7 +56,7 @@ def heatmap(
     require_explanation(explanation, "heatmap")
     maps = reduced_maps(explanation, sign)
     if percentile is not None:
-        limit = limits(maps, percentile)[:, None, None]
+        limit = along_rows(limits(maps, percentile), maps)
         maps = maps.clamp(-limit, limit)
     return resized(maps, explanation.input_size if size is None else size)
 
@@ -126,14 +128,13 @@ def _require_finite(maps: Tensor, explanation: Explanation) -> None:
             )
 
 
-def resized(maps: Tensor, size: tuple[int, int]) -> Tensor:
+def resized(maps: Tensor, size: Sequence[int]) -> Tensor:
     """Resize maps (N, h, w) to a size (H, W), as `heatmap` does. Raises RenderError if it is not a size."""
-    if not is_pair(size):
-        raise RenderError(f"size={size!r} is not (height, width) in pixels, both at least 1")
-    height, width = map(int, size)
-    shrinks = height < maps.shape[-2] or width < maps.shape[-1]
-    resized = interpolate(maps[:, None], (height, width), mode="bilinear", align_corners=False, antialias=shrinks)
-    return resized[:, 0]
+    axes = ("depth", "height", "width")[1 - maps.dim() :]
+    if not isinstance(size, list | tuple) or len(size) != len(axes) or not all(map(is_integer, size)):
+        raise RenderError(f"size={size!r} is not ({', '.join(axes)}) in pixels, each at least 1")
+    shrinks = any(new < old for new, old in zip(size, maps.shape[1:], strict=True))
+    return resize(maps[:, None], list(map(int, size)), antialias=shrinks)[:, 0]
 
 
 def standard_error(explanation: Explanation) -> Explanation:

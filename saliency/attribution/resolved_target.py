@@ -64,7 +64,7 @@ class ResolvedTarget:
             read: Returns a reference image as the model's input (1, C, H, W).
             frames: The position of the input on each image; by default the input is the image.
         """
-        size = (int(x.shape[-2]), int(x.shape[-1]))
+        size = tuple(x.shape[2:])
         self.target = self.target.locate([Geometry.of(frame, size) for frame in frames or [None] * len(x)])
 
         def encode_text(texts: Sequence[Prompt]) -> tuple[Tensor, float]:

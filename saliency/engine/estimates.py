@@ -136,14 +136,14 @@ class ScoreEstimate(Estimate):
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> float:
-    """Return Spearman's rank correlation of two maps (..., H, W); leading axes are summed. 1 for constant maps.
+    """Return Spearman's rank correlation of two maps (H, W), or (C, ...) whose channels are summed.
 
-    Values that differ by at most `ROUNDING` times the largest magnitude are ties, so that rounding does not affect
-    ranks.
+    It is 1 for constant maps. Values that differ by at most `ROUNDING` times the largest magnitude are ties, so that
+    rounding does not affect ranks.
 
     Source: Spearman, "The Proof and Measurement of Association between Two Things" (1904).
     """
-    rows = [maps.reshape(-1, *maps.shape[-2:]).sum(0).flatten() for maps in (first, second)]
+    rows = [(maps.sum(0) if maps.dim() > 2 else maps).flatten() for maps in (first, second)]
     ranks = [tied_ranks(row, ROUNDING * float(row.abs().max())) for row in rows]
     first, second = (rank - rank.mean() for rank in ranks)
     norm = float(first.norm() * second.norm())

@@ -172,7 +172,7 @@ class PassRunner(ExitStack):
         Raises:
             MethodError: `make` does not return one input of the image's shape per pass.
         """
-        is_local = local and self._method.precision == "exact" and count >= MIN_WINDOWS
+        is_local = local and self.x.dim() == 4 and self._method.precision == "exact" and count >= MIN_WINDOWS
         return self._passes(make, count, backward=False, run=self._windows.of_images if is_local else None)
 
     @cached_property
@@ -515,7 +515,7 @@ def from_estimate(estimate: Estimate, like: Tensor, layer: str | None = None) ->
 def stack_images(images: Sequence[Any], scores: Tensor, stats: tuple[RunStats, ...]) -> BatchAttribution:
     """Stack the attributions of single images into the attribution of a batch."""
     for image in images:
-        if not isinstance(image, ImageAttribution) or image.values.dim() != 3:
+        if not isinstance(image, ImageAttribution) or image.values.dim() not in (3, 4):
             is_other = not isinstance(image, ImageAttribution)
             got = type(image).__name__ if is_other else f"values {tuple(image.values.shape)}"
             expected = "saliency.ImageAttribution(values) with values (C, H, W), or (1, h, w) at a layer"

@@ -191,6 +191,8 @@ ACTIVATIONS = frozenset(
 """Activation functions that are not of degree one."""
 PLAIN = {
     *("add", "sub", "rsub", "neg", "cat", "stack", "sum", "mean", "clone", "_to_copy", "copy", "constant_pad_nd"),
+    *("reflection_pad3d", "replication_pad3d", "avg_pool3d", "_adaptive_avg_pool3d", "upsample_nearest3d"),
+    *("upsample_trilinear3d", "_upsample_nearest_exact3d"),
     *("reflection_pad2d", "replication_pad2d", "avg_pool2d", "_adaptive_avg_pool2d", "upsample_nearest2d"),
     *("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_nearest_exact2d", "_upsample_bicubic2d_aa"),
     *("_upsample_bilinear2d_aa", "index", "index_select", "gather", "index_put", "roll", "flip", "repeat", "where"),
@@ -202,6 +204,7 @@ PLAIN = {
 """Linear operations without weights that are not views."""
 HOMOGENEOUS = {
     *("abs", "relu", "leaky_relu", "_prelu_kernel", "max_pool2d_with_indices", "adaptive_max_pool2d", "max", "min"),
+    *("max_pool3d_with_indices", "adaptive_max_pool3d"),
     *("amax", "amin", "maximum", "minimum", "linalg_vector_norm", "norm", "topk", "sort", "median", "std", "std_mean"),
     "rrelu_with_noise",
 }

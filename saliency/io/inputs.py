@@ -224,7 +224,7 @@ def _tensor_to_array(image: Tensor) -> np.ndarray[Any, Any]:
 class Batch:
     """Inputs of the model, with the position of each on its original image."""
 
-    inputs: Tensor  # (N, C, H, W), normalised
+    inputs: Tensor  # (N, C, H, W), or (N, C, D, H, W) for volumes and videos; normalised
     frames: tuple[Frame | None, ...]  # None for an image that was given as a float tensor
 
 
@@ -232,8 +232,8 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
     """Read images as one batch.
 
     Paths, files, bytes, PIL images, arrays and uint8 tensors go through `preprocess`. Floating-point tensors,
-    (C, H, W) or (N, C, H, W), are the model's own normalised input. They are used unchanged, and copied only if their
-    device or dtype differs.
+    (C, H, W), (N, C, H, W) or (N, C, D, H, W), are the model's own normalised input. They are used unchanged, and
+    copied only if their device or dtype differs.
 
     Args:
         images: One image, or a sequence of images.
@@ -316,13 +316,13 @@ def _preprocess_image(image: ImageLike, prepare: Prepare, name: str) -> tuple[Fr
 
 
 def _check_input(image: Tensor, prepare: Prepare, first: int) -> Tensor:
-    """Return the user's float tensor as a plain detached tensor (N, C, H, W)."""
+    """Return the user's float tensor as a plain detached tensor (N, C, H, W) or (N, C, D, H, W)."""
     label = f"a {image.dtype} tensor of shape {tuple(image.shape)}"
-    if image.ndim not in (3, 4):
-        raise ImageError(f"{label}; expected (C, H, W) or (N, C, H, W)")
+    if image.ndim not in (3, 4, 5):
+        raise ImageError(f"{label}; expected (C, H, W), (N, C, H, W) or, for volumes and videos, (N, C, D, H, W)")
     if image.numel() == 0:
         raise ImageError(f"{label} is empty; expected at least one image of at least one pixel")
-    if image.shape[-1] in (1, 3, 4) and min(image.shape[-3:-1]) > 4:
+    if image.ndim < 5 and image.shape[-1] in (1, 3, 4) and min(image.shape[-3:-1]) > 4:
         raise ImageError(f"{label} looks like (H, W, C); expected (C, H, W): permute its axes")
     is_plain = type(image).__torch_dispatch__ is Tensor.__torch_dispatch__
     if not is_plain or image.layout != torch.strided or image.is_meta or image.itemsize == 1:
@@ -330,13 +330,13 @@ def _check_input(image: Tensor, prepare: Prepare, first: int) -> Tensor:
         raise ImageError(f"{label} is a {kind}; expected a plain torch.Tensor with values")
     # Some data loaders create subclasses of Tensor, which would add views to the graph in every operation.
     x = image.detach().as_subclass(Tensor)
-    x = x if x.ndim == 4 else x[None]
+    x = x[None] if x.ndim == 3 else x
     # NaN and infinity show in the minimum or maximum. Checking these needs one transfer from the device for all images.
     extremes = torch.stack([torch.stack(torch.aminmax(axes_in_memory_order(row))) for row in x]).tolist()
     for index, (low, high) in enumerate(extremes, start=first):
         if not (math.isfinite(low) and math.isfinite(high)):
             raise NonFiniteError(f"image {index} holds NaN or infinity; it cannot be explained")
-    if x.shape[1] in (1, 3, 4):
+    if x.ndim == 4 and x.shape[1] in (1, 3, 4):
         _warn_of_range(extremes, prepare, first)
     return x
 

@@ -66,19 +66,19 @@ class Geometry:
     Attributes:
         box: The box of the input on the image, as in `Frame`.
         image_size: The size (w, h) of the image.
-        input_size: The size (h, w) of the input.
+        input_size: The size (h, w) of the input; (d, h, w) of a volume.
     """
 
     box: Box
     image_size: tuple[int, int]
-    input_size: tuple[int, int]
+    input_size: tuple[int, ...]
 
     @classmethod
-    def of(cls, frame: Frame | None, input_size: tuple[int, int]) -> Geometry:
+    def of(cls, frame: Frame | None, input_size: tuple[int, ...]) -> Geometry:
         """Return the geometry of a frame. Without one, the input itself is the image."""
         if frame is not None:
             return cls(frame.box, frame.image.size, input_size)
-        height, width = input_size
+        height, width = input_size[-2:]
         return cls((0, 0, width, height), (width, height), input_size)
 
     @property

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..axes import as_text
 from ..errors import LayerError, TargetError, closest
 from ..hooks.autograd_graph import unique_modules
 from ..hooks.forward_args import bind_image, cache_of, has_forward_args
@@ -75,8 +76,8 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
     Raises:
         LayerError: The output has no spatial extent.
     """
-    shape, size = tuple(tensor.shape), (int(x.shape[-2]), int(x.shape[-1]))
-    known = is_channels_first(model.get_submodule(name))
+    shape, size = tuple(tensor.shape), tuple(x.shape[2:])
+    known = is_channels_first(model.get_submodule(name)) and tensor.dim() == x.dim()
     if not known and (given := given_layout(tensor.detach())) is not None:
         return given
     layout = layout_from(shape, len(x), size, channels_first=known)
@@ -91,7 +92,7 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
         hint = "choose a layer with an output (N, K, h, w), (N, h, w, K) or (N, tokens, K)"
         if len(shape) > 2:
             problem, hint = f'the output of layer "{name}" has shape {shape}, {_UNKNOWN_ORDER}', _FIX_ORDER
-        raise LayerError(f"{problem} for an input of {size[0]}x{size[1]}; {hint}, or {GIVE_LAYOUT}")
+        raise LayerError(f"{problem} for an input of {as_text(size)}; {hint}, or {GIVE_LAYOUT}")
     return layout
 
 
@@ -111,7 +112,7 @@ def attention_layout(model: nn.Module, tokens: int, x: Tensor) -> Layout:
     layout = trace_layers(model, x).attention.get(tokens)
     if layout is None:
         problem = f"the attention of {type(model).__name__} has {tokens} tokens, {_UNKNOWN_ORDER}"
-        raise LayerError(f"{problem} for an input of {x.shape[-2]}x{x.shape[-1]}; {_FIX_ORDER}, or {GIVE_LAYOUT}")
+        raise LayerError(f"{problem} for an input of {as_text(x.shape[2:])}; {_FIX_ORDER}, or {GIVE_LAYOUT}")
     return layout
 
 
@@ -120,7 +121,10 @@ _FIX_ORDER = 'do not drop or shuffle patches (ViTMAE: mask_ratio=0 and forward_a
 
 _Score = Callable[[Any], Tensor]
 
-_POOLING_OR_INACTIVE = (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.Identity, nn.Dropout, nn.Dropout2d, nn.Softmax)
+_POOLING_OR_INACTIVE = (
+    *(nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool3d),
+    *(nn.Identity, nn.Dropout, nn.Dropout2d, nn.Dropout3d, nn.Softmax),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +168,7 @@ class LayerScan:
             is_outer = known is None or layer.name.count(".") <= known.name.count(".")
             if layer.name == self.default or is_outer:
                 last[layer.layout.grid] = layer
-        coarse_first = sorted(last.items(), key=lambda pair: pair[0][0] * pair[0][1])
+        coarse_first = sorted(last.items(), key=lambda pair: math.prod(pair[0]))
         return tuple(layer.name for _, layer in reversed(coarse_first[:3]))
 
 
@@ -224,7 +228,7 @@ def default_layer(model: nn.Module, x: Tensor, target: _Score | None = None) -> 
     if layer is None:
         raise LayerError(
             f"no layer of {type(model).__name__} has a spatial output, not mirrored, for an input of "
-            f"{x.shape[-2]}x{x.shape[-1]}; pass layer=..., a larger image, or the network inside one that flips images"
+            f"{as_text(x.shape[2:])}; pass layer=..., a larger image, or the network inside one that flips images"
         )
     return layer
 
@@ -333,10 +337,10 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
 
     def store(name: str, output: Tensor) -> None:
         outputs.pop(name, None)  # the last call counts
-        positions = trace.positions(output) if output.dim() in (3, 4) else None
-        places = None if positions is None else positions.nanmean(-1).expand(2, *output.shape[:-1])
+        positions = trace.positions(output) if output.dim() in (3, x.dim()) else None
+        places = None if positions is None else positions.nanmean(-1).expand(x.dim() - 2, *output.shape[:-1])
         outputs[name] = weakref.ref(output), tuple(output.shape), places
-        mirrored[name] = output.dim() == 4 and positions is not None and is_mirrored(positions)
+        mirrored[name] = output.dim() == x.dim() and positions is not None and is_mirrored(positions)
 
     with PositionTrace(x) as trace:
         final = _observe(model, x, modules, store)
@@ -353,11 +357,11 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
     )
     ends = list(tree_tensors(final))
     inner = tuple(layer for layer in spatial if not any(outputs[layer.name][0]() is end for end in ends))
-    classes = ends[0].shape[1] if ends and ends[0].dim() == 4 else None
+    classes = ends[0].shape[1] if ends and ends[0].dim() == x.dim() else None
     attention: dict[int, Layout | None] = {}
-    for queries in trace.queries:  # (2, ..., tokens), of all heads
+    for queries in trace.queries:  # (axes, ..., tokens), of all heads
         tokens = queries.shape[-1]
-        layout = token_layout(queries.reshape(2, len(x), -1, tokens)[:, :, 0], x)
+        layout = token_layout(queries.reshape(len(queries), len(x), -1, tokens)[:, :, 0], x)
         attention[tokens] = layout if attention.get(tokens, layout) == layout else None
     return LayerTrace(spatial, _candidates(model, inner, classes), attention)
 
@@ -381,13 +385,13 @@ def _candidates(model: nn.Module, spatial: _Layers, classes: int | None) -> _Lay
     tokens = {layer.shape[1] for layer in spatial if layer.layout.kind == "NTC"}
 
     def is_candidate(layer: SpatialLayer) -> bool:
-        height, width = layer.layout.grid
+        cells = math.prod(layer.layout.grid)
         module = model.get_submodule(layer.name)
         if layer.layout.kind == "NTC":
-            return height * width > 1 and _is_block_or_norm(module)
-        channels = layer.shape[1] if layer.layout.kind == "NCHW" else layer.shape[3]
-        is_excluded = isinstance(module, _POOLING_OR_INACTIVE) or bool({height, width} & tokens)
-        return height * width > 1 and channels not in (1, 2, 3, classes) and not is_excluded
+            return cells > 1 and _is_block_or_norm(module)
+        channels = layer.shape[1] if layer.layout.kind == "NCHW" else layer.shape[-1]
+        is_excluded = isinstance(module, _POOLING_OR_INACTIVE) or bool({*layer.layout.grid} & tokens)
+        return cells > 1 and channels not in (1, 2, 3, classes) and not is_excluded
 
     return tuple(filter(is_candidate, spatial))
 

@@ -18,16 +18,23 @@ from .positions import Grid, grid_of
 LayoutFunction = Callable[[Tensor], Tensor]
 """A function from the output of a layer to maps (N, K, h, w), which only selects and rearranges its values."""
 
-_CONVOLUTIONS_AND_NORMS = (nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d, nn.InstanceNorm2d)
-_POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
+_CONVOLUTIONS_AND_NORMS = (
+    *(nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d, nn.InstanceNorm2d),
+    *(nn.Conv3d, nn.ConvTranspose3d, nn.BatchNorm3d, nn.InstanceNorm3d),
+)
+_POOLING = (
+    *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
+    *(nn.MaxPool3d, nn.AvgPool3d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool3d),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Layout of a layer's output in memory, and its conversion to maps.
 
-    `kind` is "NCHW", "NHWC", "NTC" (tokens) or "given", with the user's `function`; `tokens` are the numbers of the
-    tokens of all cells, in rows. Others have no position (class, distillation and register tokens, prompts).
+    `kind` is "NCHW" or "NHWC" (also of volumes), "NTC" (tokens), or "given", with the user's `function`; `tokens` are
+    the numbers of the tokens of all cells, in rows. Others have no position (class, distillation and register tokens,
+    prompts).
     """
 
     kind: str
@@ -36,13 +43,13 @@ class Layout:
     function: LayoutFunction | None = None
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the tensor as maps (N, K, h, w)."""
+        """Return the tensor as maps (N, K, h, w), or (N, K, d, h, w) of a volume."""
         if self.function is not None:
             return self.function(tensor)
         if self.kind == "NCHW":
             return tensor
         if self.kind == "NHWC":
-            return tensor.permute(0, 3, 1, 2)
+            return tensor.movedim(-1, 1)
         if isinstance(self.tokens, range):
             cells = tensor[:, self.tokens.start : self.tokens.stop]
         else:
@@ -77,11 +84,11 @@ def given_layout(tensor: Tensor) -> Layout | None:
     if function is None:
         return None
     maps = function(tensor)
-    if maps.dim() != 4 or len(maps) != len(tensor):
+    if maps.dim() not in (4, 5) or len(maps) != len(tensor):
         raise LayerError(
             f"layout: expected maps ({len(tensor)}, K, h, w) of {tuple(tensor.shape)}, got {tuple(maps.shape)}"
         )
-    return Layout("given", (maps.shape[2], maps.shape[3]), function=function)
+    return Layout("given", tuple(maps.shape[2:]), function=function)
 
 
 def layout_from(shape: tuple[int, ...], images: int, size: Grid, *, channels_first: bool = False) -> Layout | None:
@@ -90,15 +97,15 @@ def layout_from(shape: tuple[int, ...], images: int, size: Grid, *, channels_fir
     Args:
         shape: The shape of the output.
         images: The number of images in the batch.
-        size: (H, W) of the input; the grid must have its aspect ratio.
+        size: (H, W) or (D, H, W) of the input; the last two axes of the grid must have its aspect ratio.
         channels_first: Whether the layer is known to be channels first, regardless of the aspect ratio.
     """
-    if len(shape) != 4 or shape[0] != images or 0 in shape:
+    if len(shape) != len(size) + 2 or shape[0] != images or 0 in shape:
         return None
-    first, last = _misfit(shape[2:], size), _misfit(shape[1:3], size)
+    first, last = _misfit(shape[2:], size), _misfit(shape[1:-1], size)
     if channels_first or first <= last:
-        return Layout("NCHW", (shape[2], shape[3])) if channels_first or first <= 2 else None
-    return Layout("NHWC", (shape[1], shape[2])) if last <= 2 else None
+        return Layout("NCHW", tuple(shape[2:])) if channels_first or first <= 2 else None
+    return Layout("NHWC", tuple(shape[1:-1])) if last <= 2 else None
 
 
 def traced_layout(
@@ -109,22 +116,22 @@ def traced_layout(
     Args:
         shape: The shape of the output.
         x: (N, C, H, W) the batch.
-        positions: The positions of the output, (2, N, tokens) or (2, N, h, w); None if they are not known.
+        positions: The positions of the output, (axes, N, tokens) or (axes, N, h, w); None if they are not known.
         channels_first: As for `layout_from`.
     """
-    layout = layout_from(shape, len(x), (int(x.shape[-2]), int(x.shape[-1])), channels_first=channels_first)
+    layout = layout_from(shape, len(x), tuple(x.shape[2:]), channels_first=channels_first)
     if (layout is not None and layout.kind == "NCHW") or positions is None or shape[0] != len(x):
         return layout if layout is not None and layout.kind == "NCHW" else None
     tokens = token_layout(positions.flatten(2), x)
     if len(shape) == 3 or tokens is None:
         return tokens
-    is_in_rows = tokens.grid == shape[1:3] and tokens.tokens == range(math.prod(tokens.grid))
+    is_in_rows = tokens.grid == shape[1:-1] and tokens.tokens == range(math.prod(tokens.grid))
     return Layout("NHWC", tokens.grid) if is_in_rows else None
 
 
 def token_layout(positions: Tensor, x: Tensor) -> Layout | None:
-    """Return the layout of tokens at positions (2, N, tokens); None if they are not a grid that covers the image."""
-    grid = grid_of(positions, (int(x.shape[-2]), int(x.shape[-1])))
+    """Return the layout of tokens at positions (axes, N, tokens); None if they are not a grid that covers the image."""
+    grid = grid_of(positions, tuple(x.shape[2:]))
     return None if grid is None else Layout("NTC", *grid)
 
 
@@ -135,7 +142,7 @@ def is_channels_first(module: nn.Module) -> bool:
 
 def _misfit(grid: tuple[int, ...], size: Grid) -> float:
     """Return by how many cells a grid differs from the aspect ratio of the input."""
-    (h, w), (height, width) = grid, size
-    if h > height or w > width:
+    if any(cells > edge for cells, edge in zip(grid, size, strict=True)):
         return math.inf
+    (h, w), (height, width) = grid[-2:], size[-2:]
     return min(abs(h - w * height / width), abs(w - h * width / height))

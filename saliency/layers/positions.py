@@ -6,6 +6,7 @@ concatenation, a gather), combines numbers of one position (a sum), or mixes pos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial, reduce
@@ -31,12 +32,12 @@ from ..hooks.operations import (
 )
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 
-Grid = tuple[int, int]
+Grid = tuple[int, ...]
 
 _MOVING = {
     *("cat", "stack", "index", "index_select", "gather", "scatter", "roll", "flip", "repeat", "constant_pad_nd"),
     *("index_put", "select_scatter", "slice_scatter", "masked_scatter", "im2col", "pixel_shuffle", "pixel_unshuffle"),
-    *("reflection_pad2d", "replication_pad2d", "native_channel_shuffle"),
+    *("reflection_pad2d", "replication_pad2d", "reflection_pad3d", "replication_pad3d", "native_channel_shuffle"),
 }
 _IN_PLACE = NORMS | SOFTMAX | {"clone", "_to_copy", "_log_softmax", "native_dropout"}
 _REDUCTIONS = {"mean", "sum", "amax", "amin", "max", "min", "logsumexp", "var", "std", "var_mean", "linalg_vector_norm"}
@@ -57,8 +58,8 @@ class _Geometry(NamedTuple):
         return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def view(self, memory: Tensor) -> Tensor:
-        """Return the part (2, *shape) of a memory (2, numbers)."""
-        return memory.as_strided((2, *self.shape), (memory.shape[1], *self.strides), self.offset)
+        """Return the part (axes, *shape) of a memory (axes, numbers)."""
+        return memory.as_strided((len(memory), *self.shape), (memory.shape[1], *self.strides), self.offset)
 
 
 class _Memory:
@@ -67,19 +68,20 @@ class _Memory:
     Positions of known tensors are stored without dimensions along which they are constant, such as the channels.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, axes: int) -> None:
         storage = tensor.untyped_storage()
         self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._numbers, self._device = storage.nbytes() // tensor.element_size(), tensor.device
         self._known: dict[_Geometry, Tensor] = {}
-        self._whole: Tensor | None = None  # (2, numbers), once a tensor is not known
+        self._axes = axes
+        self._whole: Tensor | None = None  # (axes, numbers), once a tensor is not known
 
     def is_freed(self) -> bool:
         """Return whether no tensor uses the memory any more."""
         return bool(self._storage.expired())  # type: ignore[no-untyped-call]
 
     def read(self, geometry: _Geometry) -> Tensor:
-        """Return the positions of a tensor in this memory, which expand to (2, *shape)."""
+        """Return the positions of a tensor in this memory, which expand to (axes, *shape)."""
         return self._known[geometry] if geometry in self._known else geometry.view(self._all())
 
     def write(self, geometry: _Geometry, positions: Tensor) -> None:
@@ -88,7 +90,7 @@ class _Memory:
             self._known = {geometry: _compact(positions)}
             return
         self._whole = self._all().clone()  # results may be views of it
-        geometry.view(self._whole).copy_(positions.expand(2, *geometry.shape))
+        geometry.view(self._whole).copy_(positions.expand(self._axes, *geometry.shape))
         self._known = {}
 
     def add_view(self, geometry: _Geometry, positions: Tensor) -> None:
@@ -97,17 +99,18 @@ class _Memory:
 
     def _all(self) -> Tensor:
         if self._whole is None:
-            self._whole = torch.full((2, self._numbers), torch.nan, device=self._device, dtype=torch.float32)
+            self._whole = torch.full((self._axes, self._numbers), torch.nan, device=self._device, dtype=torch.float32)
             for geometry, positions in list(self._known.items())[:1]:  # the others are its views
-                geometry.view(self._whole).copy_(positions.expand(2, *geometry.shape))
+                geometry.view(self._whole).copy_(positions.expand(self._axes, *geometry.shape))
         return self._whole
 
 
 class PositionTrace(DispatchMode):
     """Mode that follows the positions of an image's pixels through the operations of this thread.
 
-    A position is a row and a column in pixels, of one pixel or of the centre of several. A parameter, such as a class
-    token, has no position. Nor have numbers whose order depends on the values of the image or on random numbers.
+    A position is a row and a column in pixels, after a depth in volumes, of one pixel or of the centre of several. A
+    parameter, such as a class token, has no position. Nor have numbers whose order depends on the values of the image
+    or on random numbers.
 
     Args:
         x: The batch (N, C, H, W).
@@ -120,12 +123,12 @@ class PositionTrace(DispatchMode):
         super().__init__()
         self.queries: list[Tensor] = []
         self._memories: dict[int, _Memory] = {}  # by address
-        rows, columns = (torch.arange(length, device=x.device, dtype=torch.float32) for length in x.shape[-2:])
-        size = x.shape[-2:]
-        self._place(x, torch.stack([rows[:, None].expand(size), columns.expand(size)])[:, None, None])
+        self._axes = x.dim() - 2
+        edges = [torch.arange(length, device=x.device, dtype=torch.float32) for length in x.shape[2:]]
+        self._place(x, torch.stack(torch.meshgrid(edges, indexing="ij"))[:, None, None])
 
     def positions(self, tensor: Tensor) -> Tensor | None:
-        """Return rows and columns (2, ...) of the numbers of a tensor, NaN for those without; None for constants.
+        """Return rows and columns (axes, ...) of the numbers of a tensor, NaN for those without; None for constants.
 
         A dimension along which all are equal may have length 1.
         """
@@ -158,7 +161,7 @@ class PositionTrace(DispatchMode):
         memory = self._memory(tensor)
         if memory is None:
             self._memories = {at: memory for at, memory in self._memories.items() if not memory.is_freed()}
-            self._memories[_address(tensor)] = memory = _Memory(tensor)
+            self._memories[_address(tensor)] = memory = _Memory(tensor, self._axes)
         memory.write(_Geometry.of(tensor), _unknown(tensor) if positions is None else positions)
 
     def _view(self, op: Op, named: dict[str, Any], number: int, view: Tensor) -> None:
@@ -167,13 +170,13 @@ class PositionTrace(DispatchMode):
         memory = self._memory(operand)
         if memory is not None and "stride" not in named:  # the stride describes the memory
             positions = memory.read(_Geometry.of(operand))
-            planes = positions.expand(2, *operand.shape)
+            planes = positions.expand(self._axes, *operand.shape)
             with suppress(RuntimeError):  # the view needs positions along which all are equal
                 views = [as_results(op(**{**named, next(iter(named)): plane}))[number] for plane in planes]
                 memory.add_view(_Geometry.of(view), torch.stack(list(map(_compact, views))))
 
     def _of_result(self, op: Op, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
-        """Return the positions of the first result of an operation, which expand to (2, *shape); None if unknown."""
+        """Return the positions of the first result of an operation, which expand to (axes, *shape); None if unknown."""
         name = operator_name(op)
         known = [part for part in map(self.positions, filter(_is_plain, tree_tensors(named))) if part is not None]
         if not known or name in ("fill", "zero"):
@@ -201,7 +204,7 @@ class PositionTrace(DispatchMode):
     def _of_queries(self, positions: Tensor, shape: torch.Size) -> Tensor:
         """Return the positions of the results of attention, which are the positions of its queries."""
         rows = positions.nanmean(-1, keepdim=True)
-        self.queries.append(rows[..., 0].expand(2, *shape[:-1]))
+        self.queries.append(rows[..., 0].expand(self._axes, *shape[:-1]))
         return rows
 
     def _moved(self, op: Op, named: dict[str, Any]) -> Tensor | None:
@@ -216,9 +219,9 @@ class PositionTrace(DispatchMode):
                 return operand
             positions = self.positions(operand)
             known = positions if positions is not None else _unknown(operand)
-            return known.expand(2, *operand.shape)[number]
+            return known.expand(self._axes, *operand.shape)[number]
 
-        axes = (tree_map_tensors(named, partial(axis, number)) for number in (0, 1))
+        axes = (tree_map_tensors(named, partial(axis, number)) for number in range(self._axes))
         return torch.stack([out_of_place(op)(**operands) for operands in axes])
 
     def _of_product(self, factors: Sequence[Tensor]) -> Tensor | None:
@@ -232,11 +235,11 @@ class PositionTrace(DispatchMode):
 
 
 def grid_of(positions: Tensor, size: Grid) -> tuple[Grid, Sequence[int]] | None:
-    """Return the grid (h, w) of tokens that cover the image, and the token of each cell in rows; None if they do not.
+    """Return the grid of tokens that cover the image, and the token of each cell in rows; None if they do not.
 
     Args:
-        positions: (2, N, tokens) of all images; tokens without a position are left out.
-        size: (H, W) of the image.
+        positions: (axes, N, tokens) of all images; tokens without a position are left out.
+        size: (H, W) or (D, H, W) of the image.
     """
     first = positions[:, 0]
     tokens = (~first[0].isnan()).nonzero()[:, 0]
@@ -246,22 +249,23 @@ def grid_of(positions: Tensor, size: Grid) -> tuple[Grid, Sequence[int]] | None:
     axes = [_cells(values, length) for values, length in zip(first[:, tokens], size, strict=True)]
     if any(cells is None for cells in axes):
         return None
-    (rows, height), (columns, width) = cast("list[tuple[Tensor, int]]", axes)
-    numbers = rows * width + columns
+    numbers, grid = torch.zeros_like(tokens), tuple[int, ...]()
+    for cells, count in cast("list[tuple[Tensor, int]]", axes):
+        numbers, grid = numbers * count + cells, (*grid, count)
     order = numbers.argsort()
-    if height * width != len(tokens) or not torch.equal(
+    if math.prod(grid) != len(tokens) or not torch.equal(
         numbers[order], torch.arange(len(tokens), device=numbers.device)
     ):
         return None
-    cells = tokens[order].tolist()
-    is_range = cells == list(range(cells[0], cells[0] + len(cells)))
-    return (height, width), range(cells[0], cells[-1] + 1) if is_range else tuple(cells)
+    listed = tokens[order].tolist()
+    is_range = listed == list(range(listed[0], listed[0] + len(listed)))
+    return grid, range(listed[0], listed[-1] + 1) if is_range else tuple(listed)
 
 
 def is_mirrored(positions: Tensor) -> bool:
-    """Return whether rows or columns of maps at positions (2, N, K, h, w) run against the image."""
-    rows, columns = positions.nanmean(2).expand(2, -1, -1, -1)  # (N, h, w)
-    return bool(rows.diff(dim=1).nanmean() < 0 or columns.diff(dim=2).nanmean() < 0)
+    """Return whether an axis of maps at positions (axes, N, K, h, w) runs against the image."""
+    places = positions.nanmean(2)  # (axes, N, h, w), or (1, N, h, w) if they are not known
+    return any(bool(places[axis].diff(dim=1 + axis).nanmean() < 0) for axis in range(len(places)))
 
 
 def _cells(values: Tensor, length: int) -> tuple[Tensor, int] | None:
@@ -312,7 +316,7 @@ def _reduced(positions: Tensor, dims: int | Sequence[int] | None, *, keeps: bool
 
 
 def _resampled(positions: Tensor, size: Sequence[int]) -> Tensor:
-    """Return positions (2, N, 1, ...) on another grid of the same extent, such as the result of a convolution."""
+    """Return positions (axes, N, 1, ...) on another grid of the same extent, such as the result of a convolution."""
     for dim, count in enumerate(size, 3):
         old = positions.shape[dim]
         if old == count or old == 1:
@@ -328,7 +332,7 @@ def _resampled(positions: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _merged(first: Tensor, second: Tensor) -> Tensor:
-    """Return the positions of a combination of two operands (2, ...).
+    """Return the positions of a combination of two operands (axes, ...).
 
     If they differ by more than a cell, the operand with more positions decides: a gate or a mean has fewer. If the
     numbers are equal, the positions are unknown.
@@ -346,7 +350,7 @@ def _merged(first: Tensor, second: Tensor) -> Tensor:
 def _resolution(positions: Tensor) -> tuple[int, float]:
     """Return the number of different positions, and the length of a cell in pixels."""
     known = positions.flatten(1)[:, ~positions[0].isnan().flatten()]
-    rows, columns = (known / _SAME).round().double()
-    count = len((rows * 2**20 + columns).unique())
+    numbers = reduce(lambda above, axis: above * 2**17 + axis, (known / _SAME).round().double())
+    count = len(numbers.unique())
     extent = float((known.amax(1) - known.amin(1) + 1).prod())
-    return count, (extent / count) ** 0.5
+    return count, (extent / count) ** (1 / len(known))

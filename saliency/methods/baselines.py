@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..attribution.options import ConvertedOption
+from ..axes import require_two_axes, spatial
 from ..engine.estimates import generator
 from ..errors import MethodError, did_you_mean, optional_import
 from ..io.inputs import ImageLike, Prepare, read
@@ -124,13 +125,13 @@ def _baseline(resolved: ResolvedBaseline, x: Tensor, preprocess: Prepare, seed: 
     if isinstance(resolved, GivenImages):
         return resolved.as_input(x)
     if resolved == "blur":
-        return blurred(x, BASELINE_BLUR * min(x.shape[-2:]))
+        return blurred(x, BASELINE_BLUR * min(x.shape[2:]))
     if resolved == "noise":
         return torch.randn(x.shape, generator=generator(seed, number), dtype=torch.float64, device="cpu").to(x)
     if resolved in ("black", "white") and preprocess is not None:
         height, width = x.shape[-2:]
         prepared = preprocess(Image.new("RGB", (width, height), resolved))  # (C, H, W)
-        return prepared[:, height // 2, width // 2].to(x)[None, :, None, None].expand_as(x).clone()
+        return prepared[:, height // 2, width // 2].to(x).view(1, -1, *[1] * (x.dim() - 2)).expand_as(x).clone()
     return torch.full_like(x, 0.0 if resolved == "mean" else float(resolved))
 
 
@@ -166,8 +167,8 @@ def resolve_fill(option: str, like: object, *, partial: str = "") -> Fill:
         return tuple(map(float, like))
     got = repr(like)
     if isinstance(like, Tensor):
-        image = like[0] if like.dim() == 4 and len(like) == 1 else like
-        if image.dim() == 3 and image.is_floating_point() and torch.isfinite(image).all():
+        image = like[0] if like.dim() in (4, 5) and len(like) == 1 else like
+        if image.dim() in (3, 4) and image.is_floating_point() and torch.isfinite(image).all():
             return GivenImages("image", image.detach().clone()[None])
         got = f"a {like.dtype} tensor of shape {tuple(like.shape)}"
     raise MethodError(
@@ -200,6 +201,8 @@ class Filler:
     def __init__(self, x: Tensor, fill: Fill) -> None:
         self.x = x
         self._inpaints = fill == "inpaint"
+        if self._inpaints:
+            require_two_axes(x, 'fill="inpaint"')
         self.background = _background(x, fill)
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -230,7 +233,7 @@ class Filler:
 def _background(x: Tensor, fill: Fill) -> Tensor:
     """Return the image (1, C, H, W) with all pixels hidden."""
     if fill == "mean":
-        return x.mean((2, 3), keepdim=True).expand_as(x)
+        return x.mean(spatial(x), keepdim=True).expand_as(x)
     if fill == "blur":
         return blurred(x, FILL_BLUR * min(x.shape[2:]))
     if isinstance(fill, GivenImages):
@@ -238,12 +241,12 @@ def _background(x: Tensor, fill: Fill) -> Tensor:
     numbers = fill if isinstance(fill, tuple) else (0.0 if fill == "inpaint" else float(fill),)
     if len(numbers) not in (1, x.shape[1]):
         raise MethodError(f"the fill has {len(numbers)} numbers for {x.shape[1]} channels; expected one each")
-    return torch.tensor(numbers, dtype=x.dtype, device=x.device).view(1, -1, 1, 1).expand_as(x)
+    return torch.tensor(numbers, dtype=x.dtype, device=x.device).view(1, -1, *[1] * (x.dim() - 2)).expand_as(x)
 
 
 def blurred(x: Tensor, sigma: float) -> Tensor:
-    """Blur an image (..., H, W) by a Gaussian with a standard deviation of `sigma` pixels; see `Diffusion`."""
-    return Diffusion(x)(torch.tensor([sigma], dtype=torch.float64, device="cpu"))[0]
+    """Blur an image (1, C, ...) by a Gaussian with a standard deviation of `sigma` pixels; see `Diffusion`."""
+    return Diffusion(x, x.dim() - 2)(torch.tensor([sigma], dtype=torch.float64, device="cpu"))[0]
 
 
 class Diffusion:
@@ -253,32 +256,44 @@ class Diffusion:
     So the time does not depend on the width, and the derivative with respect to the width is exact.
 
     Args:
-        x: (..., H, W) the image.
+        x: (..., H, W) or (..., D, H, W) the image.
+        axes: The number of its spatial axes.
 
     Source: Strang, "The Discrete Cosine Transform" (1999), https://doi.org/10.1137/S0036144598336745.
     """
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, axes: int) -> None:
         self._like = x
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        self._rows, self._columns = (_cosine_basis(size).to(wide) for size in x.shape[-2:])
-        self._coefficients = self._rows @ wide @ self._columns.mT
-        frequencies = [torch.pi / n * torch.arange(n, dtype=torch.float64, device="cpu") for n in x.shape[-2:]]
-        self._decay = (frequencies[0][:, None].square() + frequencies[1].square()) / 2  # (H, W)
+        self._bases = [_cosine_basis(size).to(wide) for size in x.shape[-axes:]]
+        self._coefficients = along_axes(wide, self._bases)
+        self._decay = torch.zeros((), dtype=torch.float64, device="cpu")  # (H, W) or (D, H, W)
+        for edge in x.shape[-axes:]:
+            frequencies = torch.pi / edge * torch.arange(edge, dtype=torch.float64, device="cpu")
+            self._decay = self._decay[..., None] + frequencies.square() / 2
 
     def __call__(self, sigmas: Tensor) -> Tensor:
         """Return the image under each Gaussian, (k, ..., H, W), for standard deviations (k,) in pixels."""
-        sigmas = sigmas.view(-1, 1, 1)
+        sigmas = sigmas.view(-1, *[1] * len(self._bases))
         return self._scaled(torch.exp(-self._decay * sigmas.square()))
 
     def derivative(self, sigmas: Tensor) -> Tensor:
         """Return the derivative of each image by its standard deviation in pixels, (k, ..., H, W)."""
-        sigmas = sigmas.view(-1, 1, 1)
+        sigmas = sigmas.view(-1, *[1] * len(self._bases))
         return self._scaled(-2 * sigmas * self._decay * torch.exp(-self._decay * sigmas.square()))
 
     def _scaled(self, factors: Tensor) -> Tensor:
-        factors = factors.to(self._coefficients).view(-1, *[1] * (self._like.dim() - 2), *factors.shape[-2:])
-        return (self._rows.mT @ (factors * self._coefficients) @ self._columns).to(self._like.dtype)
+        leading = self._like.dim() - len(self._bases)
+        factors = factors.to(self._coefficients).view(-1, *[1] * leading, *factors.shape[1:])
+        return along_axes(factors * self._coefficients, [basis.mT for basis in self._bases]).to(self._like.dtype)
+
+
+def along_axes(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    """Return a tensor (..., H, W) or (..., D, H, W), multiplied by one matrix along each of its last axes."""
+    *outer, rows, columns = matrices
+    for axis, matrix in enumerate(outer, -len(matrices)):
+        x = (x.movedim(axis, -1) @ matrix.mT).movedim(-1, axis)
+    return rows @ x @ columns.mT
 
 
 def _cosine_basis(size: int) -> Tensor:

@@ -21,6 +21,7 @@ from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.forward import Needs, TargetGradients
 from ..attribution.options import PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
+from ..axes import resize, spatial
 from ..errors import LayerError, MethodError, NotApplicableError, warn
 from ..layers.find import LayerLike, default_layer, default_layers, find
 from ..targets.targets import output_tensor
@@ -29,6 +30,8 @@ SIGNED_SHARE = 0.3
 """Activations count as signed if negative values hold more than this share of their energy (sum of squares)."""
 CERTAIN_CORRELATION = 0.5
 """The sign of a principal component is certain if it correlates this much with the norm of the activations."""
+
+_HEADS = (nn.Linear, nn.Conv2d, nn.Conv3d)
 
 
 def layer_name(method: Attribution, layer: str | nn.Module | list[str | nn.Module]) -> str:
@@ -87,11 +90,9 @@ def summed_levels(maps: Sequence[Tensor]) -> Tensor:
 
     Each map is enlarged with its sum unchanged. So a level counts by its share of the score, in all maps on one scale.
     """
-    finest = max((values.shape[-2:] for values in maps), key=math.prod)
+    finest = max((values.shape[2:] for values in maps), key=math.prod)
     shares = [values * (values[0, 0].numel() / math.prod(finest)) for values in maps]
-    return torch.stack([F.interpolate(values, finest, mode="bilinear", align_corners=False) for values in shares]).sum(
-        0
-    )
+    return torch.stack([resize(values, finest) for values in shares]).sum(0)
 
 
 class LayerCombination(LayerAttribution):
@@ -151,7 +152,7 @@ class WeightedCAM(LayerCombination):
 
 def weighted_sum(weights: Tensor, activation: Tensor) -> Tensor:
     """Return the map (N, 1, h, w) of weights (N, K) and activations (N, K, h, w)."""
-    return torch.einsum("nk,nkhw->nhw", weights, activation)[:, None]
+    return torch.einsum("nk,nk...->n...", weights, activation)[:, None]
 
 
 def is_signed(activation: Tensor) -> Tensor:
@@ -187,7 +188,7 @@ class GradCAM(WeightedCAM):
 
     def weights(self, activation: Tensor, gradient: Tensor) -> Tensor:
         """Return the mean gradient of each channel."""
-        return gradient.mean((2, 3))
+        return gradient.mean(spatial(gradient))
 
 
 class GradCAMPlusPlus(WeightedCAM):
@@ -214,9 +215,9 @@ class GradCAMPlusPlus(WeightedCAM):
 
     def weights(self, activation: Tensor, gradient: Tensor) -> Tensor:
         """Return the sum of g / (2 + g * summed activation) over the positive gradients g of each channel."""
-        mass = activation.sum((2, 3), keepdim=True)
+        mass = activation.sum(axes := spatial(activation), keepdim=True)
         positive = gradient.clamp(min=0)
-        return (positive / (2 + positive * mass.clamp(min=0))).sum((2, 3))
+        return (positive / (2 + positive * mass.clamp(min=0))).sum(axes)
 
 
 class XGradCAM(WeightedCAM):
@@ -238,9 +239,10 @@ class XGradCAM(WeightedCAM):
 
     def weights(self, activation: Tensor, gradient: Tensor) -> Tensor:
         """Return the sum of gradient times activation of each channel, divided by its summed activation."""
-        contribution = (gradient * activation).sum((2, 3))
-        mass = activation.sum((2, 3))
-        least = 0.01 * activation.abs().sum((2, 3))
+        axes = spatial(activation)
+        contribution = (gradient * activation).sum(axes)
+        mass = activation.sum(axes)
+        least = 0.01 * activation.abs().sum(axes)
         divisor = torch.where(mass.abs() < least, torch.where(mass < 0, -least, least), mass)
         return torch.where(divisor == 0, torch.zeros_like(mass), contribution / divisor)
 
@@ -349,7 +351,7 @@ class EigenGradCAM(LayerCombination):
     def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
         """Return the projection of centred gradient times activation on its first singular vector."""
         contribution = gradient * activation
-        return principal_map(contribution - contribution.mean((2, 3), keepdim=True), contribution.sum(1))
+        return principal_map(contribution - contribution.mean(spatial(contribution), keepdim=True), contribution.sum(1))
 
 
 def principal_map(features: Tensor, reference: Tensor) -> Tensor:
@@ -413,9 +415,9 @@ def linear_head(model: nn.Module, activation: Tensor, output: Any, layer: str) -
     Raises:
         NotApplicableError: No layer of the model does this.
     """
-    scores, pooled = output_tensor(output).detach(), activation.mean((2, 3))
+    scores, pooled = output_tensor(output).detach(), activation.mean(spatial(activation))
     for module in model.modules():
-        if not isinstance(module, nn.Linear | nn.Conv2d) or not isinstance(getattr(module, "weight", None), Tensor):
+        if not isinstance(module, _HEADS) or not isinstance(getattr(module, "weight", None), Tensor):
             continue
         weight = module.weight.detach().flatten(1)
         if scores.dim() == 2 and weight.shape == (scores.shape[1], pooled.shape[1]):

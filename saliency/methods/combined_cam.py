@@ -17,6 +17,7 @@ from ..attribution.explanation import BatchAttribution
 from ..attribution.forward import Needs, SharedForward, TargetGradients, no_gradient_message
 from ..attribution.options import Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
+from ..axes import resize, spatial
 from ..engine.estimates import Estimate
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, from_estimate
 from ..errors import LayerError, NotApplicableError
@@ -67,7 +68,7 @@ class GuidedGradCAM(LayerAttribution):
         """Multiply the guided gradient by the CAM, resized to the input."""
         cam = self._cam.explain_gradients(grads, layers).values.clamp(min=0)
         guided, coverage = self._guided.signal(grads)
-        cam = F.interpolate(cam, guided.shape[-2:], mode="bilinear", align_corners=False)
+        cam = resize(cam, guided.shape[2:])
         return BatchAttribution(guided * cam, grads.scores, coverage, ", ".join(layers))
 
 
@@ -104,8 +105,8 @@ class _LayerFusion(TracedAttribution):
         maps = [self._cam.explain_gradients(grads, (layer,)).values.clamp(min=0) for layer in layers]
         tiny = torch.finfo(maps[0].dtype).tiny
         scaled = [self.scaled(F.normalize(values.flatten(1), math.inf, eps=tiny).view_as(values)) for values in maps]
-        finest = max((values.shape[-2:] for values in maps), key=lambda size: size[0] * size[1])
-        resized = [F.interpolate(values, finest, mode="bilinear", align_corners=False) for values in scaled]
+        finest = max((values.shape[2:] for values in maps), key=math.prod)
+        resized = [resize(values, finest) for values in scaled]
         return BatchAttribution(self.combine(torch.stack(resized)), grads.scores, layer=", ".join(layers))
 
     def scaled(self, shares: Tensor) -> Tensor:
@@ -266,7 +267,7 @@ class ShapleyCAM(LayerAttribution):
         (layer,) = layers
         activation = grads.activation(layer)
         slopes = grads.forward.layout(layer)(self._slopes(grads, layer)).to(activation)
-        return BatchAttribution(weighted_sum(slopes.mean((2, 3)), activation), grads.scores, layer=layer)
+        return BatchAttribution(weighted_sum(slopes.mean(spatial(slopes)), activation), grads.scores, layer=layer)
 
     def _slopes(self, grads: TargetGradients, layer: str) -> Tensor:
         """Return the slopes g - H A / 2, in the layout of the layer's output."""
@@ -398,4 +399,4 @@ class _SmoothMap(Estimate):
         divisor = 2 * second + (third * self._mass).clamp(min=0)
         alpha = torch.where(divisor > 0, second / divisor, torch.zeros_like(divisor))
         weights = (alpha * first.clamp(min=0)).sum((1, 2))  # (K,)
-        return torch.einsum("k,khw->hw", weights, self._activation)[None]
+        return torch.einsum("k,k...->...", weights, self._activation)[None]

@@ -78,7 +78,7 @@ class DeepLIFT(TracedAttribution):
         options = given if isinstance(given, PerImage) else [given] * len(x)
         per_image = [baselines(option, x[i : i + 1], self.preprocess) for i, option in enumerate(options)]
         count = math.lcm(*map(len, per_image))
-        return torch.stack([own.repeat(count // len(own), 1, 1, 1) for own in per_image], 1)
+        return torch.stack([own.repeat(count // len(own), *[1] * (x.dim() - 1)) for own in per_image], 1)
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Compute the mean over the baselines."""
@@ -156,7 +156,7 @@ class DeepSHAP(DeepLIFT):
         """Return the baselines (K, N, C, H, W) of a batch."""
         if self.baseline != "colours":
             return super().references(x)
-        shape = (1, x.shape[1], 1, 1)
+        shape = (1, x.shape[1], *[1] * (x.dim() - 2))
         randoms = [generator(self.seed, i) for i in range(self.samples)]
         draws = [torch.randn(shape, generator=random, dtype=torch.float64, device="cpu") for random in randoms]
         return torch.stack(draws).to(x).expand(-1, *x.shape)

@@ -10,7 +10,6 @@ from functools import cache, partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
@@ -19,6 +18,7 @@ from ..attribution.explanation import BatchAttribution
 from ..attribution.forward import Needs, SharedForward, TargetGradients, at_least_float32
 from ..attribution.options import RunStats
 from ..attribution.resolved_target import ResolvedTarget, output_rows
+from ..axes import resize
 from ..engine.multi_pass import ImageAttribution, stack_images
 from ..errors import warn
 from ..hooks.autograd_graph import Gradients, next_functions, result_shape
@@ -141,7 +141,7 @@ class _Terms:
         if operation.name == "addmm" and used_as[-1:] == term.shape[-1:] and math.prod(used_as) == term.numel():
             term = term.reshape(used_as)
         x = self._grads.x
-        size = (int(x.shape[-2]), int(x.shape[-1]))
+        size = tuple(x.shape[2:])
         is_channels_first = operation.name in ("convolution", "native_group_norm") or is_batch_norm(operation.op)
         layout = layout_from(term.shape, 1, size, channels_first=is_channels_first)
         if term.dim() == 3:
@@ -149,9 +149,8 @@ class _Terms:
             layouts = {layer.layout for layer in layers if len(layer.shape) == 3 and layer.shape[1] == term.shape[1]}
             layout = layouts.pop() if len(layouts) == 1 else None
         is_own = term.shape[:1] == x.shape[:1]  # not parts of the image as a batch, as in deformable attention
-        if is_own and layout is not None and layout.grid != (1, 1):
-            resized = F.interpolate(_scaled(layout(term)), size, mode="bilinear", align_corners=False)
-            self.values = self.values + resized
+        if is_own and layout is not None and math.prod(layout.grid) > 1:
+            self.values = self.values + resize(_scaled(layout(term)), size)
 
     def note(self) -> str:
         """Describe the terms and the residual. Warns if too much is missing."""

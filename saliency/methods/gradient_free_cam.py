@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..attribution.forward import Needs, SharedForward, TargetGradients
 from ..attribution.options import Budget, Option
+from ..axes import along_rows, resize, spatial
 from ..engine.estimates import ScoreEstimate, generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, TimedAttribution
 from ..errors import NotApplicableError, TargetError
@@ -63,12 +64,12 @@ class ChannelMasks:
 
     def __call__(self, numbers: Tensor) -> Tensor:
         """Return the masks (k, 1, H, W) of some numbers (k,), each below `count`."""
-        size = self._x.shape[-2:]
+        size = self._x.shape[2:]
         masks = self._x.new_zeros(len(numbers), 1, *size)
         varies = numbers < len(self.varied)
         if bool(varies.any()):
             maps = self.varied_maps[numbers[varies]][:, None]  # (k, 1, h, w)
-            large = F.interpolate(maps, size, mode="bilinear", align_corners=self._align)
+            large = resize(maps, size, align_corners=self._align)
             masks[varies] = stretched(large).to(masks)
         return masks
 
@@ -193,7 +194,8 @@ class GScoreCAM(ScoreCAM):
         """Return the mean gradient (K,) of each channel."""
         with torch.enable_grad():
             forward = SharedForward(self.model, passes.x, Needs("layers", backwards=1, layers=(layer.layer,)))
-            return TargetGradients(forward, passes.target(1)).gradient(layer.layer)[0].mean((1, 2))
+            gradient = TargetGradients(forward, passes.target(1)).gradient(layer.layer)[0]
+            return gradient.mean(spatial(gradient, 1))
 
 
 class ISCAM(ScoreCAM):
@@ -226,7 +228,7 @@ class ISCAM(ScoreCAM):
 
         def faded(numbers: Tensor) -> Tensor:
             shares = ((numbers % steps + 1) / steps).to(passes.x)
-            return masks(numbers // steps) * shares[:, None, None, None]
+            return masks(numbers // steps) * along_rows(shares, passes.x)
 
         # Channel by channel, so that a time limit leaves complete channels. The empty image is the same in every step.
         scores = self.scores(passes, faded, varied * steps + bool(masks.flat))
@@ -266,7 +268,7 @@ class SSCAM(ScoreCAM, SampledAttribution):
 
         def make(start: int, stop: int) -> Tensor:
             noise = [
-                torch.randn(1, *x.shape[-2:], generator=generator(self.seed, i), dtype=torch.float64, device="cpu")
+                torch.randn(1, *x.shape[2:], generator=generator(self.seed, i), dtype=torch.float64, device="cpu")
                 for i in range(start, stop)
             ]
             clean = masks(torch.arange(start, stop, device=x.device) % masks.count)
@@ -304,8 +306,8 @@ class _MaskScores(ScoreEstimate):
         # The slope of the map by the score of a channel is share * (channel - map).
         maps = torch.zeros(len(means), *values.shape[1:], dtype=torch.float64, device="cpu")
         maps[: len(masks.varied)] = masks.varied_maps.double().cpu()
-        slopes = masks.shares(means)[:, None, None] * (maps - values.double().cpu())
-        return values, (slopes.square() * variance[:, None, None]).sum(0).sqrt()[None].to(values)
+        slopes = along_rows(masks.shares(means), maps) * (maps - values.double().cpu())
+        return values, (slopes.square() * along_rows(variance, maps)).sum(0).sqrt()[None].to(values)
 
 
 class AblationCAM(LayerPasses, TimedAttribution):
@@ -366,7 +368,7 @@ class AblationCAM(LayerPasses, TimedAttribution):
             weight = linear_head(self.model, layer.maps[None], layer.output, layer.layer)  # (classes, K)
         except (NotApplicableError, TargetError):  # TargetError: only the target can read the scores from the output
             return None
-        losses = (weight * layer.maps.mean((1, 2)))[:, channels]  # (classes, m)
+        losses = (weight * layer.maps.mean(spatial(layer.maps, 1)))[:, channels]  # (classes, m)
 
         raw = layer.without(channels[None, ::2])
 
@@ -421,17 +423,19 @@ class ReciproCAM(LayerPasses):
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the map of one image."""
         layer = self.read_layer(passes)
-        height, width = layer.maps.shape[1:]
-        near = layer.maps.new_tensor([0.25, 0.5, 0.25])
+        size = layer.maps.shape[1:]
+        kernel = near = layer.maps.new_tensor([0.25, 0.5, 0.25])
+        for _ in size[1:]:
+            kernel = kernel[..., None] * near
 
         def make(start: int, stop: int) -> Tensor:
             """Pass 0 shows no location; pass 1 + i shows location i."""
             numbers = torch.arange(start, stop, device=near.device)
-            shares = F.one_hot(numbers, 1 + height * width)[:, 1:].to(near).view(-1, 1, height, width)
+            shares = F.one_hot(numbers, 1 + size.numel())[:, 1:].to(near).view(-1, 1, *size)
             if not self.alone:
-                shares = F.conv2d(shares, torch.outer(near, near)[None, None], padding=1)
+                shares = (F.conv2d if len(size) == 2 else F.conv3d)(shares, kernel[None, None], padding=1)
             return layer.scaled(shares[:, 0])
 
-        scores = self.tail_scores(passes, layer, make, 1 + height * width)
+        scores = self.tail_scores(passes, layer, make, 1 + size.numel())
         values = (scores[1:] - scores[0]).to(layer.maps)
-        return ImageAttribution(values.view(1, height, width), layer=layer.layer)
+        return ImageAttribution(values.view(1, *size), layer=layer.layer)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..attribution.options import Option
 from ..attribution.resolved_target import ResolvedTarget
+from ..axes import along_rows, spatial
 from ..engine.estimates import Estimate, generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, SteppedAttribution, from_estimate
 from ..errors import warn
@@ -172,10 +173,10 @@ class _ProbabilityIfAny(Probability):
 
 def _squared_shares(gradients: Tensor) -> Tensor:
     """Return the share of each value in the sum of squares of its gradient (k, C, H, W); zero for a zero gradient."""
-    largest = gradients.abs().amax((1, 2, 3), keepdim=True)
+    largest = gradients.abs().amax(axes := spatial(gradients, 1), keepdim=True)
     # Scale first: the square of a small gradient would vanish.
     squares = (gradients / torch.where(largest == 0, torch.ones_like(largest), largest)).square()
-    total = squares.sum((1, 2, 3), keepdim=True)
+    total = squares.sum(axes, keepdim=True)
     return squares / torch.where(total == 0, torch.ones_like(total), total)
 
 
@@ -218,7 +219,7 @@ class ExpectedGradients(SampledAttribution):
             point = float(torch.rand((), generator=random, dtype=torch.float64, device="cpu"))
             if not is_drawn:
                 return images[int(torch.randint(len(images), (), generator=random, device="cpu"))], point
-            shape = (x.shape[1], 1, 1) if self.references == "colours" else x.shape[1:]
+            shape = (x.shape[1], *[1] * (x.dim() - 2)) if self.references == "colours" else x.shape[1:]
             return torch.randn(shape, generator=random, dtype=torch.float64, device="cpu").to(x).expand_as(x[0]), point
 
         def make(start: int, stop: int) -> Tensor:
@@ -345,13 +346,13 @@ class BlurIG(SteppedAttribution):
     def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute minus the integral, over the standard deviation, of gradient times change of the image."""
         nodes, weights = quadrature("gauss_legendre", self.steps)
-        sigmas, image = nodes * self.max_sigma, Diffusion(passes.x[0])
+        sigmas, image = nodes * self.max_sigma, Diffusion(passes.x[0], passes.x.dim() - 2)
         values = torch.zeros_like(passes.x[0], dtype=wide(passes.x))
         for done in passes.gradients(lambda start, stop: image(sigmas[start:stop]), self.steps):
             rows = slice(done.start, done.start + len(done.scores))
             change = image.derivative(sigmas[rows]).to(values.dtype)  # (k, C, H, W)
             widths = (weights[rows] * self.max_sigma).to(values)
-            values -= torch.einsum("k,kchw,kchw->chw", widths, change, done.gradients.to(values.dtype))
+            values -= torch.einsum("k,k...,k...->...", widths, change, done.gradients.to(values.dtype))
         blurred = image(torch.tensor([self.max_sigma], dtype=torch.float64, device="cpu"))
         return ImageAttribution(values, residual=residual_of(passes, values, score, blurred))
 
@@ -367,7 +368,7 @@ def on_paths(x: Tensor, references: Tensor, at: Tensor) -> Callable[[int, int], 
 
     def make(start: int, stop: int) -> Tensor:
         numbers = torch.arange(start, stop, device="cpu")
-        shares = at[numbers % len(at)].to(x).view(-1, 1, 1, 1)
+        shares = along_rows(at[numbers % len(at)].to(x), x)
         return torch.lerp(references[(numbers // len(at)).to(x.device)], x, shares)
 
     return make
@@ -381,7 +382,7 @@ def mean_gradients(passes: PassRunner, references: Tensor, rule: QuadratureRule,
     total = torch.zeros(len(references), *passes.x.shape[1:], dtype=weights.dtype, device=weights.device)
     for done in passes.gradients(on_paths(passes.x, references, nodes), weights.shape[1]):
         of_chunk = weights[:, done.start : done.start + len(done.scores)]
-        total += torch.einsum("pk,kchw->pchw", of_chunk, done.gradients.to(weights.dtype))
+        total += torch.einsum("pk,k...->p...", of_chunk, done.gradients.to(weights.dtype))
     return total
 
 
@@ -520,7 +521,7 @@ def _adaptively_integrated(passes: PassRunner, references: Tensor, tolerance: fl
                 paths[path].add(at, value, float((gradient * differences[path]).sum(dtype=torch.float64)))
                 gradients[path].append(gradient)
     means = [
-        torch.einsum("n,nchw->chw", path.weights.to(differences), torch.stack(own))
+        torch.einsum("n,n...->...", path.weights.to(differences), torch.stack(own))
         for path, own in zip(paths, gradients, strict=True)
     ]
     values = (differences * torch.stack(means)).mean(0)

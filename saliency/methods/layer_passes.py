@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..attribution.forward import Needs, SharedForward, at_least_float32
 from ..attribution.options import PositionalOption
+from ..axes import spatial
 from ..engine.multi_pass import MultiPassAttribution, PassRunner
 from ..engine.recording import TailForward
 from ..layers.find import LayerLike, default_layer
@@ -54,7 +55,7 @@ class LayerOutput:
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Return the map (1, h, w): the sum over the channels of weight (K,) times activation."""
-        return torch.einsum("k,khw->hw", weights.to(self.maps), self.maps)[None]
+        return torch.einsum("k,k...->...", weights.to(self.maps), self.maps)[None]
 
 
 class LayerPasses(MultiPassAttribution):
@@ -104,6 +105,6 @@ class LayerPasses(MultiPassAttribution):
 
 
 def stretched(maps: Tensor) -> Tensor:
-    """Return maps (..., H, W), each stretched to 0..1; constant ones become 0."""
-    low, high = maps.amin((-2, -1), keepdim=True), maps.amax((-2, -1), keepdim=True)
+    """Return maps (N, K, H, W), each stretched to 0..1; constant ones become 0."""
+    low, high = maps.amin(axes := spatial(maps), keepdim=True), maps.amax(axes, keepdim=True)
     return (maps - low) / torch.where(high == low, torch.ones_like(high), high - low)

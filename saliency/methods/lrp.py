@@ -18,6 +18,7 @@ from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.forward import Needs, TargetGradients, at_least_float32, no_gradient_message
 from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
+from ..axes import along_rows
 from ..errors import LayerError, MethodError, warn
 from ..hooks.autograd_graph import Gradients
 from ..hooks.operations import LINEAR, SOFTMAX, SavedValues
@@ -436,7 +437,7 @@ class ExcitationBackprop(RelevancePropagation):
         walk, total = self.walk(grads), torch.zeros_like(grads.scores)
         for node, relevance in cast("_Excitation", walk.rule).received.items():
             total = total + walk.per_image(relevance, node)
-        shares = divided(result.values, total[:, None, None, None])
+        shares = divided(result.values, along_rows(total, result.values))
         self._check(shares, result.layer)
         values = shares.clamp(min=0) if self.contrastive else shares
         return replace(result, values=values, residual=None, ledger=None, ledger_names=())

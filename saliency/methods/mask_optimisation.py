@@ -12,14 +12,15 @@ from torch import Tensor
 
 from ..attribution.forward import at_least_float32
 from ..attribution.options import ConvertedOption, Option
+from ..axes import require_two_axes, spatial
 from ..engine.estimates import generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, SteppedAttribution
 from ..errors import MethodError
 from ..hooks.model_state import leaf
 from ..validation import check_choice, check_integer, check_number
-from .baselines import Diffusion, Filler, FillOption
+from .baselines import Diffusion, Filler, FillOption, along_axes
 
-Render = Callable[[Tensor, tuple[int, int]], Tensor]
+Render = Callable[[Tensor, tuple[int, ...]], Tensor]
 """A function from the numbers that are optimised, and a shift in pixels, to the model's input (1, C, H, W)."""
 
 REFERENCE_EDGE = 224
@@ -58,9 +59,10 @@ class OptimisedMask(SteppedAttribution):
         has_gradient = False
         passes.chunk = 1  # each step starts at the end of the previous one
 
-        def shift(step: int) -> tuple[int, int]:
-            down, across = torch.randint(-reach, reach + 1, (2,), generator=generator(self.seed, step), device="cpu")
-            return int(down), int(across)
+        def shift(step: int) -> tuple[int, ...]:
+            size = (len(spatial(passes.x)),)
+            steps = torch.randint(-reach, reach + 1, size, generator=generator(self.seed, step), device="cpu")
+            return tuple(steps.tolist())
 
         def make(start: int, stop: int) -> Tensor:
             return render(masks[start % len(masks)], shift(start // len(masks))).to(passes.x.dtype)
@@ -144,18 +146,18 @@ class MeaningfulPerturbation(OptimisedMask):
         background = Filler(x, self.fill).background
         score_range = self.score_range(passes, score, background)
         x, background = at_least_float32(x), at_least_float32(background)
-        down, across = (enlarging(min(28, edge), edge, x) for edge in x.shape[2:])
+        matrices = [enlarging(min(28, edge), edge, x) for edge in x.shape[2:]]
 
-        def render(mask: Tensor, shift: tuple[int, int]) -> Tensor:
-            return torch.lerp(x, background, shifted(down @ mask @ across.T, shift))
+        def render(mask: Tensor, shift: tuple[int, ...]) -> Tensor:
+            return torch.lerp(x, background, shifted(along_axes(mask, matrices), shift))
 
-        start = x.new_zeros(1, down.shape[1], across.shape[1])
+        start = x.new_zeros(1, *(matrix.shape[1] for matrix in matrices))
         (mask,), _ = self.descend(passes, start, score_range, render)
-        return ImageAttribution((down @ mask @ across.T).clamp(0, 1)[None])
+        return ImageAttribution(along_axes(mask, matrices).clamp(0, 1)[None])
 
     def cost_of(self, numbers: Tensor, mask: int, step: int) -> Tensor:
         """Return the loss of the hidden area and of edges."""
-        edges = numbers.diff(dim=0).abs().pow(3).sum() + numbers.diff(dim=1).abs().pow(3).sum()
+        edges = sum(numbers.diff(dim=axis).abs().pow(3).sum() for axis in range(numbers.dim()))
         return self.sparsity * numbers.mean() + self.smoothness * edges
 
 
@@ -172,9 +174,9 @@ def blurring(pixels: int, sigma: float, like: Tensor) -> Tensor:
     return weights / weights.sum(1, keepdim=True)
 
 
-def shifted(image: Tensor, by: tuple[int, int]) -> Tensor:
-    """Move an image or a mask (..., H, W) down and to the right; the border is repeated."""
-    for axis, step in zip((-2, -1), by, strict=True):
+def shifted(image: Tensor, by: tuple[int, ...]) -> Tensor:
+    """Move an image or a mask (..., H, W) along its last axes, to larger numbers; the border is repeated."""
+    for axis, step in enumerate(by, -len(by)):
         at = torch.arange(image.shape[axis], device=image.device) - step
         image = image.index_select(axis, at.clamp(0, image.shape[axis] - 1)) if step else image
     return image
@@ -242,6 +244,7 @@ class ExtremalPerturbation(OptimisedMask):
 
     def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the mean of the masks of all areas."""
+        require_two_axes(passes.x, self.name)
         x = at_least_float32(passes.x.clone())  # an inference tensor cannot be saved for a gradient
         size = (int(x.shape[2]), int(x.shape[3]))
         levels = pyramid(x)  # (L, C, H, W)
@@ -251,7 +254,7 @@ class ExtremalPerturbation(OptimisedMask):
         def enlarged(numbers: Tensor) -> Tensor:
             return F.interpolate(smooth_mask(numbers)[None, None], size, mode="bilinear", align_corners=False)[0, 0]
 
-        def render(numbers: Tensor, shift: tuple[int, int]) -> Tensor:
+        def render(numbers: Tensor, shift: tuple[int, ...]) -> Tensor:
             mask = enlarged(numbers)
             return shifted(blurred_where(levels, 1 - mask if sign > 0 else mask), shift)
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..attribution.options import Option
 from ..attribution.resolved_target import ResolvedTarget
+from ..axes import max_pool, resize, spatial
 from ..layers.find import scan_layers
 from ..validation import check_integer, check_number
 from .baselines import blurred
@@ -44,8 +44,8 @@ class ODAM(LayerCombination):
 
     def combine_levels(self, maps: Sequence[Tensor]) -> Tensor:
         """Return the maximum of the maps of all levels."""
-        finest = max((values.shape[-2:] for values in maps), key=math.prod)
-        return torch.stack([F.interpolate(m, finest, mode="bilinear", align_corners=False) for m in maps]).amax(0)
+        finest = max((values.shape[2:] for values in maps), key=math.prod)
+        return torch.stack([resize(m, finest) for m in maps]).amax(0)
 
 
 class BottleneckCAM(LayerAttribution):
@@ -92,7 +92,7 @@ class SegXResCAM(BottleneckCAM, HiResCAM):
 
     def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
         """Return the sum over the channels of the gradients' maxima in blocks times activation."""
-        height, width = gradient.shape[-2:]
-        pooled = F.max_pool2d(gradient, self.block, ceil_mode=True)
-        enlarged = pooled.repeat_interleave(self.block, 2).repeat_interleave(self.block, 3)[..., :height, :width]
+        enlarged = max_pool(gradient, self.block, ceil_mode=True)
+        for axis in spatial(gradient):
+            enlarged = enlarged.repeat_interleave(self.block, axis).narrow(axis, 0, gradient.shape[axis])
         return super().combine(activation, enlarged)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,18 +14,18 @@ from ..attribution.options import ConvertedOption
 from ..engine.estimates import generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
 from ..errors import MethodError
-from ..validation import is_integer, is_pair
+from ..validation import is_integer
 from .baselines import Filler, FillOption
 from .segments import SUPERPIXELS, SegmentAttribution
 
 
-def _checked_edges(option: str, edges: object) -> int | tuple[int, int]:
-    """Return one number of pixels, or two. Raises MethodError for other values."""
-    if is_pair(edges):
-        return int(edges[0]), int(edges[1])
+def _checked_edges(option: str, edges: object) -> int | tuple[int, ...]:
+    """Return one number of pixels, or one per axis. Raises MethodError for other values."""
     if is_integer(edges):
         return int(edges)
-    raise MethodError(f"{option}={edges!r} is neither a whole number of pixels of at least 1 nor two of them")
+    if isinstance(edges, list | tuple) and len(edges) in (2, 3) and all(map(is_integer, edges)):
+        return tuple(map(int, edges))
+    raise MethodError(f"{option}={edges!r} is neither a whole number of pixels of at least 1 nor one for each axis")
 
 
 class Occlusion(TimedAttribution):
@@ -37,8 +38,9 @@ class Occlusion(TimedAttribution):
     rounding. `run_stats[0].note` reports this.
 
     Args:
-        window: The edge of the window in pixels of the model's input, or (height, width); cropped to the image.
-        stride: The step of the window, or (down, across); not more than the window.
+        window: The edge of the window in pixels of the model's input, or one number for each axis, such as (height,
+            width); cropped to the image.
+        stride: The step of the window, or one for each axis; not more than the window.
         fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0 is the mean
             colour of its training images), "mean" (of the image), "blur", "inpaint" (from the surrounding pixels), or
             an image (C, H, W) as the model takes it.
@@ -59,23 +61,24 @@ class Occlusion(TimedAttribution):
     sign = "signed"
     preview_options: ClassVar = {"window": 7, "stride": 5}
 
-    window: ConvertedOption[int | Sequence[int], int | tuple[int, int]] = ConvertedOption(32, _checked_edges)
-    stride: ConvertedOption[int | Sequence[int], int | tuple[int, int]] = ConvertedOption(16, _checked_edges)
+    window: ConvertedOption[int | Sequence[int], int | tuple[int, ...]] = ConvertedOption(32, _checked_edges)
+    stride: ConvertedOption[int | Sequence[int], int | tuple[int, ...]] = ConvertedOption(16, _checked_edges)
     fill: FillOption = FillOption()
 
     def __post_init__(self) -> None:
         """Check that the windows leave no pixel out."""
-        for edge, step in zip(_pair(self.window), _pair(self.stride), strict=True):
+        axes = max(np.size(self.window), np.size(self.stride), 2)
+        for edge, step in zip(_edges(self.window, axes), _edges(self.stride, axes), strict=True):
             if step > edge:
                 raise MethodError(f"stride={step} is longer than the window of {edge}: it would leave pixels out")
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the mean drop over the windows that cover each pixel."""
-        size = (int(passes.x.shape[2]), int(passes.x.shape[3]))
-        height, width = map(min, _pair(self.window), size)
-        tops, lefts = map(_starts, size, (height, width), _pair(self.stride))
-        first = list(product(_covering(tops, height), _covering(lefts, width)))
-        others = sorted({*product(tops, lefts)} - {*first})
+        size = tuple(passes.x.shape[2:])
+        window = tuple(map(min, _edges(self.window, len(size)), size))
+        starts = list(map(_starts, size, window, _edges(self.stride, len(size))))
+        first = list(product(*map(_covering, starts, window)))
+        others = sorted({*product(*starts)} - {*first})
         order = torch.randperm(len(others), generator=generator(self.seed), device="cpu")
         corners = first + [others[number] for number in order.tolist()]
         if self.seconds is not None:
@@ -84,22 +87,22 @@ class Occlusion(TimedAttribution):
         total, covered = torch.zeros(2, *size, dtype=torch.float64, device="cpu")
 
         def make(start: int, stop: int) -> Tensor:
-            return self._hidden(filler, corners[start:stop], (height, width))
+            return self._hidden(filler, corners[start:stop], window)
 
         for done in passes.forwards(make, len(corners), local=True):
-            for (top, left), fall in zip(corners[done.start :], (score - done.scores).tolist(), strict=False):
-                window = (slice(top, top + height), slice(left, left + width))
-                total[window] += fall
-                covered[window] += 1
+            for corner, fall in zip(corners[done.start :], (score - done.scores).tolist(), strict=False):
+                hidden = _slices(corner, window)
+                total[hidden] += fall
+                covered[hidden] += 1
         if passes.used < len(corners):
             passes.notes.append(f"{passes.used} of {len(corners)} windows")
         return ImageAttribution((total / covered)[None].to(passes.x))
 
-    def _hidden(self, filler: Filler, corners: list[tuple[int, int]], size: tuple[int, int]) -> Tensor:
-        """Return the images (k, C, H, W) with windows of a size hidden, given by their corners."""
+    def _hidden(self, filler: Filler, corners: list[tuple[int, ...]], window: tuple[int, ...]) -> Tensor:
+        """Return the images (k, C, H, W) with windows hidden, given by their corners."""
         masks = torch.zeros(len(corners), 1, *filler.x.shape[2:], dtype=torch.bool, device=filler.x.device)
-        for mask, (top, left) in zip(masks, corners, strict=True):
-            mask[:, top : top + size[0], left : left + size[1]] = True
+        for mask, corner in zip(masks, corners, strict=True):
+            mask[0][_slices(corner, window)] = True
         return filler(masks)
 
 
@@ -117,8 +120,16 @@ def _covering(starts: list[int], window: int) -> list[int]:
     return chosen
 
 
-def _pair(edges: int | tuple[int, int]) -> tuple[int, int]:
-    return edges if isinstance(edges, tuple) else (edges, edges)
+def _slices(corner: tuple[int, ...], window: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + edge) for start, edge in zip(corner, window, strict=True))
+
+
+def _edges(edges: int | tuple[int, ...], axes: int) -> tuple[int, ...]:
+    """Return one number for each axis. Raises MethodError for other counts."""
+    edges = edges if isinstance(edges, tuple) else (edges,) * axes
+    if len(edges) != axes:
+        raise MethodError(f"got {len(edges)} numbers for the window or the stride, {edges}; expected {axes}")
+    return edges
 
 
 class FeatureAblation(SegmentAttribution):

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..attribution.explanation import BatchAttribution
 from ..attribution.options import Option
 from ..attribution.resolved_target import OutputRows, ResolvedTarget
+from ..axes import along_rows
 from ..engine.estimates import Estimate, generator, precise_type, rank_correlation
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, from_estimate
 from ..targets.box import BoxScore
@@ -199,32 +200,35 @@ class RandomMasks:
     """
 
     def __init__(self, x: Tensor, grid: int, visible: float, seed: int) -> None:
-        self._size = (int(x.shape[2]), int(x.shape[3]))
+        self._size = tuple(x.shape[2:])
         self._grid, self._visible, self._seed = grid, visible, seed
         self._cell = [math.ceil(edge / grid) for edge in self._size]
         # Enlarging is linear along each edge: one matrix (enlarged, grid) for each.
         unit = torch.eye(grid, dtype=torch.float64, device="cpu")[None]
         enlarging = [F.interpolate(unit, size=(grid + 1) * cell, mode="linear")[0].T for cell in self._cell]
-        self._down, self._across = (matrix.to(x) for matrix in enlarging)
-        down, across = (
-            matrix.square().sum(1).unfold(0, edge, 1)[:cell].mean(0)
-            for matrix, edge, cell in zip(enlarging, self._size, self._cell, strict=True)
-        )
-        self.variance = (visible * (1 - visible) * down[:, None] * across).to(x)[None]
+        self._enlarging = [matrix.to(x) for matrix in enlarging]
+        variance = torch.tensor(visible * (1 - visible), dtype=torch.float64, device="cpu")
+        for matrix, edge, cell in zip(enlarging, self._size, self._cell, strict=True):
+            variance = variance[..., None] * matrix.square().sum(1).unfold(0, edge, 1)[:cell].mean(0)
+        self.variance = variance.to(x)[None]
 
     def __call__(self, start: int, stop: int) -> Tensor:
         """Return masks (k, 1, H, W) from `start` to `stop`, 0 (hidden) to 1 (shown); all pixels have equal means."""
-        height, width = self._size
-        cells, down, across = [], [], []
+        axes, cells = len(self._size), []
+        enlarging: list[list[Tensor]] = [[] for _ in self._size]
         for number in range(start, stop):
             source = generator(self._seed, number)
-            draws = torch.rand(self._grid**2 + 2, generator=source, dtype=torch.float32, device="cpu")
-            top, left = (int(draw * cell) for draw, cell in zip(draws[-2:], self._cell, strict=True))
-            cells.append(draws[:-2] < self._visible)
-            down.append(self._down[top : top + height])
-            across.append(self._across[left : left + width])
-        visible = torch.stack(cells).view(-1, self._grid, self._grid).to(self._down)
-        return (torch.stack(down) @ visible @ torch.stack(across).mT)[:, None]
+            draws = torch.rand(self._grid**axes + axes, generator=source, dtype=torch.float32, device="cpu")
+            firsts = [int(draw * cell) for draw, cell in zip(draws[-axes:], self._cell, strict=True)]
+            cells.append(draws[:-axes] < self._visible)
+            for own, matrix, first, edge in zip(enlarging, self._enlarging, firsts, self._size, strict=True):
+                own.append(matrix[first : first + edge])
+        *outer, down, across = map(torch.stack, enlarging)  # (k, edge, grid)
+        visible = torch.stack(cells).view(-1, *[self._grid] * axes).to(down)
+        for deep in outer:
+            visible = torch.einsum("kdg,kghw->kdhw", deep, visible)
+            down, across = down[:, None], across[:, None]
+        return (down @ visible @ across.mT)[:, None]
 
 
 class MaskedScores(Estimate):
@@ -261,7 +265,7 @@ class MaskedScores(Estimate):
 
     def _map(self, scored: Tensor, bare: Tensor, totals: Tensor, count: int) -> Tensor:
         """Return the sums of s d, with the mean subtracted from the scores if debiased."""
-        return scored - bare * (totals / count)[:, None, None] if self._debiased else scored
+        return scored - bare * along_rows(totals / count, bare) if self._debiased else scored
 
     @property
     def mean(self) -> Tensor:
@@ -274,7 +278,7 @@ class MaskedScores(Estimate):
     def variance(self) -> Tensor:
         """The variance (T, H, W) of the terms of the sum."""
         scored, bare, _, _, squares, mixed, alone = torch.split(self._sums, self._sizes)
-        mean = (self._scores[0] * self._debiased / self.count)[:, None, None]
+        mean = along_rows(self._scores[0] * self._debiased / self.count, bare)
         total = scored - mean * bare
         spread: Tensor = squares - 2 * mean * mixed + mean * mean * alone - total.square() / self.count
         return spread.clamp(min=0) / (self._scale.square() * max(self.count - 1, 1))
@@ -289,4 +293,5 @@ class MaskedScores(Estimate):
     @property
     def agreements(self) -> list[float] | None:
         """The `agreement` of each target."""
-        return [rank_correlation(*pair) for pair in zip(*self.halves(), strict=True)] if self.count >= 4 else None
+        rows = zip(*(half.split(1) for half in self.halves()), strict=True)
+        return [rank_correlation(*pair) for pair in rows] if self.count >= 4 else None

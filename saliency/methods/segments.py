@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attribution.options import ConvertedOption
+from ..axes import as_text
 from ..engine.multi_pass import MultiPassAttribution, PassRunner
 from ..errors import MethodError, optional_import
 from ..io.preprocess import Preprocess
-from ..validation import is_integer, is_pair
+from ..validation import is_integer
 from .baselines import Filler, FillOption
 
 SUPERPIXELS = 50
@@ -35,10 +36,10 @@ class Labels:
 
 
 SegmentsLike = int | Sequence[int] | NDArray[Any] | Tensor | Labels | Segmenter
-"""The approximate number of superpixels, the (rows, columns) of a grid, a label map (H, W) in the size of the model's
-input, or a function from the image (H, W, C) in 0..1 to a label map."""
+"""The approximate number of superpixels, the cells of a grid along each axis, such as (rows, columns), a label map (H,
+W) in the size of the model's input, or a function from the image (H, W, C) in 0..1 to a label map."""
 
-ResolvedSegments = int | tuple[int, int] | Labels | Segmenter
+ResolvedSegments = int | tuple[int, ...] | Labels | Segmenter
 
 
 def resolve_segments(option: str, like: object) -> ResolvedSegments:
@@ -47,8 +48,8 @@ def resolve_segments(option: str, like: object) -> ResolvedSegments:
         return Labels(_checked(like))
     if is_integer(like):
         return int(like)
-    if is_pair(like):
-        return int(like[0]), int(like[1])
+    if isinstance(like, list | tuple) and len(like) in (2, 3) and all(map(is_integer, like)):
+        return tuple(map(int, like))
     if not isinstance(like, Labels) and not callable(like):
         raise MethodError(
             f"{option}={like!r} is invalid; expected a number of superpixels, the (rows, columns) of a grid, a label "
@@ -59,7 +60,7 @@ def resolve_segments(option: str, like: object) -> ResolvedSegments:
 
 def _checked(labels: Any) -> Tensor:
     tensor = labels.detach().cpu() if isinstance(labels, Tensor) else torch.from_numpy(np.array(labels))
-    if tensor.dim() != 2 or not tensor.numel() or tensor.is_floating_point() or tensor.is_complex():
+    if tensor.dim() not in (2, 3) or not tensor.numel() or tensor.is_floating_point() or tensor.is_complex():
         raise MethodError(
             f"a map of segments holds one integer per pixel, (H, W); got {tensor.dtype} of shape {tuple(tensor.shape)}"
         )
@@ -107,18 +108,21 @@ def segmented(x: Tensor, by: ResolvedSegments, preprocess: object = None) -> Seg
     Raises:
         MethodError: A label map has a different size than the image, or the user's function returns no label map.
     """
-    size = (int(x.shape[2]), int(x.shape[3]))
+    size = tuple(x.shape[2:])
     if isinstance(by, Labels):
         labels = by.tensor
     elif isinstance(by, tuple):
-        rows, columns = (torch.arange(n, device="cpu") * min(m, n) // n for n, m in zip(size, by, strict=True))
-        labels = rows[:, None] * by[1] + columns
+        if len(by) != len(size):
+            raise MethodError(f"a grid of {by} segments, for an input with {len(size)} spatial axes; expected one each")
+        labels = torch.zeros((), dtype=torch.long, device="cpu")
+        for edge, cells in zip(size, by, strict=True):
+            labels = labels[..., None] * cells + torch.arange(edge, device="cpu") * min(cells, edge) // edge
     else:
         image = _image(x, preprocess)
         labels = _checked(_superpixels(image, by) if isinstance(by, int) else by(image))
     if tuple(labels.shape) != size:
         raise MethodError(
-            f"the map of segments is {labels.shape[0]}x{labels.shape[1]}, and the model's input {size[0]}x{size[1]}; "
+            f"the map of segments is {as_text(labels.shape)}, and the model's input {as_text(size)}; "
             "make it in the size of the input, or pass a function, which gets the image in that size"
         )
     return Segments(labels.to(x.device))
@@ -132,14 +136,14 @@ def _image(x: Tensor, preprocess: object) -> NDArray[np.float64]:
     else:
         low, high = float(image.min()), float(image.max())
         image = (image - low) / (high - low) if high > low else torch.full_like(image, 0.5)
-    array: NDArray[np.float64] = image.clamp(0, 1).permute(1, 2, 0).contiguous().numpy()
+    array: NDArray[np.float64] = image.clamp(0, 1).movedim(0, -1).contiguous().numpy()
     return array
 
 
 def _superpixels(image: NDArray[np.float64], count: int) -> Any:
     """Achanta et al., "SLIC Superpixels" (2012), https://doi.org/10.1109/TPAMI.2012.120, by scikit-image."""
     slic = optional_import("skimage.segmentation", "perturbation", "the choice of superpixels").slic
-    is_rgb = image.shape[2] == 3  # other channels are not colours, and are compared as they are
+    is_rgb = image.shape[-1] == 3  # other channels are not colours, and are compared as they are
     return slic(image, n_segments=count, compactness=COMPACTNESS, sigma=SMOOTHING, convert2lab=is_rgb, start_label=0)
 
 

@@ -16,6 +16,7 @@ from ..attribution.explanation import BatchAttribution, Explanation, Setting
 from ..attribution.forward import at_least_float32
 from ..attribution.options import Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
+from ..axes import along_rows
 from ..engine.estimates import Estimate, generator, precise_type
 from ..engine.multi_pass import (
     ImageAttribution,
@@ -179,7 +180,7 @@ class Augmented(WrappingAttribution):
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Return the mean over the copies."""
-        factors = passes.x.new_tensor(self.scales)[:, None, None, None]
+        factors = along_rows(passes.x.new_tensor(self.scales), passes.x)
         values: list[Tensor] = []
         for image, mirrored in ((passes.x, False), (passes.x.flip(-1), True))[: 1 + self.flips]:
             make = partial(_scaled_copies, image, factors)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..attribution.forward import at_least_float32
 from ..attribution.options import Budget, Option
+from ..axes import resize
 from ..engine.estimates import ScoreEstimate, generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution
 from ..errors import MethodError, optional_import
@@ -134,20 +135,21 @@ class GridAttribution(SampledAttribution):
 
     sign = "positive"
     interpolation: ClassVar[str]
-    """How cells are enlarged to pixels: see `torch.nn.functional.interpolate`."""
+    """How cells are enlarged to pixels: "linear" along each axis, or as in `torch.nn.functional.interpolate`."""
 
     grid: Option[int] = Option(8, check_integer)
     fill: FillOption = FillOption()
 
-    def cells_of(self, x: Tensor) -> tuple[int, int]:
-        """Return the number of cells down and across; a cell has at least one pixel."""
-        return min(self.grid, int(x.shape[2])), min(self.grid, int(x.shape[3]))
+    def cells_of(self, x: Tensor) -> tuple[int, ...]:
+        """Return the number of cells along each axis; a cell has at least one pixel."""
+        return tuple(min(self.grid, edge) for edge in x.shape[2:])
 
     def enlarged(self, cells: Tensor, x: Tensor) -> Tensor:
         """Enlarge numbers (k, cells) to the pixels (k, 1, H, W) of an image, at least float32."""
         maps = cells.view(-1, 1, *self.cells_of(x)).to(at_least_float32(x))
-        options = {"align_corners": False} if self.interpolation == "bilinear" else {}
-        return F.interpolate(maps, x.shape[2:], mode=self.interpolation, **options)
+        if self.interpolation == "linear":
+            return resize(maps, x.shape[2:])
+        return F.interpolate(maps, x.shape[2:], mode=self.interpolation)
 
     def result(self, passes: PassRunner, estimate: ScoreEstimate) -> ImageAttribution:
         """Return an estimate of one number per cell as a map. Raises MethodError after fewer than the least passes."""
@@ -190,7 +192,7 @@ class Sobol(GridAttribution):
     cost = "2112 forwards"
     rows: ClassVar[int] = 32
     preview_options: ClassVar = {"grid": 2, "passes": 24}
-    interpolation = "bilinear"  # as in the authors' code; hard edges would change the score
+    interpolation = "linear"  # as in the authors' code; hard edges would change the score
 
     fill: FillOption = FillOption(partial="sobol")
 
@@ -199,7 +201,7 @@ class Sobol(GridAttribution):
         x, coarser = passes.x, copy.copy(self)
 
         def trial(count: int) -> None:
-            list(passes.forwards(lambda start, stop: x.expand(stop - start, -1, -1, -1), count))
+            list(passes.forwards(lambda start, stop: x.expand(stop - start, *x.shape[1:]), count))
 
         fitting = passes.affordable(trial, ROWS_IN_TIME * self._length(x))
         while coarser.grid > 2 and ROWS_IN_TIME * coarser._length(x) > fitting:

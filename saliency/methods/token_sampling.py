@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..attribution.forward import Needs, SharedForward, TargetGradients, at_least_float32
 from ..attribution.options import Option
+from ..axes import along_rows, resize
 from ..engine.estimates import generator, precise_type
 from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
 from ..errors import ModelError, NotApplicableError, optional_import
@@ -196,8 +197,8 @@ class ViTCX(LayerPasses, TimedAttribution):
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the map of one image."""
-        layer, size = self.read_layer(passes), passes.x.shape[-2:]
-        maps = stretched(F.interpolate(layer.maps[None], size, mode="bilinear")[0])
+        layer, size = self.read_layer(passes), passes.x.shape[2:]
+        maps = stretched(resize(layer.maps[None], size))[0]
         maps = maps[maps.flatten(1).any(1)]
         if len(maps) < 2:
             return ImageAttribution(maps.new_zeros(1, *size), layer=layer.layer)
@@ -216,7 +217,7 @@ class ViTCX(LayerPasses, TimedAttribution):
         labels = torch.from_numpy(hierarchy.fcluster(tree, self.distance, "distance")).long() - 1
         order = labels.bincount().argsort(descending=True, stable=True)
         members = F.one_hot(labels)[:, order].to(maps)  # (K, clusters)
-        return stretched(torch.tensordot(members.T, maps, 1))
+        return stretched(torch.tensordot(members.T, maps, 1)[None])[0]
 
     def effects(self, passes: PassRunner, masks: Tensor) -> Tensor:
         """Return the effects (k,) of masks (masks, 1, H, W); k < masks after the time limit."""
@@ -228,7 +229,7 @@ class ViTCX(LayerPasses, TimedAttribution):
             draws = [generator(self.seed, number // 2) for number in numbers]
             noise = [torch.randn(x.shape[1:], generator=draw, dtype=torch.float64, device="cpu") for draw in draws]
             part = masks[[number // 2 for number in numbers]]
-            is_whole = torch.tensor([number % 2 for number in numbers], device=x.device).view(-1, 1, 1, 1)
+            is_whole = along_rows(torch.tensor([number % 2 for number in numbers], device=x.device), x)
             return x * torch.where(is_whole == 1, 1, part) + self.noise * torch.stack(noise).to(part) * (1 - part)
 
         scores = torch.cat([done.scores for done in passes.forwards(make, 2 * len(masks))])

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attribution.options import Option
+from ..axes import require_two_axes
 from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
 from ..errors import optional_import
 from ..validation import check_integer
@@ -61,6 +62,7 @@ class XRAI(TimedAttribution):
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the means of the regions."""
         x = passes.x
+        require_two_axes(x, self.name)
         references = torch.cat([torch.full_like(x, float(extreme)) for extreme in x.aminmax()])  # (2, C, H, W)
         regions = multiscale_regions(x[0].to("cpu", torch.float64).permute(1, 2, 0).numpy())
         gradients = passes.in_time(partial(mean_gradients, passes, references, "gauss_legendre"), self.steps)

@@ -38,6 +38,7 @@ from .walk import Edge, Visit
 
 _WINNERS = {
     *("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d"),
+    "adaptive_max_pool3d",
     *("max", "amax", "maximum", "min", "amin", "minimum"),
 }
 _NODES = (1, 4, 16, 64)

@@ -38,7 +38,7 @@ def find_patches(model: nn.Module, grads: TargetGradients, node: Node) -> Patche
     name = next((name for name, own in weights if isinstance(own, Tensor) and own.data_ptr() == address), None)
     if operation.name == "convolution":
         shape = result_spec(node, 0).shape
-        is_map = len(shape) == 4 and shape[0] == images  # not patches of patches, as in TNT
+        is_map = len(shape) == grads.x.dim() and shape[0] == images  # not patches of patches, as in TNT
         return Patches(node, name, lambda maps: maps) if is_map else None
     layer = next((layer for layer in trace_layers(model, grads.x).spatial if layer.name == name), None)
     if layer is None:

@@ -8,9 +8,9 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ..axes import along_rows, max_pool
 from ..errors import NotFoundError, TargetError
 from ..io.preprocess import Geometry
 from ..validation import check_choice, is_integer
@@ -77,7 +77,7 @@ class Region(LocatedTarget):
         if is_empty.any():
             raise NotFoundError(problem.format(int(is_empty.nonzero()[0])))
         if self.where == "border":
-            near = F.max_pool2d(torch.stack([cells, ~cells], 1).float(), 3, 1, 1)  # within one pixel of each side
+            near = max_pool(torch.stack([cells, ~cells], 1).float(), 3, 1, 1)  # within one pixel of each side
             if near.flatten(2).amax(2).min() == 0:
                 raise NotFoundError(f"class {index} has no border: the model assigns all pixels to it")
             return replace(target, cells=near[:, 1] * cells - near[:, 0] * ~cells)
@@ -89,8 +89,8 @@ class Region(LocatedTarget):
         known = scores.detach()
         own = known[:, min(index, known.shape[1] - 1)]
         if self.where == "peak":
-            is_peak = own == own.flatten(1).amax(1)[:, None, None]
-            return F.max_pool2d(is_peak.float(), 3, 1, 1).bool()
+            is_peak = own == along_rows(own.flatten(1).amax(1), own)
+            return max_pool(is_peak[:, None].float(), 3, 1, 1)[:, 0].bool()
         if known.shape[1] > 1 and not _is_independent(output):
             return known.argmax(1) == index
         limit = 0.5 if _has_instances(output) else threshold(facts.link(scores, scores)) if known.shape[1] == 1 else 0.0
@@ -99,10 +99,10 @@ class Region(LocatedTarget):
     def _marked(self, scores: Tensor) -> Tensor:
         """Return the pixels of the output (N, h, w) in the given region."""
         (images, _, *size), where = scores.shape, self.where
-        rows = where if isinstance(where, Tensor) and where.dim() == 3 else [self.place or where] * images
+        rows = where if isinstance(where, Tensor) and where.dim() > len(size) else [self.place or where] * images
         if len(rows) != images:
             raise TargetError(f"the region has shape {tuple(cast('Tensor', where).shape)} for {images} images")
-        geometries = self.geometries or [Geometry.of(None, (size[0], size[1]))] * images
+        geometries = self.geometries or [Geometry.of(None, tuple(size))] * images
         cells = [_cells(row, geometry, size) for row, geometry in zip(rows, geometries, strict=True)]
         return torch.stack(cells).to(scores.device)
 
@@ -181,16 +181,19 @@ def score_maps(output: Any) -> Tensor:
     elif _has_queries(parts):
         classes = parts.get("class_queries_logits", parts.get("logits")).softmax(2)[..., :-1]
         return torch.einsum("nqc,nqhw->nchw", classes, masks.sigmoid())
-    scores = masks.flatten(1, -3) if masks.dim() > 3 else masks
-    if scores.dim() != 4:
-        shape = tuple(scores.shape)
+    elif masks.dim() > 3:
+        masks = masks.flatten(1, -3)
+    if masks.dim() not in (4, 5):
+        shape = tuple(masks.shape)
         raise TargetError(f"a region needs an output of shape (N, classes, H, W); this model's is {shape}")
-    return scores
+    return masks
 
 
 def _cells(where: Any, geometry: Geometry, size: Sequence[int]) -> Tensor:
     """Return the pixels of the output (h, w) of which a region covers half, or the most if it covers less of all."""
     (left, top, right, bottom), (width, height) = geometry.box, geometry.image_size
+    if len(size) > 2 and (isinstance(where, tuple) or where.shape != tuple(size)):
+        raise NotFoundError(f"a region of a volume is a mask in the size of the output, {tuple(size)}")
     if isinstance(where, tuple):
         x0, y0, x1, y1 = (*where, where[0] + 1e-3, where[1] + 1e-3)[:4]
         across, down, mask = np.array([[x0, x1]]), np.array([[y0, y1]]), np.ones((1, 1))
@@ -264,7 +267,8 @@ def region(label: int | str, where: Any = "predicted") -> Target:
         label: The class, by index or name.
         where: The pixels to average, in pixels of the image, or of a float tensor: a mask (H, W), or (N, H, W) with one
             for each image; a box (left, top, right, bottom); or a point (x, y). A pixel of the output belongs to them
-            if they cover half of it, or the most of all. A mask may also have the size of the output. "predicted" takes
+            if they cover half of it, or the most of all. A mask may also have the size of the output, and of a volume
+            it must, (D, H, W) or (N, D, H, W). "predicted" takes
             the pixels that the model assigns to the class. "border" takes the outermost of these pixels, minus the mean
             of the other pixels that touch them: both sides of the predicted contour. With one channel, the model
             assigns the pixels with a logit above 0, or with a probability above 0.5 if its last operation is a sigmoid.

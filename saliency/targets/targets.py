@@ -630,7 +630,7 @@ def class_scores(output: Any) -> Tensor:
         return scores[:, None]
     if scores.dim() == 2 and scores.shape[1] > 0:
         return scores
-    target = "saliency.region(label)" if scores.dim() == 4 else "a function of the output"
+    target = "saliency.region(label)" if scores.dim() in (4, 5) else "a function of the output"
     raise TargetError(f"the output has shape {tuple(scores.shape)}, not (N, classes); pass {target} as the target")
 
 
