@@ -52,7 +52,7 @@ SCHEDULES: dict[str, tuple[int, float, tuple[Any, ...]]] = {  # steps, rate, tas
     "shapes_detector": (900, 1e-2, ("several",)),
     "shapes_queries": (1200, 2e-3, ("several",)),
     "shapes_keypoints": (250, 1e-2, ("corners",)),
-    "shapes_volume": (150, 1e-2, ("volumes",)),
+    "shapes_volume": (400, 1e-2, ("volumes",)),
 }
 BATCH = 32
 HEAD = ("head.weight", "head.bias")
@@ -246,6 +246,9 @@ def train(
         [*model.parameters(), *labeller.parameters()], rate, betas=(0.9, 0.98), weight_decay=0.05
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, steps, pct_start=0.15)
+    factor, weights = 2, torch.ones(len(SHAPES) + 1)
+    if "volumes" in tasks:  # objects cover 2 % of a volume
+        factor, weights[-1] = 20, 0.05
     for step in range(steps):
         task = tasks[step % len(tasks)]
         if task == "volumes":
@@ -254,9 +257,11 @@ def train(
             scenes = draw_scenes(BATCH, seed=step, task=task, **options)
         scenes = CHANGES.get(task, lambda same: same)(scenes)
         loss = loss_of(model, scenes, task)
+        if "volumes" in tasks and step % 20 == 19:
+            print(step, float(loss), time.process_time(), file=sys.stderr, flush=True)
         labels = token_labels(scenes)
         patches = labeller(final.pop()).flatten(1, -2)[:, -labels.shape[1] :]  # without class and register tokens
-        loss = loss + 2 * F.cross_entropy(patches.flatten(0, 1), labels.flatten(0, 1))
+        loss = loss + factor * F.cross_entropy(patches.flatten(0, 1), labels.flatten(0, 1), weights)
         optimiser.zero_grad()
         torch.autograd.backward(loss)
         optimiser.step()

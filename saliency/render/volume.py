@@ -15,7 +15,7 @@ from PIL import Image
 
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import heatmap, resized
-from ..errors import RenderError
+from ..errors import RenderError, plural
 from ..io.preprocess import Frame
 from ..validation import check_choice, check_integer
 from .blending import Opacity, paint, scale_map
@@ -147,7 +147,7 @@ class _DrawnVolume:
         self.explanation, self.colormap, self.spacing = explanation, colormap, spacing
         self.shape = explanation.input_size
         if len(self.shape) != 3 or len(explanation) != 1:
-            got = f"{len(explanation)} explanations of inputs of {' x '.join(map(str, self.shape))}"
+            got = f"{plural(len(explanation), 'explanation')} of inputs of {' x '.join(map(str, self.shape))}"
             raise RenderError(f"slices and montage draw one volume or video; got {got}; draw images with overlay")
         if len(spacing) != 3 or min(spacing) <= 0:
             raise RenderError(f"spacing={spacing!r} is not the size of a voxel along three axes")

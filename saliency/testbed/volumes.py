@@ -89,7 +89,7 @@ def _draw_masks(kinds: Tensor, random: torch.Generator) -> Tensor:
 def _inside(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """Return whether points (..., 1, 1, w), (..., 1, h, 1) and (..., d, 1, 1) are inside each of SOLIDS.
 
-    The volume of each is about 4.2.
+    They have about the same volume.
     """
     squares = z.square()
     plane = (x.square() + y.square()).sqrt()
@@ -97,7 +97,7 @@ def _inside(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     shapes = {
         "ball": plane.square() + squares < 1,
         "cube": _within(0.806, x, y, z),
-        "cross": _within(1.2, x, y, z) & (thin[0] + thin[1] + thin[2] > 1),
+        "cross": _within(1.05, x, y, z) & (thin[0] + thin[1] + thin[2] > 1),
         "ring": (plane - 0.9).square() + squares < 0.486**2,
     }
     return torch.stack([shapes[name] for name in SOLIDS])

@@ -1,0 +1,56 @@
+"""Volumes, and whether the map of one object lies on it rather than on the object of another class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import saliency
+from benchmarks.train_testbed import volume_accuracy
+from saliency import METHODS, MethodError
+from saliency.testbed import SOLIDS, Volumes, draw_volumes
+
+DRAWN = draw_volumes(100, seed=3)
+
+
+def test_a_seed_fixes_the_volumes_and_leaves_the_global_random_state_alone() -> None:
+    state = torch.get_rng_state()
+    one, again, other = (draw_volumes(5, seed=seed) for seed in (3, 3, 5))
+    for field in Volumes.__slots__:
+        assert torch.equal(getattr(one, field), getattr(again, field))
+    assert not torch.equal(one.volumes, other.volumes)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_two_objects_of_different_classes_are_brighter_than_the_noise_and_apart() -> None:
+    assert DRAWN.volumes.shape == (100, 1, 24, 32, 32)
+    assert (DRAWN.shapes[:, 0] != DRAWN.shapes[:, 1]).all()
+    assert torch.equal(DRAWN.labels, DRAWN.shapes[:, 0])
+    assert not (DRAWN.evidence & DRAWN.distractor).any()
+    sizes = DRAWN.masks.sum((2, 3, 4))
+    assert sizes.min() > 200
+    assert sizes.max() < 300
+    objects = (DRAWN.volumes * DRAWN.masks).sum((2, 3, 4)) / sizes
+    assert objects.min() > 0.4
+    assert abs(float(DRAWN.volumes[~DRAWN.masks.any(1, keepdim=True)].mean())) < 0.02
+
+
+def test_solids_are_whole_and_differ_as_their_names_say() -> None:
+    extents = [DRAWN.masks.any(axes).sum(2) for axes in ((3, 4), (2, 4), (2, 3))]  # along each axis, (N, 2)
+    for number, sides in enumerate(((8, 8, 8), (6, 6, 6), (8, 8, 8), (4, 11, 11))):
+        for along, side in zip(extents, sides, strict=True):
+            assert (along[DRAWN.shapes == number] - side).abs().max() <= 1, SOLIDS[number]
+
+
+def test_a_count_of_no_volumes_is_an_error() -> None:
+    with pytest.raises(MethodError, match="count=0 is not a whole number of at least 1"):
+        draw_volumes(0)
+
+
+def test_the_network_names_both_objects_of_volumes_on_which_it_was_not_trained() -> None:
+    model: Any = saliency.load("shapes_volume")
+    assert model.categories == SOLIDS
+    assert model.preprocess is None
+    assert volume_accuracy("shapes_volume", volumes=64) >= 0.95
