@@ -226,7 +226,8 @@ class Attribution(HasOptions, ABC):
             if len(baselines) not in (1, images):
                 given = f"{len(baselines)} baselines for {images} images"
                 raise MethodError(f"got {given}; pass one or one each (a mean of several: {option}=[...])")
-            baselines = baselines[0] if len(baselines) == 1 else PerImage(baselines)
+            rows = baselines.split(1) if isinstance(baselines, Tensor) else baselines
+            baselines = rows[0] if len(rows) == 1 else PerImage(rows)
         method = copy.copy(self)
         setattr(method, option, baselines)
         return method

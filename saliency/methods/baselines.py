@@ -168,7 +168,7 @@ def resolve_fill(option: str, like: object, *, partial: str = "") -> Fill:
     got = repr(like)
     if isinstance(like, Tensor):
         image = like[0] if like.dim() in (4, 5) and len(like) == 1 else like
-        if image.dim() in (3, 4) and image.is_floating_point() and torch.isfinite(image).all():
+        if image.dim() == (4 if like.dim() == 5 else 3) and image.is_floating_point() and torch.isfinite(image).all():
             return GivenImages("image", image.detach().clone()[None])
         got = f"a {like.dtype} tensor of shape {tuple(like.shape)}"
     raise MethodError(

@@ -364,7 +364,7 @@ class _SmoothMap(Estimate):
     def __init__(self, activation: Tensor) -> None:
         super().__init__()
         self._activation = activation  # (K, h, w)
-        self._mass = activation.sum((1, 2), keepdim=True).clamp(min=0)
+        self._mass = activation.sum(spatial(activation, 1), keepdim=True).clamp(min=0)
         self._sums = activation.new_zeros(self.groups, 3, *activation.shape)
 
     def add(self, samples: Tensor) -> None:
@@ -398,5 +398,5 @@ class _SmoothMap(Estimate):
         first, second, third = sums / count  # (K, h, w) each
         divisor = 2 * second + (third * self._mass).clamp(min=0)
         alpha = torch.where(divisor > 0, second / divisor, torch.zeros_like(divisor))
-        weights = (alpha * first.clamp(min=0)).sum((1, 2))  # (K,)
+        weights = (alpha * first.clamp(min=0)).sum(spatial(alpha, 1))  # (K,)
         return torch.einsum("k,k...->...", weights, self._activation)[None]

@@ -18,6 +18,7 @@ from ..attribution.base import TracedAttribution
 from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.forward import Needs, TargetGradients, at_least_float32
 from ..attribution.options import Option
+from ..axes import along_rows
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_passages, fuse_heads, is_chain
 from ..hooks.autograd_graph import result_shape, saved
@@ -112,8 +113,8 @@ class TokenAttention:
         if tokens is None:
             return None
         lengths = self.layout(tokens.norm(dim=-1, keepdim=True))[:, 0]  # (N, h, w)
-        median = lengths.flatten(1).median(1).values[:, None, None]
-        deviation = (lengths - median).abs().flatten(1).median(1).values[:, None, None]
+        median = along_rows(lengths.flatten(1).median(1).values, lengths)
+        deviation = along_rows((lengths - median).abs().flatten(1).median(1).values, lengths)
         return lengths > torch.maximum(median + 5 * deviation, 2 * median)
 
     def mean_heads(self, call: AttentionCall) -> Tensor:

@@ -211,6 +211,10 @@ class Subject(SharedResults):
         shared: SharedResults | None = None,
     ) -> None:
         require_explanation(explanation, "a metric")
+        if explanation.values.dim() > 4:
+            raise MethodError(
+                "metrics and trust cards are defined for images; this explanation is of a volume or video"
+            )
         reduced_maps(explanation, None)  # raises for NaN and infinity
         self.explanation, self.seed = explanation, seed
         names = CONTROLS if controls is True else (controls,) if isinstance(controls, str) else controls or ()
