@@ -678,6 +678,12 @@ Written by `python -m benchmarks.testbed volumes`. The share of the positive par
 this class, minus the share on the object of another class. Means over 50 volumes, or 20 if slow, with standard errors.
 Bold means are not above two of them.
 """
+BLOCKS = {"segments": (4, 4, 4), "passes": 256}
+VOLUME_OPTIONS: dict[str, dict[str, Any]] = {  # of the others: SLOW
+    **dict.fromkeys(("lime", "kernel_shap", "shapley_sampling"), BLOCKS),
+    "feature_ablation": {"segments": (6, 8, 8)},
+    **dict.fromkeys(("sobol", "hsic"), {"grid": 4, "passes": 256}),
+}
 TABLES = {"objects": (OBJECTS_HEAD, OBJECT_NETWORKS), "volumes": (VOLUMES_HEAD, ("shapes_volume",))}
 
 
@@ -691,17 +697,17 @@ def object_targets(network: str, scenes: Scenes) -> list[Any]:
     return [saliency.box(box=own, cls=cls) for own, cls in zip(scenes.boxes[:, 0].tolist(), labels, strict=True)]
 
 
-def object_margins(method: str, network: str, count: int = IMAGES) -> Tensor:
+def object_margins(method: str, network: str, count: int = IMAGES, **options: Any) -> Tensor:
     """Return the energy of each map on the explained object, minus the energy on the second object: (N,).
 
-    The second object is of the same class, but for joints and in volumes.
+    The second object is of the same class, but for joints and in volumes. Without options, slow methods get fewer passes.
 
     Raises:
         SaliencyError: The method does not apply to the network.
     """
-    model, options = saliency.load(network), SLOW.get(method, {})
+    model, options = saliency.load(network), options or SLOW.get(method, {})
     if network == "shapes_volume":
-        drawn = draw_volumes(count, seed=HELD_OUT)
+        drawn, options = draw_volumes(count, seed=HELD_OUT), VOLUME_OPTIONS.get(method, {}) | options
         found = METHODS[method](model, **options).attribute(drawn.volumes, drawn.labels.tolist())
         maps, masks = saliency.heatmap(found).double().flatten(1, 2)[None], drawn.masks.flatten(2, 3)
     else:

@@ -52,7 +52,7 @@ SCHEDULES: dict[str, tuple[int, float, tuple[Any, ...]]] = {  # steps, rate, tas
     "shapes_detector": (900, 1e-2, ("several",)),
     "shapes_queries": (1200, 2e-3, ("several",)),
     "shapes_keypoints": (250, 1e-2, ("corners",)),
-    "shapes_volume": (400, 1e-2, ("volumes",)),
+    "shapes_volume": (800, 1e-2, ("volumes",)),
 }
 BATCH = 32
 HEAD = ("head.weight", "head.bias")
@@ -252,7 +252,7 @@ def train(
     for step in range(steps):
         task = tasks[step % len(tasks)]
         if task == "volumes":
-            scenes: Any = draw_volumes(BATCH, seed=step)
+            scenes: Any = draw_volumes(BATCH // 2, seed=step)
         else:
             scenes = draw_scenes(BATCH, seed=step, task=task, **options)
         scenes = CHANGES.get(task, lambda same: same)(scenes)

@@ -12,14 +12,14 @@
 # # A volume in slices
 #
 # **Which voxels drove the prediction?** A scan, a microscope stack and a video are tensors (N, C, D, H, W). The methods
-# take them as they take images. This page explains a network that names solids in drawn volumes, looks at the maps slice by
-# slice, and saves one for a viewer of medical images.
+# take them as they take images. This page explains a network that names solids in drawn volumes, looks at the maps
+# slice by slice, and saves one for a viewer of medical images.
 #
 # ## A drawn volume
 #
-# Each volume has two solids of different classes, in noise: a ball, a cube, a cross or a ring. The network gives one score
-# for each class, and both classes are right. So the map of one class belongs on one object, and can be wrong: it can lie on
-# the other one.
+# Each volume has two solids of different classes, in noise: a ball, a cube, a cross or a ring. The network gives one
+# score for each class, and both classes are right. So the map of one class belongs on one object, and can be wrong: it
+# can lie on the other one.
 
 # %%
 # %matplotlib inline
@@ -38,8 +38,8 @@ named, other, {name: round(share, 3) for name, share in zip(model.categories, pr
 # %% [markdown]
 # ## Slices through the maximum
 #
-# `saliency.slices` draws three slices that meet in the maximum of the map. The thin lines show where the other two cut. The
-# volume is drawn in grey below the map.
+# `saliency.slices` draws three slices that meet in the maximum of the map. The thin lines show where the other two cut.
+# The volume is drawn in grey below the map.
 
 # %%
 cam = saliency.GradCAM(model).attribute(x, named)
@@ -53,8 +53,8 @@ relevance = saliency.LRP(model).attribute(x, named)
 saliency.slices(relevance, x)
 
 # %% [markdown]
-# Occlusion asks the network itself. It covers a cube of voxels, slides it through the volume, and measures how far the score
-# drops:
+# Occlusion asks the network itself. It covers a cube of voxels, slides it through the volume, and measures how far the
+# score drops:
 
 # %%
 covered = saliency.Occlusion(model, window=6, stride=3).attribute(x, named)
@@ -110,9 +110,9 @@ axis.legend(fontsize=8)
 #
 # ## Into a viewer
 #
-# `heatmap` gives one number for each voxel of the input, (N, D, H, W). nibabel writes it as NIfTI, with the affine of the
-# scan, so that ITK-SNAP and 3D Slicer open it over the scan. NIfTI files have the axes (x, y, z): reverse them, as the tensor
-# was reversed when the scan was read.
+# `heatmap` gives one number for each voxel of the input, (N, D, H, W). nibabel writes it as NIfTI, with the affine of
+# the scan, so that ITK-SNAP and 3D Slicer open it over the scan. NIfTI files have the axes (x, y, z): reverse them, as
+# the tensor was reversed when the scan was read.
 
 # %%
 from pathlib import Path

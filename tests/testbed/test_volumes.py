@@ -8,11 +8,17 @@ import pytest
 import torch
 
 import saliency
+from benchmarks import testbed
 from benchmarks.train_testbed import volume_accuracy
-from saliency import METHODS, MethodError
+from saliency import METHODS, MethodError, NotApplicableError
 from saliency.testbed import SOLIDS, Volumes, draw_volumes
 
 DRAWN = draw_volumes(100, seed=3)
+QUICK: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("integrated_gradients", "idgi", "guided_ig", "blur_ig", "expected_gradients"), {}),
+}
+REFUSED: set[str] = set()
+FAILURES: set[str] = set()
 
 
 def test_a_seed_fixes_the_volumes_and_leaves_the_global_random_state_alone() -> None:
@@ -54,3 +60,21 @@ def test_the_network_names_both_objects_of_volumes_on_which_it_was_not_trained()
     assert model.categories == SOLIDS
     assert model.preprocess is None
     assert volume_accuracy("shapes_volume", volumes=64) >= 0.95
+
+
+def margins(method: str) -> torch.Tensor:
+    """The share of each map on the object of its class, minus the share on the other one, for six volumes."""
+    return testbed.object_margins(method, "shapes_volume", 6, **QUICK.get(method, {}))
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in REFUSED])
+def test_the_map_of_a_class_lies_on_its_object_rather_than_on_the_other(method: str) -> None:
+    found = margins(method)
+    is_above = bool(found.mean() > 2 * testbed.standard_error(found))
+    assert is_above == (method not in FAILURES), found
+
+
+@pytest.mark.parametrize("method", sorted(REFUSED))
+def test_other_methods_say_why_they_do_not_apply(method: str) -> None:
+    with pytest.raises(NotApplicableError):
+        margins(method)
