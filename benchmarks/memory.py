@@ -1,5 +1,7 @@
 """Measure the peak memory of Grad-CAM against a plain forward pass and against recording the whole graph.
 
+The gradient of a volume of 96 voxels along each edge is measured against a forward and a backward by hand.
+
 Each contender runs in its own process. The result is the peak of the resident set during the call, minus the resident
 set before it. Linux only, since it reads /proc.
 """
@@ -11,7 +13,7 @@ import gc
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 import saliency
 from benchmarks.timing import verdict
 
-TARGET = 0.25
+TARGET, VOLUME_TARGET = 0.25, 1.15
 
 
 def plain(model: torch.nn.Module, x: Tensor) -> None:
@@ -70,6 +72,25 @@ def torchcam(model: torch.nn.Module, x: Tensor) -> None:
         cam(0, model(x.detach().requires_grad_()))
 
 
+def backward(model: torch.nn.Module, x: Tensor) -> None:
+    """Run a forward and a backward to the input by hand."""
+    x = x.detach().requires_grad_()
+    torch.autograd.grad(model(x)[:, 0].mean(), x)
+
+
+def gradient(model: torch.nn.Module, x: Tensor) -> None:
+    """Run this project's gradient of the mean of a class over all voxels."""
+    saliency.VanillaGradient(model).attribute(x, lambda output: output[:, 0].flatten(1).mean(1))
+
+
+def unet() -> torch.nn.Module:
+    """Return the 3-D U-Net of MONAI."""
+    from monai.networks.nets import UNet
+
+    return UNet(spatial_dims=3, in_channels=1, out_channels=2, channels=(16, 32, 64, 128), strides=(2, 2, 2)).eval()
+
+
+VOLUMES = {contender.__name__: contender for contender in (backward, gradient)}
 CONTENDERS: dict[str, Callable[[torch.nn.Module, Tensor], None]] = {
     contender.__name__: contender for contender in (plain, full_graph, ours, captum, grad_cam, torchcam)
 }
@@ -78,13 +99,15 @@ CONTENDERS: dict[str, Callable[[torch.nn.Module, Tensor], None]] = {
 def child(name: str, batch: int, size: int) -> None:
     """Print the peak memory of one contender, in MiB."""
     torch.set_num_threads(1)
-    model = saliency.load("resnet50", weights=None)
-    contender = CONTENDERS[name]
+    is_volume = name in VOLUMES
+    model = unet() if is_volume else saliency.load("resnet50", weights=None)
+    contender = (CONTENDERS | VOLUMES)[name]
+    shape = (1, size, size, size) if is_volume else (3, size, size)
     # Make a small call first, so that libraries and kernels are loaded before the peak is reset.
-    contender(model, torch.zeros(1, 3, 64, 64))
+    contender(model, torch.zeros(1, shape[0], *[16 if is_volume else 64] * (len(shape) - 1)))
     if name == "ours":
         model = saliency.load("resnet50", weights=None)
-    x = torch.randn(batch, 3, size, size)
+    x = torch.randn(batch, *shape)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
@@ -99,10 +122,10 @@ def status(field: str) -> int:
     return int(match[1])
 
 
-def measure(batch: int, size: int) -> dict[str, float]:
+def measure(batch: int, size: int, contenders: Iterable[str] = CONTENDERS) -> dict[str, float]:
     """Return the peak memory of each installed contender, in MiB."""
     peaks = {}
-    for name in CONTENDERS:
+    for name in contenders:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.memory", "--child", name, str(batch), str(size)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
         if done.returncode == 0:
@@ -134,6 +157,11 @@ def main(arguments: list[str] | None = None) -> None:
             goal = verdict(whole, TARGET) if name == "ours" else ""
             print(f"| {name} | {peak:.0f} | {peak - peaks['plain']:+.0f} | {share:.3f} (peak: {whole:.3f}) | {goal} |")
         print()
+    peaks = measure(1, 96, VOLUMES)
+    share = peaks["gradient"] / peaks["backward"]
+    print("### gradient of a volume of 96 x 96 x 96, U-Net of MONAI\n\n| | MiB | share | target |\n|---|---|---|---|")
+    print(f"| backward by hand | {peaks['backward']:.0f} | | |")
+    print(f"| saliency | {peaks['gradient']:.0f} | {share:.3f} | {verdict(share, VOLUME_TARGET)} |")
 
 
 if __name__ == "__main__":

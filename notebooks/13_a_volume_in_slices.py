@@ -110,9 +110,8 @@ axis.legend(fontsize=8)
 #
 # ## Into a viewer
 #
-# `heatmap` gives one number for each voxel of the input, (N, D, H, W). nibabel writes it as NIfTI, with the affine of
-# the scan, so that ITK-SNAP and 3D Slicer open it over the scan. NIfTI files have the axes (x, y, z): reverse them, as
-# the tensor was reversed when the scan was read.
+# `heatmap` gives one number for each voxel of the input, in the order of its axes. nibabel writes it as NIfTI with the
+# affine of the scan, so that ITK-SNAP and 3D Slicer show it in the right place.
 
 # %%
 from pathlib import Path
@@ -121,16 +120,16 @@ from tempfile import TemporaryDirectory
 import nibabel
 import numpy as np
 
-affine = np.diag([0.7, 0.7, 2.0, 1.0])  # of your scan: nibabel.load("scan.nii.gz").affine
-heat = saliency.heatmap(relevance)[0].numpy()  # (D, H, W)
+affine = np.diag([2.0, 0.7, 0.7, 1.0])  # of your scan: nibabel.load("scan.nii.gz").affine
+heat = saliency.heatmap(relevance)[0].numpy()  # (24, 32, 32)
 with TemporaryDirectory() as folder:
     path = Path(folder) / "map.nii.gz"
-    nibabel.save(nibabel.Nifti1Image(heat.transpose(2, 1, 0), affine), path)
+    nibabel.save(nibabel.Nifti1Image(heat, affine), path)
     back = nibabel.load(path)
     print(back.shape, back.header.get_zooms(), f"{path.stat().st_size / 1000:.0f} kB")
 
 # %% [markdown]
-# With voxels of 0.7 x 0.7 x 2 mm, slices are drawn in their true proportions, and with the names that your axes have:
+# With voxels of 2 x 0.7 x 0.7 mm, slices are drawn in their true proportions, and with the names that your axes have:
 
 # %%
 saliency.slices(relevance, x, spacing=(2, 0.7, 0.7), names=("axial", "coronal", "sagittal"))

@@ -25,13 +25,7 @@ LEAST_SIGMA = 0.3  # cells; a narrower Gaussian takes less than 1 % from the nei
 
 
 def drawn_maps(explanation: Explanation, sign: Sign | None) -> Tensor:
-    """Return the maps to draw, (N, h, w): as `reduced_maps`, but zero at outliers, which are not evidence.
-
-    Raises:
-        RenderError: The explanation is of a volume or video.
-    """
-    if explanation.values.dim() > 4:
-        raise RenderError("the map of a volume or video is no picture; draw slices of saliency.heatmap(explanation)")
+    """Return the maps to draw, (N, h, w): as `reduced_maps`, but zero at outliers, which are not evidence."""
     maps = reduced_maps(explanation, sign)
     return maps if explanation.outliers is None else maps.masked_fill(explanation.outliers, 0)
 
