@@ -678,11 +678,10 @@ Written by `python -m benchmarks.testbed volumes`. The share of the positive par
 this class, minus the share on the object of another class. Means over 50 volumes, or 20 if slow, with standard errors.
 Bold means are not above two of them.
 """
-BLOCKS = {"segments": (4, 4, 4), "passes": 256}
 VOLUME_OPTIONS: dict[str, dict[str, Any]] = {  # of the others: SLOW
-    **dict.fromkeys(("lime", "kernel_shap", "shapley_sampling"), BLOCKS),
+    **{key: {"segments": (4, 4, 4), "passes": 256} for key in ("lime", "kernel_shap", "shapley_sampling")},
+    **{key: {"grid": 4, "passes": 256} for key in ("sobol", "hsic")},
     "feature_ablation": {"segments": (6, 8, 8)},
-    **dict.fromkeys(("sobol", "hsic"), {"grid": 4, "passes": 256}),
 }
 TABLES = {"objects": (OBJECTS_HEAD, OBJECT_NETWORKS), "volumes": (VOLUMES_HEAD, ("shapes_volume",))}
 
@@ -700,7 +699,7 @@ def object_targets(network: str, scenes: Scenes) -> list[Any]:
 def object_margins(method: str, network: str, count: int = IMAGES, **options: Any) -> Tensor:
     """Return the energy of each map on the explained object, minus the energy on the second object: (N,).
 
-    The second object is of the same class, but for joints and in volumes. Without options, slow methods get fewer passes.
+    The second object is of the same class, but for joints and in volumes. By default, slow methods get fewer passes.
 
     Raises:
         SaliencyError: The method does not apply to the network.

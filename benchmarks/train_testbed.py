@@ -258,7 +258,7 @@ def train(
         scenes = CHANGES.get(task, lambda same: same)(scenes)
         loss = loss_of(model, scenes, task)
         if "volumes" in tasks and step % 20 == 19:
-            print(step, float(loss), time.process_time(), file=sys.stderr, flush=True)
+            print(step, float(loss.detach()), time.process_time(), file=sys.stderr, flush=True)
         labels = token_labels(scenes)
         patches = labeller(final.pop()).flatten(1, -2)[:, -labels.shape[1] :]  # without class and register tokens
         loss = loss + factor * F.cross_entropy(patches.flatten(0, 1), labels.flatten(0, 1), weights)

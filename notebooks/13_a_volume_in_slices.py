@@ -102,8 +102,9 @@ places = torch.arange(len(shares))
 axis.bar(places - 0.2, [float(own) for own, _ in shares.values()], 0.4, label="on the named object", color="seagreen")
 axis.bar(places + 0.2, [float(far) for _, far in shares.values()], 0.4, label="on the other object", color="firebrick")
 axis.set_xticks(places, list(shares), fontsize=8)
-axis.set_ylabel("share of the map")
 axis.legend(fontsize=8)
+axis.set_ylabel("share of the map")
+{name: [round(float(share), 2) for share in both] for name, both in shares.items()}
 
 # %% [markdown]
 # EigenCAM does not depend on the class, so it lies on both.

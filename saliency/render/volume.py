@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 AXES = ("depth", "height", "width")
 COLUMNS = 8  # most slices of a montage side by side
-HEAD = 0.35  # inches above a panel for its title
-BAR = 0.8  # inches for the title of the figure and its colour bar
+HEAD = 0.25  # inches above a panel for its title
+BAR = 0.6  # inches for the title of the figure and its colour bar
 CROSS = (0.0, 0.9, 0.25)  # the colour of cross-hairs, which no default colour map has
 WINDOW = (1, 99)  # percentiles of the volume that are drawn in black and white
 
@@ -41,7 +41,6 @@ def slices(
     at: Sequence[int] | None = None,
     names: Sequence[str] = AXES,
     spacing: Sequence[float] = (1.0, 1.0, 1.0),
-    opacity: Opacity = "map",
     colormap: str | None = None,
 ) -> Figure:
     """Draw three slices of a volume, one along each axis, that meet in the maximum of its map.
@@ -56,7 +55,6 @@ def slices(
         at: The indices (d, h, w) of the slices; by default the voxel with the largest magnitude of the map.
         names: The names of the axes, such as ("axial", "coronal", "sagittal").
         spacing: The size of a voxel along each axis, in any unit; slices are drawn in these proportions.
-        opacity: As in `overlay`.
         colormap: As in `overlay`.
 
     Returns:
@@ -70,7 +68,7 @@ def slices(
     Warns:
         SaliencyWarning: The map is nearly even, or below the rounding error, and is drawn as zero.
     """
-    drawn = _DrawnVolume(explanation, volume, spacing, opacity, colormap)
+    drawn = _DrawnVolume(explanation, volume, spacing, colormap)
     point = [int(index) for index in (drawn.peak if at is None else at)]
     if len(point) != 3 or any(index not in range(length) for index, length in zip(point, drawn.shape, strict=True)):
         raise RenderError(f"at={at!r} is not one index for each axis of a volume of {drawn.shape}")
@@ -93,7 +91,6 @@ def montage(
     axis: int = 0,
     count: int = 16,
     spacing: Sequence[float] = (1.0, 1.0, 1.0),
-    opacity: Opacity = "map",
     colormap: str | None = None,
 ) -> Figure:
     """Draw slices of a volume side by side, evenly spaced along an axis; for a video, images in the order of time.
@@ -106,7 +103,6 @@ def montage(
         axis: The axis: 0 for depth or time, 1 for height, 2 for width.
         count: The most slices to draw.
         spacing: As in `slices`.
-        opacity: As in `overlay`.
         colormap: As in `overlay`.
 
     Returns:
@@ -119,7 +115,7 @@ def montage(
     Warns:
         SaliencyWarning: As for `slices`.
     """
-    drawn = _DrawnVolume(explanation, volume, spacing, opacity, colormap)
+    drawn = _DrawnVolume(explanation, volume, spacing, colormap)
     length = drawn.shape[check_choice("axis", axis, (0, 1, 2), error=RenderError)]
     count = min(length, check_integer("count", count, error=RenderError))
     places = ((np.arange(count) + 0.5) * length / count).astype(int)
@@ -141,9 +137,7 @@ def montage(
 class _DrawnVolume:
     """The map of one volume on one scale, and the pixels below it."""
 
-    def __init__(
-        self, explanation: Explanation, volume: Any, spacing: Sequence[float], opacity: Opacity, colormap: str | None
-    ) -> None:
+    def __init__(self, explanation: Explanation, volume: Any, spacing: Sequence[float], colormap: str | None) -> None:
         self.explanation, self.colormap, self.spacing = explanation, colormap, spacing
         self.shape = explanation.input_size
         if len(self.shape) != 3 or len(explanation) != 1:
@@ -156,7 +150,7 @@ class _DrawnVolume:
         self.values = resized(torch.from_numpy(self.scaled.values)[None], self.shape)[0].numpy()
         self.peak = torch.unravel_index(heatmap(explanation).abs().argmax(), self.shape)  # of the map without clipping
         self.pixels = np.full((*self.shape, 3), 255, np.uint8) if volume is None else _as_pixels(volume, self.shape)
-        self.opacity: Opacity = 1.0 if volume is None else opacity
+        self.opacity: Opacity = 1.0 if volume is None else "map"
 
     def show(self, axes: Axes, axis: int, index: int, name: str = "") -> None:
         """Draw the slice with an index along an axis, with its title."""
@@ -174,7 +168,7 @@ class _DrawnVolume:
         """Add the title and the colour bar."""
         title = f"{self.explanation.title}, {class_title(self.explanation)}"
         drawing.suptitle(title, fontsize=TITLE_SIZE + 2, parse_math=False)
-        where = {"ax": panels, "location": "bottom", "shrink": 0.4, "aspect": 40, "pad": 0.02}
+        where = {"ax": panels, "location": "bottom", "shrink": 0.4, "aspect": 40, "pad": 0.02, "panchor": False}
         add_bar(drawing, self.scaled, self.colormap, self.explanation.units, **where)
         return drawing
 

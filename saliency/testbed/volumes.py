@@ -77,12 +77,10 @@ def _draw_masks(kinds: Tensor, random: torch.Generator) -> Tensor:
     # Whole numbers, so that a small network learns the shapes in a minute.
     centres = (_MARGIN * _RADIUS + room * places).round() + half * torch.stack([first, 1 - first], 1)
     z, y, x = (
-        ((torch.arange(length, device="cpu") + 0.5 - centres[..., axis, None]) / _RADIUS).reshape(
-            count, 2, *(-1 if each == axis else 1 for each in range(3))
-        )
+        (torch.arange(length, device="cpu") + 0.5 - centres[..., axis, None]) / _RADIUS
         for axis, length in enumerate(VOLUME)
     )
-    inside = _inside(x, y, z)
+    inside = _inside(x[..., None, None, :], y[..., None, :, None], z[..., None, None])
     return inside.gather(0, kinds[None, ..., None, None, None].expand(1, *inside.shape[1:]))[0]
 
 
@@ -91,17 +89,15 @@ def _inside(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
     They have about the same volume.
     """
-    squares = z.square()
-    plane = (x.square() + y.square()).sqrt()
-    thin = [(along.abs() < 0.437).byte() for along in (x, y, z)]
+    plane, height = x.square() + y.square(), z.square()
+
+    def near(edge: float) -> Tensor:  # along how many axes
+        return (x.abs() < edge).byte() + (y.abs() < edge) + (z.abs() < edge)
+
     shapes = {
-        "ball": plane.square() + squares < 1,
-        "cube": _within(0.806, x, y, z),
-        "cross": _within(1.05, x, y, z) & (thin[0] + thin[1] + thin[2] > 1),
-        "ring": (plane - 0.9).square() + squares < 0.486**2,
+        "ball": plane + height < 1,
+        "cube": near(0.806) == 3,
+        "cross": (near(1.05) == 3) & (near(0.437) > 1),
+        "ring": (plane.sqrt() - 0.9).square() + height < 0.486**2,
     }
     return torch.stack([shapes[name] for name in SOLIDS])
-
-
-def _within(edge: float, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    return (x.abs() < edge) & (y.abs() < edge) & (z.abs() < edge)
