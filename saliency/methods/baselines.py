@@ -262,7 +262,7 @@ class Diffusion:
     Source: Strang, "The Discrete Cosine Transform" (1999), https://doi.org/10.1137/S0036144598336745.
     """
 
-    def __init__(self, x: Tensor, axes: int) -> None:
+    def __init__(self, x: Tensor, axes: int = 2) -> None:
         self._like = x
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         self._bases = [_cosine_basis(size).to(wide) for size in x.shape[-axes:]]
