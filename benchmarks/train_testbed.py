@@ -11,7 +11,8 @@ also predicts from each cell of the final grid the shape that covers it. A plain
 batch norms, which are then folded into its convolutions. The image tower of the two-tower network starts from the
 trained vision transformer.
 
-The networks of "several" see images in which objects are left out at random.
+The networks of "several" see images in which objects are left out at random. The target of the network for volumes is
+half the one class and half the other, as in "two_objects".
 """
 
 from __future__ import annotations
@@ -210,9 +211,8 @@ LOSSES: dict[str, Callable[..., Tensor]] = {  # of the others: class_loss
 
 def token_labels(scenes: Scenes | Volumes) -> Tensor:
     """Return the share of each shape, and of the background, in the cells of the final grid: (N, cells, 9)."""
-    pooled = (
-        F.avg_pool2d(scenes.masks.float(), 8) if isinstance(scenes, Scenes) else F.avg_pool3d(scenes.masks.float(), 4)
-    )
+    masks = scenes.masks.float()
+    pooled = F.avg_pool2d(masks, 8) if masks.dim() == 4 else F.avg_pool3d(masks, 4)
     shares = pooled.flatten(2).transpose(1, 2)  # (N, cells, K)
     labels = torch.zeros(*shares.shape[:2], len(SHAPES) + 1)
     labels[..., -1] = 1 - shares.sum(2)
@@ -247,18 +247,15 @@ def train(
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, steps, pct_start=0.15)
     factor, weights = 2, torch.ones(len(SHAPES) + 1)
-    if "volumes" in tasks:  # objects cover 2 % of a volume
+    if is_volume := tasks == ("volumes",):  # objects cover 2 % of a volume
         factor, weights[-1] = 20, 0.05
     for step in range(steps):
         task = tasks[step % len(tasks)]
-        if task == "volumes":
-            scenes: Any = draw_volumes(BATCH // 2, seed=step)
-        else:
-            scenes = draw_scenes(BATCH, seed=step, task=task, **options)
+        scenes: Any = (
+            draw_volumes(BATCH // 2, seed=step) if is_volume else draw_scenes(BATCH, seed=step, task=task, **options)
+        )
         scenes = CHANGES.get(task, lambda same: same)(scenes)
         loss = loss_of(model, scenes, task)
-        if "volumes" in tasks and step % 20 == 19:
-            print(step, float(loss.detach()), time.process_time(), file=sys.stderr, flush=True)
         labels = token_labels(scenes)
         patches = labeller(final.pop()).flatten(1, -2)[:, -labels.shape[1] :]  # without class and register tokens
         loss = loss + factor * F.cross_entropy(patches.flatten(0, 1), labels.flatten(0, 1), weights)

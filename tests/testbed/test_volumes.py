@@ -14,8 +14,22 @@ from saliency import METHODS, MethodError, NotApplicableError
 from saliency.testbed import SOLIDS, Volumes, draw_volumes
 
 DRAWN = draw_volumes(100, seed=3)
+BLOCKS = {"segments": (2, 4, 4), "passes": 96}
 QUICK: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("integrated_gradients", "idgi", "guided_ig", "blur_ig", "expected_gradients"), {}),
+    **{name: {"steps": 8} for name in ("integrated_gradients", "idgi", "guided_ig", "blur_ig")},
+    **{name: {"passes": 6} for name in ("smooth_grad", "smooth_grad_squared", "var_grad", "smooth_grad_cam_plus_plus")},
+    "lime": BLOCKS,
+    "kernel_shap": BLOCKS,
+    **{name: {"grid": 3, "passes": 128} for name in ("sobol", "hsic")},
+    **{name: {"passes": 96} for name in ("rise", "d_rise")},
+    "expected_gradients": {"passes": 8},
+    "shapley_sampling": BLOCKS | {"passes": 99},
+    "feature_ablation": {"segments": (3, 4, 4)},
+    "occlusion": {"window": 8, "stride": 8},
+    "meaningful_perturbation": {"steps": 20},
+    "is_cam": {"steps": 2},
+    "ss_cam": {"draws": 2},
+    "deep_shap": {"samples": 2},
 }
 REFUSED: set[str] = set()
 FAILURES: set[str] = set()
