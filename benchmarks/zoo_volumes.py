@@ -23,7 +23,7 @@ videos: Any = torchvision.models.video
 
 
 def volume(build: Callable[[], nn.Module], *size: int, region: bool = False) -> Callable[[], Case]:
-    """Return a builder of a network with noise (1, C, D, H, W), and a class, or its mean over all voxels, as the target."""
+    """Return a builder of a network with noise (1, C, D, H, W), and of a class, or of its mean over all voxels."""
     target = saliency.region(1, torch.ones(size[1:], dtype=torch.bool)) if region else 1
     return lambda: Case(build(), torch.rand(1, *size, generator=torch.Generator().manual_seed(1)), target)
 
@@ -38,14 +38,9 @@ KINDS: dict[str, Callable[[], Case]] = {
     "MONAI EfficientNet-B0": volume(
         lambda: networks.EfficientNetBN("efficientnet-b0", spatial_dims=3, in_channels=1, num_classes=2), *SIZE
     ),
-    "MONAI ViT": volume(
-        lambda: networks.ViT(1, SIZE[1:], 16, 32, 64, 2, 2, classification=True, num_classes=2, post_activation=""),
-        *SIZE,
-    ),
     "MONAI UNet": volume(lambda: networks.UNet(**SMALL, channels=(4, 8, 16), strides=(2, 2)), *SIZE, region=True),
     "MONAI BasicUNet": volume(lambda: networks.BasicUNet(**SMALL, features=(4, 4, 8, 8, 8, 4)), *SIZE, region=True),
     "MONAI SegResNet": volume(lambda: networks.SegResNet(**SMALL, init_filters=8), *SIZE, region=True),
-    "MONAI SwinUNETR": volume(lambda: networks.SwinUNETR(1, 2, feature_size=12), 1, 32, 32, 64, region=True),
     "torchvision r3d_18": volume(lambda: videos.r3d_18(num_classes=5), *CLIP),
     "torchvision mc3_18": volume(lambda: videos.mc3_18(num_classes=5), *CLIP),
     "torchvision r2plus1d_18": volume(lambda: videos.r2plus1d_18(num_classes=5), *CLIP),

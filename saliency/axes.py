@@ -50,4 +50,4 @@ def resize(maps: Tensor, size: Sequence[int], *, align_corners: bool = False, an
         antialias: Whether cells are averaged if the maps shrink; maps of volumes are interpolated.
     """
     options = {"align_corners": align_corners, "antialias": antialias and maps.dim() == 4}
-    return interpolate(maps, tuple(size), mode=_LINEAR[maps.dim()], **options)  # type: ignore[arg-type]
+    return interpolate(maps, tuple(size), mode=_LINEAR[maps.dim()], **options)

@@ -226,7 +226,7 @@ class Attribution(HasOptions, ABC):
             if len(baselines) not in (1, images):
                 given = f"{len(baselines)} baselines for {images} images"
                 raise MethodError(f"got {given}; pass one or one each (a mean of several: {option}=[...])")
-            rows = baselines.split(1) if isinstance(baselines, Tensor) else baselines
+            rows = torch.split(baselines, 1) if isinstance(baselines, Tensor) else baselines
             baselines = rows[0] if len(rows) == 1 else PerImage(rows)
         method = copy.copy(self)
         setattr(method, option, baselines)

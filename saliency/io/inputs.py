@@ -186,7 +186,7 @@ def _without_metadata(image: Image.Image) -> Image.Image:
 
 
 _GREY_TYPES = (np.int16, np.int32, np.float32, np.float64)
-_OR_INPUT = "Or pass the model's own normalised input as a float tensor (C, H, W)"
+_OR_INPUT = "Or pass the model's own normalised input as a float tensor, (C, H, W) or (N, C, D, H, W)"
 
 
 def _array_to_image(array: np.ndarray[Any, Any]) -> Image.Image:

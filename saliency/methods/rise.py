@@ -293,5 +293,5 @@ class MaskedScores(Estimate):
     @property
     def agreements(self) -> list[float] | None:
         """The `agreement` of each target."""
-        rows = zip(*(half.split(1) for half in self.halves()), strict=True)
+        rows = zip(*(torch.split(half, 1) for half in self.halves()), strict=True)
         return [rank_correlation(*pair) for pair in rows] if self.count >= 4 else None

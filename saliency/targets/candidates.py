@@ -171,7 +171,8 @@ def candidates(
     Raises:
         TargetError: The output has another format, or it is unclear whether the last class is "no object".
     """
-    size = geometries[0].input_size
+    height, width = geometries[0].input_size[-2:]
+    size = height, width
     rows = output if _are_candidates(output) else _read(output, size, classes, link) if read is None else read(output)
     if not _are_candidates(rows) or (len(rows) not in (1, len(geometries)) and len(geometries) > 1):
         problem = f"got {type(rows).__name__} from the function that reads the detector's output"

@@ -106,7 +106,7 @@ def test_a_function_segments_the_picture_that_the_model_sees() -> None:
         "slic",
         None,
         torch.zeros(8, 10),
-        torch.zeros(2, 8, 10).long(),
+        torch.zeros(1, 2, 8, 10).long(),
         np.zeros((0, 3), int),
     ],
 )
@@ -116,7 +116,14 @@ def test_what_is_no_segmentation_is_refused(segments: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "segments", [torch.zeros(8, 9).long(), lambda picture: np.zeros((3, 3), int), lambda picture: picture]
+    "segments",
+    [
+        torch.zeros(8, 9).long(),
+        torch.zeros(2, 8, 10).long(),
+        (2, 2, 2),
+        lambda picture: np.zeros((3, 3), int),
+        lambda picture: picture,
+    ],
 )
 def test_a_map_that_does_not_fit_is_refused(segments: Any) -> None:
     with pytest.raises(MethodError, match="segments"):

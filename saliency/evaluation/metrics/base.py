@@ -349,7 +349,7 @@ class Subject(SharedResults):
         return self._reference
 
 
-def resized_within(maps: Tensor, size: tuple[int, int]) -> Tensor:
+def resized_within(maps: Tensor, size: tuple[int, ...]) -> Tensor:
     """Resize maps (N, h, w) within the range of each, so that rounding does not give a constant map an order."""
     return resized(maps, size).clamp(maps.amin((1, 2), True), maps.amax((1, 2), True))
 
