@@ -75,7 +75,7 @@ def color_table(name: str, centred: bool = False) -> Pixels:
 class ScaledMap:
     """Map of one image, scaled from its floor to its limit: -1..1 if it is signed, else 0..1."""
 
-    values: Plane  # (h, w)
+    values: Plane  # (h, w), or (d, h, w) of a volume
     sign: Sign
     floor: float  # the map value without colour, in the map's units: 0, or the minimum of a positive map
     limit: float  # the map value at full colour
@@ -112,6 +112,8 @@ def frame_of(explanation: Explanation, image: ImageLike | None = None) -> Frame:
     If `image` is another copy of the explained image, in any size, the map keeps its position on it. Otherwise it
     covers all of it.
     """
+    if len(explanation.input_size) > 2:
+        raise RenderError("the map is of a volume or video; draw it by slices(explanation, volume) or montage")
     own = explanation.frames[0]
     if image is not None:
         saved = explanation.boxes[0] if explanation.boxes else None

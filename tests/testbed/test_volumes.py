@@ -1,0 +1,94 @@
+"""Volumes, and whether the map of one object lies on it rather than on the object of another class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import saliency
+from benchmarks import testbed
+from benchmarks.train_testbed import volume_accuracy
+from saliency import METHODS, MethodError, NotApplicableError
+from saliency.testbed import SOLIDS, Volumes, draw_volumes
+
+DRAWN = draw_volumes(100, seed=3)
+BLOCKS = {"segments": (2, 4, 4), "passes": 96}
+QUICK: dict[str, dict[str, Any]] = {
+    **{name: {"steps": 8} for name in ("integrated_gradients", "idgi", "guided_ig", "blur_ig")},
+    **{name: {"passes": 6} for name in ("smooth_grad", "smooth_grad_squared", "var_grad", "smooth_grad_cam_plus_plus")},
+    "lime": BLOCKS,
+    "kernel_shap": BLOCKS,
+    **{name: {"grid": 3, "passes": 128} for name in ("sobol", "hsic")},
+    **{name: {"passes": 96} for name in ("rise", "d_rise")},
+    "expected_gradients": {"passes": 8},
+    "shapley_sampling": BLOCKS | {"passes": 99},
+    "feature_ablation": {"segments": (3, 4, 4)},
+    "occlusion": {"window": 8, "stride": 8},
+    "meaningful_perturbation": {"steps": 20},
+    "is_cam": {"steps": 2},
+    "ss_cam": {"draws": 2},
+    "deep_shap": {"samples": 2},
+}
+REFUSED: set[str] = set()
+FAILURES: set[str] = set()
+
+
+def test_a_seed_fixes_the_volumes_and_leaves_the_global_random_state_alone() -> None:
+    state = torch.get_rng_state()
+    one, again, other = (draw_volumes(5, seed=seed) for seed in (3, 3, 5))
+    for field in Volumes.__slots__:
+        assert torch.equal(getattr(one, field), getattr(again, field))
+    assert not torch.equal(one.volumes, other.volumes)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_two_objects_of_different_classes_are_brighter_than_the_noise_and_apart() -> None:
+    assert DRAWN.volumes.shape == (100, 1, 24, 32, 32)
+    assert (DRAWN.shapes[:, 0] != DRAWN.shapes[:, 1]).all()
+    assert torch.equal(DRAWN.labels, DRAWN.shapes[:, 0])
+    assert not (DRAWN.evidence & DRAWN.distractor).any()
+    sizes = DRAWN.masks.sum((2, 3, 4))
+    assert sizes.min() > 200
+    assert sizes.max() < 300
+    objects = (DRAWN.volumes * DRAWN.masks).sum((2, 3, 4)) / sizes
+    assert objects.min() > 0.4
+    assert abs(float(DRAWN.volumes[~DRAWN.masks.any(1, keepdim=True)].mean())) < 0.02
+
+
+def test_solids_are_whole_and_differ_as_their_names_say() -> None:
+    extents = [DRAWN.masks.any(axes).sum(2) for axes in ((3, 4), (2, 4), (2, 3))]  # along each axis, (N, 2)
+    for number, sides in enumerate(((8, 8, 8), (6, 6, 6), (8, 8, 8), (4, 11, 11))):
+        for along, side in zip(extents, sides, strict=True):
+            assert (along[DRAWN.shapes == number] - side).abs().max() <= 1, SOLIDS[number]
+
+
+def test_a_count_of_no_volumes_is_an_error() -> None:
+    with pytest.raises(MethodError, match="count=0 is not a whole number of at least 1"):
+        draw_volumes(0)
+
+
+def test_the_network_names_both_objects_of_volumes_on_which_it_was_not_trained() -> None:
+    model: Any = saliency.load("shapes_volume")
+    assert model.categories == SOLIDS
+    assert model.preprocess is None
+    assert volume_accuracy("shapes_volume", volumes=64) >= 0.95
+
+
+def margins(method: str) -> torch.Tensor:
+    """The share of each map on the object of its class, minus the share on the other one, for six volumes."""
+    return testbed.object_margins(method, "shapes_volume", 6, **QUICK.get(method, {}))
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in REFUSED])
+def test_the_map_of_a_class_lies_on_its_object_rather_than_on_the_other(method: str) -> None:
+    found = margins(method)
+    is_above = bool(found.mean() > 2 * testbed.standard_error(found))
+    assert is_above == (method not in FAILURES), found
+
+
+@pytest.mark.parametrize("method", sorted(REFUSED))
+def test_other_methods_say_why_they_do_not_apply(method: str) -> None:
+    with pytest.raises(NotApplicableError):
+        margins(method)
