@@ -215,10 +215,10 @@ class RandomMasks:
     def __call__(self, start: int, stop: int) -> Tensor:
         """Return masks (k, 1, H, W) from `start` to `stop`, 0 (hidden) to 1 (shown); all pixels have equal means."""
         height, width = self._size
-        options: Any = {"dtype": torch.float32, "device": "cpu"}
         sources = (generator(self._seed, number) for number in range(start, stop))
-        draws = torch.stack([torch.rand(self._grid**2 + 2, generator=source, **options) for source in sources])
-        top, left = (draws[:, -2:] * torch.tensor(self._cell, **options)).long()[..., None].unbind(1)  # (k, 1) each
+        size, cell = self._grid**2 + 2, torch.tensor(self._cell, dtype=torch.float32, device="cpu")
+        draws = torch.stack([torch.rand(size, generator=one, dtype=torch.float32, device="cpu") for one in sources])
+        top, left = (draws[:, -2:] * cell).long()[..., None].unbind(1)  # (k, 1) each
         visible = (draws[:, :-2] < self._visible).view(-1, self._grid, self._grid).to(self._down)
         down, across = (
             matrix[at + torch.arange(edge, device="cpu")]
