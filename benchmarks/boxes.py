@@ -27,7 +27,7 @@ def shapes() -> tuple[nn.Module, Tensor, Callable[[Any], Tensor], int]:
     """Return `shapes_detector`, a drawn image with 16 objects, a function to scores, and the passes of D-RISE."""
     images = saliency.testbed.draw_scenes(4, seed=5, task="several").images / 127.5 - 1
     street = torch.cat([torch.cat([*images[:2]], 2), torch.cat([*images[2:]], 2)], 1)[None]  # (1, 3, 128, 128)
-    return saliency.load("shapes_detector"), street, lambda output: output[1]["scores"][0].amax(0).topk(BOXES)[0], 512
+    return saliency.load("shapes_detector"), street, lambda output: output[1]["scores"][0].amax(0).topk(BOXES)[0], 256
 
 
 def fcos() -> tuple[nn.Module, Tensor, Callable[[Any], Tensor], int]:
@@ -35,11 +35,11 @@ def fcos() -> tuple[nn.Module, Tensor, Callable[[Any], Tensor], int]:
     from torchvision.models.detection import fcos_resnet50_fpn
 
     torch.manual_seed(0)
-    sizes = {"min_size": 128, "max_size": 192}
+    sizes: dict[str, Any] = {"min_size": 128, "max_size": 192}
     model = fcos_resnet50_fpn(weights=None, weights_backbone=None, num_classes=4, score_thresh=0.0, **sizes).eval()
     x = torch.rand(1, 3, 128, 192)
     make_usable(model, x)
-    return model, x, lambda output: output[0]["scores"][:BOXES], 16
+    return model, x, lambda output: output[0]["scores"][:BOXES], 8
 
 
 def forward_and_backwards(
@@ -125,7 +125,7 @@ def main(arguments: list[str]) -> None:
     print("One thread. The bare loop runs one forward, and a backward pass for each box, without this package.\n")
     print("| detector | ratio | times | measured | of the bare loop | goal |\n|---|---|---|---|---|---|")
     measure("shapes_detector, 128 x 128", shapes(), options.rounds)
-    measure("FCOS of torchvision, random weights, 128 x 192", fcos(), max(2, options.rounds // 3))
+    measure("FCOS of torchvision, random weights, 128 x 192", fcos(), max(3, options.rounds // 2))
 
 
 if __name__ == "__main__":

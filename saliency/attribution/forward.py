@@ -112,8 +112,11 @@ class SharedForward:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Open a context that records operations, if a method needs them, and reads the boxes of an output once."""
-        record = self.operations if self.operations.keep else nullcontext()
-        with record, self.operations.saved_tensors(), shared_readings(self._readings):
+        with (
+            self.operations if self.operations.keep else nullcontext(),
+            self.operations.saved_tensors(),
+            shared_readings(self._readings),
+        ):
             yield
 
     def on(self, x: Tensor) -> SharedForward:

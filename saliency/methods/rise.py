@@ -268,10 +268,10 @@ class RandomMasks:
     def __call__(self, start: int, stop: int) -> Tensor:
         """Return masks (k, 1, H, W) from `start` to `stop`, 0 (hidden) to 1 (shown); all pixels have equal means."""
         axes = len(self._size)
-        options: Any = {"dtype": torch.float32, "device": "cpu"}
+        size, cell = self._grid**axes + axes, torch.tensor(self._cell, dtype=torch.float32, device="cpu")
         sources = (generator(self._seed, number) for number in range(start, stop))
-        draws = torch.stack([torch.rand(self._grid**axes + axes, generator=source, **options) for source in sources])
-        firsts = (draws[:, -axes:] * torch.tensor(self._cell, **options)).long()[..., None].unbind(1)  # (k, 1) each
+        draws = torch.stack([torch.rand(size, generator=one, dtype=torch.float32, device="cpu") for one in sources])
+        firsts = (draws[:, -axes:] * cell).long()[..., None].unbind(1)  # (k, 1) each
         parts = zip(self._enlarging, firsts, self._size, strict=True)
         *outer, down, across = (matrix[at + torch.arange(edge, device="cpu")] for matrix, at, edge in parts)
         visible = (draws[:, :-axes] < self._visible).view(-1, *[self._grid] * axes).to(down)

@@ -215,7 +215,7 @@ class BoxScore(LocatedTarget):
             found = [(int(known[at].argmax()), boxes[at].tolist()) for at in row.detections() if far[at]]
         else:
             count = row.scores.shape[1] if self.of == "class" and row.link != "label" else 0
-            found = [(label, match.box) for label in range(count) if label != match.label]
+            found = [(label, list(match.box)) for label in range(count) if label != match.label]
         rest = [match._replace(box=cast("Box", tuple(box)), label=label, against=None) for label, box in found]
         return [replace(self, matches=(other,)) for other in rest]
 

@@ -134,7 +134,7 @@ class Detections(NamedTuple):
             rows[0], boxes=torch.cat([row.boxes for row in rows]), scores=torch.cat(scores), objectness=objectness
         )
         parts, counts = (whole.boxes, whole.probabilities, whole.certainty), [len(row.boxes) for row in rows]
-        return cls(*(pad_sequence(part.split(counts), True) for part in parts))
+        return cls(*(pad_sequence(torch.split(part, counts), True) for part in parts))
 
     def similarity(self, boxes: Tensor, probabilities: Tensor) -> Tensor:
         """Return the highest product of IoU, probability of an object, and cosine of class probabilities, (N, T).
@@ -172,7 +172,7 @@ def iou(one: Tensor, other: Tensor) -> Tensor:
     """Return the intersection over union of boxes (..., 4) of shapes that broadcast; 0 for empty boxes."""
     low, high = torch.maximum(one[..., :2], other[..., :2]), torch.minimum(one[..., 2:], other[..., 2:])
     inner = _area(low, high)
-    return inner / (_area(*one.split(2, -1)) + _area(*other.split(2, -1)) - inner).clamp(min=1e-12)
+    return inner / (_area(*one.chunk(2, -1)) + _area(*other.chunk(2, -1)) - inner).clamp(min=1e-12)
 
 
 def _area(low: Tensor, high: Tensor) -> Tensor:
