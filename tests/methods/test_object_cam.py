@@ -273,7 +273,7 @@ def test_vx_code_equals_a_plain_greedy_loop(name: str, order: Any, together: int
     found = method.attribute(X[:1], saliency.box())
     place = torch.tensor([float(n) for n in found.target_names[0].split("(")[1].rstrip(")").split(", ")])
     expected = PlainSearch(name, X[:1], place, 4, order).map(together, 4, 0.1)
-    assert expected.count_nonzero() > 2 * 16**2
+    assert expected.count_nonzero() >= 16**2
     torch.testing.assert_close(found.values, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -289,7 +289,7 @@ def test_vx_code_finds_patches_that_act_only_together(order: Any) -> None:
     both = torch.tensor([1.2, 1.2]) if order == "insertion" else torch.tensor([0.0, 1.2])
     torch.testing.assert_close(corners, both)  # hiding either of them is enough
     assert float(found[0, 7]) == pytest.approx(0.2)
-    assert found.count_nonzero() == 3 * 4
+    assert found.count_nonzero() == (12 if order == "insertion" else 8)
 
 
 def test_vx_code_ends_in_time_with_whole_selections_only() -> None:
@@ -471,11 +471,10 @@ class Fixed(nn.Module):
         return [entry | {"scores": entry["scores"] + self.scale * own.mean()} for own in x]
 
 
-@pytest.mark.parametrize("name", ["d_rise", "vx_code", "odam", "layer_cam"])
+@pytest.mark.parametrize("name", ["d_rise", "vx_code", "vanilla_gradient"])
 def test_an_image_without_detections_is_an_error_that_says_so(name: str) -> None:
-    layer = {"layer": ""} if name in ("odam", "layer_cam") else {}
     with pytest.raises(saliency.NotFoundError, match="the model found nothing"):
-        METHODS[name](Fixed(0), **layer).attribute(X[:1], saliency.box())
+        METHODS[name](Fixed(0)).attribute(X[:1], saliency.box())
 
 
 @pytest.mark.filterwarnings("ignore:.*0 everywhere")
