@@ -86,7 +86,7 @@ class VXCODE(SegmentAttribution, TimedAttribution):
                 return filler(segments.hidden(changed == inserts))
 
             passes.least = passes.used + len(groups)
-            return sign * torch.cat([done.scores[:, 0] for done in passes.forwards(make, len(groups))]).cpu().double()
+            return torch.cat([done.scores[:, 0] for done in passes.forwards(make, len(groups))]).cpu().double() * sign
 
         whole, none = sign * float(score), float(gains([[] if inserts else range(count)]))
         start, end = (none, whole) if inserts else (whole, none)

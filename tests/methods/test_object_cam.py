@@ -318,10 +318,10 @@ def test_vx_code_of_any_other_target_searches_by_its_score() -> None:
     assert found.values[inside].mean() > 3 * found.values[~inside].mean()
 
 
-def test_vx_code_refuses_other_orders_and_numbers_of_patches() -> None:
-    for options in ({"order": "both"}, {"together": 4}):
-        with pytest.raises(MethodError, match="is not one of"):
-            VXCODE(network("shapes_detector"), **options)  # type: ignore[arg-type]
+@pytest.mark.parametrize("options", [{"order": "both"}, {"together": 4}])
+def test_vx_code_refuses_other_orders_and_numbers_of_patches(options: Any) -> None:
+    with pytest.raises(MethodError, match="is not one of"):
+        VXCODE(network("shapes_detector"), **options)
 
 
 @pytest.mark.parametrize("of", ["class", "x0", "y0", "x1", "y1"])
@@ -488,7 +488,7 @@ def test_a_constant_score_is_a_map_of_zeros_and_not_of_nan(name: str) -> None:
 def test_masked_images_are_not_kept(name: str, options: dict[str, Any]) -> None:
     model, inputs = network("shapes_detector"), list[Any]()
     handle = model.register_forward_hook(lambda module, args, output: inputs.append(weakref.ref(args[0])))
-    alive = []
+    alive = list[int]()
     counter = model.register_forward_hook(lambda *_: alive.append(sum(own() is not None for own in inputs)))
     METHODS[name](model, chunk=4, **options).attribute(X[:1], saliency.box())
     handle.remove()
