@@ -14,7 +14,7 @@ from ..attribution.explanation import BatchAttribution
 from ..attribution.options import ConvertedOption, Option
 from ..attribution.resolved_target import ResolvedTarget
 from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
-from ..validation import check_choice
+from ..validation import check_choice, check_integer
 from .rise import JointTarget, target_part
 from .segments import ResolvedSegments, SegmentAttribution, SegmentsLike, resolve_segments
 
@@ -23,6 +23,11 @@ SHORTLIST, COMBINED = 30, 0.1
 """The paper's m, the number of patches that are combined; its gamma, the share of patches that are chosen together."""
 NEGLIGIBLE = 0.01
 """The search ends when this share of the difference between the image and no image is left."""
+
+
+def _checked_number(option: str, value: object) -> int:
+    """Return a number of patches. Raises MethodError if it is not 1, 2 or 3."""
+    return check_choice(option, check_integer(option, value), (1, 2, 3))
 
 
 class VXCODE(SegmentAttribution, TimedAttribution):
@@ -60,10 +65,10 @@ class VXCODE(SegmentAttribution, TimedAttribution):
     cost = "at most 2081 forwards for 64 patches"
     units = "similarity"
     sign = "positive"
-    preview_options: ClassVar = {"segments": (3, 3)}
+    preview_options: ClassVar = {"segments": (3, 3), "order": "deletion"}
 
     order: Option[Order] = Option("insertion", check_choice, get_args(Order))
-    together: Option[int] = Option(1, check_choice, (1, 2, 3))
+    together: Option[int] = Option(1, _checked_number)
     segments: ConvertedOption[SegmentsLike, ResolvedSegments] = ConvertedOption((8, 8), resolve_segments)
 
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
@@ -86,7 +91,7 @@ class VXCODE(SegmentAttribution, TimedAttribution):
                 return filler(segments.hidden(changed == inserts))
 
             passes.least = passes.used + len(groups)
-            return sign * torch.cat([done.scores[:, 0] for done in passes.forwards(make, len(groups))]).cpu().double()
+            return torch.cat([done.scores[:, 0] for done in passes.forwards(make, len(groups))]).cpu().double() * sign
 
         whole, none = sign * float(score), float(gains([[] if inserts else range(count)]))
         start, end = (none, whole) if inserts else (whole, none)

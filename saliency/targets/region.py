@@ -262,8 +262,8 @@ class Keypoint(LocatedTarget):
 
 def _has_persons(output: Any) -> bool:
     """Return whether an output is of a detector: of torchvision, or (y, raw) of Ultralytics with y (N, columns, n)."""
-    is_pair = isinstance(output, tuple) and len(output) > 0 and isinstance(output[0], Tensor)
-    return isinstance(output, list) or (is_pair and output[0].dim() == 3)
+    first = output[0] if isinstance(output, tuple) and output else None
+    return isinstance(output, list) or (isinstance(first, Tensor) and first.dim() == 3)
 
 
 def region(label: int | str, where: Any = "predicted") -> Target:

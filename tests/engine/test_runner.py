@@ -202,7 +202,7 @@ def test_seconds_are_kept_and_used(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert stats.seconds == pytest.approx(clock.now)
     assert clock.now <= 2.4
     if stats.stopped == "complete":
-        complete = ("ablation_cam", "score_cam", "gscore_cam", "is_cam", "kernel_shap", "tis", "vit_cx")
+        complete = ("ablation_cam", "score_cam", "gscore_cam", "is_cam", "kernel_shap", "tis", "vit_cx", "vx_code")
         assert name in complete  # all that they need fits
     else:
         assert stats.stopped == "seconds"

@@ -273,7 +273,7 @@ def test_vx_code_equals_a_plain_greedy_loop(name: str, order: Any, together: int
     found = method.attribute(X[:1], saliency.box())
     place = torch.tensor([float(n) for n in found.target_names[0].split("(")[1].rstrip(")").split(", ")])
     expected = PlainSearch(name, X[:1], place, 4, order).map(together, 4, 0.1)
-    assert expected.count_nonzero() > 2 * 16**2
+    assert expected.count_nonzero() >= 16**2
     torch.testing.assert_close(found.values, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -289,7 +289,7 @@ def test_vx_code_finds_patches_that_act_only_together(order: Any) -> None:
     both = torch.tensor([1.2, 1.2]) if order == "insertion" else torch.tensor([0.0, 1.2])
     torch.testing.assert_close(corners, both)  # hiding either of them is enough
     assert float(found[0, 7]) == pytest.approx(0.2)
-    assert found.count_nonzero() == 3 * 4
+    assert found.count_nonzero() == (12 if order == "insertion" else 8)
 
 
 def test_vx_code_ends_in_time_with_whole_selections_only() -> None:
@@ -318,10 +318,10 @@ def test_vx_code_of_any_other_target_searches_by_its_score() -> None:
     assert found.values[inside].mean() > 3 * found.values[~inside].mean()
 
 
-def test_vx_code_refuses_other_orders_and_numbers_of_patches() -> None:
-    for options in ({"order": "both"}, {"together": 4}):
-        with pytest.raises(MethodError, match="is not one of"):
-            VXCODE(network("shapes_detector"), **options)  # type: ignore[arg-type]
+@pytest.mark.parametrize("options", [{"order": "both"}, {"together": 4}])
+def test_vx_code_refuses_other_orders_and_numbers_of_patches(options: Any) -> None:
+    with pytest.raises(MethodError, match="is not one of"):
+        VXCODE(network("shapes_detector"), **options)
 
 
 @pytest.mark.parametrize("of", ["class", "x0", "y0", "x1", "y1"])
@@ -471,11 +471,10 @@ class Fixed(nn.Module):
         return [entry | {"scores": entry["scores"] + self.scale * own.mean()} for own in x]
 
 
-@pytest.mark.parametrize("name", ["d_rise", "vx_code", "odam", "layer_cam"])
+@pytest.mark.parametrize("name", ["d_rise", "vx_code", "vanilla_gradient"])
 def test_an_image_without_detections_is_an_error_that_says_so(name: str) -> None:
-    layer = {"layer": ""} if name in ("odam", "layer_cam") else {}
     with pytest.raises(saliency.NotFoundError, match="the model found nothing"):
-        METHODS[name](Fixed(0), **layer).attribute(X[:1], saliency.box())
+        METHODS[name](Fixed(0)).attribute(X[:1], saliency.box())
 
 
 @pytest.mark.filterwarnings("ignore:.*0 everywhere")
@@ -489,7 +488,7 @@ def test_a_constant_score_is_a_map_of_zeros_and_not_of_nan(name: str) -> None:
 def test_masked_images_are_not_kept(name: str, options: dict[str, Any]) -> None:
     model, inputs = network("shapes_detector"), list[Any]()
     handle = model.register_forward_hook(lambda module, args, output: inputs.append(weakref.ref(args[0])))
-    alive = []
+    alive = list[int]()
     counter = model.register_forward_hook(lambda *_: alive.append(sum(own() is not None for own in inputs)))
     METHODS[name](model, chunk=4, **options).attribute(X[:1], saliency.box())
     handle.remove()
