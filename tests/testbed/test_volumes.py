@@ -73,7 +73,7 @@ def test_the_network_names_both_objects_of_volumes_on_which_it_was_not_trained()
     model: Any = saliency.load("shapes_volume")
     assert model.categories == SOLIDS
     assert model.preprocess is None
-    assert volume_accuracy("shapes_volume", volumes=64) >= 0.95
+    assert volume_accuracy("shapes_volume", volumes=64) >= 0.97
 
 
 def margins(method: str) -> torch.Tensor:
