@@ -194,7 +194,8 @@ def match(output: dict[str, Tensor], scenes: Scenes) -> tuple[Tensor, ...]:
 
 def volume_loss(model: nn.Module, drawn: Volumes, _task: str) -> Tensor:
     """Return the cross-entropy with the classes of both objects, in equal shares."""
-    return -model(drawn.volumes).log_softmax(1).gather(1, drawn.shapes).mean()
+    log_p: Tensor = model(drawn.volumes).log_softmax(1)
+    return -log_p.gather(1, drawn.shapes).mean()
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {  # of the others: class_loss
@@ -388,7 +389,7 @@ def keypoint_errors(name: str, images: int = 1000) -> Tensor:
 def volume_accuracy(name: str, volumes: int = 1000) -> float:
     """Return the share of held-out volumes in which the classes of both objects are the highest outputs."""
     drawn = draw_volumes(volumes, seed=HELD_OUT)
-    found = torch.cat([saliency.load(name)(part) for part in drawn.volumes.split(BATCH)]).topk(2).indices
+    found = torch.cat([saliency.load(name)(part) for part in drawn.volumes.chunk(32)]).topk(2).indices
     return float((found.sort(1).values == drawn.shapes.sort(1).values).all(1).float().mean())
 
 

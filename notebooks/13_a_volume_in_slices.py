@@ -66,13 +66,13 @@ saliency.slices(covered, x)
 # `saliency.montage` draws slices side by side, on one scale of colours. The slice of the maximum is always one of them.
 
 # %%
-saliency.montage(relevance, x, count=24)
+saliency.montage(relevance, x, count=16)
 
 # %% [markdown]
 # The same volume, explained for the class of the other object. The map moves to it:
 
 # %%
-saliency.montage(saliency.LRP(model).attribute(x, other), x, count=24)
+saliency.montage(saliency.LRP(model).attribute(x, other), x, count=16)
 
 # %% [markdown]
 # A video is a volume whose first axis is time, so a montage shows its images in order. The other axes can be cut, too:

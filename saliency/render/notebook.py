@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 from PIL import Image
 
@@ -26,7 +27,8 @@ def notebook_png(explanation: Explanation) -> bytes | None:
     """
     try:
         if len(explanation.input_size) > 2:
-            return slices(explanation)._repr_png_()
+            drawing: Any = slices(explanation)
+            return cast("bytes", drawing._repr_png_())
         shown = [framed(one) for one in explanation[:MOST_ROWS]]
         image = overlay(shown[0], size=SIDE) if len(shown) == 1 else contact_sheet([[one] for one in shown])
         return encode(image, "PNG")

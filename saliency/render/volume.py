@@ -31,7 +31,7 @@ COLUMNS = 8  # most slices of a montage side by side
 HEAD = 0.25  # inches above a panel for its title
 BAR = 0.6  # inches for the title of the figure and its colour bar
 CROSS = (0.0, 0.9, 0.25)  # the colour of cross-hairs, which no default colour map has
-WINDOW = (1, 99)  # percentiles of the volume that are drawn in black and white
+WINDOW = (0.1, 99.9)  # percentiles of the volume that are drawn in black and white
 
 
 def slices(
@@ -51,7 +51,7 @@ def slices(
     Args:
         explanation: An explanation of one volume or video.
         volume: The volume below the map, in grey: (D, H, W), with any leading axes of length 1; or (3, D, H, W), in
-            colour. Values from the 1st to the 99th percentile are drawn from black to white. None draws the map alone.
+            colour. Percentile 0.1 is drawn in black, and 99.9 in white. None draws the map alone.
         at: The indices (d, h, w) of the slices; by default the voxel with the largest magnitude of the map.
         names: The names of the axes, such as ("axial", "coronal", "sagittal").
         spacing: The size of a voxel along each axis, in any unit; slices are drawn in these proportions.
