@@ -89,7 +89,7 @@ def measure(name: str, case: tuple[nn.Module, Tensor, Callable[[Any], Tensor], i
     """Print the rows of one detector."""
     model, x, scores, passes = case
     boxes = [saliency.box(index=index) for index in range(BOXES)]
-    methods = {"cam": saliency.GradCAM(model), "gradient": saliency.VanillaGradient(model)}
+    methods: dict[str, Any] = {"cam": saliency.GradCAM(model), "gradient": saliency.VanillaGradient(model)}
     methods |= {"d-rise": saliency.DRISE(model, passes=passes)}
     layers = tuple(str(methods["cam"].attribute(x, boxes[0]).layer).split(", "))
     contenders: dict[str, Callable[[], object]] = {}

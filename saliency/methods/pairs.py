@@ -12,8 +12,8 @@ from torch import Tensor
 from ..attribution.base import Attribution
 from ..attribution.explanation import Explanation
 from ..attribution.forward import at_least_float32
+from ..attribution.passes import chunk_size
 from ..engine.estimates import generator
-from ..engine.multi_pass import chunk_size
 from ..errors import MethodError, TargetError, plural
 from ..hooks.forward_args import bind_forward_args
 from ..hooks.model_state import prepared_for_attribution, run_model

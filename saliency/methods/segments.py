@@ -163,7 +163,6 @@ class SegmentAttribution(MultiPassAttribution):
     """
 
     units = "score per pixel"
-    sign = "signed"
 
     segments: ConvertedOption[SegmentsLike, ResolvedSegments] = ConvertedOption(SUPERPIXELS, resolve_segments)
     fill: FillOption = FillOption()

@@ -134,7 +134,7 @@ class Detections(NamedTuple):
             rows[0], boxes=torch.cat([row.boxes for row in rows]), scores=torch.cat(scores), objectness=objectness
         )
         parts, counts = (whole.boxes, whole.probabilities, whole.certainty), [len(row.boxes) for row in rows]
-        return cls(*(pad_sequence(torch.split(part, counts), True) for part in parts))
+        return cls(*(pad_sequence(list(torch.split(part, counts)), True) for part in parts))
 
     def similarity(self, boxes: Tensor, probabilities: Tensor) -> Tensor:
         """Return the highest product of IoU, probability of an object, and cosine of class probabilities, (N, T).

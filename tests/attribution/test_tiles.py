@@ -191,7 +191,7 @@ def test_an_explanation_in_tiles_is_saved(tmp_path: Path) -> None:
     ],
 )
 def test_one_sentence_for_what_tiles_cannot_do(
-    image: Tensor, target: Any, options: dict[str, int], error: type[Exception], match: str
+    image: Tensor, target: Any, options: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=match):
         saliency.VanillaGradient(PooledNet().double()).attribute(image, target, **options)
