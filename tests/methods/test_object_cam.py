@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -236,6 +236,9 @@ class PlainSearch:
         found = plain_similarity(self.box, self.own, plain_boxes(self.name, image))
         return found if self.order == "insertion" else -found
 
+    def rise(self, chosen: list[int], order: tuple[int, ...]) -> float:
+        return sum(self.score([*chosen, *order[: count + 1]]) for count in range(len(order)))
+
     def map(self, together: int, shortlist: int, share: float) -> Tensor:
         every = list(range(self.cells**2))
         chosen: list[int] = []
@@ -246,11 +249,8 @@ class PlainSearch:
             group = ranked[:1]
             if together > 1 and len(chosen) < share * len(every):
                 groups = itertools.combinations(sorted(ranked[:shortlist]), together)
-                best_group = max(groups, key=lambda own: self.score([*chosen, *own]))
-                orders: list[tuple[int, ...]] = list(itertools.permutations(best_group))
-                group = list(
-                    max(orders, key=lambda own: sum([self.score([*chosen, *own[: n + 1]]) for n in range(together)]))
-                )
+                strongest = max(groups, key=lambda own: self.score([*chosen, *own]))
+                group = list(max(itertools.permutations(strongest), key=partial(self.rise, chosen)))
             for patch in group:
                 chosen.append(patch)
                 best.append(max(best[-1], self.score(chosen)))
