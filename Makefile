@@ -49,7 +49,7 @@ help:
 	@echo "  make dist         build, check and try the wheel and the sdist"
 	@echo "  make sheet        draw the picture of the README again"
 	@echo "  make notebooks    run the notebooks and update their outputs"
-	@echo "  make zoo          check methods on 178 architectures, attention on 82, places on 20, volumes on 11 (slow; re-run to resume)"
+	@echo "  make zoo          check methods on 178 architectures, attention on 82, places on 20, volumes on 12 (slow; re-run to resume)"
 	@echo "  make fixtures     train the networks of saliency.testbed again (20 minutes)"
 	@echo "  make testbed      rank all methods on images where the right map is known (20 minutes; re-run to resume)"
 	@echo "  make benchmarks   measure speed and memory (slow; use an idle machine)"

@@ -56,6 +56,7 @@ KINDS: dict[str, Callable[[], Case]] = {
     "torchvision r3d_18": volume(lambda: videos.r3d_18(num_classes=5), *CLIP),
     "torchvision mc3_18": volume(lambda: videos.mc3_18(num_classes=5), *CLIP),
     "torchvision r2plus1d_18": volume(lambda: videos.r2plus1d_18(num_classes=5), *CLIP),
+    "torchvision s3d": volume(lambda: videos.s3d(num_classes=5), 3, 16, 224, 224),
     "torchvision MViT, as v2": volume(mvit, 3, 8, 64, 64),
     "torchvision swin3d_t": volume(lambda: videos.swin3d_t(num_classes=5), 3, 4, 32, 64),
 }
