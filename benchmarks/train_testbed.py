@@ -11,7 +11,8 @@ also predicts from each cell of the final grid the shape that covers it. A plain
 batch norms, which are then folded into its convolutions. The image tower of the two-tower network starts from the
 trained vision transformer.
 
-The networks of "several" see images in which objects are left out at random.
+The networks of "several" see images in which objects are left out at random. The target of the network for volumes is
+half the one class and half the other, as in "two_objects".
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from torchvision.ops import batched_nms, box_convert, box_iou, generalized_box_i
 
 import saliency
 from saliency import DualEncoder
-from saliency.testbed import CLASSES, COLOURS, DISTRACTORS, TASKS, Scenes, Task, draw_scenes
+from saliency.testbed import CLASSES, COLOURS, DISTRACTORS, TASKS, Scenes, Task, Volumes, draw_scenes, draw_volumes
 from saliency.testbed.networks import NETWORKS, Tokenizer, TwoTower, weights_file
 from saliency.testbed.object_networks import OBJECTS, QueryDetector
 from saliency.testbed.shapes import SIZE
 
 SHAPES = CLASSES + DISTRACTORS
 CLASSIFIED: tuple[Task, ...] = ("planted", "two_objects")
-SCHEDULES: dict[str, tuple[int, float, tuple[Task, ...]]] = {  # steps, rate, tasks
+SCHEDULES: dict[str, tuple[int, float, tuple[Any, ...]]] = {  # steps, rate, tasks
     "shapes_cnn": (600, 1e-2, (*CLASSIFIED, "sizes")),
     "shapes_resnet": (600, 1e-2, (*CLASSIFIED, "sizes")),
     "shapes_shortcut": (300, 1e-2, ("shortcut",)),
@@ -52,6 +53,7 @@ SCHEDULES: dict[str, tuple[int, float, tuple[Task, ...]]] = {  # steps, rate, ta
     "shapes_detector": (900, 1e-2, ("several",)),
     "shapes_queries": (1200, 2e-3, ("several",)),
     "shapes_keypoints": (250, 1e-2, ("corners",)),
+    "shapes_volume": (800, 1e-2, ("volumes",)),
 }
 BATCH = 32
 HEAD = ("head.weight", "head.bias")
@@ -190,6 +192,12 @@ def match(output: dict[str, Tensor], scenes: Scenes) -> tuple[Tensor, ...]:
     return torch.cat(matches, 1).unbind()
 
 
+def volume_loss(model: nn.Module, drawn: Volumes, _task: str) -> Tensor:
+    """Return the cross-entropy with the classes of both objects, in equal shares."""
+    log_p: Tensor = model(drawn.volumes).log_softmax(1)
+    return -log_p.gather(1, drawn.shapes).mean()
+
+
 LOSSES: dict[str, Callable[..., Tensor]] = {  # of the others: class_loss
     "shapes_order": weight_loss,
     "shapes_two_tower": caption_loss,
@@ -198,12 +206,15 @@ LOSSES: dict[str, Callable[..., Tensor]] = {  # of the others: class_loss
     "shapes_detector": candidate_loss,
     "shapes_queries": query_loss,
     "shapes_keypoints": keypoint_loss,
+    "shapes_volume": volume_loss,
 }
 
 
-def token_labels(scenes: Scenes) -> Tensor:
-    """Return the share of each shape, and of the background, in the 8 x 8 patches of each image: (N, 64, 9)."""
-    shares = F.avg_pool2d(scenes.masks.float(), 8).flatten(2).transpose(1, 2)  # (N, 64, K)
+def token_labels(scenes: Scenes | Volumes) -> Tensor:
+    """Return the share of each shape, and of the background, in the cells of the final grid: (N, cells, 9)."""
+    masks = scenes.masks.float()
+    pooled = F.avg_pool2d(masks, 8) if masks.dim() == 4 else F.avg_pool3d(masks, 4)
+    shares = pooled.flatten(2).transpose(1, 2)  # (N, cells, K)
     labels = torch.zeros(*shares.shape[:2], len(SHAPES) + 1)
     labels[..., -1] = 1 - shares.sum(2)
     return labels.scatter_add(2, scenes.shapes[:, None].expand_as(shares), shares)
@@ -236,13 +247,19 @@ def train(
         [*model.parameters(), *labeller.parameters()], rate, betas=(0.9, 0.98), weight_decay=0.05
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, steps, pct_start=0.15)
+    factor, weights = 2, torch.ones(len(SHAPES) + 1)
+    if is_volume := tasks == ("volumes",):  # objects cover 2 % of a volume
+        factor, weights[-1] = 20, 0.05
     for step in range(steps):
         task = tasks[step % len(tasks)]
-        scenes = draw_scenes(BATCH, seed=step, task=task, **options)
+        scenes: Any = (
+            draw_volumes(BATCH // 2, seed=step) if is_volume else draw_scenes(BATCH, seed=step, task=task, **options)
+        )
         scenes = CHANGES.get(task, lambda same: same)(scenes)
         loss = loss_of(model, scenes, task)
-        patches = labeller(final.pop()).flatten(1, -2)[:, -64:]  # without class and register tokens
-        loss = loss + 2 * F.cross_entropy(patches.flatten(0, 1), token_labels(scenes).flatten(0, 1))
+        labels = token_labels(scenes)
+        patches = labeller(final.pop()).flatten(1, -2)[:, -labels.shape[1] :]  # without class and register tokens
+        loss = loss + factor * F.cross_entropy(patches.flatten(0, 1), labels.flatten(0, 1), weights)
         optimiser.zero_grad()
         torch.autograd.backward(loss)
         optimiser.step()
@@ -368,6 +385,14 @@ def keypoint_errors(name: str, images: int = 1000) -> Tensor:
     return distances
 
 
+@torch.no_grad()
+def volume_accuracy(name: str, volumes: int = 1000) -> float:
+    """Return the share of held-out volumes in which the classes of both objects are the highest outputs."""
+    drawn = draw_volumes(volumes, seed=HELD_OUT)
+    found = torch.cat([saliency.load(name)(part) for part in drawn.volumes.chunk(32)]).topk(2).indices
+    return float((found.sort(1).values == drawn.shapes.sort(1).values).all(1).float().mean())
+
+
 def quality(name: str, task: Task, images: int = 1000) -> str:
     if name == "shapes_keypoints":
         return f"{100 * (keypoint_errors(name, images) < 4).float().mean():.1f} % within 4 pixels"
@@ -375,6 +400,8 @@ def quality(name: str, task: Task, images: int = 1000) -> str:
         return f"mean IoU {mean_iou(name, images):.3f}"
     if name in ("shapes_detector", "shapes_queries"):
         return "recall {:.1%}, precision {:.1%}".format(*detection_scores(name, images))
+    if name == "shapes_volume":
+        return f"{100 * volume_accuracy(name, images):.1f} %"
     return f"{task} {100 * accuracy(name, task, images):.1f} %"
 
 

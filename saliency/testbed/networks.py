@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..errors import TargetError, optional_import
 from .object_networks import OBJECTS, Detector, QueryDetector, UNet, keypoint_network
 from .shapes import CLASSES, COLOURS, DISTRACTORS, KEYPOINTS, SIZE
+from .volumes import SOLIDS
 
 _WORDS = ("a", *COLOURS, *CLASSES, *DISTRACTORS, "left", "right", "of", "above", "below")
 _TOKENS = ("<pad>", "<start>", *_WORDS, "<end>")
@@ -166,6 +167,18 @@ def cnn(outputs: int = len(CLASSES), *, hidden: int = 0) -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers))
 
 
+def volume_cnn(outputs: int = len(SOLIDS)) -> nn.Sequential:
+    """Return a plain network for volumes (N, 1, D, H, W), with a final grid of (D / 4, H / 4, W / 4)."""
+    features = nn.Sequential(
+        *(nn.Conv3d(1, 16, 5, 2, 2), nn.ReLU()),
+        *(nn.Conv3d(16, 32, 3, 1, 1), nn.ReLU(), nn.MaxPool3d(2)),
+        *(nn.Conv3d(32, 64, 3, 1, 1), nn.ReLU()),
+        *(nn.Conv3d(64, 64, 3, 1, 1), nn.ReLU()),
+    )
+    head = {"pool": nn.AdaptiveAvgPool3d(1), "flatten": nn.Flatten(), "head": nn.Linear(64, outputs)}
+    return nn.Sequential(OrderedDict({"features": features} | head))
+
+
 class Residual(nn.Module):
     """Two convolutions with batch norms and a shortcut, as in ResNet-18, with the names of torchvision.
 
@@ -208,6 +221,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "shapes_detector": Detector,
     "shapes_queries": QueryDetector,
     "shapes_keypoints": keypoint_network,
+    "shapes_volume": volume_cnn,
 }
 CATEGORIES = {  # of the others: CLASSES
     "shapes_xor": ("same", "different"),
@@ -217,6 +231,7 @@ CATEGORIES = {  # of the others: CLASSES
     "shapes_detector": OBJECTS,
     "shapes_queries": OBJECTS,
     "shapes_keypoints": KEYPOINTS,
+    "shapes_volume": SOLIDS,
 }
 
 

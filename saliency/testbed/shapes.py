@@ -123,7 +123,7 @@ def draw_scenes(
     random = torch.Generator("cpu").manual_seed(seed)
     kinds, labels, importance = _draw_objects(task, count, random)
     objects = kinds.shape[1]
-    hues = torch.cat([_draw_pairs(count, len(COLOURS), random) for _ in range(0, objects, 2)], 1)[:, :objects]
+    hues = torch.cat([draw_pairs(count, len(COLOURS), random) for _ in range(0, objects, 2)], 1)[:, :objects]
     radii = torch.full(kinds.shape, _RADIUS, device="cpu", dtype=torch.float32)
     if task == "sizes":
         large = torch.randint(2, kinds.shape, generator=random, device="cpu")
@@ -159,7 +159,7 @@ def _draw_objects(task: Task, count: int, random: torch.Generator) -> tuple[Tens
         if task == "corners":
             kinds[:, 0] = _NAMES.index("triangle")
         return kinds, kinds[:, 0], torch.tensor([1, 0, 0, 0], device="cpu").expand(count, -1)
-    kinds = _draw_pairs(count, len(CLASSES), random)
+    kinds = draw_pairs(count, len(CLASSES), random)
     if task != "two_objects":
         kinds[:, 1] = _draw_distractors((count,), random)
     return kinds, kinds[:, 0], torch.tensor([1, 0], device="cpu").expand(count, -1)
@@ -169,7 +169,7 @@ def _draw_distractors(shape: tuple[int, ...], random: torch.Generator) -> Tensor
     return torch.randint(len(CLASSES), len(_NAMES), shape, generator=random, device="cpu")
 
 
-def _draw_pairs(count: int, choices: int, random: torch.Generator) -> Tensor:
+def draw_pairs(count: int, choices: int, random: torch.Generator) -> Tensor:
     """Return two different choices for each image, (N, 2)."""
     first = torch.randint(choices, (count,), generator=random, device="cpu")
     step = torch.randint(1, choices, (count,), generator=random, device="cpu")
