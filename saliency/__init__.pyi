@@ -136,6 +136,8 @@ from .render.overlay import cutout as cutout
 from .render.overlay import overlay as overlay
 from .render.scaling import shared_limit as shared_limit
 from .render.sheet import contact_sheet as contact_sheet
+from .render.volume import montage as montage
+from .render.volume import slices as slices
 from .targets.box import box as box
 from .targets.candidates import Candidates as Candidates
 from .targets.embedding import similarity as similarity

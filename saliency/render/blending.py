@@ -75,7 +75,7 @@ def color_table(name: str, centred: bool = False) -> Pixels:
 class ScaledMap:
     """Map of one image, scaled from its floor to its limit: -1..1 if it is signed, else 0..1."""
 
-    values: Plane  # (h, w)
+    values: Plane  # (h, w), or (d, h, w) of a volume
     sign: Sign
     floor: float  # the map value without colour, in the map's units: 0, or the minimum of a positive map
     limit: float  # the map value at full colour
@@ -108,6 +108,8 @@ def require_one(explanation: Explanation, name: str) -> None:
 
 def frame_of(explanation: Explanation, image: ImageLike | None = None) -> Frame:
     """Return the frame to draw on: the explanation's own, or `image` at the saved box; without a box, all of it."""
+    if len(explanation.input_size) > 2:
+        raise RenderError("the map is of a volume or video; draw it by slices(explanation, volume) or montage")
     if image is not None:
         saved = explanation.boxes[0] if explanation.boxes else None
         image = drawable(open_image(image), saved.range if saved else None)

@@ -118,13 +118,14 @@ def figure(
         has_one_class, titles = len({one.target_names[0] for one in group}) == 1, method_titles(group)
         for axes, number in zip(panels, range(start, 1 + len(group)), strict=False):
             if number == 0:
-                _show(axes, frame.image, [_class_title(group[0])] if has_one_class else [])
+                _show(axes, frame.image, [class_title(group[0])] if has_one_class else [])
                 continue
             explanation = group[number - 1]
             scaled = scale_map(explanation, limit=limit, smoothing=smoothing)
-            names = [titles[number - 1], *([] if has_one_class else [_class_title(explanation)])]
+            names = [titles[number - 1], *([] if has_one_class else [class_title(explanation)])]
             _show(axes, paint(frame, scaled, colormap, opacity), names)
-            _add_bar(drawing, axes, scaled, colormap, label or explanation.units)
+            below = axes.inset_axes((0.0, -0.07, 1.0, 0.035))
+            add_bar(drawing, scaled, colormap, label or explanation.units, cax=below, orientation="horizontal")
     return drawing
 
 
@@ -146,7 +147,8 @@ def _print_frame(explanation: Explanation) -> Frame:
     return shrink(frame, longest) if max(frame.image.size) > longest else frame
 
 
-def _class_title(explanation: Explanation) -> str:
+def class_title(explanation: Explanation) -> str:
+    """Return the class of one image with its probability, in at most two lines."""
     name = textwrap.wrap(explanation.target_names[0], NAME, max_lines=2, placeholder="…")
     return " ".join(["\n".join(name), *probability(explanation)])
 
@@ -165,8 +167,8 @@ def _show(axes: Axes, image: Image.Image, names: Sequence[str]) -> None:
     axes.set_title("\n".join(names), fontsize=TITLE_SIZE, pad=4, parse_math=False)
 
 
-def _add_bar(drawing: Figure, axes: Axes, scaled: ScaledMap, colormap: str | None, label: str) -> None:
-    """Add a horizontal bar below a panel, as wide as its image."""
+def add_bar(drawing: Figure, scaled: ScaledMap, colormap: str | None, label: str, **where: Any) -> None:
+    """Add the horizontal colour bar of a map, at a place that `Figure.colorbar` takes."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
     from matplotlib.ticker import MaxNLocator
@@ -176,10 +178,7 @@ def _add_bar(drawing: Figure, axes: Axes, scaled: ScaledMap, colormap: str | Non
     colors = scaled.colors(colormap)[int(is_signed) :]
     scale = ScalarMappable(Normalize(-limit if is_signed else scaled.floor, limit), ListedColormap(colors / 255))
     extend = ("both" if is_signed else "max") if scaled.is_saturated else "neither"
-    bar_axes = axes.inset_axes((0.0, -0.07, 1.0, 0.035))
-    bar = drawing.colorbar(
-        scale, cax=bar_axes, extend=extend, format="%.3g", orientation="horizontal", ticks=MaxNLocator(3)
-    )
+    bar = drawing.colorbar(scale, extend=extend, format="%.3g", ticks=MaxNLocator(3), **where)
     label = textwrap.fill(label, LABEL) + ("" if scaled.outliers is None else f"\n{HATCHED}")
     bar.set_label(label, fontsize=TEXT_SIZE, labelpad=1, parse_math=False)
     bar.ax.tick_params(labelsize=TEXT_SIZE, length=2, pad=1)

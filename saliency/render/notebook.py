@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 from PIL import Image
 
@@ -11,17 +12,23 @@ from ..io.inputs import encode
 from ..io.preprocess import Frame
 from .overlay import overlay
 from .sheet import contact_sheet
+from .volume import slices
 
 SIDE = 480  # longest edge of an overlay, in pixels
 MOST_ROWS = 8  # images of a batch that are shown
 
 
 def notebook_png(explanation: Explanation) -> bytes | None:
-    """Return a PNG of the overlay, or of a contact sheet for several images; None if it cannot be drawn.
+    """Return a PNG of the overlay, of a contact sheet for several images, or of the slices of one volume.
+
+    It is None if it cannot be drawn, as for several volumes.
 
     For an image given as a tensor, the map is drawn on white. A notebook that gets None shows the text.
     """
     try:
+        if len(explanation.input_size) > 2:
+            drawing: Any = slices(explanation)
+            return cast("bytes", drawing._repr_png_())
         shown = [framed(one) for one in explanation[:MOST_ROWS]]
         image = overlay(shown[0], size=SIDE) if len(shown) == 1 else contact_sheet([[one] for one in shown])
         return encode(image, "PNG")

@@ -97,8 +97,8 @@ def overlay(
     """
     drawn: list[Image.Image] = []
     for one in single_images(explanations, "overlay"):
-        scaled = scale_map(one, sign, percentile, limit, smoothing)
         frame = frame_of(one, image)
+        scaled = scale_map(one, sign, percentile, limit, smoothing)
         frame = frame if size is None else shrink(frame, check_integer("size", size, least=1, error=RenderError))
         drawn.append(paint(frame, scaled, colormap, opacity, _visibility(one, sign, min_significance), contours))
     return drawn[0] if isinstance(explanations, Explanation) and len(drawn) == 1 else drawn

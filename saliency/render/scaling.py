@@ -25,13 +25,7 @@ LEAST_SIGMA = 0.3  # cells; a narrower Gaussian takes less than 1 % from the nei
 
 
 def drawn_maps(explanation: Explanation, sign: Sign | None) -> Tensor:
-    """Return the maps to draw, (N, h, w): as `reduced_maps`, but zero at outliers, which are not evidence.
-
-    Raises:
-        RenderError: The explanation is of a volume or video.
-    """
-    if explanation.values.dim() > 4:
-        raise RenderError("the map of a volume or video is no picture; draw slices of saliency.heatmap(explanation)")
+    """Return the maps to draw, (N, h, w): as `reduced_maps`, but zero at outliers, which are not evidence."""
     maps = reduced_maps(explanation, sign)
     return maps if explanation.outliers is None else maps.masked_fill(explanation.outliers, 0)
 
@@ -65,9 +59,9 @@ def shared_limit(
 
 
 def smoothed(maps: Tensor, smoothing: float) -> Tensor:
-    """Average maps (N, h, w) with a Gaussian whose standard deviation is `smoothing` times their longer edge.
+    """Average maps with a Gaussian whose standard deviation is `smoothing` times their longer edge.
 
-    Maps with cells larger than the Gaussian are returned unchanged.
+    They are (N, h, w), or (N, d, h, w) of volumes. Maps with cells larger than the Gaussian are returned unchanged.
 
     Raises:
         RenderError: The smoothing is not between 0 and 0.1.
@@ -77,8 +71,9 @@ def smoothed(maps: Tensor, smoothing: float) -> Tensor:
     sigma = smoothing * max(maps.shape[1:])
     if sigma < LEAST_SIGMA:
         return maps
-    rows, columns = (_gaussian(length, sigma, maps) for length in maps.shape[1:])
-    return rows @ maps @ columns.T
+    for axis in range(1, maps.dim()):
+        maps = (maps.movedim(axis, -1) @ _gaussian(maps.shape[axis], sigma, maps).T).movedim(-1, axis)
+    return maps
 
 
 def _gaussian(length: int, sigma: float, like: Tensor) -> Tensor:

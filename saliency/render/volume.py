@@ -1,0 +1,195 @@
+"""Matplotlib figures of volumes and videos: slices through the maximum of the map, and a montage along an axis."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from ..attribution.explanation import Explanation
+from ..attribution.heatmap import heatmap, resized
+from ..errors import RenderError, plural
+from ..io.preprocess import Frame
+from ..validation import check_choice, check_integer
+from .blending import Opacity, paint, scale_map
+from .figure import TITLE_SIZE, WIDTH, add_bar, class_title, new_figure
+from .scaling import SMOOTHING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+AXES = ("depth", "height", "width")
+COLUMNS = 8  # most slices of a montage side by side
+HEAD = 0.25  # inches above a panel for its title
+BAR = 0.6  # inches for the title of the figure and its colour bar
+CROSS = (0.0, 0.9, 0.25)  # the colour of cross-hairs, which no default colour map has
+WINDOW = (0.1, 99.9)  # percentiles of the volume that are drawn in black and white
+
+
+def slices(
+    explanation: Explanation,
+    volume: Any = None,
+    *,
+    at: Sequence[int] | None = None,
+    names: Sequence[str] = AXES,
+    spacing: Sequence[float] = (1.0, 1.0, 1.0),
+    colormap: str | None = None,
+) -> Figure:
+    """Draw three slices of a volume, one along each axis, that meet in the maximum of its map.
+
+    All slices have one scale of colours, and one colour bar in the map's units. Thin lines mark where the other two
+    slices are. Slices are counted from 0, as indices are.
+
+    Args:
+        explanation: An explanation of one volume or video.
+        volume: The volume below the map, in grey: (D, H, W), with any leading axes of length 1; or (3, D, H, W), in
+            colour. Percentile 0.1 is drawn in black, and 99.9 in white. None draws the map alone.
+        at: The indices (d, h, w) of the slices; by default the voxel with the largest magnitude of the map.
+        names: The names of the axes, such as ("axial", "coronal", "sagittal").
+        spacing: The size of a voxel along each axis, in any unit; slices are drawn in these proportions.
+        colormap: As in `overlay`.
+
+    Returns:
+        A matplotlib Figure, as of `figure`.
+
+    Raises:
+        NonFiniteError: A value is NaN or infinite.
+        RenderError: The explanation is of several volumes or of an image, the volume has another shape, or an option is
+            invalid.
+
+    Warns:
+        SaliencyWarning: The map is nearly even, or below the rounding error, and is drawn as zero.
+    """
+    drawn = _DrawnVolume(explanation, volume, spacing, colormap)
+    point = [int(index) for index in (drawn.peak if at is None else at)]
+    if len(point) != 3 or any(index not in range(length) for index, length in zip(point, drawn.shape, strict=True)):
+        raise RenderError(f"at={at!r} is not one index for each axis of a volume of {drawn.shape}")
+    edges = [_other_axes(axis) for axis in range(3)]
+    widths = [drawn.size[columns] for _, columns in edges]
+    tallest = max(drawn.size[rows] for rows, _ in edges)
+    drawing = new_figure(WIDTH, WIDTH * tallest / sum(widths) + HEAD + BAR, crop="tight")
+    panels = drawing.subplots(1, 3, width_ratios=widths)
+    for axis, (axes, (rows, columns)) in enumerate(zip(panels, edges, strict=True)):
+        drawn.show(axes, axis, point[axis], f"{names[axis]}, ")
+        axes.axhline(point[rows], color=CROSS, linewidth=0.8)
+        axes.axvline(point[columns], color=CROSS, linewidth=0.8)
+    return drawn.finish(drawing, panels)
+
+
+def montage(
+    explanation: Explanation,
+    volume: Any = None,
+    *,
+    axis: int = 0,
+    count: int = 16,
+    spacing: Sequence[float] = (1.0, 1.0, 1.0),
+    colormap: str | None = None,
+) -> Figure:
+    """Draw slices of a volume side by side, evenly spaced along an axis; for a video, images in the order of time.
+
+    One of them is the slice with the maximum of the map. The scale, the bar and the counting are those of `slices`.
+
+    Args:
+        explanation: As in `slices`.
+        volume: As in `slices`.
+        axis: The axis: 0 for depth or time, 1 for height, 2 for width.
+        count: The most slices to draw.
+        spacing: As in `slices`.
+        colormap: As in `overlay`.
+
+    Returns:
+        A matplotlib Figure, as of `figure`.
+
+    Raises:
+        NonFiniteError: A value is NaN or infinite.
+        RenderError: As for `slices`.
+
+    Warns:
+        SaliencyWarning: As for `slices`.
+    """
+    drawn = _DrawnVolume(explanation, volume, spacing, colormap)
+    length = drawn.shape[check_choice("axis", axis, (0, 1, 2), error=RenderError)]
+    count = min(length, check_integer("count", count, error=RenderError))
+    places = ((np.arange(count) + 0.5) * length / count).astype(int)
+    peak = int(drawn.peak[axis])
+    places[np.abs(places - peak).argmin()] = peak
+    rows, columns = _other_axes(axis)
+    across = math.ceil(count / math.ceil(count / COLUMNS))
+    down = math.ceil(count / across)
+    tall = WIDTH / across * drawn.size[rows] / drawn.size[columns]
+    drawing = new_figure(WIDTH, down * (tall + HEAD) + BAR, crop="tight")
+    panels = drawing.subplots(down, across, squeeze=False)
+    for axes, place in itertools.zip_longest(panels.flat, places.tolist()):
+        axes.set_axis_off()
+        if place is not None:
+            drawn.show(axes, axis, place)
+    return drawn.finish(drawing, panels)
+
+
+class _DrawnVolume:
+    """The map of one volume on one scale, and the pixels below it."""
+
+    def __init__(self, explanation: Explanation, volume: Any, spacing: Sequence[float], colormap: str | None) -> None:
+        self.explanation, self.colormap, self.spacing = explanation, colormap, spacing
+        self.shape = explanation.input_size
+        if len(self.shape) != 3 or len(explanation) != 1:
+            got = f"{plural(len(explanation), 'explanation')} of inputs of {' x '.join(map(str, self.shape))}"
+            raise RenderError(f"slices and montage draw one volume or video; got {got}; draw images with overlay")
+        if len(spacing) != 3 or min(spacing) <= 0:
+            raise RenderError(f"spacing={spacing!r} is not the size of a voxel along three axes")
+        self.size = [length * step for length, step in zip(self.shape, spacing, strict=True)]
+        self.scaled = scale_map(explanation, smoothing=SMOOTHING)
+        self.values = resized(torch.from_numpy(self.scaled.values)[None], self.shape)[0].numpy()
+        self.peak = torch.unravel_index(heatmap(explanation).abs().argmax(), self.shape)  # of the map without clipping
+        self.pixels = np.full((*self.shape, 3), 255, np.uint8) if volume is None else _as_pixels(volume, self.shape)
+        self.opacity: Opacity = 1.0 if volume is None else "map"
+
+    def show(self, axes: Axes, axis: int, index: int, name: str = "") -> None:
+        """Draw the slice with an index along an axis, with its title."""
+        rows, columns = _other_axes(axis)
+        image = Image.fromarray(self.pixels.take(index, axis))
+        frame = Frame(image, (0.0, 0.0, float(image.width), float(image.height)))
+        scaled = replace(self.scaled, values=self.values.take(index, axis))
+        drawn = paint(frame, scaled, self.colormap, self.opacity)
+        axes.imshow(drawn, aspect=self.spacing[rows] / self.spacing[columns])
+        axes.set_title(f"{name}slice {index} of {self.shape[axis]}", fontsize=TITLE_SIZE, pad=4, parse_math=False)
+        axes.set_axis_off()
+        axes.set_anchor("N")
+
+    def finish(self, drawing: Figure, panels: Any) -> Figure:
+        """Add the title and the colour bar."""
+        title = f"{self.explanation.title}, {class_title(self.explanation)}"
+        drawing.suptitle(title, fontsize=TITLE_SIZE + 2, parse_math=False)
+        where = {"ax": panels, "location": "bottom", "shrink": 0.4, "aspect": 40, "pad": 0.02, "panchor": False}
+        add_bar(drawing, self.scaled, self.colormap, self.explanation.units, **where)
+        return drawing
+
+
+def _other_axes(axis: int) -> list[int]:
+    """Return the axes of the rows and the columns of a slice along an axis."""
+    return [each for each in range(3) if each != axis]
+
+
+def _as_pixels(volume: Any, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Return a volume (D, H, W) in grey, or (3, D, H, W) in its colours: (D, H, W, 3).
+
+    Raises:
+        RenderError: The volume has another shape.
+    """
+    values = torch.as_tensor(volume, device="cpu").detach().double().numpy()
+    while values.ndim > 3 and len(values) == 1:
+        values = values[0]
+    colors = values.shape[: values.ndim - 3]
+    if values.shape[values.ndim - 3 :] != shape or colors not in ((), (3,)):
+        raise RenderError(f"the volume has the shape {values.shape}; expected {shape} in grey, or (3, ...) in colour")
+    low, high = np.percentile(values, WINDOW)
+    grey = (255 * np.clip((values - low) / max(high - low, 1e-12), 0, 1)).round().astype(np.uint8)
+    return np.moveaxis(np.broadcast_to(grey, (3, *shape)), 0, -1)
