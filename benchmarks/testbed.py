@@ -5,6 +5,7 @@
     python -m benchmarks.testbed distractor      print the table of docs/transformers.md, or its rows of some methods
     python -m benchmarks.testbed gamma           print the table of docs/transformers.md on the gamma of AttnLRP
     python -m benchmarks.testbed objects         measure boxes, regions and joints: results/testbed_objects.md
+    python -m benchmarks.testbed volumes         measure volumes: results/testbed_volumes.md
 
 One process on each core shares the work. The values of each image are kept in build/testbed; delete this folder, or the
 rows of some methods, to measure again.
@@ -17,7 +18,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from multiprocessing import get_context
@@ -42,10 +43,9 @@ from saliency.evaluation.metrics.localisation import (
     RelevanceRank,
     RocAuc,
 )
-from saliency.testbed import Scenes, Task, draw_scenes
+from saliency.testbed import Scenes, Task, draw_scenes, draw_volumes
 
 RESULTS = Path(__file__).parent / "results" / "testbed.md"
-OBJECT_RESULTS = RESULTS.with_name("testbed_objects.md")
 PROGRESS = Path(__file__).parents[1] / "build" / "testbed"
 IMAGES = 50
 SLOW_IMAGES = 20
@@ -672,6 +672,18 @@ minus the share on another object: of the same class, or for joints any other. M
 with standard errors. Bold means are not above two of them.
 """
 OBJECT_NETWORKS = ("shapes_detector", "shapes_queries", "shapes_unet", "shapes_keypoints")
+VOLUMES_HEAD = """# Volumes
+
+Written by `python -m benchmarks.testbed volumes`. The share of the positive part of the map of a class on the object of
+this class, minus the share on the object of another class. Means over 50 volumes, or 20 if slow, with standard errors.
+Bold means are not above two of them.
+"""
+VOLUME_OPTIONS: dict[str, dict[str, Any]] = {  # of the others: SLOW
+    **{key: {"segments": (4, 4, 4), "passes": 256} for key in ("lime", "kernel_shap", "shapley_sampling")},
+    **{key: {"grid": 4, "passes": 256} for key in ("sobol", "hsic")},
+    "feature_ablation": {"segments": (6, 8, 8)},
+}
+TABLES = {"objects": (OBJECTS_HEAD, OBJECT_NETWORKS), "volumes": (VOLUMES_HEAD, ("shapes_volume",))}
 
 
 def object_targets(network: str, scenes: Scenes) -> list[Any]:
@@ -684,28 +696,33 @@ def object_targets(network: str, scenes: Scenes) -> list[Any]:
     return [saliency.box(box=own, cls=cls) for own, cls in zip(scenes.boxes[:, 0].tolist(), labels, strict=True)]
 
 
-def object_margins(method: str, network: str, count: int = IMAGES) -> Tensor:
+def object_margins(method: str, network: str, count: int = IMAGES, **options: Any) -> Tensor:
     """Return the energy of each map on the explained object, minus the energy on the second object: (N,).
 
-    The second object is of the same class, but for joints.
+    The second object is of the same class, but for joints and in volumes. By default, slow methods get fewer passes.
 
     Raises:
         SaliencyError: The method does not apply to the network.
     """
-    scenes = scenes_of("corners" if network == "shapes_keypoints" else "several", count)
-    options = SLOW.get(method, {})
-    maps = maps_of(method, saliency.load(network), scenes, [object_targets(network, scenes)], **options)
-    own, other = (energy(maps, scenes.masks[:, at])[0] for at in range(2))
+    model, options = saliency.load(network), options or SLOW.get(method, {})
+    if network == "shapes_volume":
+        drawn, options = draw_volumes(count, seed=HELD_OUT), VOLUME_OPTIONS.get(method, {}) | options
+        found = METHODS[method](model, **options).attribute(drawn.volumes, drawn.labels.tolist())
+        maps, masks = saliency.heatmap(found).double().flatten(1, 2)[None], drawn.masks.flatten(2, 3)
+    else:
+        scenes = scenes_of("corners" if network == "shapes_keypoints" else "several", count)
+        maps, masks = maps_of(method, model, scenes, [object_targets(network, scenes)], **options), scenes.masks
+    own, other = (energy(maps, masks[:, at])[0] for at in range(2))
     return (own - other).double()
 
 
-def measure_objects(method: str) -> None:
-    """Measure a method on all networks that find objects, and keep the values."""
-    file = PROGRESS / "objects" / f"{method}.json"
+def measure_objects(method: str, table: str) -> None:
+    """Measure a method on all networks of a table, and keep the values."""
+    file = PROGRESS / table / f"{method}.json"
     if file.exists():
         return
     rows: dict[str, Any] = {}
-    for network in OBJECT_NETWORKS:
+    for network in TABLES[table][1]:
         try:
             rows[network] = object_margins(method, network, SLOW_IMAGES if method in SLOW else IMAGES).tolist()
         except SaliencyError as refusal:
@@ -714,26 +731,29 @@ def measure_objects(method: str) -> None:
     file.write_text(json.dumps(rows))
 
 
-def objects_table(methods: Iterable[str]) -> str:
+def object_rows(methods: Iterable[str], table: str) -> dict[str, Any]:
+    """Return the stored margins of methods, or why they do not apply, by network."""
+    return {method: json.loads((PROGRESS / table / f"{method}.json").read_text()) for method in methods}
+
+
+def objects_table(rows: Mapping[str, Any], networks: Sequence[str]) -> str:
     """Return the table of the margins, with their standard errors; those within two standard errors of 0 are bold."""
-    lines = [f"| method | {' | '.join(f'`{network}`' for network in OBJECT_NETWORKS)} |", "|---" * 5 + "|"]
-    for method in methods:
-        rows = json.loads((PROGRESS / "objects" / f"{method}.json").read_text())
-        cells = [object_cell(rows[network]) for network in OBJECT_NETWORKS]
-        lines.append(f"| {label(method)} | {' | '.join(cells)} |")
+    lines = [f"| method | {' | '.join(f'`{network}`' for network in networks)} |", "|---" * (1 + len(networks)) + "|"]
+    for method, own in rows.items():
+        lines.append(f"| {label(method)} | {' | '.join(object_cell(own[network]) for network in networks)} |")
     return "\n".join(lines)
 
 
-def objects_report(methods: Iterable[str]) -> str:
+def objects_report(rows: Mapping[str, Any], table: str) -> str:
     """Return the results of all methods, with the reasons why some do not apply."""
-    rows = {method: json.loads((PROGRESS / "objects" / f"{method}.json").read_text()) for method in methods}
+    head, networks = TABLES[table]
     reasons = dict.fromkeys(
         f"- `{network}`, {label(method)}: {own[network]}"
         for method, own in rows.items()
-        for network in OBJECT_NETWORKS
+        for network in networks
         if isinstance(own[network], str)
     )
-    return "\n".join([OBJECTS_HEAD, objects_table(rows), "\n## Refused\n", *reasons, ""])
+    return "\n".join([head, objects_table(rows, networks), "\n## Refused\n", *reasons, ""])
 
 
 def object_cell(values: list[float] | str) -> str:
@@ -755,14 +775,15 @@ def main(parts_of_names: list[str]) -> None:
     if parts_of_names == ["gamma"]:
         print_gamma_table()
         return
-    if parts_of_names[:1] == ["objects"]:
-        methods = parts_of_names[1:] or list(METHODS)
-        for method in methods:
-            measure_objects(method)
-        if methods == list(METHODS):
-            OBJECT_RESULTS.write_text(objects_report(methods))
+    if parts_of_names and parts_of_names[0] in TABLES:
+        table, *some = parts_of_names
+        for method in some or METHODS:
+            measure_objects(method, table)
+        rows = object_rows(some or METHODS, table)
+        if some:
+            print(objects_table(rows, TABLES[table][1]))
         else:
-            print(objects_table(methods))
+            RESULTS.with_name(f"testbed_{table}.md").write_text(objects_report(rows, table))
         return
     every = (*CONVOLUTIONAL, *TRANSFORMERS)
     cases = [case for case in every if any(part in str(case) for part in parts_of_names or [""])]
