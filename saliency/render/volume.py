@@ -184,7 +184,7 @@ def _as_pixels(volume: Any, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     Raises:
         RenderError: The volume has another shape.
     """
-    values = torch.as_tensor(volume).detach().cpu().double().numpy()
+    values = torch.as_tensor(volume, device="cpu").detach().double().numpy()
     while values.ndim > 3 and len(values) == 1:
         values = values[0]
     colors = values.shape[: values.ndim - 3]
