@@ -107,7 +107,6 @@ def require_one(explanation: Explanation, name: str) -> None:
 
 
 def frame_of(explanation: Explanation, image: ImageLike | None = None) -> Frame:
-<<<<<<< HEAD
     """Return the frame to draw on: the explanation's own, or `image` with the map at the same position.
 
     If `image` is another copy of the explained image, in any size, the map keeps its position on it. Otherwise it
@@ -116,11 +115,6 @@ def frame_of(explanation: Explanation, image: ImageLike | None = None) -> Frame:
     if len(explanation.input_size) > 2:
         raise RenderError("the map is of a volume or video; draw it by slices(explanation, volume) or montage")
     own = explanation.frames[0]
-=======
-    """Return the frame to draw on: the explanation's own, or `image` at the saved box; without a box, all of it."""
-    if len(explanation.input_size) > 2:
-        raise RenderError("the map is of a volume or video; draw it by slices(explanation, volume) or montage")
->>>>>>> w-volnet
     if image is not None:
         saved = explanation.boxes[0] if explanation.boxes else None
         image = drawable(open_image(image), saved.range if saved else None)
