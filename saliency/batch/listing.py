@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from ..io.atomic_write import is_volume
 from .failures import BatchError, sentence
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class ImageEntry:
         offset: First byte of the image in the file; None for the whole file.
         size: Number of bytes from `offset`.
         stamp: Size and modification time (ns) of the file when it was listed; empty if there was no file.
+
+    The path of a DICOM series is its folder, and its label the name of the folder with the suffix .dcm.
     """
 
     path: str
@@ -61,6 +64,11 @@ class ImageEntry:
         """Path and offset, which identify the image in a later listing."""
         return self.path, self.offset
 
+    @property
+    def is_volume(self) -> bool:
+        """Whether this is a NIfTI file or a DICOM series."""
+        return is_volume(self.label)
+
     def to_json(self) -> str:
         """Return the entry as one line of ASCII, including undecodable bytes of file names."""
         return json.dumps({name: value for name, value in asdict(self).items() if value not in ("", None, ())})
@@ -75,12 +83,19 @@ class ImageEntry:
         return cls(**fields | {name: tuple(fields.get(name, ())) for name in ("folder", "stamp")})
 
     def open(self) -> Image.Image:
-        """Open the image as `saliency.io.inputs.open_image` does. Raises ImageError if it cannot be read."""
-        from ..errors import ImageError
+        """Open the image as `saliency.io.inputs.open_image` does.
+
+        Raises:
+            ImageError: It cannot be read.
+            NotApplicableError: It is a volume.
+        """
+        from ..errors import ImageError, NotApplicableError
         from ..io.inputs import decode, open_image
 
         if self.problem:
             raise ImageError(self.problem)
+        if self.is_volume:
+            raise NotApplicableError("metrics and trust cards are defined for images, not for volumes")
         if self.offset is None:
             return open_image(self.path)
         try:
@@ -99,7 +114,8 @@ class ImageEntry:
             status = os.stat(self.path)  # noqa: PTH116 - called for every image
         except (OSError, ValueError):
             return ()
-        return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) and not self.problem else ()
+        is_file = stat.S_ISREG(status.st_mode) or (self.is_volume and stat.S_ISDIR(status.st_mode))
+        return (status.st_size, status.st_mtime_ns) if is_file and not self.problem else ()
 
     def exists(self) -> bool:
         """Return whether the path exists, as a file, folder or link."""
@@ -186,7 +202,8 @@ def with_names(entries: Sequence[ImageEntry], listed: Iterable[ImageEntry] = ())
     for entry in entries:
         # Remove dots from the names of folders: file names contain a dot, so that they never equal a folder name.
         folders = (_safe_name(part).replace(".", "_") for part in entry.folder)
-        name = "/".join((*folders, _safe_name(os.path.splitext(entry.label)[0] or entry.label)))  # noqa: PTH122
+        stem = os.path.splitext(entry.label.removesuffix(".gz"))[0]  # noqa: PTH122
+        name = "/".join((*folders, _safe_name(stem or entry.label)))
         base, unique = _normalized(name), name
         while _normalized(unique) in used:
             numbers[base] += 1

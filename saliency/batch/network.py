@@ -19,7 +19,9 @@ from ..errors import LayerError, MethodError, NotApplicableError
 from ..evaluation.metrics.base import SharedResults
 from ..evaluation.trust import TrustCard, trust
 from ..hooks.model_state import is_out_of_memory, prepared_for_attribution, reference_tensor, run_model
-from ..io.preprocess import Box, Frame, Geometry, Range, drawable, locate
+from ..io.inputs import Prepare
+from ..io.preprocess import Box, Frame, Geometry, Preprocess, Range, TransformPreprocess, drawable, locate
+from ..io.volumes import Volume, preprocess_volume, read_volume
 from ..layers.layout import bind_layout
 from ..targets.box import BoxScore, box
 from ..targets.targets import OutputTarget, Target, class_index, located
@@ -65,10 +67,11 @@ class LoadedImage:
         slot: The image.
         failure: Reason why the image cannot be explained.
         target: Class index, or another target; None for the top class.
-        input: (C, H, W) input of the model; None after a failure.
+        input: (C, H, W) input of the model, (C, D, H, W) for a volume; None after a failure.
         box: Position of the input on the image.
         image: The decoded image; None if it was too large to be kept.
         range: Pixel values that the preprocessing and the drawing map to black and white in an image of 16 bits.
+        volume: The volume; None for an image.
     """
 
     slot: Slot
@@ -78,6 +81,7 @@ class LoadedImage:
     box: Box = (0.0, 0.0, 0.0, 0.0)
     image: Image.Image | None = None
     range: Range | None = None
+    volume: Volume | None = None
 
     def open(self) -> Image.Image:
         """Return the decoded image. An image that was not kept is decoded again, and `failure` is raised."""
@@ -98,7 +102,6 @@ class Network:
         model: The model, on its device.
 
     Raises:
-        BatchError: The model has no preprocessing.
         MethodError: A method does not exist, or does not accept an option.
         LayerError: The layer does not exist.
         TargetError: The target of all images does not exist.
@@ -109,10 +112,7 @@ class Network:
         self.device = device_of(model)
         self._dtype = torch.float32 if like is None else like.dtype
         self.methods = _create_methods(options, model)
-        preprocess = self.methods[0].preprocess
-        if preprocess is None:
-            raise BatchError(f"{options.model_name} has no preprocessing; pass --preprocess (preprocess=)")
-        self.preprocess = preprocess
+        self.preprocess: Prepare = self.methods[0].preprocess
         self.categories = self.methods[0].categories
         self._target = None if options.target is None else self._as_target(options.target)
         self._trust, self._seconds = options.trust, options.seconds
@@ -143,9 +143,12 @@ class Network:
             target = self._target if slot.entry.target is None else self._as_target(slot.entry.target)
             if slot.entry.detection is not None:
                 target = box(index=slot.entry.detection, cls=cast("int | None", target))
+            if slot.entry.is_volume and not slot.entry.problem:
+                volume = read_volume(slot.entry.path)
+                return LoadedImage(slot, None, target, preprocess_volume(volume.values, self.preprocess), volume=volume)
             image = slot.entry.open()
             to_draw = image if image.width * image.height <= most_pixels else None
-            prepare = self.preprocess
+            prepare = cast("Preprocess | TransformPreprocess", self.preprocess)  # `Run.execute` requires it
             x, input_box = prepare(image), locate(prepare, image)
             target = located(target, [Geometry(input_box, image.size, (x.shape[-2], x.shape[-1]))])
             return LoadedImage(slot, None, target, x, input_box, to_draw, prepare.range)

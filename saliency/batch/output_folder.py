@@ -30,7 +30,6 @@ RESULTS = "results"  # of saliency evaluate
 OVERLAYS, THUMBNAILS, HEAT, MAPS, CARDS = "overlays", "thumbnails", "heat", "maps", "trust"
 FOLDERS = (OVERLAYS, THUMBNAILS, HEAT, MAPS, CARDS)
 FILES = (PAGE, CSV, MANIFEST, LISTING, ABOUT)
-MAP_SUFFIX = "safetensors"
 CARD_FILES = ("card", "card_json", "card_image")
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.part")
@@ -74,13 +73,14 @@ def locked(folder: Path) -> Iterator[None]:
 def file_names(entry: ImageEntry, method: str, format: str, *, with_manifest: bool = True) -> dict[str, str]:
     """Return the path of each file of an image and method, relative to the folder."""
     name = f"{entry.name}.{method}"
+    map_suffix = "nii.gz" if entry.is_volume else "safetensors"
     if not with_manifest:
         card = {"card": f"{name}.trust.html", "card_image": f"{name}.trust.png"}
-        return {"overlay": f"{name}.{format}", "map": f"{name}.{MAP_SUFFIX}", **card}
+        return {"overlay": f"{name}.{format}", "map": f"{name}.{map_suffix}", **card}
     return {
         "overlay": f"{OVERLAYS}/{name}.{format}",
         "heat": f"{HEAT}/{name}.webp",
-        "map": f"{MAPS}/{name}.{MAP_SUFFIX}",
+        "map": f"{MAPS}/{name}.{map_suffix}",
         "card": f"{CARDS}/{name}.html",
         "card_json": f"{CARDS}/{name}.json",
         "thumbnail": f"{THUMBNAILS}/{entry.name}.jpg",

@@ -111,7 +111,10 @@ class Run:
         from .network import BatchTooLargeError, Network, load_model
 
         model = load_model(self.options)
-        self.prepare(Network(self.options, model), engine)
+        network = Network(self.options, model)
+        if network.preprocess is None and not all(entry.is_volume for entry in self.entries):
+            raise BatchError(f"{self.options.model_name} has no preprocessing; pass --preprocess (preprocess=)")
+        self.prepare(network, engine)
         with interruption() if self.resumes else nullcontext(bool) as is_interrupted:
             context = (self._context or RunContext)(self.options, self.out, model, is_interrupted)
             try:
@@ -252,9 +255,9 @@ class BatchRun(Run):
         self.head["preprocess"] = without_address(network.preprocess)
         if self.options.detections is not None:
             self._list_detections(network)
-        # With trust cards, which take longer than all else, progress and interruptions are by image.
+        # With trust cards, which take longer than all else, progress and interruptions are by image. Volumes are large.
         options = self.options
-        largest = 1 if options.trust else engine.default_batch_size
+        largest = 1 if options.trust or any(entry.is_volume for entry in self.entries) else engine.default_batch_size
         size = options.batch_size or max(1, min(largest, len(self.entries) // engine.parallel))
         # A resumed run keeps its batch sizes. Only a smaller size is accepted, for machines with less memory.
         stored = self.head.get("batch_sizes", [(0, size)])

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing
+from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing, is_image, is_volume
 from .failures import BatchError
 from .listing import ImageEntry
 from .output_folder import is_output
@@ -47,6 +47,8 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 def find_images(sources: Paths, *, recursive: bool = False, targets: str | os.PathLike[str] | None = None) -> Found:
     """Return the images of all sources, in order. Images of a folder are sorted by name.
 
+    A NIfTI file is an image, and so are all files .dcm of a folder together, the slices of a DICOM series.
+
     An image that occurs in several folders, files or patterns is returned once. In a list, each row is an image.
     Overlays, contact sheets and trust cards, and the files of `saliency batch`, are left out, except from lists. If
     there is nothing else, the first of them is an image with a problem.
@@ -75,7 +77,7 @@ def _images_of_source(source: str, recursive: bool) -> Iterator[ImageEntry]:
     if os.path.isdir(source):  # noqa: PTH112 - unlike Path, never raises
         yield from _images_of_folder(source, recursive)
     elif is_output(source):
-        if suffix in IMAGE_SUFFIXES:
+        if is_image(source):
             yield _entry(source, problem=_OWN)
     elif os.path.isfile(source) and suffix in LISTS:  # noqa: PTH113
         yield from _require_images(source, list(read_list(source)))
@@ -94,8 +96,12 @@ def _images_of_source(source: str, recursive: bool) -> Iterator[ImageEntry]:
 
 
 def _entry(path: str, folder: tuple[str, ...] = (), problem: str = "") -> ImageEntry:
+    label = os.path.basename(path) or path  # noqa: PTH119
+    if is_volume(label, (".dcm",)):  # the slices of a DICOM series are one entry: their folder
+        path, folder = os.path.dirname(path) or ".", folder[:-1]  # noqa: PTH120
+        label = f"{os.path.basename(os.path.abspath(path))}.dcm"  # noqa: PTH100, PTH119
     # Links are not resolved, and undecodable bytes are kept.
-    return ImageEntry(os.path.abspath(path), path, folder=folder, label=os.path.basename(path) or path, problem=problem)  # noqa: PTH100, PTH119
+    return ImageEntry(os.path.abspath(path), path, folder=folder, label=label, problem=problem)  # noqa: PTH100
 
 
 def _images_of_folder(root: str, recursive: bool) -> Iterator[ImageEntry]:
@@ -118,7 +124,7 @@ def _images_of_folder(root: str, recursive: bool) -> Iterator[ImageEntry]:
             continue
         subfolders, is_own = [], is_output(folder)
         for file in files:
-            if os.path.splitext(file.name)[1].lower() in IMAGE_SUFFIXES:  # noqa: PTH122
+            if is_image(file.name):
                 is_empty = False
                 yield _entry(file.path, below, _OWN if is_own or is_drawing(file.path) else "")
             if recursive and os.path.isdir(file.path):  # noqa: PTH112
@@ -212,7 +218,7 @@ def parse_target(text: object) -> int | str | None:
 
 def _require_images(file: str, entries: list[ImageEntry]) -> list[ImageEntry]:
     """Return the images of a list. Raises BatchError if no row of it names an image, as in other text."""
-    if entries and not any(entry.exists() or Path(entry.path).suffix.lower() in IMAGE_SUFFIXES for entry in entries):
+    if entries and not any(entry.exists() or is_image(entry.path) for entry in entries):
         expected = "one path per line" if Path(file).suffix.lower() == ".txt" else "a column path"
         problem = f"no row of the list {file} names an image, such as {entries[0].source!r}"
         raise BatchError(f"{problem}; expected {expected}, relative to the folder of the list")

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from ..batch import FORMATS, SIGNS, OverlayStyle
 from ..errors import did_you_mean
-from ..io.atomic_write import IMAGE_SUFFIXES
+from ..io.atomic_write import is_image
 
 MODEL = "efficientnet_lite0"
 METHOD = "grad_cam"
@@ -99,7 +99,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _folder(text: str) -> Path:
-    if Path(text).suffix.lower() in IMAGE_SUFFIXES | _FILE_SUFFIXES and not Path(text).is_dir():
+    if (is_image(text) or Path(text).suffix.lower() in _FILE_SUFFIXES) and not Path(text).is_dir():
         hint = "pass the folder that receives the files; saliency explain -o - > cat.png writes one overlay to a file"
         raise argparse.ArgumentTypeError(f"{text} is the name of a file; {hint}")
     return Path(text)

@@ -61,7 +61,7 @@ class _Context(RunContext):
         first = len(self.rows)
         for row in write_results(self.options, self.out, loaded, *results):
             self.rows.append(row)
-            if self.thumbs is not None and row["overlay"]:
+            if self.thumbs is not None and row["overlay"] and loaded.volume is None:
                 explanation = results[0][row["method"]]
                 frame = shrink(loaded.frame(), THUMB)
                 sign = self.options.style.sign or explanation.sign

@@ -26,6 +26,16 @@ SOFTWARE = "saliency-toolkit drawing"
 _REACH = 1024  # bytes at the start of a file (PNG, JPEG) or at its end (WebP) that contain the metadata
 
 
+def is_volume(name: str, suffixes: tuple[str, ...] = (".nii", ".nii.gz", ".dcm")) -> bool:
+    """Return whether a file is a volume, or a slice of one, from its name."""
+    return name.lower().endswith(suffixes)
+
+
+def is_image(name: str) -> bool:
+    """Return whether a file in a folder counts as an image or a volume, from its name."""
+    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES or is_volume(name)  # noqa: PTH122 - called for every file
+
+
 def is_address(name: str) -> bool:
     """Return whether a name is an internet address, such as a URL of a web page."""
     return re.match(r"(https?|ftp|s3|gs)://", name) is not None
@@ -63,7 +73,7 @@ def is_stream(path: Path) -> bool:
 
 
 def is_drawing(path: str) -> bool:
-    """Return whether a file is an overlay, a contact sheet or a trust card, from its metadata.
+    """Return whether a file is an overlay, a contact sheet, a trust card or the map of a volume, from its metadata.
 
     Only files with such names, like NAME.METHOD.png or sheet.png, are opened.
     """

@@ -19,7 +19,7 @@ from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
 from ..errors import ImageError, NonFiniteError, warn
-from .atomic_write import ADDRESS, is_address
+from .atomic_write import ADDRESS, is_address, is_volume
 from .preprocess import (
     Frame,
     Preprocess,
@@ -30,6 +30,7 @@ from .preprocess import (
     is_deep,
     locate,
 )
+from .volumes import preprocess_volume, read_volume
 
 Bytes = bytes | bytearray | memoryview
 ImageLike = str | os.PathLike[str] | Bytes | IO[bytes] | Image.Image | np.ndarray[Any, Any] | Tensor
@@ -233,7 +234,8 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
 
     Paths, files, bytes, PIL images, arrays and uint8 tensors go through `preprocess`. Floating-point tensors,
     (C, H, W), (N, C, H, W) or (N, C, D, H, W), are the model's own normalised input. They are used unchanged, and
-    copied only if their device or dtype differs.
+    copied only if their device or dtype differs. Paths of volumes (.nii, .nii.gz, .dcm) become such a tensor; see
+    `read_volume` and `preprocess_volume`.
 
     Args:
         images: One image, or a sequence of images.
@@ -253,6 +255,8 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
     inputs: list[Tensor] = []  # (n, C, H, W)
     frames: list[Frame | None] = []
     for image in images:
+        if isinstance(image, str | os.PathLike) and is_volume(os.fsdecode(image)):
+            image = preprocess_volume(read_volume(image).values, prepare)[None]  # noqa: PLW2901
         if _is_input(image):
             inputs.append(_check_input(image, prepare, first=len(frames)))
             frames += [None] * len(inputs[-1])

@@ -440,12 +440,12 @@ class TransformPreprocess:
     Args:
         transform: Takes an RGB image and returns a float tensor (C, H, W), or an image processor of Hugging Face. It
             must be deterministic. Images of one channel with more than 8 bits are passed as they are, in the mode I;16,
-            I or F of Pillow.
+            I or F of Pillow. For a volume, it takes and returns a tensor (C, D, H, W); see `preprocess_volume`.
     """
 
     range: ClassVar[None] = None  # the function decides the range of a deep image
 
-    transform: Callable[[Image.Image], Tensor]
+    transform: Callable[[Any], Tensor]
     _boxes: dict[tuple[object, ...], Box] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __call__(self, image: Image.Image) -> Tensor:
@@ -518,7 +518,7 @@ def locate(prepare: Preprocess | TransformPreprocess, image: Image.Image) -> Box
     return box
 
 
-PreprocessLike = Preprocess | TransformPreprocess | Callable[[Image.Image], Tensor] | Mapping[str, Any]
+PreprocessLike = Preprocess | TransformPreprocess | Callable[[Any], Tensor] | Mapping[str, Any]
 
 
 def as_preprocess(like: PreprocessLike) -> Preprocess | TransformPreprocess:

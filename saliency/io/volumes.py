@@ -1,0 +1,131 @@
+"""Read volumes from NIfTI files and DICOM series, with their positions in the scanner, and write maps as NIfTI.
+
+Only this module imports nibabel and pydicom, which the extra `volumes` installs.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import ImageError, SaliencyError, optional_import
+from .atomic_write import SOFTWARE, is_volume
+from .preprocess import Preprocess, TransformPreprocess
+
+
+class Volume(NamedTuple):
+    """A volume and its position.
+
+    Attributes:
+        values: (C, I, J, K), float32: the axes of the file, in the order of nibabel.
+        affine: (4, 4), from the indices (i, j, k) to millimetres to the patient's right, front and head (RAS).
+    """
+
+    values: Tensor
+    affine: NDArray[np.float64]
+
+    def world_axes(self) -> tuple[list[int], list[bool]]:
+        """Return the axis of the values that is closest to S, A and R, and whether its indices ascend along it."""
+        axis, direction = _nibabel().io_orientation(self.affine).T
+        order = np.argsort(axis)[::-1]
+        return order.tolist(), (direction[order] > 0).tolist()
+
+
+def read_volume(path: str | os.PathLike[str]) -> Volume:
+    """Read a NIfTI file, (X, Y, Z) or (X, Y, Z, C), or the DICOM series of a folder.
+
+    The slices of a series are sorted by their positions along their normal, and rescaled to their units (for CT,
+    Hounsfield units). Their columns, rows and numbers are the axes I, J and K.
+
+    Args:
+        path: The file, the folder of a series (files .dcm), or one file in it.
+
+    Raises:
+        DependencyError: The extra `volumes` is not installed.
+        ImageError: The file is missing or damaged, or has other axes. The folder contains several series; or the
+            slices differ in shape, pixel size or direction, or are not evenly spaced.
+    """
+    name = os.fsdecode(path)
+    try:
+        return _read_nifti(name) if is_volume(name, (".nii", ".nii.gz")) else _read_series(Path(name))
+    except SaliencyError:
+        raise
+    except Exception as error:
+        raise ImageError(f"{name!r} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def preprocess_volume(volume: Tensor, prepare: Preprocess | TransformPreprocess | None) -> Tensor:
+    """Return the model's input (C, D, H, W) for a volume: the volume itself without preprocessing.
+
+    Raises:
+        ImageError: The preprocessing is for images, or does not return a float tensor (C, D, H, W).
+    """
+    x: Any = volume if prepare is None else prepare
+    if isinstance(prepare, TransformPreprocess):
+        x = prepare.transform(volume)
+    if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
+        came = f"a {x.dtype} tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        expected = "a function from a tensor (C, D, H, W) to the model's float input (C, D, H, W)"
+        raise ImageError(f"the preprocessing of a volume is {expected}; got {came}; see docs/volumes.md")
+    return x.detach()
+
+
+def encode_map(values: Tensor, affine: NDArray[np.float64]) -> bytes:
+    """Return a map (I, J, K) as the content of a .nii.gz file in float32. Equal maps give equal bytes."""
+    image = _nibabel().Nifti1Image(values.float().cpu().numpy(), affine)
+    image.header.set_xyzt_units("mm")
+    file = io.BytesIO()
+    # The name in the header, which gzip ignores, marks maps for `is_drawing`.
+    with gzip.GzipFile(SOFTWARE, "wb", compresslevel=1, fileobj=file, mtime=0) as compressed:
+        compressed.write(image.to_bytes())
+    return file.getvalue()
+
+
+def _nibabel() -> Any:
+    return optional_import("nibabel", "volumes", "a NIfTI file")
+
+
+def _read_nifti(path: str) -> Volume:
+    image = _nibabel().load(path)
+    if len(image.shape) not in (3, 4):
+        raise ImageError(f"{path!r} has the shape {image.shape}; expected (X, Y, Z), or (X, Y, Z, C) with channels")
+    values = image.get_fdata(dtype=np.float32)
+    return Volume(
+        torch.from_numpy(values.reshape(*values.shape[:3], -1)).permute(3, 0, 1, 2).contiguous(), image.affine
+    )
+
+
+def _read_series(path: Path) -> Volume:
+    dicom = optional_import("pydicom", "volumes", "a DICOM series")
+    folder = path if path.is_dir() else path.parent
+    files = [file for file in folder.iterdir() if is_volume(file.name, (".dcm",)) and not file.name.startswith(".")]
+    slices = [dicom.dcmread(file) for file in files]
+    series = {one.SeriesInstanceUID for one in slices}
+    if len(series) != 1 or len(slices) < 2:
+        problem = f"has {len(slices)} files .dcm of {len(series)} series"
+        raise ImageError(f"{str(folder)!r} {problem}; expected the slices of one series in a folder of their own")
+    across, down = np.reshape(slices[0].ImageOrientationPatient, (2, 3)).astype(float)
+    slices.sort(key=lambda one: float(np.dot(np.cross(across, down), one.ImagePositionPatient)))
+    shapes = np.array(
+        [(one.Rows, one.Columns, *one.PixelSpacing, *one.ImageOrientationPatient) for one in slices], float
+    )
+    positions = np.array([one.ImagePositionPatient for one in slices], float)
+    steps = np.diff(positions, axis=0)
+    step = steps.mean(0)
+    if np.abs(steps - step).max() >= 0.02 * np.linalg.norm(step) or not np.allclose(shapes, shapes[0], atol=1e-3):
+        problem = f"its {len(slices)} slices differ in size or direction, or are not evenly spaced"
+        raise ImageError(f"{str(folder)!r}: {problem}, as if one were missing; convert the series to NIfTI")
+    apply_rescale = optional_import("pydicom.pixels", "volumes", "a DICOM series").apply_rescale
+    planes = [np.float32(apply_rescale(one.pixel_array, one)).T for one in slices]
+    affine = np.eye(4)
+    spacing = slices[0].PixelSpacing  # of rows, then of columns
+    affine[:3] = np.stack([across * spacing[1], down * spacing[0], step, positions[0]], 1)
+    return Volume(torch.from_numpy(np.stack(planes, -1))[None], np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine)  # from LPS

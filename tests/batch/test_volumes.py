@@ -1,0 +1,258 @@
+"""Volumes in files: NIfTI and DICOM series in, maps as NIfTI at the same position out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+import saliency
+from saliency import ImageError
+from saliency.batch import BatchError, batch
+from saliency.cli import main
+from saliency.io.volumes import read_volume
+from tests.batchwork import assert_same, noise, rows
+
+nibabel: Any = pytest.importorskip("nibabel")
+pydicom: Any = pytest.importorskip("pydicom")
+
+SIZE = (7, 6, 5)
+BRIGHT = (5, 1, 3)  # a voxel
+OBLIQUE = np.array(
+    [[-1.9, 0.1, 0.3, 20.0], [0.2, 0.7, 0.4, -30.0], [-0.4, -0.2, 2.9, 11.0], [0, 0, 0, 1]]
+)  # the first axis descends to the left, as in many files
+STRAIGHT = np.diag([2.0, 3.0, 4.0, 1.0])
+
+
+class Squares(nn.Module):
+    """Scores: the sum of the squares, and the mean. Gradient x input of the first is twice the squares."""
+
+    preprocess: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        volumes = self.weight * x
+        return torch.stack([volumes.square().flatten(1).sum(1), volumes.flatten(1).mean(1)], 1)
+
+
+def dark(*channels: int, size: Sequence[int] = SIZE) -> NDArray[np.float32]:
+    """A dark volume with a bright voxel."""
+    values = np.random.default_rng(0).uniform(0, 0.1, (*size, *channels)).astype(np.float32)
+    values[BRIGHT] = 1
+    return values
+
+
+def write_nifti(path: Path, affine: NDArray[np.float64] = STRAIGHT, *channels: int) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nibabel.save(nibabel.Nifti1Image(dark(*channels), affine), path)
+    return path
+
+
+def write_series(folder: Path, numbers: Sequence[int] = (3, 0, 4, 1, 2), series: str = "1.2.3") -> Path:
+    """Write slices of dark() in file order `numbers`, in Hounsfield units of slope 2 and intercept -1024.
+
+    Columns run to the patient's back, rows to the left and down, so that the volume is oblique.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    across, down = np.array([0, 1, 0]), np.array([0.8, 0, -0.6])
+    for name, k in enumerate(numbers):
+        file = pydicom.Dataset()
+        file.file_meta = pydicom.dataset.FileMetaDataset()
+        file.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+        file.SOPClassUID, file.SOPInstanceUID = pydicom.uid.CTImageStorage, f"1.2.3.{k}"
+        file.SeriesInstanceUID, file.InstanceNumber = series, 100 - k
+        file.Columns, file.Rows = SIZE[:2]
+        file.PixelSpacing = [2.5, 0.5]  # from row to row, then from column to column
+        file.ImageOrientationPatient = [*across, *down]
+        file.ImagePositionPatient = [*(np.array([10.0, 20, 30]) + 3 * k * np.cross(across, down)).round(6)]
+        file.SamplesPerPixel, file.PhotometricInterpretation = 1, "MONOCHROME2"
+        file.BitsAllocated, file.BitsStored, file.HighBit, file.PixelRepresentation = 16, 16, 15, 0
+        file.RescaleSlope, file.RescaleIntercept = 2, -1024
+        file.PixelData = (dark()[:, :, k].T * 1000 + 512).astype(np.uint16).tobytes()
+        file.save_as(folder / f"{name}{series[-1]}.dcm", enforce_file_format=True)
+    return folder
+
+
+def world(affine: NDArray[np.float64], index: Sequence[int]) -> list[float]:
+    return [round(value, 4) for value in (affine @ [*index, 1])[:3].tolist()]
+
+
+def explained(source: Path, out: Path, model: nn.Module | None = None, **options: Any) -> Any:
+    batch(source, out, model or Squares(), ["input_x_gradient"], target=0, **options)
+    return [nibabel.load(out / row["map"]) for row in rows(out) if row["map"]]
+
+
+def brightest(volume: Any) -> tuple[int, ...]:
+    return tuple(map(int, np.unravel_index(volume.get_fdata().argmax(), volume.shape)))
+
+
+@pytest.mark.parametrize("affine", [STRAIGHT, OBLIQUE])
+@pytest.mark.parametrize("name", ["scan.nii", "scan.nii.gz"])
+def test_the_map_of_a_nifti_file_lies_in_the_same_place(tmp_path: Path, affine: NDArray[np.float64], name: str) -> None:
+    scan = nibabel.load(write_nifti(tmp_path / "in" / name, affine))
+    (heat,) = explained(tmp_path / "in", tmp_path / "out")
+    assert rows(tmp_path / "out")[0]["map"] == "maps/scan.input_x_gradient.nii.gz"
+    assert np.array_equal(heat.affine, scan.affine)
+    assert heat.header.get_data_dtype() == np.float32
+    assert heat.shape == SIZE
+    assert brightest(heat) == BRIGHT
+    assert np.allclose(heat.get_fdata(), 2 * scan.get_fdata() ** 2)
+
+
+def test_the_map_of_a_dicom_series_lies_in_the_same_place(tmp_path: Path) -> None:
+    write_series(tmp_path / "in" / "ct")
+    (heat,) = explained(tmp_path / "in", tmp_path / "out", recursive=True)
+    assert rows(tmp_path / "out")[0]["map"] == "maps/ct.input_x_gradient.nii.gz"
+    assert heat.shape == SIZE
+    # By hand: column 5, row 1, slice 3 in LPS; R and A have the other sign.
+    left, back, up = (
+        np.array([10, 20, 30])
+        + 5 * 0.5 * np.array([0, 1, 0])
+        + 2.5 * np.array([0.8, 0, -0.6])
+        + 9 * np.cross([0, 1, 0], [0.8, 0, -0.6])
+    )
+    assert world(heat.affine, brightest(heat)) == pytest.approx([-left, -back, up])
+    volume = read_volume(tmp_path / "in" / "ct" / "01.dcm")
+    assert np.allclose(volume.values[0], 2 * np.floor(dark() * 1000 + 512) - 1024)
+    assert heat.get_fdata() == pytest.approx(2 * volume.values[0].numpy() ** 2)
+
+
+def test_a_series_is_one_entry_as_a_folder_a_pattern_or_a_file(tmp_path: Path) -> None:
+    folder = write_series(tmp_path / "ct")
+    for number, source in enumerate((folder, folder / "*.dcm", folder / "21.dcm")):
+        assert len(explained(source, tmp_path / f"out{number}")) == 1
+
+
+def test_channels_and_preprocessing_of_another_size(tmp_path: Path) -> None:
+    scan = nibabel.load(write_nifti(tmp_path / "scan.nii.gz", OBLIQUE, 2))
+    seen = []
+
+    def halve(volume: Tensor) -> Tensor:
+        seen.append(tuple(volume.shape))
+        return torch.nn.functional.interpolate(volume[None], (14, 12, 10))[0]
+
+    (heat,) = explained(tmp_path / "scan.nii.gz", tmp_path / "out", preprocess=halve)
+    assert seen == [(2, *SIZE)]
+    assert heat.shape == SIZE
+    assert np.array_equal(heat.affine, scan.affine)
+    assert brightest(heat) == BRIGHT
+
+
+def test_a_resumed_run_gives_the_same_bytes_and_other_files_go_on(tmp_path: Path) -> None:
+    for name in ("a.nii.gz", "c.nii.gz"):
+        write_nifti(tmp_path / "in" / name)
+    damaged = tmp_path / "in" / "bad.nii.gz"
+    damaged.write_bytes((tmp_path / "in" / "a.nii.gz").read_bytes()[:200])
+    write_series(tmp_path / "in" / "gap", (0, 1, 3))
+    write_series(tmp_path / "in" / "two")
+    write_series(tmp_path / "in" / "two", series="1.2.4")
+    explained(tmp_path / "in", tmp_path / "whole", recursive=True)
+    explained(tmp_path / "in", tmp_path / "parts", recursive=True, limit=1)
+    explained(tmp_path / "in", tmp_path / "parts", recursive=True)
+    assert_same(tmp_path / "parts", tmp_path / "whole")
+    failed = {
+        Path(row["source"]).name: (row["error_kind"], row["error"]) for row in rows(tmp_path / "whole") if row["error"]
+    }
+    assert failed.keys() == {"bad.nii.gz", "gap", "two"}
+    assert {kind for kind, _ in failed.values()} == {"ImageError"}
+    assert failed["bad.nii.gz"][1].startswith("cannot be read:")
+    assert "not evenly spaced" in failed["gap"][1]
+    assert "10 files .dcm of 2 series" in failed["two"][1]
+    write_nifti(damaged)
+    assert len(explained(tmp_path / "in", tmp_path / "whole", recursive=True, retry=True)) == 3
+
+
+def test_the_page_shows_slices_through_the_maximum(tmp_path: Path) -> None:
+    write_nifti(tmp_path / "scan.nii.gz")
+    explained(tmp_path / "scan.nii.gz", tmp_path / "out")
+    (row,) = rows(tmp_path / "out")
+    with Image.open(tmp_path / "out" / row["overlay"]) as image:
+        assert image.size == (row["width"], row["height"])
+    assert (row["input_height"], row["input_width"]) == SIZE[1:]
+    assert row["thumbnail"] is None
+
+
+def test_slices_are_drawn_with_the_head_up_and_the_right_at_the_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+
+    def draw(*given: Any, **options: Any) -> Any:
+        drawn.append(saliency.slices(*given, **options))
+        return drawn[-1]
+
+    monkeypatch.setattr("saliency.batch.drawing.slices", draw)
+    # The axes of the file run to the head, to the left and to the front.
+    affine = np.array([[0, -2.0, 0, 0], [0, 0, 3, 0], [4, 0, 0, 0], [0, 0, 0, 1]])
+    write_nifti(tmp_path / "scan.nii", affine)
+    explained(tmp_path / "scan.nii", tmp_path / "out")
+    panels = drawn[0].axes[:3]
+    assert [panel.get_title().partition(" of")[0] for panel in panels] == [
+        "axial, slice 5",
+        "coronal, slice 3",
+        "sagittal, slice 1",
+    ]
+    assert [(panel.yaxis_inverted(), panel.xaxis_inverted()) for panel in panels] == [
+        (False, False),  # front up; the index of the columns grows to the left
+        (False, False),  # head up
+        (False, True),  # head up; the index of the columns grows to the front, which is at the left
+    ]
+    assert [panel.get_aspect() for panel in panels] == pytest.approx([3 / 2, 4 / 2, 4 / 3])
+
+
+def test_images_and_volumes_in_one_folder(tmp_path: Path) -> None:
+    noise(tmp_path / "in" / "photo.png", 1)
+    write_nifti(tmp_path / "in" / "scan.nii.gz")
+    with pytest.raises(BatchError, match="has no preprocessing"):
+        explained(tmp_path / "in", tmp_path / "none")
+    model = Squares()
+    model.preprocess = saliency.Preprocess(size=(16, 16))
+    explained(tmp_path / "in", tmp_path / "out", model)
+    of_image, of_volume = rows(tmp_path / "out")
+    assert of_image["error"] is None
+    assert "is a function from a tensor (C, D, H, W)" in of_volume["error"]
+    assert of_volume["error"].endswith("got Preprocess; see docs/volumes.md")
+
+
+def test_a_volume_has_no_trust_card(tmp_path: Path) -> None:
+    write_nifti(tmp_path / "scan.nii")
+    assert len(explained(tmp_path / "scan.nii", tmp_path / "out", trust=True)) == 1
+    assert "no trust card: metrics and trust cards" in rows(tmp_path / "out")[0]["error"]
+
+
+def test_explain_on_the_command_line_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import tests.batch.test_volumes as own\nmodel = own.Squares()\nmodel.preprocess = lambda volume: 3 * volume\n"
+    )
+    (tmp_path / "mine.py").write_text(code)
+    scan, out = str(write_nifti(tmp_path / "scan.nii.gz", OBLIQUE)), str(tmp_path)
+    command = ["explain", scan, "--model", f"{tmp_path}/mine.py:model", "-m", "input_x_gradient", "-t", "0", "--sheet"]
+    assert main([*command, "-o", out]) == 0
+    heat = nibabel.load(tmp_path / "scan.input_x_gradient.nii.gz")
+    assert np.array_equal(heat.affine, nibabel.load(scan).affine)
+    assert np.allclose(heat.get_fdata(), 2 * (3 * dark()) ** 2)
+    assert (tmp_path / "scan.input_x_gradient.png").is_file()
+    # The map beside the scan is not explained.
+    assert main(["explain", out, *command[2:], "-o", f"{tmp_path}/again"]) == 0
+    assert len(list((tmp_path / "again").iterdir())) == 2
+
+
+def test_attribute_reads_the_file_of_a_volume(tmp_path: Path) -> None:
+    explanation = saliency.METHODS["input_x_gradient"](Squares()).attribute(write_nifti(tmp_path / "scan.nii"), 0)
+    assert explanation.input_size == SIZE
+    assert explanation.frames == (None,)
+    with pytest.raises(ImageError, match=r"none.nii' cannot be read: No such file"):
+        saliency.METHODS["input_x_gradient"](Squares()).attribute(tmp_path / "none.nii", 0)
+    (tmp_path / "five.nii").write_bytes(nibabel.Nifti1Image(np.zeros((2, 2, 2, 1, 3)), STRAIGHT).to_bytes())
+    with pytest.raises(ImageError, match=r"shape \(2, 2, 2, 1, 3\); expected \(X, Y, Z\)"):
+        read_volume(tmp_path / "five.nii")
