@@ -593,7 +593,7 @@ def embedding(output: Any) -> Tensor:
 def _example_target(output: Any) -> str:
     """Return the code of a target: a box for detections, else a function that sums the scores of each image."""
     if isinstance(output, list | tuple) and output and isinstance(output[0], Mapping):  # one entry per image
-        return "target=saliency.box(index=0) for the first detection"
+        return "target=saliency.box(index=0)"
     key = 0 if isinstance(output, list | tuple) else "scores"
     return f"target=lambda output: output[{key!r}].flatten(1).sum(1), or saliency.box(index=0) for a detector"
 

@@ -159,7 +159,7 @@ def test_masks_that_are_missing_or_of_another_size_are_an_error(maps: Tensor, ma
 
 
 def test_masks_that_are_no_numbers_are_an_error() -> None:
-    explanation = explanation_of(torch.rand(1, 1, 4, 4))
+    explanation = explanation_of(torch.rand(1, 4, 4))
     for masks in ("a.png", ["a.png"], [None]):
         with pytest.raises(MethodError, match=r"masks=.*: expected a tensor or an array \(N, H, W\) of bool"):
             measure("pointing_game", explanation, masks=masks)

@@ -562,7 +562,7 @@ def test_the_example_of_a_target_for_a_detector_works_as_it_is_written() -> None
     model, x = detector("faster_rcnn"), torch.rand(2, 3, 64, 64)
     with pytest.raises(TargetError, match="for example") as caught:
         GradCAM(model).attribute(x)
-    example = eval(str(caught.value).partition("example target=")[2], {"torch": torch})  # noqa: S307
+    example = eval(str(caught.value).partition("example target=")[2], {"saliency": saliency})  # noqa: S307
     assert GradCAM(model).attribute(x, example).scores.shape == (2,)
 
 

@@ -24,6 +24,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "kernel_shap": BLOCKS,
     "shapley_sampling": BLOCKS | {"passes": 99},
     "feature_ablation": {"segments": (3, 4, 4)},
+    "vx_code": {"segments": (2, 3, 3)},
     "occlusion": {"window": 8, "stride": 8},
     "meaningful_perturbation": {"steps": 15},
     "is_cam": {"steps": 2},
@@ -33,6 +34,7 @@ REFUSED = {name for name, cls in METHODS.items() if cls.needs.attention} | {"ext
 UNCLEAR = {
     *("eigen_cam", "vanilla_gradient", "deconvnet", "smooth_grad", "smooth_grad_squared", "var_grad", "deep_shap"),
     *("full_grad", "ss_cam", "sobol", "hsic"),
+    "relax",  # it explains an embedding, not a class
 }
 
 
