@@ -477,7 +477,7 @@ def compare(
         if len(given) != len(images):
             raise MethodError(f"got {len(given)} {what} for {plural(len(images), 'image')}")
     results: list[Result] = []
-    one_by_one = images.split(1) if isinstance(images, Tensor) else images
+    one_by_one = images[:, None] if isinstance(images, Tensor) else images
     for index, (image, target, *where) in enumerate(zip(one_by_one, each, *regions, strict=True)):
         context = {"seed": seed, "shared": SharedResults(), **options}
         for name, method in zip(unique_names(methods), methods, strict=True):
