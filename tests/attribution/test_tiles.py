@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import METHODS, ImageError, MethodError, NotApplicableError, NotFoundError, Preprocess, TargetError
+from saliency.metrics import measure
 from tests.models import OwnForward, PooledNet
 
 PREPARE = Preprocess((16, 16), 20)
@@ -176,6 +177,15 @@ def test_an_explanation_in_tiles_is_saved(tmp_path: Path) -> None:
     assert tiled.tile_scores is not None
     assert loaded.tile_scores is not None
     assert torch.equal(loaded.tile_scores, tiled.tile_scores)
+
+
+@pytest.mark.parametrize("metric", ["max_sensitivity", "random_logit", "deletion"])
+def test_metrics_that_run_the_model_refuse_an_explanation_in_tiles(metric: str) -> None:
+    method, image = saliency.LayerCAM(PooledNet().double()), noise(40, 40)
+    tiled = method.attribute(image, 1, tiles=32, overlap=8)
+    assert measure("gini", tiled)[0].values.shape == (1,)
+    with pytest.raises(MethodError, match="this explanation is of an image in tiles"):
+        measure(metric, tiled, method=method, inputs=image)
 
 
 @pytest.mark.parametrize(
