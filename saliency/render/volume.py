@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import heatmap, require_explanation, resized
@@ -188,7 +189,8 @@ def _as_pixels(volume: Any, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     Raises:
         RenderError: The volume has another shape.
     """
-    values = torch.as_tensor(volume, device="cpu").detach().double().numpy()
+    numbers = volume.detach().cpu().double() if isinstance(volume, Tensor) else volume
+    values = np.asarray(numbers, np.float64)  # also of arrays that tensors refuse: flipped, or in another byte order
     while values.ndim > 3 and len(values) == 1:
         values = values[0]
     colors = values.shape[: values.ndim - 3]

@@ -104,6 +104,16 @@ def test_voxels_without_a_value_are_black() -> None:
     assert np.abs(drawn[1:5].astype(int) - holed_drawn[1:5]).max() < 12  # the window is nearly the same
 
 
+def test_a_volume_is_any_array_of_a_scan() -> None:
+    volume = np.linspace(0, 1, 192, dtype=np.float32).reshape(SIZE)
+    expected = pixels(panels(saliency.slices(volume_map(hot()), torch.from_numpy(volume)))[0])
+    flipped = volume[::-1].copy()[::-1]  # as after a change of orientation
+    fixed = volume.copy()
+    fixed.flags.writeable = False  # as of a file in memory
+    for given in (flipped, fixed, volume.astype(">f4")):
+        assert np.array_equal(pixels(panels(saliency.slices(volume_map(hot()), given))[0]), expected)
+
+
 def test_a_montage_is_evenly_spaced_with_the_slice_of_the_maximum() -> None:
     def places(**options: Any) -> list[int]:
         drawn = panels(saliency.montage(volume_map(hot()), **options))
