@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..axes import along_rows
-from ..errors import LayerError, NonFiniteError, TargetError
+from ..axes import along_rows, require_two_axes
+from ..errors import LayerError, NonFiniteError, TargetError, plural
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.manager import HookManager
 from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
@@ -44,6 +44,11 @@ class Features:
     input_size: tuple[int, int]
     frames: tuple[Frame | None, ...]
     outliers: Tensor | None = None
+
+    def __repr__(self) -> str:
+        """Return one line: the number of images, the layer, and the shape of the values."""
+        shape = tuple(self.values.shape)
+        return f"<Features of {plural(len(self.values), 'image')} at {self.layer}, values {shape}>"
 
     def similarity(self, point: Sequence[float] | None = None, image: int = 0) -> Explanation:
         """Return the cosine similarity of every cell of all images to one cell.
@@ -146,7 +151,7 @@ def features(
     """Return the features of images at a layer as maps, from one forward: what does the backbone see?
 
         features = saliency.features(model, ["cat.jpg", "dog.jpg"])
-        saliency.figure(features.similarity((300, 120)))  # what looks like this patch of the cat, in both images?
+        saliency.figure(features.similarity((300, 120)), shared=True)  # what looks like this patch?
         saliency.draw_features(features)  # principal components in colours
 
     Args:
@@ -163,12 +168,14 @@ def features(
         ImageError: An image cannot be read, or the images differ in size.
         LayerError: The layer does not exist or has no spatial output.
         NonFiniteError: A feature is NaN or infinite.
+        NotApplicableError: The input is a volume; `saliency.inspection.extract_features` takes any.
     """
     network = unwrap(model)
     preprocess = model_attribute("preprocess", model) if preprocess is None else preprocess
     preprocess = without_crop(preprocess, whole) if whole else preprocess
     layout = model_attribute("layout", model) if layout is None else layout
     batch = read(images, preprocess, like=reference_tensor(network))
+    require_two_axes(batch.inputs, "saliency.features")
     x, lengths = batch.inputs, dict[tuple[int, ...], Tensor]()  # of tokens, by the shape of all of them
     bound = bind_forward_args(forward_args, len(x))
     with prepared_for_attribution(network), bound, bind_layout(layout):

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..axes import require_two_axes
 from ..errors import ImageError, MethodError, NotFoundError, TargetError
 from ..io.inputs import MAX_PIXELS, Batch, ImagesLike, Prepare, open_image, read
 from ..io.preprocess import Frame, Geometry, drawable, only_normalised
@@ -73,6 +74,10 @@ def read_tiles(image: ImagesLike, prepare: Prepare, tiles: int, overlap: int) ->
 
 def _open(image: Any, prepare: Prepare) -> tuple[Sequence[int], Frame | None, Callable[[Window], Tensor]]:
     """Return the size of an image, the frame to draw on if it is kept, and a function that reads a window."""
+    images = image if isinstance(image, list | tuple) else [image]
+    if len(images) != 1:
+        raise ImageError(f"got {len(images)} images; with tiles=, explain them one by one")
+    (image,) = images
     if isinstance(image, Tensor) and image.is_floating_point():
         x = read(image, prepare).inputs
         if len(x) > 1:
@@ -117,6 +122,7 @@ def explain_tiles(
         progress: Whether a progress bar is drawn; None draws one on a terminal.
 
     Raises:
+        NotApplicableError: The target is a region of a volume.
         NotFoundError: No tile has a pixel of the target's region.
         TargetError: The target would be another one in each tile.
     """
@@ -125,6 +131,8 @@ def explain_tiles(
         image.inputs.shape[2:],
         list(product(*image.axes)),
     )
+    if isinstance(target, Region):
+        require_two_axes(image.inputs, "a region with tiles=")
     scores, values = [math.nan] * len(tiles), torch.empty(0, dtype=torch.float32, device="cpu")
     found: list[Explained] = []
     at, count = 0, 1  # the first tile alone

@@ -477,7 +477,8 @@ def compare(
         if len(given) != len(images):
             raise MethodError(f"got {len(given)} {what} for {plural(len(images), 'image')}")
     results: list[Result] = []
-    for index, (image, target, *where) in enumerate(zip(images, each, *regions, strict=True)):
+    one_by_one = images[:, None] if isinstance(images, Tensor) else images
+    for index, (image, target, *where) in enumerate(zip(one_by_one, each, *regions, strict=True)):
         context = {"seed": seed, "shared": SharedResults(), **options}
         for name, method in zip(unique_names(methods), methods, strict=True):
             results += measure_image(str(index), name, method, image, target, resolved, *where, **context)

@@ -258,6 +258,9 @@ def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
         given = " and ".join(map(_described, tree_tensors((args, kwargs)))) or "no tensor"
         if type(error) in _REFUSALS and not is_out_of_memory(error):
             reason = str(error) or type(error).__name__
+            axes = [x.dim() for x in args[:1] if isinstance(x, Tensor)]
+            if axes == [4] and any(parameter.dim() == 5 for parameter in model.parameters()):
+                reason += "; a batch of volumes or videos has five axes, so pass one as x[None]"
             raise ModelError(f"the model ({type(model).__name__}) refused an input of {given}: {reason}") from error
         error.add_note(f"saliency ran {type(model).__name__} on an input of {given}")
         raise

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
 from ..attribution.explanation import Explanation
-from ..attribution.heatmap import heatmap, resized
+from ..attribution.heatmap import heatmap, require_explanation, resized
 from ..errors import RenderError, plural
 from ..io.preprocess import Frame
 from ..validation import check_choice, check_integer
@@ -51,7 +52,7 @@ def slices(
     Args:
         explanation: An explanation of one volume or video.
         volume: The volume below the map, in grey: (D, H, W), with any leading axes of length 1; or (3, D, H, W), in
-            colour. Percentile 0.1 is drawn in black, and 99.9 in white. None draws the map alone.
+            colour. Percentile 0.1 and NaN are drawn in black, and 99.9 in white. None draws the map alone.
         at: The indices (d, h, w) of the slices; by default the voxel with the largest magnitude of the map.
         names: The names of the axes, such as ("axial", "coronal", "sagittal").
         spacing: The size of a voxel along each axis, in any unit; slices are drawn in these proportions.
@@ -69,16 +70,18 @@ def slices(
         SaliencyWarning: The map is nearly even, or below the rounding error, and is drawn as zero.
     """
     drawn = _DrawnVolume(explanation, volume, spacing, colormap)
-    point = [int(index) for index in (drawn.peak if at is None else at)]
-    if len(point) != 3 or any(index not in range(length) for index, length in zip(point, drawn.shape, strict=True)):
+    point = drawn.peak if at is None else at
+    if np.shape(point) != (3,) or any(index not in range(edge) for index, edge in zip(point, drawn.shape, strict=True)):
         raise RenderError(f"at={at!r} is not one index for each axis of a volume of {drawn.shape}")
+    if len(names) != 3:
+        raise RenderError(f"names={names!r} are not the names of three axes")
     edges = [_other_axes(axis) for axis in range(3)]
     widths = [drawn.size[columns] for _, columns in edges]
     tallest = max(drawn.size[rows] for rows, _ in edges)
     drawing = new_figure(WIDTH, WIDTH * tallest / sum(widths) + HEAD + BAR, crop="tight")
     panels = drawing.subplots(1, 3, width_ratios=widths)
     for axis, (axes, (rows, columns)) in enumerate(zip(panels, edges, strict=True)):
-        drawn.show(axes, axis, point[axis], f"{names[axis]}, ")
+        drawn.show(axes, axis, int(point[axis]), f"{names[axis]}, ")
         axes.axhline(point[rows], color=CROSS, linewidth=0.8)
         axes.axvline(point[columns], color=CROSS, linewidth=0.8)
     return drawn.finish(drawing, panels)
@@ -119,7 +122,7 @@ def montage(
     length = drawn.shape[check_choice("axis", axis, (0, 1, 2), error=RenderError)]
     count = min(length, check_integer("count", count, error=RenderError))
     places = ((np.arange(count) + 0.5) * length / count).astype(int)
-    peak = int(drawn.peak[axis])
+    peak = drawn.peak[axis]
     places[np.abs(places - peak).argmin()] = peak
     rows, columns = _other_axes(axis)
     across = math.ceil(count / math.ceil(count / COLUMNS))
@@ -138,17 +141,19 @@ class _DrawnVolume:
     """The map of one volume on one scale, and the pixels below it."""
 
     def __init__(self, explanation: Explanation, volume: Any, spacing: Sequence[float], colormap: str | None) -> None:
+        require_explanation(explanation, "a drawing of a volume")
         self.explanation, self.colormap, self.spacing = explanation, colormap, spacing
         self.shape = explanation.input_size
         if len(self.shape) != 3 or len(explanation) != 1:
             got = f"{plural(len(explanation), 'explanation')} of inputs of {' x '.join(map(str, self.shape))}"
             raise RenderError(f"slices and montage draw one volume or video; got {got}; draw images with overlay")
-        if len(spacing) != 3 or min(spacing) <= 0:
+        if np.shape(spacing) != (3,) or min(spacing) <= 0:
             raise RenderError(f"spacing={spacing!r} is not the size of a voxel along three axes")
         self.size = [length * step for length, step in zip(self.shape, spacing, strict=True)]
         self.scaled = scale_map(explanation, smoothing=SMOOTHING)
         self.values = resized(torch.from_numpy(self.scaled.values)[None], self.shape)[0].numpy()
-        self.peak = torch.unravel_index(heatmap(explanation).abs().argmax(), self.shape)  # of the map without clipping
+        largest = heatmap(explanation).abs().argmax()  # of the map without clipping
+        self.peak = [int(index) for index in torch.unravel_index(largest, self.shape)]
         self.pixels = np.full((*self.shape, 3), 255, np.uint8) if volume is None else _as_pixels(volume, self.shape)
         self.opacity: Opacity = 1.0 if volume is None else "map"
 
@@ -184,12 +189,13 @@ def _as_pixels(volume: Any, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     Raises:
         RenderError: The volume has another shape.
     """
-    values = torch.as_tensor(volume, device="cpu").detach().double().numpy()
+    numbers = volume.detach().cpu().double() if isinstance(volume, Tensor) else volume
+    values = np.asarray(numbers, np.float64)  # also of arrays that tensors refuse: flipped, or in another byte order
     while values.ndim > 3 and len(values) == 1:
         values = values[0]
     colors = values.shape[: values.ndim - 3]
     if values.shape[values.ndim - 3 :] != shape or colors not in ((), (3,)):
         raise RenderError(f"the volume has the shape {values.shape}; expected {shape} in grey, or (3, ...) in colour")
-    low, high = np.percentile(values, WINDOW)
-    grey = (255 * np.clip((values - low) / max(high - low, 1e-12), 0, 1)).round().astype(np.uint8)
+    low, high = np.nanpercentile(values, WINDOW)  # scans are often NaN outside the field of view
+    grey = (255 * np.nan_to_num(np.clip((values - low) / max(high - low, 1e-12), 0, 1))).round().astype(np.uint8)
     return np.moveaxis(np.broadcast_to(grey, (3, *shape)), 0, -1)

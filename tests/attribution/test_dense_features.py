@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import saliency
-from saliency import Features, ImageError, LayerError, NonFiniteError, RenderError, TargetError
+from saliency import Features, ImageError, LayerError, NonFiniteError, NotApplicableError, RenderError, TargetError
 from saliency.testbed import draw_scenes
 from saliency.testing import Snapshot, images, tiny_model, tiny_transformer
 
@@ -201,7 +201,10 @@ def test_wrong_arguments_are_one_error() -> None:
     nn.init.constant_(broken.get_parameter("last.bias"), float("nan"))
     with pytest.raises(NonFiniteError, match='features of layer "relu" are NaN'):
         saliency.features(broken, x)
+    with pytest.raises(NotApplicableError, match="images of two spatial axes, and the input has 3"):
+        saliency.features(nn.Conv3d(1, 4, 3), torch.zeros(1, 1, 4, 4, 4))
     found = saliency.features(model, x)
+    assert repr(found) == f"<Features of 2 images at relu, values {tuple(found.values.shape)}>"
     with pytest.raises(TargetError, match="point="):
         found.similarity((1, 2, 3))
     with pytest.raises(IndexError):

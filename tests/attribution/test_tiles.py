@@ -12,7 +12,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import saliency
-from saliency import METHODS, ImageError, MethodError, NotFoundError, Preprocess, TargetError
+from saliency import METHODS, ImageError, MethodError, NotApplicableError, NotFoundError, Preprocess, TargetError
+from saliency.metrics import measure
 from tests.models import OwnForward, PooledNet
 
 PREPARE = Preprocess((16, 16), 20)
@@ -178,12 +179,28 @@ def test_an_explanation_in_tiles_is_saved(tmp_path: Path) -> None:
     assert torch.equal(loaded.tile_scores, tiled.tile_scores)
 
 
+@pytest.mark.parametrize("metric", ["max_sensitivity", "random_logit", "deletion"])
+def test_metrics_that_run_the_model_refuse_an_explanation_in_tiles(metric: str) -> None:
+    method, image = saliency.LayerCAM(PooledNet().double()), noise(40, 40)
+    tiled = method.attribute(image, 1, tiles=32, overlap=8)
+    assert measure("gini", tiled)[0].values.shape == (1,)
+    with pytest.raises(MethodError, match="this explanation is of an image in tiles"):
+        measure(metric, tiled, method=method, inputs=image)
+
+
 @pytest.mark.parametrize(
     ("image", "target", "options", "error", "match"),
     [
         (noise(40, 40), 1, {"tiles": 16, "overlap": 16}, MethodError, "overlap=16 is not smaller than tiles=16"),
         (noise(40, 40), 1, {"tiles": 0}, MethodError, "tiles=0 is not a whole number"),
         (noise(40, 40, 2), 1, {"tiles": 32, "overlap": 8}, ImageError, "got 2 images; with tiles=, explain them one"),
+        (
+            [pixels(), pixels()],
+            1,
+            {"tiles": 32, "overlap": 8},
+            ImageError,
+            "got 2 images; with tiles=, explain them one",
+        ),
         (noise(40, 40), None, {"tiles": 32, "overlap": 8}, TargetError, "pass a class as the target"),
         (noise(40, 40), saliency.probability(), {"tiles": 32, "overlap": 8}, TargetError, "pass a class as the target"),
         (noise(40, 40), saliency.box(index=1), {"tiles": 32, "overlap": 8}, TargetError, "crop the image around it"),
@@ -191,10 +208,29 @@ def test_an_explanation_in_tiles_is_saved(tmp_path: Path) -> None:
     ],
 )
 def test_one_sentence_for_what_tiles_cannot_do(
-    image: Tensor, target: Any, options: dict[str, Any], error: type[Exception], match: str
+    image: Any, target: Any, options: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=match):
         saliency.VanillaGradient(PooledNet().double()).attribute(image, target, **options)
+
+
+def test_a_list_of_one_image_is_the_image() -> None:
+    method = saliency.GradCAM(PooledNet(), preprocess=PREPARE)
+    values = [method.attribute(given, 1, tiles=32, overlap=8).values for given in (pixels(), [pixels()])]
+    assert torch.equal(*values)
+
+
+def test_volumes_are_explained_in_tiles_but_not_their_regions() -> None:
+    method = saliency.InputXGradient(nn.Conv3d(1, 2, 3, padding=1).double())
+    volume = torch.randn(1, 1, 13, 14, 15, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def score(output: Tensor) -> Tensor:
+        return output[:, 1].square().sum((1, 2, 3))
+
+    tiled = method.attribute(volume, score, tiles=12, overlap=8)
+    assert torch.allclose(tiled.values, method.attribute(volume, score).values, atol=1e-12)
+    with pytest.raises(NotApplicableError, match="a region with tiles= is defined for images"):
+        method.attribute(volume, saliency.region(1), tiles=12, overlap=8)
 
 
 def test_a_region_that_no_tile_holds_is_an_error() -> None:

@@ -389,3 +389,9 @@ def test_a_dataframe_has_a_row_per_method_and_metric() -> None:
     pytest.importorskip("pandas")
     frame = Comparison(results({"a": [1.0, 2.0]})).dataframe()
     assert list(frame["name"]) == ["a", "constant"]
+
+
+def test_volumes_are_refused_in_one_sentence() -> None:
+    method = VanillaGradient(nn.Sequential(nn.Conv3d(1, 2, 3), nn.AdaptiveAvgPool3d(1), nn.Flatten()))
+    with pytest.raises(MethodError, match="defined for images; this explanation is of a volume"):
+        compare([method], torch.zeros(2, 1, 4, 4, 4), 1)

@@ -332,3 +332,9 @@ def test_tensors_of_monai_are_read_as_they_are() -> None:
     assert torch.equal(explanation.values, saliency.GradCAM(model).attribute(x, 1).values)
     mask = data.MetaTensor(torch.ones(8, 12, 16, dtype=torch.bool))
     assert type(saliency.VanillaGradient(Segmenter()).attribute(x, saliency.region(1, mask)).scores) is Tensor
+
+
+def test_a_volume_without_a_batch_axis_is_named_as_one() -> None:
+    model = inflated(tiny_model(), flat=False)
+    with pytest.raises(saliency.ModelError, match=r"refused an input of .*five axes, so pass one as x\[None\]"):
+        saliency.GradCAM(model).attribute(volume()[0], 1)

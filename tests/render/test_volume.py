@@ -22,6 +22,7 @@ from tests.drawing import explained
 
 SIZE = (4, 6, 8)
 PEAK = (2, 5, 1)
+SLICES: Any = saliency.slices  # also takes arguments of wrong types
 
 
 def volume_map(values: torch.Tensor, sign: Sign = "positive") -> Explanation:
@@ -94,6 +95,25 @@ def test_the_volume_is_grey_below_the_map_and_unchanged_where_the_map_is_zero() 
     assert np.array_equal(top, np.stack([grey(part, 0) for part in colors], -1))
 
 
+def test_voxels_without_a_value_are_black() -> None:
+    volume = torch.linspace(0, 1, 192).view(SIZE)
+    holed = volume.clone()
+    holed[:, 0] = torch.nan  # outside the field of view
+    drawn, holed_drawn = (pixels(panels(saliency.slices(volume_map(hot()), v))[0]) for v in (volume, holed))
+    assert not holed_drawn[0].any()
+    assert np.abs(drawn[1:5].astype(int) - holed_drawn[1:5]).max() < 12  # the window is nearly the same
+
+
+def test_a_volume_is_any_array_of_a_scan() -> None:
+    volume = np.linspace(0, 1, 192, dtype=np.float32).reshape(SIZE)
+    expected = pixels(panels(saliency.slices(volume_map(hot()), torch.from_numpy(volume)))[0])
+    flipped = volume[::-1].copy()[::-1]  # as after a change of orientation
+    fixed = volume.copy()
+    fixed.flags.writeable = False  # as of a file in memory
+    for given in (flipped, fixed, volume.astype(">f4")):
+        assert np.array_equal(pixels(panels(saliency.slices(volume_map(hot()), given))[0]), expected)
+
+
 def test_a_montage_is_evenly_spaced_with_the_slice_of_the_maximum() -> None:
     def places(**options: Any) -> list[int]:
         drawn = panels(saliency.montage(volume_map(hot()), **options))
@@ -122,7 +142,12 @@ def test_voxels_have_the_proportions_of_the_spacing() -> None:
         (lambda e: saliency.slices(e, torch.zeros(2, *SIZE)), r"expected \(4, 6, 8\) in grey, or \(3, ...\) in colour"),
         (lambda e: saliency.slices(e, at=(0, 6, 0)), r"at=\(0, 6, 0\) is not one index for each axis"),
         (lambda e: saliency.slices(e, at=(0, 0)), r"at=\(0, 0\) is not one index"),
+        (lambda e: SLICES(e, at=(0.5, 0, 0)), r"at=\(0.5, 0, 0\) is not one index"),
+        (lambda e: SLICES(e, at=2), "at=2 is not one index"),
+        (lambda e: saliency.slices(e, names=("axial", "coronal")), "are not the names of three axes"),
         (lambda e: saliency.slices(e, spacing=(1, 0, 1)), "is not the size of a voxel"),
+        (lambda e: SLICES(e, spacing=2.0), "is not the size of a voxel"),
+        (lambda e: SLICES([e]), "takes an Explanation, the result of attribute.*; got list"),
         (lambda e: saliency.montage(e, axis=3), "axis=3 is not one of 0, 1, 2"),
         (lambda e: saliency.montage(e, count=0), "count=0 is not a whole number"),
         (lambda e: saliency.montage(replace(e, input_size=(6, 8))), "got 1 explanation of inputs of 6 x 8; .*overlay"),

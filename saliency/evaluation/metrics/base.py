@@ -270,7 +270,9 @@ class Subject(SharedResults):
 
     @cached_property
     def images(self) -> Tensor:
-        """The images as the model's input (N, C, H, W). Raises MethodError if they are not known."""
+        """The images as the model's input (N, C, H, W). Raises MethodError if they are not known, or tiled."""
+        if self.explanation.tile_scores is not None:
+            raise MethodError("metrics that run the model measure one input; this explanation is of an image in tiles")
         frames = [frame for frame in self.explanation.frames if frame is not None]
         if self._inputs is None and len(frames) < len(self.explanation):
             raise MethodError("the explanation of a tensor does not keep it: pass the images as inputs=...")
