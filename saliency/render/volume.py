@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 AXES = ("depth", "height", "width")
+EDGES = ((1, 2), (0, 2), (0, 1))  # the axes of the rows and the columns of a slice along each axis
 COLUMNS = 8  # most slices of a montage side by side
 HEAD = 0.25  # inches above a panel for its title
 BAR = 0.6  # inches for the title of the figure and its colour bar
@@ -41,7 +42,6 @@ def slices(
     at: Sequence[int] | None = None,
     names: Sequence[str] = AXES,
     spacing: Sequence[float] = (1.0, 1.0, 1.0),
-    colormap: str | None = None,
 ) -> Figure:
     """Draw three slices of a volume, one along each axis, that meet in the maximum of its map.
 
@@ -55,7 +55,6 @@ def slices(
         at: The indices (d, h, w) of the slices; by default the voxel with the largest magnitude of the map.
         names: The names of the axes, such as ("axial", "coronal", "sagittal").
         spacing: The size of a voxel along each axis, in any unit; slices are drawn in these proportions.
-        colormap: As in `overlay`.
 
     Returns:
         A matplotlib Figure, as of `figure`.
@@ -68,16 +67,15 @@ def slices(
     Warns:
         SaliencyWarning: The map is nearly even, or below the rounding error, and is drawn as zero.
     """
-    drawn = _DrawnVolume(explanation, volume, spacing, colormap)
+    drawn = _DrawnVolume(explanation, volume, spacing)
     point = [int(index) for index in (drawn.peak if at is None else at)]
     if len(point) != 3 or any(index not in range(length) for index, length in zip(point, drawn.shape, strict=True)):
         raise RenderError(f"at={at!r} is not one index for each axis of a volume of {drawn.shape}")
-    edges = [_other_axes(axis) for axis in range(3)]
-    widths = [drawn.size[columns] for _, columns in edges]
-    tallest = max(drawn.size[rows] for rows, _ in edges)
+    widths = [drawn.size[columns] for _, columns in EDGES]
+    tallest = max(drawn.size[rows] for rows, _ in EDGES)
     drawing = new_figure(WIDTH, WIDTH * tallest / sum(widths) + HEAD + BAR, crop="tight")
     panels = drawing.subplots(1, 3, width_ratios=widths)
-    for axis, (axes, (rows, columns)) in enumerate(zip(panels, edges, strict=True)):
+    for axis, (axes, (rows, columns)) in enumerate(zip(panels, EDGES, strict=True)):
         drawn.show(axes, axis, point[axis], f"{names[axis]}, ")
         axes.axhline(point[rows], color=CROSS, linewidth=0.8)
         axes.axvline(point[columns], color=CROSS, linewidth=0.8)
@@ -91,7 +89,6 @@ def montage(
     axis: int = 0,
     count: int = 16,
     spacing: Sequence[float] = (1.0, 1.0, 1.0),
-    colormap: str | None = None,
 ) -> Figure:
     """Draw slices of a volume side by side, evenly spaced along an axis; for a video, images in the order of time.
 
@@ -103,7 +100,6 @@ def montage(
         axis: The axis: 0 for depth or time, 1 for height, 2 for width.
         count: The most slices to draw.
         spacing: As in `slices`.
-        colormap: As in `overlay`.
 
     Returns:
         A matplotlib Figure, as of `figure`.
@@ -115,13 +111,12 @@ def montage(
     Warns:
         SaliencyWarning: As for `slices`.
     """
-    drawn = _DrawnVolume(explanation, volume, spacing, colormap)
+    drawn = _DrawnVolume(explanation, volume, spacing)
     length = drawn.shape[check_choice("axis", axis, (0, 1, 2), error=RenderError)]
     count = min(length, check_integer("count", count, error=RenderError))
     places = ((np.arange(count) + 0.5) * length / count).astype(int)
-    peak = int(drawn.peak[axis])
-    places[np.abs(places - peak).argmin()] = peak
-    rows, columns = _other_axes(axis)
+    places[np.abs(places - drawn.peak[axis]).argmin()] = drawn.peak[axis]
+    rows, columns = EDGES[axis]
     across = math.ceil(count / math.ceil(count / COLUMNS))
     down = math.ceil(count / across)
     tall = WIDTH / across * drawn.size[rows] / drawn.size[columns]
@@ -137,8 +132,8 @@ def montage(
 class _DrawnVolume:
     """The map of one volume on one scale, and the pixels below it."""
 
-    def __init__(self, explanation: Explanation, volume: Any, spacing: Sequence[float], colormap: str | None) -> None:
-        self.explanation, self.colormap, self.spacing = explanation, colormap, spacing
+    def __init__(self, explanation: Explanation, volume: Any, spacing: Sequence[float]) -> None:
+        self.explanation, self.spacing = explanation, spacing
         self.shape = explanation.input_size
         if len(self.shape) != 3 or len(explanation) != 1:
             got = f"{plural(len(explanation), 'explanation')} of inputs of {' x '.join(map(str, self.shape))}"
@@ -148,18 +143,18 @@ class _DrawnVolume:
         self.size = [length * step for length, step in zip(self.shape, spacing, strict=True)]
         self.scaled = scale_map(explanation, smoothing=SMOOTHING)
         self.values = resized(torch.from_numpy(self.scaled.values)[None], self.shape)[0].numpy()
-        self.peak = torch.unravel_index(heatmap(explanation).abs().argmax(), self.shape)  # of the map without clipping
+        largest = int(heatmap(explanation).abs().argmax())  # of the map without clipping
+        self.peak = np.unravel_index(largest, self.shape)
         self.pixels = np.full((*self.shape, 3), 255, np.uint8) if volume is None else _as_pixels(volume, self.shape)
         self.opacity: Opacity = 1.0 if volume is None else "map"
 
     def show(self, axes: Axes, axis: int, index: int, name: str = "") -> None:
         """Draw the slice with an index along an axis, with its title."""
-        rows, columns = _other_axes(axis)
+        rows, columns = EDGES[axis]
         image = Image.fromarray(self.pixels.take(index, axis))
         frame = Frame(image, (0.0, 0.0, float(image.width), float(image.height)))
         scaled = replace(self.scaled, values=self.values.take(index, axis))
-        drawn = paint(frame, scaled, self.colormap, self.opacity)
-        axes.imshow(drawn, aspect=self.spacing[rows] / self.spacing[columns])
+        axes.imshow(paint(frame, scaled, None, self.opacity), aspect=self.spacing[rows] / self.spacing[columns])
         axes.set_title(f"{name}slice {index} of {self.shape[axis]}", fontsize=TITLE_SIZE, pad=4, parse_math=False)
         axes.set_axis_off()
         axes.set_anchor("N")
@@ -169,13 +164,8 @@ class _DrawnVolume:
         title = f"{self.explanation.title}, {class_title(self.explanation)}"
         drawing.suptitle(title, fontsize=TITLE_SIZE + 2, parse_math=False)
         where = {"ax": panels, "location": "bottom", "shrink": 0.4, "aspect": 40, "pad": 0.02, "panchor": False}
-        add_bar(drawing, self.scaled, self.colormap, self.explanation.units, **where)
+        add_bar(drawing, self.scaled, None, self.explanation.units, **where)
         return drawing
-
-
-def _other_axes(axis: int) -> list[int]:
-    """Return the axes of the rows and the columns of a slice along an axis."""
-    return [each for each in range(3) if each != axis]
 
 
 def _as_pixels(volume: Any, shape: tuple[int, ...]) -> NDArray[np.uint8]:
