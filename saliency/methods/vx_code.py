@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import combinations, permutations
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -14,20 +13,13 @@ from ..attribution.explanation import BatchAttribution
 from ..attribution.options import ConvertedOption, Option
 from ..attribution.resolved_target import ResolvedTarget
 from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
-from ..validation import check_choice, check_integer
+from ..validation import check_choice
 from .rise import JointTarget, target_part
 from .segments import ResolvedSegments, SegmentAttribution, SegmentsLike, resolve_segments
 
 Order = Literal["insertion", "deletion"]
-SHORTLIST, COMBINED = 30, 0.1
-"""The paper's m, the number of patches that are combined; its gamma, the share of patches that are chosen together."""
 NEGLIGIBLE = 0.01
 """The search ends when this share of the difference between the image and no image is left."""
-
-
-def _checked_number(option: str, value: object) -> int:
-    """Return a number of patches. Raises MethodError if it is not 1, 2 or 3."""
-    return check_choice(option, check_integer(option, value), (1, 2, 3))
 
 
 class VXCODE(SegmentAttribution, TimedAttribution):
@@ -45,8 +37,6 @@ class VXCODE(SegmentAttribution, TimedAttribution):
 
     Args:
         order: "insertion" marks patches that suffice for the box; "deletion" marks the few that it cannot do without.
-        together: The number of patches that are chosen together, the paper's r: 1, 2 or 3. Until a tenth of all patches
-            is chosen, all combinations of the 30 that are best alone are tried: 435 of two patches, 4060 of three.
         segments: By default a grid of patches, (rows, columns). The number of passes grows with its square.
         seconds: The maximum time per image, in seconds. A selection that has begun is finished.
 
@@ -68,7 +58,6 @@ class VXCODE(SegmentAttribution, TimedAttribution):
     preview_options: ClassVar = {"segments": (3, 3), "order": "deletion"}
 
     order: Option[Order] = Option("insertion", check_choice, get_args(Order))
-    together: Option[int] = Option(1, _checked_number)
     segments: ConvertedOption[SegmentsLike, ResolvedSegments] = ConvertedOption((8, 8), resolve_segments)
 
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
@@ -100,17 +89,8 @@ class VXCODE(SegmentAttribution, TimedAttribution):
         while len(chosen) < count and best[-1] < enough and not passes.is_over(len(chosen)):
             left = [number for number in range(count) if number not in chosen]
             alone = gains([[number] for number in left])
-            group, reached = [left[int(alone.argmax())]], [float(alone.max())]
-            size = min(self.together, len(left)) if len(chosen) < COMBINED * count else 1
-            if size > 1:
-                first = alone.topk(min(SHORTLIST, len(left))).indices.sort().values.tolist()
-                groups = list(combinations([left[at] for at in first], size))
-                orders = list(permutations(groups[int(gains(groups).argmax())]))
-                steps = gains([own[: stop + 1] for own in orders for stop in range(size)]).view(-1, size)
-                fastest = int(steps.sum(1).argmax())
-                group, reached = list(orders[fastest]), steps[fastest].tolist()
-            chosen += group
-            best += [max(best[-1], *reached[: stop + 1]) for stop in range(len(reached))]
+            chosen.append(left[int(alone.argmax())])
+            best.append(max(best[-1], float(alone.max())))
         values = torch.zeros(count, dtype=torch.float64, device="cpu")
         values[chosen] = best[-1] - torch.tensor(best[:-1], dtype=torch.float64, device="cpu")
         return ImageAttribution(values.to(passes.x)[segments.labels][None])

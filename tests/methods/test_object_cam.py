@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -236,24 +235,14 @@ class PlainSearch:
         found = plain_similarity(self.box, self.own, plain_boxes(self.name, image))
         return found if self.order == "insertion" else -found
 
-    def rise(self, chosen: list[int], order: tuple[int, ...]) -> float:
-        return sum(self.score([*chosen, *order[: count + 1]]) for count in range(len(order)))
-
-    def map(self, together: int, shortlist: int, share: float) -> Tensor:
+    def map(self) -> Tensor:
         every = list(range(self.cells**2))
         chosen: list[int] = []
         best, end = [self.score([])], self.score(every)
         while len(chosen) < len(every) and best[-1] < end - 0.01 * (end - best[0]):
             left = [patch for patch in every if patch not in chosen]
-            ranked = sorted(left, key=lambda patch: -self.score([*chosen, patch]))
-            group = ranked[:1]
-            if together > 1 and len(chosen) < share * len(every):
-                groups = itertools.combinations(sorted(ranked[:shortlist]), together)
-                strongest = max(groups, key=lambda own: self.score([*chosen, *own]))
-                group = list(max(itertools.permutations(strongest), key=partial(self.rise, chosen)))
-            for patch in group:
-                chosen.append(patch)
-                best.append(max(best[-1], self.score(chosen)))
+            chosen.append(max(left, key=lambda patch: self.score([*chosen, patch])))
+            best.append(max(best[-1], self.score(chosen)))
         values = torch.zeros(len(every))
         for patch, before in zip(chosen, best, strict=False):
             values[patch] = best[-1] - before
@@ -261,36 +250,16 @@ class PlainSearch:
 
 
 @pytest.mark.parametrize(
-    ("name", "order", "together"),
-    [
-        ("shapes_detector", "deletion", 1),
-        *(("shapes_queries", "insertion", r) for r in (1, 2, 3)),
-        ("shapes_queries", "deletion", 2),
-    ],
+    ("name", "order"),
+    [("shapes_detector", "deletion"), ("shapes_queries", "insertion"), ("shapes_queries", "deletion")],
 )
-def test_vx_code_equals_a_plain_greedy_loop(name: str, order: Any, together: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr("saliency.methods.vx_code.SHORTLIST", 4)
-    method = VXCODE(network(name), order=order, together=together, segments=(4, 4), chunk=5)
+def test_vx_code_equals_a_plain_greedy_loop(name: str, order: Any) -> None:
+    method = VXCODE(network(name), order=order, segments=(4, 4), chunk=5)
     found = method.attribute(X[:1], saliency.box())
     place = torch.tensor([float(n) for n in found.target_names[0].split("(")[1].rstrip(")").split(", ")])
-    expected = PlainSearch(name, X[:1], place, 4, order).map(together, 4, 0.1)
+    expected = PlainSearch(name, X[:1], place, 4, order).map()
     assert expected.count_nonzero() >= 16**2
     torch.testing.assert_close(found.values, expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("order", ["insertion", "deletion"])
-def test_vx_code_finds_patches_that_act_only_together(order: Any) -> None:
-    class Both(nn.Module):  # a score of 1 if two corners are seen, and of 0.2 for a third
-        def forward(self, x: Tensor) -> Tensor:
-            return (x[:, 0, 0, 0] * x[:, 0, 7, 7] + 0.2 * x[:, 0, 0, 7])[:, None]
-
-    options: dict[str, Any] = {"segments": (4, 4), "order": order, "together": 2}
-    found = VXCODE(Both(), **options).attribute(torch.ones(1, 3, 8, 8), 0).values[0, 0]
-    corners = torch.stack([found[0, 0], found[7, 7]]).sort().values
-    both = torch.tensor([1.2, 1.2]) if order == "insertion" else torch.tensor([0.0, 1.2])
-    torch.testing.assert_close(corners, both)  # hiding either of them is enough
-    assert float(found[0, 7]) == pytest.approx(0.2)
-    assert found.count_nonzero() == (12 if order == "insertion" else 8)
 
 
 def test_vx_code_ends_in_time_with_whole_selections_only() -> None:
@@ -319,10 +288,9 @@ def test_vx_code_of_any_other_target_searches_by_its_score() -> None:
     assert found.values[inside].mean() > 3 * found.values[~inside].mean()
 
 
-@pytest.mark.parametrize("options", [{"order": "both"}, {"together": 4}])
-def test_vx_code_refuses_other_orders_and_numbers_of_patches(options: Any) -> None:
+def test_vx_code_refuses_other_orders() -> None:
     with pytest.raises(MethodError, match="is not one of"):
-        VXCODE(network("shapes_detector"), **options)
+        VXCODE(network("shapes_detector"), order="both")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("of", ["class", "x0", "y0", "x1", "y1"])
