@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, max_pool2d, max_pool3d
 
@@ -51,3 +53,9 @@ def resize(maps: Tensor, size: Sequence[int], *, align_corners: bool = False, an
     """
     options = {"align_corners": align_corners, "antialias": antialias and maps.dim() == 4}
     return interpolate(maps, tuple(size), mode=_LINEAR[maps.dim()], **options)
+
+
+def on_finest_grid(maps: Sequence[Tensor]) -> Tensor:
+    """Return maps (N, 1, h, w) of several layers on the finest of their grids, (L, N, 1, h, w)."""
+    finest = max((values.shape[2:] for values in maps), key=math.prod)
+    return torch.stack([resize(values, finest) for values in maps])
