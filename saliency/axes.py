@@ -29,6 +29,14 @@ def along_rows(numbers: Tensor, like: Tensor) -> Tensor:
     return numbers.view(-1, *[1] * (like.dim() - 1))
 
 
+def along_axes(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    """Return a tensor (..., H, W) or (..., D, H, W), multiplied by one matrix along each of its last axes."""
+    *outer, rows, columns = matrices
+    for axis, matrix in enumerate(outer, -len(matrices)):
+        x = (x.movedim(axis, -1) @ matrix.mT).movedim(-1, axis)
+    return rows @ x @ columns.mT
+
+
 def require_two_axes(x: Tensor, name: str) -> None:
     """Raise NotApplicableError unless an input (N, C, ...) is a batch of images. `name` is the method or option."""
     if x.dim() != 4:

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..attribution.options import ConvertedOption
-from ..axes import require_two_axes, spatial
+from ..axes import along_axes, require_two_axes, spatial
 from ..engine.estimates import normal
 from ..errors import MethodError, did_you_mean, optional_import
 from ..io.inputs import ImageLike, Prepare, read
@@ -284,14 +284,6 @@ class Diffusion:
         leading = self._like.dim() - len(self._bases)
         factors = factors.to(self._coefficients).view(-1, *[1] * leading, *factors.shape[1:])
         return along_axes(factors * self._coefficients, [basis.mT for basis in self._bases]).to(self._like.dtype)
-
-
-def along_axes(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    """Return a tensor (..., H, W) or (..., D, H, W), multiplied by one matrix along each of its last axes."""
-    *outer, rows, columns = matrices
-    for axis, matrix in enumerate(outer, -len(matrices)):
-        x = (x.movedim(axis, -1) @ matrix.mT).movedim(-1, axis)
-    return rows @ x @ columns.mT
 
 
 def _cosine_basis(size: int) -> Tensor:
