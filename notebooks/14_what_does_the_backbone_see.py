@@ -84,7 +84,7 @@ found = saliency.features(unet, images)
 saliency.draw_features(found)
 
 # %%
-saliency.figure(found.similarity(middle), shared=True)
+saliency.contact_sheet([[one] for one in found.similarity(middle)], shared=True, thumb=128)
 
 # %% [markdown]
 # **What to see.** Circles are green and squares are orange in all scenes, whatever their colour in the image. The point
@@ -100,7 +100,7 @@ print(vit.layer, tuple(vit.values.shape), "outlier tokens:", int(vit.outliers.su
 saliency.draw_features(vit)
 
 # %%
-saliency.figure(vit.similarity(middle), shared=True)
+saliency.contact_sheet([[one] for one in vit.similarity(middle)], shared=True, thumb=128)
 
 # %% [markdown]
 # **What to see.** The picture is coarse, and less clear: after the last block, the patches of this small network also
