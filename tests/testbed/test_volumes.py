@@ -24,7 +24,6 @@ QUICK: dict[str, dict[str, Any]] = {
     "kernel_shap": BLOCKS,
     "shapley_sampling": BLOCKS | {"passes": 99},
     "feature_ablation": {"segments": (3, 4, 4)},
-    "vx_code": {"segments": (2, 4, 4)},
     "occlusion": {"window": 8, "stride": 8},
     "meaningful_perturbation": {"steps": 15},
     "is_cam": {"steps": 2},
