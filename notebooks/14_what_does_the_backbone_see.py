@@ -38,12 +38,18 @@ features = saliency.features(model, photos, preprocess=larger)
 features.layer, tuple(features.values.shape)
 
 # %% [markdown]
-# `similarity` compares every cell of all photos with one cell: here, the eye of the first photo. `pca` reduces the 1280
-# channels to three colours, fitted over all photos together. `draw_features` draws both:
+# `pca` reduces the 1280 channels to three colours, fitted over all photos together. `draw_features` draws them:
+
+# %%
+saliency.draw_features(features, foreground=False)
+
+# %% [markdown]
+# `similarity` compares every cell of all photos with one cell: here, the eye of the first photo. The result is an
+# explanation, so `figure` draws it:
 
 # %%
 eye = (172, 102)  # x and y in pixels of the first photo
-saliency.draw_features(features, eye, foreground=False)
+saliency.figure(features.similarity(eye), shared=True)
 
 # %% [markdown]
 # **What to see.** Equal colours mean similar features. The colours follow the cat through the mirror and the crop:
@@ -52,7 +58,7 @@ saliency.draw_features(features, eye, foreground=False)
 #
 # ## From texture to parts
 #
-# The same point at four depths of the network. The result of `similarity` is an explanation, so `figure` draws it:
+# The same point at four depths of the network:
 
 # %%
 layers = ["blocks.1", "blocks.2", "blocks.4", "bn2"]
@@ -75,7 +81,10 @@ images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in scenes.im
 left, top, right, bottom = scenes.boxes[0][0].tolist()
 middle = ((left + right) / 2, (top + bottom) / 2)
 found = saliency.features(unet, images)
-saliency.draw_features(found, middle)
+saliency.draw_features(found)
+
+# %%
+saliency.contact_sheet([[one] for one in found.similarity(middle)], shared=True, thumb=128)
 
 # %% [markdown]
 # **What to see.** Circles are green and squares are orange in all scenes, whatever their colour in the image. The point
@@ -88,7 +97,10 @@ saliency.draw_features(found, middle)
 # %%
 vit = saliency.features(saliency.load("shapes_vit"), images)
 print(vit.layer, tuple(vit.values.shape), "outlier tokens:", int(vit.outliers.sum()))
-saliency.draw_features(vit, middle)
+saliency.draw_features(vit)
+
+# %%
+saliency.contact_sheet([[one] for one in vit.similarity(middle)], shared=True, thumb=128)
 
 # %% [markdown]
 # **What to see.** The picture is coarse, and less clear: after the last block, the patches of this small network also

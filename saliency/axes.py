@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, max_pool2d, max_pool3d
 
@@ -25,6 +27,14 @@ def as_text(size: Sequence[int]) -> str:
 def along_rows(numbers: Tensor, like: Tensor) -> Tensor:
     """Return one number per row (k,) in a shape that broadcasts to a tensor (k, ...)."""
     return numbers.view(-1, *[1] * (like.dim() - 1))
+
+
+def along_axes(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    """Return a tensor (..., H, W) or (..., D, H, W), multiplied by one matrix along each of its last axes."""
+    *outer, rows, columns = matrices
+    for axis, matrix in enumerate(outer, -len(matrices)):
+        x = (x.movedim(axis, -1) @ matrix.mT).movedim(-1, axis)
+    return rows @ x @ columns.mT
 
 
 def require_two_axes(x: Tensor, name: str) -> None:
@@ -51,3 +61,9 @@ def resize(maps: Tensor, size: Sequence[int], *, align_corners: bool = False, an
     """
     options = {"align_corners": align_corners, "antialias": antialias and maps.dim() == 4}
     return interpolate(maps, tuple(size), mode=_LINEAR[maps.dim()], **options)
+
+
+def on_finest_grid(maps: Sequence[Tensor]) -> Tensor:
+    """Return maps (N, 1, h, w) of several layers on the finest of their grids, (L, N, 1, h, w)."""
+    finest = max((values.shape[2:] for values in maps), key=math.prod)
+    return torch.stack([resize(values, finest) for values in maps])

@@ -46,10 +46,8 @@ def check_choice(
 ) -> _Choice:
     """Return `choice` if it is one of `choices`; otherwise raise `error` with the closest choices."""
     if not isinstance(choice, str | int | float) or choice not in choices:
-        raise error(
-            f"{option}={choice!r} is not one of {', '.join(map(repr, choices))}"
-            + did_you_mean(str(choice), map(str, choices))
-        )
+        hint = did_you_mean(str(choice), map(str, choices))
+        raise error(f"{option}={choice!r} is not one of {', '.join(map(repr, choices))}{hint}")
     return choice
 
 

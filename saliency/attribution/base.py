@@ -201,7 +201,7 @@ class Attribution(HasOptions, ABC):
             SaliencyWarning: A float tensor looks like an image that was not normalised.
         """
         batch = self.read(inputs) if tiles is None else read_tiles(inputs, self.preprocess, tiles, overlap)
-        return self._attribute(batch, [target], baselines, forward_args)[0]
+        return self.attribute_batch(batch, [target], baselines, forward_args)[0]
 
     def attribute_classes(
         self,
@@ -221,10 +221,12 @@ class Attribution(HasOptions, ABC):
         """
         if isinstance(targets, str) or not isinstance(targets, list | tuple) or not targets:
             raise MethodError(f"expected a list of targets, got {targets!r}; for a single target use attribute")
-        return self._attribute(self.read(inputs), targets, baselines, forward_args)
+        return self.attribute_batch(self.read(inputs), targets, baselines, forward_args)
 
-    def _attribute(self, batch: Batch, targets: Sequence[Any], baselines: Any, args: ForwardArgs) -> list[Explanation]:
-        """Explain several targets of a batch, or one target of an image in tiles."""
+    def attribute_batch(
+        self, batch: Batch, targets: Sequence[Any], baselines: Any = None, args: ForwardArgs = ()
+    ) -> list[Explanation]:
+        """Explain several targets of images that were read, or one target of an image in tiles."""
         images = len(batch.inputs)
         method = self if baselines is None else self._with_baselines(baselines, images)
         bound = bind_forward_args(args, images, neuron_layer(self.model, targets))

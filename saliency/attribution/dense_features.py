@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,22 +70,10 @@ class Features:
         query = own[:, self._shown[image]].mean(1) if place is None else own[:, *self._cell(place, image)]  # (K,)
         maps = F.cosine_similarity(self.values, query[None, :, None, None])[:, None]
         name, images = f"similarity to {f'{as_text(place)} of ' if place else ''}image {image}", len(maps)
-        return Explanation(
-            maps,
-            maps.mean((1, 2, 3)),
-            layer=self.layer,
-            outliers=self.outliers,
-            method="feature_similarity",
-            settings={},
-            target=(None,) * images,
-            target_names=(name,) * images,
-            probabilities=None,
-            input_size=self.input_size,
-            frames=self.frames,
-            sign="positive",
-            title="Features",
-            units="cosine similarity",
-        )
+        facts: dict[str, Any] = {"input_size": self.input_size, "frames": self.frames, "sign": "positive"}
+        facts |= {"target": (None,) * images, "target_names": (name,) * images, "probabilities": None, "settings": {}}
+        facts |= {"method": "feature_similarity", "title": "Features", "units": "cosine similarity"}
+        return Explanation(maps, maps.mean((1, 2, 3)), layer=self.layer, outliers=self.outliers, **facts)
 
     def pca(self, *, foreground: bool = True) -> Tensor:
         """Return the first three principal components of the cells of all images as colours (N, 3, h, w), 0 to 1.
@@ -131,10 +120,8 @@ class Features:
         (height, width), (h, w) = self.input_size, self.values.shape[2:]
         if not (0 <= column < width and 0 <= row < height):
             left, top, right, bottom = (round(edge) for edge in geometry.box)
-            raise TargetError(
-                f"the point {as_text(place)} is outside the part of image {image} that the model sees, x {left} to "
-                f"{right} and y {top} to {bottom}"
-            )
+            part = f"part of image {image} that the model sees, x {left} to {right} and y {top} to {bottom}"
+            raise TargetError(f"the point {as_text(place)} is outside the {part}")
         return int(row * h / height), int(column * w / width)
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -134,10 +135,8 @@ class Explanation(BatchAttribution):
         """Return the explanation of one image (N = 1) or of a slice of images. Raises IndexError past the end."""
         chosen = range(len(self))[index]
         rows = chosen if isinstance(chosen, range) else range(chosen, chosen + 1)
-        parts: dict[str, Any] = {
-            name: tensor[list(rows)] if len(rows) != 1 else tensor[rows[0] : rows[0] + 1]
-            for name, tensor in self.tensors().items()
-        }
+        place = list(rows) if len(rows) != 1 else slice(rows[0], rows[0] + 1)
+        parts: dict[str, Any] = {name: tensor[place] for name, tensor in self.tensors().items()}
         lists = {name: getattr(self, name) for name in (*_LISTS, *_OPTIONAL_LISTS)}
         parts |= {name: tuple(own[i] for i in rows) for name, own in lists.items() if own}
         return replace(self, **parts)
@@ -240,10 +239,8 @@ def pack_explanation(
             by a power of two, stored as "scale", so that the largest magnitude lies between 1/2 and 1. Large values
             then do not overflow, and a gradient of 1e-8 does not become zero.
     """
-    tensors = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in explanation.tensors().items()
-    }
+    copied = partial(torch.clone, memory_format=torch.contiguous_format)
+    tensors = {name: copied(tensor.detach().cpu()) for name, tensor in explanation.tensors().items()}
     tensors |= {f"picture.{i}": _encode_png(f.image) for i, f in enumerate(explanation.frames) if f is not None}
     header = explanation._header()
     if image is not None:

@@ -304,10 +304,8 @@ def at_least_float32(maps: Tensor) -> Tensor:
 def _last_call(name: str, calls: list[Tensor]) -> Tensor:
     """Return the output of the last call of a layer."""
     if not calls:
-        raise LayerError(
-            f'layer "{name}" was not run in this forward, or returned no tensor '
-            "(hooks do not run inside a scripted module)"
-        )
+        hint = "(hooks do not run inside a scripted module)"
+        raise LayerError(f'layer "{name}" was not run in this forward, or returned no tensor {hint}')
     if calls[-1].is_nested:
         problem = f'layer "{name}" returns nested tensors, as nn.TransformerEncoder does for a padding mask'
         raise LayerError(f"{problem}; build the encoder with enable_nested_tensor=False")

@@ -126,11 +126,8 @@ def explain_tiles(
         NotFoundError: No tile has a pixel of the target's region.
         TargetError: The target would be another one in each tile.
     """
-    target, size, tiles = (
-        _same_in_all_tiles(per_image(target, 1)[0]),
-        image.inputs.shape[2:],
-        list(product(*image.axes)),
-    )
+    target, size = _same_in_all_tiles(per_image(target, 1)[0]), image.inputs.shape[2:]
+    tiles = list(product(*image.axes))
     if isinstance(target, Region):
         require_two_axes(image.inputs, "a region with tiles=")
     scores, values = [math.nan] * len(tiles), torch.empty(0, dtype=torch.float32, device="cpu")

@@ -84,15 +84,10 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
             code = _explain(arguments, methods, entries, screen)
             screen.say_left_out(left_out)
             return code
-        if (
-            len(entries) * len(methods) != 1
-            or any((arguments.sheet, arguments.save, arguments.trust))
-            or screen.is_terminal
-        ):
-            raise UsageError(
-                "-o - writes one overlay to a pipe or file; give one image and one method, and no --sheet, --save or "
-                "--trust"
-            )
+        writes_more = len(entries) * len(methods) != 1 or any((arguments.sheet, arguments.save, arguments.trust))
+        if writes_more or screen.is_terminal:
+            hint = "give one image and one method, and no --sheet, --save or --trust"
+            raise UsageError(f"-o - writes one overlay to a pipe or file; {hint}")
         arguments.out = Path(scratch)
         code = _explain(arguments, methods, entries, Screen(quiet=True))
         for overlay in Path(scratch).glob("*.png"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -189,6 +190,11 @@ def generator(seed: int, *numbers: int) -> torch.Generator:
     for number in numbers:
         mixed = _mixed(mixed ^ _mixed(number + 1))
     return torch.Generator().manual_seed(_mixed(mixed) >> 1)
+
+
+def normal(shape: Sequence[int], seed: int, *numbers: int) -> Tensor:
+    """Return normal draws of one sample, float64 on the CPU; the numbers are those of `generator`."""
+    return torch.randn(shape, generator=generator(seed, *numbers), dtype=torch.float64, device="cpu")
 
 
 _MASK = (1 << 64) - 1

@@ -497,17 +497,11 @@ def stack_images(images: Sequence[Any], scores: Tensor, stats: tuple[RunStats, .
             got = type(image).__name__ if is_other else f"values {tuple(image.values.shape)}"
             expected = "saliency.ImageAttribution(values) with values (C, H, W), or (1, h, w) at a layer"
             raise MethodError(f"explain_image returned {got}; expected {expected}")
-    errors = [image.error for image in images if image.error is not None]
-    return BatchAttribution(
-        torch.stack([image.values for image in images]),
-        scores,
-        images[0].coverage,
-        images[0].layer,
-        residual=_row([image.residual for image in images], scores),
-        error=torch.stack(errors) if len(errors) == len(images) else None,
-        agreement=_row([image.agreement for image in images], scores),
-        run_stats=stats,
-    )
+    values, errors = torch.stack([image.values for image in images]), [image.error for image in images]
+    error = None if any(own is None for own in errors) else torch.stack(errors)
+    residual, agreement = (_row([getattr(one, name) for one in images], scores) for name in ("residual", "agreement"))
+    first = images[0]
+    return BatchAttribution(values, scores, first.coverage, first.layer, residual, error, agreement, stats)
 
 
 def _row(numbers: Sequence[float | Sequence[float] | None], like: Tensor) -> Tensor | None:

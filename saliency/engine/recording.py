@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -357,12 +358,9 @@ class Replay:
                 for at in step.last:
                     self.values[at] = None
             # Other runs need the external tensors, so copies are returned.
-            tensors = [
-                self.read(part.at)
-                if isinstance(part, Slot)
-                else self.external[part.at].clone(memory_format=torch.contiguous_format)
-                for part in self.program.outputs
-            ]
+            copied = partial(torch.clone, memory_format=torch.contiguous_format)
+            parts = self.program.outputs
+            tensors = [self.read(p.at) if isinstance(p, Slot) else copied(self.external[p.at]) for p in parts]
             if [list(tensor.shape) for tensor in tensors] != _map(self.program.shapes, self._value):
                 # The trials have two rows, and a part of the batch may be larger.
                 raise ReplayMismatch(f"the model runs different operations for {self.rows} rows, as if in parts")

@@ -97,10 +97,8 @@ def _rows(image: Explanation, index: int, title: str) -> list[LedgerRow]:
     score = float(image.scores)
     shares = [*image.ledger[0].tolist(), float(image.residual), score]
     about = (index, image.target_names[0], title)
-    return [
-        LedgerRow(name, share, 100 * share / score if score else math.nan, *about)
-        for name, share in zip([*image.ledger_names, "residual", "score"], shares, strict=True)
-    ]
+    entries = zip([*image.ledger_names, "residual", "score"], shares, strict=True)
+    return [LedgerRow(name, share, 100 * share / score if score else math.nan, *about) for name, share in entries]
 
 
 def draw_ledger(explanations: Explanation | Iterable[Explanation]) -> Figure:

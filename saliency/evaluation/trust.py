@@ -187,24 +187,11 @@ class TrustCard(Table[Property]):
 
     def to_json(self) -> str:
         """Return the card as JSON, with the settings of each metric. NaN and infinite numbers are null."""
-        rows = [
-            {
-                **asdict(row),
-                "is_clear": row.is_clear,
-                "is_worse": row.is_worse,
-                "settings": dict(self.measurements[row.name].settings),
-            }
-            for row in self
-        ]
-        card = {
-            "title": self.title,
-            "summary": self.summary,
-            "seed": self.seed,
-            "seconds": self.seconds,
-            "notes": self.notes,
-            "properties": rows,
-        }
-        return json.dumps(_without_nan(card), indent=2) + "\n"
+        rows = [asdict(row) | {"is_clear": row.is_clear, "is_worse": row.is_worse} for row in self]
+        for row in rows:
+            row["settings"] = dict(self.measurements[row["name"]].settings)
+        card = {name: getattr(self, name) for name in ("title", "summary", "seed", "seconds", "notes")}
+        return json.dumps(_without_nan(card | {"properties": rows}), indent=2) + "\n"
 
     def _repr_html_(self) -> str:
         """Return the figure, as data within the text, and the table."""
@@ -278,7 +265,8 @@ def trust(
     if explanation.target_names[0] != ITSELF:  # where the gradients of the other methods are zero
         measurements.append(_agreement(subject, context))
     notes = _notes(explanation, {each.metric for each in measurements})
-    card = TrustCard([property_of(each) for each in measurements], _COLUMNS, _title(explanation), notes)
+    title = f"Trust card of {explanation.method} for {explanation.target_names[0]}"
+    card = TrustCard([property_of(each) for each in measurements], _COLUMNS, title, notes)
     card.explanation, card.seed = explanation, seed
     card.measurements = {each.metric: each for each in measurements}
     card.seconds = time.perf_counter() - began
@@ -336,22 +324,12 @@ def property_of(measured: Measurement) -> Property:
         verdict = WORSE if measured.loses_to_controls else UNCLEAR
     elif measured.metric in (*GROUPS["depends on the model"], "rank_correlation") and measured.values < SLIGHT:
         verdict += ", but only slightly"
-    controls = measured.controls.items()
-    return Property(
-        measured.metric,
-        next(group for group, metrics in GROUPS.items() if measured.metric in metrics),
-        title,
-        float(measured.values),
-        math.nan if measured.error is None else float(measured.error),
-        {name: float(control.values) for name, control in controls},
-        {name: (float(control.low), float(control.high)) for name, control in controls},
-        bool(measured.higher_is_better),
-        verdict,
-    )
-
-
-def _title(explanation: Explanation) -> str:
-    return f"Trust card of {explanation.method} for {explanation.target_names[0]}"
+    group = next(group for group, metrics in GROUPS.items() if measured.metric in metrics)
+    value, error = float(measured.values), math.nan if measured.error is None else float(measured.error)
+    controls = {name: float(control.values) for name, control in measured.controls.items()}
+    ranges = {name: (float(control.low), float(control.high)) for name, control in measured.controls.items()}
+    is_higher = bool(measured.higher_is_better)
+    return Property(measured.metric, group, title, value, error, controls, ranges, is_higher, verdict)
 
 
 def missing_properties(measured: Collection[str]) -> dict[str, str]:
@@ -408,15 +386,8 @@ def draw_trust(card: TrustCard) -> Figure:
     names = dict.fromkeys(name for row in rows for name in row.controls)
     keys = [Line2D([], [], color=GREY, marker=MARKERS[name], linestyle="", label=name) for name in names]
     title = "better values lie to the right; grey: maps that ignore the prediction"
-    drawing.legend(
-        handles=keys,
-        title=title,
-        loc="outside lower right",
-        ncols=len(keys),
-        fontsize=TEXT_SIZE,
-        title_fontsize=TEXT_SIZE,
-        frameon=False,
-    )
+    style: dict[str, Any] = {"fontsize": TEXT_SIZE, "title_fontsize": TEXT_SIZE, "frameon": False}
+    drawing.legend(handles=keys, title=title, loc="outside lower right", ncols=len(keys), **style)
     return drawing
 
 

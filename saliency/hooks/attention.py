@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import cast
 
@@ -202,17 +202,10 @@ def _fused(node: Node, images: int, *, reads_image: bool) -> AttentionCall:
     if query.shape[0] == 1 < images and reads_image:  # the kernel took the images for heads
         hint = "pass one image at a time, or give its operands a dimension of heads: query[:, None]"
         raise NotApplicableError(f"a fused attention of the model does not keep its {images} images apart; {hint}")
-    return AttentionCall(
-        node,
-        images,
-        _read(node, "value"),
-        query=query,
-        key=_read(node, "key"),
-        bias=None if bias is None else bias.detach(),
-        scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
-        is_causal=saved(node, "is_causal", False),
-        reads_image=reads_image,
-    )
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    key, value, bias = _read(node, "key"), _read(node, "value"), None if bias is None else bias.detach()
+    found = AttentionCall(node, images, value, query=query, key=key, bias=bias, scale=scale)
+    return replace(found, is_causal=saved(node, "is_causal", False), reads_image=reads_image)
 
 
 def _read(node: Node, name: str) -> Tensor:

@@ -201,8 +201,7 @@ _PROBABILITIES = ("Sigmoid", "Softmax", "SafeSoftmax")
 _TRANSPARENT = (
     *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Select", "Slice", "Split", "Unbind", "Alias"),
     *("Clone", "ToCopy", "Permute", "Transpose", "T", "Expand", "Index", "Cat", "Stack"),
-    *("Clamp", "ClampMin", "ClampMax"),
-    *("UpsampleBilinear2D", "UpsampleNearest2D"),
+    *("Clamp", "ClampMin", "ClampMax", "UpsampleBilinear2D", "UpsampleNearest2D"),
 )
 
 

@@ -45,11 +45,8 @@ def unwrap(model: object) -> nn.Module:
     raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}; {hint}")
 
 
-_ATTRIBUTES: dict[str, tuple[Any, ...]] = {
-    "preprocess": (Callable, Mapping),
-    "categories": (Sequence, Mapping),
-    "layout": (FunctionType,),
-}
+_ATTRIBUTES: dict[str, tuple[Any, ...]] = {"preprocess": (Callable, Mapping), "categories": (Sequence, Mapping)}
+_ATTRIBUTES["layout"] = (FunctionType,)
 
 
 def model_attribute(name: str, model: nn.Module) -> Any:

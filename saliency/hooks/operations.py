@@ -204,9 +204,8 @@ PLAIN = {
 """Linear operations without weights that are not views."""
 HOMOGENEOUS = {
     *("abs", "relu", "leaky_relu", "_prelu_kernel", "max_pool2d_with_indices", "adaptive_max_pool2d", "max", "min"),
-    *("max_pool3d_with_indices", "adaptive_max_pool3d"),
+    *("max_pool3d_with_indices", "adaptive_max_pool3d", "rrelu_with_noise"),
     *("amax", "amin", "maximum", "minimum", "linalg_vector_norm", "norm", "topk", "sort", "median", "std", "std_mean"),
-    "rrelu_with_noise",
 }
 """Other operations of degree one: they too equal their derivative applied to their operands."""
 

@@ -158,17 +158,11 @@ def _fields(values: Tensor) -> Tensor:
     is_finite = values.isfinite()
     finite = is_finite.sum()
     mean = torch.where(is_finite, values, 0).sum() / finite
-    fields = [
-        torch.full_like(finite, values.numel()),
-        finite,
-        mean,
-        torch.where(is_finite, values - mean, 0).square().sum(),
-        torch.where(is_finite, values, math.inf).amin() if values.numel() else mean,
-        torch.where(is_finite, values, -math.inf).amax() if values.numel() else mean,
-        (values == 0).sum(),
-        values.isnan().sum(),
-        values.isinf().sum(),
-    ]
+    squares = torch.where(is_finite, values - mean, 0).square().sum()
+    low = torch.where(is_finite, values, math.inf).amin() if values.numel() else mean
+    high = torch.where(is_finite, values, -math.inf).amax() if values.numel() else mean
+    counts = (values == 0).sum(), values.isnan().sum(), values.isinf().sum()
+    fields = [torch.full_like(finite, values.numel()), finite, mean, squares, low, high, *counts]
     return torch.stack([field.to(mean.dtype) for field in fields])
 
 

@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from ..attribution.options import ConvertedOption
-from ..axes import require_two_axes, spatial
-from ..engine.estimates import generator
+from ..axes import along_axes, require_two_axes, spatial
+from ..engine.estimates import normal
 from ..errors import MethodError, did_you_mean, optional_import
 from ..io.inputs import ImageLike, Prepare, read
 from ..validation import check_number, is_real
@@ -127,7 +127,7 @@ def _baseline(resolved: ResolvedBaseline, x: Tensor, preprocess: Prepare, seed: 
     if resolved == "blur":
         return blurred(x, BASELINE_BLUR * min(x.shape[2:]))
     if resolved == "noise":
-        return torch.randn(x.shape, generator=generator(seed, number), dtype=torch.float64, device="cpu").to(x)
+        return normal(x.shape, seed, number).to(x)
     if resolved in ("black", "white") and preprocess is not None:
         height, width = x.shape[-2:]
         prepared = preprocess(Image.new("RGB", (width, height), resolved))  # (C, H, W)
@@ -156,10 +156,8 @@ def resolve_fill(option: str, like: object, *, partial: str = "") -> Fill:
     """
     if isinstance(like, GivenImages) or (isinstance(like, str) and like in FILLS):
         if like == "inpaint" and partial:
-            raise MethodError(
-                f'{partial} hides pixels partially, which {option}="inpaint" does not support; use "blur", "mean" or a '
-                "number"
-            )
+            problem = f'{partial} hides pixels partially, which {option}="inpaint" does not support'
+            raise MethodError(f'{problem}; use "blur", "mean" or a number')
         return like
     if is_real(like):
         return float(like)
@@ -286,14 +284,6 @@ class Diffusion:
         leading = self._like.dim() - len(self._bases)
         factors = factors.to(self._coefficients).view(-1, *[1] * leading, *factors.shape[1:])
         return along_axes(factors * self._coefficients, [basis.mT for basis in self._bases]).to(self._like.dtype)
-
-
-def along_axes(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    """Return a tensor (..., H, W) or (..., D, H, W), multiplied by one matrix along each of its last axes."""
-    *outer, rows, columns = matrices
-    for axis, matrix in enumerate(outer, -len(matrices)):
-        x = (x.movedim(axis, -1) @ matrix.mT).movedim(-1, axis)
-    return rows @ x @ columns.mT
 
 
 def _cosine_basis(size: int) -> Tensor:

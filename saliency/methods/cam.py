@@ -21,7 +21,7 @@ from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.forward import Needs, TargetGradients
 from ..attribution.options import PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
-from ..axes import resize, spatial
+from ..axes import along_rows, on_finest_grid, spatial
 from ..errors import LayerError, MethodError, NotApplicableError, warn
 from ..layers.find import LayerLike, default_layer, default_layers, find
 from ..targets.targets import output_tensor
@@ -90,9 +90,9 @@ def summed_levels(maps: Sequence[Tensor]) -> Tensor:
 
     Each map is enlarged with its sum unchanged. So a level counts by its share of the score, in all maps on one scale.
     """
-    finest = max((values.shape[2:] for values in maps), key=math.prod)
-    shares = [values * (values[0, 0].numel() / math.prod(finest)) for values in maps]
-    return torch.stack([resize(values, finest) for values in shares]).sum(0)
+    enlarged = on_finest_grid(maps)
+    shares = enlarged.new_tensor([values[0, 0].numel() / enlarged[0, 0, 0].numel() for values in maps])
+    return (enlarged * along_rows(shares, enlarged)).sum(0)
 
 
 class LayerCombination(LayerAttribution):

@@ -17,7 +17,7 @@ from ..attribution.explanation import BatchAttribution
 from ..attribution.forward import Needs, SharedForward, TargetGradients, no_gradient_message
 from ..attribution.options import Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
-from ..axes import resize, spatial
+from ..axes import on_finest_grid, resize, spatial
 from ..engine.estimates import Estimate
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, from_estimate
 from ..errors import LayerError, NotApplicableError
@@ -105,9 +105,7 @@ class _LayerFusion(TracedAttribution):
         maps = [self._cam.explain_gradients(grads, (layer,)).values.clamp(min=0) for layer in layers]
         tiny = torch.finfo(maps[0].dtype).tiny
         scaled = [self.scaled(F.normalize(values.flatten(1), math.inf, eps=tiny).view_as(values)) for values in maps]
-        finest = max((values.shape[2:] for values in maps), key=math.prod)
-        resized = [resize(values, finest) for values in scaled]
-        return BatchAttribution(self.combine(torch.stack(resized)), grads.scores, layer=", ".join(layers))
+        return BatchAttribution(self.combine(on_finest_grid(scaled)), grads.scores, layer=", ".join(layers))
 
     def scaled(self, shares: Tensor) -> Tensor:
         """Scale the map of a layer, given as shares (N, 1, h, w) of its maximum; unchanged by default."""

@@ -14,7 +14,7 @@ from ..attribution.explanation import BatchAttribution
 from ..attribution.forward import Needs, TargetGradients, at_least_float32
 from ..attribution.options import Option, PerImage
 from ..attribution.resolved_target import ResolvedTarget
-from ..engine.estimates import Estimate, generator
+from ..engine.estimates import Estimate, normal
 from ..errors import warn
 from ..hooks.operations import SavedValues
 from ..hooks.rectifiers import Coverage
@@ -92,13 +92,10 @@ class DeepLIFT(TracedAttribution):
             self._check(grads, base, missing)
             estimate.add(values[None])
             residual.add(missing[None])
-        return BatchAttribution(
-            estimate.mean.to(grads.x.dtype),
-            grads.scores,
-            Coverage(handled=handled),
-            residual=residual.mean.to(at_least_float32(grads.scores).dtype),
-            error=None if estimate.error is None or not self.has_error else estimate.error.to(grads.x.dtype),
-        )
+        values, coverage = estimate.mean.to(grads.x.dtype), Coverage(handled=handled)
+        error = None if estimate.error is None or not self.has_error else estimate.error.to(grads.x.dtype)
+        missing = residual.mean.to(at_least_float32(grads.scores).dtype)
+        return BatchAttribution(values, grads.scores, coverage, residual=missing, error=error)
 
     def _values(self, grads: TargetGradients, base: TargetGradients, frees: bool) -> tuple[Tensor, dict[str, int]]:
         """Return the values (N, C, H, W) against one baseline, and the number of operations by kind."""
@@ -157,6 +154,5 @@ class DeepSHAP(DeepLIFT):
         if self.baseline != "colours":
             return super().references(x)
         shape = (1, x.shape[1], *[1] * (x.dim() - 2))
-        randoms = [generator(self.seed, i) for i in range(self.samples)]
-        draws = [torch.randn(shape, generator=random, dtype=torch.float64, device="cpu") for random in randoms]
+        draws = [normal(shape, self.seed, i) for i in range(self.samples)]
         return torch.stack(draws).to(x).expand(-1, *x.shape)

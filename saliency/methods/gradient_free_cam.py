@@ -13,7 +13,7 @@ from torch import Tensor
 from ..attribution.forward import Needs, SharedForward, TargetGradients
 from ..attribution.options import Budget, Option
 from ..axes import along_rows, resize, spatial
-from ..engine.estimates import ScoreEstimate, generator
+from ..engine.estimates import ScoreEstimate, normal
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, TimedAttribution
 from ..errors import NotApplicableError, TargetError
 from ..hooks.manager import HookManager
@@ -267,10 +267,7 @@ class SSCAM(ScoreCAM, SampledAttribution):
         x, estimate = passes.x, _MaskScores(masks)
 
         def make(start: int, stop: int) -> Tensor:
-            noise = [
-                torch.randn(1, *x.shape[2:], generator=generator(self.seed, i), dtype=torch.float64, device="cpu")
-                for i in range(start, stop)
-            ]
+            noise = [normal((1, *x.shape[2:]), self.seed, i) for i in range(start, stop)]
             clean = masks(torch.arange(start, stop, device=x.device) % masks.count)
             return x * (clean + self.noise * torch.stack(noise).to(x))
 

@@ -520,10 +520,8 @@ def _adaptively_integrated(passes: PassRunner, references: Tensor, tolerance: fl
             for (path, at), value, gradient in rows:
                 paths[path].add(at, value, float((gradient * differences[path]).sum(dtype=torch.float64)))
                 gradients[path].append(gradient)
-    means = [
-        torch.einsum("n,n...->...", path.weights.to(differences), torch.stack(own))
-        for path, own in zip(paths, gradients, strict=True)
-    ]
+    pairs = zip((path.weights.to(differences) for path in paths), map(torch.stack, gradients), strict=True)
+    means = [torch.einsum("n,n...->...", weights, own) for weights, own in pairs]
     values = (differences * torch.stack(means)).mean(0)
     return ImageAttribution(values, residual=sum(path.residual for path in paths) / len(paths))
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ..attribution.forward import at_least_float32
 from ..attribution.options import ConvertedOption, Option
-from ..axes import require_two_axes, spatial
+from ..axes import along_axes, require_two_axes, spatial
 from ..engine.estimates import generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, SteppedAttribution
 from ..errors import MethodError
 from ..hooks.model_state import leaf
 from ..validation import check_choice, check_integer, check_number
-from .baselines import Diffusion, Filler, FillOption, along_axes
+from .baselines import Diffusion, Filler, FillOption
 
 Render = Callable[[Tensor, tuple[int, ...]], Tensor]
 """A function from the numbers that are optimised, and a shift in pixels, to the model's input (1, C, H, W)."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..attribution.options import Option
 from ..attribution.resolved_target import ResolvedTarget
-from ..axes import max_pool, resize, spatial
+from ..axes import max_pool, on_finest_grid, spatial
 from ..layers.find import scan_layers
 from ..validation import check_integer, check_number
 from .baselines import blurred
@@ -44,8 +42,7 @@ class ODAM(LayerCombination):
 
     def combine_levels(self, maps: Sequence[Tensor]) -> Tensor:
         """Return the maximum of the maps of all levels."""
-        finest = max((values.shape[2:] for values in maps), key=math.prod)
-        return torch.stack([resize(m, finest) for m in maps]).amax(0)
+        return on_finest_grid(maps).amax(0)
 
 
 class BottleneckCAM(LayerAttribution):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,7 +13,7 @@ from ..attribution.base import Attribution
 from ..attribution.explanation import Explanation
 from ..attribution.forward import at_least_float32
 from ..attribution.passes import chunk_size
-from ..engine.estimates import generator
+from ..engine.estimates import normal
 from ..errors import MethodError, TargetError, plural
 from ..hooks.forward_args import bind_forward_args
 from ..hooks.model_state import prepared_for_attribution, run_model
@@ -64,10 +64,7 @@ def explain_pair(
     partners: list[Any] = []  # for their names
     for side in (b, a):
         partners += side if isinstance(side, list | tuple) and len(side) == images else [side] * images
-    with prepared_for_attribution(method.model), bind_forward_args((), 2 * images), bind_layout(method.layout):
-        pair = PairSimilarity(tuple(partners), by)
-        target = method.explained_target(method.resolve(pair, batch.inputs, batch.frames))
-        both = method.explanation(method.explain(batch.inputs, target), target, batch)
+    (both,) = method.attribute_batch(batch, [PairSimilarity(tuple(partners), by)])
     return both[:images], both[images:]
 
 
@@ -99,15 +96,11 @@ class Matches:
         frames: The position of the model's input on each original image; None for an image given as a tensor.
     """
 
-    values: Tensor
+    values: Tensor = field(repr=False)
     score: float
     by: Product
     method: str
-    frames: tuple[Frame | None, Frame | None]
-
-    def __repr__(self) -> str:
-        """Return one line: the score, the method, and the shape of the values."""
-        return f"<Matches of {self.by} similarity {self.score:.3g} by {self.method}, values {tuple(self.values.shape)}>"
+    frames: tuple[Frame | None, Frame | None] = field(repr=False)
 
 
 def explain_matches(
@@ -183,8 +176,7 @@ def _directions(first: Tensor, second: Tensor, count: int | None, seed: int) -> 
     """Return directions (K, D) such that the products of the projections of two embeddings sum to their dot product."""
     numbers = len(first)
     count = numbers if count is None else min(check_integer("directions", count, least=3), numbers)
-    size = numbers, max(count - 2, 0)
-    random = torch.randn(size, generator=generator(seed), dtype=torch.float64, device="cpu").to(first)
+    random = normal((numbers, max(count - 2, 0)), seed).to(first)
     basis: Tensor = torch.linalg.qr(torch.column_stack([first, second, random])).Q  # (D, K)
     # The product of the random directions with their transpose is, on average, the identity of the other D - 2 numbers.
     basis[:, 2:] *= math.sqrt(max(numbers - 2, 1) / max(count - 2, 1))

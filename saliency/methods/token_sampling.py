@@ -14,7 +14,7 @@ from torch import Tensor
 from ..attribution.forward import Needs, SharedForward, TargetGradients, at_least_float32
 from ..attribution.options import Option
 from ..axes import along_rows, resize
-from ..engine.estimates import generator, precise_type
+from ..engine.estimates import generator, normal, precise_type
 from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
 from ..errors import ModelError, NotApplicableError, optional_import
 from ..hooks.manager import HookManager, is_hookable
@@ -226,8 +226,7 @@ class ViTCX(LayerPasses, TimedAttribution):
         def make(start: int, stop: int) -> Tensor:
             """Pass 2 i shows the image under mask i, and pass 2 i + 1 the whole image; both have the same noise."""
             numbers = range(start, stop)
-            draws = [generator(self.seed, number // 2) for number in numbers]
-            noise = [torch.randn(x.shape[1:], generator=draw, dtype=torch.float64, device="cpu") for draw in draws]
+            noise = [normal(x.shape[1:], self.seed, number // 2) for number in numbers]
             part = masks[[number // 2 for number in numbers]]
             is_whole = along_rows(torch.tensor([number % 2 for number in numbers], device=x.device), x)
             return x * torch.where(is_whole == 1, 1, part) + self.noise * torch.stack(noise).to(part) * (1 - part)

@@ -37,8 +37,7 @@ from .rules import divided
 from .walk import Edge, Visit
 
 _WINNERS = {
-    *("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d"),
-    "adaptive_max_pool3d",
+    *("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d"),
     *("max", "amax", "maximum", "min", "amin", "minimum"),
 }
 _NODES = (1, 4, 16, 64)
@@ -197,10 +196,8 @@ def _winners(step: MultiplierStep) -> Gradients:
     is_gain = change < 0 if "min" in step.operation.name else change > 0
     gains = _gradients(step, x, (torch.where(is_gain, share, 0),))
     losses = _gradients(step, x0, (torch.where(is_gain, 0, share),))
-    return tuple(
-        gain.add_(loss).div_(a - b).masked_fill_(a == b, 0)
-        for gain, loss, a, b in zip(gains, losses, x, x0, strict=True)
-    )
+    operands = zip(gains, losses, x, x0, strict=True)
+    return tuple(gain.add_(loss).div_(a - b).masked_fill_(a == b, 0) for gain, loss, a, b in operands)
 
 
 def _mul(step: MultiplierStep) -> Gradients:
@@ -234,10 +231,8 @@ def _attention(step: MultiplierStep) -> Gradients:
     weights = Pair(logits.x.softmax(-1), logits.x0.softmax(-1)).mean
     passed = (of_logits @ key.mean, of_logits.mT @ query.mean, weights.mT @ step.grad)
     shapes = (step.operation.args[name].shape for name in ("query", "key", "value"))
-    fitted = (
-        grad.unflatten(1, (shape[1], -1)).sum(2) if grad.dim() > 3 else grad
-        for grad, shape in zip(passed, shapes, strict=True)
-    )
+    pairs = zip(passed, shapes, strict=True)
+    fitted = (grad.unflatten(1, (shape[1], -1)).sum(2) if grad.dim() > 3 else grad for grad, shape in pairs)
     return (*fitted, *[None] * (len(step.visit.on_path) - 3))
 
 
@@ -311,14 +306,5 @@ def _shares(grads: Gradients, values: Any, base: Any) -> Tensor:
     return torch.stack([(grad * (x - x0).nan_to_num(0)).sum() for grad, x, x0 in triples if grad is not None])
 
 
-_RULES = {
-    "linear": _linear,
-    "batch_norm": _batch_norm,
-    "norm": _norm,
-    "activation": _pointwise,
-    "winners": _winners,
-    "mul": _mul,
-    "div": _div,
-    "softmax": _softmax,
-    "attention": _attention,
-}
+_RULES = {"linear": _linear, "batch_norm": _batch_norm, "norm": _norm, "activation": _pointwise, "winners": _winners}
+_RULES |= {"mul": _mul, "div": _div, "softmax": _softmax, "attention": _attention}

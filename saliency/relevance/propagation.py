@@ -83,13 +83,8 @@ def kind_of(op: Op) -> str:
     name = operator_name(op)
     if name in ("mul", "div"):
         return name
-    named = {
-        "logsumexp": _LOGSUMEXP,
-        "norm": NORMS,
-        "softmax": SOFTMAX,
-        "linear": LINEAR,
-        "plain": PLAIN | OF_DEGREE_ONE,
-    }
+    named = {"logsumexp": _LOGSUMEXP, "norm": NORMS, "softmax": SOFTMAX, "linear": LINEAR}
+    named["plain"] = frozenset(PLAIN | OF_DEGREE_ONE)
     tests = {"attention": is_attention, "batch_norm": is_batch_norm, "plain": is_view, "activation": is_pointwise}
     kinds = [kind for kind, names in named.items() if name in names]
     return next(iter([*kinds, *(kind for kind, test in tests.items() if test(op))]), "")
@@ -422,12 +417,8 @@ class Propagation:
         weighs = (query or key) and not self.composite.constant_gates
         at_value = (0.5 if weighs else 1.0) * value
         at_weights = (1 - at_value) / (query + key) if weighs else 0.0
-        grads = [
-            None if grad is None or not on_path else grad * factor
-            for grad, on_path, factor in zip(
-                visit.plain(), visit.on_path, (at_weights, at_weights, at_value), strict=False
-            )
-        ]
+        factors = zip(visit.plain(), visit.on_path, (at_weights, at_weights, at_value), strict=False)
+        grads = [None if grad is None or not on_path else grad * factor for grad, on_path, factor in factors]
         visit.walk.handled["attention"] += 1
         visit.absorb("softmax", operation.result[0] * visit.grad)
         for name, grad in zip(("query", "key", "value"), grads, strict=True):
@@ -713,17 +704,11 @@ def linear_operation(operation: Operation, at: int) -> LinearOperation:
     bias = args["bias"] if is_convolution else args["self"] * args.get("beta", 1) if "self" not in names else None
     bias = _channels(bias, args["input"]) if is_convolution and bias is not None else bias
     run, transposed = _convolution(args) if is_convolution else _matrix_product(at)
-    weight = args[names[1 - at]]
-    return LinearOperation(
-        args[names[at]],
-        weight * args["alpha"] if args.get("alpha", 1) != 1 else weight,
-        bias,
-        run,
-        transposed,
-        None if operation.result is None else at_least_float32(operation.result),
-        dims=tuple(range(1, args["input"].dim())) if is_convolution else (-1 - at,),
-        norms=None if at else operation.norms,
-    )
+    own, weight, norms = args[names[at]], args[names[1 - at]], None if at else operation.norms
+    weight = weight * args["alpha"] if args.get("alpha", 1) != 1 else weight
+    result = None if operation.result is None else at_least_float32(operation.result)
+    dims = tuple(range(1, args["input"].dim())) if is_convolution else (-1 - at,)
+    return LinearOperation(own, weight, bias, run, transposed, result, dims=dims, norms=norms)
 
 
 _Function = Callable[..., Tensor]

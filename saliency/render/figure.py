@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch.nn.functional import max_pool2d
 
+from ..attribution.dense_features import Features
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import single_images
 from ..errors import RenderError
@@ -39,6 +40,7 @@ TITLE_HEIGHT = 0.3  # of the title above all panels
 RAISES, LOWERS = "#d62728", "#1f77dc"  # colours of matches
 WIDEST = 6.0  # line of a match, in points
 
+NEAREST = Image.Resampling.NEAREST
 TITLE_SIZE, TEXT_SIZE = 9.0, 7.0  # points
 NAME, LABEL = 24, 32  # line of a class name in a title, and of a label, in characters
 
@@ -180,6 +182,37 @@ def draw_matches(matches: Matches, *, count: int = 20) -> Figure:
         drawing.add_artist(ConnectionPatch(*ends, "data", "data", axesA=left, axesB=right, alpha=0.8, **style))
         for axes, end in zip((left, right), ends, strict=True):
             axes.plot(*end, "o", color=style["color"], markersize=WIDEST, markeredgecolor="white")
+    return drawing
+
+
+def draw_features(features: Features, *, foreground: bool = True) -> Figure:
+    """Draw one column per image: the image, and the principal components of its features in colours.
+
+    The colours of all images have one scale. `figure(features.similarity(point))` draws the similarity to a point.
+
+    Args:
+        features: The result of `saliency.features` for images that are not tensors.
+        foreground: As in `Features.pca`.
+
+    Returns:
+        A matplotlib Figure, as of `figure`.
+
+    Raises:
+        LayerError: As for `Features.pca`.
+        RenderError: An image was given as a tensor, so it is not known.
+    """
+    frames = [_print_frame(frame_of(one)) for one in features.similarity()]
+    colors = (255 * features.pca(foreground=foreground)).round().byte().movedim(1, -1).cpu().numpy()
+    width = min(LARGEST_PANEL, WIDTH / len(frames))
+    tallest = max(frame.image.height / frame.image.width for frame in frames)
+    drawing = new_figure(width * len(frames), 2 * width * tallest, crop="tight")
+    for frame, cells, column in zip(frames, colors, drawing.subplots(2, len(frames), squeeze=False).T, strict=True):
+        left, top, right, bottom = map(round, frame.box)
+        components = Image.new("RGB", frame.image.size)
+        components.paste(Image.fromarray(cells).resize((right - left, bottom - top), NEAREST), (left, top))
+        for axes, image in zip(column, (frame.image, components), strict=True):
+            axes.set_axis_off()
+            _show(axes, image, [])
     return drawing
 
 

@@ -188,12 +188,8 @@ def _png(image: Image.Image) -> bytes:
     encoder = zlib.compressobj(1, strategy=zlib.Z_RLE)
     header = struct.pack(">2I5B", *image.size, 8, PNG_RGB, 0, 0, 0)
     text = f"Software\0{SOFTWARE}".encode()
-    chunks = (
-        (b"IHDR", header),
-        (b"tEXt", text),
-        (b"IDAT", encoder.compress(lines.data) + encoder.flush()),
-        (b"IEND", b""),
-    )
+    pixels = encoder.compress(lines.data) + encoder.flush()
+    chunks = ((b"IHDR", header), (b"tEXt", text), (b"IDAT", pixels), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
     )

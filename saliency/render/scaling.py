@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..attribution.explanation import Explanation, Sign
 from ..attribution.heatmap import limits, reduced_maps, several
+from ..axes import along_axes
 from ..errors import RenderError
 from ..validation import check_choice, check_number
 
@@ -71,9 +72,7 @@ def smoothed(maps: Tensor, smoothing: float) -> Tensor:
     sigma = smoothing * max(maps.shape[1:])
     if sigma < LEAST_SIGMA:
         return maps
-    for axis in range(1, maps.dim()):
-        maps = (maps.movedim(axis, -1) @ _gaussian(maps.shape[axis], sigma, maps).T).movedim(-1, axis)
-    return maps
+    return along_axes(maps, [_gaussian(length, sigma, maps) for length in maps.shape[1:]])
 
 
 def _gaussian(length: int, sigma: float, like: Tensor) -> Tensor:

@@ -62,14 +62,12 @@ def contact_sheet(
     thumb = check_integer("thumb", thumb, least=SMALLEST_THUMB, error=RenderError)
     _require_columns(rows)
     scale: dict[str, Any] = {"percentile": percentile, "smoothing": smoothing}
+    style: dict[str, Any] = {"opacity": opacity, "colormap": colormap, **scale}
     limits = [shared_limit(column, **scale) if shared else None for column in zip(*rows, strict=True)]
     drawn = []
     for row in rows:
         small = [replace(one, frames=(shrink(frame_of(one), thumb),)) for one in row]
-        overlays = [
-            overlay(one, opacity=opacity, colormap=colormap, limit=limit, **scale)
-            for one, limit in zip(small, limits, strict=True)
-        ]
+        overlays = [overlay(one, limit=limit, **style) for one, limit in zip(small, limits, strict=True)]
         drawn.append(_Row(row, [frame_of(small[0]).image, *overlays]))
     return _Sheet(drawn, thumb).draw(["photo", *method_titles(rows[0])])
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 AXES = ("depth", "height", "width")
+EDGES = ((1, 2), (0, 2), (0, 1))  # the axes of the rows and the columns of a slice along each axis
 COLUMNS = 8  # most slices of a montage side by side
 HEAD = 0.25  # inches above a panel for its title
 BAR = 0.6  # inches for the title of the figure and its colour bar
@@ -75,12 +76,11 @@ def slices(
         raise RenderError(f"at={at!r} is not one index for each axis of a volume of {drawn.shape}")
     if len(names) != 3:
         raise RenderError(f"names={names!r} are not the names of three axes")
-    edges = [_other_axes(axis) for axis in range(3)]
-    widths = [drawn.size[columns] for _, columns in edges]
-    tallest = max(drawn.size[rows] for rows, _ in edges)
+    widths = [drawn.size[columns] for _, columns in EDGES]
+    tallest = max(drawn.size[rows] for rows, _ in EDGES)
     drawing = new_figure(WIDTH, WIDTH * tallest / sum(widths) + HEAD + BAR, crop="tight")
     panels = drawing.subplots(1, 3, width_ratios=widths)
-    for axis, (axes, (rows, columns)) in enumerate(zip(panels, edges, strict=True)):
+    for axis, (axes, (rows, columns)) in enumerate(zip(panels, EDGES, strict=True)):
         drawn.show(axes, axis, int(point[axis]), f"{names[axis]}, ")
         axes.axhline(point[rows], color=CROSS, linewidth=0.8)
         axes.axvline(point[columns], color=CROSS, linewidth=0.8)
@@ -122,9 +122,8 @@ def montage(
     length = drawn.shape[check_choice("axis", axis, (0, 1, 2), error=RenderError)]
     count = min(length, check_integer("count", count, error=RenderError))
     places = ((np.arange(count) + 0.5) * length / count).astype(int)
-    peak = drawn.peak[axis]
-    places[np.abs(places - peak).argmin()] = peak
-    rows, columns = _other_axes(axis)
+    places[np.abs(places - drawn.peak[axis]).argmin()] = drawn.peak[axis]
+    rows, columns = EDGES[axis]
     across = math.ceil(count / math.ceil(count / COLUMNS))
     down = math.ceil(count / across)
     tall = WIDTH / across * drawn.size[rows] / drawn.size[columns]
@@ -152,19 +151,20 @@ class _DrawnVolume:
         self.size = [length * step for length, step in zip(self.shape, spacing, strict=True)]
         self.scaled = scale_map(explanation, smoothing=SMOOTHING)
         self.values = resized(torch.from_numpy(self.scaled.values)[None], self.shape)[0].numpy()
-        largest = heatmap(explanation).abs().argmax()  # of the map without clipping
-        self.peak = [int(index) for index in torch.unravel_index(largest, self.shape)]
+        largest = int(heatmap(explanation).abs().argmax())  # of the map without clipping
+        self.peak = np.unravel_index(largest, self.shape)
         self.pixels = np.full((*self.shape, 3), 255, np.uint8) if volume is None else _as_pixels(volume, self.shape)
         self.opacity: Opacity = 1.0 if volume is None else "map"
 
     def show(self, axes: Axes, axis: int, index: int, name: str = "") -> None:
         """Draw the slice with an index along an axis, with its title."""
-        rows, columns = _other_axes(axis)
+        rows, columns = EDGES[axis]
         image = Image.fromarray(self.pixels.take(index, axis))
         frame = Frame(image, (0.0, 0.0, float(image.width), float(image.height)))
         scaled = replace(self.scaled, values=self.values.take(index, axis))
-        drawn = paint(frame, scaled, self.colormap, self.opacity)
-        axes.imshow(drawn, aspect=self.spacing[rows] / self.spacing[columns])
+        axes.imshow(
+            paint(frame, scaled, self.colormap, self.opacity), aspect=self.spacing[rows] / self.spacing[columns]
+        )
         axes.set_title(f"{name}slice {index} of {self.shape[axis]}", fontsize=TITLE_SIZE, pad=4, parse_math=False)
         axes.set_axis_off()
         axes.set_anchor("N")
@@ -176,11 +176,6 @@ class _DrawnVolume:
         where = {"ax": panels, "location": "bottom", "shrink": 0.4, "aspect": 40, "pad": 0.02, "panchor": False}
         add_bar(drawing, self.scaled, self.colormap, self.explanation.units, **where)
         return drawing
-
-
-def _other_axes(axis: int) -> list[int]:
-    """Return the axes of the rows and the columns of a slice along an axis."""
-    return [each for each in range(3) if each != axis]
 
 
 def _as_pixels(volume: Any, shape: tuple[int, ...]) -> NDArray[np.uint8]:

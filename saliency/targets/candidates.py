@@ -267,13 +267,9 @@ def _columns(y: Tensor, levels: Any, size: tuple[int, int], classes: int | None)
     dims = {level.dim() for level in levels}
     if len(levels) > 1 and dims == {4} and levels[0].shape[-1] == 4 and levels[0].shape[:3] == levels[1].shape[:3]:
         return _batch(_corners(levels[0][-1]) * _unit(size, y), levels[1][-1])  # RT-DETR of Ultralytics
-    last = y.detach()[..., -1]
-    if (
-        y.shape[2] == 6
-        and bool((last == last.round()).all())
-        and last.numel()
-        and bool((y[:, :-1, 4] >= y[:, 1:, 4]).all())
-    ):
+    ranked, last = y.detach()[..., 4:5], y.detach()[..., -1]
+    has_labels = y.shape[2] == 6 and last.numel() > 0 and bool((last == last.round()).all())
+    if has_labels and bool((ranked[:, :-1] >= ranked[:, 1:]).all()):
         return [_labelled(row[:, :4], row[:, 4], row[:, 5].long(), classes) for row in y]
     if y.shape[1] == 4 + (classes or -1) or (y.shape[1] < y.shape[2] and y.shape[2] != 5 + (classes or -1)):
         count = y.shape[1] - 4

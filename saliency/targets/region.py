@@ -295,14 +295,11 @@ def region(label: int | str, where: Any = "predicted") -> Target:
         choice = check_choice("where", where or "predicted", get_args(RegionChoice), error=TargetError)
         return Region(label=label, where=choice)
     try:
-        pixels = (
-            where.detach().as_subclass(Tensor)
-            if isinstance(where, Tensor)
-            else torch.as_tensor(np.array(where), device="cpu")
-        )
+        known = where if isinstance(where, Tensor) else torch.as_tensor(np.array(where), device="cpu")
     except (TypeError, ValueError) as error:
         expected = "a mask (H, W), masks of one size, a box, a point, 'predicted' or 'border'"
         raise TargetError(f"expected the pixels of a region as {expected}, got {type(where).__name__}") from error
+    pixels = known.detach().as_subclass(Tensor)
     if pixels.dim() == 1:
         return Region(label=label, place=as_place("where", pixels, 2 if len(pixels) == 2 else 4))
     return Region(label=label, where=pixels)

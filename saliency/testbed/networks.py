@@ -172,8 +172,7 @@ def volume_cnn(outputs: int = len(SOLIDS)) -> nn.Sequential:
     features = nn.Sequential(
         *(nn.Conv3d(1, 16, 5, 2, 2), nn.ReLU()),
         *(nn.Conv3d(16, 32, 3, 1, 1), nn.ReLU(), nn.MaxPool3d(2)),
-        *(nn.Conv3d(32, 64, 3, 1, 1), nn.ReLU()),
-        *(nn.Conv3d(64, 64, 3, 1, 1), nn.ReLU()),
+        *(nn.Conv3d(32, 64, 3, 1, 1), nn.ReLU(), nn.Conv3d(64, 64, 3, 1, 1), nn.ReLU()),
     )
     head = {"pool": nn.AdaptiveAvgPool3d(1), "flatten": nn.Flatten(), "head": nn.Linear(64, outputs)}
     return nn.Sequential(OrderedDict({"features": features} | head))

@@ -30,16 +30,6 @@ class Volumes:
         """The class of the first object, (N,)."""
         return self.shapes[:, 0]
 
-    @property
-    def evidence(self) -> Tensor:
-        """The voxels of the first object, (N, 1, 24, 32, 32), bool."""
-        return self.masks[:, :1]
-
-    @property
-    def distractor(self) -> Tensor:
-        """The voxels of the second object, (N, 1, 24, 32, 32), bool."""
-        return self.masks[:, 1:]
-
 
 def draw_volumes(count: int, *, seed: int = 0) -> Volumes:
     """Draw volumes of two solid shapes, such as a ball and a ring, in textured noise.
@@ -76,10 +66,8 @@ def _draw_masks(kinds: Tensor, random: torch.Generator) -> Tensor:
     places = torch.rand(count, 2, 3, generator=random, device="cpu", dtype=torch.float32)
     # Whole numbers, so that a small network learns the shapes in a minute.
     centres = (_MARGIN * _RADIUS + room * places).round() + half * torch.stack([first, 1 - first], 1)
-    z, y, x = (
-        (torch.arange(length, device="cpu") + 0.5 - centres[..., axis, None]) / _RADIUS
-        for axis, length in enumerate(VOLUME)
-    )
+    offsets = (torch.arange(length, device="cpu") + 0.5 for length in VOLUME)
+    z, y, x = ((own - centre[..., None]) / _RADIUS for own, centre in zip(offsets, centres.unbind(-1), strict=True))
     inside = _inside(x[..., None, None, :], y[..., None, :, None], z[..., None, None])
     return inside.gather(0, kinds[None, ..., None, None, None].expand(1, *inside.shape[1:]))[0]
 
@@ -94,10 +82,6 @@ def _inside(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     def near(edge: float) -> Tensor:  # along how many axes
         return (x.abs() < edge).byte() + (y.abs() < edge) + (z.abs() < edge)
 
-    shapes = {
-        "ball": plane + height < 1,
-        "cube": near(0.806) == 3,
-        "cross": (near(1.05) == 3) & (near(0.437) > 1),
-        "ring": (plane.sqrt() - 0.9).square() + height < 0.486**2,
-    }
-    return torch.stack([shapes[name] for name in SOLIDS])
+    ball, cube = plane + height < 1, near(0.806) == 3
+    cross, ring = (near(1.05) == 3) & (near(0.437) > 1), (plane.sqrt() - 0.9).square() + height < 0.486**2
+    return torch.stack([ball, cube, cross, ring])  # in the order of SOLIDS

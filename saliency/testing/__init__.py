@@ -26,15 +26,7 @@ from .case import Check, MethodCase, images, tiny_model, tiny_model_for, tiny_tr
 from .checks import CHECKS
 from .unchanged import Snapshot
 
-__all__ = [
-    "Snapshot",
-    "check_method",
-    "checks",
-    "images",
-    "tiny_model",
-    "tiny_model_for",
-    "tiny_transformer",
-]
+__all__ = ["Snapshot", "check_method", "checks", "images", "tiny_model", "tiny_model_for", "tiny_transformer"]
 
 
 def checks(

@@ -171,18 +171,15 @@ def test_similarities_are_drawn_as_any_explanation() -> None:
     assert saliency.heatmap(similar).shape == (3, 64, 64)
 
 
-def test_the_figure_has_a_column_for_each_image_and_marks_the_point() -> None:
+def test_the_figure_has_the_image_and_the_components_of_each_image() -> None:
     model, pictures = saliency.load("shapes_vit"), list(scenes(2))
     found = saliency.features(model, pictures)
-    drawing = saliency.draw_features(found, (20, 33), 1)
-    marked = [axes for axes in drawing.axes if axes.lines]
-    assert len(drawing.axes) == 7
-    assert [np.asarray(axes.lines[0].get_xydata()).tolist() for axes in marked] == [[[19.5, 32.5]]] * 3
-    shown = np.asarray(marked[2].images[1].get_array())
-    np.testing.assert_allclose(shown.squeeze(), found.similarity((20, 33), 1).values[1, 0])
-    limits = [axes.images[1].get_clim() for axes in drawing.axes[4:6]]
-    assert limits[0] == limits[1]
-    assert len(saliency.draw_features(found).axes) == 4
+    drawn = [np.asarray(axes.images[0].get_array()) for axes in saliency.draw_features(found, foreground=False).axes]
+    assert len(drawn) == 4
+    cells = (255 * found.pca(foreground=False)).round().byte().movedim(1, -1)
+    for number, picture in enumerate(pictures):
+        np.testing.assert_array_equal(drawn[number], np.moveaxis(np.asarray(picture), 0, -1))
+        np.testing.assert_array_equal(drawn[2 + number], cells[number].repeat_interleave(8, 0).repeat_interleave(8, 1))
     with pytest.raises(RenderError, match="image is not known"):
         saliency.draw_features(saliency.features(model, images(1, (64, 64))))
 

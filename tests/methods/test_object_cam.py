@@ -189,9 +189,12 @@ def test_d_rise_explains_all_boxes_by_one_set_of_masked_forwards() -> None:
     assert counts[1] == counts[2]
 
 
-@pytest.mark.parametrize("name", LEVELS)
-def test_d_rise_of_one_box_of_each_image_equals_single_calls(name: str) -> None:
-    method = DRISE(network(name), passes=16)
+@pytest.mark.parametrize(
+    ("cls", "name", "options"),
+    [*((DRISE, name, {"passes": 16}) for name in LEVELS), (VXCODE, "shapes_detector", {"segments": (4, 4)})],
+)
+def test_one_box_of_each_image_equals_single_calls(cls: Any, name: str, options: dict[str, Any]) -> None:
+    method = cls(network(name), **options)
     boxes = [saliency.box(index=1), saliency.box(index=0)]
     together = method.attribute(X[:2], boxes)
     for at in range(2):
@@ -299,16 +302,6 @@ def test_vx_code_ends_in_time_with_whole_selections_only() -> None:
     assert found.run_stats[0].stopped == "seconds"
     assert found.run_stats[0].passes == 1 + 64
     assert len(set(found.values.flatten().tolist())) == 2
-
-
-def test_vx_code_of_one_box_of_each_image_equals_single_calls() -> None:
-    method = VXCODE(network("shapes_detector"), segments=(4, 4))
-    boxes = [saliency.box(index=1), saliency.box(index=0)]
-    together = method.attribute(X[:2], boxes)
-    for at in range(2):
-        alone = method.attribute(X[at : at + 1], boxes[at])
-        torch.testing.assert_close(together[at].values, alone.values)
-        torch.testing.assert_close(together[at].scores, alone.scores)
 
 
 def test_vx_code_of_any_other_target_searches_by_its_score() -> None:

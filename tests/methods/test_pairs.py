@@ -196,7 +196,7 @@ def test_the_directions_run_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_matches_of_a_transformer_are_patches() -> None:
     found = saliency.explain_matches(saliency.AttnLRP(tiny_transformer()), A, B)
     assert found.values.shape == (4, 4, 4, 4)
-    assert repr(found) == f"<Matches of cosine similarity {found.score:.3g} by attn_lrp, values (4, 4, 4, 4)>"
+    assert repr(found) == f"Matches(score={found.score}, by='cosine', method='attn_lrp')"
 
 
 def test_a_pair_touches_nothing() -> None:

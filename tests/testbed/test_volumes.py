@@ -51,7 +51,7 @@ def test_two_objects_of_different_classes_are_brighter_than_the_noise_and_apart(
     assert DRAWN.volumes.shape == (100, 1, 24, 32, 32)
     assert (DRAWN.shapes[:, 0] != DRAWN.shapes[:, 1]).all()
     assert torch.equal(DRAWN.labels, DRAWN.shapes[:, 0])
-    assert not (DRAWN.evidence & DRAWN.distractor).any()
+    assert not DRAWN.masks.all(1).any()
     sizes = DRAWN.masks.sum((2, 3, 4))
     assert sizes.min() > 200
     assert sizes.max() < 300

@@ -92,9 +92,7 @@ class ARCC(CombinedMetric):
 
     def _mean_scores(self, subject: Subject, places: Tensor) -> Tensor:
         """Return the mean scores of the images (N,) without the first shares of their orders (N, H, W)."""
-        images = [
-            removed(x, place, self.shares, self.noise, subject.seed)
-            for x, place in zip(subject.images[:, None], places, strict=True)
-        ]
+        pairs = zip(subject.images[:, None], places, strict=True)
+        images = [removed(x, place, self.shares, self.noise, subject.seed) for x, place in pairs]
         scores = [subject.scores_of(batch).double() for batch in torch.stack(images, 1)]  # of (k, N, C, H, W)
         return torch.stack(scores).mean(0)
