@@ -30,7 +30,8 @@ def main(out: Path = OUT) -> dict[str, str]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     shutil.copytree(ROOT / "assets", folder / "assets", ignore=shutil.ignore_patterns("*.md"))
-    shutil.copy(Path(__file__).with_name("iframe-worker.js"), folder / "assets")
+    for name in ("iframe-worker.js", "site.css"):
+        shutil.copy(Path(__file__).with_name(name), folder / "assets")
     if PICTURES.exists():
         shutil.copytree(PICTURES, folder / "gallery", ignore=shutil.ignore_patterns("*.txt"))
     own = {"docs_dir": "pages", "site_dir": "html", "nav": navigation}

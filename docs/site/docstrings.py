@@ -20,6 +20,12 @@ def as_markdown(docstring: str, page: str, links: dict[str, str]) -> str:
     return outside_code(text, lambda part: _linked(_escaped(part), page, links))
 
 
+def entries(docstring: str, title: str) -> dict[str, str]:
+    """Return the entries of a section of a docstring by name, each on one line."""
+    section = next((part for part in docstring.split("\n\n") if part.startswith(f"{title}:\n")), "")
+    return {name: " ".join(meaning.split()) for names, meaning in _ENTRY.findall(section) for name in names.split(", ")}
+
+
 def _paragraph(text: str) -> str:
     """Return one paragraph: a section becomes a list, "Values: ..." a paragraph with a bold word, an example code."""
     title, colon, rest = text.partition(":")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -12,13 +13,13 @@ import saliency
 from saliency.attribution.base import Attribution, source, summary
 from saliency.cli.lists import describe
 
-from .docstrings import as_markdown
+from .docstrings import as_markdown, entries
 from .examples import example
 from .markdown import PICTURES, ROOT, relative
 
 TESTBED = "benchmarks/testbed.md"
-_RANKS = {"convolutional networks": "convolutional networks", "a vision transformer": "the vision transformer"}
-_FINDINGS = "## What holds by all scores: ranks on "
+_WORSE = "Worse than the best map that ignores the network"
+_NO_SCORE = "By no score better than all maps that ignore the network"
 
 
 def classes() -> list[type[Attribution]]:
@@ -45,7 +46,7 @@ def method_page(cls: type[Attribution], links: dict[str, str]) -> str:
     facts, here = describe(cls), page(cls)
     docstring = inspect.getdoc(cls) or ""
     lead, _, rest = docstring.partition("\n\n")
-    body = [part for part in rest.split("\n\n") if not part.startswith("Args:")]
+    body = [part for part in rest.split("\n\n") if not part.startswith(("Args:", "Source:"))]
     code = f"{Path(inspect.getfile(cls)).relative_to(ROOT)}, line {inspect.getsourcelines(cls)[1]}"
     parts = [
         f"# {cls.__name__}",
@@ -85,17 +86,24 @@ def gallery_page() -> str:
 def _picture(cls: type[Attribution]) -> list[str]:
     """Return the picture of a method, if `make gallery` has drawn it."""
     file = PICTURES / f"{cls.name}.jpg"
-    return [f"![{cls.__name__} on five images](../gallery/{file.name})"] if file.exists() else []
+    return (
+        [f"![{cls.__name__} on five images](../gallery/{file.name}){{ align=right width=300 }}"]
+        if file.exists()
+        else []
+    )
 
 
 def _options(cls: type[Attribution], links: dict[str, str]) -> str:
-    """Return the table of a method's options."""
+    """Return the table of a method's options: all parameters of its constructor but the model."""
+    described, common = describe(cls)["options"], entries(cls.__doc__ or "", "Args")
     rows = ["| option | default | meaning |", "|---|---|---|"]
-    for name, option in describe(cls)["options"].items():
-        default = json.dumps(option["default"], default=str)
-        values = ", ".join(f"`{value}`" for value in option["choices"])
+    for name, parameter in list(inspect.signature(cls).parameters.items())[1:]:
+        option = described.get(name, {"description": common.get(name, ""), "choices": ()})
+        values = ", ".join(f"`{json.dumps(value)}`" for value in option["choices"])
         meaning = as_markdown(option["description"], page(cls), links) + (f" One of {values}." if values else "")
-        rows.append(f"| `{name}` | `{default}` | {meaning} |".replace("\n", " "))
+        default = parameter.default
+        shown = json.dumps(default) if isinstance(default, str) else str(default)
+        rows.append(f"| `{name}` | `{shown}` | {meaning} |".replace("\n", " "))
     return "\n".join(rows)
 
 
@@ -110,36 +118,43 @@ def _results() -> str:
 
 
 def _testbed(cls: type[Attribution]) -> list[str]:
-    """Return the mean ranks of a method on the testbed, and the remarks that name it."""
-    link, found = relative(TESTBED, page(cls)), []
-    for heading, networks in _RANKS.items():
-        section = _results().partition(f"## Ranks on {heading}\n")[2].partition("\n## ")[0]
+    """Return the mean ranks of a method on the testbed, and the findings that name it."""
+    found = []
+    for networks in ("convolutional networks", "a vision transformer"):
+        section = _section(f"Ranks on {networks}")
         row = re.search(rf"^\| `{cls.__name__}` \| ([\d.]+) .*?\| ([\d.]+) .*?\| ([\d.]+) ", section, re.MULTILINE)
-        count = len(re.findall(r"^\| [`*]", section, re.MULTILINE))
         if row is None:
-            found.append(f"Drawn images, {networks}: not measured.")
+            found.append(f"On drawn images and {networks}: not measured.")
             continue
-        ranks = f"{row[1]} by energy, {row[2]} by rank accuracy, {row[3]} by AUC"
-        found.append(f"Drawn images, {networks}: [mean rank of {count} maps]({link}) {ranks}; 1 is the best.")
-        found += [f"Drawn images, {networks}, {where}: {remark}." for where, remark in _remarks(cls, heading)]
+        count = len(re.findall(r"^\| [`*]", section, re.MULTILINE))
+        ranks = f"{row[1]} by energy, {row[2]} by rank accuracy and {row[3]} by AUC"
+        link = f"[mean rank of {count} maps]({relative(TESTBED, page(cls))})"
+        lead = f"On drawn images and {networks}, the {link} is {ranks}"
+        found.append(f"{lead}; 1 is the best.{''.join(_findings(cls, networks))}")
     return found
 
 
-def _remarks(cls: type[Attribution], heading: str) -> list[tuple[str, str]]:
-    """Return the case and the remark of each finding "case: remark: `A`, `B`." that names a method."""
-    section = _results().partition(f"{_FINDINGS}{heading}\n")[2].partition("\n## ")[0]
-    remarks = []
-    for line in re.findall(r"^- (.*)$", section, re.MULTILINE):
-        case, _, rest = line.partition(": ")
-        if "Better by no score: " not in rest:  # "Mean rank in the first half of 56: `LRP`, ..."
-            found = [("by all three scores", case)] if f"`{cls.__name__}`" in rest else []
-        else:
-            worse, no_score = rest.split("Better by no score: ")
-            said = {"worse than the best map that ignores the network": worse}
-            said["by no score better than all maps that ignore the network"] = no_score
-            found = [(f"task {case}", text) for text, names in said.items() if f"`{cls.__name__}`" in names]
-        remarks += [(where, f"{text[0].lower()}{text[1:]}") for where, text in found]
-    return remarks
+def _findings(cls: type[Attribution], networks: str) -> Iterator[str]:
+    """Yield the findings of the testbed that name a method, each as a sentence after a space."""
+    tasks: dict[str, list[str]] = {_WORSE: [], _NO_SCORE: []}
+    for line in re.findall(r"^- (.*)$", _section(f"What holds by all scores: ranks on {networks}"), re.MULTILINE):
+        case, _, names = line.partition(": ")
+        if "Better by no score: " not in names:  # "Mean rank in the first half of 56: `LRP`, ..."
+            if f"`{cls.__name__}`" in names:
+                plain = case.replace("all controls", "all maps that ignore the network")
+                yield f" {plain.replace('the best control', 'the best map that ignores the network')}, by all scores."
+            continue
+        for finding, named in zip(tasks, names.split("Better by no score: "), strict=True):
+            if f"`{cls.__name__}`" in named:
+                tasks[finding].append("`{}` with `{}`".format(*case.split(", ")))
+    for finding, cases in tasks.items():
+        if cases:
+            yield f" {finding}: {', '.join(cases)}."
+
+
+def _section(heading: str) -> str:
+    """Return the text below a heading of the testbed's results."""
+    return _results().partition(f"## {heading}\n")[2].partition("\n## ")[0]
 
 
 def _limits(cls: type[Attribution]) -> list[str]:
