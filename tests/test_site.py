@@ -104,6 +104,7 @@ def test_the_text_for_language_models_has_all_guides_and_the_recipes(pages: dict
     guides = {path for path in pages if re.fullmatch(r"[\w-]+\.md|methods/.*\.md", path)}
     listed = {path.replace(".html", ".md") for path in re.findall(r"\]\(([^)]*)\)", pages["llms.txt"])}
     assert guides <= listed
+    assert "(methods/grad_cam.html): Activations weighted by the mean gradient of their channel." in pages["llms.txt"]
     recipes = pages["recipes.md"]
     assert recipes in pages["llms-full.txt"]
     assert (
@@ -137,6 +138,12 @@ def test_each_message_of_the_page_on_troubleshooting_is_in_the_code() -> None:
     parts = [part.strip() for block in quoted for part in re.split(r"\.\.\.|\n", block) if len(part.strip()) > 3]
     assert len(parts) > 25
     assert not [part for part in parts if not any(part in text for text in texts)]
+
+
+def test_a_picture_depends_on_the_code_that_its_method_imports() -> None:
+    files = {str(file.relative_to(ROOT / "saliency")) for file in gallery._imported(["saliency.methods.smoothing"])}
+    assert {"methods/smoothing.py", "methods/gradient.py", "attribution/base.py", "hooks/rectifiers.py"} <= files
+    assert not {"methods/lrp.py", "evaluation/trust.py", "batch/run.py", "cli/lists.py"} & files
 
 
 class Links(HTMLParser):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,11 +17,19 @@ def llms(pages: Mapping[str, str], navigation: list[dict[str, Any]], summary: st
         for heading, entries in section.items():
             lines.append(f"## {heading}\n")
             for page in _pages(entries):
-                lines.append(f"- [{title_of(pages[page])}]({page.replace('.md', '.html')})")
+                lines.append(f"- [{title_of(pages[page])}]({page.replace('.md', '.html')}){_lead(pages[page])}")
                 if not page.startswith(("notebooks/", "benchmarks/", "changelog")):
                     full.append(pages[page])
             lines.append("")
     return {"llms.txt": "\n".join(lines), "llms-full.txt": "\n\n".join(full)}
+
+
+def _lead(text: str) -> str:
+    """Return the first sentence of a page after a colon, if it begins with one."""
+    _, paragraph, *_ = [*text.split("\n\n"), ""]
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
+    sentence = re.match(r"(?!```)[A-Z`].*?[.?](?= |$)", plain)
+    return f": {sentence[0]}" if sentence else ""
 
 
 def _pages(entries: Any) -> Iterator[str]:

@@ -51,7 +51,7 @@ def method_page(cls: type[Attribution], links: dict[str, str]) -> str:
     parts = [
         f"# {cls.__name__}",
         as_markdown(lead, here, links),
-        *_picture(cls),
+        *(f"{picture}{{ align=right width=300 }}" for picture in _picture(cls)),
         f"```python\n{example(cls)}```",
         "## What it computes",
         as_markdown("\n\n".join(body), here, links),
@@ -68,29 +68,25 @@ def method_page(cls: type[Attribution], links: dict[str, str]) -> str:
 
 
 def gallery_page() -> str:
-    """Return the page that lists all methods by family, with their pictures."""
+    """Return the page that shows all methods by family, each on a card with its picture."""
     parts = [
         "# Gallery",
         "Each method has a page: what it computes, when to use it and when not, its cost, its options and its source. "
         "[Choosing a method](../choosing-a-method.md) is the place to start.",
     ]
     for family, members in families().items():
-        rows = [f"## {family[0].upper()}{family[1:]}", "", "| method | summary | cost |", "|---|---|---|"]
+        parts += [f"## {family[0].upper()}{family[1:]}", '<div class="grid cards" markdown>']
         for cls in members:
-            link = f"[`{cls.__name__}`]({cls.name}.md)"
-            rows.append(f"| {link} | {summary(cls)} | {cls.cost} |")
-        parts.append("\n".join(rows))
+            lines = [f"[`{cls.__name__}`]({cls.name}.md)", *_picture(cls), summary(cls), f"Cost: {cls.cost}."]
+            parts.append("-   " + "\n\n    ".join(lines))
+        parts.append("</div>")
     return "\n\n".join(parts) + "\n"
 
 
 def _picture(cls: type[Attribution]) -> list[str]:
     """Return the picture of a method, if `make gallery` has drawn it."""
     file = PICTURES / f"{cls.name}.jpg"
-    return (
-        [f"![{cls.__name__} on five images](../gallery/{file.name}){{ align=right width=300 }}"]
-        if file.exists()
-        else []
-    )
+    return [f"![{cls.__name__} on five images](../gallery/{file.name})"] if file.exists() else []
 
 
 def _options(cls: type[Attribution], links: dict[str, str]) -> str:
