@@ -204,6 +204,8 @@ def test_the_site_opens_from_files_without_an_error_and_without_a_request_elsewh
             assert window.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{name} is too wide"
             pictures = "[...document.images].every(image => !image.complete || image.naturalWidth > 0)"
             assert window.page.evaluate(pictures), f"{name} lacks a picture"
+            narrow = "[...document.querySelectorAll('h1, h2')].filter((each) => each.offsetWidth < 200).length"
+            assert not window.page.evaluate(narrow), f"{name} has headings that a picture squeezes"
         assert_no_complaint(window)
 
 

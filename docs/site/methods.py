@@ -51,8 +51,8 @@ def method_page(cls: type[Attribution], links: dict[str, str]) -> str:
     parts = [
         f"# {cls.__name__}",
         as_markdown(lead, here, links),
-        *(f"{picture}{{ align=right width=300 }}" for picture in _picture(cls)),
         f"```python\n{example(cls)}```",
+        *(f"{picture}{{ .beside }}" for picture in _picture(cls)),
         "## What it computes",
         as_markdown("\n\n".join(body), here, links),
         "## When to use it, and when not",
