@@ -35,9 +35,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     out = tmp_path_factory.mktemp("site")
     main(out)
     folder = out / "pages"
-    return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*.md")} | {
-        name: (folder / name).read_text() for name in ("llms.txt", "llms-full.txt")
-    }
+    files = [*folder.rglob("*.md"), *folder.glob("*.txt")]
+    configuration = {"mkdocs.yml": (out / "mkdocs.yml").read_text()}
+    return configuration | {str(file.relative_to(folder)): file.read_text() for file in files}
 
 
 @pytest.mark.parametrize("cls", methods.classes(), ids=lambda cls: cls.__name__)
@@ -228,8 +228,7 @@ def assert_no_complaint(window: Visit) -> None:
     assert elsewhere == []
 
 
-def test_the_navigation_has_the_pages_in_the_order_of_reading(tmp_path: Path) -> None:
-    main(tmp_path)
-    navigation = json.loads((tmp_path / "mkdocs.yml").read_text())["nav"]
+def test_the_navigation_has_the_pages_in_the_order_of_reading(pages: dict[str, str]) -> None:
+    navigation = json.loads(pages["mkdocs.yml"])["nav"]
     order = [heading for section in navigation for heading in section]
     assert order[:8] == ["Start", "By task", "Gallery", "Methods", "Reference", "Notebooks", "Metrics", "Benchmarks"]
