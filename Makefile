@@ -49,7 +49,7 @@ help:
 	@echo "  make dist         build, check and try the wheel and the sdist"
 	@echo "  make sheet        draw the picture of the README again"
 	@echo "  make docs         write the site to build/site/html"
-	@echo "  make gallery      draw the pictures of the site that are out of date (an hour; re-run to resume)"
+	@echo "  make gallery      draw the pictures of the site that are out of date (slow; re-run to resume)"
 	@echo "  make notebooks    run the notebooks and update their outputs"
 	@echo "  make zoo          check methods on 178 architectures, attention on 82, places on 20, volumes on 12 (slow; re-run to resume)"
 	@echo "  make fixtures     train the networks of saliency.testbed again (20 minutes)"
