@@ -39,7 +39,7 @@ $(if $(2),$(PIP) install --no-deps $(2))
 @touch $@
 endef
 
-.PHONY: demo test quick test-oldest lint types unit format sheet notebooks zoo testbed benchmarks dist release-notes fixtures clean help
+.PHONY: demo test quick test-oldest lint types unit format sheet notebooks zoo testbed benchmarks dist release-notes fixtures docs gallery clean help
 
 help:
 	@sed -n '2,3s/^# */  /p; 4s/^# /  /p' $(MAKEFILE_LIST)
@@ -48,6 +48,8 @@ help:
 	@echo "  make format       format the code, and fix what the linter can fix"
 	@echo "  make dist         build, check and try the wheel and the sdist"
 	@echo "  make sheet        draw the picture of the README again"
+	@echo "  make docs         write the site to build/site/html"
+	@echo "  make gallery      draw the pictures of the site that are out of date (slow; re-run to resume)"
 	@echo "  make notebooks    run the notebooks and update their outputs"
 	@echo "  make zoo          check methods on 178 architectures and other networks, in five tables (slow; re-run to resume)"
 	@echo "  make fixtures     train the networks of saliency.testbed again (20 minutes)"
@@ -82,6 +84,14 @@ format: $(VENV)/.installed-test
 
 sheet: demo
 	$(BIN)/python -c "from PIL import Image; Image.open('out/sheet.png').save('assets/readme/sheet.jpg', quality=88)"
+
+# Zensical reads every page again: its cache does not notice a new configuration.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m docs.site
+	$(BIN)/zensical build --strict --clean --config-file build/site/mkdocs.yml
+
+gallery: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m docs.site.gallery
 
 notebooks: $(VENV)/.installed-test
 	$(BIN)/python -m notebooks
@@ -130,6 +140,9 @@ $(VENV)/.installed-quick: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 	$(call install,test,$(WEIGHTS) $(FACES) $(GRAD_CAM))
 	@touch $(VENV)/.installed $(VENV)/.installed-quick
+
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
+	$(call install,docs)
 
 $(VENV)/.installed-dist: $(VENV)/.installed
 	$(PIP) install build twine

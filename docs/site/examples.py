@@ -1,0 +1,45 @@
+"""The code that draws a method on five images: shown on its page, and run by `make gallery`."""
+
+from __future__ import annotations
+
+from saliency.attribution.base import Attribution
+
+_PHOTOS = """\
+from pathlib import Path
+
+import saliency
+
+model = saliency.load("efficientnet_lite0")
+photos = sorted(Path("assets").glob("*.jpg"))
+explanations = saliency.{name}(model).attribute(photos)
+saliency.contact_sheet([[each] for each in explanations], thumb=200).save("{file}.jpg")
+"""
+_DRAWN = """\
+import saliency
+
+model = saliency.load("{network}")
+scenes = saliency.testbed.draw_scenes(5, seed=1_000_000{task})
+explanations = saliency.{name}(model).attribute(scenes.images{target})
+saliency.contact_sheet([[each] for each in explanations], thumb=200).save("{file}.jpg")
+"""
+_OBJECTS = ', task="several"'
+_FIRST = ", [saliency.region(int(shape) + 1) for shape in scenes.shapes[:, 0]]"  # 0 is the background
+_DETECTED = {"network": "shapes_detector", "task": _OBJECTS, "target": ", saliency.box()"}
+_SEGMENTED = {"network": "shapes_unet", "task": _OBJECTS, "target": _FIRST}
+_TARGETS = {
+    "ODAM": _DETECTED,
+    "DRISE": _DETECTED,
+    "VXCODE": _DETECTED,
+    "SegGradCAM": _SEGMENTED,
+    "SegXResCAM": _SEGMENTED,
+}
+
+
+def example(cls: type[Attribution]) -> str:
+    """Return the code that draws a method on five photos, or on drawn scenes if it needs attention or objects."""
+    names = {"name": cls.__name__, "file": cls.name}
+    if cls.__name__ in _TARGETS:
+        return _DRAWN.format(**names, **_TARGETS[cls.__name__])
+    if cls.needs.attention:
+        return _DRAWN.format(**names, network="shapes_vit", task="", target="")
+    return _PHOTOS.format(**names)
