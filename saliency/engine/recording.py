@@ -293,10 +293,9 @@ class Program:
         self.outputs, self.shapes = first.outputs, _merged(first.shapes, second.shapes, rows)
         self.aliased = first.aliased or second.aliased
         self.slots, self.output = first.slots, first.output
-        self._external = [
-            _merged_external(one, two, rows, overwritten=at in first.overwritten)
-            for at, (one, two) in enumerate(zip(first.external, second.external, strict=True))
-        ]
+        pairs = enumerate(zip(first.external, second.external, strict=True))
+        changed = first.overwritten
+        self._external = [_merged_external(one, two, rows, overwritten=at in changed) for at, (one, two) in pairs]
         steps = zip(first.steps, second.steps, _last_reads(first), strict=True)
         self.steps = [_merged_step(one, two, last, rows) for one, two, last in steps]
 

@@ -223,9 +223,8 @@ class ExpectedGradients(SampledAttribution):
             return torch.randn(shape, generator=random, dtype=torch.float64, device="cpu").to(x).expand_as(x[0]), point
 
         def make(start: int, stop: int) -> Tensor:
-            return torch.stack(
-                [torch.lerp(reference, x[0], point) for reference, point in map(draw, range(start, stop))]
-            )
+            draws = map(draw, range(start, stop))
+            return torch.stack([torch.lerp(reference, x[0], point) for reference, point in draws])
 
         for done in passes.until_precise(estimate, passes.gradients(make, self.most_passes)):
             references = torch.stack([draw(done.start + row)[0] for row in range(len(done.scores))])

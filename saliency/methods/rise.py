@@ -113,9 +113,8 @@ class JointTarget(ResolvedTarget):
         scores = {at: self._targets[at](output) for at in numbers if at not in boxes}
         for reading in {own.reading for own in boxes.values()}:
             group = [at for at, own in boxes.items() if own.reading == reading]
-            scores |= zip(
-                group, self._similarities(self._image, {at: boxes[at] for at in group}, output).T, strict=True
-            )
+            similarities = self._similarities(self._image, {at: boxes[at] for at in group}, output)
+            scores |= zip(group, similarities.T, strict=True)
         return torch.stack([scores[at] for at in numbers], 1)
 
     def _of_batch(self, at: int, output: Any) -> Tensor:
