@@ -103,8 +103,8 @@ class LinearOperation:
 
     @cached_property
     def is_nonnegative(self) -> bool:
-        """Whether all inputs are at least zero, as after a ReLU."""
-        return float(self.input.amin()) >= 0
+        """Whether all inputs are at least zero, as after a ReLU; also without inputs, as where no box is near."""
+        return self.input.numel() == 0 or float(self.input.amin()) >= 0
 
     @cached_property
     def absolute_weight(self) -> Tensor:

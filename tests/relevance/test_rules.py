@@ -268,3 +268,16 @@ def test_a_batch_norm_that_cannot_be_merged_shares_by_magnitude() -> None:
     rules = {0: textbook.z_plus(), 5: textbook.epsilon(1e-6)}
     expected = textbook.lrp(list(net), x, 1, rules)[0]
     assert_equal(LRP(net, composite="epsilon_plus").attribute(x, 1).values, expected)
+
+
+@pytest.mark.parametrize("rule", ["epsilon relative", "gamma", "alpha 2 beta 1", "z plus"])
+def test_a_product_over_no_inputs_has_no_relevance(rule: str) -> None:  # as of a box without candidates near it
+    layer = nn.Linear(6, 2).double()
+    x = torch.rand(2, 6, 1, 1, dtype=torch.double)
+    model = nn.Sequential(nn.Flatten(), layer)
+
+    def target(output: torch.Tensor) -> torch.Tensor:
+        return output[:, 0] + F.linear(output[:, :0], output.new_zeros(1, 0))[:, 0]
+
+    method = LRP(model, composite={"linear": RULES[rule][0]})
+    torch.testing.assert_close(method.attribute(x, target).values, method.attribute(x, 0).values)
