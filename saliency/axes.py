@@ -20,7 +20,7 @@ def spatial(tensor: Tensor, first: int = 2) -> tuple[int, ...]:
 
 
 def as_text(size: Sequence[int]) -> str:
-    """Return a size as in errors: 224x224."""
+    """Return a size as text, such as `224x224`."""
     return "x".join(map(str, size))
 
 

@@ -226,7 +226,7 @@ class Attribution(HasOptions, ABC):
     def attribute_batch(
         self, batch: Batch, targets: Sequence[Any], baselines: Any = None, args: ForwardArgs = ()
     ) -> list[Explanation]:
-        """Explain several targets of images that were read, or one target of an image in tiles."""
+        """Explain several targets of a batch, or one target of an image in tiles."""
         images = len(batch.inputs)
         method = self if baselines is None else self._with_baselines(baselines, images)
         bound = bind_forward_args(args, images, neuron_layer(self.model, targets))

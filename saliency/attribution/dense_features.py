@@ -79,8 +79,8 @@ class Features:
         """Return the first three principal components of the cells of all images as colours (N, 3, h, w), 0 to 1.
 
         Equal colours mean similar features, also in different images. First, the first component of all cells is
-        divided into two parts by Otsu's threshold. The part with the smaller share of the cells at the borders of the
-        images is the foreground; other cells are 0, and so are outliers. The components of the foreground are then
+        divided into two parts by Otsu's threshold. The foreground is the part of which fewer cells, in proportion, lie
+        at the borders of the images; other cells are 0, and so are outliers. The components of the foreground are then
         scaled to unit variance over all images and mapped by sigmoid(2 z), as in the demo of DINOv3. The largest weight
         of each component is positive, so the colours are always the same.
 
@@ -135,10 +135,10 @@ def features(
     layout: LayoutFunction | None = None,
     forward_args: ForwardArgs = (),
 ) -> Features:
-    """Return the features of images at a layer as maps, from one forward: what does the backbone see?
+    """Return the features of images at a layer as maps, from one forward.
 
         features = saliency.features(model, ["cat.jpg", "dog.jpg"])
-        saliency.figure(features.similarity((300, 120)), shared=True)  # what looks like this patch?
+        saliency.figure(features.similarity((300, 120)), shared=True)  # the similarity to the cell at this pixel
         saliency.draw_features(features)  # principal components in colours
 
     Args:
@@ -155,7 +155,7 @@ def features(
         ImageError: An image cannot be read, or the images differ in size.
         LayerError: The layer does not exist or has no spatial output.
         NonFiniteError: A feature is NaN or infinite.
-        NotApplicableError: The input is a volume; `saliency.inspection.extract_features` takes any.
+        NotApplicableError: The input is a volume; `saliency.inspection.extract_features` accepts it.
     """
     network = unwrap(model)
     preprocess = model_attribute("preprocess", model) if preprocess is None else preprocess
@@ -163,7 +163,7 @@ def features(
     layout = model_attribute("layout", model) if layout is None else layout
     batch = read(images, preprocess, like=reference_tensor(network))
     require_two_axes(batch.inputs, "saliency.features")
-    x, lengths = batch.inputs, dict[tuple[int, ...], Tensor]()  # of tokens, by the shape of all of them
+    x, lengths = batch.inputs, dict[tuple[int, ...], Tensor]()  # norms of tokens, by (N, tokens)
     bound = bind_forward_args(forward_args, len(x))
     with prepared_for_attribution(network), bound, bind_layout(layout):
         name = feature_layer(network, x) if layer is None else find(network, layer)[0]
@@ -182,7 +182,7 @@ def features(
 
 
 def _measure(lengths: dict[tuple[int, ...], Tensor], tokens: Tensor) -> Tensor:
-    """Store the norms (N, tokens, 1) of tokens, of which the last call counts, and return the tokens."""
+    """Store the norms (N, tokens, 1) of tokens, replacing those of earlier calls, and return the tokens."""
     lengths[tuple(tokens.shape[:2])] = at_least_float32(tokens.detach()).norm(dim=-1, keepdim=True)
     return tokens
 

@@ -1,4 +1,4 @@
-"""How many inputs run at once, and the progress bar of many passes."""
+"""Chunk size and progress bar of methods with many passes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ BAR_DELAY = 1.0
 
 
 def chunk_size(x: Tensor) -> int:
-    """Return how many passes of inputs like `x` (1, C, H, W) run at once, by the size of the image and the device."""
+    """Return the number of passes of inputs like `x` (1, C, H, W) in a chunk, by the image's size and the device."""
     pixels, most = (CHUNK_CPU, MAX_CHUNK_CPU) if x.device.type == "cpu" else (CHUNK_ACCELERATOR, MAX_CHUNK_ACCELERATOR)
     return max(1, min(most, pixels // x.shape[2:].numel()))
 
 
 def progress_bar(label: str, total: int, unit: str, progress: bool | None) -> Any:
-    """Return the bar of some passes. By default, terminals and notebooks show one after `BAR_DELAY`."""
+    """Return a progress bar. By default, terminals and notebooks show one after `BAR_DELAY`."""
     from tqdm.auto import tqdm
 
     delay, disable = 0 if progress else BAR_DELAY, None if progress is None else not progress

@@ -44,7 +44,7 @@ class TiledImage(Batch):
     """Image that is read tile by tile. `inputs` (1, 1, H, W) has no values, only the size of the image.
 
     Attributes:
-        read: Returns the model's input (1, C, h, w) for a window of the image.
+        read: Function that returns the model's input (1, C, h, w) for a window of the image.
         axes: The tiles along each axis, with the weights of their pixels.
     """
 
@@ -99,7 +99,7 @@ def _box(window: Window) -> tuple[int, int, int, int]:
 
 
 def _along_axis(length: int, tile: int, overlap: int) -> list[tuple[slice, Tensor]]:
-    """Return the tiles along an axis, with weights (tile,) of their pixels, which sum to 1 at each pixel."""
+    """Return the tiles along an axis, with weights (tile,) that sum to 1 at each pixel."""
     starts = [*range(0, length - tile, tile - overlap), length - tile]
     middles = [-math.inf, *((start + after + tile) / 2 for start, after in pairwise(starts)), math.inf]
     at = torch.arange(length, dtype=torch.float64, device="cpu") + 0.5
@@ -116,7 +116,7 @@ def explain_tiles(
     Args:
         image: The image.
         target: The target.
-        explain: Explains targets of a batch of tiles.
+        explain: Function that explains targets of a batch of tiles.
         sign: The sign with which the channels are reduced.
         like: A tensor that sets the device and type of the tiles.
         progress: Whether a progress bar is drawn; None draws one on a terminal.
@@ -124,7 +124,7 @@ def explain_tiles(
     Raises:
         NotApplicableError: The target is a region of a volume.
         NotFoundError: No tile has a pixel of the target's region.
-        TargetError: The target would be another one in each tile.
+        TargetError: The target would differ from tile to tile.
     """
     target, size = _same_in_all_tiles(per_image(target, 1)[0]), image.inputs.shape[2:]
     tiles = list(product(*image.axes))
@@ -161,7 +161,7 @@ def explain_tiles(
 
 
 def _same_in_all_tiles(target: Any) -> Any:
-    """Return the target of every tile. Raises TargetError if it would be another one in each tile."""
+    """Return the target of every tile. Raises TargetError if it would differ from tile to tile."""
     classes = [score.classes for score in target.scores] if isinstance(target, Probability | Contrast) else [target]
     if any(per_image(own, 1)[0] is None for own in classes):
         raise TargetError("with tiles=, pass a class as the target: the top class differs from tile to tile")

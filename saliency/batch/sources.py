@@ -47,7 +47,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 def find_images(sources: Paths, *, recursive: bool = False, targets: str | os.PathLike[str] | None = None) -> Found:
     """Return the images of all sources, in order. Images of a folder are sorted by name.
 
-    A NIfTI file is an image, and so are all files .dcm of a folder together, the slices of a DICOM series.
+    A NIfTI file is an image. All .dcm files of a folder together are one image, the slices of a DICOM series.
 
     An image that occurs in several folders, files or patterns is returned once. In a list, each row is an image.
     Overlays, contact sheets and trust cards, and the files of `saliency batch`, are left out, except from lists. If

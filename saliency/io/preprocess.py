@@ -558,7 +558,7 @@ def only_normalised(like: PreprocessLike | None) -> Preprocess:
 
 
 def _described(like: PreprocessLike | None, option: str, *, is_function: bool = False) -> Preprocess:
-    """Return a preprocessing as a `Preprocess`. Raises ImageError for a function that is none or must remain one."""
+    """Return a preprocessing as a `Preprocess`. Raises ImageError if it cannot be one."""
     prepare = None if like is None else as_preprocess(like)
     if isinstance(prepare, TransformPreprocess) and not is_function:
         prepare = _stretched(prepare)
@@ -566,7 +566,7 @@ def _described(like: PreprocessLike | None, option: str, *, is_function: bool = 
         return prepare
     came = "this model has no preprocessing" if prepare is None else "the preprocessing is a function"
     hint = "describe it: preprocess=saliency.Preprocess(size=..., resize=..., mean=..., std=...)"
-    raise ImageError(f"{option}: {came}, so no crop can be taken out of it; {hint}")
+    raise ImageError(f"{option}: {came}, so its crop cannot be removed; {hint}")
 
 
 def _stretched(function: TransformPreprocess) -> Preprocess | TransformPreprocess:

@@ -22,18 +22,18 @@ from .preprocess import Preprocess, TransformPreprocess
 
 
 class Volume(NamedTuple):
-    """A volume and its position.
+    """Volume and its position in the scanner.
 
     Attributes:
         values: (C, I, J, K), float32: the axes of the file, in the order of nibabel.
-        affine: (4, 4), from the indices (i, j, k) to millimetres to the patient's right, front and head (RAS).
+        affine: (4, 4), from the indices (i, j, k) to millimetres towards the patient's right, front and head (RAS).
     """
 
     values: Tensor
     affine: NDArray[np.float64]
 
     def world_axes(self) -> tuple[list[int], list[bool]]:
-        """Return the axis of the values that is closest to S, A and R, and whether its indices ascend along it."""
+        """Return the axis of the values that is closest to each of S, A and R, and whether its indices ascend."""
         axis, direction = _nibabel().io_orientation(self.affine).T
         order = np.argsort(axis)[::-1]
         return order.tolist(), (direction[order] > 0).tolist()
@@ -43,10 +43,10 @@ def read_volume(path: str | os.PathLike[str]) -> Volume:
     """Read a NIfTI file, (X, Y, Z) or (X, Y, Z, C), or the DICOM series of a folder.
 
     The slices of a series are sorted by their positions along their normal, and rescaled to their units (for CT,
-    Hounsfield units). Their columns, rows and numbers are the axes I, J and K.
+    Hounsfield units). Columns, rows and slices are the axes I, J and K.
 
     Args:
-        path: The file, the folder of a series (files .dcm), or one file in it.
+        path: The file, the folder of a series (.dcm files), or one file in it.
 
     Raises:
         DependencyError: The extra `volumes` is not installed.
@@ -122,7 +122,7 @@ def _read_series(path: Path) -> Volume:
     step = steps.mean(0)
     if np.abs(steps - step).max() >= 0.02 * np.linalg.norm(step) or not np.allclose(shapes, shapes[0], atol=1e-3):
         problem = f"its {len(slices)} slices differ in size or direction, or are not evenly spaced"
-        raise ImageError(f"{str(folder)!r}: {problem}, as if one were missing; convert the series to NIfTI")
+        raise ImageError(f"{str(folder)!r}: {problem} (one may be missing); convert the series to NIfTI")
     apply_rescale = optional_import("pydicom.pixels", "volumes", "a DICOM series").apply_rescale
     planes = [np.float32(apply_rescale(one.pixel_array, one)).T for one in slices]
     affine = np.eye(4)

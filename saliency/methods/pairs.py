@@ -1,4 +1,4 @@
-"""The similarity of two images: a map of each, and which part of one matches which part of the other."""
+"""Explain the similarity of two images: one map of each, or the matches between their parts."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ LINEAR = (LRP, AttnLRP, DeepLIFT, HiResCAM, InputXGradient, VanillaGradient)
 def explain_pair(
     method: Attribution, a: ImagesLike, b: ImagesLike, *, by: Measure = "cosine"
 ) -> tuple[Explanation, Explanation]:
-    """Explain the similarity of two images on both of them.
+    """Explain the similarity of two images, with a map of each.
 
-    The maps equal those of `method.attribute(a, similarity(b))` and `method.attribute(b, similarity(a))`. If both
-    inputs have one size, they are one batch of one forward, which also gives the embeddings.
+    The maps equal the maps of `method.attribute(a, similarity(b))` and `method.attribute(b, similarity(a))`. If both
+    inputs have one size, they form one batch, and one forward also computes the embeddings.
 
     Args:
         method: The method.
@@ -51,7 +51,7 @@ def explain_pair(
         The explanations of `a` and of `b`. `saliency.figure` draws both.
 
     Raises:
-        MethodError: `method` is not a method, or the numbers of images differ.
+        MethodError: `method` is not an `Attribution`, or the numbers of images differ.
         TargetError: The model does not return one embedding (N, D), or `by` is unknown.
     """
     check_choice("by", by, get_args(Measure), error=TargetError)
@@ -130,14 +130,14 @@ def explain_matches(
         b: The other image.
         by: "dot" for the inner product of the embeddings. "cosine" divides it, and all shares, by both lengths, which
             count as constants.
-        cells: The number of cells along the longer edge, at most that of the method's map. Cells are square.
-        directions: The number of directions that are explained instead of all D numbers, at least 3: those of both
-            embeddings, and random ones orthogonal to them. The shares are then unbiased estimates, and without biases
-            their sum is exact. The authors' code explains 100 random directions. None explains all numbers.
+        cells: The number of cells along the longer edge, limited by the size of the method's map. Cells are square.
+        directions: The number of directions that are explained instead of all D numbers, at least 3: the directions of
+            both embeddings, and random ones orthogonal to them. The shares are then unbiased estimates, and without
+            biases their sum is exact. The authors' code explains 100 random directions. None explains all numbers.
         seed: The seed of the random directions.
 
     Raises:
-        MethodError: There is not one image on each side, the method is another one, or an option is invalid.
+        MethodError: A side has several images, the method is not one of these, or an option is invalid.
         TargetError: The model does not return one embedding (N, D).
 
     Source: Eberle et al., "Building and Interpreting Deep Similarity Models" (2020), https://arxiv.org/abs/2003.05431.

@@ -156,8 +156,8 @@ class DRISE(RISE):
     The weight of a mask is the highest similarity of all candidates, before suppression if the output holds them: their
     IoU with the box, times their probability of an object, times the cosine of both vectors of class probabilities.
     Without objectness, it is the highest class probability. All targets of `attribute_classes` share the masked
-    forwards, so ten boxes take hardly longer than one; a tolerance is for the least precise map. If the class is not
-    the top class of the box, only this class is compared. Any other target, such as an edge of a box, a region or a
+    forwards, so ten boxes take hardly longer than one. A tolerance applies to the least precise map. If the class is
+    not the top class of the box, only this class is compared. Any other target, such as an edge of a box, a region or a
     class, weights the masks by its score, as in `RISE`.
 
     Values: (N, 1, H, W), the change of the similarity (0 to 1) from hidden to visible; signed if debiased. For other
@@ -201,8 +201,8 @@ class RELAX(RISE):
     is debiased as in `RISE`: the change of the similarity from hidden to visible.
 
     The paper's uncertainty of a pixel is the variance of the similarity over all masks, each weighted by its value at
-    the pixel: `uncertainty=True`. It tells how much the similarity depends on the other pixels, and does not fall with
-    the number of masks. The `error` of a map is its standard error, which does.
+    the pixel: `uncertainty=True`. It shows how much the similarity depends on the other pixels, and does not
+    decrease with more masks. The standard error of the map, `error`, does.
 
     Args:
         uncertainty: Return the paper's uncertainty, with its standard error, instead of the importance.
@@ -366,7 +366,7 @@ class WeightedVariance(MaskedScores):
 
     @staticmethod
     def _central(moments: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weighted mean and the weighted variance (1, H, W) by the sums (4, H, W) of the powers."""
+        """Return the weighted mean and the weighted variance (1, H, W), from the sums (4, H, W) of the powers."""
         weight, first, second, _ = torch.split(moments, 1)
         mean, square = first / weight.clamp(min=1e-30), second / weight.clamp(min=1e-30)
         return mean, (square - mean.square()).clamp(min=0)

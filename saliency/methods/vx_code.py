@@ -20,7 +20,7 @@ from .segments import ResolvedSegments, SegmentAttribution, SegmentsLike, resolv
 
 Order = Literal["insertion", "deletion"]
 SHORTLIST, COMBINED = 30, 0.1
-"""The paper's m, the number of patches that are combined; its gamma, the share of patches that are chosen together."""
+"""The paper's m, the number of patches to combine, and its gamma, the share of patches that are chosen together."""
 NEGLIGIBLE = 0.01
 """The search ends when this share of the difference between the image and no image is left."""
 
@@ -44,7 +44,7 @@ class VXCODE(SegmentAttribution, TimedAttribution):
     score before the patch, so they rise again where patches lower the score.
 
     Args:
-        order: "insertion" marks patches that suffice for the box; "deletion" marks the few that it cannot do without.
+        order: "insertion" marks patches that suffice for the box; "deletion" marks the few that are necessary.
         together: The number of patches that are chosen together, the paper's r: 1, 2 or 3. Until a tenth of all patches
             is chosen, all combinations of the 30 that are best alone are tried: 435 of two patches, 4060 of three.
         segments: By default a grid of patches, (rows, columns). The number of passes grows with its square.
@@ -76,7 +76,7 @@ class VXCODE(SegmentAttribution, TimedAttribution):
         return target_part(super().explain(x, JointTarget([target])), 0)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """Choose patch after patch."""
+        """Choose the patches one after the other."""
         segments, filler = self.segmented(passes)
         inserts, sign = (True, 1) if self.order == "insertion" else (False, -1)
         count, chosen = segments.count, list[int]()

@@ -38,7 +38,7 @@ HEAD_AND_BAR = 0.9  # height of the title and the colour bar of a panel
 TITLE_HEIGHT = 0.3  # of the title above all panels
 
 RAISES, LOWERS = "#d62728", "#1f77dc"  # colours of matches
-WIDEST = 6.0  # line of a match, in points
+WIDEST = 6.0  # points, the line of the strongest match
 
 NEAREST = Image.Resampling.NEAREST
 TITLE_SIZE, TEXT_SIZE = 9.0, 7.0  # points
@@ -140,16 +140,15 @@ def figure(
 def draw_matches(matches: Matches, *, count: int = 20) -> Figure:
     """Draw both images side by side, and lines between the cells that match most.
 
-    The width of a line is in proportion to the magnitude of its match. Red lines raise the similarity, blue lines lower
-    it. The strongest line is on top. Of the matches between neighbours of the same two cells, only the strongest is
-    drawn.
+    The width of a line is proportional to the magnitude of its match. Red matches raise the similarity, blue ones lower
+    it. The strongest is on top. If matches are neighbours in both images, only the strongest is drawn.
 
     Args:
         matches: The result of `explain_matches`.
-        count: The largest number of lines.
+        count: The maximum number of lines.
 
     Returns:
-        A matplotlib Figure, as of `figure`.
+        A matplotlib Figure, as from `figure`.
 
     Raises:
         RenderError: An image was given as a tensor, or the count is invalid.
@@ -195,7 +194,7 @@ def draw_features(features: Features, *, foreground: bool = True) -> Figure:
         foreground: As in `Features.pca`.
 
     Returns:
-        A matplotlib Figure, as of `figure`.
+        A matplotlib Figure, as from `figure`.
 
     Raises:
         LayerError: As for `Features.pca`.
@@ -217,7 +216,7 @@ def draw_features(features: Features, *, foreground: bool = True) -> Figure:
 
 
 def _centre(frame: Frame, cell: Sequence[int], cells: Sequence[int]) -> tuple[float, float]:
-    """Return the centre (x, y) of a cell (row, column) of the model's input in an image, where pixels have integers."""
+    """Return the centre (x, y) in an image of a cell (row, column) of the model's input; pixel centres are integers."""
     left, top, right, bottom = frame.box
     x, y = ((index + 0.5) / number for index, number in zip(cell[::-1], cells[::-1], strict=True))
     return left + (right - left) * x - 0.5, top + (bottom - top) * y - 0.5
@@ -262,7 +261,7 @@ def _show(axes: Axes, image: Image.Image, names: Sequence[str]) -> None:
 
 
 def add_bar(drawing: Figure, scaled: ScaledMap, colormap: str | None, label: str, **where: Any) -> None:
-    """Add the horizontal colour bar of a map, at a place that `Figure.colorbar` takes."""
+    """Add the colour bar of a map; `where` is passed to `Figure.colorbar`."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
     from matplotlib.ticker import MaxNLocator

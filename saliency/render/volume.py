@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 AXES = ("depth", "height", "width")
 EDGES = ((1, 2), (0, 2), (0, 1))  # the axes of the rows and the columns of a slice along each axis
-COLUMNS = 8  # most slices of a montage side by side
-HEAD = 0.25  # inches above a panel for its title
+COLUMNS = 8  # maximum number of slices in a row of a montage
+HEAD = 0.25  # inches for the title of a panel
 BAR = 0.6  # inches for the title of the figure and its colour bar
 CROSS = (0.0, 0.9, 0.25)  # the colour of cross-hairs, which no default colour map has
-WINDOW = (0.1, 99.9)  # percentiles of the volume that are drawn in black and white
+WINDOW = (0.1, 99.9)  # percentiles of the volume that are drawn in black and in white
 
 
 def slices(
@@ -45,10 +45,10 @@ def slices(
     spacing: Sequence[float] = (1.0, 1.0, 1.0),
     colormap: str | None = None,
 ) -> Figure:
-    """Draw three slices of a volume, one along each axis, that meet in the maximum of its map.
+    """Draw three slices of a volume, one along each axis, through the maximum of its map.
 
-    All slices have one scale of colours, and one colour bar in the map's units. Thin lines mark where the other two
-    slices are. Slices are counted from 0, as indices are.
+    All slices have one scale of colours, and one colour bar in the map's units. Thin lines mark the positions of
+    the other two slices. Slices are counted from 0.
 
     Args:
         explanation: An explanation of one volume or video.
@@ -60,7 +60,7 @@ def slices(
         colormap: As in `overlay`.
 
     Returns:
-        A matplotlib Figure, as of `figure`.
+        A matplotlib Figure, as from `figure`.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
@@ -98,18 +98,18 @@ def montage(
 ) -> Figure:
     """Draw slices of a volume side by side, evenly spaced along an axis; for a video, images in the order of time.
 
-    One of them is the slice with the maximum of the map. The scale, the bar and the counting are those of `slices`.
+    One of them is the slice with the maximum of the map. Scale, colour bar and slice numbers are as in `slices`.
 
     Args:
         explanation: As in `slices`.
         volume: As in `slices`.
         axis: The axis: 0 for depth or time, 1 for height, 2 for width.
-        count: The most slices to draw.
+        count: The maximum number of slices.
         spacing: As in `slices`.
         colormap: As in `overlay`.
 
     Returns:
-        A matplotlib Figure, as of `figure`.
+        A matplotlib Figure, as from `figure`.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
@@ -121,18 +121,18 @@ def montage(
     drawn = _DrawnVolume(explanation, volume, spacing, colormap)
     length = drawn.shape[check_choice("axis", axis, (0, 1, 2), error=RenderError)]
     count = min(length, check_integer("count", count, error=RenderError))
-    places = ((np.arange(count) + 0.5) * length / count).astype(int)
-    places[np.abs(places - drawn.peak[axis]).argmin()] = drawn.peak[axis]
+    indices = ((np.arange(count) + 0.5) * length / count).astype(int)
+    indices[np.abs(indices - drawn.peak[axis]).argmin()] = drawn.peak[axis]
     rows, columns = EDGES[axis]
     across = math.ceil(count / math.ceil(count / COLUMNS))
     down = math.ceil(count / across)
     tall = WIDTH / across * drawn.size[rows] / drawn.size[columns]
     drawing = new_figure(WIDTH, down * (tall + HEAD) + BAR, crop="tight")
     panels = drawing.subplots(down, across, squeeze=False)
-    for axes, place in itertools.zip_longest(panels.flat, places.tolist()):
+    for axes, index in itertools.zip_longest(panels.flat, indices.tolist()):
         axes.set_axis_off()
-        if place is not None:
-            drawn.show(axes, axis, place)
+        if index is not None:
+            drawn.show(axes, axis, index)
     return drawn.finish(drawing, panels)
 
 
@@ -157,7 +157,7 @@ class _DrawnVolume:
         self.opacity: Opacity = 1.0 if volume is None else "map"
 
     def show(self, axes: Axes, axis: int, index: int, name: str = "") -> None:
-        """Draw the slice with an index along an axis, with its title."""
+        """Draw a slice, given by its axis and index, with its title."""
         rows, columns = EDGES[axis]
         image = Image.fromarray(self.pixels.take(index, axis))
         frame = Frame(image, (0.0, 0.0, float(image.width), float(image.height)))

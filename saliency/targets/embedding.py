@@ -118,7 +118,7 @@ class SelfSimilarity(_EmbeddingTarget):
     """Cosine similarity of changed versions of an image to the image itself; see `similarity`."""
 
     def resolve_from(self, output: Any, facts: OutputFacts) -> SelfSimilarity:
-        """Return the target with the embeddings (N, D) of the images themselves, whose output is the first one."""
+        """Return the target with the embeddings (N, D) of the images themselves, from their output."""
         return replace(self, embeddings=embedding(output).detach())
 
     def __call__(self, output: Any) -> Tensor:
@@ -172,14 +172,14 @@ def similarity(reference: Any = None, against: Any = None, by: Measure = "cosine
 
     Args:
         reference: An image, as `attribute` takes it, or an embedding (D,) or (1, D). An image is encoded at each call,
-            without the `forward_args` of the call. By default the image itself: the score of a changed image is the
-            cosine of its embedding and the embedding of the image, so no label is needed. It is 1 for the image itself,
-            where its gradient is zero, so it suits methods that change the image, such as `RELAX` and `Occlusion`.
+            without the `forward_args` of the call. By default, the image itself: the score of a changed image is the
+            cosine similarity of its embedding to the embedding of the image. No label is needed. The score of the image
+            itself is 1, and its gradient there is zero, so use methods that change the image, such as `RELAX`.
         against: Another reference. The score is then the difference of the two similarities.
         by: "cosine", "dot" for the inner product, or "distance" for minus the Euclidean distance.
 
     Raises:
-        TargetError: `by` is not one of these; or there is no reference, but `against` or another measure.
+        TargetError: `by` is unknown; or `against` or another measure than "cosine" is given without a reference.
     """
     check_choice("by", by, get_args(Measure), error=TargetError)
     if reference is None:

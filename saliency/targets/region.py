@@ -277,12 +277,12 @@ def region(label: int | str, where: Any = "predicted") -> Target:
         label: The class, by index or name.
         where: The pixels to average, in pixels of the image, or of a float tensor: a mask (H, W), or (N, H, W) with one
             for each image; a box (left, top, right, bottom); or a point (x, y). A pixel of the output belongs to them
-            if they cover half of it, or the most of all. A mask may also have the size of the output, and of a volume
-            it must, (D, H, W) or (N, D, H, W). "predicted" takes
-            the pixels that the model assigns to the class. "border" takes the outermost of these pixels, minus the mean
-            of the other pixels that touch them: both sides of the predicted contour. With one channel, the model
-            assigns the pixels with a logit above 0, or with a probability above 0.5 if its last operation is a sigmoid.
-            With two class names, the channel belongs to class 1, and its negative to class 0.
+            if they cover half of it, or the most of all. A mask may also have the size of the output. For a
+            volume, it must: (D, H, W) or (N, D, H, W). "predicted" takes the pixels that the model assigns to the
+            class. "border" takes the outermost of these pixels, minus the mean of the other pixels that touch them:
+            both sides of the predicted contour. With one channel, the model assigns the pixels with a logit above 0, or
+            with a probability above 0.5 if its last operation is a sigmoid. With two class names, the channel belongs
+            to class 1, and its negative to class 0.
 
     Raises:
         TargetError: `where` is none of these. In `attribute`: the mask has another size, or the region is empty or

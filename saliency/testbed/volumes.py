@@ -35,7 +35,7 @@ def draw_volumes(count: int, *, seed: int = 0) -> Volumes:
     """Draw volumes of two solid shapes, such as a ball and a ring, in textured noise.
 
     The shapes, their brightness and their positions are independent of each other. The classes of both objects are
-    right answers: the map of one class belongs on its object, and not on the other.
+    correct: the map of one class should highlight its own object, and not the other one.
 
     Args:
         count: The number of volumes.
@@ -79,7 +79,7 @@ def _inside(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """
     plane, height = x.square() + y.square(), z.square()
 
-    def near(edge: float) -> Tensor:  # along how many axes
+    def near(edge: float) -> Tensor:  # the number of axes along which
         return (x.abs() < edge).byte() + (y.abs() < edge) + (z.abs() < edge)
 
     ball, cube = plane + height < 1, near(0.806) == 3

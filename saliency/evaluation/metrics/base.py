@@ -285,7 +285,7 @@ class Subject(SharedResults):
 
     @property
     def explained_target(self) -> TargetLike:
-        """The target of the explanation. Raises MethodError if it was not given, and is no class or `similarity()`."""
+        """The target of the explanation. Raises MethodError if it is neither given, nor a class or `similarity()`."""
         if self.fixed_target is not None or self._target is not None:
             return self.fixed_target or self._target
         classes = list(self.explanation.target)
