@@ -78,6 +78,7 @@ SLOW: dict[str, dict[str, Any]] = {
     "occlusion": {"window": 8, "stride": 4},
     "rise": {"passes": 512},
     "d_rise": {"passes": 512},
+    "relax": {"passes": 512},
     "vx_code": {},
     "augmented": {},
     "smooth_grad": {},
@@ -683,6 +684,7 @@ VOLUME_OPTIONS: dict[str, dict[str, Any]] = {  # of the others: SLOW
     **{key: {"segments": (4, 4, 4), "passes": 256} for key in ("lime", "kernel_shap", "shapley_sampling")},
     **{key: {"grid": 4, "passes": 256} for key in ("sobol", "hsic")},
     "feature_ablation": {"segments": (6, 8, 8)},
+    "vx_code": {"segments": (3, 4, 4)},
 }
 TABLES = {"objects": (OBJECTS_HEAD, OBJECT_NETWORKS), "volumes": (VOLUMES_HEAD, ("shapes_volume",))}
 

@@ -15,7 +15,7 @@ import torch
 from tests.registry import restored_registry
 
 # A quick environment has no Jupyter.
-collect_ignore = [] if find_spec("nbformat") else ["test_notebooks.py"]
+collect_ignore = [] if find_spec("nbformat") else ["test_notebooks.py", "test_site.py"]
 
 # Two threads on two cores lose more to each other, and to a second test process, than they gain.
 torch.set_num_threads(1)
