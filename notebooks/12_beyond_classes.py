@@ -166,6 +166,41 @@ for axis, name, (across, down) in zip(axes, pose.categories, corners.keypoints[0
     axis.plot(across - 0.5, down - 0.5, "x", color="black")
 
 # %% [markdown]
+# ## A face
+#
+# P-Net, the first network of MTCNN, finds faces in photos. Its package contains the weights:
+# `pip install --no-deps facenet-pytorch`. Its output is the probability of a face in each window of 12 x 12 pixels, a
+# format that the toolkit does not know. So a function reads it, and returns a box and a logit for each window:
+
+# %%
+from pathlib import Path
+
+from facenet_pytorch.models import mtcnn
+
+face_net = mtcnn.PNet(pretrained=False)
+face_net.load_state_dict(torch.load(Path(mtcnn.__file__).parents[1] / "data" / "pnet.pt", weights_only=True))
+face_net.preprocess = saliency.Preprocess(size=(61, 61), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+face_net.categories = ["face"]
+
+
+def read_faces(output):
+    """Return the windows of each image as candidates; they are 2 pixels apart."""
+    probabilities = output[1][:, 1]  # (N, rows, columns)
+    rows, columns = map(torch.arange, probabilities.shape[1:])
+    corners = 2 * torch.cartesian_prod(rows, columns).flip(1).float()  # x, y
+    boxes = torch.cat([corners, corners + 12], 1)
+    return [saliency.Candidates(boxes, own.flatten()[:, None].logit(eps=1e-6)) for own in probabilities]
+
+
+methods = [saliency.InputXGradient(face_net), saliency.LRP(face_net), saliency.Occlusion(face_net, window=4, stride=2)]
+face = saliency.box(index=0, read=read_faces)
+saliency.figure([method.attribute("../assets/astronaut.jpg", face) for method in methods])
+
+# %% [markdown]
+# The green line is the window that the network found, on the photo. A square that hides the eyes or the nose lowers the
+# log-odds of the face the most, and the rest of the photo has no share: no other window is near.
+
+# %% [markdown]
 # ## Can the map be trusted?
 #
 # A trust card takes these targets as well. The box is found once. Then the card deletes what the map marks, and
