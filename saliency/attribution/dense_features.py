@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,10 +69,22 @@ class Features:
         query = own[:, self._shown[image]].mean(1) if place is None else own[:, *self._cell(place, image)]  # (K,)
         maps = F.cosine_similarity(self.values, query[None, :, None, None])[:, None]
         name, images = f"similarity to {f'{as_text(place)} of ' if place else ''}image {image}", len(maps)
-        facts: dict[str, Any] = {"input_size": self.input_size, "frames": self.frames, "sign": "positive"}
-        facts |= {"target": (None,) * images, "target_names": (name,) * images, "probabilities": None, "settings": {}}
-        facts |= {"method": "feature_similarity", "title": "Features", "units": "cosine similarity"}
-        return Explanation(maps, maps.mean((1, 2, 3)), layer=self.layer, outliers=self.outliers, **facts)
+        return Explanation(
+            maps,
+            maps.mean((1, 2, 3)),
+            layer=self.layer,
+            outliers=self.outliers,
+            method="feature_similarity",
+            settings={},
+            target=(None,) * images,
+            target_names=(name,) * images,
+            probabilities=None,
+            input_size=self.input_size,
+            frames=self.frames,
+            sign="positive",
+            title="Features",
+            units="cosine similarity",
+        )
 
     def pca(self, *, foreground: bool = True) -> Tensor:
         """Return the first three principal components of the cells of all images as colours (N, 3, h, w), 0 to 1.

@@ -153,10 +153,19 @@ def standard_error(explanation: Explanation) -> Explanation:
     Raises:
         RenderError: The explanation has no standard error.
     """
-    facts: dict[str, Any] = dict.fromkeys(("error", "residual", "agreement", "ledger"))  # None
-    facts |= {"values": _require_error(explanation, "standard_error"), "ledger_names": ()}
-    names = tuple(f"standard error of {name}" for name in explanation.target_names)
-    return replace(explanation, **facts, sign="positive", from_zero=True, target_names=names)
+    error = _require_error(explanation, "standard_error")
+    return replace(
+        explanation,
+        values=error,
+        error=None,
+        residual=None,
+        agreement=None,
+        ledger=None,
+        ledger_names=(),
+        sign="positive",
+        from_zero=True,
+        target_names=tuple(f"standard error of {name}" for name in explanation.target_names),
+    )
 
 
 def significance(explanation: Explanation, *, sign: Sign | None = None) -> Tensor:

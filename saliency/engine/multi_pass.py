@@ -499,7 +499,8 @@ def stack_images(images: Sequence[Any], scores: Tensor, stats: tuple[RunStats, .
             raise MethodError(f"explain_image returned {got}; expected {expected}")
     values, errors = torch.stack([image.values for image in images]), [image.error for image in images]
     error = None if any(own is None for own in errors) else torch.stack(errors)
-    residual, agreement = (_row([getattr(one, name) for one in images], scores) for name in ("residual", "agreement"))
+    residual = _row([image.residual for image in images], scores)
+    agreement = _row([image.agreement for image in images], scores)
     first = images[0]
     return BatchAttribution(values, scores, first.coverage, first.layer, residual, error, agreement, stats)
 

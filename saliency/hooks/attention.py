@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import cast
 
@@ -204,8 +204,10 @@ def _fused(node: Node, images: int, *, reads_image: bool) -> AttentionCall:
         raise NotApplicableError(f"a fused attention of the model does not keep its {images} images apart; {hint}")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     key, value, bias = _read(node, "key"), _read(node, "value"), None if bias is None else bias.detach()
-    found = AttentionCall(node, images, value, query=query, key=key, bias=bias, scale=scale)
-    return replace(found, is_causal=saved(node, "is_causal", False), reads_image=reads_image)
+    is_causal = saved(node, "is_causal", False)
+    return AttentionCall(
+        node, images, value, query=query, key=key, bias=bias, scale=scale, is_causal=is_causal, reads_image=reads_image
+    )
 
 
 def _read(node: Node, name: str) -> Tensor:

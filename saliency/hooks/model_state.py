@@ -45,8 +45,11 @@ def unwrap(model: object) -> nn.Module:
     raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}; {hint}")
 
 
-_ATTRIBUTES: dict[str, tuple[Any, ...]] = {"preprocess": (Callable, Mapping), "categories": (Sequence, Mapping)}
-_ATTRIBUTES["layout"] = (FunctionType,)
+_ATTRIBUTES: dict[str, tuple[Any, ...]] = {
+    "preprocess": (Callable, Mapping),
+    "categories": (Sequence, Mapping),
+    "layout": (FunctionType,),
+}
 
 
 def model_attribute(name: str, model: nn.Module) -> Any:

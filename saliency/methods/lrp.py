@@ -117,8 +117,10 @@ class RelevancePropagation(TracedAttribution):
         if values is not walk.relevance and not self.per_channel:
             values = values.sum(1, keepdim=True)
         coverage = Coverage(handled=dict(walk.handled), rules=_rules_of_modules(self.model, walk))
-        found = BatchAttribution(values, grads.scores, coverage, layer, walk.missing)
-        return replace(found, ledger=torch.stack(list(ledger.values()), 1), ledger_names=tuple(ledger))
+        shares = torch.stack(list(ledger.values()), 1)
+        return BatchAttribution(
+            values, grads.scores, coverage, layer, walk.missing, ledger=shares, ledger_names=tuple(ledger)
+        )
 
     def patches(self, grads: TargetGradients) -> Patches | None:
         """Return the patches at which relevance is read if no layer is given; None for the input."""

@@ -135,7 +135,7 @@ class GridAttribution(SampledAttribution):
 
     sign = "positive"
     interpolation: ClassVar[str]
-    """How cells are enlarged to pixels: "linear" along each axis, or as in `torch.nn.functional.interpolate`."""
+    """Interpolation from cells to pixels: "linear" along each axis, or a mode of `torch.nn.functional.interpolate`."""
 
     grid: Option[int] = Option(8, check_integer)
     fill: FillOption = FillOption()

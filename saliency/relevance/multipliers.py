@@ -306,5 +306,14 @@ def _shares(grads: Gradients, values: Any, base: Any) -> Tensor:
     return torch.stack([(grad * (x - x0).nan_to_num(0)).sum() for grad, x, x0 in triples if grad is not None])
 
 
-_RULES = {"linear": _linear, "batch_norm": _batch_norm, "norm": _norm, "activation": _pointwise, "winners": _winners}
-_RULES |= {"mul": _mul, "div": _div, "softmax": _softmax, "attention": _attention}
+_RULES = {
+    "linear": _linear,
+    "batch_norm": _batch_norm,
+    "norm": _norm,
+    "activation": _pointwise,
+    "winners": _winners,
+    "mul": _mul,
+    "div": _div,
+    "softmax": _softmax,
+    "attention": _attention,
+}

@@ -83,8 +83,13 @@ def kind_of(op: Op) -> str:
     name = operator_name(op)
     if name in ("mul", "div"):
         return name
-    named = {"logsumexp": _LOGSUMEXP, "norm": NORMS, "softmax": SOFTMAX, "linear": LINEAR}
-    named["plain"] = frozenset(PLAIN | OF_DEGREE_ONE)
+    named = {
+        "logsumexp": _LOGSUMEXP,
+        "norm": NORMS,
+        "softmax": SOFTMAX,
+        "linear": LINEAR,
+        "plain": PLAIN | OF_DEGREE_ONE,
+    }
     tests = {"attention": is_attention, "batch_norm": is_batch_norm, "plain": is_view, "activation": is_pointwise}
     kinds = [kind for kind, names in named.items() if name in names]
     return next(iter([*kinds, *(kind for kind, test in tests.items() if test(op))]), "")

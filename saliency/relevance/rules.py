@@ -103,7 +103,7 @@ class LinearOperation:
 
     @cached_property
     def is_nonnegative(self) -> bool:
-        """Whether all inputs are at least zero, as after a ReLU; also without inputs, as where no box is near."""
+        """Whether no input is negative, as after a ReLU, or there is no input, as for a box without candidates."""
         return self.input.numel() == 0 or float(self.input.amin()) >= 0
 
     @cached_property

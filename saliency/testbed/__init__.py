@@ -5,5 +5,16 @@ from __future__ import annotations
 from .shapes import CLASSES, COLOURS, DISTRACTORS, KEYPOINTS, TASKS, Scenes, Task, draw_scenes
 from .volumes import SOLIDS, Volumes, draw_volumes
 
-__all__ = ["CLASSES", "COLOURS", "DISTRACTORS", "KEYPOINTS", "TASKS", "Scenes", "Task", "draw_scenes"]
-__all__ += ["SOLIDS", "Volumes", "draw_volumes"]
+__all__ = [
+    "CLASSES",
+    "COLOURS",
+    "DISTRACTORS",
+    "KEYPOINTS",
+    "SOLIDS",
+    "TASKS",
+    "Scenes",
+    "Task",
+    "Volumes",
+    "draw_scenes",
+    "draw_volumes",
+]

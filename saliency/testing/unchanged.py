@@ -180,8 +180,12 @@ _ENDINGS: dict[str, Callable[[MethodCase, nn.Module], Ending]] = {
     "after a late interrupt": partial(_interrupted, forward=2),
 }
 
-_MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {"training": nullcontext, "evaluation": nullcontext}
-_MODES |= {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+_MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "training": nullcontext,
+    "evaluation": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
 
 
 def _check_ending(ending: str, case: MethodCase) -> None:
