@@ -86,7 +86,7 @@ is_test = "PYTEST_CURRENT_TEST" in os.environ
 
 
 def create(cls, **options):
-    """Return a method with those of the options that it has; in a test, with few passes."""
+    """Return a method, without the options that it does not have; in a test, with few passes."""
     few = {"steps": 10, "channels": 8, "window": 48, "stride": 48, "distance": 0.6}
     few = {**cls.preview_options, **few} if is_test else {}
     return cls(model, **{name: value for name, value in {**options, **few}.items() if name in cls.options()})
