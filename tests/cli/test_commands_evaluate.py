@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from PIL import Image
 
 from saliency import GradCAM
 from saliency.batch import folder_evaluation
+from saliency.batch import run as batch_run
+from saliency.batch.run import interruption
 from saliency.cli import main
 from saliency.evaluation.comparison import Result, measure_image
 from saliency.evaluation.metrics.faithfulness import Deletion
@@ -178,11 +181,21 @@ def test_boxes_are_found_by_file_name_and_a_changed_one_is_measured_again(
 def test_ctrl_c_finishes_the_methods_in_progress_and_keeps_them(
     run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    handled: list[Callable[[], bool]] = []
+
+    @contextmanager
+    def watched() -> Iterator[Callable[[], bool]]:
+        with interruption() as is_interrupted:
+            handled.append(is_interrupted)
+            yield is_interrupted
+
     def pressed(*arguments: Any, **options: Any) -> list[Result]:
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.1)
+        while not handled[0]():  # the handler runs in the main thread, later than the signal on a busy machine
+            time.sleep(0.001)
         return measure_image(*arguments, **options)
 
+    monkeypatch.setattr(batch_run, "interruption", watched)
     monkeypatch.setattr(folder_evaluation, "measure_image", pressed)
     code, _, err = run(source, "-m", "grad_cam", "layer_cam", "--workers", "1")
     assert code == 130
