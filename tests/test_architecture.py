@@ -27,6 +27,7 @@ LAYERS = [
     "axes",
     "validation",
     "tables",
+    "frontend",
     "io",
     "targets",
     "hooks",

@@ -11,7 +11,6 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from importlib.resources import files
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
@@ -20,12 +19,13 @@ from urllib.parse import quote
 
 from ...errors import ExplanationError, RenderError
 from ...evaluation.trust import missing_properties
+from ...frontend import read, scripts, styles
 from ...io.atomic_write import atomic_write
 from ...render.blending import MOST_OPACITY, color_table
 from ..manifest import MANIFEST, Row, read_rows
 from ..output_folder import ABOUT, EVALUATION, PAGE, OutputFolder, locked
 
-SCRIPTS = ("data.js", "layout.js", "state.js", "grid.js", "card.js", "view.js", "comparison.js", "main.js")
+SCRIPTS = ("data.js", "layout.js", "state.js", "grid.js", "view.js", "comparison.js", "main.js")
 COLOURS = 17  # colours per colour bar; the browser interpolates between them
 
 # Columns of the manifest that the page shows, per image and per row.
@@ -108,7 +108,7 @@ def _page(run: Row, rows: Iterable[Row], comparison: Row | None) -> str:
     title = f"{head['title'] or head['model']}: {len(entries):,} {head['counted']}".encode(
         "utf-8", "backslashreplace"
     ).decode()
-    style, script = _template("page.css"), "\n".join(map(_template, SCRIPTS))
+    style, script = styles(__name__, "page.css"), scripts(__name__, SCRIPTS)
     parts = {
         "title": html.escape(title),
         "policy": _policy(style, script),
@@ -117,7 +117,7 @@ def _page(run: Row, rows: Iterable[Row], comparison: Row | None) -> str:
         "script": script,
     }
     # A single substitution: placeholders in inserted text are not replaced.
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _template("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], read(__name__, "page.html"))
 
 
 def _packed(value: object) -> str:
@@ -205,7 +205,3 @@ def _policy(style: str, script: str) -> str:
 
 def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _template(name: str) -> str:
-    return files(__name__).joinpath(name).read_text("utf-8")

@@ -151,13 +151,6 @@ function linesOf({ name, metric }) {
 
 const extent = (values) => [Math.min(...values), Math.max(...values)];
 
-function svg(tag, attributes, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
-
 /** Return the paired differences of a method from the others and from its controls. */
 function differences({ name, metric }) {
   const own = comparison.differences.filter((row) => row.metric === metric && (row.name === name || row.other === name));

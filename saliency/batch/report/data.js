@@ -63,35 +63,6 @@ const className = (row) => row?.name ?? (row?.target != null ? `class ${row.targ
 /** Return the name of a row without the place of its box, for lists of classes. */
 const plainName = (row) => (row?.target_box ? className(row)?.replace(/ at \(.*/s, "") : className(row)) ?? null;
 
-const percent = new Intl.NumberFormat("en", { style: "percent", minimumFractionDigits: 1, maximumFractionDigits: 1 });
-const integer = new Intl.NumberFormat("en");
-
-function probabilityText(value) {
-  if (typeof value !== "number") return "";
-  if (value > 0 && value < 0.001) return "< 0.1%";
-  if (value < 1 && value > 0.999) return "> 99.9%";
-  return percent.format(value);
-}
-
-/** Format a number with three digits, for colour bars and scores. */
-function shortNumber(value) {
-  if (typeof value !== "number") return "";
-  const size = Math.abs(value);
-  if (size && (size < 1e-3 || size >= 1e5)) return value.toExponential(1).replaceAll("-", "−").replace("e+", "e");
-  return String(Number(value.toPrecision(3))).replace("-", "−");
-}
-
-/** Format a number with its standard error, if it has one. */
-const plusMinus = (value, error) => [value, error].map(shortNumber).filter(Boolean).join(" ± ");
-
 const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value));
-
-/** Create an element; children that are strings become text, never HTML. */
-function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) if (value != null) element.setAttribute(name, value);
-  element.append(...children.flat().filter((child) => child != null));
-  return element;
-}
 
 const byId = (id) => document.getElementById(id);

@@ -113,31 +113,9 @@ function showPicture(frame, photo, row, loading) {
   if (base && !kept) frame.append(image(base, "photo", loading));
   if (base) frame.firstChild.alt = describe(photo, row);
   if (heat) frame.append(image(heat, "heat", loading));
-  frame.append(...boxOf(photo, row));
+  frame.append(...boxOf(photo, row?.target_box));
   if (message !== null) frame.append(make("span", { class: "why", dir: "auto" }, message));
   frame.seen = seen;
-}
-
-/** Return the outline of the box that a row explains, black and green, in a list; an empty list without a box. */
-function boxOf(photo, row) {
-  if (!row?.target_box || !(photo.width > 0) || !(photo.height > 0)) return [];
-  const [left, top, right, bottom] = row.target_box;
-  const create = (tag, attributes) => {
-    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-    return element;
-  };
-  const svg = create("svg", { class: "box", viewBox: `0 0 ${photo.width} ${photo.height}`, "aria-hidden": "true" });
-  const place = { x: left, y: top, width: Math.max(0, right - left), height: Math.max(0, bottom - top) };
-  svg.append(create("rect", { ...place, class: "rim" }), create("rect", place));
-  return [svg];
-}
-
-function image(address, kind, loading, alt = "") {
-  const element = make("img", { class: kind, loading, decoding: "async", draggable: "false", alt });
-  element.addEventListener("error", () => element.parentElement?.classList.add(`lost-${kind}`), { once: true });
-  element.src = address;
-  return element;
 }
 
 function describe(photo, row) {

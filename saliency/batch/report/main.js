@@ -66,11 +66,7 @@ function change(changes) {
 function setHeat(percentage) {
   heat = Math.min(100, Math.max(0, percentage));
   document.documentElement.style.setProperty("--heat", heat / 100);
-  for (const slider of sliders) {
-    slider.value = heat;
-    slider.style.setProperty("--part", `${heat}%`);
-    slider.nextElementSibling.value = `${heat}%`;
-  }
+  for (const slider of sliders) showSlider(slider, heat, `${heat}%`);
 }
 
 /** Read the state from the address, and show it. */
@@ -116,34 +112,6 @@ byId("more").addEventListener("click", () => {
   byId("more").setAttribute("aria-expanded", shown);
 });
 
-// Dark or light theme: the theme of the system until the user chooses one.
-
-const darkSystem = matchMedia("(prefers-color-scheme: dark)");
-const isDark = () => (document.documentElement.dataset.theme ?? (darkSystem.matches ? "dark" : "light")) === "dark";
-
-function showTheme() {
-  byId("theme").setAttribute("aria-pressed", isDark());
-}
-
-function storedSetting(name, value) {
-  // Browsers may deny storage to a page opened as a file.
-  try {
-    if (value !== undefined) localStorage.setItem(name, value);
-    return localStorage.getItem(name);
-  } catch {
-    return null;
-  }
-}
-
-byId("theme").addEventListener("click", () => {
-  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-  storedSetting("saliency-theme", document.documentElement.dataset.theme);
-  showTheme();
-});
-darkSystem.addEventListener("change", showTheme);
-const theme = storedSetting("saliency-theme");
-if (theme === "dark" || theme === "light") document.documentElement.dataset.theme = theme;
-
 // The dialog with facts about the run and the keyboard shortcuts.
 
 const KEYS = {
@@ -172,9 +140,7 @@ function fillFacts() {
 
 const about = byId("facts");
 byId("about").addEventListener("click", () => about.showModal());
-for (const dialog of [about, view, cellView]) {
-  dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
-}
+for (const dialog of [about, view, cellView]) closeOutside(dialog);
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input:not([type=range]), select")) return;
@@ -220,7 +186,7 @@ window.addEventListener("popstate", loadAddress);
 byId("model").textContent = head.title ?? head.model ?? "";
 fillControls();
 fillFacts();
-showTheme();
+connectTheme(document.documentElement, byId("theme"));
 setHeat(heat);
 width = grid.clientWidth;
 loadAddress();

@@ -39,7 +39,7 @@ function photoPanel(photo, row) {
   const frame = make("div", { class: "frame" }, image(photo.thumbnail, "photo", "eager", photo.file));
   const crop = cropOf(photo);
   if (crop) frame.append(crop);
-  frame.append(...boxOf(photo, row));
+  frame.append(...boxOf(photo, row?.target_box));
   const size = (width, height) => (width && height ? `${width} × ${height}` : null);
   const input = size(photo.input_width, photo.input_height);
   return make(
@@ -52,17 +52,6 @@ function photoPanel(photo, row) {
       class: row && row.error == null ? classText(row) : null,
     })),
   );
-}
-
-/** Return a frame around the crop that the model received; null if the crop is the whole image. */
-function cropOf(photo) {
-  if (!Array.isArray(photo.box) || !photo.box.every(Number.isFinite) || !(photo.width > 0) || !(photo.height > 0)) return null;
-  const [left, top, right, bottom] = photo.box.map((edge, at) => edge / (at % 2 ? photo.height : photo.width));
-  if (left <= 0.002 && top <= 0.002 && right >= 0.998 && bottom >= 0.998) return null;
-  const crop = make("span", { class: "crop", title: "What the network saw" });
-  const share = (part) => `${100 * Math.min(1, Math.max(0, part))}%`;
-  Object.assign(crop.style, { left: share(left), top: share(top), right: share(1 - right), bottom: share(1 - bottom) });
-  return crop;
 }
 
 /** Return the panel of a method: heat map over the image, colour bar and facts. */
@@ -89,7 +78,7 @@ function methodPanel(photo, row) {
         ...metricsOf(photo, head.methods[row.method]),
         ledger: Object.entries(row.ledger ?? {}).map(([name, share]) => `${name} ${shortNumber(share)}`).join(", "),
       }),
-      row.trust ? trustCard(row.trust) : null,
+      row.trust ? trustCard(row.trust, head.properties) : null,
       row.overlay ? make("a", { href: row.overlay, target: "_blank", rel: "noopener" }, "Overlay in full size") : null,
       row.card ? make("a", { href: row.card, target: "_blank", rel: "noopener" }, "Trust card in full size") : null,
     ),
@@ -97,25 +86,6 @@ function methodPanel(photo, row) {
 }
 
 const classText = (row) => (row.name != null && row.target != null ? `${row.name} (${row.target})` : className(row));
-
-/** Return the colour bar, from the lowest value to the limit, in the units of the values; null without a limit. */
-function colourBar(row) {
-  if (typeof row.limit !== "number") return null;
-  const signed = row.sign === "signed";
-  const bar = make("div", { class: "bar-colours", role: "img" });
-  const low = signed ? shortNumber(-row.limit) : shortNumber(row.floor ?? 0);
-  bar.setAttribute("aria-label", `Colours from ${low} to ${shortNumber(row.limit)} ${row.units ?? ""}, ${row.colormap ?? ""}`);
-  if (row.bar) bar.style.backgroundImage = `linear-gradient(to right, ${row.bar.join(", ")})`;
-  const ticks = make("div", { class: "ticks", "aria-hidden": "true" }, make("span", {}, low), signed ? make("span", {}, "0") : null, make("span", {}, shortNumber(row.limit)));
-  const unit = [row.sign === "absolute" ? "absolute values" : null, row.units].filter(Boolean).join(" · ");
-  return make("div", { class: "scale" }, row.bar ? bar : null, ticks, unit ? make("div", { class: "unit" }, unit) : null);
-}
-
-/** Return a list of names and values, without empty values. */
-function facts(entries) {
-  const filled = Object.entries(entries).filter(([, value]) => value != null && value !== "");
-  return make("dl", {}, filled.map(([name, value]) => make("div", {}, make("dt", {}, name.trim()), make("dd", { dir: "auto" }, String(value)))));
-}
 
 function preload(photo) {
   const addresses = [photo.thumbnail, ...photo.rows.filter(Boolean).map((row) => row.heat)];

@@ -2,10 +2,11 @@
 
 const MARKS = { constant: "■", centre: "●", random: "×", edges: "▲" };
 
-function trustCard(trust) {
+/** Return the card of a map. `properties` has the titles of all properties by name. */
+function trustCard(trust, properties) {
   const rows = Object.values(trust);
   const groups = Map.groupBy(rows, (row) => row.group);
-  const missing = Object.keys(head.properties).filter((name) => !(name in trust)).map((name) => head.properties[name]);
+  const missing = Object.keys(properties).filter((name) => !(name in trust)).map((name) => properties[name]);
   const controls = [...new Set(rows.flatMap((row) => Object.keys(row.controls)))];
   return make(
     "section", { class: "trust" },
@@ -14,13 +15,13 @@ function trustCard(trust) {
       controls.map((name) => `${MARKS[name]} ${name}`).join(", "), ". Better values lie to the right; bars are two standard errors, or the range of the draws."),
     [...groups].flatMap(([group, own]) => [
       make("h5", {}, `${group}: ${own.filter((row) => row.is_clear).length} of ${own.length} clear`),
-      make("ul", { role: "list" }, own.map(property)),
+      make("ul", { role: "list" }, own.map(propertyOf)),
     ]),
     missing.length ? make("p", { class: "legend" }, `Not measured: ${missing.join(", ")}.`) : null,
   );
 }
 
-function property(row) {
+function propertyOf(row) {
   return make(
     "li", { class: row.is_clear ? "clear" : row.is_worse ? "worse" : null },
     make("div", { class: "name" }, make("span", {}, row.is_clear ? "✓" : row.is_worse ? "✗" : "?", ` ${row.title}`), make("span", {}, plusMinus(row.value, row.error))),
