@@ -195,7 +195,7 @@ class Explorer:
         finally:
             self._uploads -= 1
         name = unquote(request.headers.get("x-name", ""))
-        return await self._open(request, content, name[:MOST_NAME])
+        return await self._open(request, content, name[:MOST_NAME] or "image")
 
     async def offered(self, request: Request) -> Response:
         """Open an image of the folder."""

@@ -48,7 +48,7 @@ from ..errors import (
 from ..evaluation.trust import missing_properties, trust
 from ..hooks.dual_encoder import DualEncoder
 from ..hooks.model_state import prepared_for_attribution, run_model
-from ..io.inputs import Batch, ImageLike, encode, open_image
+from ..io.inputs import Batch, ImageLike, decode, encode, open_image
 from ..io.preprocess import Frame, Geometry, drawable, scaled_size
 from ..layers.find import scan_layers
 from ..layers.layout import bind_layout
@@ -223,19 +223,19 @@ class Session:
 
     # Images
 
-    def open(self, image: ImageLike | int, name: str = "") -> Answer:
-        """Open an image, or the offered image with this number, and return its facts.
+    def open(self, image: bytes | int, name: str = "image") -> Answer:
+        """Open the file of an image, or the offered image with this number, and return its facts.
 
         Raises:
             ImageError: It cannot be read, or is too large.
             UnknownImageError: No image with this number is offered.
         """
-        decoded = self._offered(image) if isinstance(image, int) else open_image(image, max_pixels=MOST_PIXELS)
+        decoded = self._offered(image) if isinstance(image, int) else decode(io.BytesIO(image), name, MOST_PIXELS)
         name = _name_of(self._images[image], image) if isinstance(image, int) else name
         batch = self._default.read(decoded)
         with self._prepared():
             facts = self._facts(batch)
-        held = HeldImage(name or "image", decoded, batch, facts)
+        held = HeldImage(name, decoded, batch, facts)
         number = secrets.token_hex(8)
         with self._lock:
             self._held[number] = held
