@@ -13,7 +13,7 @@ class RequestError extends Error {
 function serverTransport() {
   const page = Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16)).join("");
   const ADDRESSES = {
-    image: ({ file, index }) => [file ? "image" : `image/${index}`, { method: "POST", body: file ?? "" }],
+    image: ({ file, index }) => [file ? "image" : `image/${index}`, { method: "POST", body: file ?? "", headers: { "X-Name": encodeURIComponent(file?.name ?? "") } }],
     picture: ({ image }) => [`image/${image}`, {}],
     thumbnail: ({ index }) => [`thumbnail/${index}`, {}],
     about: () => ["about", {}],
