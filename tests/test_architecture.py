@@ -43,6 +43,7 @@ LAYERS = [
     "testbed",
     "zoo",
     "batch",
+    "explorer",
     "testing",
     "cli",
     "__main__",

@@ -1,10 +1,23 @@
-"""Chunk size and progress bar of methods with many passes."""
+"""Chunk size, progress bar and listener of methods with many passes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
+
+from ..hooks.forward_args import bound_value
+from .explanation import BatchAttribution
+
+Partial = Callable[[], BatchAttribution | None]
+"""Returns the result of the passes so far, in a call with one image and one target; None if there is none yet."""
+Listener = Callable[[float, Partial], None]
+"""Called between the chunks of passes with the share that is done, 0 to 1, and the result so far. It may raise."""
+
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 CHUNK_CPU, CHUNK_ACCELERATOR = 4 * 224**2, 64 * 224**2
 """Pixels of an automatic chunk. They are fixed, so that the same call gives the same bits.
@@ -32,3 +45,16 @@ def progress_bar(label: str, total: int, unit: str, progress: bool | None) -> An
 
     delay, disable = 0 if progress else BAR_DELAY, None if progress is None else not progress
     return tqdm(desc=label, total=total, disable=disable, delay=delay, unit=unit, leave=False, dynamic_ncols=True)
+
+
+def listening(listener: Listener) -> AbstractContextManager[None]:
+    """Call a listener between the chunks of all passes in a block, in this thread.
+
+    An error that it raises ends the call, and the model is left as after any other error.
+    """
+    return bound_value(_listener, listener)
+
+
+def current_listener() -> Listener | None:
+    """Return the listener of the innermost block, or None."""
+    return _listener.get()

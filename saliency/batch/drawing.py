@@ -87,7 +87,7 @@ def write_results(
             image = original.image
             facts |= {"width": image.width, "height": image.height, "box": list(original.box)}
             facts["range"] = loaded.range and list(loaded.range)
-            thumbnail = _shrink(image, THUMBNAIL_SIDE) if options.with_manifest else None
+            thumbnail = shrink(image, THUMBNAIL_SIDE) if options.with_manifest else None
         if thumbnail is not None:
             names = file_names(slot.entry, "", "")
             facts |= _write(out, names, "thumbnail", encode(thumbnail, "JPEG", quality=THUMBNAIL_QUALITY))
@@ -128,29 +128,8 @@ def _write_method(
     style = options.style
     if isinstance(original, Volume):  # as in `slices`
         style = OverlayStyle(sign=style.sign, colormap=style.colormap)
-    residual, ledger = explanation.residual, explanation.ledger
     scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
-    probabilities = explanation.probabilities
-    facts = {
-        **facts,
-        "method": explanation.method,
-        "target": explanation.target[0],
-        "name": explanation.target_names[0],
-        "probability": None if probabilities is None else float(probabilities[0]),
-        "score": float(explanation.scores[0]),
-        "layer": explanation.layer,
-        "input_width": explanation.input_size[-1],
-        "input_height": explanation.input_size[-2],
-        "settings": dict(explanation.settings),
-        "coverage": None if explanation.coverage is None else str(explanation.coverage),
-        "residual": None if residual is None else float(residual[0]),
-        "ledger": None if ledger is None else dict(zip(explanation.ledger_names, ledger[0].tolist(), strict=True)),
-        "sign": scaled.sign,
-        "units": explanation.units,
-        "floor": scaled.floor,
-        "limit": scaled.limit,
-        "colormap": style.colormap or (DIVERGING if scaled.sign == "signed" else SEQUENTIAL),
-    }
+    facts = facts | explanation_facts(explanation, scaled, style.colormap)
     if isinstance(original, Volume):
         explanation = replace(explanation, sign=scaled.sign)
         drawing = _draw_slices(explanation, original, style.colormap)
@@ -168,6 +147,30 @@ def _write_method(
         content = _encode_map(saved, original, facts["range"]) if options.with_manifest else saved.save
         facts |= _write(out, names, "map", content)
     return make_row(**facts)
+
+
+def explanation_facts(explanation: Explanation, scaled: ScaledMap, colormap: str | None) -> Row:
+    """Return the columns of a row that follow from the explanation of one image and its scaled map."""
+    residual, ledger, probabilities = explanation.residual, explanation.ledger, explanation.probabilities
+    return {
+        "method": explanation.method,
+        "target": explanation.target[0],
+        "name": explanation.target_names[0],
+        "probability": None if probabilities is None else float(probabilities[0]),
+        "score": float(explanation.scores[0]),
+        "layer": explanation.layer,
+        "input_width": explanation.input_size[-1],
+        "input_height": explanation.input_size[-2],
+        "settings": dict(explanation.settings),
+        "coverage": None if explanation.coverage is None else str(explanation.coverage),
+        "residual": None if residual is None else float(residual[0]),
+        "ledger": None if ledger is None else dict(zip(explanation.ledger_names, ledger[0].tolist(), strict=True)),
+        "sign": scaled.sign,
+        "units": explanation.units,
+        "floor": scaled.floor,
+        "limit": scaled.limit,
+        "colormap": colormap or (DIVERGING if scaled.sign == "signed" else SEQUENTIAL),
+    }
 
 
 def _draw_slices(explanation: Explanation, volume: Volume, colormap: str | None) -> Image.Image:
@@ -215,12 +218,16 @@ def _write_card(options: RunOptions, out: Path, names: Mapping[str, str], card: 
     """Write the files of a trust card, and return its columns of the row. Raises `card` if it is an error."""
     if isinstance(card, Exception):
         raise card
-    rows = json.loads(card.to_json())["properties"]
-    properties = {row["name"]: {key: row[key] for key in CARD_FACTS} for row in rows}
-    facts: Row = {"trust": properties if options.with_manifest else {"summary": card.summary}}
+    facts: Row = {"trust": card_facts(card) if options.with_manifest else {"summary": card.summary}}
     for column in names.keys() & CARD_FILES:
         facts |= _write(out, names, column, card.save)
     return facts
+
+
+def card_facts(card: TrustCard) -> dict[str, Row]:
+    """Return the columns of each property of a trust card that the page shows, by the name of the property."""
+    rows = json.loads(card.to_json())["properties"]
+    return {row["name"]: {key: row[key] for key in CARD_FACTS} for row in rows}
 
 
 def _heat_image(scaled: ScaledMap, frame: Frame, thumbnail: tuple[int, int], style: OverlayStyle) -> bytes:
@@ -253,7 +260,7 @@ def _heat_image(scaled: ScaledMap, frame: Frame, thumbnail: tuple[int, int], sty
     return encode(heat, "WEBP", quality=HEAT_QUALITY, method=0)
 
 
-def _shrink(image: Image.Image, longest: int) -> Image.Image:
+def shrink(image: Image.Image, longest: int) -> Image.Image:
     """Return the image with no side longer than `longest`."""
     if max(image.size) <= longest:
         return image

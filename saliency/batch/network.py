@@ -111,7 +111,7 @@ class Network:
         like = reference_tensor(model)
         self.device = device_of(model)
         self._dtype = torch.float32 if like is None else like.dtype
-        self.methods = _create_methods(options, model)
+        self.methods = create_methods(options, model)
         self.preprocess: Prepare = self.methods[0].preprocess
         self.categories = self.methods[0].categories
         self._target = None if options.target is None else self._as_target(options.target)
@@ -132,7 +132,7 @@ class Network:
         method, target = self.methods[0], cast("BoxScore", loaded.target)
         x = loaded.input[None].to(self.device, self._dtype)
         with prepared_for_attribution(method.model), bind_layout(method.layout), torch.no_grad():
-            return target.count(run_model(method.model, x), self.categories)
+            return len(target.found(run_model(method.model, x), self.categories))
 
     def load(self, slot: Slot, most_pixels: float = math.inf) -> LoadedImage:
         """Look up the target of an image, decode and preprocess it, and keep an image of at most `most_pixels`.
@@ -285,7 +285,7 @@ def replicate(options: RunOptions, model: nn.Module, devices: Sequence[torch.dev
     ]
 
 
-def _create_methods(options: RunOptions, model: nn.Module) -> list[Attribution]:
+def create_methods(options: RunOptions, model: nn.Module) -> list[Attribution]:
     """Create the methods of a run, each with the options that it accepts."""
     classes = [get_method(name) for name in options.methods]
     known = list(dict.fromkeys(option for cls in classes for option in cls.options()))

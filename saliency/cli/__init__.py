@@ -240,6 +240,26 @@ Each property is compared with maps that ignore the prediction. The result is
             "--device": "cpu, cuda:1 or auto (default)",
         },
     ),
+    "serve": Command(
+        "play with a model on a page: drop a photo, compare methods, click",
+        "MODEL FOLDER --quiet --weights --classes --preprocess --whole --whole-aspect --method --layer --set --device "
+        "--port --host --no-browser",
+        "serve_command:run",
+        f"""\
+examples:
+  saliency serve
+  saliency serve resnet50 photos/ -m layer_cam
+  saliency serve mine.py:detector --port 8000 --no-browser
+
+Ctrl-C ends it. Whoever has the address can use the model, so keep it secret.
+
+{_EXIT_CODES}""",
+        {
+            "--method": f"first method; see saliency methods (default: {METHOD})",
+            "--layer": "first layer; see saliency layers (default: automatic)",
+            "--device": "cpu, cuda:1 or auto (default)",
+        },
+    ),
     "report": Command(
         "rewrite the gallery page of a batch folder, or write its table as CSV",
         "DIR --quiet --csv --title",

@@ -215,6 +215,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("SOURCE", "folders, files, patterns, lists, shards; - for paths on stdin", dest="sources", nargs="+"),
         Argument("DIR", "folder written by saliency batch", dest="folder", type=Path),
         Argument("MODEL", f"as --model of saliency explain (default: {MODEL})", dest="model", nargs="?", default=MODEL),
+        Argument("FOLDER", "images to offer (default: a sample)", dest="folder", nargs="?"),
         Argument("PATTERN", "part of a name, or a pattern such as 'vit_*_384'", dest="pattern", nargs="?"),
         Argument("METHOD", "method to describe (default: list all)", dest="method", nargs="?"),
         Argument("--json", "print JSON"),
@@ -232,6 +233,9 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("--png FILE", "also draw everything as a figure", type=Path),
         Argument("--seconds NUMBER", "time limit for a trust card (default: 15)", type=float, default=SECONDS),
         Argument("--seed N", "seed of all draws (default: 0)", type=int, default=0),
+        Argument("--port N", "port of the page (default: any free one)", type=int, default=0),
+        Argument("--host ADDRESS", "interface of this machine (default: only this machine)", default="127.0.0.1"),
+        Argument("--no-browser", "do not open the page", dest="browser", action="store_false"),
     ],
     "model, method and target": [
         Argument("--model NAME", f"see saliency models; or FILE.py:NAME (default: {MODEL})", default=MODEL),

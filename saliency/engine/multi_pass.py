@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, get_args
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from ..attribution.base import Attribution
 from ..attribution.explanation import BatchAttribution
+from ..attribution.forward import at_least_float32
 from ..attribution.options import Budget, Chunk, Option, PerImage, Precision, RunStats, Stopped
-from ..attribution.passes import chunk_size, progress_bar
+from ..attribution.passes import chunk_size, current_listener, listening, progress_bar
 from ..attribution.resolved_target import OutputRows, ResolvedTarget, output_rows
 from ..errors import MethodError, TargetError
 from ..hooks.forward_args import bind_image
@@ -42,6 +43,9 @@ CHECK_INTERVAL = 16
 
 MIN_WINDOWS = 16
 """With fewer windows, whole forwards are faster than the preparation of `WindowForward`."""
+
+LEAST_SAMPLES = 4
+"""Number of samples at which listeners get a first estimate."""
 
 MOST_PASSES = 100_000
 """Limit of the passes per image if only a tolerance or a time is set."""
@@ -81,6 +85,7 @@ class PassRunner(ExitStack):
         precisions: How the passes were run: see `RunStats.precision`.
         least: The number of passes that a map needs; a time limit takes effect after them.
         notes: Texts that are added to the note of `RunStats`.
+        partial: Returns the attribution of the passes so far, for listeners; None if there is none yet.
     """
 
     def __init__(self, method: MultiPassAttribution, x: Tensor, batch_target: ResolvedTarget, image: int) -> None:
@@ -90,10 +95,13 @@ class PassRunner(ExitStack):
         self.stopped: Stopped = "complete"
         self.precisions: list[str] = []
         self.notes: list[str] = []
+        self.partial: Callable[[], ImageAttribution | None] = lambda: None
+        self._listener = current_listener()
         self._method, self._model, self._budget = method, method.model, method.limits()
         self._batch_target, self._image = batch_target, image
         self._copies: dict[bool, FasterModel] = {}  # by whether gradients are computed
         self._bar: Any = None
+        self.score = x.new_zeros(())
         self.began = time.perf_counter()
         self._next_check = 2 * CHECK_INTERVAL  # the number of samples at which a tolerance is checked next
         device = x.device.type
@@ -102,7 +110,19 @@ class PassRunner(ExitStack):
 
     def __enter__(self) -> PassRunner:
         self.enter_context(bind_image(self._image))
+        if self._listener is not None:  # the passes of a wrapped method report the progress of this one
+            self.enter_context(listening(lambda *_: self._report()))
         return self
+
+    def _report(self) -> None:
+        """Call the listener, if there is one."""
+        if self._listener is not None and self._bar is not None:
+            self._listener(self.used / self._bar.total, self._result)
+
+    def _result(self) -> BatchAttribution | None:
+        """Return the result of the passes so far; None without one."""
+        image = self.partial()
+        return image and stack_images([image], self.score.reshape(-1)[:1], (self.run_stats,))
 
     @property
     def run_stats(self) -> RunStats:
@@ -243,6 +263,7 @@ class PassRunner(ExitStack):
             self.used += size
             self._bar.update(size)
             yield result
+            self._report()
         if at >= most and (most < count or self.used == limit):
             self.stopped = "passes"
 
@@ -303,8 +324,18 @@ class PassRunner(ExitStack):
             self._budget, self.least = Budget(), self.used + 1
         return run(fitting)
 
-    def until_precise(self, estimate: Estimate, results: Iterator[_T]) -> Iterator[_T]:
-        """Yield results, which the caller adds to an estimate, until the estimate meets the tolerance."""
+    def until_precise(
+        self, estimate: Estimate, results: Iterator[_T], partial: Callable[[], ImageAttribution | None] | None = None
+    ) -> Iterator[_T]:
+        """Yield results, which the caller adds to an estimate, until the estimate meets the tolerance.
+
+        Args:
+            estimate: The estimate.
+            results: The results.
+            partial: Returns the attribution of the estimate so far; by default its mean.
+        """
+        convert = partial or (lambda: from_estimate(estimate, at_least_float32(self.x)))
+        self.partial = lambda: convert() if estimate.count >= LEAST_SAMPLES else None
         for result in results:
             yield result
             if self.enough(estimate):
@@ -388,6 +419,7 @@ class MultiPassAttribution(Attribution):
                 method = self._for_image(image)
                 with PassRunner(method, x[image : image + 1], target, image) as passes, no_autocast(x):
                     passes.began -= spent
+                    passes.score = scores[image]
                     images.append(method.explain_image(passes, scores[image]))
                     stats.append(passes.run_stats)
         return stack_images(images, scores, tuple(stats))
@@ -422,6 +454,8 @@ class TimedAttribution(MultiPassAttribution):
         seconds: The maximum time per image, in seconds. The method runs as many steps, channels or other passes as fit.
             `run_stats` reports passes that were left out.
     """
+
+    draft_options: ClassVar[Mapping[str, Any]] = {"seconds": 1.0}
 
     seconds: Option[float | None] = Option(None, check_number, above=0)
 
@@ -472,6 +506,7 @@ class SampledAttribution(TimedAttribution):
     tolerance: Option[float | None] = Option(None, check_number, above=0)
     samples: ClassVar[int] = 50
     """The number of passes if no limit is set."""
+    draft_options: ClassVar[Mapping[str, Any]] = {}
 
     def limits(self) -> Budget:
         """Return the limits that were set."""

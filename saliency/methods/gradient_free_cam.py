@@ -128,6 +128,7 @@ class ScoreCAM(LayerPasses, TimedAttribution):
     name = "score_cam"
     units = "activation"
     cost = "2 forwards, 1 forward for each channel that is not constant"
+    draft_options: ClassVar = {}
 
     channels: Option[int | None] = Option(None, check_integer)
     align_corners: Option[bool] = Option(False, check_flag)
@@ -146,21 +147,31 @@ class ScoreCAM(LayerPasses, TimedAttribution):
 
     def explain_masks(self, passes: PassRunner, masks: ChannelMasks) -> ImageAttribution:
         """Compute the map from one score per mask."""
-        return ImageAttribution(masks.map(self.scores(passes, masks, masks.count)))
+        return self.combined(passes, masks, masks.count, masks.map)
 
     @staticmethod
-    def scores(passes: PassRunner, masks: Callable[[Tensor], Tensor], count: int) -> Tensor:
-        """Return the scores (count,) of the image under the masks of the numbers 0 to `count`; NaN if not run."""
+    def combined(
+        passes: PassRunner, masks: Callable[[Tensor], Tensor], count: int, combine: Callable[[Tensor], Tensor]
+    ) -> ImageAttribution:
+        """Return the map (1, h, w) that `combine` makes of the scores (count,) under masks; NaN if not run.
+
+        Args:
+            passes: The passes of the image.
+            masks: Returns the masks of some numbers, each below `count`.
+            count: The number of masks.
+            combine: Returns the map for the scores.
+        """
         scores = torch.full((count,), math.nan, dtype=torch.float64, device="cpu")
 
         def make(start: int, stop: int) -> Tensor:
             return passes.x * masks(torch.arange(start, stop, device=passes.x.device))
 
+        passes.partial = lambda: ImageAttribution(combine(scores))
         for done in passes.forwards(make, count):
             scores[done.start : done.start + len(done.scores)] = done.scores.to(scores)
         if bool(scores.isnan().any()):
             passes.notes.append(f"{passes.used} of {count} masks were run")
-        return scores
+        return ImageAttribution(combine(scores))
 
 
 class GScoreCAM(ScoreCAM):
@@ -230,10 +241,12 @@ class ISCAM(ScoreCAM):
             shares = ((numbers % steps + 1) / steps).to(passes.x)
             return masks(numbers // steps) * along_rows(shares, passes.x)
 
+        def combine(scores: Tensor) -> Tensor:
+            means = scores[: varied * steps].view(varied, steps).mean(1)
+            return masks.map(torch.cat([means, scores[varied * steps :]]))
+
         # Channel by channel, so that a time limit leaves complete channels. The empty image is the same in every step.
-        scores = self.scores(passes, faded, varied * steps + bool(masks.flat))
-        means = scores[: varied * steps].view(varied, steps).mean(1)
-        return ImageAttribution(masks.map(torch.cat([means, scores[varied * steps :]])))
+        return self.combined(passes, faded, varied * steps + bool(masks.flat), combine)
 
 
 class SSCAM(ScoreCAM, SampledAttribution):

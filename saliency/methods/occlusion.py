@@ -60,6 +60,7 @@ class Occlusion(TimedAttribution):
     cost = "1 forward for each position of the window: 169 at 224x224"
     sign = "signed"
     preview_options: ClassVar = {"window": 7, "stride": 5}
+    draft_options: ClassVar = {}
 
     window: ConvertedOption[int | Sequence[int], int | tuple[int, ...]] = ConvertedOption(32, _checked_edges)
     stride: ConvertedOption[int | Sequence[int], int | tuple[int, ...]] = ConvertedOption(16, _checked_edges)
@@ -89,6 +90,10 @@ class Occlusion(TimedAttribution):
         def make(start: int, stop: int) -> Tensor:
             return self._hidden(filler, corners[start:stop], window)
 
+        def mean() -> ImageAttribution | None:
+            return ImageAttribution((total / covered)[None].to(passes.x)) if covered.all() else None
+
+        passes.partial = mean
         for done in passes.forwards(make, len(corners), local=True):
             for corner, fall in zip(corners[done.start :], (score - done.scores).tolist(), strict=False):
                 hidden = _slices(corner, window)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ from ..attribution.forward import at_least_float32
 from ..attribution.options import Budget, Option
 from ..axes import resize
 from ..engine.estimates import ScoreEstimate, generator
-from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution
+from ..engine.multi_pass import ChunkResult, ImageAttribution, PassRunner, SampledAttribution
 from ..errors import MethodError, optional_import
 from ..validation import check_integer
 from .baselines import Filler, FillOption
@@ -151,6 +151,18 @@ class GridAttribution(SampledAttribution):
             return resize(maps, x.shape[2:])
         return F.interpolate(maps, x.shape[2:], mode=self.interpolation)
 
+    def estimated(
+        self, passes: PassRunner, estimate: ScoreEstimate, forwards: Iterator[ChunkResult]
+    ) -> ImageAttribution:
+        """Return an estimate from the scores of forwards as a map. Raises MethodError for fewer than the least."""
+
+        def so_far() -> ImageAttribution | None:
+            return self.result(passes, estimate) if passes.used >= passes.least else None
+
+        for done in passes.until_precise(estimate, forwards, so_far):
+            estimate.add(done.scores)
+        return self.result(passes, estimate)
+
     def result(self, passes: PassRunner, estimate: ScoreEstimate) -> ImageAttribution:
         """Return an estimate of one number per cell as a map. Raises MethodError after fewer than the least passes."""
         if passes.used < passes.least:
@@ -192,6 +204,7 @@ class Sobol(GridAttribution):
     cost = "2112 forwards"
     rows: ClassVar[int] = 32
     preview_options: ClassVar = {"grid": 2, "passes": 24}
+    draft_options: ClassVar = {"grid": 4, "passes": 36}
     interpolation = "linear"  # as in the authors' code; hard edges would change the score
 
     fill: FillOption = FillOption(partial="sobol")
@@ -227,9 +240,7 @@ class Sobol(GridAttribution):
 
         passes.least = passes.used + 2 * length
         estimate = TotalOrder(length - 2, _rounding(x, score))
-        for done in passes.until_precise(estimate, passes.forwards(make, rows * length)):
-            estimate.add(done.scores)
-        return self.result(passes, estimate)
+        return self.estimated(passes, estimate, passes.forwards(make, rows * length))
 
 
 class HSIC(GridAttribution):
@@ -269,9 +280,7 @@ class HSIC(GridAttribution):
         passes.least = 4
         estimate = Dependence(design, _rounding(x, score))
         forwards = passes.forwards(lambda i, j: filler(self.enlarged(design(i, j), x) < 0.5), self.most_passes)
-        for done in passes.until_precise(estimate, forwards):
-            estimate.add(done.scores)
-        return self.result(passes, estimate)
+        return self.estimated(passes, estimate, forwards)
 
 
 def sobol_masks(cells: int, rows: int, seed: int) -> Callable[[int, int], Tensor]:

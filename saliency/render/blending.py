@@ -268,12 +268,14 @@ def paint(
     opacity: Opacity,
     visibility: Plane | None = None,
     contours: Sequence[float] = (),
+    threshold: float = 0.0,
 ) -> Image.Image:
     """Return the frame's image with the map over its box, in RGB; unchanged outside the box and at opacity 0.
 
     With opacity "map", two thin lines mark the box, unless it covers the image. `visibility` (h, w) scales the opacity
     of each cell, 0 to 1; None leaves it unchanged. Outliers have stripes instead of colours. Lines surround the
     magnitudes above each of `contours`, shares of the full colour, and a green line the box that the target explains.
+    Pixels of a magnitude below `threshold`, another share, are unchanged.
     """
     follows_map = isinstance(opacity, str) and opacity == "map"
     if not follows_map:
@@ -284,6 +286,8 @@ def paint(
     pixels: Pixels = np.array(frame.image)
     colors = scaled.colors(colormap).take(table_entries(values, scaled.sign), axis=0)
     weight = most * np.abs(values) if follows_map else np.full_like(values, most)
+    if check_number("threshold", threshold, least=0, most=1, error=RenderError):
+        weight[np.abs(values) < threshold] = 0
     if visibility is not None:
         weight *= resize_to_pixels(visibility, frame, area)
     for tone, share, place in hatching(scaled, frame, area):

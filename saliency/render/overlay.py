@@ -36,6 +36,7 @@ class _Style(TypedDict, total=False):
     limit: float | None
     min_significance: float | None
     contours: Sequence[float]
+    threshold: float
 
 
 @overload
@@ -57,6 +58,7 @@ def overlay(
     limit: float | None = None,
     min_significance: float | None = None,
     contours: Sequence[float] = (),
+    threshold: float = 0.0,
 ) -> Image.Image | list[Image.Image]:
     """Draw the map in colours over the original, uncropped image: RGB, in the size of the image.
 
@@ -88,6 +90,7 @@ def overlay(
             be due to chance are faded. Only for methods that sample; see `significance`.
         contours: Draw lines around the regions whose magnitude exceeds these fractions of the value at full colour,
             such as (0.5, 0.8); with `opacity=0` only the lines, for print.
+        threshold: Leave the image unchanged where the magnitude is below this fraction of the value at full colour.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
@@ -101,7 +104,8 @@ def overlay(
         frame = frame_of(one, image)
         scaled = scale_map(one, sign, percentile, limit, smoothing)
         frame = frame if size is None else shrink(frame, check_integer("size", size, least=1, error=RenderError))
-        drawn.append(paint(frame, scaled, colormap, opacity, _visibility(one, sign, min_significance), contours))
+        visibility = _visibility(one, sign, min_significance)
+        drawn.append(paint(frame, scaled, colormap, opacity, visibility, contours, threshold))
     return drawn[0] if isinstance(explanations, Explanation) and len(drawn) == 1 else drawn
 
 
@@ -167,14 +171,14 @@ def save_drawing(image: Image.Image, path: str | os.PathLike[str]) -> Path:
     exif[ExifTags.Base.Software] = SOFTWARE
     with atomic_write(path) as temporary:
         if path.suffix.lower() == ".png":
-            temporary.write_bytes(_png(image))
+            temporary.write_bytes(encode_png(image))
         else:
             kind = "WEBP" if path.suffix.lower() == ".webp" else "JPEG"
             image.save(temporary, format=kind, quality=QUALITY, exif=exif)
     return path
 
 
-def _png(image: Image.Image) -> bytes:
+def encode_png(image: Image.Image) -> bytes:
     """Encode an RGB image as PNG, as differences between rows whose runs are compressed.
 
     For photographs, this takes a tenth of the time of Pillow, which tries five filters per row and searches for

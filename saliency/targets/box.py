@@ -91,10 +91,10 @@ class BoxScore(LocatedTarget):
                 raise NotFoundError(f"image {image}: {error}" if len(rows) > 1 else str(error)) from None
         return replace(self, matches=tuple(matches))
 
-    def count(self, output: Any, categories: Categories) -> int:
-        """Return the number of detections of the class in one image."""
+    def found(self, output: Any, categories: Categories) -> list[Match]:
+        """Return the detections of the class in one image, in descending order of their probability."""
         (row,) = replace(self, classes=_class_count(categories))._rows(output)
-        return len(row.detections(label=self.label))
+        return [_match(row, at, self.label) for at in row.detections(label=self.label)]
 
     @property
     def reading(self) -> Hashable:
@@ -147,10 +147,8 @@ class BoxScore(LocatedTarget):
                 every = _listing(row, row.detections(), facts.categories)
                 raise NotFoundError(f"there is no detection{of} {at}; the model found {every}")
             found = rows[self.index]
-        label = int(known[found].argmax()) if self.label is None else self.label
-        box = cast("Box", tuple(boxes[found].tolist()))
-        probability = float(known[found, label]) if label < known.shape[1] else 0.0
-        return Match(box, label, self._other(row, found, label), overlap, probability)
+        match = _match(row, found, self.label)
+        return match._replace(against=self._other(row, found, match.label), overlap=overlap)
 
     def _other(self, row: Candidates, found: int, label: int) -> int | None:
         """Return the class to compare with. Raises TargetError if it is the same, or the output does not hold it."""
@@ -244,6 +242,14 @@ class BoxScore(LocatedTarget):
         other = "" if match.against is None else f" rather than {class_name(match.against, categories)}"
         overlap = f", IoU {match.overlap:.2f}" if len(self.place or ()) == 4 else ""
         return f"{label}{other} at {as_text(match.box)}{overlap}"
+
+
+def _match(row: Candidates, at: int, label: int | None) -> Match:
+    """Return a candidate as a box of a class, by default its top class."""
+    known = row.probabilities[at].detach()
+    label = int(known.argmax()) if label is None else label
+    probability = float(known[label]) if label < len(known) else 0.0
+    return Match(cast("Box", tuple(row.boxes[at].tolist())), label, None, 1.0, probability)
 
 
 def _class_count(names: Categories) -> int | None:
