@@ -20,14 +20,14 @@ const plainText = (text) => String(text).normalize("NFKD").replace(/\p{M}/gu, ""
 /** Create the list. `choose(target)` is called with the chosen target. */
 function createChoices(about, choose) {
   const list = make("ul", { class: "choices", role: "list" });
-  const query = make("input", { type: "search", placeholder: `Search ${integer.format(about.classes?.length ?? 0)} classes`, autocomplete: "off", spellcheck: "false" });
+  const placeholder = `Search ${integer.format(about.classes?.length ?? 0)} classes`;
+  const query = make("input", { type: "search", placeholder, autocomplete: "off", spellcheck: "false" });
   const search = make("label", { class: "search" }, make("span", { class: "hidden" }, "Search all classes"), icon("M7 2.5a4.5 4.5 0 1 0 .01 0m3.5 8 3 3"), query);
   const against = make("p", { class: "against" });
   const title = make("h2", {});
   const element = make("section", { class: "group", "aria-label": "Explained" }, title, about.classes ? search : null, list, against);
   let image = null;
   let target = null;
-  let hidden = false;
 
   const nameOf = (index) => about.classes?.[index] ?? `class ${index}`;
   const rowOfClass = (index) => ({ name: nameOf(index), share: null, text: "", target: { class: index }, other: index });
@@ -39,13 +39,17 @@ function createChoices(about, choose) {
   }
 
   function choiceRow(choice) {
-    const isChosen = target?.class != null ? target.class === choice.other : sameTarget({ ...target, where: choice.target.where }, choice.target) || sameTarget(target, choice.target);
-    const button = make("button", { type: "button", class: "choice", "aria-pressed": isChosen }, make("span", { dir: "auto" }, choice.name), make("span", { class: "share" }, choice.text));
+    const isChosen = target?.class != null ? target.class === choice.other : sameTarget({ ...target, where: choice.target.where }, choice.target);
+    const texts = [make("span", { dir: "auto" }, choice.name), make("span", { class: "share" }, choice.text)];
+    const button = make("button", { type: "button", class: "choice", "aria-pressed": isChosen }, texts);
     if (choice.share != null) button.style.setProperty("--share", `${100 * choice.share}%`);
     button.addEventListener("click", () => select(choice.target));
     const isClass = choice.other != null && target?.class != null && !isChosen;
-    const versus = isClass ? make("button", { type: "button", class: "versus", "aria-pressed": target.against === choice.other, "aria-label": `Rather than ${choice.name}`, title: `Why ${nameOf(target.class)} rather than ${choice.name}?` }, "vs") : null;
-    versus?.addEventListener("click", () => select(target.against === choice.other ? { class: target.class } : { class: target.class, against: choice.other }));
+    if (!isClass) return make("li", {}, button);
+    const isAgainst = target.against === choice.other;
+    const about = { "aria-pressed": isAgainst, "aria-label": `Rather than ${choice.name}`, title: `Why ${nameOf(target.class)} rather than ${choice.name}?` };
+    const versus = make("button", { type: "button", class: "versus", ...about }, "vs");
+    versus.addEventListener("click", () => select({ class: target.class, ...(isAgainst ? {} : { against: choice.other }) }));
     return make("li", {}, button, versus);
   }
 
@@ -60,14 +64,15 @@ function createChoices(about, choose) {
     const missing = [target?.class, target?.against].filter((index) => index != null && !choices.some((choice) => choice.other === index));
     if (!isSearch) choices.push(...missing.map(rowOfClass));
     const focused = [...list.querySelectorAll("button")].indexOf(list.getRootNode().activeElement);
-    list.replaceChildren(...(choices.length ? choices.map(choiceRow) : [make("li", { class: "legend" }, isSearch ? "No class has this name." : "Nothing was found in this photo.")]));
+    const none = make("li", { class: "legend" }, isSearch ? "No class has this name." : "Nothing was found in this photo.");
+    list.replaceChildren(...(choices.length ? choices.map(choiceRow) : [none]));
     if (focused >= 0) list.querySelectorAll("button")[focused]?.focus();
     title.textContent = image?.boxes?.length ? "Explain a detection" : image?.regions?.length ? "Explain a region" : "Explain a class";
     const clear = make("button", { type: "button", class: "link" }, "explain it alone");
     clear.addEventListener("click", () => select({ class: target.class }));
-    const contrast = target?.against != null ? [`Why ${nameOf(target.class)} rather than ${nameOf(target.against)}? · `, clear] : ["vs: why the chosen class rather than this one?"];
-    against.replaceChildren(...(target?.class != null ? contrast : []));
-    element.hidden = hidden;
+    const contrast = () => [`Why ${nameOf(target.class)} rather than ${nameOf(target.against)}? · `, clear];
+    against.replaceChildren(...(target?.against != null ? contrast() : ["vs: why the chosen class rather than this one?"]));
+    against.hidden = target?.class == null;
   }
   query.addEventListener("input", show);
   query.addEventListener("keydown", (event) => {
@@ -83,7 +88,7 @@ function createChoices(about, choose) {
       if (shownImage !== image) query.value = "";
       image = shownImage;
       target = shownTarget;
-      hidden = !about.classes && !choicesOf(image ?? {}).length && about.asks.includes("text");
+      element.hidden = about.asks.includes("text");
       show();
     },
   };

@@ -7,6 +7,7 @@ const HELP = {
   Esc: "close",
 };
 const CARD_SECONDS = 15;
+const AUTO = 100.5; // position of the slider of percentiles for the default of the method
 
 /** Return the first answer of a request. */
 async function first(answers) {
@@ -18,15 +19,14 @@ const iconButton = (label, path) => make("button", { type: "button", class: "ico
 const CROSS = "m3.5 3.5 9 9m0-9-9 9";
 
 /** Create a labelled slider. `text(value)` is its output. */
-function createSlider(label, { min, max, step, value, text, change }) {
-  const input = make("input", { type: "range", class: "opacity", min, max, step });
+function createSlider(label, range, text, change) {
+  const input = make("input", { type: "range", class: "opacity", min: 0, step: 1, ...range });
   const set = (value) => showSlider(input, value, text(Number(value)));
   const element = make("label", { class: "field" }, label, make("span", { class: "slide" }, input, make("output", {})));
   input.addEventListener("input", () => {
     set(input.value);
     change(Number(input.value));
   });
-  set(value);
   return { element, set };
 }
 
@@ -83,8 +83,8 @@ async function mount(root, host, transport) {
 
   const methods = new Map(about.methods.map((method) => [method.name, method]));
   const state = { image: null, methods: [about.method], target: null, layer: null };
-  const style = { percentile: "auto", threshold: 0 };
-  let heat = Math.round(100 * about.opacity);
+  const style = {};
+  let heat = 0; // percent
   let running = new AbortController(); // the latest question; all others are cancelled
 
   // The elements.
@@ -94,15 +94,23 @@ async function mount(root, host, transport) {
   const chooseFile = () => picker.click();
   const openButton = make("button", { type: "button", class: "primary" }, "Open a photo");
   openButton.addEventListener("click", chooseFile);
-  const themeButton = make("button", { type: "button", class: "icon", "aria-label": "Dark colours", title: "Dark or light" }, svg("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" }, svg("circle", { cx: 8, cy: 8, r: 5.5 }), svg("path", { class: "full", d: "M8 2.5a5.5 5.5 0 0 1 0 11z" })));
+  const themeButton = iconButton("Dark colours", "M8 2.5a5.5 5.5 0 1 0 .01 0");
+  themeButton.firstChild.append(svg("path", { class: "full", d: "M8 2.5a5.5 5.5 0 0 1 0 11z" }));
   const helpButton = iconButton("About, and keys", "M8 2.5a5.5 5.5 0 1 0 .01 0M8 7.3v3.4M8 5.1v.2");
-  const header = make("header", {}, make("div", { class: "bar" }, make("div", { class: "title" }, make("h1", {}, about.model), status), openButton, themeButton, helpButton));
+  const name = make("div", { class: "title" }, make("h1", {}, about.model), status);
+  const header = make("header", {}, make("div", { class: "bar" }, name, openButton, themeButton, helpButton));
   const dialog = createDialog();
 
   const choices = createChoices(about, (target) => ask({ target }));
   const text = make("input", { type: "text", placeholder: "a photo of a cat", autocomplete: "off" });
   const otherText = make("input", { type: "text", placeholder: "a photo of a dog", autocomplete: "off" });
-  const textForm = make("form", { class: "group text" }, make("h2", {}, "Explain a text"), make("label", { class: "field" }, "Text", text), make("label", { class: "field" }, "Rather than (optional)", otherText), make("button", { type: "submit" }, "Explain the text"));
+  const textForm = make(
+    "form", { class: "group text" },
+    make("h2", {}, "Explain a text"),
+    make("label", { class: "field" }, "Text", text),
+    make("label", { class: "field" }, "Rather than (optional)", otherText),
+    make("button", { type: "submit" }, "Explain the text"),
+  );
   textForm.hidden = !about.asks.includes("text");
   textForm.addEventListener("submit", (event) => {
     event.preventDefault();
@@ -112,42 +120,40 @@ async function mount(root, host, transport) {
 
   const where = createSelect("Of the region", (value) => ask({ target: { ...state.target, where: value === "point" ? regionPoint() : value } }));
   where.select.append(option("predicted", "all of it"), option("border", "its border"), option("point", "the pixel at the marker"));
-  const click = createSelect("A click on the photo", () => {});
-  const asksPlace = ["box", "region"].some((kind) => about.asks.includes(kind));
-  click.select.append(option("ask", about.asks.includes("region") ? "explains the region there" : "explains the detection there"), option("read", "reads the value there"));
 
-  const method = createSelect("Method", (value) => ask({ methods: [value, ...state.methods.slice(1).filter((name) => name !== value)] }));
+  const others = (name) => state.methods.slice(1).filter((other) => other !== name);
+  const method = createSelect("Method", (name) => ask({ methods: [name, ...others(name)] }));
   const second = createSelect("Compare with", (value) => ask({ methods: [state.methods[0], value].filter(Boolean) }));
   const layer = createSelect("Layer", (value) => ask({ layer: value || null }));
   const summary = make("p", { class: "legend" });
-  const grouped = () => [["One or a few passes", false], ["Many passes: a first map, then refined", true]].map(([label, many]) =>
-    make("optgroup", { label }, about.methods.filter((one) => one.many_passes === many).map((one) => option(one.name, one.title))));
+  const group = (label, many) => make("optgroup", { label }, about.methods.filter((one) => one.many_passes === many).map((one) => option(one.name, one.title)));
+  const grouped = () => [group("One or a few passes", false), group("Many passes: a first map, then refined", true)];
   method.select.append(...grouped());
   second.select.append(option("", "nothing"), ...grouped());
   layer.select.append(option("", `the default${about.layer ? ` (${about.layer})` : ""}`), ...about.layers.map((name) => option(name, name)));
 
+  const percentText = (value) => `${value}%`;
+  const percentileText = (value) => (value > 100 ? "auto" : value === 100 ? "maximum" : percentText(value));
   const sliders = {
-    heat: createSlider("Heat map", { min: 0, max: 100, step: 1, value: heat, text: (value) => `${value}%`, change: setHeat }),
-    threshold: createSlider("Hide values below", { min: 0, max: 95, step: 1, value: 0, text: (value) => `${value}%`, change: (value) => restyle({ threshold: value / 100 }) }),
-    percentile: createSlider("Full colour at", { min: 80, max: 100.5, step: 0.5, value: 100.5, text: percentileText, change: (value) => restyle({ percentile: value > 100 ? "auto" : value }) }),
+    heat: createSlider("Heat map", { max: 100 }, percentText, setHeat),
+    threshold: createSlider("Hide values below", { max: 95 }, percentText, (value) => restyle({ threshold: value / 100 })),
+    percentile: createSlider("Full colour at", { min: 80, max: AUTO, step: 0.5 }, percentileText, (value) => restyle({ percentile: value > 100 ? "auto" : value })),
   };
-  function percentileText(value) {
-    return value > 100 ? "auto" : value === 100 ? "maximum" : `${value} %`;
-  }
   const reset = make("button", { type: "button", class: "link" }, "Reset");
-  reset.addEventListener("click", () => {
+  function resetLooks() {
     setHeat(Math.round(100 * about.opacity));
     sliders.threshold.set(0);
-    sliders.percentile.set(100.5);
+    sliders.percentile.set(AUTO);
     restyle({ threshold: 0, percentile: "auto" });
-  });
+  }
+  reset.addEventListener("click", resetLooks);
   const looks = make("div", { class: "looks", role: "group", "aria-label": "Appearance" }, Object.values(sliders).map((slider) => slider.element), reset);
 
   const panels = [0, 1].map((at) => createPanel(about, { pick, act: (name) => act(at, name), chooseBox: (index) => ask({ target: { box: { index } } }) }));
   const maps = make("div", { class: "maps" });
   const stage = make("section", { class: "stage", "aria-label": "Photo and map" }, looks, maps);
   const side = make("aside", { class: "side", "aria-label": "Question" },
-    choices.element, textForm, where.element, asksPlace ? click.element : null,
+    choices.element, textForm, where.element,
     make("section", { class: "group", "aria-label": "How" }, make("h2", {}, "How"), method.element, summary, second.element, layer.element));
   const work = make("main", { class: "work", hidden: "" }, stage, side);
 
@@ -156,7 +162,8 @@ async function mount(root, host, transport) {
   const drop = make("main", { class: "drop" }, icon("M8 10.5v-8M4.8 5.7 8 2.5l3.2 3.2M2.5 10v2.5a1 1 0 0 0 1 1h9a1 1 0 0 0 1-1V10"),
     make("h2", {}, "Which pixels drive the prediction?"), make("p", {}, "Drop a photo here, paste one, or"), chooser);
   const strip = make("ul", { class: "strip", role: "list", "aria-label": about.sample ? "Sample photo" : "Photos" });
-  const offered = make("nav", { class: "offered", "aria-label": "Photos" }, make("p", { class: "legend" }, about.sample ? "No photo at hand? Try this one:" : "More photos"), strip);
+  const hint = make("p", { class: "legend" }, about.sample ? "No photo at hand? Try this one:" : "More photos");
+  const offered = make("nav", { class: "offered", "aria-label": "Photos" }, hint, strip);
   offered.hidden = !about.images.length;
   root.replaceChildren(header, notice, drop, work, offered, picker, dialog.dialog);
 
@@ -255,7 +262,10 @@ async function mount(root, host, transport) {
         if (signal.aborted) return;
         panels[state.methods.indexOf(answer.method)]?.show(answer, style);
         if (answer.done) missing.delete(answer.method);
-        if (answer.row && !answer.row.error) status.textContent = answer.done ? `${answer.row.name}, explained by ${titles.join(" and ")}` : `First map of ${methods.get(answer.method).title}, refining…`;
+        if (!answer.row || answer.row.error) continue;
+        status.textContent = answer.done
+          ? `${answer.row.name}, explained by ${titles.join(" and ")}`
+          : `First map of ${methods.get(answer.method).title}, refining…`;
       }
       if (!signal.aborted && missing.size) throw new Error("The answer ended early. Try again.");
     } catch (error) {
@@ -266,17 +276,16 @@ async function mount(root, host, transport) {
     }
   }
 
-  /** Read the value at a position, or explain the box or region there. */
+  /** Read the values at a position. If it is chosen, explain the region there. */
   function pick(position, isChosen) {
-    const texts = state.methods.map((name, at) => `${panels[at].mark(position)}${state.methods.length > 1 ? ` (${methods.get(name).title})` : ""}`);
-    if (texts[0]) status.textContent = texts.join("; ");
     state.position = position;
-    if (!isChosen || !asksPlace || click.select.value !== "ask") return;
-    if (about.asks.includes("region")) {
-      const label = state.image.labels && valueAt(state.image.labels, state.image, position);
-      const region = state.image.regions[label];
-      if (region) ask({ target: { region: region.target, where: Array.isArray(state.target?.where) ? position.map(Math.round) : (state.target?.where ?? "predicted") } });
-    } else ask({ target: { box: { point: position.map(Math.round) } } });
+    const texts = state.methods.map((name, at) => [panels[at].mark(position), methods.get(name).title]);
+    status.textContent = texts.map(([text, title]) => (texts.length > 1 ? `${title}: ${text}` : text)).join("; ");
+    const region = isChosen && state.image.labels ? state.image.regions[valueAt(state.image.labels, state.image, position)] : null;
+    if (!region) return;
+    const { where = "predicted" } = state.target ?? {};
+    const target = { region: region.target, where: Array.isArray(where) ? regionPoint() : where };
+    if (!sameTarget(target, state.target)) ask({ target });
   }
 
   const regionPoint = () => (state.position ?? [state.image.width / 2, state.image.height / 2]).map(Math.round);
@@ -302,12 +311,15 @@ async function mount(root, host, transport) {
     const question = { image: state.image.image, methods: [name], target: state.target, layer: state.layer, options: {} };
     const stop = new AbortController();
     dialog.dialog.addEventListener("close", () => stop.abort(), { once: true });
-    dialog.open(kind === "trust" ? `Can I trust the map of ${title}?` : `Save: ${title}`, make("p", { role: "status" }, kind === "trust" ? `Measuring for about ${CARD_SECONDS} seconds…` : "Preparing the file…"), make("progress", { "aria-label": "Progress" }));
+    const [heading, wait] = kind === "trust"
+      ? [`Can I trust the map of ${title}?`, `Measuring for about ${CARD_SECONDS} seconds…`]
+      : [`Save: ${title}`, "Preparing the file…"];
+    dialog.open(heading, make("p", { role: "status" }, wait), make("progress", { "aria-label": "Progress" }));
     try {
       if (kind === "trust") {
         const { trust, summary, notes } = await first(transport.request("trust", { ...question, seconds: CARD_SECONDS }, stop.signal));
-        dialog.body.replaceChildren(make("p", {}, summary), ...(notes ?? []).map((note) => make("p", { class: "legend" }, note)), trustCard(trust, about.properties ?? {}));
-        return;
+        const lines = notes.map((note) => make("p", { class: "legend" }, note));
+        return dialog.body.replaceChildren(make("p", {}, summary), ...lines, trustCard(trust, about.properties));
       }
       const shown = { opacity: heat / 100, percentile: style.percentile };
       const { file } = await first(transport.request("save", { ...question, as: kind, style: shown }, stop.signal));
@@ -319,7 +331,8 @@ async function mount(root, host, transport) {
       }
       const code = await file.text();
       const copy = make("button", { type: "button" }, "Copy");
-      copy.addEventListener("click", () => navigator.clipboard.writeText(code).then(() => (copy.textContent = "Copied"), () => (copy.textContent = "Select the text to copy it")));
+      const copied = (label) => () => (copy.textContent = label);
+      copy.addEventListener("click", () => navigator.clipboard.writeText(code).then(copied("Copied"), copied("Select the text to copy it")));
       const save = make("button", { type: "button" }, "Save as a file");
       save.addEventListener("click", () => download(file, `${stem}.py`));
       dialog.body.replaceChildren(make("pre", { tabindex: "0" }, code), make("div", { class: "actions" }, copy, save));
@@ -363,12 +376,14 @@ async function mount(root, host, transport) {
   });
   helpButton.addEventListener("click", () => {
     const keys = Object.entries(HELP).map(([key, what]) => make("div", {}, make("dt", {}, make("kbd", {}, key)), make("dd", {}, what)));
-    const own = facts({ model: about.model, saliency: about.version, classes: about.classes && integer.format(about.classes.length), methods: about.methods.length });
-    dialog.open("About", make("p", {}, "The colours show which pixels drive the score of the model. Nothing leaves this computer."), own, make("h3", {}, "Keys"), make("dl", {}, keys));
+    const classes = about.classes && integer.format(about.classes.length);
+    const own = facts({ model: about.model, saliency: about.version, classes, methods: about.methods.length });
+    const text = make("p", {}, "The colours show which pixels drive the score of the model. Nothing is sent to any other computer.");
+    dialog.open("About", text, own, make("h3", {}, "Keys"), make("dl", {}, keys));
   });
 
   connectTheme(host, themeButton);
-  setHeat(heat);
+  resetLooks();
   host.dataset.ready = "";
   if (about.images.length && !about.sample) open({ index: about.images[0].index }, strip.querySelector("button"));
 }

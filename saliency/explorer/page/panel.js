@@ -28,8 +28,10 @@ function createPanel(about, { pick, act, chooseBox }) {
     button.addEventListener("click", () => act(kind));
     return button;
   });
-  const actions = make("div", { class: "actions" }, trustButton, make("div", { class: "saves", role: "group", "aria-label": "Save" }, make("span", { class: "legend" }, "Save"), saves));
-  const element = make("figure", { class: "panel" }, frame, make("figcaption", {}, title, scale, reading, notes, actions, make("details", {}, make("summary", {}, "Details"), details)));
+  const save = make("div", { class: "saves", role: "group", "aria-label": "Save" }, make("span", { class: "legend" }, "Save"), saves);
+  const actions = make("div", { class: "actions" }, trustButton, save);
+  const more = make("details", {}, make("summary", {}, "Details"), details);
+  const element = make("figure", { class: "panel" }, frame, make("figcaption", {}, title, scale, reading, notes, actions, more));
   let image = null;
   let answer = null;
   let method = "";
@@ -37,13 +39,14 @@ function createPanel(about, { pick, act, chooseBox }) {
 
   const place = (node, [left, top, right, bottom]) => {
     const share = (value, most) => `${(100 * value) / most}%`;
-    Object.assign(node.style, { left: share(left, image.width), top: share(top, image.height), width: share(right - left, image.width), height: share(bottom - top, image.height) });
+    const { width, height } = image;
+    Object.assign(node.style, { left: share(left, width), top: share(top, height), width: share(right - left, width), height: share(bottom - top, height) });
   };
 
   target.addEventListener("click", (event) => {
     if (event.detail === 0) return pick(position ?? [image.width / 2, image.height / 2], true); // by the keyboard
-    const box = target.getBoundingClientRect();
-    pick([((event.clientX - box.left) / box.width) * image.width, ((event.clientY - box.top) / box.height) * image.height], true);
+    const { left, top, width, height } = target.getBoundingClientRect();
+    pick([((event.clientX - left) / width) * image.width, ((event.clientY - top) / height) * image.height], true);
   });
   target.addEventListener("keydown", (event) => {
     const [x, y] = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key] ?? [0, 0];
@@ -75,8 +78,9 @@ function createPanel(about, { pick, act, chooseBox }) {
 
   function showBoxes(chosen) {
     const spots = (image.boxes ?? []).map((box) => {
-      const isChosen = chosen?.box?.index === box.index;
-      const spot = make("button", { type: "button", class: "spot", "aria-pressed": isChosen, "aria-label": `Explain ${box.name}, ${probabilityText(box.probability)}` }, make("span", {}, `${box.name} ${probabilityText(box.probability)}`));
+      const name = `${box.name} ${probabilityText(box.probability)}`;
+      const pressed = chosen?.box?.index === box.index;
+      const spot = make("button", { type: "button", class: "spot", "aria-pressed": pressed, "aria-label": `Explain ${name}` }, make("span", {}, name));
       place(spot, box.box);
       spot.addEventListener("click", () => chooseBox(box.index));
       return spot;
@@ -104,6 +108,7 @@ function createPanel(about, { pick, act, chooseBox }) {
     /** Show that a map is being computed. */
     begin(name, chosen) {
       method = name;
+      answer = null;
       title.textContent = name;
       picture.alt = `Photo, explained by ${name}`;
       target.setAttribute("aria-label", `Photo with the map of ${name}. Click to read a value; arrow keys move the marker.`);
@@ -131,7 +136,7 @@ function createPanel(about, { pick, act, chooseBox }) {
       notes.replaceChildren(...(row.notes ?? []).map((note) => make("p", { class: "note" }, note)));
       details.replaceChildren(facts({
         class: row.name, probability: probabilityText(row.probability), score: shortNumber(row.score), layer: row.layer,
-        ...Object.fromEntries(Object.entries(row.settings ?? {}).map(([name, value]) => [`${name} `, typeof value === "string" ? value : JSON.stringify(value)])),
+        ...settingsOf(row),
         coverage: row.coverage, residual: shortNumber(row.residual),
         ledger: Object.entries(row.ledger ?? {}).map(([name, share]) => `${name} ${shortNumber(share)}`).join(", "),
       }));
