@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from PIL import Image
 import saliency
 from saliency import METHODS
 from saliency.batch.run_options import RunOptions
+from saliency.explorer.page import static_files, widget_module
 from saliency.explorer.session import Answer, Session
 from saliency.testbed.shapes import draw_scenes
 from tests.browser import chromium, until, visit
@@ -150,6 +152,14 @@ def test_the_colours_in_the_browser_are_those_of_overlay(
     difference = np.abs(mixed[4:-4, 4:-4] - wanted[inside])
     assert difference.max() <= 3  # the canvas holds 8 bits of colour times opacity
     assert difference.mean() < 0.4
+
+
+def test_the_scripts_make_no_html_out_of_text_and_ask_nobody_else() -> None:
+    text = "".join(content.decode() for content, _ in static_files().values()) + widget_module()
+    unsafe = ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "Function(", "DOMParser", "srcdoc")
+    assert not [word for word in unsafe if word in text]
+    addresses = set(re.findall(r"https?://[^\s\"'`]+", text))
+    assert addresses <= {"http://www.w3.org/2000/svg"}
 
 
 def test_a_dropped_photo_shows_its_classes_and_its_first_map(page: Page) -> None:
