@@ -41,6 +41,11 @@ DROP = """([bytes, name]) => {
     target.dispatchEvent(new DragEvent(type, { dataTransfer: data, bubbles: true, cancelable: true }));
   }
 }"""
+PASTE = """([bytes, name]) => {
+  const data = new DataTransfer();
+  data.items.add(new File([Uint8Array.from(atob(bytes), each => each.charCodeAt(0))], name));
+  document.body.dispatchEvent(new ClipboardEvent('paste', { clipboardData: data, bubbles: true }));
+}"""
 # The contrast of each text with the ground under it: the colours of its ancestors, one over the other.
 CONTRASTS = """() => {
   const canvas = Object.assign(document.createElement('canvas'), { width: 1, height: 1 });
@@ -167,6 +172,16 @@ def test_a_dropped_photo_shows_its_classes_and_its_first_map(page: Page) -> None
     assert titles(page) == ["tiger cat\nby GradCAM"]
     assert page.get_by_role("status").first.inner_text() == "tiger cat, explained by GradCAM"
     assert page.locator(".bar-colours").get_attribute("aria-label", timeout=1000).startswith("Colours from 0")  # type: ignore[union-attr]
+
+
+def test_a_photo_may_be_pasted_or_chosen(browser: Browser, address: str) -> None:
+    with at(browser, address) as page:
+        page.locator("input[type=file]").set_input_files(CAT)
+        settle(page)
+        assert titles(page) == ["tiger cat\nby GradCAM"]
+        coffee = CAT.with_name("coffee.jpg").read_bytes()
+        page.evaluate(PASTE, [base64.b64encode(coffee).decode(), "image.jpg"])
+        until(page, "document.querySelector('.panel h3').textContent.includes('espresso')")
 
 
 def test_the_first_page_says_what_to_do_and_has_a_sample(browser: Browser, address: str) -> None:

@@ -260,12 +260,12 @@ async function mount(root, host, transport) {
     try {
       for await (const answer of transport.request("explain", question, signal)) {
         if (signal.aborted) return;
-        panels[state.methods.indexOf(answer.method)]?.show(answer, style);
+        if (answer.error) throw new Error(answer.error); // of the whole question
+        panels[state.methods.indexOf(answer.method)].show(answer, style);
         if (answer.done) missing.delete(answer.method);
-        if (!answer.row || answer.row.error) continue;
-        status.textContent = answer.done
-          ? `${answer.row.name}, explained by ${titles.join(" and ")}`
-          : `First map of ${methods.get(answer.method).title}, refining…`;
+        const { title } = methods.get(answer.method);
+        const shown = answer.done ? `${answer.row?.name}, explained by ${title}` : `First map of ${title}, refining…`;
+        if (answer.row) status.textContent = answer.row.error ?? shown;
       }
       if (!signal.aborted && missing.size) throw new Error("The answer ended early. Try again.");
     } catch (error) {
