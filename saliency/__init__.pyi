@@ -52,6 +52,7 @@ from .evaluation.trust import TrustCard as TrustCard
 from .evaluation.trust import draw_trust as draw_trust
 from .evaluation.trust import trust as trust
 from .explorer.server import serve as serve
+from .explorer.widget import explore as explore
 from .hooks.dual_encoder import DualEncoder as DualEncoder
 from .inspection.attention_record import attention as attention
 from .inspection.statistics import gradient_flow as gradient_flow

@@ -80,7 +80,8 @@ def main(folder: Path) -> None:
     """Install and use the wheel in a folder."""
     (wheel,) = folder.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    data = {"saliency/py.typed", "saliency/__init__.pyi", "saliency/batch/report/page.html"}
+    pages = {"batch/report/page.html", "explorer/page/page.html", "frontend/shared.css", "frontend/sample.jpg"}
+    data = {"saliency/py.typed", "saliency/__init__.pyi", *(f"saliency/{page}" for page in pages)}
     weights = {f"saliency/testbed/{name}.pt" for name in NETWORKS}
     missing = (data | weights) - names
     if missing:

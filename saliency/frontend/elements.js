@@ -16,6 +16,9 @@ function svg(tag, attributes, ...children) {
   return element;
 }
 
+/** Create an icon of one path, 16 x 16. */
+const icon = (path) => svg("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" }, svg("path", { d: path }));
+
 /** Show a value in a slider and its output. */
 function showSlider(slider, value, text) {
   slider.value = value;

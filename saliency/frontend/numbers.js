@@ -18,5 +18,10 @@ function shortNumber(value) {
   return String(Number(value.toPrecision(3))).replace("-", "−");
 }
 
+/** Return the options of a method as text; a space after their names keeps them apart from other facts. */
+const settingsOf = (row) => Object.fromEntries(Object.entries(row.settings ?? {}).map(([name, value]) => [`${name} `, asText(value)]));
+
+const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+
 /** Format a number with its standard error, if it has one. */
 const plusMinus = (value, error) => [value, error].map(shortNumber).filter(Boolean).join(" ± ");

@@ -63,6 +63,4 @@ const className = (row) => row?.name ?? (row?.target != null ? `class ${row.targ
 /** Return the name of a row without the place of its box, for lists of classes. */
 const plainName = (row) => (row?.target_box ? className(row)?.replace(/ at \(.*/s, "") : className(row)) ?? null;
 
-const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value));
-
 const byId = (id) => document.getElementById(id);

@@ -72,7 +72,7 @@ function methodPanel(photo, row) {
         score: failed ? null : shortNumber(row.score),
         error: row.error_kind ?? row.cardError,
         layer: row.layer,
-        ...Object.fromEntries(Object.entries(row.settings ?? {}).map(([name, value]) => [`${name} `, asText(value)])),
+        ...settingsOf(row),
         coverage: row.coverage,
         residual: shortNumber(row.residual),
         ...metricsOf(photo, head.methods[row.method]),

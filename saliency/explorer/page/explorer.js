@@ -1,0 +1,389 @@
+// The explorer: one photo, one or two maps, and the questions about them. `mount` builds it over any transport.
+
+const HELP = {
+  "click, or arrow keys": "on the photo: the value there",
+  h: "heat map on or off",
+  "Ctrl V": "paste a photo",
+  Esc: "close",
+};
+const CARD_SECONDS = 15;
+const AUTO = 100.5; // position of the slider of percentiles for the default of the method
+
+/** Return the first answer of a request. */
+async function first(answers) {
+  for await (const answer of answers) return answer;
+  throw new Error("The server gave no answer.");
+}
+
+const iconButton = (label, path) => make("button", { type: "button", class: "icon", "aria-label": label, title: label }, icon(path));
+const CROSS = "m3.5 3.5 9 9m0-9-9 9";
+
+/** Create a labelled slider. `text(value)` is its output. */
+function createSlider(label, range, text, change) {
+  const input = make("input", { type: "range", class: "opacity", min: 0, step: 1, ...range });
+  const set = (value) => showSlider(input, value, text(Number(value)));
+  const element = make("label", { class: "field" }, label, make("span", { class: "slide" }, input, make("output", {})));
+  input.addEventListener("input", () => {
+    set(input.value);
+    change(Number(input.value));
+  });
+  return { element, set };
+}
+
+function createSelect(label, change) {
+  const select = make("select", {});
+  select.addEventListener("change", () => change(select.value));
+  return { element: make("label", { class: "field" }, label, select), select };
+}
+
+const option = (value, label) => make("option", { value }, label);
+
+/** Create a dialog with a title and a button that closes it. */
+function createDialog() {
+  const title = make("h2", {});
+  const body = make("div", { class: "dialog-body" });
+  const close = iconButton("Close", CROSS);
+  const dialog = make("dialog", { class: "facts", "aria-label": "Details" }, make("div", { class: "top" }, title, close), body);
+  close.addEventListener("click", () => dialog.close());
+  closeOutside(dialog);
+  const open = (text, ...children) => {
+    title.textContent = text;
+    dialog.setAttribute("aria-label", text);
+    body.replaceChildren(...children);
+    if (!dialog.open) dialog.showModal();
+  };
+  return { dialog, open, body };
+}
+
+/** Save a file under a name, as a click on a link does. */
+function download(file, name) {
+  const address = URL.createObjectURL(file);
+  make("a", { href: address, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 60_000);
+}
+
+/**
+ * Build the explorer in `root`. `host` carries the theme.
+ *
+ * `transport.request(name, body, signal)` yields answers; maps hold arrays, and pictures are blobs.
+ */
+async function mount(root, host, transport) {
+  const notice = make("p", { class: "notice", role: "alert", hidden: "" });
+  root.replaceChildren(notice);
+  const complain = (error) => {
+    notice.textContent = error?.message ?? "";
+    notice.hidden = !error;
+  };
+  let about;
+  try {
+    about = await first(transport.request("about"));
+  } catch (error) {
+    return complain(error);
+  }
+
+  const methods = new Map(about.methods.map((method) => [method.name, method]));
+  const state = { image: null, methods: [about.method], target: null, layer: null };
+  const style = {};
+  let heat = 0; // percent
+  let running = new AbortController(); // the latest question; all others are cancelled
+
+  // The elements.
+
+  const status = make("p", { class: "status", role: "status" });
+  const picker = make("input", { type: "file", accept: "image/*,.npy", class: "hidden", "aria-label": "Photo", tabindex: "-1" });
+  const chooseFile = () => picker.click();
+  const openButton = make("button", { type: "button", class: "primary" }, "Open a photo");
+  openButton.addEventListener("click", chooseFile);
+  const themeButton = iconButton("Dark colours", "M8 2.5a5.5 5.5 0 1 0 .01 0");
+  themeButton.firstChild.append(svg("path", { class: "full", d: "M8 2.5a5.5 5.5 0 0 1 0 11z" }));
+  const helpButton = iconButton("About, and keys", "M8 2.5a5.5 5.5 0 1 0 .01 0M8 7.3v3.4M8 5.1v.2");
+  const name = make("div", { class: "title" }, make("h1", {}, about.model), status);
+  const header = make("header", {}, make("div", { class: "bar" }, name, openButton, themeButton, helpButton));
+  const dialog = createDialog();
+
+  const choices = createChoices(about, (target) => ask({ target }));
+  const text = make("input", { type: "text", placeholder: "a photo of a cat", autocomplete: "off" });
+  const otherText = make("input", { type: "text", placeholder: "a photo of a dog", autocomplete: "off" });
+  const textForm = make(
+    "form", { class: "group text" },
+    make("h2", {}, "Explain a text"),
+    make("label", { class: "field" }, "Text", text),
+    make("label", { class: "field" }, "Rather than (optional)", otherText),
+    make("button", { type: "submit" }, "Explain the text"),
+  );
+  textForm.hidden = !about.asks.includes("text");
+  textForm.addEventListener("submit", (event) => {
+    event.preventDefault();
+    const [wanted, other] = [text.value.trim(), otherText.value.trim()];
+    if (wanted) ask({ target: { text: wanted, ...(other ? { against: [other] } : {}) } });
+  });
+
+  const where = createSelect("Of the region", (value) => ask({ target: { ...state.target, where: value === "point" ? regionPoint() : value } }));
+  where.select.append(option("predicted", "all of it"), option("border", "its border"), option("point", "the pixel at the marker"));
+
+  const others = (name) => state.methods.slice(1).filter((other) => other !== name);
+  const method = createSelect("Method", (name) => ask({ methods: [name, ...others(name)] }));
+  const second = createSelect("Compare with", (value) => ask({ methods: [state.methods[0], value].filter(Boolean) }));
+  const layer = createSelect("Layer", (value) => ask({ layer: value || null }));
+  const summary = make("p", { class: "legend" });
+  const group = (label, many) => make("optgroup", { label }, about.methods.filter((one) => one.many_passes === many).map((one) => option(one.name, one.title)));
+  const grouped = () => [group("One or a few passes", false), group("Many passes: a first map, then refined", true)];
+  method.select.append(...grouped());
+  second.select.append(option("", "nothing"), ...grouped());
+  layer.select.append(option("", `the default${about.layer ? ` (${about.layer})` : ""}`), ...about.layers.map((name) => option(name, name)));
+
+  const percentText = (value) => `${value}%`;
+  const percentileText = (value) => (value > 100 ? "auto" : value === 100 ? "maximum" : percentText(value));
+  const sliders = {
+    heat: createSlider("Heat map", { max: 100 }, percentText, setHeat),
+    threshold: createSlider("Hide values below", { max: 95 }, percentText, (value) => restyle({ threshold: value / 100 })),
+    percentile: createSlider("Full colour at", { min: 80, max: AUTO, step: 0.5 }, percentileText, (value) => restyle({ percentile: value > 100 ? "auto" : value })),
+  };
+  const reset = make("button", { type: "button", class: "link" }, "Reset");
+  function resetLooks() {
+    setHeat(Math.round(100 * about.opacity));
+    sliders.threshold.set(0);
+    sliders.percentile.set(AUTO);
+    restyle({ threshold: 0, percentile: "auto" });
+  }
+  reset.addEventListener("click", resetLooks);
+  const looks = make("div", { class: "looks", role: "group", "aria-label": "Appearance" }, Object.values(sliders).map((slider) => slider.element), reset);
+
+  const panels = [0, 1].map((at) => createPanel(about, { pick, act: (name) => act(at, name), chooseBox: (index) => ask({ target: { box: { index } } }) }));
+  const maps = make("div", { class: "maps" });
+  const stage = make("section", { class: "stage", "aria-label": "Photo and map" }, looks, maps);
+  const side = make("aside", { class: "side", "aria-label": "Question" },
+    choices.element, textForm, where.element,
+    make("section", { class: "group", "aria-label": "How" }, make("h2", {}, "How"), method.element, summary, second.element, layer.element));
+  const work = make("main", { class: "work", hidden: "" }, stage, side);
+
+  const chooser = make("button", { type: "button", class: "primary" }, "Choose a photo");
+  chooser.addEventListener("click", chooseFile);
+  const drop = make("main", { class: "drop" }, icon("M8 10.5v-8M4.8 5.7 8 2.5l3.2 3.2M2.5 10v2.5a1 1 0 0 0 1 1h9a1 1 0 0 0 1-1V10"),
+    make("h2", {}, "Which pixels drive the prediction?"), make("p", {}, "Drop a photo here, paste one, or"), chooser);
+  const strip = make("ul", { class: "strip", role: "list", "aria-label": about.sample ? "Sample photo" : "Photos" });
+  const hint = make("p", { class: "legend" }, about.sample ? "No photo at hand? Try this one:" : "More photos");
+  const offered = make("nav", { class: "offered", "aria-label": "Photos" }, hint, strip);
+  offered.hidden = !about.images.length;
+  root.replaceChildren(header, notice, drop, work, offered, picker, dialog.dialog);
+
+  // Photos.
+
+  const seen = new IntersectionObserver((entries) => {
+    for (const { target: button, isIntersecting } of entries) {
+      if (!isIntersecting) continue;
+      seen.unobserve(button);
+      first(transport.request("thumbnail", { index: Number(button.dataset.index) }))
+        .then(({ file }) => button.prepend(make("img", { src: URL.createObjectURL(file), alt: "" })))
+        .catch(() => {}); // the name is shown instead
+    }
+  }, { rootMargin: "200px" });
+  for (const { index, name } of about.images) {
+    const button = make("button", { type: "button", class: "thumb", "data-index": index, title: name }, make("span", { dir: "auto" }, name));
+    button.addEventListener("click", () => open({ index }, button));
+    strip.append(make("li", {}, button));
+    seen.observe(button);
+  }
+
+  /** Start a question; earlier ones are cancelled, and their answers are not shown. */
+  function begin(text) {
+    running.abort();
+    running = new AbortController();
+    complain(null);
+    status.textContent = text;
+    return running.signal;
+  }
+
+  async function open(source, button = null) {
+    const signal = begin(source.file ? `Opening ${source.file.name}…` : "Opening the photo…");
+    root.classList.add("opening");
+    for (const other of strip.querySelectorAll("[aria-current]")) other.removeAttribute("aria-current");
+    button?.setAttribute("aria-current", "true");
+    try {
+      const image = await first(transport.request("image", source, signal));
+      const { file } = await first(transport.request("picture", { image: image.image }, signal));
+      if (signal.aborted) return;
+      URL.revokeObjectURL(state.address);
+      Object.assign(state, { image, address: URL.createObjectURL(file), target: defaultTarget(image) });
+      for (const panel of panels) panel.open(image, state.address);
+      drop.hidden = true;
+      offered.hidden = about.sample;
+      work.hidden = false;
+      root.classList.remove("opening");
+      ask({});
+    } catch (error) {
+      if (signal.aborted) return;
+      root.classList.remove("opening");
+      status.textContent = "";
+      complain(error);
+    }
+  }
+
+  const defaultTarget = (image) => (state.target?.text ? state.target : (choicesOf(image)[0]?.target ?? null));
+
+  // Questions.
+
+  /** Change the question, and explain. */
+  function ask(changes) {
+    Object.assign(state, changes);
+    if (!state.image) return;
+    showControls();
+    explain();
+  }
+
+  function showControls() {
+    const [name, other] = state.methods;
+    method.select.value = name;
+    second.select.value = other ?? "";
+    for (const choice of second.select.querySelectorAll("option")) choice.disabled = choice.value === name;
+    layer.select.value = state.layer ?? "";
+    layer.element.hidden = !state.methods.some((one) => methods.get(one).reads_layer) || !about.layers.length;
+    summary.textContent = methods.get(name).summary;
+    choices.show(state.image, state.target);
+    where.element.hidden = state.target?.region == null;
+    where.select.value = Array.isArray(state.target?.where) ? "point" : (state.target?.where ?? "predicted");
+    maps.replaceChildren(...state.methods.map((_, at) => panels[at].element));
+    maps.classList.toggle("two", state.methods.length === 2);
+  }
+
+  async function explain() {
+    const titles = state.methods.map((name) => methods.get(name).title);
+    const signal = begin(`Explaining by ${titles.join(" and ")}…`);
+    titles.forEach((title, at) => panels[at].begin(title, state.target));
+    if (!state.target && about.asks.includes("text")) {
+      titles.forEach((_, at) => panels[at].fail("Write a text to explain, such as “a photo of a cat”."));
+      status.textContent = "";
+      return text.focus();
+    }
+    const question = { image: state.image.image, methods: state.methods, target: state.target, layer: state.layer, options: {} };
+    const missing = new Set(state.methods);
+    try {
+      for await (const answer of transport.request("explain", question, signal)) {
+        if (signal.aborted) return;
+        if (answer.error) throw new Error(answer.error); // of the whole question
+        panels[state.methods.indexOf(answer.method)].show(answer, style);
+        if (answer.done) missing.delete(answer.method);
+        const { title } = methods.get(answer.method);
+        const shown = answer.done ? `${answer.row?.name}, explained by ${title}` : `First map of ${title}, refining…`;
+        if (answer.row) status.textContent = answer.row.error ?? shown;
+      }
+      if (!signal.aborted && missing.size) throw new Error("The answer ended early. Try again.");
+    } catch (error) {
+      if (signal.aborted) return;
+      status.textContent = "Not explained";
+      for (const name of missing) panels[state.methods.indexOf(name)].fail(error.message);
+      if (error.kind === "gone") complain(error);
+    }
+  }
+
+  /** Read the values at a position. If it is chosen, explain the region there. */
+  function pick(position, isChosen) {
+    state.position = position;
+    const texts = state.methods.map((name, at) => [panels[at].mark(position), methods.get(name).title]);
+    status.textContent = texts.map(([text, title]) => (texts.length > 1 ? `${title}: ${text}` : text)).join("; ");
+    const region = isChosen && state.image.labels ? state.image.regions[valueAt(state.image.labels, state.image, position)] : null;
+    if (!region) return;
+    const { where = "predicted" } = state.target ?? {};
+    const target = { region: region.target, where: Array.isArray(where) ? regionPoint() : where };
+    if (!sameTarget(target, state.target)) ask({ target });
+  }
+
+  const regionPoint = () => (state.position ?? [state.image.width / 2, state.image.height / 2]).map(Math.round);
+
+  // Appearance.
+
+  function setHeat(value) {
+    heat = value;
+    sliders.heat.set(value);
+    maps.style.setProperty("--heat", value / 100);
+  }
+
+  function restyle(changes) {
+    Object.assign(style, changes);
+    state.methods.forEach((_, at) => panels[at].restyle(style));
+  }
+
+  // Trust cards, and files.
+
+  async function act(at, kind) {
+    const name = state.methods[at];
+    const { title } = methods.get(name);
+    const question = { image: state.image.image, methods: [name], target: state.target, layer: state.layer, options: {} };
+    const stop = new AbortController();
+    dialog.dialog.addEventListener("close", () => stop.abort(), { once: true });
+    const [heading, wait] = kind === "trust"
+      ? [`Can I trust the map of ${title}?`, `Measuring for about ${CARD_SECONDS} seconds…`]
+      : [`Save: ${title}`, "Preparing the file…"];
+    dialog.open(heading, make("p", { role: "status" }, wait), make("progress", { "aria-label": "Progress" }));
+    try {
+      if (kind === "trust") {
+        const { trust, summary, notes } = await first(transport.request("trust", { ...question, seconds: CARD_SECONDS }, stop.signal));
+        const lines = notes.map((note) => make("p", { class: "legend" }, note));
+        return dialog.body.replaceChildren(make("p", {}, summary), ...lines, trustCard(trust, about.properties));
+      }
+      const shown = { opacity: heat / 100, percentile: style.percentile };
+      const { file } = await first(transport.request("save", { ...question, as: kind, style: shown }, stop.signal));
+      const stem = `${state.image.name.replace(/\.[^.]*$/, "")}.${name}`;
+      if (kind !== "code") {
+        download(file, `${stem}.${kind}.png`);
+        status.textContent = `Saved ${stem}.${kind}.png${style.threshold ? ", with the values that this page hides" : ""}`;
+        return dialog.dialog.close();
+      }
+      const code = await file.text();
+      const copy = make("button", { type: "button" }, "Copy");
+      const copied = (label) => () => (copy.textContent = label);
+      copy.addEventListener("click", () => navigator.clipboard.writeText(code).then(copied("Copied"), copied("Select the text to copy it")));
+      const save = make("button", { type: "button" }, "Save as a file");
+      save.addEventListener("click", () => download(file, `${stem}.py`));
+      dialog.body.replaceChildren(make("pre", { tabindex: "0" }, code), make("div", { class: "actions" }, copy, save));
+    } catch (error) {
+      if (!stop.signal.aborted) dialog.body.replaceChildren(make("p", { class: "notice", role: "alert" }, error.message));
+    }
+  }
+
+  // Drop, paste, pick, keys.
+
+  const imageOf = (data) => [...(data?.files ?? [])][0];
+  const isFile = (event) => [...event.dataTransfer.types].includes("Files");
+  root.addEventListener("dragover", (event) => {
+    if (!isFile(event)) return;
+    event.preventDefault();
+    root.classList.add("dropping");
+  });
+  root.addEventListener("dragleave", (event) => {
+    if (!root.contains(event.relatedTarget)) root.classList.remove("dropping");
+  });
+  root.addEventListener("drop", (event) => {
+    root.classList.remove("dropping");
+    if (!isFile(event)) return;
+    event.preventDefault();
+    if (imageOf(event.dataTransfer)) open({ file: imageOf(event.dataTransfer) });
+  });
+  picker.addEventListener("change", () => {
+    if (picker.files[0]) open({ file: picker.files[0] });
+    picker.value = "";
+  });
+  // A notebook pastes into its own cells, so a widget listens only where it has the focus.
+  (host === document.documentElement ? document : root).addEventListener("paste", (event) => {
+    const file = imageOf(event.clipboardData);
+    if (file) open({ file });
+  });
+  let heatBefore = heat;
+  root.addEventListener("keydown", (event) => {
+    if (event.key !== "h" || event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input:not([type=range]), select, pre")) return;
+    if (heat) heatBefore = heat;
+    setHeat(heat ? 0 : heatBefore);
+  });
+  helpButton.addEventListener("click", () => {
+    const keys = Object.entries(HELP).map(([key, what]) => make("div", {}, make("dt", {}, make("kbd", {}, key)), make("dd", {}, what)));
+    const classes = about.classes && integer.format(about.classes.length);
+    const own = facts({ model: about.model, saliency: about.version, classes, methods: about.methods.length });
+    const text = make("p", {}, "The colours show which pixels drive the score of the model. Nothing is sent to any other computer.");
+    dialog.open("About", text, own, make("h3", {}, "Keys"), make("dl", {}, keys));
+  });
+
+  connectTheme(host, themeButton);
+  resetLooks();
+  host.dataset.ready = "";
+  if (about.images.length && !about.sample) open({ index: about.images[0].index }, strip.querySelector("button"));
+}

@@ -1,0 +1,149 @@
+"""The explorer as a widget of notebooks: the page of `saliency serve`, with messages in place of requests."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from ..batch.failures import Failure
+from ..batch.run_options import RunOptions
+from ..batch.sources import find_images
+from ..errors import optional_import
+from ..io.inputs import ImageLike
+from .page import widget_module
+from .session import Answer, Session, StoppedQuestion
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..io.preprocess import PreprocessLike, Whole
+
+Send = Callable[[Answer, Sequence[bytes]], object]
+"""Sends a message to the page: JSON and buffers."""
+
+IN_THREAD = frozenset({"image", "explain", "trust", "save"})  # run the model
+
+
+class Conversation:
+    """Answers to the messages of one widget. One thread runs the model, so that messages that stop it arrive.
+
+    Args:
+        session: The model.
+        send: Sends a message to the page.
+    """
+
+    def __init__(self, session: Session, send: Send) -> None:
+        self._session, self._send = session, send
+        self._thread = ThreadPoolExecutor(1, "saliency")
+        self._stops: dict[str, threading.Event] = {}
+
+    def receive(self, widget: object, message: Answer, buffers: Sequence[Any]) -> None:
+        """Answer a message, in its own time; the message "cancel" stops the answers to another one."""
+        number, name = message["id"], message["name"]
+        if name == "cancel":
+            if number in self._stops:
+                self._stops[number].set()
+            return
+        self._stops[number] = threading.Event()
+        if name in IN_THREAD:
+            self._thread.submit(self._answer, number, message, buffers)
+        else:
+            self._answer(number, message, buffers)
+
+    def _answer(self, number: str, message: Answer, buffers: Sequence[Any]) -> None:
+        stop = self._stops[number]
+
+        def check() -> None:
+            if stop.is_set():
+                raise StoppedQuestion("the answer is not wanted any more")
+
+        def send(answer: Answer) -> None:
+            """Send the bytes of a map or of labels as a buffer."""
+            part = next((name for name in ("map", "labels") if name in answer), None)
+            if part is None:
+                self._send({"id": number, "answer": answer}, [])
+            else:
+                plane = {key: value for key, value in answer[part].items() if key != "values"}
+                self._send({"id": number, "answer": {**answer, part: plane}}, [answer[part]["values"]])
+
+        def send_file(content: bytes | str, kind: str) -> None:
+            self._send({"id": number, "type": kind}, [content.encode() if isinstance(content, str) else content])
+
+        session, body = self._session, message["body"]
+        try:
+            check()
+            match message["name"]:
+                case "about":
+                    send(session.about())
+                case "image":
+                    send(session.open(bytes(buffers[0]) if buffers else body["index"], message.get("file") or ""))
+                case "picture":
+                    send_file(session.picture(body["image"]), "image/jpeg")
+                case "thumbnail":
+                    send_file(session.thumbnail(body["index"]), "image/jpeg")
+                case "explain":
+                    session.explain(body, send, check)
+                case "trust":
+                    send(session.trust(body, check))
+                case "save":
+                    saved = session.save(body, check)
+                    send_file(saved, "text/plain" if isinstance(saved, str) else "image/png")
+            self._send({"id": number, "end": True}, [])
+        except StoppedQuestion:
+            pass
+        except Exception as error:  # noqa: BLE001 - any error is the answer to this message
+            failure = Failure.of(error)
+            self._send({"id": number, "error": failure.reason, "kind": failure.kind}, [])
+        finally:
+            del self._stops[number]
+
+
+def explore(
+    model: str | nn.Module = "efficientnet_lite0",
+    images: str | os.PathLike[str] | Sequence[ImageLike] | None = None,
+    *,
+    method: str = "grad_cam",
+    layer: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    weights: str | None = "default",
+    preprocess: PreprocessLike | None = None,
+    categories: Sequence[str] | Mapping[int, str] | None = None,
+    whole: Whole = False,
+    device: str = "auto",
+) -> Any:
+    """Show the explorer in a notebook: Jupyter, VS Code, Colab and marimo.
+
+    It is the page of `saliency serve`, with the model in this process. It needs no network. Return the widget, an
+    `anywidget.AnyWidget`; a notebook shows it as the last value of a cell.
+
+    Args:
+        model: A name that `saliency.load` accepts, or a model. It stays as it is.
+        images: A folder, or a list of images to offer; by default a sample photo. Any other one can be dropped.
+        method: The method that the page begins with.
+        layer: The layer that the page begins with; None for the default of each method.
+        options: Options of the methods, applied to each method that has them.
+        weights: As for `saliency.load`.
+        preprocess: Preprocessing of the images; None for the model's own.
+        categories: Class names; None for the model's own.
+        whole: Whether the model sees the whole image, as for every method.
+        device: As for `saliency.batch`; one device.
+
+    Raises:
+        DependencyError: anywidget is not installed.
+        SaliencyError: The model, the method or an option is invalid.
+    """
+    anywidget = optional_import("anywidget", "notebook", "saliency.explore")
+    run_options = RunOptions.of({**locals(), "methods": method})
+    is_folder = isinstance(images, str | os.PathLike)
+    offered: Sequence[Any] = find_images(images, recursive=True).entries if is_folder else images or ()
+    session = Session(run_options, offered)
+
+    class ExplorerWidget(anywidget.AnyWidget):  # type: ignore[misc,name-defined]
+        _esm = widget_module()
+
+    widget = ExplorerWidget()
+    widget.on_msg(Conversation(session, widget.send).receive)
+    return widget
