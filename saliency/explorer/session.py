@@ -27,6 +27,7 @@ from PIL import Image
 from torch import Tensor
 
 from .._version import __version__
+from ..attribution.aliases import option_hint
 from ..attribution.base import METHODS, Attribution, get_method, summary
 from ..attribution.explanation import Explanation
 from ..attribution.passes import Partial, listening
@@ -150,7 +151,11 @@ class Session:
         self._options, self._is_sample = options, not images
         self._images = list(images) or [str(files("saliency.frontend").joinpath(SAMPLE))]
         self.model = move_model(load_model(options), device)
-        self._default = create_methods(options, self.model)[0]
+        known = list(dict.fromkeys(option for cls in METHODS.values() for option in cls.options()))
+        for name in options.options:
+            if name not in known:
+                raise MethodError(f'no method has the option "{name}"{option_hint(name, known)}')
+        self._default = self._create(self._options_of(get_method(options.methods[0]), options.layer))
         self._held: OrderedDict[str, HeldImage] = OrderedDict()
         self._results: OrderedDict[str, Explanation] = OrderedDict()
         self._lock = threading.Lock()
@@ -346,11 +351,19 @@ class Session:
             raise LayerError(f"layer={layer!r}: expected the name of a layer")
         if asked.get("options"):
             raise MethodError("the options of methods are set when the explorer starts: --set OPTION=VALUE")
-        reads_layer = {"layer", "layers"}.intersection(cls.parameters())
-        own = {key: value for key, value in self._options.options.items() if key in cls.options()}
-        options = replace(self._options, methods=(cls.name,), layer=layer if reads_layer else None, options=own)
+        options = self._options_of(cls, layer)
         call = target_call(self._default_target(held) if asked.get("target") is None else asked["target"])
         return Question(held, options, call, json.dumps([number, cls.name, options.layer, repr(call)]))
+
+    def _options_of(self, cls: type[Attribution], layer: str | None) -> RunOptions:
+        """Return the options of one method: those that it has, and the layer if it reads one."""
+        layer = layer if {"layer", "layers"}.intersection(cls.parameters()) else None
+        own = {name: value for name, value in self._options.options.items() if name in cls.options()}
+        return replace(self._options, methods=(cls.name,), layer=layer, options=own)
+
+    def _create(self, options: RunOptions, **more: Any) -> Attribution:
+        """Create the method of some options, with more options of its own."""
+        return create_methods(replace(options, options={**options.options, **more}), self.model)[0]
 
     def _default_target(self, held: HeldImage) -> Answer:
         """Return the target that is explained first. Raises TargetError if there is none."""
@@ -417,10 +430,11 @@ class Session:
             check()
             explanation = self._results.get(question.key)
             if explanation is None:
-                explanation = self._explanation(question, draft, notes, send, check)
+                explanation = self._explanation(question, draft, send, check)
                 if draft and (draft.keys() != DRAFT.keys() or explanation.run_stats[0].stopped != "complete"):
                     send(_answer(question, explanation, notes, 0.0))
                     return False
+                explanation = self._keep(question, explanation)
             send(_answer(question, explanation, notes, 1.0))
         return True
 
@@ -428,20 +442,18 @@ class Session:
         self,
         question: Question,
         draft: Mapping[str, Any],
-        notes: list[str],
         send: Callable[[Answer], None],
         check: Callable[[], None],
     ) -> Explanation:
-        """Return the explanation, and keep it if it is complete. Maps of the passes so far are sent on the way."""
-        options = replace(question.options, options={**question.options.options, **draft})
-        (method,), batch = create_methods(options, self.model), question.held.batch
+        """Return the explanation. Maps of the passes so far are sent on the way."""
+        method, batch = self._create(question.options, **draft), question.held.batch
         due = perf_counter() + FIRST_MAP
 
         def listener(share: float, partial: Partial) -> None:
             nonlocal due
             check()
             began = perf_counter()
-            if draft or began < due:
+            if draft or share >= 1 or began < due:
                 return
             result = partial()
             if result is None:
@@ -455,17 +467,20 @@ class Session:
         with prepared_for_attribution(self.model), bind_layout(method.layout), listening(listener):
             resolved = method.explained_target(method.resolve(question.call.target(), batch.inputs, batch.frames))
             (result,) = method.explain_targets(batch.inputs, [resolved])
-        explanation = method.explanation(result, resolved, batch).to("cpu")
-        if not draft:
-            self._results[question.key] = explanation
-            if len(self._results) > HELD_RESULTS:
-                self._results.popitem(last=False)
+        return method.explanation(result, resolved, batch).to("cpu")
+
+    def _keep(self, question: Question, explanation: Explanation) -> Explanation:
+        """Keep a complete explanation, with the settings of the question, and return it."""
+        explanation = replace(explanation, settings=self._create(question.options).settings)
+        self._results[question.key] = explanation
+        if len(self._results) > HELD_RESULTS:
+            self._results.popitem(last=False)
         return explanation
 
     def trust(self, asked: Asked, check: Callable[[], None]) -> Answer:
         """Return the trust card of one method, in the form of the page of `saliency batch`."""
         question = self._question(asked, _one_method(asked))
-        (method,) = create_methods(question.options, self.model)
+        method = self._create(question.options)
         with listening(lambda *_: check()):
             card = trust(method, question.held.image, question.call.target(), seconds=asked.get("seconds", SECONDS))
         return {"trust": card_facts(card), "summary": card.summary, "notes": list(card.notes)}
@@ -482,8 +497,9 @@ class Session:
             raise RenderError(f"style={style!r}: expected {', '.join(sorted(STYLE))}")
         if form == "code":
             return self._code(question, style)
-        known = self._results.get(question.key)
-        explanation = known or self._explanation(question, {}, [], lambda answer: None, check)
+        explanation = self._results.get(question.key)
+        if explanation is None:
+            explanation = self._keep(question, self._explanation(question, {}, lambda answer: None, check))
         if form == "overlay":
             drawing = overlay(explanation, **_overlay_options(style))
             share = _share(style)

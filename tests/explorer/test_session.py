@@ -1,0 +1,349 @@
+"""The answers of a session: images, maps of four kinds of models, cards, pictures and the code that draws them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import saliency
+from saliency import METHODS, MethodError, TargetError
+from saliency.batch.run_options import RunOptions
+from saliency.explorer import session as module
+from saliency.explorer.session import Session, StoppedQuestion, UnknownImageError, target_call
+from saliency.testbed.shapes import draw_scenes
+from saliency.testing.unchanged import Snapshot
+from tests.batchwork import Tiny
+from tests.dual_encoders import for_photos
+
+Answer = dict[str, Any]
+
+
+def photo(size: tuple[int, int] = (40, 24), seed: int = 0) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def tiny(**options: Any) -> Session:
+    return Session(RunOptions(model=Tiny(), **options), [photo()])
+
+
+def answers(session: Session, check: Callable[[], None] = lambda: None, **asked: Any) -> list[Answer]:
+    found: list[Answer] = []
+    session.explain({"methods": ["grad_cam"], **asked}, found.append, check)
+    return found
+
+
+def values(answer: Answer) -> np.ndarray[Any, Any]:
+    drawn = answer["map"]
+    return np.frombuffer(drawn["values"], "<f4").reshape(drawn["height"], drawn["width"])
+
+
+class Segmenter(nn.Module):
+    """A background, and a class at bright pixels."""
+
+    categories = ("background", "bright")
+    preprocess = saliency.Preprocess(size=(16, 16), resize=16, mean=(0.5,) * 3, std=(0.5,) * 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Conv2d(3, 2, 1)
+        with torch.no_grad():
+            self.scores.weight.copy_(torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1).expand(2, 3, 1, 1))
+            self.scores.bias.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.scores(x)
+        return scores
+
+
+@cache
+def detector() -> Session:
+    scene = draw_scenes(1, seed=1_000_009, task="several").images[0].permute(1, 2, 0).numpy()
+    return Session(RunOptions(model="shapes_detector"), [Image.fromarray(scene)])
+
+
+# What can be asked.
+
+
+@pytest.mark.parametrize(
+    ("session", "asks"),
+    [
+        (tiny, ["class"]),
+        (detector, ["box", "point"]),
+        (lambda: Session(RunOptions(model=Segmenter())), ["region", "point"]),
+        (lambda: Session(RunOptions(model=for_photos())), ["text"]),
+    ],
+)
+def test_the_kinds_of_targets_follow_from_the_output(session: Callable[[], Session], asks: list[str]) -> None:
+    assert session().about()["asks"] == asks
+
+
+def test_the_page_learns_all_methods_classes_and_layers() -> None:
+    about = json.loads(json.dumps(tiny(methods=["lrp"]).about()))
+    assert [one["name"] for one in about["methods"]] == list(METHODS)
+    assert (about["method"], about["classes"]) == ("lrp", ["ant", "bee", "cat", "dog", "emu"])
+    assert about["layer"] in about["layers"]
+    assert [len(about["colors"][name]) for name in ("inferno", "bwr")] == [256, 256]
+    assert about["images"] == [{"index": 0, "name": "image 0"}]
+    assert not about["sample"]
+    assert Session(RunOptions(model=Tiny())).about()["images"] == [{"index": 0, "name": "sample.jpg"}]
+
+
+# Images.
+
+
+def test_an_image_has_its_top_classes() -> None:
+    session = tiny()
+    opened = session.open(photo(), "a.png")
+    model: Any = session.model
+    batch = saliency.GradCAM(model).read(photo())
+    probabilities = model(batch.inputs).softmax(1)[0]
+    assert (opened["width"], opened["height"], opened["name"]) == (40, 24, "a.png")
+    assert [one["target"] for one in opened["top"]] == probabilities.argsort(descending=True).tolist()
+    assert [one["probability"] for one in opened["top"]] == pytest.approx(sorted(probabilities.tolist())[::-1])
+    picture = Image.open(io.BytesIO(session.picture(opened["image"])))
+    assert (picture.format, picture.size) == ("JPEG", (40, 24))
+    assert Image.open(io.BytesIO(session.thumbnail(0))).size == (40, 24)
+
+
+def test_a_detector_lists_its_boxes_and_explains_a_click() -> None:
+    opened = detector().open(0)
+    assert [one["index"] for one in opened["boxes"]] == list(range(len(opened["boxes"])))
+    assert len(opened["boxes"]) == 4
+    second = opened["boxes"][1]
+    left, top, right, bottom = second["box"]
+    at = [(left + right) / 2, (top + bottom) / 2]
+    for target in ({"box": {"index": 1}}, {"box": {"point": at}}):
+        (answer,) = answers(detector(), image=opened["image"], target=target)
+        assert answer["row"]["target_box"] == pytest.approx(second["box"], abs=1e-3)
+    (answer,) = answers(detector(), image=opened["image"])  # the first box by default
+    assert answer["row"]["target_box"] == pytest.approx(opened["boxes"][0]["box"], abs=1e-3)
+
+
+def test_a_segmenter_lists_its_regions_and_where_they_are() -> None:
+    session = Session(RunOptions(model=Segmenter()))
+    pixels = np.zeros((16, 16, 3), np.uint8)
+    pixels[:4] = 255
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    opened = session.open(file.getvalue())
+    assert opened["regions"] == [
+        {"target": 0, "name": "background", "share": 0.75},
+        {"target": 1, "name": "bright", "share": 0.25},
+    ]
+    labels = np.frombuffer(opened["labels"]["values"], np.uint8).reshape(16, 16)
+    assert (labels[:4] == 1).all()
+    assert (labels[4:] == 0).all()
+    for where in ("predicted", "border", [3, 2]):
+        target = {"region": 1, "where": where}
+        (answer,) = answers(session, image=opened["image"], methods=["vanilla_gradient"], target=target)
+        assert "bright" in answer["row"]["name"]
+
+
+def test_texts_are_asked_of_models_of_texts() -> None:
+    session = Session(RunOptions(model=for_photos()))
+    opened = session.open(photo((64, 64)))
+    (answer,) = answers(session, image=opened["image"], methods=["vanilla_gradient"])
+    assert "type a text" in answer["row"]["error"]
+    target = {"text": "a cat", "against": ["a dog"]}
+    (answer,) = answers(session, image=opened["image"], methods=["vanilla_gradient"], target=target)
+    assert answer["row"]["name"] == "a cat rather than a dog"
+
+
+def test_few_images_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HELD_IMAGES", 2)
+    session = tiny()
+    first, second = (session.open(photo(seed=seed))["image"] for seed in range(2))
+    session.picture(first)  # the second is now the one that was not used for longest
+    third = session.open(photo(seed=2))["image"]
+    assert session.picture(first)
+    assert session.picture(third)
+    with pytest.raises(UnknownImageError, match="open it again"):
+        session.picture(second)
+    monkeypatch.setattr(module, "HELD_PIXELS", 1)
+    last = session.open(photo(seed=3))["image"]  # the newest stays, whatever its size
+    assert session.picture(last)
+    with pytest.raises(UnknownImageError):
+        session.picture(third)
+
+
+# Maps.
+
+
+@pytest.mark.parametrize("name", ["grad_cam", "vanilla_gradient", "integrated_gradients", "score_cam"])
+def test_the_map_is_drawn_as_overlay_draws_it(name: str) -> None:
+    session = tiny()
+    opened = session.open(photo((16, 16)))
+    answer = answers(session, image=opened["image"], methods=[name], target={"class": 2})[-1]
+    row, drawn = answer["row"], values(answer)
+    assert answer["done"]
+    shares = (drawn - row["floor"]) / (row["limit"] - row["floor"]) if row["limit"] > row["floor"] else drawn
+    explanation = METHODS[name](session.model).attribute(photo((16, 16)), 2)
+    scaled = saliency.render.blending.scale_map(explanation, smoothing=0.005)
+    np.testing.assert_allclose(np.clip(shares, -1, 1), scaled.values, atol=1e-5)
+    assert row["score"] == pytest.approx(float(explanation.scores[0]))
+
+
+def test_a_class_against_another_and_a_layer() -> None:
+    session = tiny()
+    image = session.open(0)["image"]
+    layer = session.about()["layers"][0]
+    (answer,) = answers(session, image=image, target={"class": "cat", "against": 3}, layer=layer)
+    assert answer["row"]["name"] == "cat rather than dog"
+    assert answer["row"]["layer"] == layer
+
+
+def test_an_error_of_one_method_leaves_the_other() -> None:
+    session = tiny()
+    image = session.open(0)["image"]
+    found = answers(session, image=image, methods=["attention_rollout", "grad_cam"])
+    assert [(one["method"], "error" in one["row"], one["done"]) for one in found] == [
+        ("attention_rollout", True, True),
+        ("grad_cam", False, True),
+    ]
+    assert found[0]["row"]["error_kind"] == "NotApplicableError"
+    found = answers(session, image=image, methods=["no_cam"])
+    assert found[0]["row"]["error_kind"] == "MethodError"
+
+
+def test_warnings_are_notes() -> None:
+    session = tiny()
+    image = session.open(0)["image"]
+    (answer,) = answers(session, image=image, methods=["lime"], target={"class": 0})[-1:]
+    assert isinstance(answer["row"]["notes"], list)
+    black = session.open(_plain())["image"]
+    (answer,) = answers(session, image=black, methods=["input_x_gradient"], layer=None)
+    assert answer["row"]["notes"] or values(answer).any()
+
+
+def _plain() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16), (128, 128, 128)).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_methods_of_many_passes_send_the_map_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_MAP", 0.0)
+    monkeypatch.setattr(module, "LEAST_PAUSE", 0.0)
+    monkeypatch.setattr(module, "SHARE_OF_MAPS", 1e9)
+    session = tiny(options={"passes": 64, "chunk": 16})
+    image = session.open(0)["image"]
+    found = answers(session, image=image, methods=["rise"])
+    assert [one["progress"] for one in found] == [0.25, 0.5, 0.75, 1]
+    assert [one["done"] for one in found] == [False] * 3 + [True]
+    explanation = saliency.RISE(session.model, passes=16, chunk=16).attribute(photo())  # type: ignore[arg-type]
+    expected = saliency.render.blending.scale_map(explanation, percentile=None, smoothing=0.005)
+    np.testing.assert_allclose(
+        values(found[0]), expected.values * (expected.limit - expected.floor) + expected.floor, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_the_quick_method_of_two_is_first_and_the_slow_one_begins_with_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DRAFT", {"seconds": 1e-6})
+    session = tiny()
+    image = session.open(0)["image"]
+    found = answers(session, image=image, methods=["rise", "grad_cam"], target={"class": 1})
+    maps = [(one["method"], one["progress"], one["done"]) for one in found if "map" in one]
+    assert maps[0] == ("grad_cam", 1, True)
+    assert maps[1] == ("rise", 0, False)
+    assert maps[-1] == ("rise", 1, True)
+
+
+def test_a_draft_that_is_complete_is_the_answer() -> None:
+    session = tiny()
+    image = session.open(0)["image"]
+    (answer,) = answers(session, image=image, methods=["integrated_gradients"])  # takes far less than a second
+    assert answer["done"]
+    assert answer["row"]["settings"]["seconds"] is None
+
+
+def test_a_question_ends_between_passes_and_leaves_the_model_as_it_was() -> None:
+    session = tiny(options={"chunk": 4})
+    image = session.open(0)["image"]
+    before = Snapshot(model=session.model)
+    calls = 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise StoppedQuestion
+
+    sizes: list[int] = session.model.sizes  # type: ignore[assignment]
+    del sizes[:]
+    found: list[Answer] = []
+    with pytest.raises(StoppedQuestion):
+        session.explain({"image": image, "methods": ["rise"]}, found.append, check)
+    assert len(sizes) < 10
+    changed = [name for name in before.changes() if "sizes" not in name]
+    assert not changed
+    assert answers(session, image=image)[0]["done"]
+
+
+def test_an_explanation_is_kept_and_not_computed_again() -> None:
+    session = tiny()
+    image = session.open(0)["image"]
+    first = answers(session, image=image)
+    sizes: list[int] = session.model.sizes  # type: ignore[assignment]
+    del sizes[:]
+    assert answers(session, image=image) == first
+    assert not sizes
+
+
+@pytest.mark.parametrize("asked", [None, {}, {"class": 1.5}, {"class": [1]}, {"box": {}}, {"region": 1, "where": [1]}])
+def test_other_targets_are_refused(asked: Any) -> None:
+    with pytest.raises(TargetError, match="expected a class, a box, a region or a text"):
+        target_call(asked)
+
+
+@pytest.mark.parametrize("methods", [None, [], ["grad_cam"] * 3, "grad_cam", {"grad_cam": 1}])
+def test_one_or_two_methods_are_asked(methods: Any) -> None:
+    session = tiny()
+    with pytest.raises(MethodError, match="one or two"):
+        answers(session, image=session.open(0)["image"], methods=methods)
+
+
+# Cards, pictures, code.
+
+
+def test_a_trust_card_has_the_columns_of_the_batch_page() -> None:
+    session = tiny()
+    asked = {"image": session.open(0)["image"], "methods": ["grad_cam"], "seconds": 0.5}
+    card = session.trust(asked, lambda: None)
+    assert card["summary"]
+    assert {"title", "is_clear", "value", "controls"} <= card["trust"]["deletion"].keys()
+
+
+@pytest.mark.parametrize(
+    "style", [{}, {"opacity": 0.8, "percentile": 90}, {"opacity": 0.4, "percentile": "auto"}, {"threshold": 0.5}]
+)
+def test_the_code_draws_the_saved_picture(
+    style: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(RunOptions(model="shapes_vit", methods=["vanilla_gradient"]))
+    (tmp_path / "it's.png").write_bytes(content := photo((64, 64)))
+    monkeypatch.chdir(tmp_path)
+    image = session.open(content, "it's.png")["image"]
+    asked = {"image": image, "methods": ["vanilla_gradient"], "target": {"class": 0, "against": 1}, "style": style}
+    saved = session.save(asked | {"as": "overlay"}, lambda: None)
+    code = session.save(asked | {"as": "code"}, lambda: None)
+    assert isinstance(saved, bytes)
+    assert isinstance(code, str)
+    exec(code, {})  # noqa: S102
+    drawn = Image.open(tmp_path / "it's.vanilla_gradient.png")
+    np.testing.assert_array_equal(np.asarray(drawn), np.asarray(Image.open(io.BytesIO(saved))))
+    figure = session.save(asked | {"as": "figure"}, lambda: None)
+    assert isinstance(figure, bytes)
+    assert figure.startswith(b"\x89PNG")
