@@ -90,7 +90,7 @@ async function mount(root, host, transport) {
   // The elements.
 
   const status = make("p", { class: "status", role: "status" });
-  const picker = make("input", { type: "file", accept: "image/*,.npy", class: "hidden", "aria-label": "Photo", tabindex: "-1" });
+  const picker = make("input", { type: "file", accept: "image/*", class: "hidden", "aria-label": "Photo", tabindex: "-1" });
   const chooseFile = () => picker.click();
   const openButton = make("button", { type: "button", class: "primary" }, "Open a photo");
   openButton.addEventListener("click", chooseFile);
