@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 import signal
@@ -13,11 +14,14 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from saliency import SaliencyError
 from saliency.batch.run_options import RunOptions
+from saliency.cli import main, serve_command
 from saliency.explorer import server as module
 from saliency.explorer.server import Explorer
 from saliency.explorer.session import Session
@@ -280,3 +284,35 @@ def test_the_command_prints_an_address_that_answers_and_ends_by_ctrl_c() -> None
         assert "script" in httpx.get(address).text
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("words", [["resnet18", "FOLDER"], ["FOLDER"]])
+def test_the_command_takes_a_model_a_folder_or_both(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: dict[str, Any] = {}
+    monkeypatch.setattr(serve_command, "serve", given(known))
+    words = [str(tmp_path) if word == "FOLDER" else word for word in words]
+    options = ["--port", "9", "-m", "lrp", "--set", "steps=3", "--layer", "layer3", "--no-browser"]
+    assert main(["serve", *words, *options]) == 0
+    assert known["model"] == ("efficientnet_lite0" if len(words) == 1 else "resnet18")
+    assert (known["folder"], known["method"], known["layer"]) == (str(tmp_path), "lrp", "layer3")
+    assert (known["port"], known["options"], known["browser"]) == (9, {"steps": 3}, False)
+
+
+def given(known: dict[str, Any]) -> Callable[..., None]:
+    """A function with the parameters of `serve` that stores its arguments."""
+
+    @functools.wraps(module.serve)
+    def store(**arguments: Any) -> None:
+        known.update(arguments)
+
+    return store
+
+
+def test_a_notebook_is_sent_to_the_widget() -> None:
+    async def within() -> None:
+        module.serve("shapes_vit")
+
+    with pytest.raises(SaliencyError, match=r"saliency\.explore"):
+        asyncio.run(within())
