@@ -40,6 +40,7 @@ from ..engine.multi_pass import MultiPassAttribution, TimedAttribution
 from ..errors import (
     LayerError,
     MethodError,
+    ModelError,
     NotFoundError,
     RenderError,
     SaliencyError,
@@ -50,7 +51,7 @@ from ..evaluation.trust import missing_properties, trust
 from ..hooks.dual_encoder import DualEncoder
 from ..hooks.model_state import prepared_for_attribution, run_model
 from ..io.inputs import Batch, ImageLike, decode, encode, open_image
-from ..io.preprocess import Frame, Geometry, drawable, scaled_size
+from ..io.preprocess import Frame, Geometry, Preprocess, drawable, scaled_size
 from ..layers.find import scan_layers
 from ..layers.layout import bind_layout
 from ..render.blending import DIVERGING, MOST_OPACITY, SEQUENTIAL, color_table, scale_map
@@ -164,7 +165,9 @@ class Session:
         with self._prepared():
             self._scan = scan_layers(self.model, batch.inputs)
             output = run_model(self.model, batch.inputs)
-            self.asks = tuple(self._questions(output, batch))
+            self.asks = self._questions(output, batch)
+        if not self.asks:
+            raise ModelError("the explorer finds no classes, boxes, regions or embeddings in the model's output")
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
@@ -172,11 +175,10 @@ class Session:
         with prepared_for_attribution(self.model), bind_layout(method.layout), torch.no_grad():
             yield
 
-    def _questions(self, output: Any, batch: Batch) -> Iterator[str]:
-        """Yield the kinds of targets that the model's output has."""
+    def _questions(self, output: Any, batch: Batch) -> list[str]:
+        """Return the kinds of targets that the model's output has."""
         if isinstance(self.model, DualEncoder):
-            yield "text"
-            return
+            return ["text"]
         kinds: dict[str, Callable[[], object]] = {
             "class": lambda: class_scores(output),
             "region": lambda: self._regions(output),
@@ -184,16 +186,12 @@ class Session:
         }
         known = []
         for kind, read in kinds.items():
-            try:
+            with suppress(TargetError):
                 read()
-            except TargetError:
-                continue
-            known.append(kind)
-            if kind == "class":
-                break
-        yield from known
-        if {"region", "box"}.intersection(known):
-            yield "point"
+                known.append(kind)
+            if known == ["class"]:
+                return known
+        return [*known, "point"] if known else []
 
     def about(self) -> Answer:
         """Return the facts that the page needs before any image: methods, layers, classes, limits and colours."""
@@ -265,7 +263,7 @@ class Session:
 
     def thumbnail(self, index: int) -> bytes:
         """Return an offered image as JPEG, with no side longer than 160. Raises errors as `open`."""
-        image = drawable(self._offered(index), self._default.preprocess.range if self._default.preprocess else None)
+        image = drawable(self._offered(index), cast("Preprocess", self._default.preprocess).range)
         return encode(shrink(image, THUMBNAIL_SIDE), "JPEG", quality=PICTURE_QUALITY)
 
     def _held_pixels(self) -> int:

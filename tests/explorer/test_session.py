@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 
 import saliency
-from saliency import METHODS, MethodError, TargetError
+from saliency import METHODS, MethodError, ModelError, TargetError
 from saliency.batch.run_options import RunOptions
 from saliency.explorer import session as module
 from saliency.explorer.session import Session, StoppedQuestion, UnknownImageError, target_call
@@ -88,6 +88,14 @@ def detector() -> Session:
 )
 def test_the_kinds_of_targets_follow_from_the_output(session: Callable[[], Session], asks: list[str]) -> None:
     assert session().about()["asks"] == asks
+
+
+def test_a_model_without_any_target_is_refused() -> None:
+    model: Any = nn.Conv1d(3, 1, 1)
+    model.forward = lambda x: {"a": x.mean((2, 3)), "b": x.mean((2, 3))}
+    model.preprocess = Tiny().preprocess
+    with pytest.raises(ModelError, match="no classes, boxes, regions or embeddings"):
+        Session(RunOptions(model=model))
 
 
 def test_the_page_learns_all_methods_classes_and_layers() -> None:
