@@ -30,6 +30,7 @@ from benchmarks import (
     recording,
     relevance,
     render,
+    serve,
     speed,
 )
 
@@ -92,6 +93,7 @@ BENCHMARKS: dict[str, Callable[[], None]] = {
     "boxes": lambda: boxes.main([]),
     "folder": lambda: folder.main([]),
     "metrics": lambda: metrics.main([]),
+    "serve": serve.main,
 }
 
 

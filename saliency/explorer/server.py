@@ -16,7 +16,7 @@ import sys
 import threading
 import webbrowser
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
 from secrets import compare_digest
@@ -43,7 +43,7 @@ Run = Callable[[Callable[[Any], None], Callable[[], None]], Any]
 
 MOST_JSON, MOST_NAME = 16 * 2**10, 200  # bytes of a question; characters of a file name
 MOST_WAITING = 8  # questions of all pages, besides the one that runs
-MOST_UPLOADS = 8  # bodies of images that are received at once
+MOST_UPLOADS = 4  # bodies of images that are received at once
 IDLE_SECONDS, BODY_SECONDS = 10.0, 120.0  # without a byte of the body, and for all of it
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 POLICY = (
@@ -89,13 +89,18 @@ class Job:
         self._loop, self._answers = asyncio.get_running_loop(), asyncio.Queue[Any]()
         self._is_stopped = threading.Event()
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the answers are not wanted any more."""
+        return self._is_stopped.is_set()
+
     def stop(self) -> None:
         """Stop the question between two chunks of passes, or before it begins."""
         self._is_stopped.set()
 
     def check(self) -> None:
         """Raise StoppedQuestion once the question was stopped."""
-        if self._is_stopped.is_set():
+        if self.is_stopped:
             raise StoppedQuestion("a newer question of this page replaced this one")
 
     def run(self) -> None:
@@ -137,7 +142,6 @@ class Explorer:
         self._thread = ThreadPoolExecutor(1, "saliency")
         self._jobs: list[Job] = []
         self._uploads = 0
-        self._watches: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
         """Stop all questions, and wait for the thread of the model."""
@@ -155,21 +159,21 @@ class Explorer:
         for other in self._jobs:
             if replaces and other.replaces and other.page == job.page:
                 other.stop()
-        if len(self._jobs) > MOST_WAITING:
+        if sum(not other.is_stopped for other in self._jobs) > MOST_WAITING:
             raise RequestError(503, "the model is busy with other questions; try again")
         self._jobs.append(job)
         watch = asyncio.create_task(_stop_when_closed(request, job))
-        self._watches.add(watch)
         loop = asyncio.get_running_loop()
 
         def end() -> None:
             self._jobs.remove(job)
-            self._watches.discard(watch)
             watch.cancel()
 
-        self._thread.submit(job.run).add_done_callback(
-            lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(end) and None
-        )
+        def end_soon(future: Future[None]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(end)
+
+        self._thread.submit(job.run).add_done_callback(end_soon)
         return job.answers()
 
     # Requests

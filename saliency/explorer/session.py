@@ -346,6 +346,7 @@ class Session:
     def _question(self, asked: Asked, name: Any) -> Question:
         """Return the question about one method. Raises SaliencyError if a part of it is invalid."""
         number, layer = asked.get("image"), asked.get("layer")
+        layer = self._options.layer if layer is None else layer
         held, cls = self._find(number), get_method(name)
         if layer is not None and not isinstance(layer, str):
             raise LayerError(f"layer={layer!r}: expected the name of a layer")
@@ -512,7 +513,8 @@ class Session:
     def _code(self, question: Question, style: Mapping[str, Any]) -> str:
         """Return the Python code that draws the overlay of a question."""
         options, name = question.options, printable(question.held.name)
-        model = f"saliency.load({options.model!r}{_keywords(_changed(weights=options.weights))})"
+        weights = {} if options.weights == "default" else {"weights": options.weights}
+        model = f"saliency.load({options.model!r}{_keywords(weights)})"
         if not isinstance(options.model, str):
             model = f"...  # your {options.model_name}"
         given = {**options.options, **({} if options.layer is None else {"layer": options.layer})}
@@ -653,10 +655,6 @@ def _share(style: Mapping[str, Any]) -> float | None:
 
 def _overlay_options(style: Mapping[str, Any]) -> dict[str, Any]:
     return {name: style[name] for name in ("percentile", "threshold") if style.get(name)}
-
-
-def _changed(**given: Any) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if value != "default"}
 
 
 def _keywords(options: Mapping[str, Any]) -> str:

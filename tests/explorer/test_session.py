@@ -205,6 +205,12 @@ def test_a_class_against_another_and_a_layer() -> None:
     assert answer["row"]["layer"] == layer
 
 
+def test_no_layer_means_the_layer_of_the_session() -> None:
+    session = tiny(layer=(layer := tiny().about()["layers"][0]))
+    (answer,) = answers(session, image=session.open(0)["image"])
+    assert answer["row"]["layer"] == session.about()["layer"] == layer
+
+
 def test_an_error_of_one_method_leaves_the_other() -> None:
     session = tiny()
     image = session.open(0)["image"]

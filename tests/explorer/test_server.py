@@ -1,0 +1,318 @@
+"""The server: hostile uploads and requests have one clear answer each, and the next request is answered as before."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saliency import SaliencyError
+from saliency.batch.run_options import RunOptions
+from saliency.cli import main, serve_command
+from saliency.explorer import server as module
+from saliency.explorer.server import Explorer
+from saliency.explorer.session import Session
+from tests.batchwork import Tiny
+from tests.explorer.serving import served
+from tests.explorer.test_session import photo
+
+httpx = pytest.importorskip("httpx")
+uvicorn = pytest.importorskip("uvicorn")
+
+TOKEN, HOST = "secret", "127.0.0.1"
+JSON = {"content-type": "application/json"}
+Client = Any
+SLOW: dict[str, Any] = {"passes": 100_000, "chunk": 4}
+Act = Callable[[Client, str], Awaitable[Any]]
+
+
+def bomb(width: int = 60_000, height: int = 60_000) -> bytes:
+    """A PNG of a few bytes that decodes to gigabytes."""
+    header = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"\0" * 1000)), (b"IEND", b"")]
+    parts = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+@contextmanager
+def explorer() -> Iterator[Explorer]:
+    with closing(Explorer(Session(RunOptions(model=Tiny()), [photo()]))) as own:
+        yield own
+
+
+def run(act: Callable[[Client, Explorer], Awaitable[Any]], host: str = HOST) -> Any:
+    """Run requests through the application, without a socket."""
+
+    async def within() -> Any:
+        with explorer() as own:
+            transport = httpx.ASGITransport(own.app(TOKEN, host))
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000/secret/") as client:
+                return await act(client, own)
+
+    return asyncio.run(within())
+
+
+async def opened(client: Client) -> str:
+    answer = await client.post("image/0")
+    assert answer.status_code == 200
+    number: str = answer.json()["image"]
+    return number
+
+
+async def slow() -> AsyncIterator[bytes]:
+    yield b"{"
+    await asyncio.sleep(30)
+
+
+async def flood() -> AsyncIterator[bytes]:
+    while True:
+        yield b"x" * 100_000
+
+
+def asking(**asked: Any) -> Act:
+    return lambda client, image: client.post("explain", json={"image": image, "methods": ["grad_cam"], **asked})
+
+
+def sending(content: Any, headers: dict[str, str] | None = None, address: str = "explain") -> Act:
+    return lambda client, image: client.post(address, content=content, headers=JSON if headers is None else headers)
+
+
+def saving(**style: Any) -> Act:
+    return lambda client, image: client.post(
+        "save", json={"image": image, "methods": ["grad_cam"], "as": "overlay", "style": style}
+    )
+
+
+HOSTILE: dict[str, tuple[Act, int, str]] = {
+    "a decompression bomb": (sending(bomb(), {}, "image"), 415, "more than the limit"),
+    "a damaged image": (sending(photo()[:60], {}, "image"), 415, "damaged"),
+    "an empty image": (sending(b"", {}, "image"), 415, "empty"),
+    "HTML as an image": (sending(b"<html>", {}, "image"), 415, "is not an AVIF"),
+    "SVG": (sending(b"<svg onload='x'/>", {}, "image"), 415, "XML"),
+    "a large image": (sending(b"x" * 3_000_000, {}, "image"), 413, "limit"),
+    "a flood without a length": (sending(flood(), {}, "image"), 413, "limit"),
+    "a slow body": (sending(slow()), 408, "in time"),
+    "a large JSON": (sending(b"[" + b"1," * 20_000 + b"1]"), 413, "limit"),
+    "a deep JSON": (sending(b"[" * 8_000 + b"]" * 8_000), 400, "not JSON"),
+    "broken JSON": (sending(b'{"image": '), 400, "not JSON"),
+    "a list": (sending(b"[1]"), 400, "object"),
+    "bytes that are not text": (sending(b'{"a": "\xff"}'), 400, "not JSON"),
+    "a number of many digits": (sending(b'{"image": ' + b"9" * 9_000 + b"}"), 400, "not JSON"),
+    "NaN": (sending(b'{"image": NaN}'), 400, "not JSON"),
+    "a form": (sending(b"a=b", {"content-type": "application/x-www-form-urlencoded"}), 415, "JSON"),
+    "an unknown image": (asking(image="../../etc/passwd"), 404, "open it again"),
+    "an image of another type": (asking(image=["a"]), 404, "open it again"),
+    "no methods": (asking(methods=[]), 400, "one or two"),
+    "many methods": (asking(methods=["grad_cam"] * 100), 400, "one or two"),
+    "an unknown method": (asking(methods=["__class__"]), 200, "no method"),
+    "a method of another type": (asking(methods=[{"a": 1}]), 200, "no method"),
+    "an unknown layer": (asking(layer="features.__class__"), 200, "layer"),
+    "a layer of another type": (asking(layer=[1]), 200, "name of a layer"),
+    "an unknown class": (asking(target={"class": 10**30}), 200, "outside 0..4"),
+    "a class by a wrong name": (asking(target={"class": "x" * 9_000}), 200, "no class"),
+    "a negative point": (asking(target={"box": {"point": [-1e300, -5]}}), 200, "outside"),
+    "a point of infinity": (
+        lambda client, image: client.post(
+            "explain",
+            content=json.dumps({"image": image, "methods": ["grad_cam"], "target": {"box": {"point": [0, 9]}}}).replace(
+                "9]", "1e999]"
+            ),
+            headers=JSON,
+        ),
+        200,
+        "expected (x, y)",
+    ),
+    "options": (asking(options={"chunk": 10**9}), 200, "set when the explorer starts"),
+    "a target that is no target": (asking(target={"exec": "import os"}), 200, "expected a class"),
+    "a style of infinity": (saving(opacity=1e308), 400, "opacity"),
+    "an unknown style": (saving(size=10**9), 400, "expected opacity"),
+    "a picture of no image": (lambda client, image: client.get("image/0123"), 404, "open it again"),
+    "traversal": (lambda client, image: client.get("static/%2e%2e/%2e%2e/server.py"), 404, "Not Found"),
+    "a thumbnail far outside": (lambda client, image: client.get(f"thumbnail/{10**40}"), 404, "are offered"),
+    "a wrong method": (lambda client, image: client.delete("about"), 405, "Method Not Allowed"),
+    "GET of an explanation": (lambda client, image: client.get("explain"), 405, "Method Not Allowed"),
+    "a wrong token": (lambda client, image: client.get("http://127.0.0.1:8000/secre/about"), 404, "nothing"),
+    "no token": (lambda client, image: client.post("http://127.0.0.1:8000/explain"), 404, "nothing at this address"),
+    "a token that is no text": (lambda client, image: client.get("http://127.0.0.1:8000/%ff%00/about"), 404, "nothing"),
+    "another host": (lambda client, image: client.get("about", headers={"host": "evil.example"}), 403, "this name"),
+    "a host that is none": (lambda client, image: client.get("about", headers={"host": "[::1"}), 403, "this name"),
+    "another page": (
+        lambda client, image: client.post("explain", json={}, headers={"origin": "https://evil.example"}),
+        403,
+        "another page",
+    ),
+    "a page without an origin": (
+        lambda client, image: client.post("image", content=b"", headers={"origin": "null"}),
+        403,
+        "another page",
+    ),
+}  # fmt: skip
+
+
+def test_hostile_requests_have_one_clear_answer_and_the_server_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 2_000_000)
+    monkeypatch.setattr(module, "IDLE_SECONDS", 0.05)
+    assert len(HOSTILE) >= 30
+
+    async def act(client: Client, own: Explorer) -> None:
+        image = await opened(client)
+        for name, (send, status, message) in HOSTILE.items():
+            answer = await send(client, image)
+            assert answer.status_code == status, f"{name}: {answer.status_code} {answer.text:.300}"
+            (line,) = answer.text.splitlines()
+            error = json.loads(line).get("row", json.loads(line))
+            assert message in error["error"], f"{name}: {error}"
+            assert error["error_kind"]
+            assert "Traceback" not in answer.text
+            assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+            good = await client.post("explain", json={"image": image, "methods": ["grad_cam"]})
+            assert json.loads(good.text)["row"]["name"], name
+
+    run(act)
+
+
+@pytest.mark.parametrize(
+    ("bound", "name", "status"),
+    [
+        ("127.0.0.1", "localhost:9", 200),  # as through a tunnel
+        ("127.0.0.1", "192.168.0.7:8000", 403),
+        ("lab.example", "lab.example:8000", 200),
+        ("0.0.0.0", "192.168.0.7:8000", 200),  # noqa: S104
+        ("0.0.0.0", "evil.example:8000", 403),  # noqa: S104
+    ],
+)
+def test_the_server_answers_under_its_own_names_only(bound: str, name: str, status: int) -> None:
+    async def act(client: Client, own: Explorer) -> int:
+        code: int = (await client.get("about", headers={"host": name})).status_code
+        return code
+
+    assert run(act, bound) == status
+
+
+def test_no_answer_of_an_older_question_comes_after_a_newer_one() -> None:
+    async def act(client: Client, own: Explorer) -> list[Any]:
+        image, headers = await opened(client), {"x-page": "a"}
+        asked = [{"image": image, "methods": [name]} for name in ("rise", "lime", "grad_cam")]
+        tasks = []
+        for one in asked:
+            tasks.append(asyncio.create_task(client.post("explain", json=one, headers=headers)))
+            await asyncio.sleep(0.1)  # the first one runs, the second one waits
+        return list(await asyncio.gather(*tasks))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.explorer.test_server.RunOptions", lambda **given: RunOptions(**given, options=SLOW))
+        first, second, third = run(act)
+    assert [answer.status_code for answer in (first, second)] == [409, 409]
+    assert first.json()["error_kind"] == second.json()["error_kind"] == "superseded"
+    assert json.loads(third.text)["done"]
+
+
+def test_a_card_is_not_replaced_by_a_newer_question() -> None:
+    async def act(client: Client, own: Explorer) -> list[int]:
+        image, headers = await opened(client), {"x-page": "a"}
+        asked = {"image": image, "methods": ["grad_cam"]}
+        card = asyncio.create_task(client.post("trust", json=asked | {"seconds": 0.5}, headers=headers))
+        await asyncio.sleep(0.05)
+        newer = await client.post("explain", json=asked, headers=headers)
+        return [(await card).status_code, newer.status_code]
+
+    assert run(act) == [200, 200]
+
+
+def test_a_flood_of_200_questions_is_answered() -> None:
+    session = Session(RunOptions(model=Tiny()), [photo()])
+
+    async def act(address: str) -> list[int]:
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(base_url=address, limits=limits, timeout=60) as client:
+            image = await opened(client)
+            asked = {"image": image, "methods": ["occlusion"]}
+            flood = [
+                client.post("explain", json=asked | {"target": {"class": at % 5}}, headers={"x-page": str(at)})
+                for at in range(100)
+            ] + [client.post("image", content=photo(seed=at)) for at in range(100)]
+            found = await asyncio.gather(*flood)
+            assert (await client.post("explain", json=asked)).status_code == 200
+            assert all(answer.json()["error"] for answer in found if answer.status_code != 200)
+            return [answer.status_code for answer in found]
+
+    with served(session) as address:
+        codes = asyncio.run(act(address))
+    assert set(codes) <= {200, 409, 503}
+    assert {200, 503} <= set(codes)
+
+
+def test_a_closed_connection_ends_the_passes() -> None:
+    session = Session(RunOptions(model=Tiny(), options=SLOW), [photo()])
+    sizes: Any = session.model.sizes
+    with served(session) as address, httpx.Client(base_url=address) as client:
+        image = client.post("image/0").json()["image"]
+        with client.stream("POST", "explain", json={"image": image, "methods": ["rise"]}) as answer:
+            assert json.loads(next(answer.iter_lines()))["progress"] < 1
+        time.sleep(0.3)
+        before = len(sizes)
+        time.sleep(0.2)
+        assert len(sizes) == before
+        good = client.post("explain", json={"image": image, "methods": ["grad_cam"]})
+        assert json.loads(good.text)["done"]
+
+
+@pytest.mark.slow
+def test_the_command_prints_an_address_that_answers_and_ends_by_ctrl_c() -> None:
+    command = [sys.executable, "-m", "saliency", "serve", "shapes_vit", "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", address), address
+        about = httpx.get(f"{address}about").json()
+        assert about["model"] == "shapes_vit"
+        assert "script" in httpx.get(address).text
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("words", [["resnet18", "FOLDER"], ["FOLDER"]])
+def test_the_command_takes_a_model_a_folder_or_both(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: dict[str, Any] = {}
+    monkeypatch.setattr(serve_command, "serve", given(known))
+    words = [str(tmp_path) if word == "FOLDER" else word for word in words]
+    options = ["--port", "9", "-m", "lrp", "--set", "steps=3", "--layer", "layer3", "--no-browser"]
+    assert main(["serve", *words, *options]) == 0
+    assert known["model"] == ("efficientnet_lite0" if len(words) == 1 else "resnet18")
+    assert (known["folder"], known["method"], known["layer"]) == (str(tmp_path), "lrp", "layer3")
+    assert (known["port"], known["options"], known["browser"]) == (9, {"steps": 3}, False)
+
+
+def given(known: dict[str, Any]) -> Callable[..., None]:
+    """A function with the parameters of `serve` that stores its arguments."""
+
+    @functools.wraps(module.serve)
+    def store(**arguments: Any) -> None:
+        known.update(arguments)
+
+    return store
+
+
+def test_a_notebook_is_sent_to_the_widget() -> None:
+    async def within() -> None:
+        module.serve("shapes_vit")
+
+    with pytest.raises(SaliencyError, match=r"saliency\.explore"):
+        asyncio.run(within())
