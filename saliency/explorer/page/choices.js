@@ -19,13 +19,14 @@ const plainText = (text) => String(text).normalize("NFKD").replace(/\p{M}/gu, ""
 
 /** Create the list. `choose(target)` is called with the chosen target. */
 function createChoices(about, choose) {
+  const isSearchable = about.classes && about.asks.includes("class");
   const list = make("ul", { class: "choices", role: "list" });
   const placeholder = `Search ${integer.format(about.classes?.length ?? 0)} classes`;
   const query = make("input", { type: "search", placeholder, autocomplete: "off", spellcheck: "false" });
   const search = make("label", { class: "search" }, make("span", { class: "hidden" }, "Search all classes"), icon("M7 2.5a4.5 4.5 0 1 0 .01 0m3.5 8 3 3"), query);
   const against = make("p", { class: "against" });
   const title = make("h2", {});
-  const element = make("section", { class: "group", "aria-label": "Explained" }, title, about.classes ? search : null, list, against);
+  const element = make("section", { class: "group", "aria-label": "Explained" }, title, isSearchable ? search : null, list, against);
   let image = null;
   let target = null;
 
@@ -59,7 +60,7 @@ function createChoices(about, choose) {
   }
 
   function show() {
-    const isSearch = about.classes && query.value.trim() !== "";
+    const isSearch = query.value.trim() !== "";
     const choices = isSearch ? found() : image ? choicesOf(image) : [];
     const missing = [target?.class, target?.against].filter((index) => index != null && !choices.some((choice) => choice.other === index));
     if (!isSearch) choices.push(...missing.map(rowOfClass));

@@ -251,7 +251,7 @@ async function mount(root, host, transport) {
     const signal = begin(`Explaining by ${titles.join(" and ")}…`);
     titles.forEach((title, at) => panels[at].begin(title, state.target));
     if (!state.target && about.asks.includes("text")) {
-      titles.forEach((_, at) => panels[at].fail("Write a text to explain, such as “a photo of a cat”."));
+      titles.forEach((_, at) => panels[at].fail("Write a text to explain, such as “a photo of a cat”.", false));
       status.textContent = "";
       return text.focus();
     }

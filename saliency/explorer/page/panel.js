@@ -115,7 +115,7 @@ function createPanel(about, { pick, act, chooseBox }) {
       why.hidden = true;
       notes.replaceChildren();
       element.classList.add("stale");
-      element.classList.remove("failed");
+      element.classList.remove("failed", "idle");
       frame.setAttribute("aria-busy", "true");
       progress.removeAttribute("value");
       showRegions(chosen);
@@ -169,9 +169,10 @@ function createPanel(about, { pick, act, chooseBox }) {
       reading.textContent = text;
       return text;
     },
-    fail(message) {
+    /** Show a message in place of a map. */
+    fail(message, isError = true) {
       frame.setAttribute("aria-busy", "false");
-      element.classList.add("failed");
+      element.classList.add(isError ? "failed" : "idle");
       element.classList.remove("stale");
       answer = null;
       heat.hidden = true;
