@@ -307,7 +307,7 @@ class Session:
 
     def _detections(self, output: Any, batch: Batch) -> list[Answer]:
         geometry = Geometry.of(batch.frames[0], tuple(batch.inputs.shape[2:]))
-        target = cast("BoxScore", cast("BoxScore", box()).locate([geometry]))
+        target = cast("BoxScore", box()).locate([geometry])
         return [
             {
                 "index": index,
@@ -586,7 +586,7 @@ class TargetCall:
 
     def target(self) -> Any:
         """Return the target."""
-        functions = {"box": box, "contrast": contrast, "region": region, "text": text}
+        functions: dict[str, Callable[..., Any]] = {"box": box, "contrast": contrast, "region": region, "text": text}
         return functions[self.function](*self.arguments, **self.options) if self.function else self.arguments[0]
 
     def code(self) -> str:
@@ -618,8 +618,8 @@ def target_call(asked: Any) -> TargetCall:
             return TargetCall("region", (label, where))
         case {"region": int() | str() as label, **rest} if not rest:
             return TargetCall("region", (label,))
-        case {"text": str() as prompt, "against": [*others], **rest} if not rest:
-            return TargetCall("text", (prompt,), {"against": others})
+        case {"text": str() as prompt, "against": [*texts], **rest} if not rest:
+            return TargetCall("text", (prompt,), {"against": texts})
         case {"text": str() as prompt, **rest} if not rest:
             return TargetCall("text", (prompt,))
     raise TargetError(f"target={asked!r:.100}: expected a class, a box, a region or a text; see docs/explorer.md")
@@ -633,7 +633,7 @@ def _labels(output: Any, names: Categories) -> set[int]:
         return {int(label) for entry in output for label in entry["labels"]}
     scores = score_maps(output)
     if scores.shape[1] > 1:
-        return set(scores[0].argmax(0).unique().tolist())
+        return set(scores[0].argmax(0).flatten().tolist())
     return {0, 1} if names is not None and len(names) == 2 else {0}
 
 
@@ -663,8 +663,9 @@ def _name_of(image: ImageEntry | ImageLike, index: int) -> str:
     """Return the name of an offered image; `image 3` if it has none."""
     if isinstance(image, ImageEntry):
         return printable(image.label)
-    is_path = isinstance(image, str | os.PathLike)
-    return printable(PurePath(os.fsdecode(image)).name) if is_path else f"image {index}"
+    if isinstance(image, str | os.PathLike):
+        return printable(PurePath(os.fsdecode(image)).name)
+    return f"image {index}"
 
 
 def _colors(name: str, centred: bool) -> list[str]:
