@@ -321,12 +321,12 @@ async function mount(root, host, transport) {
         const lines = notes.map((note) => make("p", { class: "legend" }, note));
         return dialog.body.replaceChildren(make("p", {}, summary), ...lines, trustCard(trust, about.properties));
       }
-      const shown = { opacity: heat / 100, percentile: style.percentile };
-      const { file } = await first(transport.request("save", { ...question, as: kind, style: shown }, stop.signal));
+      const saved = { ...question, as: kind, style: { opacity: heat / 100, ...style } };
+      const { file } = await first(transport.request("save", saved, stop.signal));
       const stem = `${state.image.name.replace(/\.[^.]*$/, "")}.${name}`;
       if (kind !== "code") {
         download(file, `${stem}.${kind}.png`);
-        status.textContent = `Saved ${stem}.${kind}.png${style.threshold ? ", with the values that this page hides" : ""}`;
+        status.textContent = `Saved ${stem}.${kind}.png`;
         return dialog.dialog.close();
       }
       const code = await file.text();
