@@ -17,7 +17,7 @@ import pytest
 import saliency
 from docs.site import examples, gallery, methods, reference
 from docs.site.__main__ import main
-from docs.site.markdown import OUT, ROOT, as_page, with_blank_lines
+from docs.site.markdown import OUT, ROOT, URLS, as_page, with_blank_lines
 from saliency.attribution.base import summary
 from tests.browser import Visit, chromium, visit
 
@@ -48,6 +48,8 @@ def test_a_method_has_a_page_with_its_summary_options_cost_source_and_code(
     plain = re.sub(r"\[(`[^`]*`)\]\([^)]*\)", r"\1", text).replace("\\", "")
     assert summary(cls) in " ".join(plain.split())
     assert cls.cost[1:] in text
+    assert methods.formula(cls) in text
+    assert '<p class="formula">S' in methods.formula(cls)
     options = list(inspect.signature(cls).parameters)[1:]
     assert not [name for name in options if not re.search(rf"^\| `{name}` \| `.*` \| \S", plain, re.MULTILINE)]
     assert examples.example(cls) in text
@@ -95,6 +97,18 @@ def test_links_lead_to_pages_of_the_site() -> None:
     )
 
 
+def test_each_page_links_to_the_file_that_it_is_made_from(pages: dict[str, str]) -> None:
+    address = re.escape(URLS["Repository"]) + r"/blob/main/([^#)]*)(?:#L\d+)?\)\{ \.source \}\n\Z"
+    texts = {name: text for name, text in pages.items() if name.endswith(".md")}
+    files = {name: re.search(address, text) for name, text in texts.items()}
+    assert not [name for name, file in files.items() if file is None or not (ROOT / file[1]).exists()]
+    assert (
+        as_page("docs/trust.md", "[a](../tests/test_site.py)")
+        == f"[a]({URLS['Repository']}/blob/main/tests/test_site.py)"
+    )
+    assert json.loads(pages["mkdocs.yml"])["site_url"] == URLS["Documentation"]
+
+
 def test_lists_and_tables_begin_after_a_blank_line() -> None:
     assert with_blank_lines("a:\n- b\n  c\n- d\n  - e\n| f |") == "a:\n\n- b\n  c\n- d\n    - e\n\n| f |"
 
@@ -138,6 +152,18 @@ def test_each_message_of_the_page_on_troubleshooting_is_in_the_code() -> None:
     parts = [part.strip() for block in quoted for part in re.split(r"\.\.\.|\n", block) if len(part.strip()) > 3]
     assert len(parts) > 25
     assert not [part for part in parts if not any(part in text for text in texts)]
+
+
+def test_a_picture_does_not_depend_on_comments_and_docstrings() -> None:
+    code = '"""A module."""\n\n\ndef double(x):\n    """Double."""\n    return 2 * x  # twice\n'
+    assert gallery._code(code) == gallery._code("def double(x): return 2 * x")
+    assert gallery._code(code) != gallery._code(code.replace("2 *", "3 *"))
+
+
+def test_the_page_of_a_method_states_why_its_code_does_not_use_the_default() -> None:
+    text = methods.method_page(saliency.MeaningfulPerturbation, {})
+    assert "MeaningfulPerturbation(model, steps=100)" in text
+    assert "The default is `steps=300`" in text
 
 
 def test_a_picture_depends_on_the_code_that_its_method_imports() -> None:
@@ -231,4 +257,13 @@ def assert_no_complaint(window: Visit) -> None:
 def test_the_navigation_has_the_pages_in_the_order_of_reading(pages: dict[str, str]) -> None:
     navigation = json.loads(pages["mkdocs.yml"])["nav"]
     order = [heading for section in navigation for heading in section]
-    assert order[:8] == ["Start", "By task", "Gallery", "Methods", "Reference", "Notebooks", "Metrics", "Benchmarks"]
+    assert order[:8] == [
+        "Start in five minutes",
+        "By task",
+        "Gallery",
+        "Methods",
+        "Reference",
+        "Notebooks",
+        "Metrics",
+        "Benchmarks",
+    ]

@@ -24,6 +24,8 @@ Smooth = Literal["leave", "positive"]
 class VanillaGradient(TracedAttribution):
     """The gradient of the score with respect to the input.
 
+    Formula: S = ∂y/∂x.
+
     In insertion and deletion it scores below an edge detector, which uses neither the model nor the class.
 
     Values: (N, C, H, W), signed, in score units per unit of the normalised input. At each pixel, the paper draws the
@@ -45,6 +47,8 @@ class VanillaGradient(TracedAttribution):
 
 class InputXGradient(TracedAttribution):
     """The gradient times the input: the contribution of each value to the score of a linear model.
+
+    Formula: S = x ⊙ ∂y/∂x.
 
     The input is normalised, as the model sees it, so the implied baseline is the mean colour, not black.
 
@@ -125,6 +129,8 @@ class RectifiedGradient(TracedAttribution):
 class GuidedBackprop(RectifiedGradient):
     """Backpropagation that passes only positive gradients through every ReLU call.
 
+    Formula: S = ∂y/∂x, with R_in = R_out⁺ ⊙ [a > 0] at each ReLU with the result a.
+
     In-place, reused and functional ReLUs are handled alike. The map shows the features that the network detects rather
     than the evidence for the score. It changes little when the upper layers are randomised (Adebayo et al., "Sanity
     Checks for Saliency Maps", 2018, https://arxiv.org/abs/1810.03292).
@@ -155,6 +161,8 @@ class GuidedBackprop(RectifiedGradient):
 class DeconvNet(RectifiedGradient):
     """Backpropagation with each ReLU applied to the gradient, regardless of the forward activation.
 
+    Formula: S = ∂y/∂x, with R_in = R_out⁺ at each ReLU.
+
     Values: (N, C, H, W), signed, in score units per unit of the normalised input.
 
     Raises:
@@ -175,6 +183,8 @@ class DeconvNet(RectifiedGradient):
 
 class RectGrad(RectifiedGradient):
     """Backpropagation through each ReLU only where activation times gradient is among the largest values of its layer.
+
+    Formula: S = x ⊙ ∂y/∂x, with R_in = R_out ⊙ [a R_out > τ] at each ReLU with the result a.
 
     A unit with activation a and incoming gradient R passes R if a * R exceeds the `percentile` (nearest rank) of
     all units of the layer, image by image. The gradient at the input is multiplied by the input. A saturated ReLU6
