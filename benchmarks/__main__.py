@@ -20,6 +20,7 @@ import torch
 
 from benchmarks import (
     boxes,
+    claims,
     folder,
     imports,
     layer_table,
@@ -92,6 +93,7 @@ BENCHMARKS: dict[str, Callable[[], None]] = {
     "boxes": lambda: boxes.main([]),
     "folder": lambda: folder.main([]),
     "metrics": lambda: metrics.main([]),
+    "claims": claims.main,
 }
 
 

@@ -161,9 +161,9 @@ def test_a_picture_does_not_depend_on_comments_and_docstrings() -> None:
 
 
 def test_the_page_of_a_method_states_why_its_code_does_not_use_the_default() -> None:
-    text = methods.method_page(saliency.MeaningfulPerturbation, {})
-    assert "MeaningfulPerturbation(model, steps=100)" in text
-    assert "The default is `steps=300`" in text
+    text = methods.method_page(saliency.ExtremalPerturbation, {})
+    assert "ExtremalPerturbation(model, steps=200)" in text
+    assert "`steps=200` keeps five photos below a few minutes" in text
 
 
 def test_a_picture_depends_on_the_code_that_its_method_imports() -> None:

@@ -51,7 +51,6 @@ BUDGETS = {
     "RELAX": "passes=500",
     "Sobol": "passes=528",
     "HSIC": "passes=500",
-    "MeaningfulPerturbation": "steps=100",
     "ExtremalPerturbation": "steps=200",
 }
 """Options of methods that take minutes for five photos by default, on one core."""

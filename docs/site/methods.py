@@ -16,7 +16,7 @@ from saliency.cli.lists import describe
 
 from .docstrings import as_markdown, entries
 from .examples import BUDGETS, example
-from .markdown import PICTURES, ROOT, relative
+from .markdown import PICTURES, ROOT, as_page, relative
 
 TESTBED = "benchmarks/testbed.md"
 _WORSE = "Worse than the best map that ignores the network"
@@ -126,10 +126,8 @@ def _budget(cls: type[Attribution]) -> str:
     """Return why the code of a method does not use the defaults; nothing if it does."""
     if cls.__name__ not in BUDGETS:
         return ""
-    option, _, _ = BUDGETS[cls.__name__].partition("=")
-    default = inspect.signature(cls).parameters[option].default
-    usual = f"The default is `{option}={default}`" if default is not None else "By default there is no such limit"
-    return f"`{BUDGETS[cls.__name__]}` keeps five photos below a few minutes on one core. {usual}; see [Cost](#cost)."
+    reason = "keeps five photos below a few minutes on one core; the [default](#cost) takes longer"
+    return f"`{BUDGETS[cls.__name__]}` {reason}."
 
 
 def _options(cls: type[Attribution], links: dict[str, str]) -> str:
@@ -202,7 +200,8 @@ def _limits(cls: type[Attribution]) -> list[str]:
     letters = "[ -]?".join(map(re.escape, cls.__name__.replace("PlusPlus", "++")))
     named = re.compile(rf"(?<![\w-]){letters}(?:agation)?(?![\w+])", re.IGNORECASE)
     limits = [" ".join(item.split()) for item in re.split(r"^- ", text, flags=re.MULTILINE)[1:]]
-    return [re.sub(r"\]\((?!https)", "](../", limit) for limit in limits if named.search(limit)]
+    pages = (as_page("docs/limits.md", limit) for limit in limits if named.search(limit))
+    return [re.sub(r"\]\((?!https)", "](../", limit) for limit in pages]
 
 
 def _guides(cls: type[Attribution]) -> str:

@@ -26,7 +26,7 @@ class VanillaGradient(TracedAttribution):
 
     Formula: S = ∂y/∂x.
 
-    In insertion and deletion it scores below an edge detector, which uses neither the model nor the class.
+    In the insertion test it is hardly better than an edge detector, which uses neither the model nor the class.
 
     Values: (N, C, H, W), signed, in score units per unit of the normalised input. At each pixel, the paper draws the
     largest magnitude over the channels, and so does `heatmap`.
@@ -52,7 +52,7 @@ class InputXGradient(TracedAttribution):
 
     The input is normalised, as the model sees it, so the implied baseline is the mean colour, not black.
 
-    In insertion and deletion it scores below an edge detector, which uses neither the model nor the class.
+    In the insertion test it is hardly better than an edge detector, which uses neither the model nor the class.
 
     Values: (N, C, H, W), signed, in score units.
 
@@ -190,8 +190,8 @@ class RectGrad(RectifiedGradient):
     all units of the layer, image by image. The gradient at the input is multiplied by the input. A saturated ReLU6
     passes nothing. The authors also set the border to zero at padded convolutions; this class does not.
 
-    The map does not depend on the class: it highlights the same object for every target, and changes little when the
-    classifier is randomised.
+    The map tells objects of different classes apart, but changes less than the map of Grad-CAM when the classifier is
+    randomised.
 
     Args:
         percentile: The percentage of blocked units, 0 to 100; 98 in the authors' code.
