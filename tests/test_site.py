@@ -63,6 +63,10 @@ def test_the_limits_and_the_findings_of_a_method_are_on_its_page(pages: dict[str
     assert "interpret activations as evidence" in pages["methods/grad_cam_plus_plus.md"]
     assert "Worse than the best map that ignores the network: `shortcut`" in pages["methods/eigen_cam.md"]
     assert "Mean rank in the first half of" in pages["methods/lrp.md"]
+    assert (
+        "It does not tell them apart on `shapes_detector`, `shapes_queries`, `shapes_unet`."
+        in pages["methods/grad_cam.md"]
+    )
 
 
 def test_every_public_name_is_in_the_reference(pages: dict[str, str]) -> None:

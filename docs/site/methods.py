@@ -146,7 +146,7 @@ def _options(cls: type[Attribution], links: dict[str, str]) -> str:
 
 def _advice(cls: type[Attribution]) -> list[str]:
     """Return what the testbed found for a method, its limits, and the guides that describe it."""
-    return [*_testbed(cls), *_limits(cls), _guides(cls)]
+    return [*_testbed(cls), *_objects(cls), *_limits(cls), _guides(cls)]
 
 
 @cache
@@ -169,6 +169,23 @@ def _testbed(cls: type[Attribution]) -> list[str]:
         lead = f"On drawn images and {networks}, the {link} is {ranks}"
         found.append(f"{lead}; 1 is the best.{''.join(_findings(cls, networks))}")
     return found
+
+
+def _objects(cls: type[Attribution]) -> Iterator[str]:
+    """Yield how well a method tells two objects of an image apart, if it applies to a network that names objects."""
+    text = (ROOT / "benchmarks" / "results" / "testbed_objects.md").read_text()
+    header, row = (
+        re.search(rf"^\| {name} \| (.*) \|$", text, re.MULTILINE) for name in ("method", f"`{cls.__name__}`")
+    )
+    if header is None or row is None:
+        return
+    values = dict(zip(header[1].split(" | "), row[1].split(" | "), strict=True))
+    found = ", ".join(f"{network} {value.strip('*')}" for network, value in values.items() if value != "-")
+    fails = ", ".join(network for network, value in values.items() if "*" in value)
+    if found:
+        link = f"[share of the map on the explained one]({relative('benchmarks/testbed_objects.md', page(cls))})"
+        doubt = f" It does not tell them apart on {fails}." if fails else ""
+        yield f"Of two objects in an image, the {link} minus the share on the other: {found}.{doubt}"
 
 
 def _findings(cls: type[Attribution], networks: str) -> Iterator[str]:
