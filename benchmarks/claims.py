@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
+from typing import cast
 from unittest.mock import patch
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 import saliency
 from saliency.engine.multi_pass import PassRunner
 from saliency.evaluation.metrics.randomisation import randomise
+from saliency.io.preprocess import Frame
 from saliency.methods import METHODS
 from saliency.render.figure import _centre
 
@@ -121,7 +123,8 @@ def ledgers() -> Iterator[tuple[str, str]]:
     model = saliency.load("efficientnet_lite0")
     for composite in ("gamma", "epsilon_plus", "epsilon"):
         explanation = saliency.LRP(model, composite=composite).attribute(COFFEE, "espresso")
-        shares = dict(zip(explanation.ledger_names, (explanation.ledger[0] / explanation.scores).tolist(), strict=True))
+        ledger = cast("Tensor", explanation.ledger)[0] / explanation.scores
+        shares = dict(zip(explanation.ledger_names, ledger.tolist(), strict=True))
         held = f"; stabiliser {100 * shares['stabiliser']:.0f}" if "stabiliser" in shares else ""
         pixels = 100 * float(explanation.values.sum() / explanation.scores)
         yield f"LRP, {composite}, espresso: % of the score at the pixels", f"{pixels:.1g}{held}"
@@ -130,16 +133,16 @@ def ledgers() -> Iterator[tuple[str, str]]:
 def residuals() -> Iterator[tuple[str, str]]:
     """Yield the residual of integrated gradients; docs/relevance.md, docs/accuracy.md and the class."""
     model = saliency.load("efficientnet_lite0")
-    cases: dict[str, dict[str, float]] = {
-        "1 node": {"steps": 1},
-        "32 nodes": {"steps": 32},
-        "50 nodes": {"steps": 50},
-        "a tolerance of 1 %": {"tolerance": 0.01},
+    cases = {
+        "1 node": saliency.IntegratedGradients(model, steps=1),
+        "32 nodes": saliency.IntegratedGradients(model, steps=32),
+        "50 nodes": saliency.IntegratedGradients(model, steps=50),
+        "a tolerance of 1 %": saliency.IntegratedGradients(model, tolerance=0.01),
     }
     exact = [saliency.IntegratedGradients(model, steps=256).attribute(photo) for photo in PHOTOS]
-    for title, options in cases.items():
-        found = [saliency.IntegratedGradients(model, **options).attribute(photo) for photo in PHOTOS]
-        missing = [float(each.residual) for each in found]
+    for title, method in cases.items():
+        found = [method.attribute(photo) for photo in PHOTOS]
+        missing = [float(cast("Tensor", each.residual)) for each in found]
         rises = [float(each.values.sum()) + own for each, own in zip(found, missing, strict=True)]
         shares = [100 * abs(own / rise) for own, rise in zip(missing, rises, strict=True)]
         cosines = [cosine(each.values, best.values) for each, best in zip(found, exact, strict=True)]
@@ -200,7 +203,7 @@ def matches() -> Iterator[tuple[str, str]]:
     mirrored = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).crop((40, 20, 400, 300))
     for method in (saliency.HiResCAM(model, "blocks.4"), saliency.LRP(model)):
         found = saliency.explain_matches(method, image, mirrored, directions=24)
-        first, second = found.frames
+        first, second = cast("tuple[Frame, Frame]", found.frames)
         values = largest = found.values.double().clamp(min=0)
         for _ in range(2):  # the maximum over the neighbours in both images
             largest = F.max_pool2d(largest, 3, 1, 1).permute(2, 3, 0, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -25,7 +24,8 @@ class Functional(nn.Module):
         self.first, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.relu(self.first(x)).mean((2, 3)))
+        scores: Tensor = self.head(F.relu(self.first(x)).mean((2, 3)))
+        return scores
 
 
 def modules(activation: nn.Module) -> nn.Sequential:
@@ -94,11 +94,12 @@ def test_grad_cam_changes_the_mode_and_the_gradients_of_the_model() -> None:
     peer, targets = (pytest.importorskip(f"pytorch_grad_cam{name}") for name in ("", ".utils.model_targets"))
     model = modules(nn.ReLU()).train()
     model(X).sum().backward()
-    before: Any = copy.deepcopy(model[0].weight.grad)
+    weight: Any = model[0].weight
+    before = weight.grad.clone()
     with peer.GradCAM(model, [model[0]]) as cam:
         cam(X, [targets.ClassifierOutputTarget(1)] * 2)
     assert not model.training
-    assert model[0].weight.grad is None or not torch.equal(model[0].weight.grad, before)
+    assert weight.grad is None or not torch.equal(weight.grad, before)
 
 
 def test_zennit_removes_its_hooks_after_an_error_in_its_context_only() -> None:

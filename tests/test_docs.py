@@ -106,7 +106,8 @@ def test_a_metric_takes_as_many_forwards_as_its_page_states(name: str) -> None:
     passes: list[int] = []
     with model.register_forward_hook(lambda module, args, output: passes.append(len(args[0]))):
         saliency.metrics.measure(name, explanation, method=method, inputs=scenes.images, controls=False)
-    assert int(row[1]) == pytest.approx(sum(passes), rel=0.02)  # type: ignore[index]
+    # The first call also checks whether the images of a batch affect each other.
+    assert 0 <= sum(passes) - int(row[1]) <= 4  # type: ignore[index]
 
 
 def test_every_metric_has_a_row() -> None:
