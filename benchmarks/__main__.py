@@ -20,6 +20,7 @@ import torch
 
 from benchmarks import (
     boxes,
+    claims,
     folder,
     imports,
     layer_table,
@@ -94,6 +95,7 @@ BENCHMARKS: dict[str, Callable[[], None]] = {
     "folder": lambda: folder.main([]),
     "metrics": lambda: metrics.main([]),
     "serve": serve.main,
+    "claims": claims.main,
 }
 
 

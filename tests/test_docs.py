@@ -82,6 +82,39 @@ def test_every_file_that_is_linked_exists(page: Path) -> None:
         assert (page.parent / link).exists(), link
 
 
+MEASURED = re.compile(r"\d ?%|\d times (?:the|as)\b|times faster|(?:faster|slower) than|as long as")
+SUBJECT = re.compile(
+    r"EfficientNet|[Rr]es[Nn]et|shapes_|vit_|ViT-|bundled network|[a-z]+ photos?\b|machine|seeds|scenes"
+)
+EVIDENCE = re.compile(r"\]\([^)]*(?:benchmarks|tests)[/.][^)]*\)|python -m benchmarks")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_figure_that_was_measured_on_a_network_or_a_photo_links_to_its_benchmark_or_test(page: Path) -> None:
+    text = re.sub(r"^```.*?^```|^\|.*?$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    paragraphs = [" ".join(part.split()) for part in re.split(r"\n\n|\n(?=- )", text)]
+    claims = [part for part in paragraphs if MEASURED.search(part) and SUBJECT.search(part)]
+    assert not [part for part in claims if not EVIDENCE.search(part)]
+
+
+@pytest.mark.parametrize("name", ["deletion", "road", "combined_road", "pic", "average_drop", "random_logit"])
+def test_a_metric_takes_as_many_forwards_as_its_page_states(name: str) -> None:
+    row = re.search(rf"^\| `{name}`.*\| (\d+)[^|]*\|$", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    model, scenes = saliency.load("shapes_cnn"), saliency.testbed.draw_scenes(1, seed=1_000_000)
+    method = saliency.GradCAM(model)
+    explanation = method.attribute(scenes.images, scenes.labels.tolist())
+    passes: list[int] = []
+    with model.register_forward_hook(lambda module, args, output: passes.append(len(args[0]))):
+        saliency.metrics.measure(name, explanation, method=method, inputs=scenes.images, controls=False)
+    # The first call also checks whether the images of a batch affect each other.
+    assert 0 <= sum(passes) - int(row[1]) <= 4  # type: ignore[index]
+
+
+def test_every_metric_has_a_row() -> None:
+    rows = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    assert set(saliency.metrics.METRICS) <= {name for row in rows for name in re.findall(r"\w+", row)}
+
+
 def test_every_page_is_linked_from_the_readme() -> None:
     links = re.findall(r"\]\((docs/[^)#]+)\)", README.read_text())
     assert {ROOT / link for link in links} == set(PAGES) - {README}

@@ -17,7 +17,7 @@ import pytest
 import saliency
 from docs.site import examples, gallery, methods, reference
 from docs.site.__main__ import main
-from docs.site.markdown import OUT, ROOT, as_page, with_blank_lines
+from docs.site.markdown import OUT, ROOT, URLS, as_page, with_blank_lines
 from saliency.attribution.base import summary
 from tests.browser import Visit, chromium, visit
 
@@ -48,6 +48,8 @@ def test_a_method_has_a_page_with_its_summary_options_cost_source_and_code(
     plain = re.sub(r"\[(`[^`]*`)\]\([^)]*\)", r"\1", text).replace("\\", "")
     assert summary(cls) in " ".join(plain.split())
     assert cls.cost[1:] in text
+    assert methods.formula(cls) in text
+    assert '<p class="formula">S' in methods.formula(cls)
     options = list(inspect.signature(cls).parameters)[1:]
     assert not [name for name in options if not re.search(rf"^\| `{name}` \| `.*` \| \S", plain, re.MULTILINE)]
     assert examples.example(cls) in text
@@ -61,6 +63,10 @@ def test_the_limits_and_the_findings_of_a_method_are_on_its_page(pages: dict[str
     assert "interpret activations as evidence" in pages["methods/grad_cam_plus_plus.md"]
     assert "Worse than the best map that ignores the network: `shortcut`" in pages["methods/eigen_cam.md"]
     assert "Mean rank in the first half of" in pages["methods/lrp.md"]
+    assert (
+        "It does not tell them apart on `shapes_detector`, `shapes_queries`, `shapes_unet`."
+        in pages["methods/grad_cam.md"]
+    )
 
 
 def test_every_public_name_is_in_the_reference(pages: dict[str, str]) -> None:
@@ -93,6 +99,18 @@ def test_links_lead_to_pages_of_the_site() -> None:
     assert as_page("CONTRIBUTING.md", "[a](docs/extending.md)\n```\n[a](docs/b.md)\n```") == (
         "[a](extending.md)\n```\n[a](docs/b.md)\n```"
     )
+
+
+def test_each_page_links_to_the_file_that_it_is_made_from(pages: dict[str, str]) -> None:
+    address = re.escape(URLS["Repository"]) + r"/blob/main/([^#)]*)(?:#L\d+)?\)\{ \.source \}\n\Z"
+    texts = {name: text for name, text in pages.items() if name.endswith(".md")}
+    files = {name: re.search(address, text) for name, text in texts.items()}
+    assert not [name for name, file in files.items() if file is None or not (ROOT / file[1]).exists()]
+    assert (
+        as_page("docs/trust.md", "[a](../tests/test_site.py)")
+        == f"[a]({URLS['Repository']}/blob/main/tests/test_site.py)"
+    )
+    assert json.loads(pages["mkdocs.yml"])["site_url"] == URLS["Documentation"]
 
 
 def test_lists_and_tables_begin_after_a_blank_line() -> None:
@@ -138,6 +156,18 @@ def test_each_message_of_the_page_on_troubleshooting_is_in_the_code() -> None:
     parts = [part.strip() for block in quoted for part in re.split(r"\.\.\.|\n", block) if len(part.strip()) > 3]
     assert len(parts) > 25
     assert not [part for part in parts if not any(part in text for text in texts)]
+
+
+def test_a_picture_does_not_depend_on_comments_and_docstrings() -> None:
+    code = '"""A module."""\n\n\ndef double(x):\n    """Double."""\n    return 2 * x  # twice\n'
+    assert gallery._code(code) == gallery._code("def double(x): return 2 * x")
+    assert gallery._code(code) != gallery._code(code.replace("2 *", "3 *"))
+
+
+def test_the_page_of_a_method_states_why_its_code_does_not_use_the_default() -> None:
+    text = methods.method_page(saliency.ExtremalPerturbation, {})
+    assert "ExtremalPerturbation(model, steps=200)" in text
+    assert "`steps=200` keeps five photos below a few minutes" in text
 
 
 def test_a_picture_depends_on_the_code_that_its_method_imports() -> None:
@@ -231,4 +261,13 @@ def assert_no_complaint(window: Visit) -> None:
 def test_the_navigation_has_the_pages_in_the_order_of_reading(pages: dict[str, str]) -> None:
     navigation = json.loads(pages["mkdocs.yml"])["nav"]
     order = [heading for section in navigation for heading in section]
-    assert order[:8] == ["Start", "By task", "Gallery", "Methods", "Reference", "Notebooks", "Metrics", "Benchmarks"]
+    assert order[:8] == [
+        "Start in five minutes",
+        "By task",
+        "Gallery",
+        "Methods",
+        "Reference",
+        "Notebooks",
+        "Metrics",
+        "Benchmarks",
+    ]

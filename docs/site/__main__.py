@@ -12,10 +12,9 @@ import yaml
 
 from . import methods, reference
 from .llms import llms
-from .markdown import CONFIGURATION, OUT, PICTURES, ROOT, as_page, page_of
+from .markdown import CONFIGURATION, FILES, OUT, PICTURES, ROOT, URLS, as_page, at_repository, page_of
 from .notebooks import notebook_pages
 
-_FILES = ["*.md", "docs/*.md", "notebooks/README.md", "benchmarks/results/*.md", "assets/*.md"]
 _METHOD = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
 
 
@@ -24,6 +23,7 @@ def main(out: Path = OUT) -> dict[str, str]:
     shutil.rmtree(out, ignore_errors=True)
     folder = out / "pages"
     pages = repository_pages() | generated_pages() | notebook_pages(folder / "notebooks")
+    pages = {name: f"{text.rstrip()}\n\n{source_link(name)}\n" for name, text in pages.items()}
     navigation = full_navigation(pages)
     summary = pages["index.md"].split("\n\n")[1].replace("\n", " ")
     for name, text in (pages | llms(pages, navigation, summary)).items():
@@ -34,7 +34,7 @@ def main(out: Path = OUT) -> dict[str, str]:
         shutil.copy(Path(__file__).with_name(name), folder / "assets")
     if PICTURES.exists():
         shutil.copytree(PICTURES, folder / "gallery", ignore=shutil.ignore_patterns("*.txt"))
-    own = {"docs_dir": "pages", "site_dir": "html", "nav": navigation}
+    own = {"docs_dir": "pages", "site_dir": "html", "nav": navigation, "site_url": URLS["Documentation"]}
     configuration = yaml.safe_load(CONFIGURATION.read_text()) | own
     (out / "mkdocs.yml").write_text(json.dumps(configuration, indent=1))  # JSON is YAML
     return pages
@@ -43,13 +43,12 @@ def main(out: Path = OUT) -> dict[str, str]:
 def repository_pages() -> dict[str, str]:
     """Return the pages that are Markdown files of the repository."""
     pages = {}
-    for file in (file for pattern in _FILES for file in sorted(ROOT.glob(pattern))):
-        name = file.relative_to(ROOT).as_posix()
-        text = file.read_text()
+    for name in FILES:
+        text = (ROOT / name).read_text()
         if name == "README.md":  # the navigation of the site replaces its list of pages
             text = re.sub(r"^## Documentation\n.*?(?=^## )", "", text, flags=re.MULTILINE | re.DOTALL)
         if not re.search("^# ", text, re.MULTILINE):
-            text = f"# Results: {file.stem}\n\n{text}"
+            text = f"# Results: {Path(name).stem}\n\n{text}"
         pages[page_of(name)] = _with_methods(as_page(name, text), page_of(name))
     return pages
 
@@ -61,6 +60,16 @@ def generated_pages() -> dict[str, str]:
     pages |= {reference.page(package): reference.reference_page(package) for package in reference.contents()}
     pages["reference/index.md"] = reference.index_page()
     return pages
+
+
+def source_link(page: str) -> str:
+    """Return the last line of a page: a link to the file of the repository that it is made from."""
+    packages = {reference.page(package): reference.file_of(package) for package in reference.contents()}
+    scripts = {methods.page(cls): methods.file_of(cls) for cls in methods.classes()}
+    lists = {"methods/index.md": "saliency/methods", "reference/index.md": "saliency"}
+    files = {page_of(name): name for name in FILES} | packages | scripts | lists
+    file = files.get(page, page.replace(".md", ".ipynb"))
+    return f"[Source of this page: {file}]({at_repository(file)}){{ .source }}"
 
 
 def full_navigation(pages: dict[str, str]) -> list[dict[str, Any]]:

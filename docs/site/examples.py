@@ -11,7 +11,7 @@ import saliency
 
 model = saliency.load("efficientnet_lite0")
 photos = sorted(Path("assets").glob("*.jpg"))
-explanations = saliency.{name}(model).attribute(photos)
+explanations = saliency.{name}(model{budget}).attribute(photos)
 saliency.contact_sheet([[each] for each in explanations], thumb=200).save("{file}.jpg")
 """
 _DRAWN = """\
@@ -26,20 +26,42 @@ _OBJECTS = ', task="several"'
 _FIRST = ", [saliency.region(int(shape) + 1) for shape in scenes.shapes[:, 0]]"  # 0 is the background
 _DETECTED = {"network": "shapes_detector", "task": _OBJECTS, "target": ", saliency.box()"}
 _SEGMENTED = {"network": "shapes_unet", "task": _OBJECTS, "target": _FIRST}
+_PATCHES = {"network": "shapes_vit", "task": "", "target": ""}
 _TARGETS = {
     "ODAM": _DETECTED,
     "DRISE": _DETECTED,
     "VXCODE": _DETECTED,
     "SegGradCAM": _SEGMENTED,
     "SegXResCAM": _SEGMENTED,
+    "AttnLRP": _PATCHES,
+    "CPLRP": _PATCHES,
+    "ViTCX": _PATCHES,
 }
+BUDGETS = {
+    "ScoreCAM": "channels=200",
+    "GScoreCAM": "channels=200",
+    "ISCAM": "channels=50",
+    "SSCAM": "channels=50",
+    "ExpectedGradients": "passes=100",
+    "GuidedIG": "steps=100",
+    "LIME": "passes=500",
+    "KernelSHAP": "passes=500",
+    "ShapleySampling": "passes=500",
+    "RISE": "passes=1000",
+    "RELAX": "passes=500",
+    "Sobol": "passes=528",
+    "HSIC": "passes=500",
+    "ExtremalPerturbation": "steps=200",
+}
+"""Options of methods that take minutes for five photos by default, on one core."""
 
 
 def example(cls: type[Attribution]) -> str:
     """Return the code that draws a method on five photos, or on drawn scenes if it needs attention or objects."""
-    names = {"name": cls.__name__, "file": cls.name}
+    budget = f", {BUDGETS[cls.__name__]}" if cls.__name__ in BUDGETS else ""
+    names = {"name": cls.__name__, "file": cls.name, "budget": budget}
     if cls.__name__ in _TARGETS:
         return _DRAWN.format(**names, **_TARGETS[cls.__name__])
     if cls.needs.attention:
-        return _DRAWN.format(**names, network="shapes_vit", task="", target="")
+        return _DRAWN.format(**names, **_PATCHES)
     return _PHOTOS.format(**names)

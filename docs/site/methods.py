@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 import json
 import re
@@ -14,12 +15,23 @@ from saliency.attribution.base import Attribution, source, summary
 from saliency.cli.lists import describe
 
 from .docstrings import as_markdown, entries
-from .examples import example
-from .markdown import PICTURES, ROOT, relative
+from .examples import BUDGETS, example
+from .markdown import PICTURES, ROOT, as_page, relative
 
 TESTBED = "benchmarks/testbed.md"
 _WORSE = "Worse than the best map that ignores the network"
 _NO_SCORE = "By no score better than all maps that ignore the network"
+
+
+_SYMBOLS = (
+    "S is the map, x the image, x′ the baseline, and y or y(x) the score. A<sub>k</sub> is channel k of the layer's "
+    "activations, i and j are pixels or locations, and up(·) resizes a map. A ⊙ B is the product of each pair of "
+    "values, a⁺ is max(a, 0), and [condition] is 1 if the condition holds, else 0.",
+    "In backward passes and relevance, R<sub>out</sub> arrives at the result of an operation and R<sub>in</sub> at its "
+    "operand. Neuron k has the inputs a<sub>j</sub>, the weights w<sub>jk</sub> and the result z<sub>k</sub>. In "
+    "transformers, A<sub>l</sub> is the attention of block l, ∇A<sub>l</sub> its gradient, and h a head.",
+)
+_INDEX = re.compile(r"_(\w[^\W²³]*(?:[+−]1|&lt;n|∈T|′?,[tF]|′)?)")
 
 
 def classes() -> list[type[Attribution]]:
@@ -30,6 +42,12 @@ def classes() -> list[type[Attribution]]:
 def page(cls: type[Attribution]) -> str:
     """Return the path of a method's page."""
     return f"methods/{cls.name}.md"
+
+
+def file_of(cls: type[Attribution]) -> str:
+    """Return the path of a method's code in the repository, and its line."""
+    file = Path(inspect.getfile(cls)).relative_to(ROOT).as_posix()
+    return f"{file}#L{inspect.getsourcelines(cls)[1]}"
 
 
 @cache
@@ -46,12 +64,14 @@ def method_page(cls: type[Attribution], links: dict[str, str]) -> str:
     facts, here = describe(cls), page(cls)
     docstring = inspect.getdoc(cls) or ""
     lead, _, rest = docstring.partition("\n\n")
-    body = [part for part in rest.split("\n\n") if not part.startswith(("Args:", "Source:"))]
-    code = f"{Path(inspect.getfile(cls)).relative_to(ROOT)}, line {inspect.getsourcelines(cls)[1]}"
+    body = [part for part in rest.split("\n\n") if not part.startswith(("Args:", "Formula:", "Source:"))]
     parts = [
         f"# {cls.__name__}",
         as_markdown(lead, here, links),
+        formula(cls),
+        "The [symbols](index.md#symbols) are the same on all pages.",
         f"```python\n{example(cls)}```",
+        _budget(cls),
         *(f"{picture}{{ .beside }}" for picture in _picture(cls)),
         "## What it computes",
         as_markdown("\n\n".join(body), here, links),
@@ -62,24 +82,37 @@ def method_page(cls: type[Attribution], links: dict[str, str]) -> str:
         _options(cls, links),
         "## Source",
         as_markdown(source(cls), here, links),
-        f"The code is in `{code}`. On the command line, the method is `{cls.name}`.",
+        f"On the command line, the method is `{cls.name}`.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def formula(cls: type[Attribution]) -> str:
+    """Return the formula of a method, from its docstring, as HTML; nothing without one."""
+    found = re.search(r"^Formula: (.*?)\.$", inspect.getdoc(cls) or "", re.MULTILINE | re.DOTALL)
+    if found is None:
+        return ""
+    text = _INDEX.sub(r"<sub>\1</sub>", html.escape(" ".join(found[1].split())))
+    return f'<p class="formula">{text}</p>'
 
 
 def gallery_page() -> str:
     """Return the page that shows all methods by family, each on a card with its picture."""
     parts = [
         "# Gallery",
-        "Each method has a page: what it computes, when to use it and when not, its cost, its options and its source. "
+        "Each method has a page: its formula, what it computes, when to use it and when not, its cost, its options and "
+        "its source. The formulas share their [symbols](#symbols). "
         "[Choosing a method](../choosing-a-method.md) is the place to start.",
     ]
     for family, members in families().items():
         parts += [f"## {family[0].upper()}{family[1:]}", '<div class="grid cards" markdown>']
         for cls in members:
-            lines = [f"[`{cls.__name__}`]({cls.name}.md)", *_picture(cls), summary(cls), f"Cost: {cls.cost}."]
+            link, cost = f"[`{cls.__name__}`]({cls.name}.md)", f"Cost: {cls.cost}."
+            pictures = (f"{picture}{{ loading=lazy }}" for picture in _picture(cls))
+            lines = [link, *pictures, summary(cls), formula(cls), cost]
             parts.append("-   " + "\n\n    ".join(lines))
         parts.append("</div>")
+    parts += ["## Symbols", *_SYMBOLS]
     return "\n\n".join(parts) + "\n"
 
 
@@ -87,6 +120,14 @@ def _picture(cls: type[Attribution]) -> list[str]:
     """Return the picture of a method, if `make gallery` has drawn it."""
     file = PICTURES / f"{cls.name}.jpg"
     return [f"![{cls.__name__} on five images](../gallery/{file.name})"] if file.exists() else []
+
+
+def _budget(cls: type[Attribution]) -> str:
+    """Return why the code of a method does not use the defaults; nothing if it does."""
+    if cls.__name__ not in BUDGETS:
+        return ""
+    reason = "keeps five photos below a few minutes on one core; the [default](#cost) takes longer"
+    return f"`{BUDGETS[cls.__name__]}` {reason}."
 
 
 def _options(cls: type[Attribution], links: dict[str, str]) -> str:
@@ -105,7 +146,7 @@ def _options(cls: type[Attribution], links: dict[str, str]) -> str:
 
 def _advice(cls: type[Attribution]) -> list[str]:
     """Return what the testbed found for a method, its limits, and the guides that describe it."""
-    return [*_testbed(cls), *_limits(cls), _guides(cls)]
+    return [*_testbed(cls), *_objects(cls), *_limits(cls), _guides(cls)]
 
 
 @cache
@@ -128,6 +169,23 @@ def _testbed(cls: type[Attribution]) -> list[str]:
         lead = f"On drawn images and {networks}, the {link} is {ranks}"
         found.append(f"{lead}; 1 is the best.{''.join(_findings(cls, networks))}")
     return found
+
+
+def _objects(cls: type[Attribution]) -> Iterator[str]:
+    """Yield how well a method tells two objects of an image apart, if it applies to a network that names objects."""
+    text = (ROOT / "benchmarks" / "results" / "testbed_objects.md").read_text()
+    header, row = (
+        re.search(rf"^\| {name} \| (.*) \|$", text, re.MULTILINE) for name in ("method", f"`{cls.__name__}`")
+    )
+    if header is None or row is None:
+        return
+    values = dict(zip(header[1].split(" | "), row[1].split(" | "), strict=True))
+    found = ", ".join(f"{network} {value.strip('*')}" for network, value in values.items() if value != "-")
+    fails = ", ".join(network for network, value in values.items() if "*" in value)
+    if found:
+        link = f"[share of the map on the explained one]({relative('benchmarks/testbed_objects.md', page(cls))})"
+        doubt = f" It does not tell them apart on {fails}." if fails else ""
+        yield f"Of two objects in an image, the {link} minus the share on the other: {found}.{doubt}"
 
 
 def _findings(cls: type[Attribution], networks: str) -> Iterator[str]:
@@ -159,7 +217,8 @@ def _limits(cls: type[Attribution]) -> list[str]:
     letters = "[ -]?".join(map(re.escape, cls.__name__.replace("PlusPlus", "++")))
     named = re.compile(rf"(?<![\w-]){letters}(?:agation)?(?![\w+])", re.IGNORECASE)
     limits = [" ".join(item.split()) for item in re.split(r"^- ", text, flags=re.MULTILINE)[1:]]
-    return [re.sub(r"\]\((?!https)", "](../", limit) for limit in limits if named.search(limit)]
+    pages = (as_page("docs/limits.md", limit) for limit in limits if named.search(limit))
+    return [re.sub(r"\]\((?!https)", "](../", limit) for limit in pages]
 
 
 def _guides(cls: type[Attribution]) -> str:

@@ -43,6 +43,13 @@ def page(package: str) -> str:
     return f"reference/{package}.md"
 
 
+def file_of(package: str) -> str:
+    """Return the path of a package's folder or file in the repository."""
+    patterns = (package, f"{package}.py", f"*/{package}")
+    found = next(path for pattern in patterns for path in (ROOT / "saliency").glob(pattern))
+    return found.relative_to(ROOT).as_posix()
+
+
 @cache
 def links() -> dict[str, str]:
     """Return the page and the anchor of each public name; a method has a page of its own."""

@@ -178,6 +178,8 @@ def warn_if_signed(name: str, activation: Tensor) -> None:
 class GradCAM(WeightedCAM):
     """Activations weighted by the mean gradient of their channel.
 
+    Formula: S = Σ_k w_k A_k, with w_k = mean_i ∂y/∂A_ki.
+
     Values: (N, 1, h, w), signed, in score units. If only pooling and one linear layer follow, the values and the bias
     sum to the logit. The paper keeps the positive part, and so does `heatmap`.
 
@@ -193,6 +195,8 @@ class GradCAM(WeightedCAM):
 
 class GradCAMPlusPlus(WeightedCAM):
     """Activations weighted by their positive gradients, with the coefficients of Grad-CAM++.
+
+    Formula: S = Σ_k w_k A_k, with w_k = Σ_i g_ki⁺ / (2 + g_ki⁺ (Σ_j A_kj)⁺) and g = ∂y/∂A.
 
     Equation 19 of the paper, for the exponential of the score. The weight of a channel is the sum of g / (2 + g * s)
     over its positive gradients g, where s is the summed activation of the channel. The authors' code also divides by
@@ -223,6 +227,8 @@ class GradCAMPlusPlus(WeightedCAM):
 class XGradCAM(WeightedCAM):
     """Activations weighted by the mean gradient of their channel; the mean is weighted by the activations.
 
+    Formula: S = Σ_k w_k A_k, with w_k = Σ_i A_ki ∂y/∂A_ki / Σ_i A_ki.
+
     The weight of the paper has a pole where the activations of a channel cancel, which happens in layers with signed
     activations. So the divisor is at least 1 % of the sum of magnitudes.
 
@@ -250,6 +256,8 @@ class XGradCAM(WeightedCAM):
 class HiResCAM(LayerCombination):
     """The gradient times the activation at each location, summed over the channels.
 
+    Formula: S_i = Σ_k A_ki ∂y/∂A_ki.
+
     Exact if the rest of the network is linear: with a flattened linear head, the map and the bias sum to the logit.
 
     Values: (N, 1, h, w), signed, in score units.
@@ -266,6 +274,8 @@ class HiResCAM(LayerCombination):
 
 class LayerCAM(LayerCombination):
     """The positive gradient times the activation at each location, summed over the channels.
+
+    Formula: S_i = Σ_k A_ki (∂y/∂A_ki)⁺.
 
     It suits shallow layers too. The map depends little on the class: it hardly changes when the classifier is
     randomised.
@@ -284,6 +294,8 @@ class LayerCAM(LayerCombination):
 
 class EigenCAM(LayerCombination):
     """The first principal component of a layer's activations, independent of the class.
+
+    Formula: S_i = ± Σ_k A_ki v_k, with v the first right singular vector of the matrix A_ik.
 
     The activations of the locations are projected on their first right singular vector, without centring, as in the
     paper. The sign of a singular vector is arbitrary: here the map is high where the activations are strong, measured
@@ -334,6 +346,8 @@ class EigenCAM(LayerCombination):
 class EigenGradCAM(LayerCombination):
     """The first principal component of gradient times activation: a class-specific Eigen-CAM.
 
+    Formula: S_i = ± Σ_k B_ki v_k, with B_ki = A_ki g_ki − mean_j A_kj g_kj, g = ∂y/∂A, and v as in Eigen-CAM.
+
     As in the source, each channel is centred over the locations first, so the map sums to 0: it shows where a location
     differs from the mean. (Eigen-CAM's paper does not centre.) In the source the sign is arbitrary. Here the map
     correlates positively with gradient times activation summed over the channels, which is `HiResCAM`.
@@ -381,6 +395,8 @@ def principal_map(features: Tensor, reference: Tensor) -> Tensor:
 
 class CAM(LayerAttribution):
     """Activations weighted by the linear head's weights for the class.
+
+    Formula: S = Σ_k w_k A_k, with w_k the weight of channel k for the class in the linear head.
 
     For networks that end in global average pooling and one linear layer. Each call checks this: the head's weights,
     applied to the mean activations, must give the model's output.

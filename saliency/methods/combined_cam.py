@@ -38,6 +38,8 @@ _CAMS: dict[str, type[LayerAttribution]] = {
 class GuidedGradCAM(LayerAttribution):
     """Guided backpropagation times Grad-CAM: fine detail, restricted to the region of the class.
 
+    Formula: S = G ⊙ up(C⁺), with G the guided gradient and C the Grad-CAM.
+
     Both come from one forward and one graph. The CAM's positive part is resized bilinearly to the input.
 
     Args:
@@ -119,6 +121,8 @@ class _LayerFusion(TracedAttribution):
 class FusedCAM(_LayerFusion):
     """The maximum of one CAM over several layers: fine edges of shallow layers within the focus of deep ones.
 
+    Formula: S = max_l up(tanh(γ C_l⁺ / max C_l⁺)), with C_l the CAM of layer l.
+
     Each layer's positive map M becomes tanh(gamma * M / max M) and is resized bilinearly to the finest of the layers.
     The result is the maximum at each location. All layers share one forward and one backward.
 
@@ -152,6 +156,8 @@ class FusedCAM(_LayerFusion):
 class RefineCAM(_LayerFusion):
     """The product of one CAM over several layers: high where all layers agree, at the finest resolution.
 
+    Formula: S = Π_l up(C_l⁺ / max C_l⁺), with C_l the CAM of layer l.
+
     Each layer's positive map is divided by its maximum and resized bilinearly to the finest of the layers. All layers
     share one forward and one backward.
 
@@ -181,6 +187,8 @@ class RefineCAM(_LayerFusion):
 
 class FinerCAM(LayerAttribution):
     """A CAM of the difference between a class and the classes with the most similar scores.
+
+    Formula: S = CAM of y_c − γ mean_r y_r, with r the classes whose scores are closest to y_c.
 
     Instead of the class's score y_c it explains y_c - gamma * mean(y_r) over the reference classes r whose scores are
     closest to y_c. Shared features, such as fur, cancel; features specific to the class remain. To choose the
@@ -239,6 +247,8 @@ class FinerCAM(LayerAttribution):
 
 class ShapleyCAM(LayerAttribution):
     """Activations weighted by the Shapley value of their channel, from the gradient and curvature of the score.
+
+    Formula: S = Σ_k w_k A_k, with w_k = mean_i (g − H A / 2)_ki, and g, H the gradient and Hessian of y + log p.
 
     The weight is the mean over the channel of g - H A / 2, where g is the gradient and H the Hessian of the utility at
     the activations A. This is the Shapley value of the second-order expansion of the utility. If the network after the
@@ -310,6 +320,8 @@ class ShapleyCAM(LayerAttribution):
 
 class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
     """Grad-CAM++ with gradients, their squares and their cubes averaged over noisy copies of the image.
+
+    Formula: S = Σ_k w_k A_k, with w_k = Σ_i D₁⁺ D₂ / (2 D₂ + D₃⁺ (Σ_j A_kj)⁺) and D_n = mean_z (∂y/∂A_ki)ⁿ at x + z.
 
     With these means D1, D2, D3 and the activations A of the clean image, the weight of a channel is the sum of
     alpha * D1 over the locations where D1 is positive, with alpha = D2 / (2 * D2 + D3 * sum A). The map is the weighted

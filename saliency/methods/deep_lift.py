@@ -31,6 +31,8 @@ MAX_MISSING_SHARE = 1e-4
 class DeepLIFT(TracedAttribution):
     """The difference from the baseline's score, distributed among the inputs of each operation.
 
+    Formula: S = (x − x′) ⊙ m, with m_in = m_out (f(z) − f(z′)) / (z − z′) at each pointwise function f.
+
     A pointwise function passes the ratio of the differences of its result and its operand (the Rescale rule). So the
     values are complete, as in integrated gradients, for two forwards and one backward.
 
@@ -117,6 +119,8 @@ class DeepLIFT(TracedAttribution):
 
 class DeepSHAP(DeepLIFT):
     """The mean of DeepLIFT over many baselines, with its standard error: an approximation of Shapley values.
+
+    Formula: S = mean_x′ (x − x′) ⊙ m, with m the multipliers of DeepLIFT for the baseline x′.
 
     Because the baselines differ, no colour is left without attribution. By default they are random colours from the
     normal distribution of the normalised input, which need no data; the authors draw training images. For linear and

@@ -24,7 +24,9 @@ Smooth = Literal["leave", "positive"]
 class VanillaGradient(TracedAttribution):
     """The gradient of the score with respect to the input.
 
-    In insertion and deletion it scores below an edge detector, which uses neither the model nor the class.
+    Formula: S = ∂y/∂x.
+
+    In the insertion test it is hardly better than an edge detector, which uses neither the model nor the class.
 
     Values: (N, C, H, W), signed, in score units per unit of the normalised input. At each pixel, the paper draws the
     largest magnitude over the channels, and so does `heatmap`.
@@ -46,9 +48,11 @@ class VanillaGradient(TracedAttribution):
 class InputXGradient(TracedAttribution):
     """The gradient times the input: the contribution of each value to the score of a linear model.
 
+    Formula: S = x ⊙ ∂y/∂x.
+
     The input is normalised, as the model sees it, so the implied baseline is the mean colour, not black.
 
-    In insertion and deletion it scores below an edge detector, which uses neither the model nor the class.
+    In the insertion test it is hardly better than an edge detector, which uses neither the model nor the class.
 
     Values: (N, C, H, W), signed, in score units.
 
@@ -125,6 +129,8 @@ class RectifiedGradient(TracedAttribution):
 class GuidedBackprop(RectifiedGradient):
     """Backpropagation that passes only positive gradients through every ReLU call.
 
+    Formula: S = ∂y/∂x, with R_in = R_out⁺ ⊙ [a > 0] at each ReLU with the result a.
+
     In-place, reused and functional ReLUs are handled alike. The map shows the features that the network detects rather
     than the evidence for the score. It changes little when the upper layers are randomised (Adebayo et al., "Sanity
     Checks for Saliency Maps", 2018, https://arxiv.org/abs/1810.03292).
@@ -155,6 +161,8 @@ class GuidedBackprop(RectifiedGradient):
 class DeconvNet(RectifiedGradient):
     """Backpropagation with each ReLU applied to the gradient, regardless of the forward activation.
 
+    Formula: S = ∂y/∂x, with R_in = R_out⁺ at each ReLU.
+
     Values: (N, C, H, W), signed, in score units per unit of the normalised input.
 
     Raises:
@@ -176,12 +184,14 @@ class DeconvNet(RectifiedGradient):
 class RectGrad(RectifiedGradient):
     """Backpropagation through each ReLU only where activation times gradient is among the largest values of its layer.
 
+    Formula: S = x ⊙ ∂y/∂x, with R_in = R_out ⊙ [a R_out > τ] at each ReLU with the result a.
+
     A unit with activation a and incoming gradient R passes R if a * R exceeds the `percentile` (nearest rank) of
     all units of the layer, image by image. The gradient at the input is multiplied by the input. A saturated ReLU6
     passes nothing. The authors also set the border to zero at padded convolutions; this class does not.
 
-    The map does not depend on the class: it highlights the same object for every target, and changes little when the
-    classifier is randomised.
+    The map tells objects of different classes apart, but changes less than the map of Grad-CAM when the classifier is
+    randomised.
 
     Args:
         percentile: The percentage of blocked units, 0 to 100; 98 in the authors' code.

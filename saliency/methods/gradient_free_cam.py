@@ -103,6 +103,8 @@ class ChannelMasks:
 class ScoreCAM(LayerPasses, TimedAttribution):
     """Activations weighted by the score of the image masked with each channel.
 
+    Formula: S = Σ_k w_k A_k, with w = softmax_k y(x ⊙ m_k) and m_k = up(A_k) stretched to 0..1.
+
     Each channel, resized and stretched to 0..1, is multiplied with the normalised image, so hidden pixels become the
     mean colour. The weights are the softmax over the channels of the resulting scores: equation 3 of the paper, whose
     baseline cancels. (The authors' code takes the class probabilities; the target `saliency.probability(...)` is the
@@ -177,6 +179,8 @@ class ScoreCAM(LayerPasses, TimedAttribution):
 class GScoreCAM(ScoreCAM):
     """Score-CAM with the 300 channels of the largest mean gradient.
 
+    Formula: S = Σ_k w_k A_k over the k of largest mean_i ∂y/∂A_ki, with w = softmax_k y(x ⊙ m_k) as for Score-CAM.
+
     It was proposed for CLIP, whose layers have thousands of channels, with a text as the target. The weights are the
     softmax over the used channels, as in `ScoreCAM`. (The authors' code takes it over all channels, with a score of 0
     for channels without a pass. These then have weight, which they should not.)
@@ -211,6 +215,8 @@ class GScoreCAM(ScoreCAM):
 
 class ISCAM(ScoreCAM):
     """Score-CAM with scores averaged over masks of increasing strength.
+
+    Formula: S = Σ_k w_k A_k, with w = softmax_k mean_n y(x ⊙ m_k n/N), n = 1..N, and m_k as for Score-CAM.
 
     The score of a channel is the mean over i = 1..N of the score of the image times i/N of the mask. The weights are
     the softmax over the channels of these scores, as in `ScoreCAM`. (Other implementations take cumulative sums, which
@@ -251,6 +257,8 @@ class ISCAM(ScoreCAM):
 
 class SSCAM(ScoreCAM, SampledAttribution):
     """Score-CAM with scores averaged over masks with added noise.
+
+    Formula: S = Σ_k w_k A_k, with w = softmax_k mean_z y(x ⊙ (m_k + z)), noise z, and m_k as for Score-CAM.
 
     The score of a channel is its mean over masks to which normal noise is added at every pixel. The weights are the
     softmax over the channels of these scores, as in `ScoreCAM`. The standard error of the map follows from the standard
@@ -322,6 +330,8 @@ class _MaskScores(ScoreEstimate):
 
 class AblationCAM(LayerPasses, TimedAttribution):
     """Activations weighted by the drop in the score when the channel is set to zero.
+
+    Formula: S = Σ_k w_k A_k, with w_k = y − y(A without channel k).
 
     The weight of a channel is y - y_k, where y is the score and y_k the score without the channel: positive if the
     channel supports the target, also for a negative score. (The paper divides by y, which is the same for all channels
@@ -403,6 +413,8 @@ class AblationCAM(LayerPasses, TimedAttribution):
 
 class ReciproCAM(LayerPasses):
     """The score when only one location of the layer is kept.
+
+    Formula: S_i = y(A ⊙ b_i) − y(0), with b_i = 1/4 at i, 1/8 next to i, 1/16 diagonal to i, 0 elsewhere.
 
     Each pass scales the layer's output to zero, except for one location and its neighbours. These are scaled to 1/4
     (the location), 1/8 (direct neighbours) and 1/16 (diagonal neighbours). Values without a location, such as a class

@@ -38,11 +38,13 @@ STEP_TOLERANCE = 1e-9
 class IntegratedGradients(SteppedAttribution):
     """The mean gradient on the straight path from a baseline to the image, times their difference.
 
+    Formula: S = (x − x′) ⊙ ∫₀¹ ∇y(x′ + t (x − x′)) dt.
+
     The default baseline is the mean colour, 0 in the normalised input. It is the same for all images, is known for
     every model, and is closer to most pixels than black. With a black baseline, dark pixels get no attribution.
 
     A trained network's gradient changes so fast along the path that fixed rules converge slowly. On the bundled network
-    and real photos, 50 Gauss-Legendre nodes leave a residual of 1 to 17 % of the rise, and 32 nodes 5 to 50 %. A
+    and real photos, 50 Gauss-Legendre nodes leave a residual of 1 to 11 % of the rise, and 32 nodes 5 to 50 %. A
     `tolerance` is met with far fewer passes, for two reasons. First, the scores at two nodes give the mean slope
     between them, and the gradients at both are mixed to match that slope. This is exact for one kink between the nodes.
     Second, new nodes are added in the intervals with the largest residuals, and earlier nodes are reused (a
@@ -99,6 +101,8 @@ class IntegratedGradients(SteppedAttribution):
 
 class IDGI(SteppedAttribution):
     """The rise of the score along the path from a baseline, divided at each step in proportion to squared gradients.
+
+    Formula: S = Σ_n (y(x_n+1) − y(x_n)) ∇y(x_n)² / ‖∇y(x_n)‖², with the points x_n on the path.
 
     Of each step that integrated gradients add up, only the component along the gradient changes the score; the rest is
     noise. So IDGI divides the rise of each step among the pixels, in proportion to the squares of their gradients. The
@@ -183,6 +187,8 @@ def _squared_shares(gradients: Tensor) -> Tensor:
 class ExpectedGradients(SampledAttribution):
     """Integrated gradients averaged over many baselines, estimated at random points on the paths.
 
+    Formula: S = mean_x′,t (x − x′) ⊙ ∇y(x′ + t (x − x′)), with random baselines x′ and t in 0..1.
+
     Each sample draws one baseline and one point on its path. Because the baselines differ, no colour is left without
     attribution, and the map has a standard error. By default, each baseline is a random colour from the normal
     distribution of the normalised input, which needs no data; the authors draw training images.
@@ -234,6 +240,8 @@ class ExpectedGradients(SampledAttribution):
 
 class GuidedIG(SteppedAttribution):
     """Integrated gradients on a path that moves the values with the smallest gradients first.
+
+    Formula: S = Σ_n ∇y(x_n) ⊙ (x_n+1 − x_n), with a path that moves the values of smallest |∇y(x_n)| first.
 
     A straight path collects noise at pixels with a large gradient that it only passes. This path postpones these
     values. A step moves the `fraction` of values with the smallest gradients to their limit. Further fractions follow
@@ -318,6 +326,8 @@ class GuidedIG(SteppedAttribution):
 
 class BlurIG(SteppedAttribution):
     """Integrated gradients on the path from a blurred image to the sharp image.
+
+    Formula: S = −∫ ∇y(x_σ) ⊙ ∂x_σ/∂σ dσ from 0 to the widest blur, with x_σ the image blurred by σ.
 
     The baseline lacks detail, but has the colours of the image. The Gaussian blur reflects the image at its edges, so
     that nothing darkens there, and its derivative with respect to the width is exact.

@@ -208,6 +208,9 @@ class PixelRelevance(RelevancePropagation):
 class LRP(PixelRelevance):
     """Layer-wise relevance propagation: the score, divided among the inputs of each operation by a rule.
 
+    Formula: S = R at the input, with R_j = Σ_k R_k (a_j w_jk)⁺ / Σ_j (a_j w_jk)⁺ at convolutions, Σ_k R_k a_j w_jk
+    / (z_k ± ε) at matrix products.
+
     Works on the autograd graph of the call, so residual connections, functions, reused modules and operations in place
     need no preparation of the model. Batch norm is merged into the convolution or matrix product before it if nothing
     else reads that; the weights are not changed. Other operations: activations pass their relevance; normalisations
@@ -282,6 +285,9 @@ class LRP(PixelRelevance):
 class AttnLRP(PixelRelevance):
     """LRP of transformers: plain gradients of linear operations, rules for attention, norms, activations and products.
 
+    Formula: S = x ⊙ G, with G = ∂y/∂x where activations pass f(a)/a, each factor of a product 1/2, and norms a
+    constant 1/σ.
+
     The relevance of attention reaches query and key through the gradient of the softmax. Fused attention stays fused.
 
     Args:
@@ -329,6 +335,8 @@ class AttnLRP(PixelRelevance):
 
 class CPLRP(AttnLRP):
     """LRP of transformers with constant attention weights and gates, so the values of attention get all relevance.
+
+    Formula: S = x ⊙ G, with G = ∂y/∂x where activations pass f(a)/a, and attention weights, gates and 1/σ are constant.
 
     Values: (N, C, H, W) at the input, or (N, 1, h, w) at a layer; signed, in score units.
 
@@ -378,6 +386,8 @@ class _Excitation(Propagation):
 
 class ExcitationBackprop(RelevancePropagation):
     """Share of the score that reaches each location through excitatory connections: positive inputs and weights.
+
+    Formula: S = P at the layer, with P_j = Σ_k P_k (a_j w_jk)⁺ / Σ_j (a_j w_jk)⁺ and a sum of 1 at the top layers.
 
     Each neuron divides its share among its inputs in proportion to the positive parts of its input; biases receive
     nothing. The score is a neuron above the last linear layers, whose weights are its gradient there. So the negative

@@ -18,6 +18,8 @@ from .cam import GradCAM, HiResCAM, LayerAttribution, LayerCombination
 class ODAM(LayerCombination):
     """The positive part of activation times blurred gradient, summed over the channels, for one object.
 
+    Formula: S_i = (Σ_k A_ki (b ∗ ∂y/∂A_k)_i)⁺, with b a Gaussian.
+
     For boxes, explain the class or an edge with `saliency.box(of="x0")`. The maps of all levels that enter the head are
     resized bilinearly to the finest, and their maximum is taken. Other targets are explained at one layer.
 
@@ -57,6 +59,8 @@ class BottleneckCAM(LayerAttribution):
 class SegGradCAM(BottleneckCAM, GradCAM):
     """Grad-CAM of the pixels of a region, at the bottleneck of a segmentation network.
 
+    Formula: S = Σ_k w_k A_k, with w_k = mean_i ∂y/∂A_ki and y the mean class score of the region.
+
     Choose the class and its pixels with `saliency.region`. Other targets are explained at the same layer.
 
     Values: (N, 1, h, w), signed, in units of the mean score of the region; the paper takes the sum of its pixels.
@@ -70,6 +74,8 @@ class SegGradCAM(BottleneckCAM, GradCAM):
 
 class SegXResCAM(BottleneckCAM, HiResCAM):
     """HiResCAM of the pixels of a region, with the gradient replaced by its maximum in each block of cells.
+
+    Formula: S_i = Σ_k A_ki max_j ∂y/∂A_kj, with j in the block of i and y the mean class score of the region.
 
     Blocks of one cell give `HiResCAM`. The layer is the bottleneck, as for `SegGradCAM`.
 

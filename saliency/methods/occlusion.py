@@ -31,6 +31,8 @@ def _checked_edges(option: str, edges: object) -> int | tuple[int, ...]:
 class Occlusion(TimedAttribution):
     """The drop in the score when a window around a pixel is hidden.
 
+    Formula: S_i = mean_W (y(x) − y(x without W)), over the windows W that cover pixel i.
+
     The window moves by `stride`; the value of a pixel is the mean over the windows that cover it. The last window of a
     row or column ends at the border, so every pixel is covered and no window reaches outside.
 
@@ -139,6 +141,8 @@ def _edges(edges: int | tuple[int, ...], axes: int) -> tuple[int, ...]:
 
 class FeatureAblation(SegmentAttribution):
     """The drop in the score when a single segment of the image is hidden.
+
+    Formula: S_i = (y(x) − y(x without s)) / |s|, with s the segment of pixel i, of |s| pixels.
 
     Joint effects are missed, for example if either of two eyes suffices, so the sum of the values has no meaning.
     `KernelSHAP` and `ShapleySampling` divide joint effects among the segments.

@@ -30,6 +30,8 @@ from .baselines import Filler, FillOption
 class RISE(SampledAttribution):
     """The effect of each pixel's visibility on the score, estimated with random masks.
 
+    Formula: S_i = Cov(y(x ⊙ M), M_i) / Var M_i, over random masks M.
+
     A mask M is a grid of cells, each shown with probability p, enlarged bilinearly and shifted by less than a cell. The
     paper's map is the mean of f(x M) M / p: the expected score when the pixel is visible. A large part of it is
     constant, the score of half an image, and with few masks the map shows how often a pixel happened to be visible. So
@@ -153,6 +155,8 @@ def _whole_box(target: OutputTarget) -> BoxScore | None:
 class DRISE(RISE):
     """RISE for boxes of a detector: masks weighted by the similarity of the detections to the box.
 
+    Formula: S_i = Cov(q(x ⊙ M), M_i) / Var M_i, with q = max IoU · objectness · cos(p, p_box) over all candidates.
+
     The weight of a mask is the highest similarity of all candidates, before suppression if the output holds them: their
     IoU with the box, times their probability of an object, times the cosine of both vectors of class probabilities.
     Without objectness, it is the highest class probability. All targets of `attribute_classes` share the masked
@@ -192,6 +196,8 @@ def target_part(joint: BatchAttribution, at: int) -> BatchAttribution:
 
 class RELAX(RISE):
     """The effect of each pixel's visibility on the embedding of the image, without a label, by random masks.
+
+    Formula: S_i = Cov(cos(h(x ⊙ M), h(x)), M_i) / Var M_i, with h the embedding.
 
     Without a target, the score of a masked image is the cosine similarity of its embedding and the embedding of the
     image: `saliency.similarity()`. The model returns one embedding per image; the logits of a classifier count as one.

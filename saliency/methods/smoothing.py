@@ -152,6 +152,8 @@ class NoisyAttribution(WrappingAttribution, SampledAttribution):
 class Augmented(WrappingAttribution):
     """The mean of a method's values over mirrored and scaled copies of the image; by default of the gradient.
 
+    Formula: S = mean_s,F F⁻¹(E(s F(x))), with scales s, F mirror or identity, and E the values of the wrapped method.
+
     The values of mirrored copies are mirrored back first. A box or a region is mirrored with the image. A function of
     the output reads the output of the mirrored copy as it is. This is `aug_smooth` of pytorch-grad-cam.
 
@@ -197,6 +199,8 @@ def _scaled_copies(image: Tensor, factors: Tensor, start: int, stop: int) -> Ten
 class SmoothGrad(NoisyAttribution):
     """The mean of a method's signed values over noisy copies of the image; by default of the plain gradient.
 
+    Formula: S = mean_z E(x + z), with normal noise z and E the values of the wrapped method.
+
     Any method can be wrapped: `SmoothGrad(GuidedBackprop(model))`, or `SmoothGrad(model, inner="guided_backprop")`.
     The target is resolved on the clean image. Magnitudes are taken when the map is drawn, never before the mean.
 
@@ -225,6 +229,8 @@ class SmoothGrad(NoisyAttribution):
 class SmoothGradSquared(NoisyAttribution):
     """The mean of a method's squared values over noisy copies of the image; by default of the plain gradient.
 
+    Formula: S = mean_z E(x + z)², with normal noise z and E the values of the wrapped method.
+
     Args:
         noise: As for `SmoothGrad`.
 
@@ -250,6 +256,8 @@ class SmoothGradSquared(NoisyAttribution):
 
 class VarGrad(NoisyAttribution):
     """The variance of a method's values over noisy copies of the image; by default of the plain gradient.
+
+    Formula: S = Var_z E(x + z), with normal noise z and E the values of the wrapped method.
 
     The map is high where small changes of the image change the values. Values that are the same in all copies have no
     variance: for a linear model the map is zero.

@@ -178,6 +178,8 @@ class GridAttribution(SampledAttribution):
 class Sobol(GridAttribution):
     """Total-order Sobol index of each cell: the fraction of the score's variance, under random masks, that involves it.
 
+    Formula: S_i = E(Var(y | all cells but i)) / Var y, over random masks.
+
     Every cell fades out by a random degree, 0 to 1. The total-order Sobol index of a cell counts all of its effects,
     alone and together with other cells. So the indices sum to 1 if the score is a sum over cells, and to more if cells
     interact. Jansen's estimator is used on scrambled Sobol points: each row of the design takes one pass per cell and
@@ -245,6 +247,9 @@ class Sobol(GridAttribution):
 
 class HSIC(GridAttribution):
     """The statistical dependence of the score on whether a cell is shown, under random masks.
+
+    Formula: S_i = (sᵀ L s − its mean over orders of s) / (2n (n − 1)), with s = ±1 as cell i is shown, L a kernel
+    of scores.
 
     The value of a cell is the Hilbert-Schmidt independence criterion of the score and the cell's bit: shown or hidden,
     with equal probability. It detects any kind of dependence. The kernel of the bit is delta - 1/2. The kernel of the

@@ -168,6 +168,8 @@ class AttentionMap(TracedAttribution):
 class AttentionRollout(AttentionMap):
     """Contribution of each patch to the tokens that the head reads: the product of the mean attention of all blocks.
 
+    Formula: S = r Â_L ⋯ Â_1, with Â_l = (mean_h A_l + I) / 2 and r the tokens that the head reads.
+
     The attention of a block is averaged over its heads, then averaged with the identity for the residual connection;
     the product over all blocks is the share of each token. It does not depend on the class.
 
@@ -213,6 +215,8 @@ class AttentionRollout(AttentionMap):
 class GradientRollout(AttentionRollout):
     """Attention rollout with each attention value multiplied by its gradient, so that it depends on the class.
 
+    Formula: S = r Â_L ⋯ Â_1, with Â_l = (mean_h A_l ⊙ ∇A_l)⁺ + I, each row divided by its sum.
+
     The products are averaged over the heads, and negative means count as 0.
 
     Values: (N, 1, h, w), fractions. With the values of the class token and other tokens, they sum to 1.
@@ -233,6 +237,8 @@ class GradientRollout(AttentionRollout):
 
 class CheferAttention(AttentionMap):
     """Relevance that flows through the attention of all blocks, weighted by its gradient.
+
+    Formula: S = r (R_L − I), with R_l = R_l−1 + mean_h (A_l ⊙ ∇A_l)⁺ R_l−1 and R_0 = I.
 
     Each block adds the positive part of attention times gradient, averaged over the heads, times the relevance so far:
     R = R + mean((A * gradient)+) R, from the identity. The map is the row of the tokens that the head reads, without
@@ -277,6 +283,8 @@ class CheferAttention(AttentionMap):
 
 class GradECLIP(AttentionMap):
     """Values of the last attention, weighted by the gradient at its output and the similarity of query and key.
+
+    Formula: S_i = (Σ_q λ_qi ⟨∂y/∂o_q, v_i⟩)⁺, with λ_q the cosines of q and all keys, stretched to 0..1.
 
     The relevance of a patch is the gradient at the output for the tokens that the head reads, times the value of the
     patch, times the cosine of query and key, scaled to 0..1 over the patches. The cosine replaces the softmax,

@@ -24,6 +24,8 @@ from .token_attention import CheferAttention, TokenAttention
 class CheferLRP(CheferAttention):
     """Attention of all blocks, weighted by its gradient and by its relevance from layer-wise relevance propagation.
 
+    Formula: S = r ((I + W_L) ⋯ (I + W_1) − I), with W_l = mean_h (R(A_l) ⊙ ∇A_l)⁺ and R(A_l) the relevance of A_l.
+
     The product over all blocks of I + mean((gradient * relevance)+), where the mean is over the heads. The relevance of
     attention starts from 1 at the score. Linear layers share it in proportion to positive parts, without biases; norms,
     activations and the softmax of attention pass it unchanged, and each factor of a product gets half. At a residual

@@ -142,6 +142,8 @@ class TokenStream:
 class LeGrad(AttentionMap):
     """Sensitivity of each layer's score to its attention, averaged over the layers.
 
+    Formula: S = mean_l mean_h mean_q (∂s_l/∂A_l)⁺, with s_l the score that the head gives to the tokens after block l.
+
     The score of a layer is computed from the tokens after it by the model's pooling, norm and head. Its positive
     gradient at the attention is averaged over heads and queries. The attention itself is not a factor. In a network
     with a pooling head, the attention of the head is used for each layer.
@@ -202,6 +204,8 @@ class _SkipZeroRows(DispatchMode):
 
 class AGCAM(AttentionMap):
     """Positive gradient at the attention times the sigmoid of the attention logits, summed over heads and blocks.
+
+    Formula: S = Σ_l Σ_h r ((∇A_l)⁺ ⊙ sigmoid(q kᵀ / √d)).
 
     As in the paper, the gradient runs along skip connections only: it passes no attention and no MLP of a later block.
     The sum is taken for the tokens that the head reads, such as the class token. With a pooling head, it is the mean
