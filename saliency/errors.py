@@ -111,7 +111,7 @@ def warn(message: str, category: type[Warning] = SaliencyWarning) -> None:
 
 
 def warn_deprecated(old: str, new: str, removed_in: str) -> None:
-    """Warn that a public name was renamed. `tests/test_deprecation.py` lists the calls that are due for removal.
+    """Warn that a public name was renamed. `make release-check` names the calls that are due for removal.
 
     Args:
         old: The old name, as a user writes it: "VXCODE(order=)".
