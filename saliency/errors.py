@@ -98,11 +98,12 @@ def each_warning_once() -> Iterator[None]:
 
 def warn(message: str, category: type[Warning] = SaliencyWarning) -> None:
     """Issue a warning that points at the calling line outside this package."""
-    caller, warned = sys._getframe(1), _warned_from.get()
-    line = caller.f_code.co_filename, caller.f_lineno
-    if warned is not None and line in warned:
-        return
+    warned = _warned_from.get()
     if warned is not None:
+        caller = sys._getframe(1)
+        line = caller.f_code.co_filename, caller.f_lineno
+        if line in warned:
+            return
         warned.add(line)
     frame, levels = inspect.currentframe(), 0
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "saliency":

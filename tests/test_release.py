@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 import saliency
 from saliency.errors import warn_deprecated
@@ -137,6 +138,14 @@ def test_a_tag_of_another_form_is_refused(given: str, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("check", ALWAYS, ids=lambda check: check.__name__)
 def test_every_commit_has_what_does_not_depend_on_a_version(check: Check) -> None:
     assert list(check(ROOT, VERSION)) == []
+
+
+def test_the_forms_and_workflows_are_valid_and_a_bug_comes_with_the_layers_of_its_model() -> None:
+    forms = {file.name: yaml.safe_load(file.read_text()) for file in (ROOT / ".github").rglob("*.yml")}
+    assert {"bug.yml", "feature.yml", "wrong_map.yml", "dependabot.yml", "release.yml"} <= set(forms)
+    asked = {part["id"]: part for part in forms["bug.yml"]["body"]}
+    assert "saliency layers MODEL" in asked["layers"]["attributes"]["description"]
+    assert asked["versions"]["validations"]["required"]
 
 
 def test_no_old_name_of_this_repository_is_due_for_removal() -> None:
