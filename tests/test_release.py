@@ -62,7 +62,7 @@ def tag_an_older_commit(root: Path) -> None:
 
 
 STATIC = [check for check in (*ALWAYS, *release_check.RELEASE) if check.__name__ not in ("docs", "distributions")]
-BROKEN: list[tuple[str, Callable[[Path], None], str]] = [
+BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
     ("clean_tree", lambda root: (root / "new.txt").touch(), r"uncommitted: new\.txt; commit or remove"),
     ("tag", tag_an_older_commit, rf"the tag v{VERSION} is of the commit \w+, not of this one"),
     ("changelog", replaced("CHANGELOG.md", VERSION, "1.1.0"), rf"no section \[{VERSION}\] with changes; rename"),
@@ -113,7 +113,7 @@ def test_nothing_is_missing_in_a_repository_that_is_ready(check: Check, ready: P
 
 @pytest.mark.parametrize(("name", "damage", "expected"), BROKEN)
 def test_what_is_missing_is_named_with_what_to_do(
-    name: str, damage: Callable[[Path], None], expected: str, ready: Path
+    name: str, damage: Callable[[Path], object], expected: str, ready: Path
 ) -> None:
     damage(ready)
     git(ready, "add", "--intent-to-add", ".")

@@ -72,8 +72,9 @@ class Needs:
         check_choice("gradients", self.gradients, get_args(RecordedFrom))
         if self.backwards is not None:
             check_integer("backwards", self.backwards, least=0)
-        if not isinstance(self.layers, tuple) or not all(isinstance(name, str) for name in self.layers):
-            raise MethodError(f"layers={self.layers!r} is not a tuple of names of layers")
+        layers: object = self.layers
+        if not isinstance(layers, tuple) or not all(isinstance(name, str) for name in layers):
+            raise MethodError(f"layers={layers!r} is not a tuple of names of layers")
 
     def __or__(self, other: Needs) -> Needs:
         """Return what two methods need of a forward that they share."""

@@ -77,7 +77,9 @@ def _open(image: Any, prepare: Prepare) -> tuple[Sequence[int], Frame | None, Ca
     if isinstance(image, list | tuple) and len(image) == 1:
         (image,) = image
     is_input = isinstance(image, Tensor) and image.is_floating_point()
-    images = image if isinstance(image, list | tuple) else read(image, prepare).inputs if is_input else [image]
+    images: Any = image if isinstance(image, list | tuple) else [image]
+    if is_input:
+        images = read(image, prepare).inputs
     if len(images) != 1:
         raise ImageError(f"got {len(images)} images; with tiles=, explain them one by one")
     if is_input:
