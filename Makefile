@@ -39,7 +39,7 @@ $(if $(2),$(PIP) install --no-deps $(2))
 @touch $@
 endef
 
-.PHONY: demo test quick test-oldest lint types unit format sheet notebooks zoo testbed benchmarks dist release-notes fixtures docs gallery clean help
+.PHONY: demo test quick test-oldest lint types unit format sheet notebooks zoo testbed benchmarks dist release-notes release-check fixtures docs gallery clean help
 
 help:
 	@sed -n '2,3s/^# */  /p; 4s/^# /  /p' $(MAKEFILE_LIST)
@@ -47,6 +47,7 @@ help:
 	@echo "  make test-oldest  the same, and the promises of all methods, with the oldest supported PyTorch"
 	@echo "  make format       format the code, and fix what the linter can fix"
 	@echo "  make dist         build, check and try the wheel and the sdist"
+	@echo "  make release-check TAG=v1.2.3    print what the release lacks, and what to do"
 	@echo "  make sheet        draw the picture of the README again"
 	@echo "  make docs         write the site to build/site/html"
 	@echo "  make gallery      draw the pictures of the site that are out of date (slow; re-run to resume)"
@@ -122,6 +123,9 @@ dist: $(VENV)/.installed-dist
 release-notes:  # of TAG=v1.2.3, from CHANGELOG.md
 	@awk -v tag="[$(TAG:v%=%)]" '/^## / { found = ($$2 == tag); next } found { print; n++ } \
 		END { if (!n) { print "CHANGELOG.md has no section " tag > "/dev/stderr"; exit 1 } }' CHANGELOG.md
+
+release-check: $(VENV)/.installed-dist $(VENV)/.installed-docs  # of TAG=v1.2.3
+	@$(BIN)/python -m tests.release_check "$(TAG)"
 
 clean:
 	rm -rf $(VENV) .venv-oldest out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

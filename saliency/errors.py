@@ -20,8 +20,11 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -80,12 +83,43 @@ class SaliencyWarning(UserWarning):
     """The result is correct, but has a limitation that the user should know."""
 
 
-def warn(message: str) -> None:
-    """Issue a `SaliencyWarning` that points at the calling line outside this package."""
+_warned_from: ContextVar[set[tuple[str, int]] | None] = ContextVar("_warned_from", default=None)
+
+
+@contextmanager
+def each_warning_once() -> Iterator[None]:
+    """Open a context in which each line of the toolkit warns once, whatever the numbers in its text."""
+    token = _warned_from.set(set())
+    try:
+        yield
+    finally:
+        _warned_from.reset(token)
+
+
+def warn(message: str, category: type[Warning] = SaliencyWarning) -> None:
+    """Issue a warning that points at the calling line outside this package."""
+    warned = _warned_from.get()
+    if warned is not None:
+        caller = sys._getframe(1)
+        line = caller.f_code.co_filename, caller.f_lineno
+        if line in warned:
+            return
+        warned.add(line)
     frame, levels = inspect.currentframe(), 0
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "saliency":
         frame, levels = frame.f_back, levels + 1
-    warnings.warn(message, SaliencyWarning, stacklevel=levels + 1)
+    warnings.warn(message, category, stacklevel=levels + 1)
+
+
+def warn_deprecated(old: str, new: str, removed_in: str) -> None:
+    """Warn that a public name was renamed. `make release-check` names the calls that are due for removal.
+
+    Args:
+        old: The old name, as a user writes it: "VXCODE(order=)".
+        new: The new name, in the same form.
+        removed_in: The version that removes the old name, two minor releases after the new one: "0.3.0".
+    """
+    warn(f"{old} is called {new} now; the old name is removed in version {removed_in}", FutureWarning)
 
 
 def closest(word: str, words: Iterable[str], most: int = 3) -> list[str]:

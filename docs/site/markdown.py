@@ -23,7 +23,9 @@ _LIST_ITEM = re.compile(r"\s*(?:- |\d+\. )")
 _OWN_PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
+    "CODE_OF_CONDUCT.md": "code-of-conduct.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "assets/CREDITS.md": "credits.md",
     "notebooks/README.md": "notebooks/index.md",
 }

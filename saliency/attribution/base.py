@@ -106,6 +106,8 @@ class Attribution(HasOptions, ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if not isinstance(cls.needs, Needs):
+            raise TypeError(f"{cls.__qualname__}.needs is not a saliency.Needs, got {cls.needs!r}")
         name = cls.__dict__.get("name", "")
         if not name:
             return
@@ -313,6 +315,7 @@ class Attribution(HasOptions, ABC):
             settings=self.settings,
             target=target.indices,
             target_names=target.names,
+            contrasts=target.contrasts,
             target_boxes=target.boxes,
             probabilities=target.probabilities,
             input_size=tuple(batch.inputs.shape[2:]),
@@ -334,7 +337,7 @@ class Attribution(HasOptions, ABC):
                 below = f"below the rounding error of a score of {float(explanation.scores[index]):.4g}"
                 what = f"is at most {float(largest[index]):.2g}, {below}" if largest[index] else "is 0 everywhere"
                 warn(note := f"the {explanation.method} map for {name} {what}")
-            elif self.ignores_sign and " rather than " in name:
+            elif self.ignores_sign and explanation.contrasts[index]:
                 note = f"{explanation.method} gives a contrast and its opposite the same map"
             yield note
 

@@ -32,7 +32,10 @@ Sign = Literal["positive", "signed", "absolute"]
 Setting = str | int | float | bool | None | list[Any] | dict[str, Any]
 
 _FORMAT = "saliency explanation 1"
-_LISTS, _OPTIONAL_LISTS = ("target", "target_names", "frames"), ("run_stats", "notes", "boxes", "target_boxes")
+_LISTS, _OPTIONAL_LISTS = (
+    ("target", "target_names", "frames"),
+    ("run_stats", "notes", "boxes", "contrasts", "target_boxes"),
+)
 """The attributes with one entry for each image."""
 
 
@@ -102,6 +105,7 @@ class Explanation(BatchAttribution):
         units: The units of the values; by default "<title> value".
         boxes: The size of each original image, and the position of the model's input on it, for a map of
             `saliency batch`, which is saved without its image. Empty for other explanations.
+        contrasts: Whether each image's score is a difference, as of `saliency.contrast`; empty if not known.
         target_boxes: The box that each image's target explains, (left, top, right, bottom) in pixels of the model's
             input; None for other targets. Empty without boxes.
         from_zero: Whether its colours begin at zero, as for standard errors, and not at the minimum of a positive map.
@@ -119,6 +123,7 @@ class Explanation(BatchAttribution):
     title: str = ""
     units: str = ""
     boxes: tuple[ImageBox | None, ...] = ()
+    contrasts: tuple[bool, ...] = ()
     target_boxes: tuple[Box | None, ...] = ()
     from_zero: bool = False
 
@@ -259,7 +264,7 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
     plain = {name: value for name, value in header.items() if name not in ("format", "image", "scale")}
     plain["coverage"] = Coverage(**plain["coverage"]) if plain["coverage"] else None
     plain["run_stats"] = tuple(RunStats(**own) for own in plain.get("run_stats", ()))
-    tuples = ("target", "target_names", "input_size", "ledger_names", "notes")
+    tuples = ("target", "target_names", "input_size", "ledger_names", "notes", "contrasts")
     plain |= {name: tuple(plain.get(name, ())) for name in tuples}
     plain["frames"] = tuple(
         None if box is None else _frame(tensors[f"picture.{i}"], *box) for i, box in enumerate(plain["frames"])

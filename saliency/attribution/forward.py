@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from ..errors import LayerError, TargetError
+from ..errors import LayerError, MethodError, TargetError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
 from ..hooks.manager import HookManager, Rule
 from ..hooks.model_state import leaf, run_model
@@ -31,9 +31,10 @@ from ..hooks.rectifiers import (
     find_nonlinearities,
     nodes_between,
 )
-from ..layers.find import layout_of
+from ..layers.find import find, layout_of
 from ..layers.layout import Layout
 from ..targets.candidates import Readings, shared_readings
+from ..validation import check_choice, check_integer
 from .resolved_target import ResolvedTarget
 
 T = TypeVar("T")
@@ -65,6 +66,15 @@ class Needs:
     values: SavedValues = SavedValues.NOTHING
     modules: tuple[str, ...] = ()
     attention: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise MethodError for a value of another kind, which would fail only when the method runs."""
+        check_choice("gradients", self.gradients, get_args(RecordedFrom))
+        if self.backwards is not None:
+            check_integer("backwards", self.backwards, least=0)
+        layers: object = self.layers
+        if not isinstance(layers, tuple) or not all(isinstance(name, str) for name in layers):
+            raise MethodError(f"layers={layers!r} is not a tuple of names of layers")
 
     def __or__(self, other: Needs) -> Needs:
         """Return what two methods need of a forward that they share."""
@@ -103,7 +113,7 @@ class SharedForward:
         with HookManager() as hooks:
             self.operations.trace(hooks, model, needs.modules)
             starts = needs.gradients == "layers"
-            captured = {n: hooks.capture(model.get_submodule(n), record=starts) for n in dict.fromkeys(needs.layers)}
+            captured = {n: hooks.capture(_submodule(model, n), record=starts) for n in dict.fromkeys(needs.layers)}
             with torch.set_grad_enabled(needs.gradients == "input"), self.recording():
                 self.output: Any = run_model(model, self.x)
         self.layers = {name: _last_call(name, calls) for name, calls in captured.items()}
@@ -128,6 +138,10 @@ class SharedForward:
 
     def layout(self, name: str) -> Layout:
         """Return the layout of a stored layer's output. Raises LayerError if it has no spatial extent."""
+        if name not in self.layers:
+            raise MethodError(
+                f'layer "{name}" is not among those that the method needs: Needs(layers={self.needs.layers})'
+            )
         if name not in self._layouts:
             self._layouts[name] = layout_of(self.model, name, self.layers[name], self.x)
         return self._layouts[name]
@@ -137,7 +151,7 @@ class SharedForward:
         if self._backwards_left is not None:
             self._backwards_left -= 1
             if self._backwards_left < 0:
-                raise RuntimeError("more backward passes than the methods' `needs` declare: increase `backwards`")
+                raise MethodError("more backward passes than the methods' `needs` declare: increase `backwards`")
         return self._backwards_left == 0
 
     def gradients(self, score: Tensor, inputs: Sequence[Tensor | GradientEdge]) -> list[Tensor | None]:
@@ -145,7 +159,7 @@ class SharedForward:
 
         Raises:
             NotApplicableError: A part of the model is checkpointed with use_reentrant=True.
-            RuntimeError: The methods run more backward passes than their `needs` declare.
+            MethodError: The methods run more backward passes than their `needs` declare.
         """
         has_gradient = [isinstance(part, GradientEdge) or part.requires_grad for part in inputs]
         ends = list(compress(inputs, has_gradient))
@@ -258,6 +272,7 @@ class TargetGradients:
             return self._backward_to_input()
 
     def _backward_to_input(self) -> Tensor:
+        self._require_recorded("input")
         (gradient,) = self._gradients([self.forward.x])
         if gradient is None:
             raise TargetError(INDEPENDENT)
@@ -276,9 +291,16 @@ class TargetGradients:
         """
         if self.scores_in_graph.requires_grad:
             return
+        self._require_recorded("layers")
         if self.forward.needs.gradients == "layers" and self._has_gradient():
             raise LayerError(no_gradient_message(*self.forward.layers))
         raise TargetError(NO_GRADIENT)
+
+    def _require_recorded(self, start: RecordedFrom) -> None:
+        """Raise MethodError if the method's `needs` record a smaller graph than from `start` on."""
+        recorded, sizes = self.forward.needs.gradients, get_args(RecordedFrom)
+        if sizes.index(recorded) > sizes.index(start):
+            raise MethodError(f'the method reads gradients that its needs do not record: Needs(gradients="{recorded}")')
 
     def _has_gradient(self) -> bool:
         """Return whether the scores have a gradient at the input, by running the model again, for an error only."""
@@ -299,6 +321,14 @@ def no_gradient_message(*layers: str) -> str:
 def at_least_float32(maps: Tensor) -> Tensor:
     """Convert half precision to float32, because sums over a map in half precision overflow or lose digits."""
     return maps.float() if maps.dtype in (torch.float16, torch.bfloat16) else maps
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module:
+    """Return a layer by its name. Raises LayerError if there is none, which a user's `Needs` may ask for."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return find(model, name)[1]
 
 
 def _last_call(name: str, calls: list[Tensor]) -> Tensor:

@@ -124,6 +124,11 @@ class ResolvedTarget:
         return self.target.names(self.images, self.categories)
 
     @property
+    def contrasts(self) -> tuple[bool, ...]:
+        """Whether each image's score is a difference of classes, texts or references."""
+        return self.target.contrasts(self.images)
+
+    @property
     def boxes(self) -> tuple[Box | None, ...]:
         """Explained boxes in pixels of the input, one per image; empty without boxes."""
         return self.target.boxes()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..axes import require_two_axes
-from ..errors import ImageError, MethodError, NotFoundError, TargetError
+from ..errors import ImageError, MethodError, NotFoundError, TargetError, each_warning_once
 from ..io.inputs import MAX_PIXELS, Batch, ImagesLike, Prepare, open_image, read
 from ..io.preprocess import Frame, Geometry, drawable, only_normalised
 from ..targets.box import BoxScore
@@ -74,15 +74,16 @@ def read_tiles(image: ImagesLike, prepare: Prepare, tiles: int, overlap: int) ->
 
 def _open(image: Any, prepare: Prepare) -> tuple[Sequence[int], Frame | None, Callable[[Window], Tensor]]:
     """Return the size of an image, the frame to draw on if it is kept, and a function that reads a window."""
-    images = image if isinstance(image, list | tuple) else [image]
+    if isinstance(image, list | tuple) and len(image) == 1:
+        (image,) = image
+    is_input = isinstance(image, Tensor) and image.is_floating_point()
+    images: Any = image if isinstance(image, list | tuple) else [image]
+    if is_input:
+        images = read(image, prepare).inputs
     if len(images) != 1:
         raise ImageError(f"got {len(images)} images; with tiles=, explain them one by one")
-    (image,) = images
-    if isinstance(image, Tensor) and image.is_floating_point():
-        x = read(image, prepare).inputs
-        if len(x) > 1:
-            raise ImageError(f"got {len(x)} images; with tiles=, explain them one by one")
-        return x.shape[2:], None, lambda window: x[:, :, *window]
+    if is_input:
+        return images.shape[2:], None, lambda window: images[:, :, *window]
     normalise = only_normalised(prepare)
     is_array = hasattr(image, "shape") and not isinstance(image, Tensor)
     if is_array and math.prod(image.shape[:2]) > MAX_PIXELS:
@@ -123,17 +124,18 @@ def explain_tiles(
 
     Raises:
         NotApplicableError: The target is a region of a volume.
-        NotFoundError: No tile has a pixel of the target's region.
+        NotFoundError: No tile has a pixel of the target's region, or its mask has another size than the image.
         TargetError: The target would differ from tile to tile.
     """
     target, size = _same_in_all_tiles(per_image(target, 1)[0]), image.inputs.shape[2:]
     tiles = list(product(*image.axes))
     if isinstance(target, Region):
         require_two_axes(image.inputs, "a region with tiles=")
+        _require_mask(target.where, size)
     scores, values = [math.nan] * len(tiles), torch.empty(0, dtype=torch.float32, device="cpu")
     found: list[Explained] = []
     at, count = 0, 1  # the first tile alone
-    with closing(progress_bar("tiles", len(tiles), "tile", progress)) as bar:
+    with closing(progress_bar("tiles", len(tiles), "tile", progress)) as bar, each_warning_once():
         while at < len(tiles):
             windows, weights = zip(*(zip(*tile, strict=True) for tile in tiles[at : at + count]), strict=True)
             x = torch.cat([image.read(window) for window in windows])
@@ -158,6 +160,16 @@ def explain_tiles(
     of_tiles = torch.tensor(scores, dtype=result.scores.dtype, device="cpu").view(1, *map(len, image.axes))
     mean = of_tiles.nanmean().view(1)
     return BatchAttribution(values, mean, result.coverage, result.layer, tile_scores=of_tiles), resolved
+
+
+def _require_mask(where: Any, size: Sequence[int]) -> None:
+    """Raise NotFoundError, before the first tile is explained, if a mask has another size or no pixel."""
+    if isinstance(where, Tensor) and where.shape not in (size, (1, *size)):
+        raise NotFoundError(
+            f"the region has shape {tuple(where.shape)}; with tiles=, expected {tuple(size)}, the image"
+        )
+    if isinstance(where, Tensor) and not where.any():
+        raise NotFoundError("the region has no pixel of the image")
 
 
 def _same_in_all_tiles(target: Any) -> Any:

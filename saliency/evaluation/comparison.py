@@ -431,7 +431,7 @@ def rank_ranges(values: _Array, seed: int = 0) -> list[tuple[int, int, int]]:
 def compare(
     methods: Sequence[Attribution],
     images: Sequence[ImageLike] | Tensor,
-    targets: TargetLike = None,
+    target: TargetLike = None,
     metrics: str | Metric | Sequence[str | Metric] = ("deletion", "insertion"),
     *,
     masks: Sequence[Any] | Tensor | None = None,
@@ -448,7 +448,7 @@ def compare(
         methods: Methods, such as `GradCAM(model)`. Methods of one name are named with their options, and numbered if
             these are equal, as for one method on two models.
         images: The images, or a batch of them (N, C, H, W).
-        targets: One target for all images, a list with one for each image, or None for the top class of each image.
+        target: One target for all images, a list with one for each image, or None for the top class of each image.
         metrics: Metrics, or their names in `METRICS`. Metrics of one name are named with their options. Deletion and
             insertion each run about 1,340 forwards per image, and 890 for each further method with maps of the same
             resolution; `Deletion(steps=28)` runs about 160 and 110.
@@ -470,7 +470,7 @@ def compare(
     """
     require_methods(methods)
     resolved = resolve_metrics(metrics)
-    own = targets.tolist() if isinstance(targets, Tensor | np.ndarray) else targets
+    own = target.tolist() if isinstance(target, Tensor | np.ndarray) else target
     each = own if isinstance(own, list | tuple) else [own] * len(images)
     regions = [[None] * len(images) if given is None else given for given in (masks, boxes)]
     for what, given in zip(("targets", "masks", "boxes"), (each, *regions), strict=True):
@@ -478,10 +478,10 @@ def compare(
             raise MethodError(f"got {len(given)} {what} for {plural(len(images), 'image')}")
     results: list[Result] = []
     one_by_one = images[:, None] if isinstance(images, Tensor) else images
-    for index, (image, target, *where) in enumerate(zip(one_by_one, each, *regions, strict=True)):
+    for index, (image, own_target, *where) in enumerate(zip(one_by_one, each, *regions, strict=True)):
         context = {"seed": seed, "shared": SharedResults(), **options}
         for name, method in zip(unique_names(methods), methods, strict=True):
-            results += measure_image(str(index), name, method, image, target, resolved, *where, **context)
+            results += measure_image(str(index), name, method, image, own_target, resolved, *where, **context)
     return Comparison(results, seed)
 
 

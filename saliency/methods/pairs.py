@@ -34,7 +34,7 @@ LINEAR = (LRP, AttnLRP, DeepLIFT, HiResCAM, InputXGradient, VanillaGradient)
 
 
 def explain_pair(
-    method: Attribution, a: ImagesLike, b: ImagesLike, *, by: Measure = "cosine"
+    method: Attribution, a: ImagesLike, b: ImagesLike, *, measure: Measure = "cosine"
 ) -> tuple[Explanation, Explanation]:
     """Explain the similarity of two images, with a map of each.
 
@@ -45,26 +45,26 @@ def explain_pair(
         method: The method.
         a: An image or several, as for `Attribution.attribute`.
         b: The image to compare with, or one for each image of `a`.
-        by: As for `saliency.similarity`.
+        measure: As for `saliency.similarity`.
 
     Returns:
         The explanations of `a` and of `b`. `saliency.figure` draws both.
 
     Raises:
         MethodError: `method` is not an `Attribution`, or the numbers of images differ.
-        TargetError: The model does not return one embedding (N, D), or `by` is unknown.
+        TargetError: The model does not return one embedding (N, D), or `measure` is unknown.
     """
-    check_choice("by", by, get_args(Measure), error=TargetError)
+    check_choice("measure", measure, get_args(Measure), error=TargetError)
     first, second = _read(method, a, b)
     if first.inputs.shape != second.inputs.shape:  # they cannot be one batch
-        left, right = ([similarity(x, by=by) for x in batch.inputs] for batch in (first, second))
+        left, right = ([similarity(x, measure=measure) for x in batch.inputs] for batch in (first, second))
         return method.attribute(a, right), method.attribute(b, left)
     images = len(first.inputs)
     batch = Batch(torch.cat([first.inputs, second.inputs]), first.frames + second.frames)
     partners: list[Any] = []  # for their names
     for side in (b, a):
         partners += side if isinstance(side, list | tuple) and len(side) == images else [side] * images
-    (both,) = method.attribute_batch(batch, [PairSimilarity(tuple(partners), by)])
+    (both,) = method.attribute_batch(batch, [PairSimilarity(tuple(partners), measure)])
     return both[:images], both[images:]
 
 
@@ -80,7 +80,7 @@ class PairSimilarity(Similarity):
         """Return the similarity of each image to the embedding that its partner has in this output."""
         own = embedding(output).detach()
         partners = zip(self.references, own.roll(len(own) // 2, 0)[:, None], strict=True)
-        return TargetList(tuple(Similarity((one,), self.by, embeddings=row) for one, row in partners))
+        return TargetList(tuple(Similarity((one,), self.measure, embeddings=row) for one, row in partners))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,14 +91,14 @@ class Matches:
         values: (h, w, h', w') the shares of the score, signed, in units of the score: `values[i, j, k, l]` belongs to
             the cell in row i and column j of the first image, and the cell in row k and column l of the second.
         score: The similarity of both images.
-        by: The similarity: "cosine", or "dot" for the inner product of the embeddings.
+        measure: The similarity: "cosine", or "dot" for the inner product of the embeddings.
         method: The method's name in the registry.
         frames: The position of the model's input on each original image; None for an image given as a tensor.
     """
 
     values: Tensor = field(repr=False)
     score: float
-    by: Product
+    measure: Product
     method: str
     frames: tuple[Frame | None, Frame | None] = field(repr=False)
 
@@ -108,7 +108,7 @@ def explain_matches(
     a: ImagesLike,
     b: ImagesLike,
     *,
-    by: Product = "cosine",
+    measure: Product = "cosine",
     cells: int = 14,
     directions: int | None = 100,
     seed: int = 0,
@@ -128,8 +128,8 @@ def explain_matches(
         method: `LRP`, `AttnLRP`, `CPLRP`, `DeepLIFT`, `HiResCAM`, `InputXGradient` or `VanillaGradient` of a model.
         a: One image, as for `Attribution.attribute`.
         b: The other image.
-        by: "dot" for the inner product of the embeddings. "cosine" divides it, and all shares, by both lengths, which
-            count as constants.
+        measure: "dot" for the inner product of the embeddings. "cosine" divides it, and all shares, by both lengths,
+            which count as constants.
         cells: The number of cells along the longer edge, limited by the size of the method's map. Cells are square.
         directions: The number of directions that are explained instead of all D numbers, at least 3: the directions of
             both embeddings, and random ones orthogonal to them. The shares are then unbiased estimates, and without
@@ -142,7 +142,7 @@ def explain_matches(
 
     Source: Eberle et al., "Building and Interpreting Deep Similarity Models" (2020), https://arxiv.org/abs/2003.05431.
     """
-    check_choice("by", by, get_args(Product))
+    check_choice("measure", measure, get_args(Product))
     check_integer("cells", cells, least=1)
     batches = _read(method, a, b)
     if len(batches[0].inputs) != 1:
@@ -156,9 +156,11 @@ def explain_matches(
         rows, chunk = _directions(first, second, directions, seed), chunk_size(batches[0].inputs)
         parts = [rows[start : start + chunk] for start in range(0, len(rows), chunk)]  # (k, D) each
         left, right = (torch.cat([_maps(method, own.inputs, part, cells) for part in parts]) for own in batches)
-    scale = 1 / max(float(first.norm() * second.norm()), 1e-12) if by == "cosine" else 1.0
+    scale = 1 / max(float(first.norm() * second.norm()), 1e-12) if measure == "cosine" else 1.0
     values = torch.tensordot(left, right, dims=([0], [0])) * scale  # (K, h, w) and (K, h', w')
-    return Matches(values, float(first @ second) * scale, by, method.name, (batches[0].frames[0], batches[1].frames[0]))
+    return Matches(
+        values, float(first @ second) * scale, measure, method.name, (batches[0].frames[0], batches[1].frames[0])
+    )
 
 
 def _read(method: Attribution, a: ImagesLike, b: ImagesLike) -> tuple[Batch, Batch]:

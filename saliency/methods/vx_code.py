@@ -13,12 +13,13 @@ from torch import Tensor
 from ..attribution.explanation import BatchAttribution
 from ..attribution.options import ConvertedOption, Option
 from ..attribution.resolved_target import ResolvedTarget
-from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
+from ..engine.multi_pass import MOST_PASSES, ImageAttribution, PassRunner, TimedAttribution
+from ..errors import MethodError
 from ..validation import check_choice, check_integer
 from .rise import JointTarget, target_part
 from .segments import ResolvedSegments, SegmentAttribution, SegmentsLike, resolve_segments
 
-Order = Literal["insertion", "deletion"]
+Mode = Literal["insertion", "deletion"]
 SHORTLIST, COMBINED = 30, 0.1
 """The paper's m, the number of patches to combine, and its gamma, the share of patches that are chosen together."""
 NEGLIGIBLE = 0.01
@@ -46,9 +47,10 @@ class VXCODE(SegmentAttribution, TimedAttribution):
     score before the patch, so they rise again where patches lower the score.
 
     Args:
-        order: "insertion" marks patches that suffice for the box; "deletion" marks the few that are necessary.
-        together: The number of patches that are chosen together, the paper's r: 1, 2 or 3. Until a tenth of all patches
-            is chosen, all combinations of the 30 that are best alone are tried: 435 of two patches, 4060 of three.
+        mode: "insertion" marks patches that suffice for the box; "deletion" marks the few that are necessary.
+        group_size: The number of patches that are chosen together, the paper's r: 1, 2 or 3. Until a tenth of all
+            patches is chosen, all combinations of the 30 that are best alone are tried: 435 of two patches, 4060 of
+            three.
         segments: By default a grid of patches, (rows, columns). The number of passes grows with its square.
         seconds: The maximum time per image, in seconds. A selection that has begun is finished.
 
@@ -67,10 +69,10 @@ class VXCODE(SegmentAttribution, TimedAttribution):
     cost = "at most 2081 forwards for 64 patches"
     units = "similarity"
     sign = "positive"
-    preview_options: ClassVar = {"segments": (3, 3), "order": "deletion"}
+    preview_options: ClassVar = {"segments": (3, 3), "mode": "deletion"}
 
-    order: Option[Order] = Option("insertion", check_choice, get_args(Order))
-    together: Option[int] = Option(1, _checked_number)
+    mode: Option[Mode] = Option("insertion", check_choice, get_args(Mode))
+    group_size: Option[int] = Option(1, _checked_number)
     segments: ConvertedOption[SegmentsLike, ResolvedSegments] = ConvertedOption((8, 8), resolve_segments)
 
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
@@ -80,8 +82,11 @@ class VXCODE(SegmentAttribution, TimedAttribution):
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Choose the patches one after the other."""
         segments, filler = self.segmented(passes)
-        inserts, sign = (True, 1) if self.order == "insertion" else (False, -1)
+        inserts, sign = (True, 1) if self.mode == "insertion" else (False, -1)
         count, chosen = segments.count, list[int]()
+        most = count if self.seconds else 1 + count * (count + 1) // 2  # with a time limit, at least one selection
+        if most > MOST_PASSES:
+            raise MethodError(f"{count} segments need up to {most} passes, more than {MOST_PASSES}; use fewer segments")
 
         def gains(groups: Sequence[Sequence[int]]) -> Tensor:
             """Return the scores after each group of patches, in addition to the chosen ones; negative for deletion."""
@@ -103,7 +108,7 @@ class VXCODE(SegmentAttribution, TimedAttribution):
             left = [number for number in range(count) if number not in chosen]
             alone = gains([[number] for number in left])
             group, reached = [left[int(alone.argmax())]], [float(alone.max())]
-            size = min(self.together, len(left)) if len(chosen) < COMBINED * count else 1
+            size = min(self.group_size, len(left)) if len(chosen) < COMBINED * count else 1
             if size > 1:
                 first = alone.topk(min(SHORTLIST, len(left))).indices.sort().values.tolist()
                 groups = list(combinations([left[at] for at in first], size))

@@ -402,7 +402,7 @@ def table_entries(values: Plane, sign: Sign) -> Pixels:
 
 def probability(explanation: Explanation) -> list[str]:
     """Return the probability of the class of one image as text, ["95.1 %"]; an empty list if it is not one class."""
-    if explanation.probabilities is None or " rather than " in explanation.target_names[0]:
+    if explanation.probabilities is None or any(explanation.contrasts):
         return []
     return [f"{100 * float(explanation.probabilities[0]):.1f} %"]
 

@@ -161,7 +161,7 @@ def draw_matches(matches: Matches, *, count: int = 20) -> Figure:
         raise RenderError("draw_matches draws on the images; pass their paths or PIL images to explain_matches")
     height = max(frame.image.height / frame.image.width for frame in frames) * WIDTH / 2
     drawing = new_figure(WIDTH, height + TITLE_HEIGHT, crop="tight")
-    title = f"{matches.by} similarity {matches.score:.3g}; red raises it, blue lowers it"
+    title = f"{matches.measure} similarity {matches.score:.3g}; red raises it, blue lowers it"
     drawing.suptitle(title, fontsize=TITLE_SIZE + 2, parse_math=False)
     left, right = drawing.subplots(1, 2)
     for axes, frame in zip((left, right), frames, strict=True):

@@ -40,7 +40,7 @@ def slices(
     explanation: Explanation,
     volume: Any = None,
     *,
-    at: Sequence[int] | None = None,
+    index: Sequence[int] | None = None,
     names: Sequence[str] = AXES,
     spacing: Sequence[float] = (1.0, 1.0, 1.0),
     colormap: str | None = None,
@@ -54,7 +54,7 @@ def slices(
         explanation: An explanation of one volume or video.
         volume: The volume below the map, in grey: (D, H, W), with any leading axes of length 1; or (3, D, H, W), in
             colour. Percentile 0.1 and NaN are drawn in black, and 99.9 in white. None draws the map alone.
-        at: The indices (d, h, w) of the slices; by default the voxel with the largest magnitude of the map.
+        index: The indices (d, h, w) of the slices; by default the voxel with the largest magnitude of the map.
         names: The names of the axes, such as ("axial", "coronal", "sagittal").
         spacing: The size of a voxel along each axis, in any unit; slices are drawn in these proportions.
         colormap: As in `overlay`.
@@ -71,9 +71,9 @@ def slices(
         SaliencyWarning: The map is nearly even, or below the rounding error, and is drawn as zero.
     """
     drawn = _DrawnVolume(explanation, volume, spacing, colormap)
-    point = drawn.peak if at is None else at
-    if np.shape(point) != (3,) or any(index not in range(edge) for index, edge in zip(point, drawn.shape, strict=True)):
-        raise RenderError(f"at={at!r} is not one index for each axis of a volume of {drawn.shape}")
+    point = drawn.peak if index is None else index
+    if np.shape(point) != (3,) or any(own not in range(edge) for own, edge in zip(point, drawn.shape, strict=True)):
+        raise RenderError(f"index={index!r} is not one index for each axis of a volume of {drawn.shape}")
     if len(names) != 3:
         raise RenderError(f"names={names!r} are not the names of three axes")
     widths = [drawn.size[columns] for _, columns in EDGES]

@@ -231,6 +231,10 @@ class BoxScore(LocatedTarget):
         """Return names such as `cat at (120, 40, 300, 260), IoU 0.87`."""
         return tuple(self._name(match, categories) for match in self.matches) or ("box",) * images
 
+    def contrasts(self, images: int) -> tuple[bool, ...]:
+        """Return whether another class is subtracted."""
+        return (self.against is not None,) * images
+
     def boxes(self) -> tuple[Box | None, ...]:
         """Return the box of each image, in pixels of the input."""
         pairs = zip(self.geometries, self.matches, strict=False)

@@ -76,6 +76,10 @@ class TextSimilarity(_EmbeddingTarget):
         others = " or ".join(map(_name, self.against)) if number <= _MOST_NAMED else f"{number} other texts"
         return (_name(self.prompt) + (f" rather than {others}" if others else ""),) * images
 
+    def contrasts(self, images: int) -> tuple[bool, ...]:
+        """Return whether there are other texts."""
+        return (bool(self.against),) * images
+
 
 def _name(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else f"{prompt[0]} (mean of {plural(len(prompt), 'text')})"
@@ -86,7 +90,7 @@ class Similarity(_EmbeddingTarget):
     """Similarity to an image or an embedding, or the difference of two; see `similarity`."""
 
     references: tuple[Any, ...]  # one, or two for a contrast
-    by: Measure = "cosine"
+    measure: Measure = "cosine"
 
     def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> Similarity:
         """Return the target with the embeddings of its references."""
@@ -99,9 +103,9 @@ class Similarity(_EmbeddingTarget):
     def __call__(self, output: Any) -> Tensor:
         """Return the similarities (N,)."""
         own, others = self.pair(output)
-        if self.by == "cosine":
+        if self.measure == "cosine":
             own, others = F.normalize(own, dim=1), F.normalize(others, dim=1)
-        if self.by == "distance":
+        if self.measure == "distance":
             scores = torch.stack([-torch.linalg.vector_norm(own - other, dim=1) for other in others], 1)
         else:
             scores = F.linear(own, others)  # (N, K)
@@ -111,6 +115,10 @@ class Similarity(_EmbeddingTarget):
         """Return names such as `similarity to cat.jpg rather than dog.jpg`."""
         names = [Path(one).name if isinstance(one, str | os.PathLike) else "a reference" for one in self.references]
         return (f"similarity to {' rather than '.join(names)}",) * images
+
+    def contrasts(self, images: int) -> tuple[bool, ...]:
+        """Return whether there are two references."""
+        return (len(self.references) > 1,) * images
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,7 +175,7 @@ def _is_embedding(reference: Any) -> bool:
     return len(shape) == 1 or (len(shape) == 2 and shape[0] == 1 and "float" in str(reference.dtype))
 
 
-def similarity(reference: Any = None, against: Any = None, by: Measure = "cosine") -> Target:
+def similarity(reference: Any = None, against: Any = None, measure: Measure = "cosine") -> Target:
     """Explain the similarity of an image to a reference, for a model that returns one embedding per image.
 
     Args:
@@ -176,14 +184,14 @@ def similarity(reference: Any = None, against: Any = None, by: Measure = "cosine
             cosine similarity of its embedding to the embedding of the image. No label is needed. The score of the image
             itself is 1, and its gradient there is zero, so use methods that change the image, such as `RELAX`.
         against: Another reference. The score is then the difference of the two similarities.
-        by: "cosine", "dot" for the inner product, or "distance" for minus the Euclidean distance.
+        measure: "cosine", "dot" for the inner product, or "distance" for minus the Euclidean distance.
 
     Raises:
-        TargetError: `by` is unknown; or `against` or another measure than "cosine" is given without a reference.
+        TargetError: `measure` is unknown; or `against` or another measure than "cosine" is given without a reference.
     """
-    check_choice("by", by, get_args(Measure), error=TargetError)
+    check_choice("measure", measure, get_args(Measure), error=TargetError)
     if reference is None:
-        if against is not None or by != "cosine":
+        if against is not None or measure != "cosine":
             raise TargetError("the similarity of an image to itself is a cosine without `against`; pass a reference")
         return SelfSimilarity()
-    return Similarity((reference,) if against is None else (reference, against), by)
+    return Similarity((reference,) if against is None else (reference, against), measure)

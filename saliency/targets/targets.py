@@ -151,6 +151,10 @@ class OutputTarget(ABC):
         """Return the class indices, one per image; None if the target is not a class."""
         return (None,) * images
 
+    def contrasts(self, images: int) -> tuple[bool, ...]:
+        """Return whether each image's score is a difference: of classes, texts or references."""
+        return (False,) * images
+
     def boxes(self) -> tuple[Box | None, ...]:
         """Return the explained box of each image in pixels of the input, None if there is none; empty without boxes."""
         return ()
@@ -312,6 +316,10 @@ class Contrast(_ClassTarget):
         names = (score.names(images, categories) for score in self.scores)
         return tuple(f"{name} rather than {other}" for name, other in zip(*names, strict=True))
 
+    def contrasts(self, images: int) -> tuple[bool, ...]:
+        """Return True for each image."""
+        return (True,) * images
+
 
 @dataclass(frozen=True, slots=True)
 class Value(OutputTarget):
@@ -448,6 +456,10 @@ class TargetList(OutputTarget):
     def indices(self, images: int) -> tuple[int | None, ...]:
         """Return the class index of each image; None if its target is not a class."""
         return tuple(own.indices(1)[0] for own in self.targets)
+
+    def contrasts(self, images: int) -> tuple[bool, ...]:
+        """Return whether each image's target is a difference."""
+        return tuple(own.contrasts(1)[0] for own in self.targets)
 
     def boxes(self) -> tuple[Box | None, ...]:
         """Return the explained box of each image; empty without boxes."""

@@ -6,14 +6,14 @@ from dataclasses import fields
 from functools import reduce
 from itertools import permutations
 from operator import or_
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 import saliency
-from saliency import METHODS, BatchAttribution, Explanation, Needs, explain_together
+from saliency import METHODS, BatchAttribution, Explanation, MethodError, Needs, explain_together
 from saliency.attribution.base import TracedAttribution
 from saliency.attribution.forward import SharedForward
 from saliency.attribution.options import RunStats
@@ -44,6 +44,41 @@ def test_the_order_of_methods_changes_no_need() -> None:
         Needs(backwards=2, values=SavedValues.LINEAR, attention=True),
     ]
     assert len({reduce(or_, order) for order in permutations(several)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "read", "match"),
+    [
+        ({"gradients": "layer"}, None, "gradients='layer' is not one of.*did you mean \"layers\""),
+        ({"backwards": "1"}, None, "backwards='1' is not a whole number"),
+        ({"layers": "relu"}, None, "layers='relu' is not a tuple of names of layers"),
+        ({"backwards": 0}, lambda grads: grads.input_gradient(), "more backward passes than"),
+        ({"gradients": "none"}, lambda grads: grads.input_gradient(), 'do not record: Needs\\(gradients="none"\\)'),
+        ({"gradients": "layers"}, lambda grads: grads.input_gradient(), 'do not record: Needs\\(gradients="layers"\\)'),
+        ({"gradients": "none", "layers": ("relu",)}, lambda grads: grads.gradient("relu"), "do not record"),
+        ({"layers": ("relu",)}, lambda grads: grads.gradient("conv"), 'layer "conv" is not among those'),
+        ({}, lambda grads: grads.activation("relu"), 'layer "relu" is not among those'),
+        ({"layers": ("reluu",)}, lambda grads: grads.activation("reluu"), 'no layer "reluu".*closest are relu'),
+    ],
+)
+def test_a_slip_in_the_needs_of_a_method_is_one_sentence(options: Any, read: Any, match: str) -> None:
+    class Slip(saliency.TracedAttribution):
+        """A method whose needs do not fit; without a name, it stays out of the registry."""
+
+        def explain_gradients(self, grads: saliency.TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+            return BatchAttribution(read(grads), grads.scores)
+
+    def explain() -> None:
+        Slip.needs = Needs(**options)
+        Slip(tiny_model()).attribute(images(2), 1)
+
+    with pytest.raises((MethodError, saliency.LayerError), match=match):
+        explain()
+
+
+def test_needs_of_another_type_are_refused_where_the_class_is_written() -> None:
+    with pytest.raises(TypeError, match=r"Wrong.needs is not a saliency.Needs, got 'layers'"):
+        type("Wrong", (saliency.TracedAttribution,), {"needs": "layers"})
 
 
 @pytest.mark.parametrize("name", METHODS)

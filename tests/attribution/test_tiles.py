@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import METHODS, ImageError, MethodError, NotApplicableError, NotFoundError, Preprocess, TargetError
+from saliency.errors import warn
 from saliency.metrics import measure
 from tests.models import OwnForward, PooledNet
 
@@ -239,3 +241,36 @@ def test_a_region_that_no_tile_holds_is_an_error() -> None:
     )
     with pytest.raises(NotFoundError, match="no pixel to class 1"):
         saliency.VanillaGradient(model).attribute(noise(40, 40), saliency.region(1), tiles=32, overlap=8)
+
+
+@pytest.mark.parametrize(
+    ("mask", "match"),
+    [
+        (torch.ones(30, 40), r"the region has shape \(30, 40\); with tiles=, expected \(40, 40\)"),
+        (torch.zeros(40, 40), "no pixel of the image"),
+    ],
+)
+def test_a_wrong_mask_is_refused_before_the_first_tile(mask: Tensor, match: str) -> None:
+    model = Recorded().double()
+    with pytest.raises(NotFoundError, match=match):
+        saliency.VanillaGradient(model).attribute(noise(40, 40), saliency.region(1, mask), tiles=32, overlap=8)
+    assert not model.shapes
+
+
+def test_a_warning_comes_once_for_all_tiles_whatever_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saliency.attribution.tiles.chunk_size", lambda x: 1)
+
+    class Numbered(saliency.VanillaGradient):
+        """A method that warns with a number; without a name, it stays out of the registry."""
+
+        name = ""
+
+        def explain_gradients(self, grads: Any, layers: tuple[str, ...]) -> Any:
+            warn(f"the largest score is {grads.scores.max()}")
+            return super().explain_gradients(grads, layers)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            Numbered(PooledNet().double()).attribute(noise(60, 60), 1, tiles=24, overlap=8)
+    assert len(caught) == 2  # one for each call

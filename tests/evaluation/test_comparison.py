@@ -338,6 +338,14 @@ def test_numbers_of_targets_and_masks_are_those_of_the_images() -> None:
         compare([VanillaGradient(Linear())], [torch.rand(3, 8, 8)], 0, masks=[torch.ones(8, 8)], boxes=[(0, 0, 2, 2)])
 
 
+def test_the_target_of_a_comparison_has_the_name_that_it_has_everywhere() -> None:
+    method, image = VanillaGradient(Linear()), torch.rand(1, 3, 8, 8)
+    named, placed = compare([method], image, target=[1], metrics="gini"), compare([method], image, 1, "gini")
+    assert named.results[0].value == placed.results[0].value
+    with pytest.raises(TypeError, match='no argument "targets"; did you mean "target"'):
+        compare([method], image, targets=[0], metrics="gini")
+
+
 def test_curves_are_means_over_the_images_that_count() -> None:
     model = Linear()
     images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))

@@ -264,36 +264,36 @@ class PlainSearch:
 
 
 @pytest.mark.parametrize(
-    ("name", "order", "together"),
+    ("name", "mode", "group_size"),
     [
         ("shapes_detector", "deletion", 1),
         *(("shapes_queries", "insertion", r) for r in (1, 2, 3)),
         ("shapes_queries", "deletion", 2),
     ],
 )
-def test_vx_code_equals_a_plain_greedy_loop(name: str, order: Any, together: int, monkeypatch: Any) -> None:
+def test_vx_code_equals_a_plain_greedy_loop(name: str, mode: Any, group_size: int, monkeypatch: Any) -> None:
     monkeypatch.setattr("saliency.methods.vx_code.SHORTLIST", 4)
-    method = VXCODE(network(name), order=order, together=together, segments=(4, 4), chunk=5)
+    method = VXCODE(network(name), mode=mode, group_size=group_size, segments=(4, 4), chunk=5)
     found = method.attribute(X[:1], saliency.box())
     place = torch.tensor([float(n) for n in found.target_names[0].split("(")[1].rstrip(")").split(", ")])
-    expected = PlainSearch(name, X[:1], place, 4, order).map(together, 4, 0.1)
+    expected = PlainSearch(name, X[:1], place, 4, mode).map(group_size, 4, 0.1)
     assert expected.count_nonzero() >= 16**2
     torch.testing.assert_close(found.values, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("order", ["insertion", "deletion"])
-def test_vx_code_finds_patches_that_act_only_together(order: Any) -> None:
+@pytest.mark.parametrize("mode", ["insertion", "deletion"])
+def test_vx_code_finds_patches_that_act_only_together(mode: Any) -> None:
     class Both(nn.Module):  # a score of 1 if two corners are seen, and of 0.2 for a third
         def forward(self, x: Tensor) -> Tensor:
             return (x[:, 0, 0, 0] * x[:, 0, 7, 7] + 0.2 * x[:, 0, 0, 7])[:, None]
 
-    options: dict[str, Any] = {"segments": (4, 4), "order": order, "together": 2}
+    options: dict[str, Any] = {"segments": (4, 4), "mode": mode, "group_size": 2}
     found = VXCODE(Both(), **options).attribute(torch.ones(1, 3, 8, 8), 0).values[0, 0]
     corners = torch.stack([found[0, 0], found[7, 7]]).sort().values
-    both = torch.tensor([1.2, 1.2]) if order == "insertion" else torch.tensor([0.0, 1.2])
+    both = torch.tensor([1.2, 1.2]) if mode == "insertion" else torch.tensor([0.0, 1.2])
     torch.testing.assert_close(corners, both)  # hiding either of them is enough
     assert float(found[0, 7]) == pytest.approx(0.2)
-    assert found.count_nonzero() == (12 if order == "insertion" else 8)
+    assert found.count_nonzero() == (12 if mode == "insertion" else 8)
 
 
 def test_vx_code_ends_in_time_with_whole_selections_only() -> None:
@@ -312,10 +312,18 @@ def test_vx_code_of_any_other_target_searches_by_its_score() -> None:
     assert found.values[inside].mean() > 3 * found.values[~inside].mean()
 
 
-@pytest.mark.parametrize("options", [{"order": "both"}, {"together": 4}])
-def test_vx_code_refuses_other_orders_and_numbers_of_patches(options: Any) -> None:
+@pytest.mark.parametrize("options", [{"mode": "both"}, {"group_size": 4}])
+def test_vx_code_refuses_other_modes_and_numbers_of_patches(options: Any) -> None:
     with pytest.raises(MethodError, match="is not one of"):
         VXCODE(network("shapes_detector"), **options)
+
+
+def test_vx_code_refuses_a_search_that_would_not_end_unless_its_time_is_limited() -> None:
+    model, image = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), torch.rand(1, 2, 64, 64)
+    with pytest.raises(MethodError, match="4096 segments need up to 8390657 passes, more than 100000; use fewer"):
+        VXCODE(model, segments=(64, 64)).attribute(image, 0)
+    found = VXCODE(model, segments=(64, 64), seconds=1e-6).attribute(image, 0)
+    assert found.run_stats[0].passes == 1 + 64**2
 
 
 @pytest.mark.parametrize("of", ["class", "x0", "y0", "x1", "y1"])

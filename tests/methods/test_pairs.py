@@ -52,15 +52,19 @@ def test_a_pair_has_the_maps_of_two_single_calls(name: str) -> None:
         assert found.target_names == single.target_names
 
 
-@pytest.mark.parametrize("by", ["cosine", "dot", "distance"])
-def test_pairs_in_lists_are_compared_one_by_one(by: Any) -> None:
+@pytest.mark.parametrize("measure", ["cosine", "dot", "distance"])
+def test_pairs_in_lists_are_compared_one_by_one(measure: Any) -> None:
     method, others = VanillaGradient(tiny_model().double()), images(3, seed=5).double()
     own = images(3).double()
-    found = saliency.explain_pair(method, own, list(others), by=by)
+    found = saliency.explain_pair(method, own, list(others), measure=measure)
     for index, (x, other) in enumerate(zip(own, others, strict=True)):
-        torch.testing.assert_close(found[0][index].values, method.attribute(x, similarity(other, by=by)).values)
-        torch.testing.assert_close(found[1][index].values, method.attribute(other, similarity(x, by=by)).values)
-    nested = saliency.explain_pair(method, [own], [others], by=by)
+        torch.testing.assert_close(
+            found[0][index].values, method.attribute(x, similarity(other, measure=measure)).values
+        )
+        torch.testing.assert_close(
+            found[1][index].values, method.attribute(other, similarity(x, measure=measure)).values
+        )
+    nested = saliency.explain_pair(method, [own], [others], measure=measure)
     assert torch.equal(nested[0].values, found[0].values)
 
 
@@ -119,7 +123,7 @@ def test_matches_are_the_explicit_double_sum(name: str) -> None:
     method: Any = METHODS[name](tiny_model().double(), **METHODS[name].preview_options)
     a, b = images(1, (10, 8)).double(), images(1, (8, 12), seed=4).double()
     expected = double_sum(method, a, b, 5)
-    found = saliency.explain_matches(method, a, b, by="dot", cells=12, directions=None)
+    found = saliency.explain_matches(method, a, b, measure="dot", cells=12, directions=None)
     torch.testing.assert_close(found.values, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -142,7 +146,7 @@ def test_the_gradient_form_is_the_hessian_of_the_product_times_both_inputs() -> 
 
     functional: Any = torch.autograd.functional
     hessian = functional.hessian(product, torch.cat([a, b]))[0, 0, :, :, 1, 0]
-    options: Any = {"by": "dot", "directions": None}
+    options: Any = {"measure": "dot", "directions": None}
     torch.testing.assert_close(saliency.explain_matches(VanillaGradient(model), a, b, **options).values, hessian)
     found = saliency.explain_matches(InputXGradient(model), a, b, **options)
     torch.testing.assert_close(found.values, a[0, 0, :, :, None, None] * hessian * b[0, 0])
@@ -152,8 +156,11 @@ def test_the_gradient_form_is_the_hessian_of_the_product_times_both_inputs() -> 
 @pytest.mark.parametrize("method", [InputXGradient, saliency.AttnLRP, saliency.LRP])
 def test_matches_of_a_homogeneous_network_sum_to_the_similarity(method: Any, directions: int | None) -> None:
     model = homogeneous_net()
-    for by, score in (("dot", (model(A) * model(B)).sum()), ("cosine", torch.cosine_similarity(model(A), model(B)))):
-        found = saliency.explain_matches(method(model), A, B, by=by, directions=directions, cells=3)  # type: ignore[arg-type]
+    for measure, score in (
+        ("dot", (model(A) * model(B)).sum()),
+        ("cosine", torch.cosine_similarity(model(A), model(B))),
+    ):
+        found = saliency.explain_matches(method(model), A, B, measure=measure, directions=directions, cells=3)  # type: ignore[arg-type]
         assert found.score == pytest.approx(score.item(), rel=1e-4)
         assert float(found.values.sum()) == pytest.approx(found.score, rel=1e-4)
 
@@ -196,7 +203,7 @@ def test_the_directions_run_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_matches_of_a_transformer_are_patches() -> None:
     found = saliency.explain_matches(saliency.AttnLRP(tiny_transformer()), A, B)
     assert found.values.shape == (4, 4, 4, 4)
-    assert repr(found) == f"Matches(score={found.score}, by='cosine', method='attn_lrp')"
+    assert repr(found) == f"Matches(score={found.score}, measure='cosine', method='attn_lrp')"
 
 
 def test_a_pair_touches_nothing() -> None:
@@ -236,8 +243,8 @@ def test_what_is_not_a_pair_is_refused(explain: Any) -> None:
         explain(method, images(2), B)
     with pytest.raises(MethodError, match=r"expected a method, such as LRP\(model\), got TinyNet"):
         explain(model, A, B)
-    with pytest.raises((MethodError, TargetError), match="by"):
-        explain(method, A, B, by="euclid")
+    with pytest.raises((MethodError, TargetError), match="measure"):
+        explain(method, A, B, measure="euclid")
     with pytest.raises(TargetError, match=r"\(N, D\); this model's is .*wrap the model"):
         explain(VanillaGradient(model.get_submodule("stem")), A, B)
     boxes = Packed(lambda scores: {"boxes": scores, "labels": scores}, model)

@@ -225,7 +225,8 @@ def test_a_figure_of_several_classes_names_each_above_its_map() -> None:
 
 def test_a_figure_shows_both_classes_of_a_contrast_and_nothing_of_it_is_cut_off(tmp_path: Path) -> None:
     photo, name = whole(noise(60, 40)), "espresso rather than wooden spoon"
-    made = figure([explained(torch.rand(1, 4, 4), photo, name=each) for each in ("cat", name, "dog")], title="Contrast")
+    cat, both, dog = (explained(torch.rand(1, 4, 4), photo, name=each) for each in ("cat", name, "dog"))
+    made = figure([cat, replace(both, contrasts=(True,)), dog], title="Contrast")
     made.savefig(tmp_path / "figure.png", dpi=100)
     panel = next(each for each in made.axes if "rather" in each.get_title())
     assert panel.get_title() == "made_up\nespresso rather than\nwooden spoon"

@@ -128,7 +128,7 @@ def test_a_montage_is_evenly_spaced_with_the_slice_of_the_maximum() -> None:
 
 def test_voxels_have_the_proportions_of_the_spacing() -> None:
     drawing = saliency.slices(
-        volume_map(hot()), spacing=(5, 1, 2), at=(0, 0, 0), names=("axial", "coronal", "sagittal")
+        volume_map(hot()), spacing=(5, 1, 2), index=(0, 0, 0), names=("axial", "coronal", "sagittal")
     )
     assert [axes.get_aspect() for axes in panels(drawing)] == [0.5, 2.5, 5]
     assert panels(drawing)[1].get_title() == "coronal, slice 0 of 6"
@@ -140,10 +140,10 @@ def test_voxels_have_the_proportions_of_the_spacing() -> None:
     [
         (lambda e: saliency.slices(e, torch.zeros(4, 6, 7)), r"\(4, 6, 7\); expected \(4, 6, 8\)"),
         (lambda e: saliency.slices(e, torch.zeros(2, *SIZE)), r"expected \(4, 6, 8\) in grey, or \(3, ...\) in colour"),
-        (lambda e: saliency.slices(e, at=(0, 6, 0)), r"at=\(0, 6, 0\) is not one index for each axis"),
-        (lambda e: saliency.slices(e, at=(0, 0)), r"at=\(0, 0\) is not one index"),
-        (lambda e: SLICES(e, at=(0.5, 0, 0)), r"at=\(0.5, 0, 0\) is not one index"),
-        (lambda e: SLICES(e, at=2), "at=2 is not one index"),
+        (lambda e: saliency.slices(e, index=(0, 6, 0)), r"index=\(0, 6, 0\) is not one index for each axis"),
+        (lambda e: saliency.slices(e, index=(0, 0)), r"index=\(0, 0\) is not one index"),
+        (lambda e: SLICES(e, index=(0.5, 0, 0)), r"index=\(0.5, 0, 0\) is not one index"),
+        (lambda e: SLICES(e, index=2), "index=2 is not one index"),
         (lambda e: saliency.slices(e, names=("axial", "coronal")), "are not the names of three axes"),
         (lambda e: saliency.slices(e, spacing=(1, 0, 1)), "is not the size of a voxel"),
         (lambda e: SLICES(e, spacing=2.0), "is not the size of a voxel"),

@@ -86,6 +86,7 @@ def test_the_score_is_the_weighted_mean_of_the_logits_near_the_box(against: Any)
     explanation = VanillaGradient(model).attribute(X, saliency.box(box=box, cls="cup", against=against))
     target = explanation.target_names[0]
     assert target.startswith("cup rather than dog at (" if against else "cup at (")
+    assert explanation.contrasts == (against is not None,) * len(X)
     assert ", IoU 0." in target
     method = VanillaGradient(model)
     resolved = method.resolve(saliency.box(box=box, cls="cup", against=against), X)

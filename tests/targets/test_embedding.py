@@ -100,6 +100,7 @@ def test_many_others_are_counted_in_the_name(clip: tuple[Any, Tensor]) -> None:
     model, x = clip
     found = GradCAM(model).attribute(x[0], text("a cat", against=["a dog", "a bus", "a photo", "red"]))
     assert found.target_names == ("a cat rather than 4 other texts",)
+    assert found.contrasts == (True,)
 
 
 @BY_NAME
@@ -196,7 +197,7 @@ def test_every_method_explains_a_text_and_a_reference(name: str, method: str) ->
     refused = NEED_CLASSES | NEED_ONE_SIGN | (NEED_RELU if name == "transformers CLIP" else set())
     if cls.needs.attention and name == "open_clip ResNet":
         pytest.skip("the image has a single patch there")
-    targets: list[Any] = [text("a cat", against=OTHERS), similarity(x[1], by="distance")]
+    targets: list[Any] = [text("a cat", against=OTHERS), similarity(x[1], measure="distance")]
     for target in targets:
         if method in refused:
             with pytest.raises(saliency.NotApplicableError):
@@ -226,7 +227,7 @@ def test_several_methods_share_a_forward_for_a_text(clip: tuple[Any, Tensor]) ->
 def test_nothing_is_changed_also_after_an_error(name: str) -> None:
     model, x = MODELS[name]()
     before = Snapshot(model=model, x=x)
-    GradCAM(model).attribute(x, [text("a cat", against=OTHERS), similarity(x[1], by="distance")])
+    GradCAM(model).attribute(x, [text("a cat", against=OTHERS), similarity(x[1], measure="distance")])
     with pytest.raises(TargetError):
         GradCAM(model).attribute(x, [text("a cat"), similarity(torch.ones(3))])
     assert not before.changes()
@@ -301,18 +302,18 @@ MEASURES: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*below the rounding error")  # of an image that is its own reference
-@pytest.mark.parametrize("by", MEASURES)
-def test_the_score_of_a_reference_is_its_measure(clip: tuple[Any, Tensor], by: Any) -> None:
+@pytest.mark.parametrize("measure", MEASURES)
+def test_the_score_of_a_reference_is_its_measure(clip: tuple[Any, Tensor], measure: Any) -> None:
     model, x = clip
     embeddings = model(x)["image_embeds"].detach()
-    first = VanillaGradient(model).attribute(x, similarity(x[1], by=by))
-    torch.testing.assert_close(first.scores, MEASURES[by](embeddings, embeddings[1:]))
+    first = VanillaGradient(model).attribute(x, similarity(x[1], measure=measure))
+    torch.testing.assert_close(first.scores, MEASURES[measure](embeddings, embeddings[1:]))
     forms = (embeddings[1], embeddings[1:], embeddings[1:].numpy())
-    found = [VanillaGradient(model).attribute(x, similarity(form, by=by)).values for form in forms]
+    found = [VanillaGradient(model).attribute(x, similarity(form, measure=measure)).values for form in forms]
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
-    second = VanillaGradient(model).attribute(x, similarity(torch.ones(8), by=by))
-    both = VanillaGradient(model).attribute(x, similarity(x[1], against=np.ones(8, np.float32), by=by))
+    second = VanillaGradient(model).attribute(x, similarity(torch.ones(8), measure=measure))
+    both = VanillaGradient(model).attribute(x, similarity(x[1], against=np.ones(8, np.float32), measure=measure))
     torch.testing.assert_close(both.scores, first.scores - second.scores)
     torch.testing.assert_close(both.values, first.values - second.values)
 
@@ -325,6 +326,7 @@ def test_a_reference_is_read_as_the_image_is(tmp_path: Path) -> None:
     paths = [tmp_path / "red.png", tmp_path / "blue.png"]
     found = VanillaGradient(model).attribute(paths, similarity(paths[0], against=str(paths[1])))
     assert found.target_names[0] == "similarity to red.png rather than blue.png"
+    assert found.contrasts[0]
     assert float(found.scores[0]) == pytest.approx(-float(found.scores[1]), rel=1e-5)
     assert found.scores[0] > 0
 
@@ -344,7 +346,7 @@ def test_the_similarity_to_itself_is_the_cosine_of_each_changed_image_with_its_o
     # A metric that runs changed images compares them with the image of the explanation.
     subject = Subject(found, method=occlusion, inputs=x)
     torch.testing.assert_close(subject.scores_of(x * 0.3), F.cosine_similarity(model(x), model(x * 0.3)).detach())
-    for wrong in ({"against": x[0]}, {"by": "dot"}):
+    for wrong in ({"against": x[0]}, {"measure": "dot"}):
         with pytest.raises(TargetError, match="to itself is a cosine"):
             similarity(**wrong)
 
@@ -384,7 +386,7 @@ def test_what_cannot_be_compared_is_refused(clip: tuple[Any, Tensor]) -> None:
     with pytest.raises(TargetError, match="expected a text or a list of texts, got 3"):
         text("a cat", against=[3])  # type: ignore[list-item]
     with pytest.raises(TargetError, match="cosine"):
-        similarity(torch.ones(3), by="euclid")  # type: ignore[arg-type]
+        similarity(torch.ones(3), measure="euclid")  # type: ignore[arg-type]
     with pytest.raises(TargetError, match="only methods and"):
         gradient_statistics(model, x, text("a cat"))
     with pytest.raises(ModelError, match="Linear has no text encoder"):

@@ -7,6 +7,7 @@ from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import saliency
 from saliency import (
     METHODS,
     Explanation,
@@ -30,6 +32,7 @@ from saliency import (
     value,
 )
 from saliency.attribution.resolved_target import ResolvedTarget
+from saliency.render.blending import probability as probability_text
 from saliency.targets.targets import as_target, output_tensor
 from saliency.testing import tiny_model, tiny_model_for
 from saliency.testing.case import images
@@ -495,6 +498,17 @@ def test_a_contrast_is_the_difference_of_two_scores(x: Tensor) -> None:
     worst = model(x).argmin(1).tolist()
     top = VanillaGradient(model).attribute(x, contrast(None, worst))
     torch.testing.assert_close(top.scores, (model(x).amax(1) - model(x).amin(1)).detach())
+
+
+def test_a_contrast_is_known_from_the_target_and_not_from_its_name(x: Tensor, tmp_path: Path) -> None:
+    method = VanillaGradient(LinearModel(), categories=["ant rather than bee", "b", "c", "d", "e"])
+    found = method.attribute(x, [saliency.contrast(0, 1), saliency.value(0)])
+    assert found.contrasts == (True, False)
+    assert found[1].contrasts == (False,)
+    assert saliency.Explanation.load(found.save(tmp_path / "map.safetensors")).contrasts == (True, False)
+    plain, difference = method.attribute(x[:1], 0), method.attribute(x[:1], saliency.contrast(0, 1))
+    assert probability_text(plain)[0].endswith("%")
+    assert probability_text(difference) == []
 
 
 def test_a_contrast_of_a_class_with_itself_is_refused(x: Tensor) -> None:

@@ -526,7 +526,7 @@ def test_more_backward_passes_than_declared_are_named() -> None:
             grads.rewritten_gradient([], None)
             return saliency.BatchAttribution(grads.input_gradient(), grads.scores)
 
-    with pytest.raises(AssertionError, match=r"result: RuntimeError: more backward passes than .* `needs` declare"):
+    with pytest.raises(AssertionError, match=r"result: MethodError: more backward passes than .* `needs` declare"):
         check_method(TwoBackwards)
 
 
