@@ -81,7 +81,7 @@ class AttentionCall:
         return torch.cat([call.probabilities().mean(1) for call in self._by_image()])
 
     def _by_image(self) -> Iterator[AttentionCall]:
-        """Yield a fused call for each image on a CPU, whose cache then holds its probabilities; else the call itself."""
+        """Yield a fused call on a CPU one image at a time, which fits into its cache; else the call itself."""
         query, key, bias = self.query, self.key, self.bias
         if query is None or key is None or query.device.type != "cpu":
             yield self
