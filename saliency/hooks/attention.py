@@ -83,7 +83,7 @@ class AttentionCall:
     def _by_image(self) -> Iterator[AttentionCall]:
         """Yield a fused call on a CPU one image at a time, which fits into its cache; else the call itself."""
         query, key, bias = self.query, self.key, self.bias
-        if query is None or key is None or query.device.type != "cpu":
+        if query is None or key is None or not query.is_cpu or len(query) != len(key):
             yield self
             return
         for image in (slice(at, at + 1) for at in range(len(query))):
