@@ -328,8 +328,8 @@ class Attribution(HasOptions, ABC):
 
     def _notes(self, explanation: Explanation) -> Iterator[str]:
         """Yield a note on the limits of each image's map, and warn if the map shows nothing."""
-        low, high = explanation.values.flatten(1).aminmax(dim=1)
-        largest = torch.maximum(-low, high)
+        values = explanation.values.flatten(1)
+        largest = torch.maximum(-values.amin(1), values.amax(1))  # much faster than `aminmax(dim=1)`
         shows_nothing = (largest <= rounding_errors(explanation)).tolist()
         for index, name in enumerate(explanation.target_names):
             note = ""

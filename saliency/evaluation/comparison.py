@@ -442,7 +442,7 @@ def compare(
     """Compare methods by several metrics over images: which one should be used for this model?
 
     The metrics of an image and method share their passes, and so do the methods where nothing depends on the map:
-    random patches, the image without any pixel, and the controls "constant" and "centre" of maps of one resolution.
+    random patches, the image without any pixel, and the controls "constant" and "centre".
 
     Args:
         methods: Methods, such as `GradCAM(model)`. Methods of one name are named with their options, and numbered if
@@ -450,8 +450,8 @@ def compare(
         images: The images, or a batch of them (N, C, H, W).
         target: One target for all images, a list with one for each image, or None for the top class of each image.
         metrics: Metrics, or their names in `METRICS`. Metrics of one name are named with their options. Deletion and
-            insertion each run about 1,340 forwards per image, and 890 for each further method with maps of the same
-            resolution; `Deletion(steps=28)` runs about 160 and 110.
+            insertion each run about 1,340 forwards per image, and 890 for each further method; `Deletion(steps=28)`
+            runs about 160 and 110.
         masks: For each image where the object is, for metrics of localisation: a path or a PIL image of the size of the
             image, in which the object is not black; or a tensor (H, W) as the model sees it. None for an image without.
         boxes: Instead of a mask, the box of the object in each image, (x0, y0, x1, y1) in pixels of the upright image;

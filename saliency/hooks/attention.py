@@ -7,8 +7,8 @@ gradient follow from these and from the gradient at the kernel's result. Nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import cast
 
@@ -75,6 +75,21 @@ class AttentionCall:
     def probabilities(self) -> Tensor:
         """Return the attention probabilities (N, heads, queries, keys). For windows, N counts windows."""
         return self.softmax_of(self.logits()) if self.weights is None else self.by_head(_precise(self.weights))
+
+    def mean_heads(self) -> Tensor:
+        """Return the mean over the heads of the probabilities (N, queries, keys)."""
+        return torch.cat([call.probabilities().mean(1) for call in self._by_image()])
+
+    def _by_image(self) -> Iterator[AttentionCall]:
+        """Yield a fused call on a CPU one image at a time, which fits into its cache; else the call itself."""
+        query, key, bias = self.query, self.key, self.bias
+        if query is None or key is None or not query.is_cpu or len(query) != len(key):
+            yield self
+            return
+        for image in (slice(at, at + 1) for at in range(len(query))):
+            own = bias if bias is None or bias.dim() < 4 or len(bias) == 1 else bias[image]
+            parts = {"query": query[image], "key": key[image], "value": self.value[image]}
+            yield replace(self, images=1, bias=own, **parts)
 
     def softmax_of(self, logits: Tensor) -> Tensor:
         """Return the probabilities of the logits of a fused kernel."""

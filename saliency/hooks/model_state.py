@@ -141,14 +141,11 @@ def _evaluate(modules: list[nn.Module], holder: int) -> None:
             # Heads of YOLO cache anchors under inference_mode, and no gradient can pass such tensors.
             if type(module).__module__.startswith("torch.nn."):
                 continue
-            cached = {name: tensor for name, tensor in vars(module).items() if _is_of_inference(tensor)}
+            tensors = [(name, own) for name, own in vars(module).items() if isinstance(own, Tensor)]
+            cached = {name: tensor.clone() for name, tensor in tensors if tensor.is_inference()}
             if cached and module not in _attributes:
                 _attributes[module] = {name: own for name, own in vars(module).items() if name != "training"}
-                vars(module).update({name: tensor.clone() for name, tensor in cached.items()})
-
-
-def _is_of_inference(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_inference()
+                vars(module).update(cached)
 
 
 def _end_evaluation(holder: int) -> None:

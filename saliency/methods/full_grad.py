@@ -113,7 +113,7 @@ class _Terms:
 
     def __init__(self, model: nn.Module, grads: TargetGradients) -> None:
         self._model, self._grads = model, grads
-        self._biases, self._total, self._missed = 0, 0.0, Counter[str]()
+        self._biases, self._sums, self._missed = 0, list[Tensor](), Counter[str]()
         # The shape in which the result of an operation is used, because a linear layer flattens its locations.
         self._used_as = {used: result_shape(node) for node in grads.nodes for used, _ in next_functions(node)}
         with HookManager() as hooks:
@@ -121,7 +121,8 @@ class _Terms:
             for node in grads.nodes:
                 hooks.at_node(node, partial(self._add, node))
             product = _product(grads.input_gradient(), grads.x)
-        self.residual = float(grads.scores) - self._total - float(product.sum())
+        sums = torch.stack([*self._sums, product.sum()]).tolist()  # one transfer from the device
+        self.residual = float(grads.scores) - sum(sums)
         self.values = (self.values + _scaled(product))[0]
 
     def _add(self, node: Node, passed: Gradients, arrived: Gradients) -> None:
@@ -135,7 +136,7 @@ class _Terms:
             return
         self._biases += bool(terms)
         for term in terms:
-            self._total += float(term.sum())
+            self._sums.append(term.sum())
             self._draw(term, operation, self._used_as.get(node, ()))
 
     def _draw(self, term: Tensor, operation: Operation, used_as: tuple[int, ...]) -> None:

@@ -525,9 +525,11 @@ def _adaptively_integrated(passes: PassRunner, references: Tensor, tolerance: fl
             return torch.stack([torch.lerp(references[path], x[0], at) for path, at in wanted[start:stop]])
 
         for done in passes.gradients(make, len(wanted)):
-            rows = zip(wanted[done.start :], done.scores.tolist(), done.gradients.to(differences), strict=False)
-            for (path, at), value, gradient in rows:
-                paths[path].add(at, value, float((gradient * differences[path]).sum(dtype=torch.float64)))
+            nodes, own = wanted[done.start : done.start + len(done.scores)], done.gradients.to(differences)
+            products = own * differences[[path for path, _ in nodes]]
+            slopes = products.flatten(1).sum(1, dtype=torch.float64).tolist()
+            for (path, at), value, slope, gradient in zip(nodes, done.scores.tolist(), slopes, own, strict=True):
+                paths[path].add(at, value, slope)
                 gradients[path].append(gradient)
     pairs = zip((path.weights.to(differences) for path in paths), map(torch.stack, gradients), strict=True)
     means = [torch.einsum("n,n...->...", weights, own) for weights, own in pairs]

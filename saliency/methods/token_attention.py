@@ -110,7 +110,7 @@ class TokenAttention:
     def mean_heads(self, call: AttentionCall) -> Tensor:
         """Return the mean over the heads of the probabilities of a call (N, queries, keys). Methods share it."""
         if call not in self._means:
-            self._means[call] = call.probabilities().mean(1)
+            self._means[call] = call.mean_heads()
         return self._means[call]
 
     def gradient(self, call: AttentionCall) -> Tensor:

@@ -190,11 +190,14 @@ class LeGrad(AttentionMap):
 
 
 class _SkipZeroRows(DispatchMode):
-    """Mode in which matrix products skip rows of zeros, such as gradients of tokens that the head does not read."""
+    """Mode in which matrix products on a CPU skip rows of zeros, as in gradients of tokens that the head does not read.
+
+    A GPU would wait for the host in each product.
+    """
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
-        rows = args[0].any(1) if op is torch.ops.aten.mm.default else None
+        rows = args[0].any(1) if op is torch.ops.aten.mm.default and args[0].is_cpu else None
         if rows is None or bool(rows.all()):
             return op(*args, **kwargs or {})
         result = args[0].new_zeros(len(rows), args[1].shape[1])

@@ -240,9 +240,8 @@ def test_methods_share_the_passes_of_what_does_not_depend_on_them_and_no_value_c
 
     forwards(metrics)  # finds out once what the model allows
     explained = forwards(["gini"]) + len(methods)  # and the score of the image, once for each method
-    # The orders of four maps and of their random controls, a constant, and the Gaussian at 16 x 16 and at 8 x 8; and
-    # the empty image.
-    assert forwards(metrics[:2]) == explained + 2 * (3 * (4 * (1 + 3) + 1 + 2) + 1)
+    # The orders of four maps and of their random controls, a constant, and the Gaussian; and the empty image.
+    assert forwards(metrics[:2]) == explained + 2 * (3 * (4 * (1 + 3) + 1 + 1) + 1)
     assert forwards(metrics[2:]) == explained + 10
     table = compare(methods, [image], 0, metrics)
     apart = [each for method in methods for each in compare([method], [image], 0, metrics).results]

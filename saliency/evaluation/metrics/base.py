@@ -238,8 +238,9 @@ class Subject(SharedResults):
     def controlled(self, cells: Tensor, of: slice = slice(None)) -> Tensor:
         """Return maps (N, h, w) of some images and their controls in the size of the model's input, (M, N, H, W)."""
         images = self.images[of] if "edges" in self.controls else None
-        rows = [cells, *control_maps(cells, self.seed, self.random_controls, self.controls, images)]
-        return torch.stack([resized_within(row, self.explanation.input_size) for row in rows])
+        size = self.explanation.input_size
+        rows = [cells, *control_maps(cells, self.seed, self.random_controls, self.controls, images, size)]
+        return torch.stack([resized_within(row, size) for row in rows])
 
     def resized(self, values: Tensor) -> Tensor:
         """Return values (N, C, h, w), summed over the channels, in the size of the model's input: (N, H, W)."""
@@ -368,15 +369,16 @@ def control_maps(
     count: int = RANDOM_CONTROLS,
     names: Sequence[str] = CONTROLS,
     images: Tensor | None = None,
+    size: tuple[int, ...] = (),
 ) -> list[Tensor]:
     """Return the controls of maps (N, h, w) with these names, in their order.
 
-    They are a constant, a Gaussian at the centre, the edges of images (N, C, H, W), and random draws of `_moved`. All
-    have about the mean magnitude of the map, so that metrics of scale are fair. The Gaussian and the edges are scaled
-    by a power of two: rounding does not change the order of their pixels, so that all maps of one resolution share
-    their scores.
+    They are a constant, a Gaussian of this size (H, W) at the centre, the edges of images (N, C, H, W), and random
+    draws of `_moved`. All have about the mean magnitude of the map, so that metrics of scale are fair. The Gaussian and
+    the edges are scaled by a power of two: rounding does not change the order of their pixels, so that all maps of an
+    image share their scores.
     """
-    height, width = cells.shape[1:]
+    height, width = size or cells.shape[1:]
     mean = cells.abs().mean((1, 2), keepdim=True)
 
     def scaled(maps: Tensor) -> Tensor:
