@@ -86,8 +86,8 @@ def stages(source: Path, out: Path, model: nn.Module, size: int) -> dict[str, fl
 
 
 def batch_size(out: Path) -> int:
-    """Return the batch size of a run."""
-    return int(json.loads((out / "manifest.json").read_text())["batch_size"])
+    """Return the first batch size of a run."""
+    return int(json.loads((out / "manifest.json").read_text())["batch_sizes"][0][1])
 
 
 def grad_cam(source: Path, out: Path, model: nn.Module) -> None:
@@ -231,14 +231,14 @@ def finished(folder: Path, count: int) -> list[str]:
         name = f"{number:05d}"
         if number:
             os.link(first, source / f"{name}.jpg")
-            for key in ("overlay", "photo", "heat"):
+            for key in ("overlay", "thumbnail", "heat"):
                 os.link(out / row[key], out / row[key].replace("00000", name))
         listing.append(json.dumps(listed).replace("00000", name))
-        files = {key: row[key].replace("00000", name) for key in ("overlay", "photo", "heat", "source", "id")}
+        files = {key: row[key].replace("00000", name) for key in ("overlay", "thumbnail", "heat", "source", "id")}
         rows.append(json.dumps({**row, **files, "index": number}))
     (out / LISTING).write_text("\n".join(listing) + "\n")
     (out / "manifest.jsonl").write_text("\n".join(rows) + "\n")
-    about |= {"counts": {"photos": count, "rows": count, "failed": 0}}
+    about |= {"counts": {"images": count, "rows": count, "failed": 0}}
     (out / "manifest.json").write_text(json.dumps(about))
     return words
 
