@@ -94,13 +94,14 @@ def _huffman_coded(data: Bytes, counts: NDArray[np.int64]) -> bytes:
         code, size = pair_codes.take(pair), pair_sizes.take(pair)
         code, size = code[::2] | code[1::2] << size[::2].astype(np.uint64), size[::2] + size[1::2]
         word, bit = divmod(position, 64)
-        shift = (np.cumsum(size, dtype=np.uint8) - size + np.uint8(bit)) & 63  # the first bit of each code in its word
+        end = np.cumsum(size, dtype=np.uint64)
+        shift = (end.astype(np.uint8) - size + np.uint8(bit)) & 63  # the first bit of each code in its word
         last = np.flatnonzero(np.append(shift[1:] < shift[:-1], True))  # the last code that starts in each word
         shift = shift.astype(np.uint64)
         # Codes do not overlap, so their sum joins them. It is a difference of sums over all codes, modulo 2^64.
         out[word : word + len(last)] |= np.diff(np.cumsum(code << shift)[last], prepend=np.uint64(0))
         out[word + 1 : word + 1 + len(last)] |= code[last] >> np.uint64(1) >> (np.uint64(63) - shift[last])
-        position += int(size.sum())
+        position += int(end[-1])
     for symbol in (*data[2 * len(pairs) :].tolist(), END):
         _write_bits(out, position, codes[symbol])
         position += sizes[symbol]
