@@ -6,9 +6,10 @@ import io
 import json
 import os
 import stat
+import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 LONGEST = 160
 """Bytes of an image name in file names. File systems allow 255, including the method, suffix and number."""
+
+MOST_PER_FOLDER = 10_000
+"""Images of one folder, above which a new run puts their files into numbered subfolders."""
 
 _FORBIDDEN = frozenset('\\/:*?"<>|')
 
@@ -137,12 +141,15 @@ class Listing:
     removed: frozenset[int]
 
 
-def merge_listing(listed: Sequence[ImageEntry], entries: Sequence[ImageEntry]) -> Listing:
+def merge_listing(
+    listed: Sequence[ImageEntry], entries: Sequence[ImageEntry], most_per_folder: int = sys.maxsize
+) -> Listing:
     """Append new images to the listing of earlier runs, and find images that changed or were removed.
 
     Args:
         listed: Listing of earlier runs; empty for a new run.
         entries: Images that the sources contain now.
+        most_per_folder: As in `with_names`.
 
     Raises:
         BatchError: There is no image, the folder contains a run over other images, or the target of an image changed.
@@ -173,7 +180,7 @@ def merge_listing(listed: Sequence[ImageEntry], entries: Sequence[ImageEntry]) -
     changed = frozenset(index for index, entry in enumerate(listed) if stamps[index] and stamps[index] != entry.stamp)
     removed = frozenset(index for index, entry in enumerate(listed) if entry.stamp and not stamps[index])
     current = [replace(entry, stamp=stamps[index]) if index in changed else entry for index, entry in enumerate(listed)]
-    return Listing([*current, *with_names(new, listed)], changed, removed)
+    return Listing([*current, *with_names(new, listed, most_per_folder)], changed, removed)
 
 
 def _keys(entries: Sequence[ImageEntry]) -> list[tuple[object, ...]]:
@@ -186,7 +193,9 @@ def _keys(entries: Sequence[ImageEntry]) -> list[tuple[object, ...]]:
     return keys
 
 
-def with_names(entries: Sequence[ImageEntry], listed: Iterable[ImageEntry] = ()) -> list[ImageEntry]:
+def with_names(
+    entries: Sequence[ImageEntry], listed: Sequence[ImageEntry] = (), most_per_folder: int = sys.maxsize
+) -> list[ImageEntry]:
     """Return the images with stamps and with unique names for their files, such as "SUB/cat" without the suffix.
 
     Images with equal names are numbered: "a", "a-2". Names that differ only in case or Unicode form count as equal, as
@@ -195,13 +204,21 @@ def with_names(entries: Sequence[ImageEntry], listed: Iterable[ImageEntry] = ())
     Args:
         entries: The images, in order.
         listed: Images of earlier runs, whose names are already in use.
+        most_per_folder: Number of images of a folder above which their names are in numbered subfolders, such as
+            "SUB/0001/cat". A folder of earlier runs is split if its listed images are.
     """
+    sizes, counts = Counter(entry.folder for entry in entries), Counter(entry.folder for entry in listed)
+    split = {entry.folder for entry in listed if entry.name.count("/") > len(entry.folder)}
+    split |= {folder for folder, size in sizes.items() if size > most_per_folder and not counts[folder]}
     used = {_normalized(entry.name) for entry in listed}
     numbers: Counter[str] = Counter()
     named = []
     for entry in entries:
         # Remove dots from the names of folders: file names contain a dot, so that they never equal a folder name.
-        folders = (_safe_name(part).replace(".", "_") for part in entry.folder)
+        folders = [_safe_name(part).replace(".", "_") for part in entry.folder]
+        if entry.folder in split:
+            folders.append(f"{counts[entry.folder] // most_per_folder:04d}")
+        counts[entry.folder] += 1
         stem = os.path.splitext(entry.label.removesuffix(".gz"))[0]  # noqa: PTH122
         name = "/".join((*folders, _safe_name(stem or entry.label)))
         base, unique = _normalized(name), name
