@@ -15,6 +15,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from ..io.atomic_write import is_volume
+from ..io.remote import file_stamp, is_remote, read_bytes
 from .failures import BatchError, sentence
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class ImageEntry:
     """One image of the listing.
 
     Attributes:
-        path: Absolute path of the file that contains the image.
+        path: Absolute path, or address, of the file that contains the image.
         source: The path as the user named it.
         name: Stem of the output files of this image, relative to the folders of the run: "SUB/cat".
         folder: Folders between the source and the image.
@@ -100,6 +101,8 @@ class ImageEntry:
             raise ImageError(self.problem)
         if self.is_volume:
             raise NotApplicableError("metrics and trust cards are defined for images, not for volumes")
+        if is_remote(self.path):
+            return decode(io.BytesIO(read_bytes(self.path)), self.source)
         if self.offset is None:
             return open_image(self.path)
         try:
@@ -114,6 +117,8 @@ class ImageEntry:
 
     def current_stamp(self) -> tuple[int, ...]:
         """Return the current stamp of the file; empty if there is no file."""
+        if is_remote(self.path):
+            return () if self.problem else file_stamp(self.path)
         try:
             status = os.stat(self.path)  # noqa: PTH116 - called for every image
         except (OSError, ValueError):
@@ -122,8 +127,8 @@ class ImageEntry:
         return (status.st_size, status.st_mtime_ns) if is_file and not self.problem else ()
 
     def exists(self) -> bool:
-        """Return whether the path exists, as a file, folder or link."""
-        return not self.problem and os.path.lexists(self.path)
+        """Return whether the path exists, as a file, folder or link. An address is taken to exist."""
+        return not self.problem and (is_remote(self.path) or os.path.lexists(self.path))
 
 
 @dataclass(frozen=True, slots=True)
