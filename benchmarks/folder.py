@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,8 @@ def stages(source: Path, out: Path, model: nn.Module, size: int) -> dict[str, fl
 
 
 def batch_size(out: Path) -> int:
-    """Return the batch size of a run."""
-    return int(json.loads((out / "manifest.json").read_text())["batch_size"])
+    """Return the first batch size of a run."""
+    return int(json.loads((out / "manifest.json").read_text())["batch_sizes"][0][1])
 
 
 def grad_cam(source: Path, out: Path, model: nn.Module) -> None:
@@ -157,7 +158,8 @@ def overlapping(folder: Path, count: int, rounds: int) -> None:
         }
         if name == "resnet50":
             contenders["grad-cam's way"] = partial(grad_cam, source, folder / "g", model)
-            contenders["torchcam's README"] = partial(torchcam, source, folder / "t", model)
+            if find_spec("torchcam"):
+                contenders["torchcam's README"] = partial(torchcam, source, folder / "t", model)
         timings = timed(contenders, rounds)
         ours(source, out, model)
         size = batch_size(out)
@@ -216,6 +218,14 @@ def peaks(folder: Path, counts: tuple[int, int]) -> None:
     print(f"| {counts[1]} | {peak[1]:.0f} | {peak[1] / peak[0]:.3f} | {verdict(peak[1] / peak[0], MEMORY)} |\n")
 
 
+def link(file: Path, other: Path) -> None:
+    """Create a hard link, or a copy if the file has as many links as the file system allows."""
+    try:
+        os.link(file, other)
+    except OSError:
+        shutil.copyfile(file, other)
+
+
 def finished(folder: Path, count: int) -> list[str]:
     """Create a finished run of many hard links to one image, and return the arguments of `saliency batch`."""
     source, out = folder / "many", folder / "many-out"
@@ -230,15 +240,15 @@ def finished(folder: Path, count: int) -> list[str]:
     for number in range(count):
         name = f"{number:05d}"
         if number:
-            os.link(first, source / f"{name}.jpg")
-            for key in ("overlay", "photo", "heat"):
-                os.link(out / row[key], out / row[key].replace("00000", name))
+            link(first, source / f"{name}.jpg")
+            for key in ("overlay", "thumbnail", "heat"):
+                link(out / row[key], out / row[key].replace("00000", name))
         listing.append(json.dumps(listed).replace("00000", name))
-        files = {key: row[key].replace("00000", name) for key in ("overlay", "photo", "heat", "source", "id")}
+        files = {key: row[key].replace("00000", name) for key in ("overlay", "thumbnail", "heat", "source", "id")}
         rows.append(json.dumps({**row, **files, "index": number}))
     (out / LISTING).write_text("\n".join(listing) + "\n")
     (out / "manifest.jsonl").write_text("\n".join(rows) + "\n")
-    about |= {"counts": {"photos": count, "rows": count, "failed": 0}}
+    about |= {"counts": {"images": count, "rows": count, "failed": 0}}
     (out / "manifest.json").write_text(json.dumps(about))
     return words
 

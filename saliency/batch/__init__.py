@@ -79,7 +79,8 @@ def batch(
 
     Args:
         sources: Folders, files, patterns, lists (.csv, .tsv, .jsonl, .txt) with a path and optionally a target per row,
-            and WebDataset shards (.tar). Images include NIfTI files and DICOM series, see docs/volumes.md.
+            and WebDataset shards (.tar). Images include NIfTI files and DICOM series, see docs/volumes.md, and files at
+            fsspec addresses (s3://, gs://), see docs/batch.md.
         out: The output folder; created if it does not exist.
         model: A name that `saliency.load` accepts, or a model.
         methods: Names in the registry. Methods share forward passes where possible. Methods of earlier runs in the same

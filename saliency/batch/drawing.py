@@ -26,7 +26,18 @@ from ..io.atomic_write import atomic_write
 from ..io.inputs import encode
 from ..io.preprocess import Frame, resize_box, scaled_size
 from ..io.volumes import Volume, encode_map
-from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, box_pixels, hatching, outline, paint, scale_map
+from ..render.blending import (
+    DIVERGING,
+    SEQUENTIAL,
+    ScaledMap,
+    blend,
+    box_pixels,
+    hatching,
+    outline,
+    paint,
+    resize_to_pixels,
+    scale_map,
+)
 from ..render.overlay import save_drawing
 from ..render.volume import slices
 from .failures import Failure, printable, stops_run, unwritable
@@ -246,17 +257,15 @@ def _heat_image(scaled: ScaledMap, frame: Frame, thumbnail: tuple[int, int], sty
     size = math.ceil(thumbnail[0] / coarseness), math.ceil(thumbnail[1] / coarseness)
     plane = Frame(Image.new("RGB", size), resize_box(frame.box, frame.image.size, size))
     heat = paint(plane, scaled, style.colormap, 1.0)
-    visibility = np.abs(scaled.values) if style.opacity == "map" else np.ones_like(scaled.values)
-    alpha = paint(plane, replace(scaled, values=visibility, sign="positive"), "gray", 1.0)
-    heat.putalpha(alpha.convert("L"))
     area = box_pixels(plane)
-    pixels = np.array(heat)
-    for tone, share, place in hatching(scaled, plane, area):
-        pixels[area][place] = (tone, tone, tone, 255 * share)
+    alpha = Image.new("L", size)
+    visibility = resize_to_pixels(scaled.values, plane, area)
+    blend(alpha, (255,), area, np.abs(visibility) if style.opacity == "map" else np.ones_like(visibility))
+    heat.putalpha(alpha)
+    for tone, share, pixels in hatching(scaled, plane, area):
+        blend(heat, (tone, tone, tone, 255 * share), area, pixels.astype(np.float32))
     if style.opacity == "map":
-        for tone, edge in outline(pixels, area):
-            edge[:] = (tone, tone, tone, 128)
-    heat = Image.fromarray(pixels)
+        outline(heat, area)
     return encode(heat, "WEBP", quality=HEAT_QUALITY, method=0)
 
 

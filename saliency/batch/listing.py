@@ -6,14 +6,16 @@ import io
 import json
 import os
 import stat
+import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from ..io.atomic_write import is_volume
+from ..io.remote import file_stamp, is_remote, read_bytes
 from .failures import BatchError, sentence
 
 if TYPE_CHECKING:
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 LONGEST = 160
 """Bytes of an image name in file names. File systems allow 255, including the method, suffix and number."""
 
+MOST_PER_FOLDER = 10_000
+"""Images of one folder, above which a new run puts their files into numbered subfolders."""
+
 _FORBIDDEN = frozenset('\\/:*?"<>|')
 
 
@@ -32,7 +37,7 @@ class ImageEntry:
     """One image of the listing.
 
     Attributes:
-        path: Absolute path of the file that contains the image.
+        path: Absolute path, or address, of the file that contains the image.
         source: The path as the user named it.
         name: Stem of the output files of this image, relative to the folders of the run: "SUB/cat".
         folder: Folders between the source and the image.
@@ -96,6 +101,8 @@ class ImageEntry:
             raise ImageError(self.problem)
         if self.is_volume:
             raise NotApplicableError("metrics and trust cards are defined for images, not for volumes")
+        if is_remote(self.path):
+            return decode(io.BytesIO(read_bytes(self.path)), self.source)
         if self.offset is None:
             return open_image(self.path)
         try:
@@ -110,6 +117,8 @@ class ImageEntry:
 
     def current_stamp(self) -> tuple[int, ...]:
         """Return the current stamp of the file; empty if there is no file."""
+        if is_remote(self.path):
+            return () if self.problem else file_stamp(self.path)
         try:
             status = os.stat(self.path)  # noqa: PTH116 - called for every image
         except (OSError, ValueError):
@@ -118,8 +127,8 @@ class ImageEntry:
         return (status.st_size, status.st_mtime_ns) if is_file and not self.problem else ()
 
     def exists(self) -> bool:
-        """Return whether the path exists, as a file, folder or link."""
-        return not self.problem and os.path.lexists(self.path)
+        """Return whether the path exists, as a file, folder or link. An address is taken to exist."""
+        return not self.problem and (is_remote(self.path) or os.path.lexists(self.path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +146,15 @@ class Listing:
     removed: frozenset[int]
 
 
-def merge_listing(listed: Sequence[ImageEntry], entries: Sequence[ImageEntry]) -> Listing:
+def merge_listing(
+    listed: Sequence[ImageEntry], entries: Sequence[ImageEntry], most_per_folder: int = sys.maxsize
+) -> Listing:
     """Append new images to the listing of earlier runs, and find images that changed or were removed.
 
     Args:
         listed: Listing of earlier runs; empty for a new run.
         entries: Images that the sources contain now.
+        most_per_folder: As in `with_names`.
 
     Raises:
         BatchError: There is no image, the folder contains a run over other images, or the target of an image changed.
@@ -173,7 +185,7 @@ def merge_listing(listed: Sequence[ImageEntry], entries: Sequence[ImageEntry]) -
     changed = frozenset(index for index, entry in enumerate(listed) if stamps[index] and stamps[index] != entry.stamp)
     removed = frozenset(index for index, entry in enumerate(listed) if entry.stamp and not stamps[index])
     current = [replace(entry, stamp=stamps[index]) if index in changed else entry for index, entry in enumerate(listed)]
-    return Listing([*current, *with_names(new, listed)], changed, removed)
+    return Listing([*current, *with_names(new, listed, most_per_folder)], changed, removed)
 
 
 def _keys(entries: Sequence[ImageEntry]) -> list[tuple[object, ...]]:
@@ -186,7 +198,9 @@ def _keys(entries: Sequence[ImageEntry]) -> list[tuple[object, ...]]:
     return keys
 
 
-def with_names(entries: Sequence[ImageEntry], listed: Iterable[ImageEntry] = ()) -> list[ImageEntry]:
+def with_names(
+    entries: Sequence[ImageEntry], listed: Sequence[ImageEntry] = (), most_per_folder: int = sys.maxsize
+) -> list[ImageEntry]:
     """Return the images with stamps and with unique names for their files, such as "SUB/cat" without the suffix.
 
     Images with equal names are numbered: "a", "a-2". Names that differ only in case or Unicode form count as equal, as
@@ -195,13 +209,21 @@ def with_names(entries: Sequence[ImageEntry], listed: Iterable[ImageEntry] = ())
     Args:
         entries: The images, in order.
         listed: Images of earlier runs, whose names are already in use.
+        most_per_folder: Number of images of a folder above which their names are in numbered subfolders, such as
+            "SUB/0001/cat". A folder of earlier runs is split if its listed images are.
     """
+    sizes, counts = Counter(entry.folder for entry in entries), Counter(entry.folder for entry in listed)
+    split = {entry.folder for entry in listed if entry.name.count("/") > len(entry.folder)}
+    split |= {folder for folder, size in sizes.items() if size > most_per_folder and not counts[folder]}
     used = {_normalized(entry.name) for entry in listed}
     numbers: Counter[str] = Counter()
     named = []
     for entry in entries:
         # Remove dots from the names of folders: file names contain a dot, so that they never equal a folder name.
-        folders = (_safe_name(part).replace(".", "_") for part in entry.folder)
+        folders = [_safe_name(part).replace(".", "_") for part in entry.folder]
+        if entry.folder in split:
+            folders.append(f"{counts[entry.folder] // most_per_folder:04d}")
+        counts[entry.folder] += 1
         stem = os.path.splitext(entry.label.removesuffix(".gz"))[0]  # noqa: PTH122
         name = "/".join((*folders, _safe_name(stem or entry.label)))
         base, unique = _normalized(name), name

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._version import DISTRIBUTION
 from .failures import BatchError, StoppedError, sentence, writing_to
-from .listing import ImageEntry, merge_listing, with_names
+from .listing import MOST_PER_FOLDER, ImageEntry, merge_listing, with_names
 from .manifest import MANIFEST, Manifest, Row, read_rows
 from .output_folder import FORMAT, LISTING, PAGE, OutputFolder
 from .run_options import Progress, RunOptions, Summary, without_address
@@ -193,7 +193,7 @@ class BatchRun(Run):
         listed = self.folder.read_listing() if head is not None else []
         if head is not None and not listed:
             raise BatchError(f"{out / LISTING} is missing or empty; start again with --restart (restart=True)")
-        self.listing = merge_listing(listed, entries)
+        self.listing = merge_listing(listed, entries, MOST_PER_FOLDER)
         super().__init__(options, out, self.listing.entries)
         self.head = self._new_head() if head is None else self._checked_head(head)
         # The methods of the folder: methods of earlier runs, then new ones.
@@ -281,7 +281,7 @@ class BatchRun(Run):
             ranks = range(max(1, min(network.count_detections(entry), most)))
             found += [replace(entry, label=f"{stem}.{rank}{suffix}", detection=rank) for rank in ranks]
         listed, rest = self.entries[:first], self.entries[self.total :]
-        self.entries = [*listed, *with_names(found, [*listed, *rest]), *rest]
+        self.entries = [*listed, *with_names(found, [*listed, *rest], MOST_PER_FOLDER), *rest]
         self.total = self._count_entries()
 
     def store_batch_sizes(self) -> None:

@@ -14,7 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from ..errors import ImageError
 from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing, is_image, is_volume
+from ..io.remote import is_remote, list_files
 from .failures import BatchError
 from .listing import ImageEntry
 from .output_folder import is_output
@@ -76,6 +78,8 @@ def _images_of_source(source: str, recursive: bool) -> Iterator[ImageEntry]:
     suffix = Path(source).suffix.lower()
     if os.path.isdir(source):  # noqa: PTH112 - unlike Path, never raises
         yield from _images_of_folder(source, recursive)
+    elif is_remote(source):
+        yield from _images_of_address(source, recursive)
     elif is_output(source):
         if is_image(source):
             yield _entry(source, problem=_OWN)
@@ -97,11 +101,26 @@ def _images_of_source(source: str, recursive: bool) -> Iterator[ImageEntry]:
 
 def _entry(path: str, folder: tuple[str, ...] = (), problem: str = "") -> ImageEntry:
     label = os.path.basename(path) or path  # noqa: PTH119
-    if is_volume(label, (".dcm",)):  # the slices of a DICOM series are one entry: their folder
+    if is_volume(label, (".dcm",)) and not is_remote(path):  # the slices of a DICOM series are one entry: their folder
         path, folder = os.path.dirname(path) or ".", folder[:-1]  # noqa: PTH120
         label = f"{os.path.basename(os.path.abspath(path))}.dcm"  # noqa: PTH100, PTH119
     # Links are not resolved, and undecodable bytes are kept.
-    return ImageEntry(os.path.abspath(path), path, folder=folder, label=label, problem=problem)  # noqa: PTH100
+    whole = path if is_remote(path) else os.path.abspath(path)  # noqa: PTH100
+    return ImageEntry(whole, path, folder=folder, label=label, problem=problem)
+
+
+def _images_of_address(source: str, recursive: bool) -> Iterator[ImageEntry]:
+    """Yield the images at an address. Files of the toolkit are not recognised: they would have to be downloaded."""
+    if is_volume(source) or Path(source).suffix.lower() in (*LISTS, ".tar"):
+        yield _entry(source, problem="is an address; lists, shards and volumes are read from local files: download it")
+        return
+    try:
+        found = list_files(source, recursive=recursive)
+    except ImageError as error:
+        yield _entry(source, problem=str(error))
+        return
+    entries = [_entry(address, below) for address, below in found if is_image(address) and not is_volume(address)]
+    yield from entries or [_entry(source, problem="there are no images at this address")]
 
 
 def _images_of_folder(root: str, recursive: bool) -> Iterator[ImageEntry]:
@@ -201,7 +220,8 @@ def read_list(file: str) -> Iterator[ImageEntry]:
             for number, fields in _numbered_fields(lines, Path(file).suffix.lower()):
                 path = _first(fields, _PATHS)
                 if isinstance(path, str) and path:
-                    whole = os.path.join(os.path.dirname(file), path)  # noqa: PTH118, PTH120 - keeps surrogates
+                    folder = "" if is_remote(path) else os.path.dirname(file)  # noqa: PTH120
+                    whole = os.path.join(folder, path)  # noqa: PTH118 - keeps surrogates
                     yield replace(_entry(whole), source=path, target=parse_target(_first(fields, _TARGETS)))
                 else:
                     label = f"line {number}"

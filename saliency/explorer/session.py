@@ -50,13 +50,15 @@ from ..errors import (
 from ..evaluation.trust import missing_properties, trust
 from ..hooks.dual_encoder import DualEncoder
 from ..hooks.model_state import prepared_for_attribution, run_model
+from ..io.atomic_write import SOFTWARE
 from ..io.inputs import Batch, ImageLike, decode, encode, open_image
+from ..io.png import encode_png
 from ..io.preprocess import Frame, Geometry, Preprocess, drawable, scaled_size
 from ..layers.find import scan_layers
 from ..layers.layout import bind_layout
 from ..render.blending import DIVERGING, MOST_OPACITY, SEQUENTIAL, color_table, scale_map
 from ..render.figure import figure
-from ..render.overlay import encode_png, overlay
+from ..render.overlay import overlay
 from ..targets.box import BoxScore, as_place, box
 from ..targets.embedding import text
 from ..targets.region import region, score_maps
@@ -503,7 +505,8 @@ class Session:
             drawing = overlay(explanation, **_overlay_options(style))
             share = _share(style)
             original = cast("Frame", explanation.frames[0]).image
-            return encode_png(drawing if share is None else Image.blend(original, drawing, share))
+            drawing = drawing if share is None else Image.blend(original, drawing, share)
+            return encode_png(np.asarray(drawing), SOFTWARE)
         file = io.BytesIO()
         figure(explanation).savefig(file, format="png", dpi=FIGURE_DPI)
         return file.getvalue()

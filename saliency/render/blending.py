@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from PIL import Image, ImageColor
+from PIL import Image, ImageColor, ImageDraw
 
 from ..attribution.explanation import Explanation, Sign
 from ..attribution.heatmap import PER_UNIT, limits, reduced_maps, require_explanation, rounding_errors
@@ -29,6 +29,7 @@ Plane = NDArray[np.float32]
 Mask = NDArray[np.bool_]
 Area = tuple[slice, slice]
 """Rows and columns, as an index into an array of an image."""
+Color = tuple[int, ...]
 
 SEQUENTIAL = "inferno"
 DIVERGING = "bwr"  # its ends are bright, and stay visible on dark images
@@ -39,12 +40,11 @@ CENTRE = 128  # the entry of zero in a centred table
 
 LEAST_RANGE = 0.05  # of the largest magnitude; a map with a smaller range is nearly even
 BOX_COLOR = (0, 230, 64)  # of the explained box; no default colour map has it
+LINES = ((0, 0, 0, 128), (255, 255, 255, 128))  # around the crop, half transparent; one is visible on any image
 MOST_OPACITY = 0.8  # of opacity="map"; the image stays visible under the strongest values
 LINES_PER_CROP = 240  # thickness of the lines around the crop: one of so many parts of its shorter edge
 STRIPES_PER_EDGE = 400  # thickness of stripes: one of so many parts of the image's longer edge
 STRIPES = 6  # widths of a stripe from one to the next
-
-STRIP = 64  # rows blended at once, which stay in the cache
 
 
 @cache
@@ -283,26 +283,26 @@ def paint(
     most = np.float32(MOST_OPACITY if follows_map else opacity)
     area = box_pixels(frame)
     values = resize_to_pixels(scaled.values, frame, area)
-    pixels: Pixels = np.array(frame.image)
-    colors = scaled.colors(colormap).take(table_entries(values, scaled.sign), axis=0)
     weight = most * np.abs(values) if follows_map else np.full_like(values, most)
     if check_number("threshold", threshold, least=0, most=1, error=RenderError):
         weight[np.abs(values) < threshold] = 0
     if visibility is not None:
         weight *= resize_to_pixels(visibility, frame, area)
-    for tone, share, place in hatching(scaled, frame, area):
-        colors[place] = tone
-        weight[place] = share * most
-    pixels[area] = blend(pixels[area], colors, weight)
+    stripes = list(hatching(scaled, frame, area))
+    for *_, pixels in stripes:
+        weight[pixels] = 0
+    colors = Image.fromarray(table_entries(values, scaled.sign))
+    colors.putpalette(scaled.colors(colormap).tobytes())
+    drawing = as_drawing(frame.image.copy())
+    blend(drawing, colors.convert("RGB"), area, weight)
+    for tone, share, pixels in stripes:
+        blend(drawing, (tone,) * 3, area, most * share * pixels)
     if follows_map:
-        for tone, edge in outline(pixels, area):
-            edge[:] = edge // 2 + tone // 2
+        outline(drawing, area)
     if box := scaled.placed_box(frame):
-        sides = [max(0, round(edge)) for edge in box]
-        inside = slice(sides[1], sides[3]), slice(sides[0], sides[2])
-        for tone, edge in outline(pixels, inside, max(pixels.shape) / STRIPES_PER_EDGE):
-            edge[:] = BOX_COLOR if tone else 0
-    drawing = as_drawing(Image.fromarray(pixels))
+        left, top, right, bottom = (max(0, round(edge)) for edge in box)
+        width = max(drawing.size) / STRIPES_PER_EDGE
+        outline(drawing, (slice(top, bottom), slice(left, right)), width, ((0, 0, 0, 255), BOX_COLOR))
     if levels := check_levels(contours):
         draw_contours(drawing, values, area, levels)
     return drawing
@@ -329,9 +329,9 @@ def cut_out(frame: Frame, scaled: ScaledMap, keep: float | None, background: str
         color = ImageColor.getcolor(str(background), "RGB")
     except ValueError as error:
         raise RenderError(f'background "{background}" is not a colour; write a name or "#rrggbb"') from error
-    pixels = np.full((frame.image.height, frame.image.width, 3), color, np.uint8)
-    pixels[area] = blend(pixels[area], np.asarray(frame.image)[area], weight)
-    return as_drawing(Image.fromarray(pixels))
+    drawing = as_drawing(Image.new("RGB", frame.image.size, color))
+    blend(drawing, frame.image.crop(_corners(area)), area, weight)
+    return drawing
 
 
 def hatching(scaled: ScaledMap, frame: Frame, area: Area) -> Iterator[tuple[int, int, Mask]]:
@@ -351,18 +351,22 @@ def hatching(scaled: ScaledMap, frame: Frame, area: Area) -> Iterator[tuple[int,
     yield 255, 1, marked & (diagonals == 1)
 
 
-def outline(pixels: Pixels, area: Area, width: float | None = None) -> Iterator[tuple[int, Pixels]]:
-    """Yield the edges of two lines along the border of an area, inside it: black (0), and inside that white (255).
+def outline(image: Image.Image, area: Area, width: float | None = None, colors: Sequence[Color] = LINES) -> None:
+    """Draw two lines along the border of an area, inside it; by default black, and white inside it, half transparent.
 
-    One of them is visible on any image. Nothing is yielded if the area covers the image.
+    One of them is visible on any image. Nothing is drawn if the area covers the image.
     """
-    box = pixels[area]
-    if box.shape == pixels.shape:
+    left, top, right, bottom = _corners(area)
+    right, bottom = min(right, image.width), min(bottom, image.height)
+    if (left, top, right, bottom) == (0, 0, *image.size):
         return
-    width = max(1, round(min(box.shape[:2]) / LINES_PER_CROP if width is None else width))
-    for tone in (0, 255):
-        yield from ((tone, edge) for edge in (box[:width], box[-width:], box[:, :width], box[:, -width:]))
-        box = box[width:-width, width:-width]
+    width = max(1, round(min(right - left, bottom - top) / LINES_PER_CROP if width is None else width))
+    draw = ImageDraw.Draw(image, "RGBA")
+    for color in colors:
+        thickness = min(width, right - left, bottom - top)
+        if thickness > 0:
+            draw.rectangle((left, top, right - 1, bottom - 1), outline=color, width=thickness)
+        left, top, right, bottom = left + width, top + width, right - width, bottom - width
 
 
 class Drawing(Image.Image):
@@ -380,18 +384,19 @@ def as_drawing(image: Image.Image) -> Drawing:
     return drawing
 
 
-def blend(pixels: Pixels, colors: Pixels, weight: Plane) -> Pixels:
-    """Return the rounded mean of two images (H, W, 3): `pixels` at weight 0, `colors` at weight 1."""
-    out = np.empty_like(pixels)
-    for start in range(0, len(pixels), STRIP):
-        rows = slice(start, start + STRIP)
-        mixed = colors[rows].astype(np.float32)
-        mixed -= pixels[rows]
-        mixed *= weight[rows, :, None]
-        mixed += pixels[rows]
-        mixed += np.float32(0.5)
-        out[rows] = mixed
-    return out
+def blend(image: Image.Image, colors: Image.Image | Color, area: Area, weight: Plane) -> None:
+    """Change an area of an image to the mean of its pixels, at weight 0, and `colors`, at weight 1.
+
+    The result is at most one level from the rounded mean, and equals it at 0 and 1.
+    """
+    mask = Image.fromarray((weight * np.float32(255) + np.float32(0.5)).astype(np.uint8))
+    image.paste(colors, _corners(area), mask)
+
+
+def _corners(area: Area) -> tuple[int, int, int, int]:
+    """Return the left, upper, right and lower edge of an area."""
+    rows, columns = area
+    return columns.start, rows.start, columns.stop, rows.stop
 
 
 def table_entries(values: Plane, sign: Sign) -> Pixels:

@@ -26,6 +26,7 @@ from saliency.batch.engines import LocalEngine, RunContext
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import COLUMNS, Row, make_row
 from saliency.batch.network import Slot, replicate
+from saliency.batch.report import report
 from saliency.batch.run_options import RunOptions
 from saliency.hooks.rectifiers import Coverage
 from saliency.io.preprocess import Preprocess
@@ -848,3 +849,22 @@ def test_other_values_of_a_tensor_option_are_other_options(source: Path, tmp_pat
     references[9, 1, 7, 7] = 1  # which its text leaves out
     with pytest.raises(BatchError, match="options of expected_gradients was"):
         run(references)
+
+
+def test_the_files_of_a_large_folder_are_in_numbered_folders_and_a_resumed_run_and_the_page_find_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saliency.batch.run.MOST_PER_FOLDER", 2)
+    photos(tmp_path / "in", 5)
+    quick(tmp_path / "in", tmp_path / "out", limit=2)
+    for number in (5, 6):
+        noise(tmp_path / "in" / f"0{number}.png", number)
+    summary = quick(tmp_path / "in", tmp_path / "out")
+    assert (summary.done, summary.fresh) == (7, 5)
+    assert quick(tmp_path / "in", tmp_path / "out").fresh == 0
+    names = [row["overlay"] for row in rows(tmp_path / "out")]
+    assert names == [f"overlays/000{number // 2}/0{number}.grad_cam.png" for number in range(7)]
+    assert all((tmp_path / "out" / name).is_file() for name in names)
+    before = (tmp_path / "out" / "index.html").read_bytes()
+    report(tmp_path / "out")
+    assert (tmp_path / "out" / "index.html").read_bytes() == before

@@ -56,6 +56,14 @@ def test_names_of_earlier_runs_are_not_given_again() -> None:
     assert names([photo("a.png"), photo("b.png")], taken=[ImageEntry("/a", "a", name="a")]) == ["a-2", "b"]
 
 
+def test_large_folders_are_split_into_numbered_ones_and_only_in_new_runs() -> None:
+    flat, more = ([photo(f"{number}.png", "x") for number in numbers] for numbers in (range(5), range(5, 7)))
+    new = with_names([*flat, photo("a.png")], most_per_folder=2)
+    assert [one.name for one in new] == ["x/0000/0", "x/0000/1", "x/0001/2", "x/0001/3", "x/0002/4", "a"]
+    assert [one.name for one in with_names(more, new, 2)] == ["x/0002/5", "x/0003/6"]
+    assert [one.name for one in with_names(more, with_names(flat[:2], (), 2), 2)] == ["x/5", "x/6"]
+
+
 @pytest.mark.parametrize("label", ["..", "...", "a/../../b", "/etc/passwd", "\\", "C:x", "a\nb", "<b>.png", " ", ""])
 def test_no_name_leads_out_of_the_folder_or_breaks_a_line(label: str) -> None:
     (name,) = named(label)

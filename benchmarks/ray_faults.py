@@ -1,0 +1,97 @@
+"""Kill workers of a run on Ray at random, and check that nothing is lost: `python -m benchmarks.ray_faults`.
+
+Four workers on this machine explain small photos. After every share of the photos, a random worker gets SIGKILL. Every
+photo must have one row without an error, and every file must equal the file of a run on this machine alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import psutil
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from saliency import Preprocess
+from saliency.batch import Progress, batch
+from saliency.batch.manifest import FILES, MANIFEST, read_rows
+
+WORKERS = 4
+
+
+class Small(nn.Module):
+    """A classifier of two convolutions with random weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.Conv2d(8, 8, 3, 2), nn.ReLU())
+        self.head = nn.Linear(8, 5)
+        self.preprocess = Preprocess(size=(64, 64), resize=64, mean=(0.5,) * 3, std=(0.5,) * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.features(x).mean((2, 3)))
+        return scores
+
+
+def write_photos(folder: Path, count: int) -> None:
+    """Write different small photos of random colours."""
+    folder.mkdir()
+    colors = torch.randint(0, 256, (count, 3, 4, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for number, blocks in enumerate(colors.numpy()):
+        Image.fromarray(blocks).resize((120, 90), Image.Resampling.BICUBIC).save(folder / f"{number:05d}.jpg")
+
+
+def kill_worker() -> int:
+    """Kill a random process that holds the model, and return its number; 0 if all are restarting."""
+    children = psutil.Process().children(recursive=True)
+    workers = [one for one in children if one.is_running() and "MapWorker" in " ".join(one.cmdline())]
+    if not workers:
+        return 0
+    chosen = random.choice(workers)  # noqa: S311
+    chosen.kill()
+    return chosen.pid
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the number of killed workers, and of lost or different files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--photos", type=int, default=2000)
+    parser.add_argument("--kills", type=int, default=10)
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    killed: list[int] = []
+
+    def kill_now_and_then(progress: Progress) -> None:
+        if len(killed) < options.kills and progress.fresh > len(killed) * options.photos // (options.kills + 1):
+            killed.extend(filter(None, [kill_worker()]))
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, here, there = (Path(folder, name) for name in ("in", "local", "ray"))
+        write_photos(source, options.photos)
+        batch(source, here, Small(), batch_size=8)
+        start = time.perf_counter()
+        batch(source, there, Small(), engine="ray", workers=WORKERS, batch_size=8, on_progress=kill_now_and_then)
+        seconds = time.perf_counter() - start
+        rows = [row for row, _ in read_rows(there / MANIFEST)]
+        names = [row[name] for row in rows for name in FILES if row[name]]
+        lost = options.photos - sum(row["error"] is None for row in rows)
+        different = sum((there / name).read_bytes() != (here / name).read_bytes() for name in names)
+    print(
+        "| photos | workers | killed | rows lost | files | files that differ | seconds |\n|---|---|---|---|---|---|---|"
+    )
+    print(
+        f"| {options.photos} | {WORKERS} | {len(killed)} | {lost} | {len(names)} | {different} | {seconds:.0f} |",
+    )
+    if lost or different or len(rows) != options.photos:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Read files at addresses of object stores and other file systems, such as s3://bucket/cat.jpg, by fsspec."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from typing import Any
+
+from ..errors import ImageError, optional_import
+
+# Facts of a file that change with its content, in the names of several stores; the first known one is used.
+_VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "updated", "created")
+
+
+def is_remote(name: str) -> bool:
+    """Return whether a name is an address that fsspec reads: s3://, gs://, memory://, but not the web (http, ftp)."""
+    return re.match(r"(?!https?:|ftp:)[a-z][a-z0-9+.-]+://", name) is not None
+
+
+def _connect(address: str) -> tuple[Any, str]:
+    """Return the file system of an address, and the path on it.
+
+    Raises:
+        DependencyError: fsspec is not installed.
+        ImageError: fsspec does not know the file system, or lacks its package.
+    """
+    fsspec = optional_import("fsspec", "remote", f"the address {address}")
+    try:
+        files, path = fsspec.core.url_to_fs(address)
+    except (ImportError, ValueError) as error:
+        raise ImageError(f"cannot be read: {error}") from error
+    return files, path
+
+
+def list_files(address: str, *, recursive: bool = False) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the addresses of the files in a folder, or of a file or pattern, sorted, with the folders between.
+
+    Args:
+        address: The address.
+        recursive: Whether subfolders are searched.
+
+    Raises:
+        DependencyError: fsspec is not installed.
+        ImageError: The address cannot be listed.
+    """
+    files, root = _connect(address)
+    try:
+        is_folder = files.isdir(root)
+        found = files.find(root, maxdepth=None if recursive else 1) if is_folder else files.glob(root)
+    except Exception as error:  # each store raises errors of its own
+        raise ImageError(f"cannot be listed: {error}") from error
+    below = len(root.strip("/").split("/"))
+    parts = [tuple(path.strip("/").split("/"))[below:-1] if is_folder else () for path in found]
+    return sorted(zip(map(files.unstrip_protocol, found), parts, strict=True))
+
+
+def read_bytes(address: str) -> bytes:
+    """Return the content of a file. Raises ImageError if it cannot be read."""
+    files, path = _connect(address)
+    try:
+        content: bytes = files.cat_file(path)
+    except Exception as error:  # each store raises errors of its own
+        raise ImageError(f"cannot be read: {error}") from error
+    return content
+
+
+def file_stamp(address: str) -> tuple[int, ...]:
+    """Return the size and a checksum of the version of a file; empty if there is no file.
+
+    Raises:
+        ImageError: The file system cannot be reached.
+    """
+    files, path = _connect(address)
+    try:
+        facts = files.info(path)
+    except FileNotFoundError:
+        return ()
+    except Exception as error:  # each store raises errors of its own
+        raise ImageError(f"{address} cannot be read: {error}") from error
+    version = next((facts[name] for name in _VERSIONS if facts.get(name) is not None), None)
+    return int(facts["size"] or 0), zlib.crc32(str(version).encode())
