@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
 from typing import Any, Literal, TypeVar, cast, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,10 @@ from ..validation import check_choice, check_integer
 from .resolved_target import ResolvedTarget
 
 T = TypeVar("T")
+
+_READABLE_VALUES = (SavedValues.ACTIVATIONS, SavedValues.LINEAR)
+# By model: the values whose record its graph makes superfluous.
+_NEEDS_NO_RECORD: WeakKeyDictionary[nn.Module, set[SavedValues]] = WeakKeyDictionary()
 
 RecordedFrom = Literal["input", "layers", "none"]  # from the largest graph to the smallest
 
@@ -109,7 +114,11 @@ class SharedForward:
         self._other: SharedForward | None = None
         self._readings: Readings = {}
         self.x = leaf(x) if needs.gradients == "input" else x.detach()
-        self.operations = OperationRecord(self.x, needs.values)
+        self._run(records=needs.values not in _NEEDS_NO_RECORD.get(model, ()))
+
+    def _run(self, *, records: bool) -> None:
+        model, needs = self.model, self.needs
+        self.operations, self._records = OperationRecord(self.x, needs.values), records and bool(needs.values)
         with HookManager() as hooks:
             self.operations.trace(hooks, model, needs.modules)
             starts = needs.gradients == "layers"
@@ -123,11 +132,26 @@ class SharedForward:
     def recording(self) -> Iterator[None]:
         """Open a context that records operations, if a method needs them, and reads the boxes of an output once."""
         with (
-            self.operations if self.operations.keep else nullcontext(),
+            self.operations if self._records else nullcontext(),
             self.operations.saved_tensors(),
             shared_readings(self._readings),
         ):
             yield
+
+    def read_graph(self, nodes: Sequence[Node]) -> bool:
+        """Read operations from the graph if they were not recorded. Return False if the model must run with a record.
+
+        The first call of a model records, and decides for later ones by the nodes between the scores and the image.
+        """
+        values, known = self.needs.values, _NEEDS_NO_RECORD.setdefault(self.model, set())
+        if values not in _READABLE_VALUES:
+            return True
+        is_whole = self.operations.read(nodes, replaces=not self._records)
+        (known.add if is_whole else known.discard)(values)
+        if is_whole or self._records:
+            return True
+        self._run(records=True)
+        return False
 
     def on(self, x: Tensor) -> SharedForward:
         """Return a forward of another batch with the same layers and record. The last one is cached."""
@@ -186,6 +210,10 @@ class TargetGradients:
         self.target = target
         with forward.recording():
             self.scores_in_graph = target(forward.output)
+        if forward.needs.values and self.scores_in_graph.requires_grad and not forward.read_graph(self.nodes):
+            del self.nodes
+            with forward.recording():
+                self.scores_in_graph = target(forward.output)
         self.x = forward.x.detach()  # (N, C, H, W)
         self.scores = self.scores_in_graph.detach()  # (N,)
         self._shared: list[tuple[Any, Any]] = []

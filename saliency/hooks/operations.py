@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -27,7 +27,9 @@ from .autograd_graph import (
     current_sequence_nr,
     free_saved,
     is_python_function,
+    next_functions,
     operator_schema,
+    saved,
     sequence_nr,
     source_edge,
     tensor_version,
@@ -272,6 +274,58 @@ def _linear_of_torchvision(node: Node) -> Operation | None:
     return Operation(getattr(torch.ops.torchvision, name).default) if name in ("roi_align", "ps_roi_align") else None
 
 
+_aten = torch.ops.aten
+# Nodes that save, or lead to, all that rules read of their operation, besides parameters. Of sums, the constants.
+_SELF_CONTAINED: dict[str, Op] = {
+    "AdaptiveAvgPool2DBackward0": _aten._adaptive_avg_pool2d.default,
+    "AddBackward0": _aten.add.Tensor,
+    "AddmmBackward0": _aten.addmm.default,
+    "AvgPool2DBackward0": _aten.avg_pool2d.default,
+    "CatBackward0": _aten.cat.default,
+    "CloneBackward0": _aten.clone.default,
+    "ConstantPadNdBackward0": _aten.constant_pad_nd.default,
+    "ConvolutionBackward0": _aten.convolution.default,
+    "GatherBackward0": _aten.gather.default,
+    "HardtanhBackward0": _aten.hardtanh.default,
+    "MaxPool2DWithIndicesBackward0": _aten.max_pool2d_with_indices.default,
+    "MeanBackward1": _aten.mean.dim,
+    "MmBackward0": _aten.mm.default,
+    "NativeBatchNormBackward0": _aten.native_batch_norm.default,
+    "ReluBackward0": _aten.relu.default,
+    "SelectBackward0": _aten.select.int,
+    "SqueezeBackward1": _aten.squeeze.dim,
+    "SumBackward1": _aten.sum.dim_IntList,
+    "ViewBackward0": _aten.view.default,
+}
+
+
+@cache
+def _parts(op: Op) -> list[tuple[str, bool]]:
+    """Return the names of the arguments of an operation, and whether each is a tensor."""
+    return [(part.name, "Tensor" in str(part.type)) for part in operator_schema(op).arguments]
+
+
+def operation_of(node: Node, on_path: Container[Node]) -> Operation | None:
+    """Return the operation of a node by the tensors that the graph holds; None if it does not hold enough."""
+    op = _SELF_CONTAINED.get(node.name())
+    if op is None:
+        return None
+    operands, args = iter(next_functions(node)), {}
+    is_linear = operator_name(op) in LINEAR
+    for name, is_tensor in _parts(op):
+        value = saved(node, name, None)
+        if is_tensor and (edge := next(operands, None)) is not None:
+            value = getattr(edge[0], "variable", None) if value is None else value
+            is_absent = name == "bias" and saved(node, "bias_sym_sizes_opt", None) == (0,)
+            if value is None and not is_absent and (is_linear or edge[0] not in on_path):
+                return None
+        if is_tensor or value is not None:
+            args[name] = value
+    # All operands of a concatenation are one argument.
+    is_known = all(function in on_path for function, _ in operands)
+    return Operation(op, args, is_weak=operator_name(op) == "hardtanh") if is_known else None
+
+
 class OperationRecord(DispatchMode):
     """Recorder of this thread's operations, by the sequence numbers of their nodes. It can be entered several times.
 
@@ -300,6 +354,27 @@ class OperationRecord(DispatchMode):
         number = sequence_nr(node)
         # An operation in place on a view has two nodes: its own, and one that copies the result into the whole.
         return self._operations.get(number - (type(node).__name__ == "CopySlices"))
+
+    def read(self, nodes: Sequence[Node], *, replaces: bool) -> bool:
+        """Return whether the graph holds all that rules read, so that no record is needed.
+
+        Args:
+            nodes: The nodes between the scores and the image, in the order of a backward pass.
+            replaces: Whether nothing was recorded, so that the operations of the nodes are taken from the graph.
+        """
+        on_path = {*nodes, next_functions(nodes[-1])[0][0]}
+        normalised = set()
+        for node in nodes:
+            own, operation = operation_of(node, on_path), self.operation(node)
+            # The value of a padding is in a record only. The result of a convolution is the input of its batch norm.
+            is_result = self.keep == SavedValues.LINEAR and node.name() == "ConvolutionBackward0"
+            if own is None or (operation and operation.args.get("value")) or (is_result and node not in normalised):
+                return False
+            if is_batch_norm(own.op):
+                normalised.add(next_functions(node)[0][0])
+            if replaces:
+                self._operations[sequence_nr(node)] = own
+        return True
 
     def free(self, node: Node) -> None:
         """Free the stored values of a node's operation, and the tensors that the node saved for its gradient."""

@@ -376,9 +376,9 @@ class _Excitation(Propagation):
         visit.absorb("softmax", torch.where(visit.grad == 0, 0, (probabilities - logits) * visit.grad))
         return visit.grads
 
-    def passed(self, visit: Visit, rule: Rule, op: LinearOperation, grad: Tensor) -> Passed:
-        """Return G at the input of a linear operation, given G at its output."""
-        passed = rule.propagate(op, grad)
+    def passed(self, visit: Visit, rule: Rule, op: LinearOperation) -> Passed:
+        """Return G at the input of a linear operation."""
+        passed = rule.propagate(op)
         if isinstance(rule, Excitation):
             self.received[visit.node] = (op.input * cast("Tensor", passed.grad)).clamp(min=0)
         return passed

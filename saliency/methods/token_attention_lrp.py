@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -71,12 +71,13 @@ class _PositiveParts(ZPlus):
 
     bias: bool = False
 
-    def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
-        """Return G at the input, given G at the output."""
-        rows = grad.any(-1)
+    def propagate(self, op: LinearOperation) -> Passed:
+        """Return G at the input."""
+        rows = op.relevance.any(-1)
         if op.recorded is None or op.dims != (-1,) or op.input.dim() > 2 or not 0 < int(rows.sum()) < len(rows):
-            return super().propagate(op, grad)
-        passed = super().propagate(replace(op, input=op.input[rows], recorded=op.recorded[rows]), grad[rows])
+            return super().propagate(op)
+        parts = {"grad": op.grad, "arrived": op.arrived, "recorded": op.recorded, "input": op.input}
+        passed = super().propagate(replace(op, **{k: None if v is None else v[rows] for k, v in parts.items()}))
         at_input = torch.zeros_like(op.input)
         at_input[rows] = cast("Tensor", passed.grad)
         return Passed(at_input)
@@ -86,9 +87,11 @@ class _PositiveParts(ZPlus):
 class _Start(_PositiveParts):
     """The rule of the last linear layer: its output has as relevance the size of the gradient of the score."""
 
-    def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
+    reads_gradient: ClassVar[bool] = True
+
+    def propagate(self, op: LinearOperation) -> Passed:
         """Return G at the input, given G at the output."""
-        return super().propagate(op, divided(grad.abs(), op.output))
+        return super().propagate(replace(op, grad=divided(cast("Tensor", op.grad).abs(), op.output)))
 
 
 class _Rules(Propagation):

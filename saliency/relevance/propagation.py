@@ -101,6 +101,10 @@ def linear_weight(operation: Operation) -> Tensor:
     return cast("Tensor", operation.args[names[-1]])
 
 
+def _linear_kind(operation: Operation) -> str:
+    return "conv" if operation.name == "convolution" else "linear"
+
+
 class Propagation:
     """The rule of one walk: a function from a node to G at its operands, under a composite.
 
@@ -130,8 +134,8 @@ class Propagation:
         self._has_nonlinear = any(isinstance(rule, NonlinearRule) for rule in composite.rules.values())
         self._handled: set[str] = set()  # the modules in which an operation got the rule of a name or type
         self.relevance: Tensor | None = None
-        # By linear operation: the factor and the constant of the batch norm after it, and G at the batch norm's output.
-        self._merged: dict[Node, tuple[Tensor, Tensor, Tensor]] = {}
+        # By linear operation: the input, the factor and the constant of the batch norm after it, and G at its output.
+        self._merged: dict[Node, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self._biases: dict[Node, Tensor] = {}
         self._ends: tuple[set[Node], set[Node]] | None = None
         self._has_product = False  # whether the walk has passed a product of two signals
@@ -143,8 +147,31 @@ class Propagation:
             return without_rule(visit, self.unknown)
         if self._has_nonlinear and (rule := self._nonlinear_rule(visit)):
             return self._nonlinear(visit, rule)
+        if is_rectifier(visit.walk, visit.node) and self._passes_relevance(visit):
+            if kind == "activation":
+                visit.walk.handled[f"{visit.known.name} by f(x)/x"] += 1
+            output = saved(visit.node, "result", None)
+            return (visit.grad * (visit.known.result if output is None else output),)
         handler: Callable[[Visit], Gradients] = getattr(self, f"_{kind}")  # as in `ast.NodeVisitor`
         return handler(visit)
+
+    def _passes_relevance(self, visit: Visit) -> bool:
+        """Return whether a rectifier passes relevance: alone it reads a linear operation whose rule reads relevance."""
+        walk, (node, at) = visit.walk, cast("Edge", next_functions(visit.node)[0])
+        if walk.users[node, at] != 1 or visit.grad.dtype not in (torch.float32, torch.float64):
+            return False
+        before, end = walk.record.operation(node), node
+        if before is not None and is_batch_norm(before.op):
+            is_whole = not uses_batch_statistics(before) and not self._has_nonlinear
+            end = next((edge[0] for edge in self._merged_edges(walk, node)[-1:]), node) if is_whole else node
+            before = walk.record.operation(end)
+        on_path = [function in walk.on_path for function, _ in next_functions(end)]
+        if before is None or before.name not in LINEAR or sum(on_path) != 1 or end in self._biases:
+            return False
+        if (self._linear_rule(walk, end)).reads_gradient:
+            return False
+        walk.holds_relevance.add(node)
+        return True
 
     def _plain(self, visit: Visit) -> Gradients:
         """Pass the gradient. Constant operands of sums absorb relevance."""
@@ -189,20 +216,22 @@ class Propagation:
             # A ReLU in place has overwritten a value that another operation had read.
             operation = replace(operation, kept_result=None)
         op, grad = linear_operation(operation, at), at_least_float32(visit.grad)
-        kind = "conv" if operation.name == "convolution" else "linear"
-        rule = cast("Rule | None", self._rule(visit, kind, Rule)) or _GRADIENT
+        rule = self._linear_rule(walk, visit.node)
         self.rules[linear_weight(operation).data_ptr()] = rule
-        walk.handled[f"{kind} by {rule.name}"] += 1
+        walk.handled[f"{_linear_kind(operation)} by {rule.name}"] += 1
         if visit.node in self._biases:
             bias = at_least_float32(self._biases[visit.node])
             op = replace(op, bias=bias, shift=bias, norms=None)
+        edge = cast("Edge", next_functions(visit.node)[at + offset])
         if isinstance(rule, ZBox) and visit.node in self._first_and_last(walk)[0]:
-            edge = cast("Edge", next_functions(visit.node)[at + offset])
             op = replace(op, bound=partial(_bound, walk, edge, op.input))
         if visit.node in self._merged:
-            scale, shift, grad = map(at_least_float32, self._merged.pop(visit.node))
+            op.recorded, scale, shift, grad = map(at_least_float32, self._merged.pop(visit.node))
             op = op.merged(scale, shift)
-        passed = self.passed(visit, rule, op, grad)
+        has_arrived = visit.node in walk.holds_relevance
+        op.grad, op.arrived = (None, grad) if has_arrived else (grad, None)
+        op.is_rectified = is_rectifier(walk, edge[0]) and op.input.dtype == visit.grad.dtype
+        passed = self.passed(visit, rule, op)
         _check_shape(visit, passed.relevance if passed.grad is None else passed.grad, rule, op.input)
         grads: list[Tensor | None] = [None] * len(visit.on_path)
         grads[at + offset] = None if passed.grad is None else passed.grad.to(visit.grad.dtype)
@@ -219,18 +248,25 @@ class Propagation:
             visit.absorb("stabiliser", passed.lost)
         return tuple(grads)
 
-    def passed(self, visit: Visit, rule: Rule, op: LinearOperation, grad: Tensor) -> Passed:
-        """Return the result of a rule for the input of a linear operation, given G at its output."""
+    def passed(self, visit: Visit, rule: Rule, op: LinearOperation) -> Passed:
+        """Return the result of a rule for the input of a linear operation."""
         if visit.node is self.first:
-            self.relevance = op.relevance(grad)
-        return rule.propagate(op, grad)
+            self.relevance = op.relevance
+        return rule.propagate(op)
+
+    def _linear_rule(self, walk: Walk, node: Node) -> Rule:
+        """Return the rule of a convolution or matrix product."""
+        kind = _linear_kind(cast("Operation", walk.record.operation(node)))
+        return cast("Rule | None", self._rule(walk, node, kind, Rule)) or _GRADIENT
 
     def _nonlinear_rule(self, visit: Visit) -> NonlinearRule | None:
         """Return the given rule of an activation or a normalisation; None for the usual one."""
         name, op = visit.known.name, visit.known.op
         kind = "activation" if name in NONLINEAR else "norm" if name in NORMS or is_batch_norm(op) else ""
         is_whole = kind and not writes_part(visit)
-        return cast("NonlinearRule | None", self._rule(visit, kind, NonlinearRule) if is_whole else None)
+        return cast(
+            "NonlinearRule | None", self._rule(visit.walk, visit.node, kind, NonlinearRule) if is_whole else None
+        )
 
     def _nonlinear(self, visit: Visit, rule: NonlinearRule) -> Gradients:
         """Apply a given rule of an activation or a normalisation."""
@@ -249,9 +285,9 @@ class Propagation:
         visit.absorb("stabiliser", y * grad - x * passed)
         return (passed.to(visit.grad.dtype), *[None] * (len(visit.on_path) - 1))
 
-    def _rule(self, visit: Visit, kind: str, base: type) -> AnyRule | None:
+    def _rule(self, walk: Walk, node: Node, kind: str, base: type) -> AnyRule | None:
         """Return the rule of an operation: by the innermost named layer, by "first" or "last", by type, or by kind."""
-        rules, modules = self.composite.rules, visit.walk.record.modules(visit.node)
+        rules, modules = self.composite.rules, walk.record.modules(node)
         named, typed = (
             {name: rule for name in modules if isinstance(rule := by_module.get(name), base)}
             for by_module in (self._by_name, self._by_type)
@@ -260,7 +296,7 @@ class Propagation:
         if named:
             return named[max(named, key=len)]
         for at, end in enumerate(("first", "last")):
-            if end in rules and base is Rule and visit.node in self._first_and_last(visit.walk)[at]:
+            if end in rules and base is Rule and node in self._first_and_last(walk)[at]:
                 return rules[end]
         return typed[max(typed, key=len)] if typed else rules.get(kind)
 
@@ -295,12 +331,16 @@ class Propagation:
         x, bias, mean = (operation.args[name] for name in ("input", "bias", "running_mean"))
         shift = (0 if bias is None else _channels(bias, x)) - _channels(mean, x) * scale
         y_grad = visit.grad
-        edges = self._merged_edges(visit)
+        edges = self._merged_edges(walk, visit.node)
         if edges:
+            has_arrived = visit.node in walk.holds_relevance
             for edge in filter(walk.watched.get, edges):  # relevance there is the relevance of the merged output
-                y_grad = cast("Tensor", walk.watch(edge, y_grad, at_least_float32(torch.addcmul(shift, x, scale))))
+                y = 1.0 if has_arrived else at_least_float32(torch.addcmul(shift, x, scale))
+                y_grad = cast("Tensor", walk.watch(edge, y_grad, y))
                 del walk.watched[edge]
-            self._merged[edges[-1][0]] = scale, shift, y_grad
+            if has_arrived:
+                walk.holds_relevance.add(edges[-1][0])
+            self._merged[edges[-1][0]] = x, scale, shift, y_grad
             walk.handled["batch_norm merged"] += 1
             return (y_grad, None, None)
         walk.handled["batch_norm by |z|"] += 1
@@ -310,9 +350,9 @@ class Propagation:
         visit.absorb("biases", relevance - shares * part.abs())
         return (shares * scale.abs() * x.sign(), None, None)
 
-    def _merged_edges(self, visit: Visit) -> list[Edge]:
+    def _merged_edges(self, walk: Walk, node: Node) -> list[Edge]:
         """Return the edges from a batch norm to the convolution or product before it; [] if others read that too."""
-        walk, node, edges = visit.walk, visit.node, []
+        edges: list[Edge] = []
         while True:
             edge = cast("Edge", next_functions(node)[0])
             node = edge[0]
@@ -430,6 +470,14 @@ class Propagation:
             if grad is not None:
                 visit.absorb("softmax", -operation.args[name] * grad)
         return tuple(grads)
+
+
+def is_rectifier(walk: Walk, node: Node | None) -> bool:
+    """Return whether a node is a ReLU or ReLU6, whose result is nowhere negative."""
+    operation = None if node is None or type(node).__name__ == "CopySlices" else walk.record.operation(node)
+    if operation is None or operation.name not in ("relu", "hardtanh"):
+        return False
+    return operation.name == "relu" or operation.args.get("min_val", -1) == 0
 
 
 def _gate(visit: Visit, factors: Sequence[int]) -> int | None:
@@ -665,14 +713,19 @@ def normalisation(operation: Operation) -> Normalisation:
     return Normalisation(shape, dims, rstd, weight, bias, has_mean)
 
 
+def uses_batch_statistics(operation: Operation) -> bool:
+    """Return whether a batch norm uses the statistics of the batch."""
+    return operation.args["running_var"] is None or bool(operation.args.get("training"))
+
+
 def batch_norm_scale(operation: Operation, like: Tensor) -> Tensor | None:
     """Return the factor of each channel in a batch norm; None if it uses the statistics of the batch.
 
     It broadcasts to a tensor of the operation's dimensions.
     """
-    args = operation.args
-    if args["running_var"] is None or args.get("training"):
+    if uses_batch_statistics(operation):
         return None
+    args = operation.args
     scale = (args["running_var"] + args.get("eps", args.get("epsilon"))).rsqrt()
     return _channels(scale if args["weight"] is None else scale * args["weight"], like)
 

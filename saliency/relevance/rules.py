@@ -22,7 +22,10 @@ from ..errors import MethodError
 from ..hooks.operations import norms_over
 from ..validation import check_number
 
-_ROUNDING = 64  # sums of parts below this many units of rounding of |W| |a| + |b| count as zero
+_ROUNDING = 128  # sums of parts below this many units of rounding of the other parts count as zero
+# A tiny number is added to sums of parts that may be zero: quotients by it are large, so that no mask is needed.
+_TINY = 1e-30
+_LARGE = 1e15
 
 
 @dataclass
@@ -30,7 +33,8 @@ class LinearOperation:
     """A convolution or matrix product of one call, with the batch norm that is merged into it.
 
     A positive factor of an output channel changes no share. So if a batch norm has only positive factors, weights, bias
-    and output are divided by these factors. Before `scaled`, G is at the output with the factors.
+    and output are divided by these factors. G is at the output with the factors, and so has the relevance as its
+    product with that output.
 
     Attributes:
         input: The input a, in the shape of the call: (N, C, H, W) or (rows, features).
@@ -45,6 +49,10 @@ class LinearOperation:
         unit: The factors of the batch norm by which the operation is divided; None for 1.
         dims: The dimensions of the output over which a relative epsilon takes the root mean square.
         norms: The norms of the output over these dimensions; None to compute them.
+        grad: G at the output; None if relevance has arrived there.
+        arrived: The relevance of the output, if that has arrived: the output goes through a rectifier alone, so its
+            relevance is 0 where it is not positive.
+        is_rectified: Whether the input is the result of a rectifier, so that no number is negative.
         bound: From a bound of the model's input, a number or one per channel, to the bound of this input; None for a
             layer that is not the first one, or a rule other than z-box.
     """
@@ -60,6 +68,9 @@ class LinearOperation:
     unit: Tensor | None = None
     dims: tuple[int, ...] = (-1,)
     norms: Tensor | None = None
+    grad: Tensor | None = None
+    arrived: Tensor | None = None
+    is_rectified: bool = False
     bound: Callable[[float | Sequence[float]], Tensor] | None = None
 
     def merged(self, scale: Tensor, shift: Tensor) -> LinearOperation:
@@ -104,7 +115,7 @@ class LinearOperation:
     @cached_property
     def is_nonnegative(self) -> bool:
         """Whether no input is negative, as after a ReLU, or there is no input, as for a box without candidates."""
-        return self.input.numel() == 0 or float(self.input.amin()) >= 0
+        return self.is_rectified or self.input.numel() == 0 or float(self.input.amin()) >= 0
 
     @cached_property
     def absolute_weight(self) -> Tensor:
@@ -116,39 +127,78 @@ class LinearOperation:
         inputs = self.input if self.is_nonnegative else self.input.abs()
         return self.run(inputs, self.absolute_weight, None if bias is None else bias.abs())
 
-    def relevance(self, grad: Tensor) -> Tensor:
-        """Return the relevance of the output as a new tensor, given G at the output."""
-        if self.recorded is None or self.unit is None or self.shift is None:
-            return self.scaled(self.output * grad)
-        return torch.addcmul(self.shift * self.unit, self.recorded, self.unit).mul_(grad)
+    @cached_property
+    def negative_weight(self) -> Tensor:
+        """The negative weights, and 0 in place of the others."""
+        return self.weight.clamp(max=0)
+
+    def negative_parts(self, bias: Tensor | None) -> Tensor:
+        """Return the sum of the negative parts as a new tensor, with a negative bias."""
+        if self.is_nonnegative:
+            return self.run(self.input, self.negative_weight, bias)
+        parts = self.run(self.input.clamp(min=0), self.negative_weight, bias)
+        return parts.add_(self.run(self.input.clamp(max=0), self.weight.clamp(min=0)))
+
+    @cached_property
+    def relevance(self) -> Tensor:
+        """The relevance of the output."""
+        if self.arrived is not None or self.grad is None:
+            return cast("Tensor", self.arrived)
+        if self.recorded is not None and self.unit is not None and self.shift is not None:
+            return torch.addcmul(self.shift * self.unit, self.recorded, self.unit).mul_(self.grad)
+        return self.scaled(self.output * self.grad)
 
     def scaled(self, grad: Tensor) -> Tensor:
         """Multiply G at the output, or a tensor proportional to it, in place by the factors of the batch norm."""
         return grad if self.unit is None else grad.mul_(self.unit)
 
-    def bias_share(self, shares: Tensor, bias: Tensor) -> Tensor:
-        """Return shares times a bias, summed at least over the channels."""
-        if bias.numel() == bias.shape[-1] == shares.shape[-1]:  # of a matrix product
-            return shares @ bias.flatten()
-        if bias.dim() > 2 and bias.numel() == bias.shape[1]:  # of a convolution
-            return shares.flatten(2).sum(2) @ bias.flatten()
-        return shares * bias
+    def quotients(self, parts: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Divide the relevance of the output by sums of parts, which are overwritten.
 
-    def divide(self, relevance: Tensor, weight: Tensor, bias: Tensor | None) -> Passed:
-        """Divide the relevance of the output by parts of one sign, with some of the weights and of the bias."""
-        shares, dead = _divide(relevance, self.run(self.input, weight, bias))
-        lost = None if dead is None else torch.where(dead, relevance, 0)
-        biases = None if bias is None else self.bias_share(shares, bias)
+        Returns:
+            The quotients; their sums over all positions; and the relevance that nothing receives because no part has
+            the right sign, None if there is none.
+        """
+        shares = torch.div(self.relevance, parts, out=parts)
+        sums = self.channel_sums(shares)
+        if float(sums.abs().sum()) <= _LARGE:  # false for NaN
+            return shares, sums, None
+        is_lost = (shares.abs() <= _LARGE).logical_not_()
+        shares.masked_fill_(is_lost, 0)
+        return shares, self.channel_sums(shares), torch.where(is_lost, self.relevance, 0)
+
+    def one_sign(self, parts: Tensor, tiny: float) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return `quotients` by exact sums of parts of one sign, to which a tiny number was added.
+
+        Where there is no part, quotients are huge. If a rectifier computes the inputs, they need no mask: they reach
+        only inputs of zero, which have no relevance. Times the tiny number, they are the lost relevance.
+        """
+        if not self.is_rectified or len(self.dims) < 2:
+            return self.quotients(parts)
+        shares = torch.div(self.relevance, parts, out=parts)
+        sums = self.channel_sums(shares)
+        return shares, sums, sums.sum(1).mul_(tiny)
+
+    def channel_sums(self, shares: Tensor) -> Tensor:
+        """Return the sums over all positions (N, channels) of a convolution; of a matrix product, the shares."""
+        return shares.flatten(2).sum(2) if len(self.dims) > 1 else shares
+
+    def bias_share(self, sums: Tensor, bias: Tensor) -> Tensor:
+        """Return the relevance of a bias, given the `channel_sums` of shares, summed at least over the channels."""
+        is_vector = len(self.dims) > 1 or bias.numel() == bias.shape[-1] == sums.shape[-1]
+        return sums @ bias.flatten() if is_vector else sums * bias
+
+    def divide(self, weight: Tensor, bias: Tensor | None, *, has_one_sign: bool) -> Passed:
+        """Divide the relevance of the output by parts with some of the weights and of the bias, perhaps of one sign."""
+        parts = self.run(self.input, weight, None if bias is None else bias + _TINY)
+        shares, sums, lost = self.one_sign(parts, _TINY) if has_one_sign and bias is not None else self.quotients(parts)
+        biases = None if bias is None else self.bias_share(sums, bias)
         return Passed(self.transposed(shares, weight), biases=biases, lost=lost)
 
-    def spread(self, shares: Tensor, signed: Tensor, bias: Tensor | None, lost: Tensor | None = None) -> Passed:
-        """Pass shares of the parts a w, and other shares of their magnitudes |a w|, to inputs and bias."""
+    def spread(self, shares: Tensor, signed: Tensor) -> Tensor:
+        """Return G at the input for shares of the parts a w, and other shares of their magnitudes |a w|."""
         magnitudes = self.transposed(signed, self.absolute_weight)
-        passed = self.back(shares).add_(magnitudes if self.is_nonnegative else magnitudes.mul_(self.input.sign()))
-        if bias is None:
-            return Passed(passed, lost=lost)
-        biases = self.bias_share(shares, bias) + self.bias_share(signed, bias.abs())
-        return Passed(passed, biases=biases, lost=lost)
+        return self.back(shares).add_(magnitudes if self.is_nonnegative else magnitudes.mul_(self.input.sign()))
 
 
 class Passed(NamedTuple):
@@ -191,13 +241,16 @@ class Rule(AnyRule, ABC):
                 return op.transposed(relevance / op.run(torch.ones_like(op.input), ones), ones)
     """
 
+    reads_gradient: ClassVar[bool] = False
+    """Whether the rule reads G at the output instead of the relevance."""
+
     @abstractmethod
     def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
         """Return the relevance of the input, given the relevance of the output."""
 
-    def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
-        """Return the result of the rule for the input, given G at the output."""
-        return Passed(relevance=self.relevance(op, op.relevance(grad)))
+    def propagate(self, op: LinearOperation) -> Passed:
+        """Return the result of the rule for the input, given G or the relevance at the output."""
+        return Passed(relevance=self.relevance(op, op.relevance))
 
 
 @dataclass
@@ -237,8 +290,8 @@ class _GradientRule(Rule):
 
     def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
         """Return the relevance of the input, given the relevance of the output."""
-        grad = divided(relevance, op.relevance(relevance.new_ones(())))
-        return op.input * cast("Tensor", self.propagate(op, grad).grad)
+        grad = divided(relevance, op.scaled(op.output.clone()))
+        return op.input * cast("Tensor", self.propagate(replace(op, grad=grad, arrived=None)).grad)
 
 
 @dataclass(frozen=True)
@@ -263,18 +316,33 @@ class Epsilon(_GradientRule):
     def __post_init__(self) -> None:
         check_number("epsilon", self.epsilon, least=0)
 
-    def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
-        """Return the result of the rule for the input, given G at the output."""
-        if not self.epsilon:
+    @property
+    def reads_gradient(self) -> bool:  # type: ignore[override]
+        """Whether the rule is the plain gradient."""
+        return not self.epsilon
+
+    def propagate(self, op: LinearOperation) -> Passed:
+        """Return the result of the rule for the input, given G or the relevance at the output."""
+        grad = op.grad
+        if grad is not None and not self.epsilon:
             kept = grad if op.unit is None else grad * op.unit
-            return Passed(op.back(kept), biases=None if op.bias is None else op.bias_share(kept, op.bias))
-        size = op.root_mean_square.clamp_(min=torch.finfo(grad.dtype).tiny) if self.relative else grad.new_ones(())
+            biases = None if op.bias is None else op.bias_share(op.channel_sums(kept), op.bias)
+            return Passed(op.back(kept), biases=biases)
+        z = op.output
+        size = op.root_mean_square.clamp_(min=torch.finfo(z.dtype).tiny) if self.relative else z.new_ones([1] * z.dim())
         epsilon = self.epsilon * size
-        denominator = op.output.abs().add_(epsilon if op.unit is None else epsilon / op.unit)
-        shares = torch.div(op.output, denominator, out=denominator).mul_(grad)
-        lost = shares.sum(op.dims, keepdim=True).mul_(epsilon)
-        kept = op.scaled(shares.copysign_(grad))
-        return Passed(op.back(kept), biases=None if op.bias is None else op.bias_share(kept, op.bias), lost=lost)
+        own = epsilon if op.unit is None else epsilon / op.unit
+        if grad is None:  # the relevance is 0 where the output is not positive
+            shares, sums, _ = op.quotients(z + own)
+            lost = sums * (own.flatten(1) if len(op.dims) > 1 else own)
+        else:
+            denominator = z.abs().add_(own)
+            shares = torch.div(z, denominator, out=denominator).mul_(grad)
+            lost = op.channel_sums(shares) * (epsilon.flatten(1) if len(op.dims) > 1 else epsilon)
+            shares = op.scaled(shares.copysign_(grad))
+            sums = op.channel_sums(shares)
+        lost = lost.sum(1) if len(op.dims) > 1 else lost
+        return Passed(op.back(shares), biases=None if op.bias is None else op.bias_share(sums, op.bias), lost=lost)
 
 
 @dataclass(frozen=True)
@@ -300,20 +368,23 @@ class Gamma(_GradientRule):
     def __post_init__(self) -> None:
         check_number("gamma", self.gamma, least=0)
 
-    def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
-        """Return the result of the rule for the input, given G at the output."""
-        z = op.output
-        if op.is_nonnegative and not bool(z.clamp(max=0).mul_(grad).any()):
+    def propagate(self, op: LinearOperation) -> Passed:
+        """Return the result of the rule for the input, given G or the relevance at the output."""
+        if op.is_nonnegative and (op.grad is None or not bool(op.output.clamp(max=0).mul_(op.grad).any())):
             # Up to the factor 1 + gamma, which cancels, this is the operation with larger positive weights.
-            return op.divide(
-                op.relevance(grad), self._reduced(op.weight), None if op.bias is None else self._reduced(op.bias)
-            )
-        # The sum of both parts of which the one with the sign of z counts more.
-        sums = op.magnitudes(op.bias).mul_(self.gamma / 2).add_(z.abs(), alpha=1 + self.gamma / 2)
-        sums.clamp_(min=torch.finfo(z.dtype).tiny)
-        signed = op.scaled(torch.div(z, sums, out=sums).mul_(grad))
-        shares = signed * z.sign()
-        return op.spread(shares.mul_(1 + self.gamma / 2), signed.mul_(self.gamma / 2), op.bias)
+            bias = None if op.bias is None else self._reduced(op.bias)
+            return op.divide(self._reduced(op.weight), bias, has_one_sign=False)
+        # The sum of both parts of which the one with the sign of z counts more, up to a factor.
+        z, factor = op.output, self.gamma / (2 + self.gamma)
+        magnitudes = op.magnitudes(op.bias).copysign_(z)
+        parts = torch.add(z, magnitudes, alpha=factor, out=magnitudes)
+        sign = parts.sign()
+        shares, sums, lost = op.quotients(parts)
+        signed = sign.mul_(shares).mul_(factor)
+        biases = None
+        if op.bias is not None:
+            biases = op.bias_share(sums, op.bias) + op.bias_share(op.channel_sums(signed), op.bias.abs())
+        return Passed(op.spread(shares, signed), biases=biases, lost=lost)
 
     def _reduced(self, part: Tensor) -> Tensor:
         """Divide the negative numbers by 1 + gamma."""
@@ -348,41 +419,44 @@ class AlphaBeta(_GradientRule):
         if self.alpha - self.beta != 1:
             raise MethodError(f"alpha={self.alpha} and beta={self.beta}: expected alpha - beta = 1")
 
-    def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
-        """Return the result of the rule for the input, given G at the output."""
+    def propagate(self, op: LinearOperation) -> Passed:
+        """Return the result of the rule for the input, given G or the relevance at the output."""
         bias = op.bias if self.bias else None
-        if not self.beta and op.is_nonnegative:
-            return op.divide(op.relevance(grad), op.weight.clamp(min=0), None if bias is None else bias.clamp(min=0))
-        sums, signed, lost = self._shares(op, grad, bias)
-        return op.spread(sums, signed, bias, lost)
-
-    def _shares(self, op: LinearOperation, grad: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the sum and the difference of the shares of positive and negative parts, and the lost relevance."""
-        sums = op.magnitudes(bias)
-        # The balance is from -1, where all parts are negative, to 1.
-        if self.bias:
-            balance = torch.div(op.output, sums, out=sums)
-            shares = op.scaled(balance * grad)
-        else:
-            shares = op.scaled((op.output / sums).mul_(grad))
-            sums.clamp_(min=torch.finfo(sums.dtype).tiny)
-            balance = torch.div(op.unbiased(sums), sums, out=sums)
-        up, lost = self._part(op, grad, self.alpha, shares, 1 + balance)
+        positive = None if bias is None else bias.clamp(min=0)
         if not self.beta:
-            return up, up, lost
-        down, kept = self._part(op, grad, -self.beta, shares, torch.sub(balance.new_ones(()), balance, out=balance))
-        lost = kept if lost is None else lost if kept is None else lost.add_(kept)
-        up.mul_(self.alpha)
-        return torch.add(up, down, alpha=self.beta, out=shares), up.sub_(down, alpha=self.beta), lost
+            if op.is_nonnegative:
+                return op.divide(op.weight.clamp(min=0), positive, has_one_sign=True)
+            magnitudes = op.magnitudes(bias)
+            parts = (op.output if self.bias else op.unbiased(magnitudes)) + magnitudes
+            shares, sums, lost = op.quotients(self._cleared(op, parts, magnitudes))
+            biases = None if positive is None else op.bias_share(sums, 2 * positive)
+            return Passed(op.spread(shares, shares), biases=biases, lost=lost)
+        # The negative parts are summed for themselves: the positive ones are then sums without cancellation, as long as
+        # the output is positive.
+        negative = None if bias is None else bias.clamp(max=0)
+        parts = op.negative_parts(None if negative is None else negative - _TINY)
+        up = (op.output if self.bias else op.unbiased(-parts)) - parts
+        up, sums, lost = op.quotients(self._cleared(op, up, parts))
+        lost = None if lost is None else lost.mul_(self.alpha).sum(op.dims)
+        biases = None if positive is None else op.bias_share(sums, self.alpha * positive)
+        down, sums, unreached = op.quotients(parts) if negative is None else op.one_sign(parts, -_TINY)
+        if unreached is not None:
+            unreached = -self.beta * (unreached.sum(op.dims) if unreached.dim() == parts.dim() else unreached)
+            lost = unreached if lost is None else lost + unreached
+        if biases is not None and negative is not None:
+            biases = biases - op.bias_share(sums, self.beta * negative)
+        if op.is_nonnegative:
+            passed = op.transposed(down, op.negative_weight)
+            return Passed(passed.lerp_(op.transposed(up, op.weight.clamp(min=0)), self.alpha), biases=biases, lost=lost)
+        factor = self.beta / self.alpha
+        passed = op.spread(torch.sub(up, down, alpha=factor), up.add_(down, alpha=factor))
+        return Passed(passed.mul_(self.alpha / 2), biases=biases, lost=lost)
 
-    @staticmethod
-    def _part(
-        op: LinearOperation, grad: Tensor, factor: float, shares: Tensor, sums: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Divide shares by the sums of the parts of one sign, which are overwritten; return also the lost relevance."""
-        torch.threshold_(sums, 2 * _ROUNDING * torch.finfo(sums.dtype).eps, 0)
-        quotients, dead = _divide(shares, sums)
-        return quotients, None if dead is None else op.relevance(grad).mul_(dead).mul_(factor)
+    def _cleared(self, op: LinearOperation, parts: Tensor, others: Tensor) -> Tensor:
+        """Set sums of positive parts to 0 in place where they may be rounding errors, as for a negative output."""
+        if op.grad is None and self.bias:
+            return parts
+        return parts.mul_(parts > others.abs() * (_ROUNDING * torch.finfo(parts.dtype).eps))
 
 
 @dataclass(frozen=True)
@@ -411,13 +485,14 @@ class Excitation(_GradientRule):
     """
 
     name: ClassVar[str] = "excitation"
+    reads_gradient: ClassVar[bool] = True
 
-    def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
+    def propagate(self, op: LinearOperation) -> Passed:
         """Return the result of the rule for the input, given G at the output."""
-        weights = op.back(op.scaled(grad.clone()))
+        weights = op.back(op.scaled(cast("Tensor", op.grad).clone()))
         parts = op.input * weights
         passed = torch.where(parts > 0, weights, weights * self.inhibition(parts, op.dims))
-        lost = op.relevance(grad).sum(op.dims, keepdim=True) - (op.input * passed).sum(op.dims, keepdim=True)
+        lost = op.relevance.sum(op.dims, keepdim=True) - (op.input * passed).sum(op.dims, keepdim=True)
         return Passed(passed, lost=lost)
 
     def inhibition(self, parts: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -530,15 +605,6 @@ class Pass(Rule, NonlinearRule):
 def divided(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Divide two tensors; 0 where the denominator is 0."""
     return torch.where(denominator == 0, 0, numerator / denominator)
-
-
-def _divide(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Divide, and overwrite the denominator; 0 where that is 0. Return also where a numerator is lost, if any is."""
-    quotients = torch.div(numerator, denominator, out=denominator).nan_to_num_(0, torch.inf, -torch.inf)
-    if math.isfinite(float(quotients.sum())):
-        return quotients, None
-    lost = quotients.isinf()
-    return quotients.nan_to_num_(0, 0, 0), lost
 
 
 def per_channel(bound: float | Sequence[float], like: Tensor) -> Tensor:

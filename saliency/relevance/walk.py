@@ -91,6 +91,7 @@ class Walk:
         ledger: The shares (N,) of the scores, by name: of the input, and of each kind of absorbed relevance.
         missing: (N,) the scores minus the sum of the ledger.
         handled: The number of operations by kind and rule.
+        holds_relevance: The nodes at whose only result relevance arrives instead of G.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Walk:
         self._tensors = {name: tensor for name, tensor in (watched or {}).items() if tensor.requires_grad}
         edges = {name: get_gradient_edge(tensor) for name, tensor in self._tensors.items()}
         self.watched = {(edge.node, edge.output_nr): name for name, edge in edges.items()}
+        self.holds_relevance: set[Node] = set()
         self._arrived: dict[Edge, Tensor] = {}
         self._fixed: dict[Edge, Tensor] = {}  # relevance that has no G
         self._image: dict[Node, int | None] = {}  # of nodes that compute something for one image alone
@@ -157,7 +159,8 @@ class Walk:
         fixed, grads = (tuple(arrived.pop(edge, None) for edge in edges) for arrived in (self._fixed, self._arrived))
         if self.watched:
             fixed = tuple(self.watch(edge, part, 1.0) for edge, part in zip(edges, fixed, strict=True))
-            grads = tuple(map(self.watch, edges, grads))
+            value = 1.0 if node in self.holds_relevance else None
+            grads = tuple(self.watch(edge, grad, value) for edge, grad in zip(edges, grads, strict=True))
         on_path = [function in self.on_path for function, _ in self.next[node]]
         visit = Visit(self, node, self.record.operation(node), grads, on_path)
         if any(grad is not None for grad in grads):

@@ -628,8 +628,8 @@ def test_a_composite_that_does_not_fit_is_an_error(composite: Any, fact: str) ->
 class NotANumber(Epsilon):
     """Gives the biases NaN."""
 
-    def propagate(self, op: saliency.relevance.LinearOperation, grad: Tensor) -> saliency.relevance.rules.Passed:
-        return super().propagate(op, grad)._replace(biases=torch.full_like(grad, torch.nan))
+    def propagate(self, op: saliency.relevance.LinearOperation) -> saliency.relevance.rules.Passed:
+        return super().propagate(op)._replace(biases=torch.full_like(op.relevance, torch.nan))
 
 
 def test_nan_in_the_ledger_warns() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import LRP, ExcitationBackprop, Preprocess, SaliencyWarning
+from saliency.hooks.operations import OperationRecord
 from saliency.relevance import COMPOSITES, AlphaBeta, Epsilon, Flat, Gamma, LinearOperation, Rule, WSquare, ZBox, ZPlus
 from tests.models import Checkpointed, OwnForward, Packed
 from tests.relevance import textbook
@@ -429,6 +431,102 @@ def test_the_ledger_and_the_input_sum_to_the_score(network: Callable[[], nn.Modu
     shares = dict(zip(found.ledger_names, found.ledger.unbind(1), strict=True))
     torch.testing.assert_close(shares["input"], found.values.sum((1, 2, 3)))
     assert float((found.residual / found.scores).abs().max()) < 1e-4
+
+
+def test_negative_parts_lose_no_digits_in_single_precision() -> None:
+    network = saliency.load("efficientnet_lite0")
+    x = torch.randn(1, 3, 64, 64)
+    values = LRP(network, composite="epsilon_alpha2_beta1").attribute(x, 3).values
+    expected = explained(copy.deepcopy(network).double(), x.double(), "epsilon_alpha2_beta1", [3])
+    assert float((values - expected).abs().max() / expected.abs().max()) < 1e-3
+
+
+class Dispatches:
+    """Number of operations that records have seen."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, original = 0, OperationRecord.__torch_dispatch__
+
+        def counted(record: OperationRecord, *arguments: Any) -> Any:
+            self.count += 1
+            return original(record, *arguments)
+
+        monkeypatch.setattr(OperationRecord, "__torch_dispatch__", counted)
+
+    def of(self, run: Callable[[], object]) -> int:
+        before = self.count
+        run()
+        return self.count - before
+
+
+class Gated(nn.Module):
+    """Residual network with a padding, and on request with a gate, whose node does not hold what its rule reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.head = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Linear(4, 3)
+        self.padding, self.has_gate = 0.0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu6(self.bn(self.conv(F.pad(x, [1, 1, 1, 1], value=self.padding))))
+        x = x + F.relu(x)
+        x = (x * torch.sigmoid(x) if self.has_gate else x).mean((2, 3))
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize("composite", ["epsilon", "epsilon_plus", "gamma", "epsilon_alpha2_beta1"])
+def test_a_graph_that_holds_all_values_is_recorded_once(composite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, dispatches = lived_in(Gated()), images(), Dispatches(monkeypatch)
+    method = LRP(model, composite=composite)
+    first = method.attribute(x, 1)
+    assert dispatches.count > 0
+    assert dispatches.of(lambda: method.attribute(x, 1)) == 0
+    second = method.attribute(x, [1, 2])
+    assert torch.equal(first.values[0], second.values[0])
+    assert first.ledger is not None
+    assert second.ledger is not None
+    torch.testing.assert_close(first.ledger[0], second.ledger[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("change", ["gate", "frozen", "padding"])
+def test_a_graph_that_does_not_hold_all_values_is_recorded(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, dispatches = lived_in(Gated()), images(), Dispatches(monkeypatch)
+    if change == "padding":
+        model.padding = 1.0
+    LRP(model).attribute(x, 1)
+    if change == "gate":
+        model.has_gate = True
+    elif change == "frozen":
+        model.requires_grad_(False)
+    found = []
+    assert dispatches.of(lambda: found.append(LRP(model).attribute(x, 1))) > 0
+    expected = LRP(copy.deepcopy(model)).attribute(x, 1)
+    assert torch.equal(found[0].values, expected.values)
+    assert found[0].ledger is not None
+    assert expected.ledger is not None
+    assert torch.equal(found[0].ledger, expected.ledger)
+
+
+@pytest.mark.parametrize("assign", ["data", "load_state_dict", "set_", "step"])
+def test_changed_weights_are_noticed(assign: str) -> None:
+    model, x = lived_in(Gated()), images()
+    before = LRP(model).attribute(x, 1).values
+    other = torch.randn_like(model.conv.weight)
+    if assign == "data":
+        model.conv.weight.data.copy_(other)
+    elif assign == "load_state_dict":
+        model.load_state_dict(model.state_dict() | {"conv.weight": other})
+    elif assign == "set_":
+        with torch.no_grad():
+            model.conv.weight.set_(other)
+    else:
+        model.conv.weight.grad = model.conv.weight.detach() - other
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        model.conv.weight.grad = None
+    after = LRP(model).attribute(x, 1).values
+    assert not torch.equal(before, after)
+    assert torch.equal(after, LRP(copy.deepcopy(model)).attribute(x, 1).values)
 
 
 def _first_layers() -> dict[str, nn.Module]:
