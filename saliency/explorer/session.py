@@ -40,6 +40,7 @@ from ..engine.multi_pass import MultiPassAttribution, TimedAttribution
 from ..errors import (
     LayerError,
     MethodError,
+    ModelError,
     NotFoundError,
     RenderError,
     SaliencyError,
@@ -50,7 +51,7 @@ from ..evaluation.trust import missing_properties, trust
 from ..hooks.dual_encoder import DualEncoder
 from ..hooks.model_state import prepared_for_attribution, run_model
 from ..io.inputs import Batch, ImageLike, decode, encode, open_image
-from ..io.preprocess import Frame, Geometry, drawable, scaled_size
+from ..io.preprocess import Frame, Geometry, Preprocess, drawable, scaled_size
 from ..layers.find import scan_layers
 from ..layers.layout import bind_layout
 from ..render.blending import DIVERGING, MOST_OPACITY, SEQUENTIAL, color_table, scale_map
@@ -164,7 +165,9 @@ class Session:
         with self._prepared():
             self._scan = scan_layers(self.model, batch.inputs)
             output = run_model(self.model, batch.inputs)
-            self.asks = tuple(self._questions(output, batch))
+            self.asks = self._questions(output, batch)
+        if not self.asks:
+            raise ModelError("the explorer finds no classes, boxes, regions or embeddings in the model's output")
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
@@ -172,11 +175,10 @@ class Session:
         with prepared_for_attribution(self.model), bind_layout(method.layout), torch.no_grad():
             yield
 
-    def _questions(self, output: Any, batch: Batch) -> Iterator[str]:
-        """Yield the kinds of targets that the model's output has."""
+    def _questions(self, output: Any, batch: Batch) -> list[str]:
+        """Return the kinds of targets that the model's output has."""
         if isinstance(self.model, DualEncoder):
-            yield "text"
-            return
+            return ["text"]
         kinds: dict[str, Callable[[], object]] = {
             "class": lambda: class_scores(output),
             "region": lambda: self._regions(output),
@@ -184,16 +186,12 @@ class Session:
         }
         known = []
         for kind, read in kinds.items():
-            try:
+            with suppress(TargetError):
                 read()
-            except TargetError:
-                continue
-            known.append(kind)
-            if kind == "class":
-                break
-        yield from known
-        if {"region", "box"}.intersection(known):
-            yield "point"
+                known.append(kind)
+            if known == ["class"]:
+                return known
+        return [*known, "point"] if known else []
 
     def about(self) -> Answer:
         """Return the facts that the page needs before any image: methods, layers, classes, limits and colours."""
@@ -265,7 +263,7 @@ class Session:
 
     def thumbnail(self, index: int) -> bytes:
         """Return an offered image as JPEG, with no side longer than 160. Raises errors as `open`."""
-        image = drawable(self._offered(index), self._default.preprocess.range if self._default.preprocess else None)
+        image = drawable(self._offered(index), cast("Preprocess", self._default.preprocess).range)
         return encode(shrink(image, THUMBNAIL_SIDE), "JPEG", quality=PICTURE_QUALITY)
 
     def _held_pixels(self) -> int:
@@ -309,7 +307,7 @@ class Session:
 
     def _detections(self, output: Any, batch: Batch) -> list[Answer]:
         geometry = Geometry.of(batch.frames[0], tuple(batch.inputs.shape[2:]))
-        target = cast("BoxScore", cast("BoxScore", box()).locate([geometry]))
+        target = cast("BoxScore", box()).locate([geometry])
         return [
             {
                 "index": index,
@@ -588,7 +586,7 @@ class TargetCall:
 
     def target(self) -> Any:
         """Return the target."""
-        functions = {"box": box, "contrast": contrast, "region": region, "text": text}
+        functions: dict[str, Callable[..., Any]] = {"box": box, "contrast": contrast, "region": region, "text": text}
         return functions[self.function](*self.arguments, **self.options) if self.function else self.arguments[0]
 
     def code(self) -> str:
@@ -620,8 +618,8 @@ def target_call(asked: Any) -> TargetCall:
             return TargetCall("region", (label, where))
         case {"region": int() | str() as label, **rest} if not rest:
             return TargetCall("region", (label,))
-        case {"text": str() as prompt, "against": [*others], **rest} if not rest:
-            return TargetCall("text", (prompt,), {"against": others})
+        case {"text": str() as prompt, "against": [*texts], **rest} if not rest:
+            return TargetCall("text", (prompt,), {"against": texts})
         case {"text": str() as prompt, **rest} if not rest:
             return TargetCall("text", (prompt,))
     raise TargetError(f"target={asked!r:.100}: expected a class, a box, a region or a text; see docs/explorer.md")
@@ -635,7 +633,7 @@ def _labels(output: Any, names: Categories) -> set[int]:
         return {int(label) for entry in output for label in entry["labels"]}
     scores = score_maps(output)
     if scores.shape[1] > 1:
-        return set(scores[0].argmax(0).unique().tolist())
+        return set(scores[0].argmax(0).flatten().tolist())
     return {0, 1} if names is not None and len(names) == 2 else {0}
 
 
@@ -665,8 +663,9 @@ def _name_of(image: ImageEntry | ImageLike, index: int) -> str:
     """Return the name of an offered image; `image 3` if it has none."""
     if isinstance(image, ImageEntry):
         return printable(image.label)
-    is_path = isinstance(image, str | os.PathLike)
-    return printable(PurePath(os.fsdecode(image)).name) if is_path else f"image {index}"
+    if isinstance(image, str | os.PathLike):
+        return printable(PurePath(os.fsdecode(image)).name)
+    return f"image {index}"
 
 
 def _colors(name: str, centred: bool) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -128,7 +128,7 @@ class ScoreCAM(LayerPasses, TimedAttribution):
     name = "score_cam"
     units = "activation"
     cost = "2 forwards, 1 forward for each channel that is not constant"
-    draft_options: ClassVar = {}
+    draft_options: ClassVar[Mapping[str, Any]] = {}
 
     channels: Option[int | None] = Option(None, check_integer)
     align_corners: Option[bool] = Option(False, check_flag)

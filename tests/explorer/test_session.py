@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,10 +16,11 @@ from PIL import Image
 from torch import nn
 
 import saliency
-from saliency import METHODS, MethodError, TargetError
+from saliency import METHODS, MethodError, ModelError, TargetError
 from saliency.batch.run_options import RunOptions
 from saliency.explorer import session as module
 from saliency.explorer.session import Session, StoppedQuestion, UnknownImageError, target_call
+from saliency.render.blending import scale_map
 from saliency.testbed.shapes import draw_scenes
 from saliency.testing.unchanged import Snapshot
 from tests.batchwork import Tiny
@@ -61,7 +62,7 @@ class Segmenter(nn.Module):
         self.scores = nn.Conv2d(3, 2, 1)
         with torch.no_grad():
             self.scores.weight.copy_(torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1).expand(2, 3, 1, 1))
-            self.scores.bias.zero_()
+            nn.init.zeros_(cast("nn.Parameter", self.scores.bias))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores: torch.Tensor = self.scores(x)
@@ -88,6 +89,14 @@ def detector() -> Session:
 )
 def test_the_kinds_of_targets_follow_from_the_output(session: Callable[[], Session], asks: list[str]) -> None:
     assert session().about()["asks"] == asks
+
+
+def test_a_model_without_any_target_is_refused() -> None:
+    model: Any = nn.Conv1d(3, 1, 1)
+    model.forward = lambda x: {"a": x.mean((2, 3)), "b": x.mean((2, 3))}
+    model.preprocess = Tiny().preprocess
+    with pytest.raises(ModelError, match="no classes, boxes, regions or embeddings"):
+        Session(RunOptions(model=model))
 
 
 def test_the_page_learns_all_methods_classes_and_layers() -> None:
@@ -191,7 +200,7 @@ def test_the_map_is_drawn_as_overlay_draws_it(name: str) -> None:
     assert answer["done"]
     shares = (drawn - row["floor"]) / (row["limit"] - row["floor"]) if row["limit"] > row["floor"] else drawn
     explanation = METHODS[name](session.model).attribute(photo((16, 16)), 2)
-    scaled = saliency.render.blending.scale_map(explanation, smoothing=0.005)
+    scaled = scale_map(explanation, smoothing=0.005)
     np.testing.assert_allclose(np.clip(shares, -1, 1), scaled.values, atol=1e-5)
     assert row["score"] == pytest.approx(float(explanation.scores[0]))
 
@@ -249,8 +258,8 @@ def test_methods_of_many_passes_send_the_map_so_far(monkeypatch: pytest.MonkeyPa
     found = answers(session, image=image, methods=["rise"])
     assert [one["progress"] for one in found] == [0.25, 0.5, 0.75, 1]
     assert [one["done"] for one in found] == [False] * 3 + [True]
-    explanation = saliency.RISE(session.model, passes=16, chunk=16).attribute(photo())  # type: ignore[arg-type]
-    expected = saliency.render.blending.scale_map(explanation, percentile=None, smoothing=0.005)
+    explanation = saliency.RISE(session.model, passes=16, chunk=16).attribute(photo())
+    expected = scale_map(explanation, percentile=None, smoothing=0.005)
     np.testing.assert_allclose(
         values(found[0]), expected.values * (expected.limit - expected.floor) + expected.floor, rtol=1e-4, atol=1e-6
     )

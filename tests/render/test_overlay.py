@@ -235,6 +235,18 @@ def test_contours_are_levels_between_0_and_1(contours: Any) -> None:
         overlay(explained(hot(4, 4, 1, 1), whole(noise(9, 9))), contours=contours)
 
 
+def test_below_a_threshold_the_image_is_unchanged() -> None:
+    values = torch.linspace(-1, 1, 40).expand(20, 40)[None]
+    photo = noise(40, 20)
+    explanation = replace(explained(values, whole(photo)), sign="signed")
+    drawn = pixels_of(overlay(explanation, opacity=1, smoothing=0, threshold=0.5))
+    everywhere = pixels_of(overlay(explanation, opacity=1, smoothing=0))
+    is_hidden = (values[0].abs() < 0.5).numpy()
+    assert (drawn == np.where(is_hidden[..., None], pixels_of(photo), everywhere)).all()
+    with pytest.raises(RenderError, match="threshold=1.5"):
+        overlay(explanation, threshold=1.5)
+
+
 def test_speckled_maps_saturate_below_their_peak_and_smooth_ones_at_it() -> None:
     values = torch.linspace(0, 1, 10000).view(1, 100, 100)
     photo = Image.new("RGB", (100, 100))
