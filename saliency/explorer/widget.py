@@ -140,10 +140,6 @@ def explore(
     is_folder = isinstance(images, str | os.PathLike)
     offered: Sequence[Any] = find_images(images, recursive=True).entries if is_folder else images or ()
     session = Session(run_options, offered)
-
-    class ExplorerWidget(anywidget.AnyWidget):  # type: ignore[misc,name-defined]
-        _esm = widget_module()
-
-    widget = ExplorerWidget()
+    widget: Any = type("ExplorerWidget", (anywidget.AnyWidget,), {"_esm": widget_module()})()
     widget.on_msg(Conversation(session, widget.send).receive)
     return widget
