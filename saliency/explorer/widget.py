@@ -137,13 +137,12 @@ def explore(
     """
     anywidget = optional_import("anywidget", "notebook", "saliency.explore")
     run_options = RunOptions.of({**locals(), "methods": method})
-    is_folder = isinstance(images, str | os.PathLike)
-    offered: Sequence[Any] = find_images(images, recursive=True).entries if is_folder else images or ()
+    offered: Sequence[Any]
+    if isinstance(images, str | os.PathLike):
+        offered = [entry for entry in find_images(images, recursive=True).entries if not entry.is_volume]
+    else:
+        offered = images or ()
     session = Session(run_options, offered)
-
-    class ExplorerWidget(anywidget.AnyWidget):  # type: ignore[misc,name-defined]
-        _esm = widget_module()
-
-    widget = ExplorerWidget()
+    widget: Any = type("ExplorerWidget", (anywidget.AnyWidget,), {"_esm": widget_module()})()
     widget.on_msg(Conversation(session, widget.send).receive)
     return widget
