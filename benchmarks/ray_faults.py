@@ -7,6 +7,7 @@ photo must have one row without an error, and every file must equal the file of 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import tempfile
 import time
@@ -50,13 +51,12 @@ def write_photos(folder: Path, count: int) -> None:
 
 def kill_worker() -> int:
     """Kill a random process that holds the model, and return its number; 0 if all are restarting."""
-    children = psutil.Process().children(recursive=True)
-    workers = [one for one in children if one.is_running() and "MapWorker" in " ".join(one.cmdline())]
-    if not workers:
-        return 0
-    chosen = random.choice(workers)  # noqa: S311
-    chosen.kill()
-    return chosen.pid
+    for one in random.sample(children := psutil.Process().children(recursive=True), len(children)):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if "MapWorker" in " ".join(one.cmdline()):
+                one.kill()
+                return one.pid
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> None:
