@@ -243,7 +243,7 @@ def test_below_a_threshold_the_image_is_unchanged() -> None:
     everywhere = pixels_of(overlay(explanation, opacity=1, smoothing=0))
     is_hidden = (values[0].abs() < 0.5).numpy()
     assert (drawn == np.where(is_hidden[..., None], pixels_of(photo), everywhere)).all()
-    with pytest.raises(RenderError, match="threshold=1.5"):
+    with pytest.raises(RenderError, match=r"threshold=1\.5"):
         overlay(explanation, threshold=1.5)
 
 
