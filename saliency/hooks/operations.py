@@ -323,7 +323,7 @@ def operation_of(node: Node, on_path: Container[Node]) -> Operation | None:
             args[name] = value
     # All operands of a concatenation are one argument.
     is_known = all(function in on_path for function, _ in operands)
-    return Operation(op, args, is_weak=operator_name(op) == "hardtanh") if is_known else None
+    return Operation(op, args) if is_known else None
 
 
 class OperationRecord(DispatchMode):

@@ -161,6 +161,8 @@ class LinearOperation:
         """
         shares = torch.div(self.relevance, parts, out=parts)
         sums = self.channel_sums(shares)
+        if not math.isfinite(float(sums.sum())):  # 0 / 0 is 0
+            sums = self.channel_sums(shares.nan_to_num_(0, torch.inf, -torch.inf))
         if float(sums.abs().sum()) <= _LARGE:  # false for NaN
             return shares, sums, None
         is_lost = (shares.abs() <= _LARGE).logical_not_()
@@ -428,7 +430,7 @@ class AlphaBeta(_GradientRule):
                 return op.divide(op.weight.clamp(min=0), positive, has_one_sign=True)
             magnitudes = op.magnitudes(bias)
             parts = (op.output if self.bias else op.unbiased(magnitudes)) + magnitudes
-            shares, sums, lost = op.quotients(self._cleared(op, parts, magnitudes))
+            shares, sums, lost = op.quotients(self._cleared(op, parts, magnitudes, 1))
             biases = None if positive is None else op.bias_share(sums, 2 * positive)
             return Passed(op.spread(shares, shares), biases=biases, lost=lost)
         # The negative parts are summed for themselves: the positive ones are then sums without cancellation, as long as
@@ -436,7 +438,7 @@ class AlphaBeta(_GradientRule):
         negative = None if bias is None else bias.clamp(max=0)
         parts = op.negative_parts(None if negative is None else negative - _TINY)
         up = (op.output if self.bias else op.unbiased(-parts)) - parts
-        up, sums, lost = op.quotients(self._cleared(op, up, parts))
+        up, sums, lost = op.quotients(self._cleared(op, up, parts, -1))
         lost = None if lost is None else lost.mul_(self.alpha).sum(op.dims)
         biases = None if positive is None else op.bias_share(sums, self.alpha * positive)
         down, sums, unreached = op.quotients(parts) if negative is None else op.one_sign(parts, -_TINY)
@@ -452,11 +454,11 @@ class AlphaBeta(_GradientRule):
         passed = op.spread(torch.sub(up, down, alpha=factor), up.add_(down, alpha=factor))
         return Passed(passed.mul_(self.alpha / 2), biases=biases, lost=lost)
 
-    def _cleared(self, op: LinearOperation, parts: Tensor, others: Tensor) -> Tensor:
-        """Set sums of positive parts to 0 in place where they may be rounding errors, as for a negative output."""
+    def _cleared(self, op: LinearOperation, parts: Tensor, others: Tensor, sign: int) -> Tensor:
+        """Set sums of positive parts to 0 in place where they may be rounding errors of others, which have one sign."""
         if op.grad is None and self.bias:
             return parts
-        return parts.mul_(parts > others.abs() * (_ROUNDING * torch.finfo(parts.dtype).eps))
+        return parts.mul_(parts > others * (sign * _ROUNDING * torch.finfo(parts.dtype).eps))
 
 
 @dataclass(frozen=True)
