@@ -71,6 +71,7 @@ class Operation:
         norms: The norms of a linear operation's result before a ReLU in place wrote to it, else None: of each image for
             a convolution, of each row for a matrix product.
         is_weak: Whether operands and result may be stored as `WeakResult`.
+        shared: Values that rules compute from it, for the walks of other targets.
     """
 
     op: Op
@@ -78,6 +79,7 @@ class Operation:
     kept_result: Any = None
     norms: Tensor | None = None
     is_weak: bool = False
+    shared: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -373,7 +375,7 @@ class OperationRecord(DispatchMode):
             if is_batch_norm(own.op):
                 normalised.add(next_functions(node)[0][0])
             if replaces:
-                self._operations[sequence_nr(node)] = own
+                self._operations.setdefault(sequence_nr(node), own)
         return True
 
     def free(self, node: Node) -> None:

@@ -228,6 +228,9 @@ class Propagation:
         if visit.node in self._merged:
             op.recorded, scale, shift, grad = map(at_least_float32, self._merged.pop(visit.node))
             op = op.merged(scale, shift)
+        if walk.grads.forward.targets > 1:
+            key = repr(rule), op.shift is None, visit.node in self._biases
+            op.shared = operation.shared.setdefault((type(rule), *key), {})
         has_arrived = visit.node in walk.holds_relevance
         op.grad, op.arrived = (None, grad) if has_arrived else (grad, None)
         op.is_rectified = _is_rectified(walk, edge[0]) and op.input.dtype == visit.grad.dtype

@@ -12,11 +12,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import saliency
 from saliency import LRP, ExcitationBackprop, Preprocess, SaliencyWarning
 from saliency.hooks.operations import OperationRecord
-from saliency.relevance import COMPOSITES, AlphaBeta, Epsilon, Flat, Gamma, LinearOperation, Rule, WSquare, ZBox, ZPlus
+from saliency.relevance import (
+    COMPOSITES,
+    AlphaBeta,
+    Epsilon,
+    Flat,
+    Gamma,
+    LinearOperation,
+    Rule,
+    WSquare,
+    ZBox,
+    ZPlus,
+)
 from tests.models import Checkpointed, OwnForward, Packed
 from tests.relevance import textbook
 
@@ -487,6 +499,28 @@ def test_a_graph_that_holds_all_values_is_recorded_once(composite: str, monkeypa
     assert first.ledger is not None
     assert second.ledger is not None
     torch.testing.assert_close(first.ledger[0], second.ledger[0], rtol=1e-12, atol=1e-12)
+
+
+class Convolutions(TorchDispatchMode):
+    """Number of convolutions, of the model and of rules."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.convolution.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_several_targets_share_the_forward_and_the_sums_of_positive_parts() -> None:
+    method, x = LRP(block(), composite="epsilon_plus"), images()
+    with Convolutions() as alone:
+        singles = [method.attribute(x, target) for target in range(4)]
+    with Convolutions() as together:
+        shared = method.attribute_classes(x, [0, 1, 2, 3])
+    # Two convolutions in the forward and two in the walk, of which the first one reads signed numbers.
+    assert (alone.count, together.count) == (16, 2 + 1 + 4)
+    for single, own in zip(singles, shared, strict=True):
+        assert torch.equal(single.values, own.values)
 
 
 @pytest.mark.parametrize("change", ["gate", "frozen", "padding"])
