@@ -307,7 +307,7 @@ def _parts(op: Op) -> list[tuple[str, bool]]:
     return [(part.name, "Tensor" in str(part.type)) for part in operator_schema(op).arguments]
 
 
-def operation_of(node: Node, on_path: Container[Node]) -> Operation | None:
+def operation_of(node: Node, on_path: Container[Node | None]) -> Operation | None:
     """Return the operation of a node by the tensors that the graph holds; None if it does not hold enough."""
     op = _SELF_CONTAINED.get(node.name())
     if op is None:

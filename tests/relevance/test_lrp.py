@@ -6,16 +6,16 @@ import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import saliency
 from saliency import LRP, ExcitationBackprop, Preprocess, SaliencyWarning
+from saliency.hooks.autograd_graph import DispatchMode
 from saliency.hooks.operations import OperationRecord
 from saliency.relevance import (
     COMPOSITES,
@@ -32,10 +32,11 @@ from saliency.relevance import (
 from tests.models import Checkpointed, OwnForward, Packed
 from tests.relevance import textbook
 
+Model = TypeVar("Model", bound=nn.Module)
 BOX = {"first": ZBox(-3.0, 3.0), "conv": Gamma(0.25), "linear": Epsilon(1e-6)}
 
 
-def lived_in(model: nn.Module) -> nn.Module:
+def lived_in(model: Model) -> Model:
     """A model in evaluation mode whose batch norms are no identity, and whose activations keep their size."""
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
@@ -501,7 +502,7 @@ def test_a_graph_that_holds_all_values_is_recorded_once(composite: str, monkeypa
     torch.testing.assert_close(first.ledger[0], second.ledger[0], rtol=1e-12, atol=1e-12)
 
 
-class Convolutions(TorchDispatchMode):
+class Convolutions(DispatchMode):
     """Number of convolutions, of the model and of rules."""
 
     count = 0
@@ -553,7 +554,7 @@ def test_changed_weights_are_noticed(assign: str) -> None:
         model.load_state_dict(model.state_dict() | {"conv.weight": other})
     elif assign == "set_":
         with torch.no_grad():
-            model.conv.weight.set_(other)
+            model.conv.weight.set_(other.untyped_storage(), 0, other.size(), other.stride())
     else:
         model.conv.weight.grad = model.conv.weight.detach() - other
         torch.optim.SGD(model.parameters(), lr=1.0).step()
