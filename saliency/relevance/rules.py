@@ -462,10 +462,13 @@ class AlphaBeta(_GradientRule):
         return Passed(passed.mul_(self.alpha / 2), biases=biases, lost=lost)
 
     def _cleared(self, op: LinearOperation, parts: Tensor, others: Tensor, sign: int) -> Tensor:
-        """Set sums of positive parts to 0 in place where they may be rounding errors of others, which have one sign."""
+        """Return sums of positive parts; 0 where they may be rounding errors of others, which have one sign."""
         if op.grad is None and self.bias:
             return parts
-        return parts.mul_(parts > others * (sign * _ROUNDING * torch.finfo(parts.dtype).eps))
+        least = sign * _ROUNDING * torch.finfo(parts.dtype).eps
+        # In one pass, without a mask: the parts where the second tensor is positive, and 0 elsewhere.
+        cleared = torch.ops.aten.threshold_backward(parts, torch.sub(parts, others, alpha=least), 0)
+        return cast("Tensor", cleared)
 
 
 @dataclass(frozen=True)

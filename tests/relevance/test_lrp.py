@@ -69,7 +69,8 @@ def resnet50() -> nn.Module:
     """ResNet-50 whose convolutions of 3 x 3 have an eighth of their channels."""
     from torchvision.models.resnet import Bottleneck, ResNet
 
-    return lived_in(ResNet(Bottleneck, [3, 4, 6, 3], num_classes=10, width_per_group=8))
+    model: nn.Module = ResNet(Bottleneck, [3, 4, 6, 3], num_classes=10, width_per_group=8)
+    return lived_in(model)
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
