@@ -107,7 +107,7 @@ class SharedForward:
     """
 
     def __init__(self, model: nn.Module, x: Tensor, needs: Needs, targets: int = 1) -> None:
-        self.model, self.needs = model, needs
+        self.model, self.needs, self.targets = model, needs, targets
         self._backwards_left = None if needs.backwards is None else targets * needs.backwards
         kind = x.device.type
         self.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))

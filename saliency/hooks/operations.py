@@ -71,6 +71,7 @@ class Operation:
         norms: The norms of a linear operation's result before a ReLU in place wrote to it, else None: of each image for
             a convolution, of each row for a matrix product.
         is_weak: Whether operands and result may be stored as `WeakResult`.
+        shared: Values that rules compute from it, for the walks of other targets.
     """
 
     op: Op
@@ -78,6 +79,7 @@ class Operation:
     kept_result: Any = None
     norms: Tensor | None = None
     is_weak: bool = False
+    shared: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -305,7 +307,7 @@ def _parts(op: Op) -> list[tuple[str, bool]]:
     return [(part.name, "Tensor" in str(part.type)) for part in operator_schema(op).arguments]
 
 
-def operation_of(node: Node, on_path: Container[Node]) -> Operation | None:
+def operation_of(node: Node, on_path: Container[Node | None]) -> Operation | None:
     """Return the operation of a node by the tensors that the graph holds; None if it does not hold enough."""
     op = _SELF_CONTAINED.get(node.name())
     if op is None:
@@ -323,7 +325,7 @@ def operation_of(node: Node, on_path: Container[Node]) -> Operation | None:
             args[name] = value
     # All operands of a concatenation are one argument.
     is_known = all(function in on_path for function, _ in operands)
-    return Operation(op, args, is_weak=operator_name(op) == "hardtanh") if is_known else None
+    return Operation(op, args) if is_known else None
 
 
 class OperationRecord(DispatchMode):
@@ -373,7 +375,7 @@ class OperationRecord(DispatchMode):
             if is_batch_norm(own.op):
                 normalised.add(next_functions(node)[0][0])
             if replaces:
-                self._operations[sequence_nr(node)] = own
+                self._operations.setdefault(sequence_nr(node), own)
         return True
 
     def free(self, node: Node) -> None:

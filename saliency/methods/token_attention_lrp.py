@@ -76,8 +76,9 @@ class _PositiveParts(ZPlus):
         rows = op.relevance.any(-1)
         if op.recorded is None or op.dims != (-1,) or op.input.dim() > 2 or not 0 < int(rows.sum()) < len(rows):
             return super().propagate(op)
-        parts = {"grad": op.grad, "arrived": op.arrived, "recorded": op.recorded, "input": op.input}
-        passed = super().propagate(replace(op, **{k: None if v is None else v[rows] for k, v in parts.items()}))
+        grad, arrived = (None if part is None else part[rows] for part in (op.grad, op.arrived))
+        part = replace(op, input=op.input[rows], recorded=op.recorded[rows], grad=grad, arrived=arrived, shared=None)
+        passed = super().propagate(part)
         at_input = torch.zeros_like(op.input)
         at_input[rows] = cast("Tensor", passed.grad)
         return Passed(at_input)

@@ -70,6 +70,7 @@ _GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *SOFTMAX})
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
 _GRADIENT = Epsilon(0)
 NONLINEAR = ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
+_OF_RECTIFIED = frozenset({"constant_pad_nd", "max_pool2d_with_indices", "max_pool3d_with_indices"})
 # The types of operands in the arguments of an operation, which keep None for some.
 _OPERANDS = (Tensor, type(None))
 _CURES = {"mkldnn_rnn_layer": ", or call in `torch.backends.mkldnn.flags(enabled=False)`, where an LSTM is not fused"}
@@ -150,8 +151,7 @@ class Propagation:
         if is_rectifier(visit.walk, visit.node) and self._passes_relevance(visit):
             if kind == "activation":
                 visit.walk.handled[f"{visit.known.name} by f(x)/x"] += 1
-            output = saved(visit.node, "result", None)
-            return (visit.grad * (visit.known.result if output is None else output),)
+            return (visit.grad * _output(visit),)
         handler: Callable[[Visit], Gradients] = getattr(self, f"_{kind}")  # as in `ast.NodeVisitor`
         return handler(visit)
 
@@ -228,9 +228,12 @@ class Propagation:
         if visit.node in self._merged:
             op.recorded, scale, shift, grad = map(at_least_float32, self._merged.pop(visit.node))
             op = op.merged(scale, shift)
+        if walk.grads.forward.targets > 1:
+            key = repr(rule), op.shift is None, visit.node in self._biases
+            op.shared = operation.shared.setdefault((type(rule), *key), {})
         has_arrived = visit.node in walk.holds_relevance
         op.grad, op.arrived = (None, grad) if has_arrived else (grad, None)
-        op.is_rectified = is_rectifier(walk, edge[0]) and op.input.dtype == visit.grad.dtype
+        op.is_rectified = _is_rectified(walk, edge[0]) and op.input.dtype == visit.grad.dtype
         passed = self.passed(visit, rule, op)
         _check_shape(visit, passed.relevance if passed.grad is None else passed.grad, rule, op.input)
         grads: list[Tensor | None] = [None] * len(visit.on_path)
@@ -381,6 +384,9 @@ class Propagation:
         """Pass G * (f(x) - f(0)) / x; f(0) absorbs the rest."""
         operation = visit.known
         x = operation.args[_operand(operation)]
+        if is_rectifier(visit.walk, visit.node):
+            visit.walk.handled[f"{operation.name} by f(x)/x"] += 1
+            return (_output(visit).div(x).nan_to_num_(0).mul_(visit.grad),)
         at_zero = _at_zero(operation)
         if sum(visit.on_path) > 1 or not bool(torch.isfinite(at_zero).all()):
             return without_rule(visit, self.unknown)
@@ -477,7 +483,24 @@ def is_rectifier(walk: Walk, node: Node | None) -> bool:
     operation = None if node is None or type(node).__name__ == "CopySlices" else walk.record.operation(node)
     if operation is None or operation.name not in ("relu", "hardtanh"):
         return False
-    return operation.name == "relu" or operation.args.get("min_val", -1) == 0
+    return operation.name == "relu" or operation.kept_args.get("min_val", -1) == 0
+
+
+def _is_rectified(walk: Walk, node: Node | None) -> bool:
+    """Return whether a node is a rectifier, or a max pool or a padding with zeros of its result."""
+    while node is not None and (operation := walk.record.operation(node)):
+        if operation.name not in _OF_RECTIFIED or operation.kept_args.get("value"):
+            break
+        node = next_functions(node)[0][0]
+    return is_rectifier(walk, node)
+
+
+def _output(visit: Visit) -> Tensor:
+    """Return the result of an activation: saved by its node, recorded, or computed again."""
+    output, operation = saved(visit.node, "result", None), visit.known
+    if output is None:
+        output = operation.repeat() if operation.kept_result is None else operation.result
+    return cast("Tensor", output)
 
 
 def _gate(visit: Visit, factors: Sequence[int]) -> int | None:

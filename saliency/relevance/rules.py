@@ -53,6 +53,7 @@ class LinearOperation:
         arrived: The relevance of the output, if that has arrived: the output goes through a rectifier alone, so its
             relevance is 0 where it is not positive.
         is_rectified: Whether the input is the result of a rectifier, so that no number is negative.
+        shared: Values that the walks of several targets share, by name; None for a single target.
         bound: From a bound of the model's input, a number or one per channel, to the bound of this input; None for a
             layer that is not the first one, or a rule other than z-box.
     """
@@ -71,6 +72,7 @@ class LinearOperation:
     grad: Tensor | None = None
     arrived: Tensor | None = None
     is_rectified: bool = False
+    shared: dict[str, tuple[Tensor, Tensor]] | None = None
     bound: Callable[[float | Sequence[float]], Tensor] | None = None
 
     def merged(self, scale: Tensor, shift: Tensor) -> LinearOperation:
@@ -161,6 +163,8 @@ class LinearOperation:
         """
         shares = torch.div(self.relevance, parts, out=parts)
         sums = self.channel_sums(shares)
+        if not math.isfinite(float(sums.sum())):  # 0 / 0 is 0
+            sums = self.channel_sums(shares.nan_to_num_(0, torch.inf, -torch.inf))
         if float(sums.abs().sum()) <= _LARGE:  # false for NaN
             return shares, sums, None
         is_lost = (shares.abs() <= _LARGE).logical_not_()
@@ -188,9 +192,15 @@ class LinearOperation:
         is_vector = len(self.dims) > 1 or bias.numel() == bias.shape[-1] == sums.shape[-1]
         return sums @ bias.flatten() if is_vector else sums * bias
 
-    def divide(self, weight: Tensor, bias: Tensor | None, *, has_one_sign: bool) -> Passed:
+    def divide(self, part: Callable[[Tensor], Tensor], bias: Tensor | None, *, has_one_sign: bool) -> Passed:
         """Divide the relevance of the output by parts with some of the weights and of the bias, perhaps of one sign."""
-        parts = self.run(self.input, weight, None if bias is None else bias + _TINY)
+        bias = None if bias is None else part(bias)
+        known = {} if self.shared is None else self.shared
+        if "parts" not in known:
+            weight = part(self.weight)
+            known["parts"] = weight, self.run(self.input, weight, None if bias is None else bias + _TINY)
+        weight, parts = known["parts"]
+        parts = parts if self.shared is None else parts.clone()
         shares, sums, lost = self.one_sign(parts, _TINY) if has_one_sign and bias is not None else self.quotients(parts)
         biases = None if bias is None else self.bias_share(sums, bias)
         return Passed(self.transposed(shares, weight), biases=biases, lost=lost)
@@ -372,8 +382,7 @@ class Gamma(_GradientRule):
         """Return the result of the rule for the input, given G or the relevance at the output."""
         if op.is_nonnegative and (op.grad is None or not bool(op.output.clamp(max=0).mul_(op.grad).any())):
             # Up to the factor 1 + gamma, which cancels, this is the operation with larger positive weights.
-            bias = None if op.bias is None else self._reduced(op.bias)
-            return op.divide(self._reduced(op.weight), bias, has_one_sign=False)
+            return op.divide(self._reduced, op.bias, has_one_sign=False)
         # The sum of both parts of which the one with the sign of z counts more, up to a factor.
         z, factor = op.output, self.gamma / (2 + self.gamma)
         magnitudes = op.magnitudes(op.bias).copysign_(z)
@@ -422,13 +431,13 @@ class AlphaBeta(_GradientRule):
     def propagate(self, op: LinearOperation) -> Passed:
         """Return the result of the rule for the input, given G or the relevance at the output."""
         bias = op.bias if self.bias else None
+        if not self.beta and op.is_nonnegative:
+            return op.divide(F.relu, bias, has_one_sign=True)
         positive = None if bias is None else bias.clamp(min=0)
         if not self.beta:
-            if op.is_nonnegative:
-                return op.divide(op.weight.clamp(min=0), positive, has_one_sign=True)
             magnitudes = op.magnitudes(bias)
             parts = (op.output if self.bias else op.unbiased(magnitudes)) + magnitudes
-            shares, sums, lost = op.quotients(self._cleared(op, parts, magnitudes))
+            shares, sums, lost = op.quotients(self._cleared(op, parts, magnitudes, 1))
             biases = None if positive is None else op.bias_share(sums, 2 * positive)
             return Passed(op.spread(shares, shares), biases=biases, lost=lost)
         # The negative parts are summed for themselves: the positive ones are then sums without cancellation, as long as
@@ -436,7 +445,7 @@ class AlphaBeta(_GradientRule):
         negative = None if bias is None else bias.clamp(max=0)
         parts = op.negative_parts(None if negative is None else negative - _TINY)
         up = (op.output if self.bias else op.unbiased(-parts)) - parts
-        up, sums, lost = op.quotients(self._cleared(op, up, parts))
+        up, sums, lost = op.quotients(self._cleared(op, up, parts, -1))
         lost = None if lost is None else lost.mul_(self.alpha).sum(op.dims)
         biases = None if positive is None else op.bias_share(sums, self.alpha * positive)
         down, sums, unreached = op.quotients(parts) if negative is None else op.one_sign(parts, -_TINY)
@@ -452,11 +461,14 @@ class AlphaBeta(_GradientRule):
         passed = op.spread(torch.sub(up, down, alpha=factor), up.add_(down, alpha=factor))
         return Passed(passed.mul_(self.alpha / 2), biases=biases, lost=lost)
 
-    def _cleared(self, op: LinearOperation, parts: Tensor, others: Tensor) -> Tensor:
-        """Set sums of positive parts to 0 in place where they may be rounding errors, as for a negative output."""
+    def _cleared(self, op: LinearOperation, parts: Tensor, others: Tensor, sign: int) -> Tensor:
+        """Return sums of positive parts; 0 where they may be rounding errors of others, which have one sign."""
         if op.grad is None and self.bias:
             return parts
-        return parts.mul_(parts > others.abs() * (_ROUNDING * torch.finfo(parts.dtype).eps))
+        least = sign * _ROUNDING * torch.finfo(parts.dtype).eps
+        # In one pass, without a mask: the parts where the second tensor is positive, and 0 elsewhere.
+        cleared = torch.ops.aten.threshold_backward(parts, torch.sub(parts, others, alpha=least), 0)
+        return cast("Tensor", cleared)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -15,15 +15,28 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import LRP, ExcitationBackprop, Preprocess, SaliencyWarning
+from saliency.hooks.autograd_graph import DispatchMode
 from saliency.hooks.operations import OperationRecord
-from saliency.relevance import COMPOSITES, AlphaBeta, Epsilon, Flat, Gamma, LinearOperation, Rule, WSquare, ZBox, ZPlus
+from saliency.relevance import (
+    COMPOSITES,
+    AlphaBeta,
+    Epsilon,
+    Flat,
+    Gamma,
+    LinearOperation,
+    Rule,
+    WSquare,
+    ZBox,
+    ZPlus,
+)
 from tests.models import Checkpointed, OwnForward, Packed
 from tests.relevance import textbook
 
+Model = TypeVar("Model", bound=nn.Module)
 BOX = {"first": ZBox(-3.0, 3.0), "conv": Gamma(0.25), "linear": Epsilon(1e-6)}
 
 
-def lived_in(model: nn.Module) -> nn.Module:
+def lived_in(model: Model) -> Model:
     """A model in evaluation mode whose batch norms are no identity, and whose activations keep their size."""
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
@@ -56,7 +69,8 @@ def resnet50() -> nn.Module:
     """ResNet-50 whose convolutions of 3 x 3 have an eighth of their channels."""
     from torchvision.models.resnet import Bottleneck, ResNet
 
-    return lived_in(ResNet(Bottleneck, [3, 4, 6, 3], num_classes=10, width_per_group=8))
+    model: nn.Module = ResNet(Bottleneck, [3, 4, 6, 3], num_classes=10, width_per_group=8)
+    return lived_in(model)
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
@@ -489,6 +503,28 @@ def test_a_graph_that_holds_all_values_is_recorded_once(composite: str, monkeypa
     torch.testing.assert_close(first.ledger[0], second.ledger[0], rtol=1e-12, atol=1e-12)
 
 
+class Convolutions(DispatchMode):
+    """Number of convolutions, of the model and of rules."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.convolution.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_several_targets_share_the_forward_and_the_sums_of_positive_parts() -> None:
+    method, x = LRP(block(), composite="epsilon_plus"), images()
+    with Convolutions() as alone:
+        singles = [method.attribute(x, target) for target in range(4)]
+    with Convolutions() as together:
+        shared = method.attribute_classes(x, [0, 1, 2, 3])
+    # Two convolutions in the forward and two in the walk, of which the first one reads signed numbers.
+    assert (alone.count, together.count) == (16, 2 + 1 + 4)
+    for single, own in zip(singles, shared, strict=True):
+        assert torch.equal(single.values, own.values)
+
+
 @pytest.mark.parametrize("change", ["gate", "frozen", "padding"])
 def test_a_graph_that_does_not_hold_all_values_is_recorded(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, dispatches = lived_in(Gated()), images(), Dispatches(monkeypatch)
@@ -519,7 +555,7 @@ def test_changed_weights_are_noticed(assign: str) -> None:
         model.load_state_dict(model.state_dict() | {"conv.weight": other})
     elif assign == "set_":
         with torch.no_grad():
-            model.conv.weight.set_(other)
+            model.conv.weight.set_(other.untyped_storage(), 0, other.size(), other.stride())
     else:
         model.conv.weight.grad = model.conv.weight.detach() - other
         torch.optim.SGD(model.parameters(), lr=1.0).step()
