@@ -55,7 +55,7 @@ def kill_worker() -> int:
         with contextlib.suppress(psutil.Error):  # it has just ended
             if "MapWorker" in " ".join(one.cmdline()):
                 one.kill()
-                return one.pid
+                return int(one.pid)
     return 0
 
 

@@ -88,8 +88,7 @@ class AttentionCall:
             return
         for image in (slice(at, at + 1) for at in range(len(query))):
             own = bias if bias is None or bias.dim() < 4 or len(bias) == 1 else bias[image]
-            parts = {"query": query[image], "key": key[image], "value": self.value[image]}
-            yield replace(self, images=1, bias=own, **parts)
+            yield replace(self, images=1, bias=own, query=query[image], key=key[image], value=self.value[image])
 
     def softmax_of(self, logits: Tensor) -> Tensor:
         """Return the probabilities of the logits of a fused kernel."""

@@ -714,13 +714,13 @@ def test_invalid_options_are_refused_before_anything_is_written(
 
 def test_a_call_that_writes_nothing_leaves_no_new_folder(source: Path, tmp_path: Path) -> None:
     with pytest.raises(BatchError, match=r"there is no image: https://a.org/b.jpg is an address, not a file"):
-        quick("https://a.org/b.jpg", tmp_path / "new")  # type: ignore[arg-type]
+        quick("https://a.org/b.jpg", tmp_path / "new")
     with pytest.raises(LayerError):
         quick(source, tmp_path / "new", layer="nothing")
     assert not (tmp_path / "new").exists()
     (tmp_path / "old").mkdir()
     with pytest.raises(BatchError, match="no image"):
-        quick("nowhere.jpg", tmp_path / "old")  # type: ignore[arg-type]
+        quick("nowhere.jpg", tmp_path / "old")
     assert (tmp_path / "old").is_dir()
 
 
@@ -810,7 +810,7 @@ def test_another_manifest_json_is_not_taken_for_a_damaged_head(source: Path, tmp
 @pytest.mark.parametrize("pattern", ["*", "**/*.*"])
 def test_a_pattern_skips_the_output_folder_among_its_matches(source: Path, tmp_path: Path, pattern: str) -> None:
     for _ in range(2):
-        assert quick(f"{source}/{pattern}", source / "out").images == 10  # type: ignore[arg-type]
+        assert quick(f"{source}/{pattern}", source / "out").images == 10
 
 
 def test_an_option_that_fails_every_image_is_an_error_of_the_call(source: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class FrontEnd:
 
     def read(self) -> list[tuple[Answer, Sequence[bytes]]]:
         """The messages of one question up to its end, or its error."""
-        read = []
+        read: list[tuple[Answer, Sequence[bytes]]] = []
         while True:
             message, buffers = self.messages.get(timeout=20)
             if "end" in message:
