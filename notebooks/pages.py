@@ -40,6 +40,7 @@ _KERNEL = """\
 c.InlineBackend.figure_formats = {"png", "jpeg"}
 c.InlineBackend.rc = {"figure.dpi": 100}
 """
+_WIDGET = "application/vnd.jupyter.widget-view+json"  # a progress bar, which is gone in a stored notebook
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _WARNING_LOCATION = re.compile(r"^\S.*?:\d+: (\w*Warning: .*)\n(?:  .*\n)?", re.MULTILINE)
 
@@ -140,8 +141,10 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
     for index, cell in enumerate(notebook.cells):
         cell.id = f"cell-{index + 1:02}"
         cell.metadata = nbformat.from_dict({"tags": cell.metadata.tags} if cell.metadata.get("tags") else {})
-        for output in cell.get("outputs", ()):
-            _tidy_output(output)
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if _WIDGET not in output.get("data", ())]
+            for output in cell.outputs:
+                _tidy_output(output)
     return notebook
 
 
