@@ -387,7 +387,7 @@ async function mount(root, host, transport) {
     const keys = Object.entries(HELP).map(([key, what]) => make("div", {}, make("dt", {}, make("kbd", {}, key)), make("dd", {}, what)));
     const classes = about.classes && integer.format(about.classes.length);
     const own = facts({ model: about.model, saliency: about.version, classes, methods: about.methods.length });
-    const text = make("p", {}, "The colours show which pixels drive the score of the model. Nothing is sent to any other computer.");
+    const text = make("p", {}, "The colours show which pixels drive the score of the model. Photos are sent only to the computer that runs the model.");
     dialog.open("About", text, own, make("h3", {}, "Keys"), make("dl", {}, keys));
   });
 

@@ -35,7 +35,7 @@ function widgetTransport(model) {
       signal?.removeEventListener("abort", stop);
     }
   }
-  return { request, whyItWaits: "The model is slow, or the kernel is busy or has ended. Then run the cell again." };
+  return { request, whyItWaits: "The kernel is busy, or has ended; then run the cell again." };
 }
 
 /** Return an answer with its binary part as an array or a blob. */
