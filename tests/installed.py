@@ -6,7 +6,6 @@ be imported. `pip check` confirms that they satisfy the wheel.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -91,8 +90,6 @@ def main(folder: Path) -> None:
         venv.create(home, with_pip=True)
         python = Path(home, "bin", "python").as_posix()
         (site,) = Path(home).glob("lib/*/site-packages")
-        for old in site.glob("setuptools*"):  # of venv before Python 3.12; torch requires a newer one
-            shutil.rmtree(old)
         link(core_dependencies(), site)
         for command in (("pip", "install", "--quiet", "--no-index", "--no-deps", wheel.resolve()), ("pip", "check")):
             subprocess.run([python, "-m", *command], check=True)  # noqa: S603
