@@ -299,6 +299,56 @@ def test_another_question_cancels_the_one_before_whose_answers_are_never_shown(p
     assert not [text for text in page.evaluate("[...window.seen]") if "late" in text]
 
 
+def test_a_file_that_is_refused_while_a_map_is_refined_leaves_the_map(browser: Browser, session: Session) -> None:
+    def explain(asked: Answer, send: Callable[[Answer], None], check: Callable[[], None]) -> None:
+        (name,), is_first = asked["methods"], not asks
+        asks.append(name)
+        send(answer(name, name, 0.5, 0.5 if is_first else 1))
+        while is_first:
+            check()
+
+    asks: list[str] = []
+    with served(session) as address, at(browser, address, complaints=True) as page, scripted(session, explain):
+        drop(page, CAT.read_bytes())
+        until(page, "document.querySelector('.status').textContent.includes('refining')")
+        drop(page, b"not an image", "notes.txt")
+        until(page, "!document.querySelector('.notice').hidden")
+        settle(page)
+        assert "image" in page.get_by_role("alert").inner_text()
+        assert page.locator(".saves").is_visible()
+
+
+def test_a_method_that_is_chosen_while_a_photo_is_opened_explains_this_photo(page: Page, session: Session) -> None:
+    is_opened = threading.Event()
+    opened = session.open
+
+    def slow(image: bytes | int, name: str) -> Answer:
+        is_opened.wait(10)
+        return opened(image, name)
+
+    vars(session)["open"] = slow
+    try:
+        drop(page, (CAT.parent / "coffee.jpg").read_bytes(), "coffee.jpg")
+        page.get_by_label("Method", exact=False).select_option("layer_cam")
+        page.wait_for_timeout(100)
+        is_opened.set()
+        until(page, "document.querySelector('.status').textContent === 'espresso, explained by LayerCAM'")
+    finally:
+        del vars(session)["open"]
+    assert page.locator(".opening").count() == 0
+
+
+def test_a_long_wait_is_explained(browser: Browser, session: Session) -> None:
+    with served(session) as address, visit(browser) as window:
+        window.page.clock.install()
+        window.page.goto(address)
+        window.page.wait_for_selector("html[data-ready]")
+        window.page.route("**/image", lambda route: None)
+        drop(window.page, CAT.read_bytes())
+        window.page.clock.run_for(6000)
+        assert "another page uses it" in window.page.get_by_role("status").first.inner_text()
+
+
 def test_a_method_that_does_not_apply_says_so_in_its_frame_beside_the_other_one(page: Page) -> None:
     choose(page, "Compare with", "attention_rollout")
     assert "attention" in page.locator(".panel").nth(1).locator(".why").inner_text()
@@ -351,6 +401,30 @@ PROPERTY = {
     "control_ranges": {"random": [0.1, 0.3]},
 }
 CARD = {"summary": "1 of 1 clear", "notes": [], "trust": {"mprt": PROPERTY}}
+
+
+def test_code_that_cannot_be_copied_can_be_selected(page: Page) -> None:
+    page.evaluate("delete Navigator.prototype.clipboard")  # as with --host, without https
+    page.get_by_role("button", name="Python").click()
+    page.get_by_role("button", name="Copy").click()
+    until(page, "document.querySelector('dialog .actions').textContent.startsWith('Select the text')")
+
+
+def test_two_maps_fit_on_a_phone(browser: Browser, address: str) -> None:
+    with at(browser, address, viewport={"width": 375, "height": 740}) as page:
+        drop(page, CAT.read_bytes())
+        settle(page)
+        choose(page, "Compare with", "lrp")
+        assert page.evaluate("document.documentElement.scrollWidth") == 375
+
+
+def test_a_detector_that_finds_nothing_is_still_a_detector(browser: Browser) -> None:
+    model = Session(RunOptions(model="shapes_detector"))
+    model._detections = lambda output, batch: []  # type: ignore[method-assign]
+    with served(model) as address, at(browser, address) as page:
+        drop(page, scene(), "scene.png")
+        settle(page)
+        assert page.get_by_role("heading", name="Explain a detection").is_visible()
 
 
 def test_texts_have_contrast_and_controls_have_names_on_desktop_and_phone(browser: Browser, address: str) -> None:

@@ -172,6 +172,11 @@ def test_the_module_shows_the_explorer_in_a_page_of_a_notebook(session: Session,
                 break
             page.wait_for_timeout(20)
         assert "explained by GradCAM" in text
+        page.evaluate("window.keys = []; document.addEventListener('keydown', (event) => keys.push(event.key))")
+        page.locator(".pick").focus()
+        for key in ("d", "ArrowDown", "Control+s"):
+            page.keyboard.press(key)
+        assert page.evaluate("keys") == ["Control", "s"]  # the notebook would delete its cell
         cell = "document.getElementById('cell')"
         assert page.evaluate(f"{cell}.dataset.theme") == "dark"
         button = f"getComputedStyle({cell}.shadowRoot.querySelector('.thumb')).backgroundColor"

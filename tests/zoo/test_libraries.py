@@ -56,6 +56,17 @@ def test_a_file_gives_a_model_with_its_attributes(mine: Path, attribute: str) ->
     assert torch.equal(model[0].weight, zoo.load(f"{mine}:{attribute}")[0].weight)  # type: ignore[index]
 
 
+def test_the_preprocessing_of_a_model_may_be_a_module(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch, torchvision\n"
+        "net = torch.nn.Conv2d(3, 2, 3)\n"
+        "net.preprocess = torchvision.models.ResNet18_Weights.IMAGENET1K_V1.transforms()\n"
+    )
+    model: Any = zoo.load(f"{tmp_path}/own.py:net")
+    assert model.preprocess.size == (224, 224)
+    assert list(model.children()) == []
+
+
 def test_a_module_gives_a_model_and_a_checkpoint_its_weights(tmp_path: Path) -> None:
     other = Tiny()
     torch.nn.init.ones_(other.head.weight)

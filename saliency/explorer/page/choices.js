@@ -68,7 +68,7 @@ function createChoices(about, choose) {
     const none = make("li", { class: "legend" }, isSearch ? "No class has this name." : "Nothing was found in this photo.");
     list.replaceChildren(...(choices.length ? choices.map(choiceRow) : [none]));
     if (focused >= 0) list.querySelectorAll("button")[focused]?.focus();
-    title.textContent = image?.boxes?.length ? "Explain a detection" : image?.regions?.length ? "Explain a region" : "Explain a class";
+    title.textContent = `Explain a ${about.asks.includes("class") ? "class" : about.asks.includes("box") ? "detection" : "region"}`;
     const clear = make("button", { type: "button", class: "link" }, "explain it alone");
     clear.addEventListener("click", () => select({ class: target.class }));
     const contrast = () => [`Why ${nameOf(target.class)} rather than ${nameOf(target.against)}? · `, clear];

@@ -7,6 +7,7 @@ const HELP = {
   Esc: "close",
 };
 const CARD_SECONDS = 15;
+const PATIENCE = 5000; // milliseconds without an answer, until the page says why
 const AUTO = 100.5; // position of the slider of percentiles for the default of the method
 
 /** Return the first answer of a request. */
@@ -65,7 +66,8 @@ function download(file, name) {
 /**
  * Build the explorer in `root`. `host` carries the theme.
  *
- * `transport.request(name, body, signal)` yields answers; maps hold arrays, and pictures are blobs.
+ * `transport.request(name, body, signal)` yields answers; maps hold arrays, and pictures are blobs. `transport.whyItWaits`
+ * is said where none arrives.
  */
 async function mount(root, host, transport) {
   const notice = make("p", { class: "notice", role: "alert", hidden: "" });
@@ -191,7 +193,11 @@ async function mount(root, host, transport) {
     running = new AbortController();
     complain(null);
     status.textContent = text;
-    return running.signal;
+    const { signal } = running;
+    setTimeout(() => {
+      if (!signal.aborted && status.textContent === text) status.textContent = `${text} ${transport.whyItWaits}`;
+    }, PATIENCE);
+    return signal;
   }
 
   async function open(source, button = null) {
@@ -215,6 +221,7 @@ async function mount(root, host, transport) {
       if (signal.aborted) return;
       root.classList.remove("opening");
       status.textContent = "";
+      if (error.kind !== "gone") ask({}); // the new photo had stopped the question about the old one
       complain(error);
     }
   }
@@ -226,7 +233,7 @@ async function mount(root, host, transport) {
   /** Change the question, and explain. */
   function ask(changes) {
     Object.assign(state, changes);
-    if (!state.image) return;
+    if (!state.image || root.classList.contains("opening")) return; // the photo is explained once it is open
     showControls();
     explain();
   }
@@ -331,8 +338,10 @@ async function mount(root, host, transport) {
       }
       const code = await file.text();
       const copy = make("button", { type: "button" }, "Copy");
-      const copied = (label) => () => (copy.textContent = label);
-      copy.addEventListener("click", () => navigator.clipboard.writeText(code).then(copied("Copied"), copied("Select the text to copy it")));
+      copy.addEventListener("click", async () => {
+        const isCopied = await navigator.clipboard?.writeText(code).then(() => true, () => false); // none without https
+        copy.textContent = isCopied ? "Copied" : "Select the text to copy it";
+      });
       const save = make("button", { type: "button" }, "Save as a file");
       save.addEventListener("click", () => download(file, `${stem}.py`));
       dialog.body.replaceChildren(make("pre", { tabindex: "0" }, code), make("div", { class: "actions" }, copy, save));
@@ -378,7 +387,7 @@ async function mount(root, host, transport) {
     const keys = Object.entries(HELP).map(([key, what]) => make("div", {}, make("dt", {}, make("kbd", {}, key)), make("dd", {}, what)));
     const classes = about.classes && integer.format(about.classes.length);
     const own = facts({ model: about.model, saliency: about.version, classes, methods: about.methods.length });
-    const text = make("p", {}, "The colours show which pixels drive the score of the model. Nothing is sent to any other computer.");
+    const text = make("p", {}, "The colours show which pixels drive the score of the model. Photos are sent only to the computer that runs the model.");
     dialog.open("About", text, own, make("h3", {}, "Keys"), make("dl", {}, keys));
   });
 

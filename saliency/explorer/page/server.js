@@ -38,7 +38,7 @@ function serverTransport() {
     } else if (type.startsWith("application/json")) yield withArrays(await response.json());
     else yield { file: await response.blob() };
   }
-  return { request };
+  return { request, whyItWaits: "The model is slow, or another page uses it." };
 }
 
 /** Yield the lines of a body as they arrive. */

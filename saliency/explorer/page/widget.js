@@ -35,7 +35,7 @@ function widgetTransport(model) {
       signal?.removeEventListener("abort", stop);
     }
   }
-  return { request };
+  return { request, whyItWaits: "The kernel is busy, or has ended; then run the cell again." };
 }
 
 /** Return an answer with its binary part as an array or a blob. */
@@ -65,6 +65,9 @@ export default {
     shadow.adoptedStyleSheets = [sheet];
     const root = make("div", { class: "explorer" });
     shadow.append(root);
+    root.addEventListener("keydown", (event) => {
+      if (!event.ctrlKey && !event.metaKey && !event.altKey) event.stopPropagation(); // "d d" would delete the cell
+    });
     el.dataset.theme = isOnDark(el.parentElement ?? el) ? "dark" : "light";
     mount(root, el, widgetTransport(model));
   },
