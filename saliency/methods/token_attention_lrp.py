@@ -76,7 +76,7 @@ class _PositiveParts(ZPlus):
         rows = op.relevance.any(-1)
         if op.recorded is None or op.dims != (-1,) or op.input.dim() > 2 or not 0 < int(rows.sum()) < len(rows):
             return super().propagate(op)
-        parts = {"grad": op.grad, "arrived": op.arrived, "recorded": op.recorded, "input": op.input}
+        parts = {"grad": op.grad, "output_relevance": op.output_relevance, "recorded": op.recorded, "input": op.input}
         passed = super().propagate(replace(op, **{k: None if v is None else v[rows] for k, v in parts.items()}))
         at_input = torch.zeros_like(op.input)
         at_input[rows] = cast("Tensor", passed.grad)

@@ -228,8 +228,8 @@ class Propagation:
         if visit.node in self._merged:
             op.recorded, scale, shift, grad = map(at_least_float32, self._merged.pop(visit.node))
             op = op.merged(scale, shift)
-        has_arrived = visit.node in walk.holds_relevance
-        op.grad, op.arrived = (None, grad) if has_arrived else (grad, None)
+        is_relevance = visit.node in walk.holds_relevance
+        op.grad, op.output_relevance = (None, grad) if is_relevance else (grad, None)
         op.is_rectified = is_rectifier(walk, edge[0]) and op.input.dtype == visit.grad.dtype
         passed = self.passed(visit, rule, op)
         _check_shape(visit, passed.relevance if passed.grad is None else passed.grad, rule, op.input)
@@ -333,12 +333,12 @@ class Propagation:
         y_grad = visit.grad
         edges = self._merged_edges(walk, visit.node)
         if edges:
-            has_arrived = visit.node in walk.holds_relevance
+            is_relevance = visit.node in walk.holds_relevance
             for edge in filter(walk.watched.get, edges):  # relevance there is the relevance of the merged output
-                y = 1.0 if has_arrived else at_least_float32(torch.addcmul(shift, x, scale))
+                y = 1.0 if is_relevance else at_least_float32(torch.addcmul(shift, x, scale))
                 y_grad = cast("Tensor", walk.watch(edge, y_grad, y))
                 del walk.watched[edge]
-            if has_arrived:
+            if is_relevance:
                 walk.holds_relevance.add(edges[-1][0])
             self._merged[edges[-1][0]] = x, scale, shift, y_grad
             walk.handled["batch_norm merged"] += 1
