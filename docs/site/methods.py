@@ -24,12 +24,16 @@ _NO_SCORE = "By no score better than all maps that ignore the network"
 
 
 _SYMBOLS = (
-    "S is the map, x the image, x′ the baseline, and y or y(x) the score. A<sub>k</sub> is channel k of the layer's "
-    "activations, i and j are pixels or locations, and up(·) resizes a map. A ⊙ B is the product of each pair of "
-    "values, a⁺ is max(a, 0), and [condition] is 1 if the condition holds, else 0.",
+    "S is the map, x the normalised image, x′ the baseline, and y or y(x) the score. A<sub>k</sub> is channel k of the "
+    "layer's activations, i and j are pixels or locations, and up(·) resizes a map. A ⊙ B is the product of each pair "
+    "of values, a⁺ is max(a, 0), |s| is the number of pixels of segment s, and [condition] is 1 if the condition "
+    "holds, else 0. Means, maxima and softmaxes run over their index. *Stretched to 0..1* means minus the smallest "
+    "value, divided by the range.",
     "In backward passes and relevance, R<sub>out</sub> arrives at the result of an operation and R<sub>in</sub> at its "
-    "operand. Neuron k has the inputs a<sub>j</sub>, the weights w<sub>jk</sub> and the result z<sub>k</sub>. In "
-    "transformers, A<sub>l</sub> is the attention of block l, ∇A<sub>l</sub> its gradient, and h a head.",
+    "operand. Neuron k has the inputs a<sub>j</sub>, the weights w<sub>jk</sub>, the bias b<sub>k</sub> and the result "
+    "z<sub>k</sub>; z′ is the value for the baseline. In transformers, A<sub>l</sub> is the attention of block l, "
+    "∇A<sub>l</sub> its gradient, h a head, I the identity, and r a row with the share of each token that the "
+    "classifier reads.",
 )
 _INDEX = re.compile(r"_(\w[^\W²³]*(?:[+−]1|&lt;n|∈T|′?,[tF]|′)?)")
 

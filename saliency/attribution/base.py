@@ -86,7 +86,7 @@ class Attribution(HasOptions, ABC):
     preview_options: ClassVar[Mapping[str, Any]] = {}
     """Options that reduce the passes of a slow method, for tests and previews; empty if the defaults are fast."""
     draft_options: ClassVar[Mapping[str, Any]] = {}
-    """Options of a first map within about a second, where the passes so far give none; see `listening`."""
+    """Options of a first map within about a second, for methods whose passes so far give none; see `listening`."""
 
     model: PositionalOption[nn.Module, nn.Module] = PositionalOption(
         check=lambda method, model: unwrap(model), kw_only=False

@@ -45,8 +45,8 @@ def locked(folder: Path) -> Iterator[None]:
         BatchError: The folder is a file, another run has locked it, or it cannot be written to.
     """
     if re.match(r"[a-z][a-z0-9+.-]+:/", str(folder)):  # Path has removed a slash
-        hint = "choose a local or mounted folder, and copy it there afterwards"
-        raise BatchError(f"{folder} is an address, without locks and files that grow: {hint}")
+        hint = "choose a local or mounted folder, and copy it afterwards"
+        raise BatchError(f"{folder} is an address, where files cannot be locked or appended to: {hint}")
     is_new = not os.path.lexists(folder)
     if not is_new and not os.path.isdir(folder):  # noqa: PTH112 - unlike Path, never raises
         raise BatchError(f"{folder} is a file, not a folder; choose another one for --out")

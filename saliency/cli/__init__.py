@@ -91,9 +91,10 @@ def command_parser(name: str) -> Parser:
     """Create the parser of a command."""
     command = COMMANDS[name]
     description = f"{command.summary[0].upper()}{command.summary[1:]}."
-    argument = command.options.split()[0]
-    argument = f"[{argument}]" if argument in ("METHOD", "MODEL", "PATTERN") else argument
-    about = {"description": description, "usage": f"saliency {name} {argument} [options]", "epilog": command.help}
+    optional = ("METHOD", "MODEL", "FOLDER", "PATTERN")
+    positional = command.options.partition(" --")[0].split()
+    words = " ".join(f"[{word}]" if word in optional else word for word in positional)
+    about = {"description": description, "usage": f"saliency {name} {words} [options]", "epilog": command.help}
     return Parser(f"saliency {name}", command.options, command.texts, **about)
 
 
@@ -241,22 +242,21 @@ Each property is compared with maps that ignore the prediction. The result is
         },
     ),
     "serve": Command(
-        "play with a model on a page: drop a photo, compare methods, click",
+        "show a page on which a model explains photos: drop one, compare methods",
         "MODEL FOLDER --quiet --weights --classes --preprocess --whole --whole-aspect --method --layer --set --device "
         "--port --host --no-browser",
         "serve_command:run",
-        f"""\
+        """\
 examples:
   saliency serve
   saliency serve resnet50 photos/ -m layer_cam
   saliency serve mine.py:detector --port 8000 --no-browser
 
 Ctrl-C ends it. Whoever has the address can use the model, so keep it secret.
-
-{_EXIT_CODES}""",
+""",
         {
-            "--method": f"first method; see saliency methods (default: {METHOD})",
-            "--layer": "first layer; see saliency layers (default: automatic)",
+            "--method": f"method to start with; see saliency methods (default: {METHOD})",
+            "--layer": "layer to start with; see saliency layers (default: automatic)",
             "--device": "cpu, cuda:1 or auto (default)",
         },
     ),

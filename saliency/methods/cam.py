@@ -346,7 +346,8 @@ class EigenCAM(LayerCombination):
 class EigenGradCAM(LayerCombination):
     """The first principal component of gradient times activation: a class-specific Eigen-CAM.
 
-    Formula: S_i = ± Σ_k B_ki v_k, with B_ki = A_ki g_ki − mean_j A_kj g_kj, g = ∂y/∂A, and v as in Eigen-CAM.
+    Formula: S_i = ± Σ_k B_ki v_k, with B_ki = A_ki g_ki − mean_j A_kj g_kj, g = ∂y/∂A, and v the first right singular
+    vector of the matrix B_ik.
 
     As in the source, each channel is centred over the locations first, so the map sums to 0: it shows where a location
     differs from the mean. (Eigen-CAM's paper does not centre.) In the source the sign is arbitrary. Here the map

@@ -188,7 +188,8 @@ class RefineCAM(_LayerFusion):
 class FinerCAM(LayerAttribution):
     """A CAM of the difference between a class and the classes with the most similar scores.
 
-    Formula: S = CAM of y_c − γ mean_r y_r, with r the classes whose scores are closest to y_c.
+    Formula: S = the CAM of y_c − γ mean_r y_r, with y_c the score of the class, and r the classes whose scores are
+    closest to it.
 
     Instead of the class's score y_c it explains y_c - gamma * mean(y_r) over the reference classes r whose scores are
     closest to y_c. Shared features, such as fur, cancel; features specific to the class remain. To choose the
@@ -248,7 +249,8 @@ class FinerCAM(LayerAttribution):
 class ShapleyCAM(LayerAttribution):
     """Activations weighted by the Shapley value of their channel, from the gradient and curvature of the score.
 
-    Formula: S = Σ_k w_k A_k, with w_k = mean_i (g − H A / 2)_ki, and g, H the gradient and Hessian of y + log p.
+    Formula: S = Σ_k w_k A_k, with w_k = mean_i (g − H A / 2)_ki, and g, H the gradient and Hessian of y + log p, with p
+    the probability of the class.
 
     The weight is the mean over the channel of g - H A / 2, where g is the gradient and H the Hessian of the utility at
     the activations A. This is the Shapley value of the second-order expansion of the utility. If the network after the

@@ -31,7 +31,7 @@ MAX_MISSING_SHARE = 1e-4
 class DeepLIFT(TracedAttribution):
     """The difference from the baseline's score, distributed among the inputs of each operation.
 
-    Formula: S = (x − x′) ⊙ m, with m_in = m_out (f(z) − f(z′)) / (z − z′) at each pointwise function f.
+    Formula: S = (x − x′) ⊙ m, with m = ∂y/∂x where each pointwise function f has the slope (f(z) − f(z′)) / (z − z′).
 
     A pointwise function passes the ratio of the differences of its result and its operand (the Rescale rule). So the
     values are complete, as in integrated gradients, for two forwards and one backward.

@@ -37,7 +37,8 @@ MAX_MISSING_SHARE = 1e-3
 class FullGrad(Attribution):
     """The gradient times the input plus, for every operation, its gradient times its bias.
 
-    Formula: S = ψ(x ⊙ ∂y/∂x) + Σ_l up(ψ(b_l ⊙ ∂y/∂z_l)), with ψ: magnitudes stretched to 0..1, summed over channels.
+    Formula: S = ψ(x ⊙ ∂y/∂x) + Σ_l up(ψ(b_l ⊙ ∂y/∂z_l)), with z_l and b_l the result and the bias of operation l, and ψ
+    the magnitudes, stretched to 0..1 and summed over channels.
 
     The bias of an operation is its output minus its derivative applied to its input: the bias of a convolution; for a
     batch norm, beta - gamma * mean / deviation; f(z) - f'(z) z for a smooth activation; zero for a ReLU, a pooling or a

@@ -129,7 +129,7 @@ class RectifiedGradient(TracedAttribution):
 class GuidedBackprop(RectifiedGradient):
     """Backpropagation that passes only positive gradients through every ReLU call.
 
-    Formula: S = ∂y/∂x, with R_in = R_out⁺ ⊙ [a > 0] at each ReLU with the result a.
+    Formula: S = ∂y/∂x, where each ReLU with the result a passes R_in = R_out⁺ ⊙ [a > 0].
 
     In-place, reused and functional ReLUs are handled alike. The map shows the features that the network detects rather
     than the evidence for the score. It changes little when the upper layers are randomised (Adebayo et al., "Sanity
@@ -161,7 +161,7 @@ class GuidedBackprop(RectifiedGradient):
 class DeconvNet(RectifiedGradient):
     """Backpropagation with each ReLU applied to the gradient, regardless of the forward activation.
 
-    Formula: S = ∂y/∂x, with R_in = R_out⁺ at each ReLU.
+    Formula: S = ∂y/∂x, where each ReLU passes R_in = R_out⁺.
 
     Values: (N, C, H, W), signed, in score units per unit of the normalised input.
 
@@ -184,7 +184,8 @@ class DeconvNet(RectifiedGradient):
 class RectGrad(RectifiedGradient):
     """Backpropagation through each ReLU only where activation times gradient is among the largest values of its layer.
 
-    Formula: S = x ⊙ ∂y/∂x, with R_in = R_out ⊙ [a R_out > τ] at each ReLU with the result a.
+    Formula: S = x ⊙ ∂y/∂x, where each ReLU with the result a passes R_in = R_out ⊙ [a R_out > τ], with τ the 98th
+    percentile of a R_out.
 
     A unit with activation a and incoming gradient R passes R if a * R exceeds the `percentile` (nearest rank) of
     all units of the layer, image by image. The gradient at the input is multiplied by the input. A saturated ReLU6

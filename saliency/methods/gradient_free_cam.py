@@ -179,7 +179,8 @@ class ScoreCAM(LayerPasses, TimedAttribution):
 class GScoreCAM(ScoreCAM):
     """Score-CAM with the 300 channels of the largest mean gradient.
 
-    Formula: S = Σ_k w_k A_k over the k of largest mean_i ∂y/∂A_ki, with w = softmax_k y(x ⊙ m_k) as for Score-CAM.
+    Formula: S = Σ_k w_k A_k over the 300 channels k of largest mean_i ∂y/∂A_ki, with w = softmax_k y(x ⊙ m_k), and m_k
+    as for Score-CAM.
 
     It was proposed for CLIP, whose layers have thousands of channels, with a text as the target. The weights are the
     softmax over the used channels, as in `ScoreCAM`. (The authors' code takes it over all channels, with a score of 0
@@ -258,7 +259,7 @@ class ISCAM(ScoreCAM):
 class SSCAM(ScoreCAM, SampledAttribution):
     """Score-CAM with scores averaged over masks with added noise.
 
-    Formula: S = Σ_k w_k A_k, with w = softmax_k mean_z y(x ⊙ (m_k + z)), noise z, and m_k as for Score-CAM.
+    Formula: S = Σ_k w_k A_k, with w = softmax_k mean_z y(x ⊙ (m_k + z)), normal noise z, and m_k as for Score-CAM.
 
     The score of a channel is its mean over masks to which normal noise is added at every pixel. The weights are the
     softmax over the channels of these scores, as in `ScoreCAM`. The standard error of the map follows from the standard
@@ -414,7 +415,7 @@ class AblationCAM(LayerPasses, TimedAttribution):
 class ReciproCAM(LayerPasses):
     """The score when only one location of the layer is kept.
 
-    Formula: S_i = y(A ⊙ b_i) − y(0), with b_i = 1/4 at i, 1/8 next to i, 1/16 diagonal to i, 0 elsewhere.
+    Formula: S_i = y(A ⊙ b_i) − y(A ⊙ 0), with b_i = 1/4 at i, 1/8 next to i, 1/16 diagonal to i, 0 elsewhere.
 
     Each pass scales the layer's output to zero, except for one location and its neighbours. These are scaled to 1/4
     (the location), 1/8 (direct neighbours) and 1/16 (diagonal neighbours). Values without a location, such as a class

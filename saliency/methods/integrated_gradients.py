@@ -102,7 +102,8 @@ class IntegratedGradients(SteppedAttribution):
 class IDGI(SteppedAttribution):
     """The rise of the score along the path from a baseline, divided at each step in proportion to squared gradients.
 
-    Formula: S = Σ_n (y(x_n+1) − y(x_n)) ∇y(x_n)² / ‖∇y(x_n)‖², with the points x_n on the path.
+    Formula: S = Σ_n (y(x_n+1) − y(x_n)) ∇y(x_n)² / ‖∇y(x_n)‖², with y the probability of the class, and the points x_n
+    on the path.
 
     Of each step that integrated gradients add up, only the component along the gradient changes the score; the rest is
     noise. So IDGI divides the rise of each step among the pixels, in proportion to the squares of their gradients. The

@@ -129,7 +129,8 @@ class CoalitionSampling(SegmentAttribution, SampledAttribution):
 class LIME(CoalitionSampling):
     """Coefficients of a linear model that predicts the score from the visible segments, near the whole image.
 
-    Formula: S_i = β_s / |s|, with β = argmin Σ_T exp(−d²/2w²) (y(T) − β_0 − Σ_s∈T β_s)² and d = 1 − √(k/M).
+    Formula: S_i = β_s / |s|, with s the segment of pixel i, and β = argmin Σ_T exp(−d² / (2w²)) (y(T) − β_0 − Σ_s∈T
+    β_s)² over sets T of k of the M segments, with d = 1 − √(k/M).
 
     Each pass shows every segment with probability 1/2. The scores are regressed on the shown segments, with an
     intercept and with weights exp(-d^2 / (2 width^2)), where d = 1 - sqrt(k / M) is the cosine distance between k shown
@@ -213,8 +214,8 @@ class _LimeRegression(Coalitions):
 class KernelSHAP(CoalitionSampling):
     """Shapley values of segments, from a weighted linear regression of the score on the visible segments.
 
-    Formula: S_i = φ_s / |s|, with φ = argmin Σ_T w_T (y(T) − y(∅) − Σ_s∈T φ_s)² and w_T = (M − 1) / (C(M, k) k (M −
-    k)).
+    Formula: S_i = φ_s / |s|, with s the segment of pixel i, and φ = argmin Σ_T w_T (y(T) − y(∅) − Σ_s∈T φ_s)² over sets
+    T of k of the M segments, with w_T = (M − 1) / (C(M, k) k (M − k)) and Σ_s φ_s = y(x) − y(∅).
 
     If all combinations are included, each with the weight (M - 1) / (C(M, k) k (M - k)) for k of M shown segments, the
     coefficients of the regression are the Shapley values. If `passes` (by default 2000) allow for all 2^M - 1, all are
@@ -313,7 +314,8 @@ class _KernelRegression(Coalitions):
 class ShapleySampling(CoalitionSampling):
     """Shapley values of segments, by showing them one by one in random orders.
 
-    Formula: S_i = φ_s / |s|, with φ_s = mean over orders of y(s and those before it) − y(those before it).
+    Formula: S_i = φ_s / |s|, with s the segment of pixel i, and φ_s the mean over orders of y(s and those before it) −
+    y(those before it).
 
     The value of a segment is the gain of the score when it is added, averaged over orders. Orders are drawn in pairs,
     an order and its reverse (Mitchell et al.), so a segment that is early in one is late in the other. Each order sums

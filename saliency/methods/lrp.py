@@ -208,8 +208,9 @@ class PixelRelevance(RelevancePropagation):
 class LRP(PixelRelevance):
     """Layer-wise relevance propagation: the score, divided among the inputs of each operation by a rule.
 
-    Formula: S = R at the input, with R_j = Σ_k R_k (a_j w_jk)⁺ / Σ_j (a_j w_jk)⁺ at convolutions, Σ_k R_k a_j w_jk
-    / (z_k ± ε) at matrix products.
+    Formula: S = R at the input, from R = y at the score, with R_j = Σ_k R_k (a_j w_jk)⁺ / d_k at convolutions, where
+    d_k = b_k⁺ + Σ_j (a_j w_jk)⁺, and R_j = Σ_k R_k a_j w_jk / (z_k + ε sign z_k) at matrix products; in networks with
+    attention, as for AttnLRP.
 
     Works on the autograd graph of the call, so residual connections, functions, reused modules and operations in place
     need no preparation of the model. Batch norm is merged into the convolution or matrix product before it if nothing
@@ -285,8 +286,8 @@ class LRP(PixelRelevance):
 class AttnLRP(PixelRelevance):
     """LRP of transformers: plain gradients of linear operations, rules for attention, norms, activations and products.
 
-    Formula: S = x ⊙ G, with G = ∂y/∂x where activations pass f(a)/a, each factor of a product 1/2, and norms a
-    constant 1/σ.
+    Formula: S = x ⊙ G, or at patches the sum of a ⊙ G over channels, with G the gradient of y where an activation f has
+    the slope f(a) / a, a product passes half to each factor, and a norm has a constant 1/σ.
 
     The relevance of attention reaches query and key through the gradient of the softmax. Fused attention stays fused.
 
@@ -336,7 +337,8 @@ class AttnLRP(PixelRelevance):
 class CPLRP(AttnLRP):
     """LRP of transformers with constant attention weights and gates, so the values of attention get all relevance.
 
-    Formula: S = x ⊙ G, with G = ∂y/∂x where activations pass f(a)/a, and attention weights, gates and 1/σ are constant.
+    Formula: S = x ⊙ G, or at patches the sum of a ⊙ G over channels, with G the gradient of y where an activation f has
+    the slope f(a) / a, and attention weights, gates and 1/σ are constant.
 
     Values: (N, C, H, W) at the input, or (N, 1, h, w) at a layer; signed, in score units.
 
@@ -387,7 +389,8 @@ class _Excitation(Propagation):
 class ExcitationBackprop(RelevancePropagation):
     """Share of the score that reaches each location through excitatory connections: positive inputs and weights.
 
-    Formula: S = P at the layer, with P_j = Σ_k P_k (a_j w_jk)⁺ / Σ_j (a_j w_jk)⁺ and a sum of 1 at the top layers.
+    Formula: S = P at the layer, with P_j = Σ_k P_k (a_j w_jk)⁺ / d_k, d_k = Σ_j (a_j w_jk)⁺, and a sum of 1 at the top
+    layers.
 
     Each neuron divides its share among its inputs in proportion to the positive parts of its input; biases receive
     nothing. The score is a neuron above the last linear layers, whose weights are its gradient there. So the negative

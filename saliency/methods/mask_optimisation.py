@@ -111,7 +111,8 @@ def adam_step(numbers: Tensor, gradient: Tensor, moments: Tensor, step: int, rat
 class MeaningfulPerturbation(OptimisedMask):
     """Mask of the smallest part of the image that must be hidden to lower the score.
 
-    Formula: S = argmin_m y(x ⊙ (1 − m) + b ⊙ m) / range + sparsity mean(m) + smoothness Σ |Δm|³, with b blurred x.
+    Formula: S = argmin_m y(x ⊙ (1 − m) + b ⊙ m) / range + sparsity · mean(m) + smoothness · Σ |Δm|³, with b the blurred
+    image, and Δm the differences of neighbours.
 
     A mask m on a coarse grid, 1 where the image is hidden, is optimised to minimise score / range + sparsity * mean(m)
     + smoothness * (sum of cubed differences of neighbours in m), where range is the drop in the score when the whole
@@ -205,7 +206,8 @@ def _checked_areas(option: str, areas: Any) -> list[float]:
 class ExtremalPerturbation(OptimisedMask):
     """The part of the image, of a given area, that keeps the score highest while the rest is blurred.
 
-    Formula: S = argmax_m y(x blurred by 1 − m) / range − w mean (sort(m) − r)², with r = 1 for a share of pixels, or 0.
+    Formula: S = argmax_m y(x blurred by 1 − m) / range − w mean (sort(m) − r)², with r = (0, ..., 0, 1, ..., 1), in
+    which the wanted area is 1.
 
     The mask is the smooth maximum of discs around the optimised numbers, on a lattice of 7 pixels. The lower
     the mask, the more a pixel is blurred, up to a standard deviation of 20 pixels (for images of 224 pixels, and in

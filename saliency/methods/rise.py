@@ -155,7 +155,8 @@ def _whole_box(target: OutputTarget) -> BoxScore | None:
 class DRISE(RISE):
     """RISE for boxes of a detector: masks weighted by the similarity of the detections to the box.
 
-    Formula: S_i = Cov(q(x ⊙ M), M_i) / Var M_i, with q = max IoU · objectness · cos(p, p_box) over all candidates.
+    Formula: S_i = Cov(q(x ⊙ M), M_i) / Var M_i, with q the largest IoU · objectness · cos(p, p_box) of all candidates,
+    and p their class probabilities.
 
     The weight of a mask is the highest similarity of all candidates, before suppression if the output holds them: their
     IoU with the box, times their probability of an object, times the cosine of both vectors of class probabilities.

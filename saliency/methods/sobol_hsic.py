@@ -248,8 +248,8 @@ class Sobol(GridAttribution):
 class HSIC(GridAttribution):
     """The statistical dependence of the score on whether a cell is shown, under random masks.
 
-    Formula: S_i = (sᵀ L s − its mean over orders of s) / (2n (n − 1)), with s = ±1 as cell i is shown, L a kernel
-    of scores.
+    Formula: S_i = (sᵀ L s − its mean over orders of s) / (2n (n − 1)) over n masks, with s_m = ±1 as mask m shows or
+    hides cell i, minus their mean, and L_mm′ = exp(−(y_m − y_m′)² / (2w²)).
 
     The value of a cell is the Hilbert-Schmidt independence criterion of the score and the cell's bit: shown or hidden,
     with equal probability. It detects any kind of dependence. The kernel of the bit is delta - 1/2. The kernel of the

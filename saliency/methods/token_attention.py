@@ -168,7 +168,7 @@ class AttentionMap(TracedAttribution):
 class AttentionRollout(AttentionMap):
     """Contribution of each patch to the tokens that the head reads: the product of the mean attention of all blocks.
 
-    Formula: S = r Â_L ⋯ Â_1, with Â_l = (mean_h A_l + I) / 2 and r the tokens that the head reads.
+    Formula: S = r Â_L ⋯ Â_1, with Â_l = (mean_h A_l + I) / 2.
 
     The attention of a block is averaged over its heads, then averaged with the identity for the residual connection;
     the product over all blocks is the share of each token. It does not depend on the class.
@@ -215,7 +215,7 @@ class AttentionRollout(AttentionMap):
 class GradientRollout(AttentionRollout):
     """Attention rollout with each attention value multiplied by its gradient, so that it depends on the class.
 
-    Formula: S = r Â_L ⋯ Â_1, with Â_l = (mean_h A_l ⊙ ∇A_l)⁺ + I, each row divided by its sum.
+    Formula: S = r Â_L ⋯ Â_1, with Â_l = (mean_h (A_l ⊙ ∇A_l))⁺ + I, each row divided by its sum.
 
     The products are averaged over the heads, and negative means count as 0.
 
@@ -284,7 +284,8 @@ class CheferAttention(AttentionMap):
 class GradECLIP(AttentionMap):
     """Values of the last attention, weighted by the gradient at its output and the similarity of query and key.
 
-    Formula: S_i = (Σ_q λ_qi ⟨∂y/∂o_q, v_i⟩)⁺, with λ_q the cosines of q and all keys, stretched to 0..1.
+    Formula: S_i = (Σ_q λ_qi ⟨∂y/∂o_q, v_i⟩)⁺ over the tokens q that the head reads, with o_q the output of the last
+    attention, v_i the value of patch i, and λ_qi the cosine of query q and key i, stretched to 0..1 over i.
 
     The relevance of a patch is the gradient at the output for the tokens that the head reads, times the value of the
     patch, times the cosine of query and key, scaled to 0..1 over the patches. The cosine replaces the softmax,

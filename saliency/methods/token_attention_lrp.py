@@ -76,8 +76,15 @@ class _PositiveParts(ZPlus):
         rows = op.relevance.any(-1)
         if op.recorded is None or op.dims != (-1,) or op.input.dim() > 2 or not 0 < int(rows.sum()) < len(rows):
             return super().propagate(op)
-        grad, arrived = (None if part is None else part[rows] for part in (op.grad, op.arrived))
-        part = replace(op, input=op.input[rows], recorded=op.recorded[rows], grad=grad, arrived=arrived, shared=None)
+        grad, output_relevance = (None if part is None else part[rows] for part in (op.grad, op.output_relevance))
+        part = replace(
+            op,
+            input=op.input[rows],
+            recorded=op.recorded[rows],
+            grad=grad,
+            output_relevance=output_relevance,
+            shared=None,
+        )
         passed = super().propagate(part)
         at_input = torch.zeros_like(op.input)
         at_input[rows] = cast("Tensor", passed.grad)

@@ -208,7 +208,7 @@ class _SkipZeroRows(DispatchMode):
 class AGCAM(AttentionMap):
     """Positive gradient at the attention times the sigmoid of the attention logits, summed over heads and blocks.
 
-    Formula: S = Σ_l Σ_h r ((∇A_l)⁺ ⊙ sigmoid(q kᵀ / √d)).
+    Formula: S = Σ_l Σ_h r ((∇A_l)⁺ ⊙ sigmoid(q kᵀ / √d)), with the gradient along skip connections only.
 
     As in the paper, the gradient runs along skip connections only: it passes no attention and no MLP of a later block.
     The sum is taken for the tokens that the head reads, such as the class token. With a pooling head, it is the mean

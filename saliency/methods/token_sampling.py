@@ -44,7 +44,8 @@ def mean_where_shown(effects: Tensor, masks: Tensor) -> Tensor:
 class TIS(TimedAttribution):
     """Mean score of a vision transformer when a patch is among its input tokens.
 
-    Formula: S_i = Σ_m (y_m − mean y_m) m_i / Σ_m m_i, with m_i = 1 if mask m keeps patch i, else 0.
+    Formula: S_i = Σ_m (y_m − ȳ) m_i / Σ_m m_i, with y_m the score under mask m, ȳ their mean, and m_i = 1 if the mask
+    keeps patch i, else 0.
 
     The activations of all blocks are one map over the patches for each block and channel. K-means groups these maps.
     Each centre is a mask that keeps the patches with the largest values. The other tokens are removed before the first
@@ -165,7 +166,8 @@ def _block_names(attention: TokenAttention) -> list[str]:
 class ViTCX(LayerPasses, TimedAttribution):
     """Effect on the score of showing only the region highlighted by a cluster of feature maps.
 
-    Formula: S_i = Σ_m (e_m − mean e_m) m_i / Σ_m m_i, with e_m = y(x ⊙ m + z ⊙ (1 − m)) − y(x + z ⊙ (1 − m)).
+    Formula: S_i = Σ_m (e_m − ē) m_i / Σ_m m_i, with e_m = y(x ⊙ m + z ⊙ (1 − m)) − y(x + z ⊙ (1 − m)) for a mask m and
+    noise z, and ē their mean.
 
     The feature maps are resized to the image and stretched to 0..1. Maps with a small cosine distance form a cluster,
     by agglomerative clustering with complete linkage. The sum of a cluster, stretched to 0..1, is a mask M. Its effect

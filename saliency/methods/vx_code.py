@@ -34,7 +34,8 @@ def _checked_number(option: str, value: object) -> int:
 class VXCODE(SegmentAttribution, TimedAttribution):
     """Greedy insertion or deletion of patches, for boxes: the change of the score from each chosen patch on.
 
-    Formula: S_i = max_t y_t − max_t<n y_t, with y_t the score after t patches, and n the turn of the patch of pixel i.
+    Formula: S_i = max_t y_t − max_t<n y_t, with y_t the score after t patches (for deletion, minus the score), and n
+    the turn of the patch of pixel i.
 
     Insertion begins with all patches hidden, and shows the patch that raises the score most, then the next. Deletion
     begins with the image, and hides the patch that lowers the score most. Each patch is judged together with the

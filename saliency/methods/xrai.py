@@ -33,7 +33,8 @@ RADIUS = 5
 class XRAI(TimedAttribution):
     """The mean integrated gradient of whole regions, from segmentations of the image at six scales.
 
-    Formula: S_i = mean_j max_c G_cj over the new pixels j of the region of i, with G the mean integrated gradients.
+    Formula: S_i = mean_j max_c G_cj over the new pixels j of the region of i, with G the integrated gradients, averaged
+    over a dark and a bright baseline.
 
     Integrated gradients start from the darkest and from the brightest value of the image, so that black and white
     regions both get values; the map takes the largest channel of their mean. Segments, dilated a little to include

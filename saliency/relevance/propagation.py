@@ -231,8 +231,8 @@ class Propagation:
         if walk.grads.forward.targets > 1:
             key = repr(rule), op.shift is None, visit.node in self._biases
             op.shared = operation.shared.setdefault((type(rule), *key), {})
-        has_arrived = visit.node in walk.holds_relevance
-        op.grad, op.arrived = (None, grad) if has_arrived else (grad, None)
+        is_relevance = visit.node in walk.holds_relevance
+        op.grad, op.output_relevance = (None, grad) if is_relevance else (grad, None)
         op.is_rectified = _is_rectified(walk, edge[0]) and op.input.dtype == visit.grad.dtype
         passed = self.passed(visit, rule, op)
         _check_shape(visit, passed.relevance if passed.grad is None else passed.grad, rule, op.input)
@@ -336,12 +336,12 @@ class Propagation:
         y_grad = visit.grad
         edges = self._merged_edges(walk, visit.node)
         if edges:
-            has_arrived = visit.node in walk.holds_relevance
+            is_relevance = visit.node in walk.holds_relevance
             for edge in filter(walk.watched.get, edges):  # relevance there is the relevance of the merged output
-                y = 1.0 if has_arrived else at_least_float32(torch.addcmul(shift, x, scale))
+                y = 1.0 if is_relevance else at_least_float32(torch.addcmul(shift, x, scale))
                 y_grad = cast("Tensor", walk.watch(edge, y_grad, y))
                 del walk.watched[edge]
-            if has_arrived:
+            if is_relevance:
                 walk.holds_relevance.add(edges[-1][0])
             self._merged[edges[-1][0]] = x, scale, shift, y_grad
             walk.handled["batch_norm merged"] += 1

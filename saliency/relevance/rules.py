@@ -49,9 +49,9 @@ class LinearOperation:
         unit: The factors of the batch norm by which the operation is divided; None for 1.
         dims: The dimensions of the output over which a relative epsilon takes the root mean square.
         norms: The norms of the output over these dimensions; None to compute them.
-        grad: G at the output; None if relevance has arrived there.
-        arrived: The relevance of the output, if that has arrived: the output goes through a rectifier alone, so its
-            relevance is 0 where it is not positive.
+        grad: G at the output; None if its relevance is known instead.
+        output_relevance: The relevance of the output, if only a rectifier reads the output. It is 0 where the output is
+            not positive.
         is_rectified: Whether the input is the result of a rectifier, so that no number is negative.
         shared: Values that the walks of several targets share, by name; None for a single target.
         bound: From a bound of the model's input, a number or one per channel, to the bound of this input; None for a
@@ -70,7 +70,7 @@ class LinearOperation:
     dims: tuple[int, ...] = (-1,)
     norms: Tensor | None = None
     grad: Tensor | None = None
-    arrived: Tensor | None = None
+    output_relevance: Tensor | None = None
     is_rectified: bool = False
     shared: dict[str, tuple[Tensor, Tensor]] | None = None
     bound: Callable[[float | Sequence[float]], Tensor] | None = None
@@ -144,8 +144,8 @@ class LinearOperation:
     @cached_property
     def relevance(self) -> Tensor:
         """The relevance of the output."""
-        if self.arrived is not None or self.grad is None:
-            return cast("Tensor", self.arrived)
+        if self.output_relevance is not None or self.grad is None:
+            return cast("Tensor", self.output_relevance)
         if self.recorded is not None and self.unit is not None and self.shift is not None:
             return torch.addcmul(self.shift * self.unit, self.recorded, self.unit).mul_(self.grad)
         return self.scaled(self.output * self.grad)
@@ -171,7 +171,7 @@ class LinearOperation:
         shares.masked_fill_(is_lost, 0)
         return shares, self.channel_sums(shares), torch.where(is_lost, self.relevance, 0)
 
-    def one_sign(self, parts: Tensor, tiny: float) -> tuple[Tensor, Tensor, Tensor | None]:
+    def one_sign_quotients(self, parts: Tensor, tiny: float) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return `quotients` by exact sums of parts of one sign, to which a tiny number was added.
 
         Where there is no part, quotients are huge. If a rectifier computes the inputs, they need no mask: they reach
@@ -201,7 +201,9 @@ class LinearOperation:
             known["parts"] = weight, self.run(self.input, weight, None if bias is None else bias + _TINY)
         weight, parts = known["parts"]
         parts = parts if self.shared is None else parts.clone()
-        shares, sums, lost = self.one_sign(parts, _TINY) if has_one_sign and bias is not None else self.quotients(parts)
+        shares, sums, lost = (
+            self.one_sign_quotients(parts, _TINY) if has_one_sign and bias is not None else self.quotients(parts)
+        )
         biases = None if bias is None else self.bias_share(sums, bias)
         return Passed(self.transposed(shares, weight), biases=biases, lost=lost)
 
@@ -301,7 +303,7 @@ class _GradientRule(Rule):
     def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
         """Return the relevance of the input, given the relevance of the output."""
         grad = divided(relevance, op.scaled(op.output.clone()))
-        return op.input * cast("Tensor", self.propagate(replace(op, grad=grad, arrived=None)).grad)
+        return op.input * cast("Tensor", self.propagate(replace(op, grad=grad, output_relevance=None)).grad)
 
 
 @dataclass(frozen=True)
@@ -448,7 +450,7 @@ class AlphaBeta(_GradientRule):
         up, sums, lost = op.quotients(self._cleared(op, up, parts, -1))
         lost = None if lost is None else lost.mul_(self.alpha).sum(op.dims)
         biases = None if positive is None else op.bias_share(sums, self.alpha * positive)
-        down, sums, unreached = op.quotients(parts) if negative is None else op.one_sign(parts, -_TINY)
+        down, sums, unreached = op.quotients(parts) if negative is None else op.one_sign_quotients(parts, -_TINY)
         if unreached is not None:
             unreached = -self.beta * (unreached.sum(op.dims) if unreached.dim() == parts.dim() else unreached)
             lost = unreached if lost is None else lost + unreached

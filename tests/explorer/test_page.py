@@ -482,7 +482,7 @@ def test_a_region_is_explained_by_a_click_on_it_as_a_whole_and_at_a_point(browse
         settle(page)
         assert second.get_attribute("aria-pressed") == "true"
         whole = titles(page)
-        choose(page, "Of the region", "border")
+        choose(page, "Part of the region", "border")
         assert titles(page) != whole
         box = page.locator(".pick").bounding_box()
         assert box is not None

@@ -1,7 +1,7 @@
 // The explorer: one photo, one or two maps, and the questions about them. `mount` builds it over any transport.
 
 const HELP = {
-  "click, or arrow keys": "on the photo: the value there",
+  "click or arrow keys": "read the value on the photo",
   h: "heat map on or off",
   "Ctrl V": "paste a photo",
   Esc: "close",
@@ -120,7 +120,7 @@ async function mount(root, host, transport) {
     if (wanted) ask({ target: { text: wanted, ...(other ? { against: [other] } : {}) } });
   });
 
-  const where = createSelect("Of the region", (value) => ask({ target: { ...state.target, where: value === "point" ? regionPoint() : value } }));
+  const where = createSelect("Part of the region", (value) => ask({ target: { ...state.target, where: value === "point" ? regionPoint() : value } }));
   where.select.append(option("predicted", "all of it"), option("border", "its border"), option("point", "the pixel at the marker"));
 
   const others = (name) => state.methods.slice(1).filter((other) => other !== name);
@@ -274,7 +274,7 @@ async function mount(root, host, transport) {
         const shown = answer.done ? `${answer.row?.name}, explained by ${title}` : `First map of ${title}, refining…`;
         if (answer.row) status.textContent = answer.row.error ?? shown;
       }
-      if (!signal.aborted && missing.size) throw new Error("The answer ended early. Try again.");
+      if (!signal.aborted && missing.size) throw new Error("The connection ended before the map was complete. Try again.");
     } catch (error) {
       if (signal.aborted) return;
       status.textContent = "Not explained";

@@ -165,7 +165,7 @@ function createPanel(about, { pick, act, chooseBox }) {
       Object.assign(marker.style, { left: `${(100 * marked[0]) / image.width}%`, top: `${(100 * marked[1]) / image.height}%` });
       const value = valueAt(answer.map, image, marked);
       const { units } = answer.row;
-      const text = value === null ? "Outside the region that the network saw" : `${shortNumber(value)} at the marker${units ? ` (${units})` : ""}`;
+      const text = value === null ? "Outside the part that the network saw" : `${shortNumber(value)} at the marker${units ? ` (${units})` : ""}`;
       reading.textContent = text;
       return text;
     },
