@@ -11,7 +11,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from ..io.atomic_write import is_volume
@@ -79,13 +78,14 @@ class ImageEntry:
         return json.dumps({name: value for name, value in asdict(self).items() if value not in ("", None, ())})
 
     @classmethod
-    def from_json(cls, line: str | bytes) -> ImageEntry:
+    def from_json(cls, line: str) -> ImageEntry:
         """Parse the output of `to_json`. Raises ValueError, TypeError or AttributeError for other text."""
         fields = json.loads(line)
-        name = PurePath(fields.get("name", ""))
-        if name.is_absolute() or ".." in name.parts:
+        name = fields.get("name", "")
+        if name.startswith("/") or ".." in name.split("/"):
             raise ValueError(f"an entry outside the folder: {name}")
-        return cls(**fields | {name: tuple(fields.get(name, ())) for name in ("folder", "stamp")})
+        fields["folder"], fields["stamp"] = tuple(fields.get("folder", ())), tuple(fields.get("stamp", ()))
+        return cls(**fields)
 
     def open(self) -> Image.Image:
         """Open the image as `saliency.io.inputs.open_image` does.
@@ -169,7 +169,7 @@ def merge_listing(
     new: list[ImageEntry] = []
     for entry, key in zip(entries, _keys(entries), strict=True):
         earlier = known.get(key)
-        if earlier is not None and str(earlier.target) != str(entry.target):  # 281 and "281" are one class
+        if earlier and earlier.target != entry.target and str(earlier.target) != str(entry.target):  # 281 and "281"
             raise BatchError(
                 f"the target of {entry.source} was {earlier.target!r} and is now {entry.target!r}; choose another "
                 "folder, or start again with --restart (restart=True)"
@@ -190,11 +190,12 @@ def merge_listing(
 
 def _keys(entries: Sequence[ImageEntry]) -> list[tuple[object, ...]]:
     """Return a unique key per image. An image that a list contains several times gets several keys."""
-    times: Counter[tuple[object, ...]] = Counter()
+    times: dict[tuple[object, ...], int] = {}
     keys: list[tuple[object, ...]] = []
     for entry in entries:
-        times[entry.key] += 1
-        keys.append((*entry.key, times[entry.key]))
+        key = entry.key
+        times[key] = times.get(key, 0) + 1
+        keys.append((*key, times[key]))
     return keys
 
 
