@@ -11,7 +11,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from ..io.atomic_write import is_volume
@@ -79,11 +78,11 @@ class ImageEntry:
         return json.dumps({name: value for name, value in asdict(self).items() if value not in ("", None, ())})
 
     @classmethod
-    def from_json(cls, line: str | bytes) -> ImageEntry:
+    def from_json(cls, line: str) -> ImageEntry:
         """Parse the output of `to_json`. Raises ValueError, TypeError or AttributeError for other text."""
         fields = json.loads(line)
-        name = PurePath(fields.get("name", ""))
-        if name.is_absolute() or ".." in name.parts:
+        name = fields.get("name", "")
+        if name.startswith("/") or ".." in name.split("/"):
             raise ValueError(f"an entry outside the folder: {name}")
         return cls(**fields | {name: tuple(fields.get(name, ())) for name in ("folder", "stamp")})
 

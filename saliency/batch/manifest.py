@@ -74,9 +74,10 @@ class Manifest:
         self.rows = {}
         keep = bytearray()
         end = 0
+        out = str(self.path.parent)
         for row, line in read_rows(self.path):
             end += len(line)
-            has_files = all(row[name] is None or self._size(row[name]) == row[f"{name}_bytes"] for name in FILES)
+            has_files = all(row[name] is None or _size(f"{out}/{row[name]}") == row[f"{name}_bytes"] for name in FILES)
             is_retried = row["error"] is not None and row["method"] in retry
             keep.append(has_files and row["index"] not in changed and not is_retried)
             if keep[-1]:
@@ -111,12 +112,13 @@ class Manifest:
             file.flush()
             os.fsync(file.fileno())
 
-    def _size(self, name: str) -> int:
-        """Return the size of a file of the run in bytes; -1 if it does not exist."""
-        try:
-            return os.stat(f"{self.path.parent}/{name}").st_size  # noqa: PTH116 - called for every file
-        except OSError:
-            return -1
+
+def _size(path: str) -> int:
+    """Return the size of a file in bytes; -1 if it does not exist."""
+    try:
+        return os.stat(path).st_size  # noqa: PTH116 - called for every file
+    except OSError:
+        return -1
 
 
 def read_rows(path: Path) -> Iterator[tuple[Row, bytes]]:
@@ -126,7 +128,7 @@ def read_rows(path: Path) -> Iterator[tuple[Row, bytes]]:
     with path.open("rb") as file:
         for line in file:
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode())
             except ValueError:
                 return
             if not isinstance(row, dict) or tuple(row) != COLUMNS or not line.endswith(b"\n"):

@@ -135,19 +135,19 @@ def _images_of_folder(root: str, recursive: bool) -> Iterator[ImageEntry]:
             if (status.st_dev, status.st_ino) in seen:
                 continue
             seen.add((status.st_dev, status.st_ino))
-            with os.scandir(folder) as listed:
-                files = sorted((file for file in listed if not file.name.startswith(".")), key=lambda file: file.name)
+            names = sorted(name for name in os.listdir(folder) if not name.startswith("."))  # noqa: PTH208
         except OSError as error:
             is_empty = False
             yield _entry(folder, below, f"the folder cannot be listed: {error.strerror}")
             continue
         subfolders, is_own = [], is_output(folder)
-        for file in files:
-            if is_image(file.name):
+        for name in names:
+            path = os.path.join(folder, name)  # noqa: PTH118 - keeps surrogates
+            if is_image(name):
                 is_empty = False
-                yield _entry(file.path, below, _OWN if is_own or is_drawing(file.path) else "")
-            if recursive and os.path.isdir(file.path):  # noqa: PTH112
-                subfolders.append((file.path, (*below, file.name)))
+                yield _entry(path, below, _OWN if is_own or is_drawing(path) else "")
+            if recursive and os.path.isdir(path):  # noqa: PTH112
+                subfolders.append((path, (*below, name)))
         waiting += reversed(subfolders)
     if is_empty:
         hint = "" if recursive else " (--recursive searches its subfolders)"

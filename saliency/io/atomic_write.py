@@ -77,8 +77,8 @@ def is_drawing(path: str) -> bool:
 
     Only files with such names, like NAME.METHOD.png or sheet.png, are opened.
     """
-    stem = os.path.splitext(os.path.basename(path))[0]  # noqa: PTH119, PTH122 - called for every image
-    if ("." not in stem and stem != "sheet") or not os.path.isfile(path):  # noqa: PTH113 - a FIFO would block
+    name = path.rpartition("/")[2]
+    if (name.count(".") < 2 and not name.startswith("sheet.")) or not os.path.isfile(path):  # noqa: PTH113 - or a FIFO
         return False
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - a path may hold undecodable bytes

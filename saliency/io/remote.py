@@ -11,10 +11,12 @@ from ..errors import ImageError, optional_import
 # Facts of a file that change with its content, in the names of several stores; the first known one is used.
 _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "updated", "created")
 
+_ADDRESS = re.compile(r"(?!https?:|ftp:)[a-z][a-z0-9+.-]+://")
+
 
 def is_remote(name: str) -> bool:
     """Return whether a name is an address that fsspec reads: s3://, gs://, memory://, but not the web (http, ftp)."""
-    return re.match(r"(?!https?:|ftp:)[a-z][a-z0-9+.-]+://", name) is not None
+    return _ADDRESS.match(name) is not None
 
 
 def _connect(address: str) -> tuple[Any, str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -149,12 +149,12 @@ def _selected(row: Row, keys: Iterable[str]) -> Row:
 
 def _rounded(value: Any) -> Any:
     """Round all numbers to six digits, since the page shows fewer, and replace numbers that are not finite by None."""
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_rounded(each) for each in value]
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
     return value
 
 
@@ -171,7 +171,7 @@ def dumped(value: object) -> str:
 
 def address(path: str) -> str | None:
     """Return a path of the manifest as a relative, percent-encoded URL; None if it points outside the folder."""
-    if path.startswith("/") or ".." in PurePosixPath(path).parts:
+    if path.startswith("/") or ".." in path.split("/"):
         return None
     return "./" + quote(path, safe="/", errors="surrogatepass")
 
