@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import PurePath
 from time import perf_counter
@@ -30,7 +31,6 @@ from ..attribution.explanation import Explanation
 from ..attribution.passes import Partial, listening
 from ..batch.drawing import card_facts, explanation_facts, shrink
 from ..batch.failures import Failure, printable
-from ..batch.listing import ImageEntry
 from ..batch.network import create_method, find_devices, load_model, move_model, reads_layer, require_options
 from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
@@ -150,8 +150,7 @@ class Question:
 class Session:
     """One model in memory, the images that were opened last, and their explanations.
 
-    Only one thread at a time may call a function that runs the model: all but `about`, `picture` and `thumbnail`. Images
-    and explanations are kept until newer ones take their room.
+    Only one thread at a time may call a function that runs the model: all but `about`, `picture` and `thumbnail`.
 
     Args:
         options: The model with its preprocessing and class names, the default method with its layer and options, the
@@ -163,10 +162,8 @@ class Session:
     """
 
     def __init__(self, options: RunOptions, images: str | os.PathLike[str] | Sequence[Any] | None = None) -> None:
-        if isinstance(images, str | os.PathLike):
-            images = [entry for entry in find_images(images, recursive=True).entries if not entry.is_volume]
         self._options, self._is_sample = options, not images
-        self._images: list[Any] = list(images or [str(files("saliency.frontend").joinpath(SAMPLE))])
+        self._offered = _offered(images or [files("saliency.frontend").joinpath(SAMPLE)])
         device, *_ = find_devices(options.device, options.model)
         self.model = move_model(load_model(options), device)
         require_options(options.options, METHODS.values())
@@ -228,7 +225,7 @@ class Session:
             "layer": self._scan.default if self._options.layer is None else self._options.layer,
             "classes": None if names is None else list(names),
             "asks": list(self.asks),
-            "images": [{"index": index, "name": _name_of(image, index)} for index, image in enumerate(self._images)],
+            "images": [{"index": index, "name": name} for index, (name, _) in enumerate(self._offered)],
             "sample": self._is_sample,
             "properties": missing_properties(()),
             "colors": {SEQUENTIAL: _colors(SEQUENTIAL, False), DIVERGING: _colors(DIVERGING, True)},
@@ -246,38 +243,39 @@ class Session:
             UnknownImageError: No image with this number is offered.
         """
         if isinstance(image, int):
-            decoded, name = self._offered(image), _name_of(self._images[image], image)
+            name, decoded = self._open_offered(image)
         else:
-            decoded, name = decode(io.BytesIO(image), name, MOST_PIXELS), printable(name)
+            decoded = decode(io.BytesIO(image), name, MOST_PIXELS)
         batch = self._default.read(decoded)
         with self._prepared():
             facts = self._facts(batch)
-        held, number = HeldImage(name, decoded, batch, facts), secrets.token_hex(8)
-        self._held[number] = held
+        number = secrets.token_hex(8)
+        held = self._held[number] = HeldImage(printable(name), decoded, batch, facts)
         sizes = [own.image.width * own.image.height for own in self._held.values()]
         while len(sizes) > 1 and (len(sizes) > HELD_IMAGES or sum(sizes) > HELD_PIXELS):
             del self._held[next(iter(self._held))], sizes[0]
         width, height = held.frame.image.size
         return {
             "image": number,
-            "name": name,
+            "name": held.name,
             "width": width,
             "height": height,
             "box": list(held.frame.box),
             **facts,
         }
 
-    def _offered(self, index: int) -> Image.Image:
-        """Return the offered image with a number. Raises UnknownImageError, or ImageError if it cannot be read."""
-        if not 0 <= index < len(self._images):
-            raise UnknownImageError(f"no image {index}; {len(self._images)} are offered")
-        image = self._images[index]
-        return image.open() if isinstance(image, ImageEntry) else open_image(image)
+    def _open_offered(self, index: int) -> tuple[str, Image.Image]:
+        """Return the name of an offered image, and the image. Raises UnknownImageError, or ImageError."""
+        if not 0 <= index < len(self._offered):
+            raise UnknownImageError(f"no image {index}; {len(self._offered)} are offered")
+        name, opened = self._offered[index]
+        return name, opened()
 
     def thumbnail(self, index: int) -> bytes:
         """Return an offered image as JPEG, with no side longer than 160. Raises errors as `open`."""
-        image = drawable(self._offered(index), cast("Preprocess", self._default.preprocess).range)
-        return encode(shrink(image, THUMBNAIL_SIDE), "JPEG", quality=PICTURE_QUALITY)
+        _, image = self._open_offered(index)
+        image = shrink(drawable(image, cast("Preprocess", self._default.preprocess).range), THUMBNAIL_SIDE)
+        return encode(image, "JPEG", quality=PICTURE_QUALITY)
 
     def _find(self, number: Any) -> HeldImage:
         held = self._held.get(number) if isinstance(number, str) else None
@@ -437,12 +435,12 @@ class Session:
         method, batch = self._create(question, **draft), question.held.batch
         due = perf_counter() + PAUSE
 
-        def listener(share: float, partial: Partial) -> None:
+        def listener(share: float, so_far: Partial) -> None:
             nonlocal due
             check()
             if draft or share >= 1 or perf_counter() < due:
                 return
-            result = partial()
+            result = so_far()
             if result is None:
                 send({"method": method.name, "progress": share, "done": False})
             else:
@@ -527,24 +525,19 @@ class Session:
         given |= {"layer": question.layer} if question.layer else {}
         given |= {"whole": options.whole} if options.whole else {}
         given |= {"preprocess": options.preprocess} if isinstance(options.preprocess, Mapping) else {}
-        return "\n".join(
-            [
-                "import saliency",
-                *(["from PIL import Image"] if share is not None else []),
-                "",
-                f"model = {model}",
-                f"method = saliency.{cls.__name__}(model{_keywords(given)})",
-                f"explanation = method.attribute({name!r}, {question.code})",
-                f"drawing = saliency.overlay(explanation{_keywords(style)})",
-                *(
-                    [f"drawing = Image.blend(explanation.frames[0].image, drawing, {share!r})"]
-                    if share is not None
-                    else []
-                ),
-                f"drawing.save({f'{PurePath(name).stem}.{cls.name}.png'!r})",
-                "",
-            ]
-        )
+        imports, blend = ["import saliency"], []
+        if share is not None:
+            imports.append("from PIL import Image")
+            blend.append(f"drawing = Image.blend(explanation.frames[0].image, drawing, {share!r})")
+        lines = [
+            f"model = {model}",
+            f"method = saliency.{cls.__name__}(model{_keywords(given)})",
+            f"explanation = method.attribute({name!r}, {question.code})",
+            f"drawing = saliency.overlay(explanation{_keywords(style)})",
+            *blend,
+            f"drawing.save({f'{PurePath(name).stem}.{cls.name}.png'!r})",
+        ]
+        return "\n".join([*imports, "", *lines, ""])
 
 
 @contextmanager
@@ -625,13 +618,16 @@ def _keywords(options: Mapping[str, Any]) -> str:
     return "".join(f", {name}={value!r}" for name, value in options.items())
 
 
-def _name_of(image: Any, index: int) -> str:
-    """Return the name of an offered image; `image 3` if it has none."""
-    if isinstance(image, ImageEntry):
-        return printable(image.label)
-    if isinstance(image, str | os.PathLike):
-        return printable(PurePath(os.fsdecode(image)).name)
-    return f"image {index}"
+def _offered(images: str | os.PathLike[str] | Sequence[Any]) -> list[tuple[str, Callable[[], Image.Image]]]:
+    """Return the names of the images in a folder or list, and functions that open them."""
+    if isinstance(images, str | os.PathLike):
+        entries = find_images(images, recursive=True).entries
+        return [(printable(entry.label), entry.open) for entry in entries if not entry.is_volume]
+    names = [
+        printable(PurePath(os.fsdecode(image)).name) if isinstance(image, str | os.PathLike) else f"image {index}"
+        for index, image in enumerate(images)
+    ]
+    return [(name, partial(open_image, image)) for name, image in zip(names, images, strict=True)]
 
 
 def _colors(name: str, centred: bool) -> list[str]:

@@ -205,6 +205,15 @@ def test_the_server_answers_under_its_own_names_only(bound: str, name: str, stat
     assert run(act, bound) == status
 
 
+def test_an_address_without_its_last_slash_leads_to_the_page() -> None:
+    async def act(client: Client, own: Explorer) -> str:
+        answer = await client.get("http://127.0.0.1:8000/secret")
+        assert answer.status_code == 307
+        return str(answer.headers["location"])
+
+    assert run(act) == "http://127.0.0.1:8000/secret/"
+
+
 def test_no_answer_of_an_older_question_comes_after_a_newer_one() -> None:
     async def act(client: Client, own: Explorer) -> list[Any]:
         image, headers = await opened(client), {"x-page": "a"}
