@@ -90,14 +90,14 @@ def more_time(session: Session) -> float:
     """Return the share of CPU time of a streamed explanation over the plain call."""
     image = session.open(0)["image"]
     options: dict[str, Any] = {"progress": False}
+    held = session._held[image]
     plain = METHODS["smooth_grad"](session.model, **options)
 
     def streamed() -> None:
-        session._results.clear()
+        held.results.clear()
         session.explain({"image": image, "methods": ["smooth_grad"]}, lambda answer: None, lambda: None)
 
-    sample = session._held[image].image
-    timings = interleaved({"plain": lambda: plain.attribute(sample), "streamed": streamed}, ROUNDS)
+    timings = interleaved({"plain": lambda: plain.attribute(held.image), "streamed": streamed}, ROUNDS)
     return ratio(timings["streamed"], timings["plain"])
 
 

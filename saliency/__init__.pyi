@@ -51,7 +51,7 @@ from .evaluation.ledger import ledger_table as ledger_table
 from .evaluation.trust import TrustCard as TrustCard
 from .evaluation.trust import draw_trust as draw_trust
 from .evaluation.trust import trust as trust
-from .explorer.server import serve as serve
+from .explorer.serve import serve as serve
 from .explorer.widget import explore as explore
 from .hooks.dual_encoder import DualEncoder as DualEncoder
 from .inspection.attention_record import attention as attention

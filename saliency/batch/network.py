@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..attribution.aliases import option_hint
-from ..attribution.base import Attribution, explain_together, get_method
+from ..attribution.base import METHODS, Attribution, explain_together, get_method
 from ..attribution.explanation import Explanation
 from ..errors import LayerError, MethodError, NotApplicableError
 from ..evaluation.metrics.base import SharedResults
@@ -288,18 +288,32 @@ def replicate(options: RunOptions, model: nn.Module, devices: Sequence[torch.dev
 def create_methods(options: RunOptions, model: nn.Module) -> list[Attribution]:
     """Create the methods of a run, each with the options that it accepts."""
     classes = [get_method(name) for name in options.methods]
-    known = list(dict.fromkeys(option for cls in classes for option in cls.options()))
-    for name in options.options:
-        if name not in known:
-            raise MethodError(f'no option "{name}" of {", ".join(options.methods)}{option_hint(name, known)}')
-    layers = {"layer": options.layer, "layers": [options.layer]} if options.layer is not None else {}
-    if layers and not any(layers.keys() & cls.parameters() for cls in classes):
+    require_options(options.options, classes)
+    if options.layer is not None and not any(map(reads_layer, classes)):
         raise MethodError(f'layer="{options.layer}": {", ".join(options.methods)} reads no layer; leave the option out')
+    return [create_method(cls, options, model) for cls in classes]
+
+
+def require_options(names: Iterable[str], classes: Collection[type[Attribution]]) -> None:
+    """Raise MethodError for the name of an option that no method has."""
+    known = list(dict.fromkeys(option for cls in classes for option in cls.options()))
+    for name in names:
+        if name not in known:
+            of = "any method" if len(classes) == len(METHODS) else ", ".join(cls.name for cls in classes)
+            raise MethodError(f'no option "{name}" of {of}{option_hint(name, known)}')
+
+
+def create_method(cls: type[Attribution], options: RunOptions, model: nn.Module) -> Attribution:
+    """Create a method with the options that it has, and with the layer if it reads one."""
     values = {"progress": False, **options.options}  # the run shows progress
-    methods = []
-    for cls in classes:
-        given = {name: value for name, value in values.items() if name in cls.options()}
+    given = {name: value for name, value in values.items() if name in cls.options()}
+    if options.layer is not None:
+        layers = {"layer": options.layer, "layers": [options.layer]}
         given |= {name: value for name, value in layers.items() if name in cls.parameters()}
-        about_the_model = {name: getattr(options, name) for name in ("preprocess", "categories", "whole")}
-        methods.append(cls(model, **about_the_model, **given))
-    return methods
+    about_the_model = {name: getattr(options, name) for name in ("preprocess", "categories", "whole")}
+    return cls(model, **about_the_model, **given)
+
+
+def reads_layer(cls: type[Attribution]) -> bool:
+    """Return whether a method reads a layer, or several."""
+    return not {"layer", "layers"}.isdisjoint(cls.parameters())

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from rich.text import Text
-
-from ..explorer.server import serve
+from ..explorer.serve import serve
 from .arguments import METHOD, MODEL, arguments_of
 from .console import Screen, UsageError
 from .explain import methods_and_images
@@ -20,11 +18,6 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         raise UsageError("--method takes one method; the page offers all others")
     if arguments.folder is None and os.path.isdir(arguments.model):  # noqa: PTH112 - unlike Path, never raises
         arguments.model, arguments.folder = MODEL, arguments.model
-
-    def show(address: str) -> None:
-        screen.say(address)
-        screen.say(Text("Ctrl-C ends it; whoever has this address can use the model", "dim"))
-
     given = arguments_of(serve, arguments) | {"method": methods[0], "options": dict(arguments.options or ())}
-    serve(**given, show=show)
+    serve(**given)
     return 0

@@ -7,15 +7,14 @@ how they are transported.
 from __future__ import annotations
 
 import io
-import json
 import os
 import secrets
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import PurePath
 from time import perf_counter
@@ -27,15 +26,14 @@ from PIL import Image
 from torch import Tensor
 
 from .._version import __version__
-from ..attribution.aliases import option_hint
 from ..attribution.base import METHODS, Attribution, get_method, summary
 from ..attribution.explanation import Explanation
 from ..attribution.passes import Partial, listening
 from ..batch.drawing import card_facts, explanation_facts, shrink
 from ..batch.failures import Failure, printable
-from ..batch.listing import ImageEntry
-from ..batch.network import create_methods, find_devices, load_model, move_model
+from ..batch.network import create_method, find_devices, load_model, move_model, reads_layer, require_options
 from ..batch.run_options import RunOptions
+from ..batch.sources import find_images
 from ..engine.multi_pass import MultiPassAttribution, TimedAttribution
 from ..errors import (
     LayerError,
@@ -51,7 +49,7 @@ from ..evaluation.trust import missing_properties, trust
 from ..hooks.dual_encoder import DualEncoder
 from ..hooks.model_state import prepared_for_attribution, run_model
 from ..io.atomic_write import SOFTWARE
-from ..io.inputs import Batch, ImageLike, decode, encode, open_image
+from ..io.inputs import Batch, decode, encode, open_image
 from ..io.png import encode_png
 from ..io.preprocess import Frame, Geometry, Preprocess, drawable, scaled_size
 from ..layers.find import scan_layers
@@ -67,28 +65,38 @@ from ..validation import check_choice, check_number
 
 Answer = dict[str, Any]
 Asked = Mapping[str, Any]
+Send = Callable[[Answer], None]
+Check = Callable[[], None]
+"""Called between passes. It may raise `StoppedQuestion`."""
 
 MOST_BYTES, MOST_PIXELS = 64 * 2**20, 100_000_000  # of one image
-HELD_IMAGES, HELD_PIXELS = 16, 200_000_000  # in memory, besides the newest image
-HELD_RESULTS = 32
+HELD_IMAGES, HELD_PIXELS = 16, 200_000_000  # in memory; the newest image is always
+HELD_RESULTS = 8  # of one image
 SAMPLE = "sample.jpg"
 PICTURE_SIDE, THUMBNAIL_SIDE, PICTURE_QUALITY = 1600, 160, 88
 LABELS_SIDE, NO_REGION = 256, 255
 TOP, MOST_REGIONS = 5, 20
-DRAFT = {"seconds": 1.0}
-FIRST_MAP, LEAST_PAUSE = 1.0, 1.0  # seconds until the first map of the passes so far, and between two
-SHARE_OF_MAPS = 0.02  # of the time that maps of the passes so far may take
+PAUSE = 1.0  # seconds until the first map of the passes so far, and between two
 FIGURE_DPI = 200
 SECONDS = 15.0  # for a trust card
 STYLE = {"opacity", "percentile", "threshold"}
 
 
-class StoppedQuestion(Exception):  # noqa: N818 - not an error: the answer is not wanted any more
+class StoppedQuestion(SaliencyError):  # noqa: N818 - nothing failed
     """The answer to a question is not wanted any more."""
 
 
 class UnknownImageError(SaliencyError, LookupError):
     """No image with this number is in memory."""
+
+
+class Stop(threading.Event):
+    """Stops a question that another thread answers."""
+
+    def check(self) -> None:
+        """Raise StoppedQuestion if the answer is not wanted any more."""
+        if self.is_set():
+            raise StoppedQuestion("a newer question replaced this one")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,12 +108,14 @@ class HeldImage:
         image: The decoded image.
         batch: The model's input, and the image as it is drawn.
         facts: The facts that the page shows first: top classes, boxes, regions.
+        results: The last complete explanations.
     """
 
     name: str
     image: Image.Image
     batch: Batch
     facts: Answer
+    results: dict[str, Explanation] = field(default_factory=dict)
 
     @property
     def frame(self) -> Frame:
@@ -113,55 +123,52 @@ class HeldImage:
         return cast("Frame", self.batch.frames[0])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Question:
     """A question about one image and one method.
 
     Attributes:
         held: The image.
-        options: The options of the method, with its name and layer.
-        call: The target.
-        key: Identifies the explanation.
+        cls: The class of the method.
+        layer: The layer, if the method reads one; None for its default.
+        target: The target.
+        code: The Python code that creates the target.
     """
 
     held: HeldImage
-    options: RunOptions
-    call: TargetCall
-    key: str
+    cls: type[Attribution]
+    layer: str | None
+    target: Any
+    code: str
 
     @property
-    def cls(self) -> type[Attribution]:
-        """The class of the method."""
-        return get_method(self.options.methods[0])
+    def key(self) -> str:
+        """Identifies the explanation of the image."""
+        return f"{self.cls.name} {self.layer} {self.code}"
 
 
 class Session:
     """One model in memory, the images that were opened last, and their explanations.
 
-    Only one thread at a time may call a function that runs the model: all but `about` and `picture`.
+    Only one thread at a time may call a function that runs the model: all but `about`, `picture` and `thumbnail`.
 
     Args:
         options: The model with its preprocessing and class names, the default method with its layer and options, the
             device, and the style of drawings.
-        images: Images to offer, by entry of a listing, path, or any other image.
+        images: Images to offer, or a folder of them; by default a sample photo.
 
     Raises:
         SaliencyError: The model cannot be loaded, has no preprocessing, or an option is invalid.
     """
 
-    def __init__(self, options: RunOptions, images: Sequence[ImageEntry | ImageLike] = ()) -> None:
-        device, *_ = find_devices(options.device, options.model)
+    def __init__(self, options: RunOptions, images: str | os.PathLike[str] | Sequence[Any] | None = None) -> None:
         self._options, self._is_sample = options, not images
-        self._images = list(images) or [str(files("saliency.frontend").joinpath(SAMPLE))]
+        self._offered = _offered(images or [files("saliency.frontend").joinpath(SAMPLE)])
+        device, *_ = find_devices(options.device, options.model)
         self.model = move_model(load_model(options), device)
-        known = list(dict.fromkeys(option for cls in METHODS.values() for option in cls.options()))
-        for name in options.options:
-            if name not in known:
-                raise MethodError(f'no method has the option "{name}"{option_hint(name, known)}')
-        self._default = self._create(self._options_of(get_method(options.methods[0]), options.layer))
-        self._held: OrderedDict[str, HeldImage] = OrderedDict()
-        self._results: OrderedDict[str, Explanation] = OrderedDict()
-        self._lock = threading.Lock()
+        require_options(options.options, METHODS.values())
+        self._default = create_method(get_method(options.methods[0]), options, self.model)
+        self._held: dict[str, HeldImage] = {}
         noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)
         batch = self._default.read(noise)
         with self._prepared():
@@ -205,7 +212,7 @@ class Session:
                 "summary": summary(cls),
                 "cost": cls.cost,
                 "many_passes": issubclass(cls, MultiPassAttribution),
-                "reads_layer": bool({"layer", "layers"}.intersection(cls.parameters())),
+                "reads_layer": reads_layer(cls),
             }
             for name, cls in METHODS.items()
         ]
@@ -218,7 +225,7 @@ class Session:
             "layer": self._scan.default if self._options.layer is None else self._options.layer,
             "classes": None if names is None else list(names),
             "asks": list(self.asks),
-            "images": [{"index": index, "name": _name_of(image, index)} for index, image in enumerate(self._images)],
+            "images": [{"index": index, "name": name} for index, (name, _) in enumerate(self._offered)],
             "sample": self._is_sample,
             "properties": missing_properties(()),
             "colors": {SEQUENTIAL: _colors(SEQUENTIAL, False), DIVERGING: _colors(DIVERGING, True)},
@@ -235,48 +242,46 @@ class Session:
             ImageError: It cannot be read, or is too large.
             UnknownImageError: No image with this number is offered.
         """
-        decoded = self._offered(image) if isinstance(image, int) else decode(io.BytesIO(image), name, MOST_PIXELS)
-        name = _name_of(self._images[image], image) if isinstance(image, int) else name
+        if isinstance(image, int):
+            name, decoded = self._open_offered(image)
+        else:
+            decoded = decode(io.BytesIO(image), name, MOST_PIXELS)
         batch = self._default.read(decoded)
         with self._prepared():
             facts = self._facts(batch)
-        held = HeldImage(name, decoded, batch, facts)
         number = secrets.token_hex(8)
-        with self._lock:
-            self._held[number] = held
-            while len(self._held) > 1 and (len(self._held) > HELD_IMAGES or self._held_pixels() > HELD_PIXELS):
-                self._held.popitem(last=False)
+        held = self._held[number] = HeldImage(printable(name), decoded, batch, facts)
+        sizes = [own.image.width * own.image.height for own in self._held.values()]
+        while len(sizes) > 1 and (len(sizes) > HELD_IMAGES or sum(sizes) > HELD_PIXELS):
+            del self._held[next(iter(self._held))], sizes[0]
         width, height = held.frame.image.size
         return {
             "image": number,
-            "name": printable(held.name),
+            "name": held.name,
             "width": width,
             "height": height,
             "box": list(held.frame.box),
             **facts,
         }
 
-    def _offered(self, index: int) -> Image.Image:
-        """Return the offered image with a number. Raises UnknownImageError, or ImageError if it cannot be read."""
-        if not 0 <= index < len(self._images):
-            raise UnknownImageError(f"no image {index}; {len(self._images)} are offered")
-        image = self._images[index]
-        return image.open() if isinstance(image, ImageEntry) else open_image(image)
+    def _open_offered(self, index: int) -> tuple[str, Image.Image]:
+        """Return the name of an offered image, and the image. Raises UnknownImageError, or ImageError."""
+        if not 0 <= index < len(self._offered):
+            raise UnknownImageError(f"no image {index}; {len(self._offered)} are offered")
+        name, opened = self._offered[index]
+        return name, opened()
 
     def thumbnail(self, index: int) -> bytes:
         """Return an offered image as JPEG, with no side longer than 160. Raises errors as `open`."""
-        image = drawable(self._offered(index), cast("Preprocess", self._default.preprocess).range)
-        return encode(shrink(image, THUMBNAIL_SIDE), "JPEG", quality=PICTURE_QUALITY)
-
-    def _held_pixels(self) -> int:
-        return sum(held.image.width * held.image.height for held in self._held.values())
+        _, image = self._open_offered(index)
+        image = shrink(drawable(image, cast("Preprocess", self._default.preprocess).range), THUMBNAIL_SIDE)
+        return encode(image, "JPEG", quality=PICTURE_QUALITY)
 
     def _find(self, number: Any) -> HeldImage:
-        with self._lock:
-            if not isinstance(number, str) or number not in self._held:
-                raise UnknownImageError("the image is not in memory any more; open it again")
-            self._held.move_to_end(number)
-            return self._held[number]
+        held = self._held.get(number) if isinstance(number, str) else None
+        if held is None:
+            raise UnknownImageError("the image is not in memory any more; open it again")
+        return held
 
     def picture(self, number: str) -> bytes:
         """Return an opened image as JPEG, upright, with no side longer than 1600. Raises UnknownImageError."""
@@ -345,26 +350,19 @@ class Session:
 
     def _question(self, asked: Asked, name: Any) -> Question:
         """Return the question about one method. Raises SaliencyError if a part of it is invalid."""
-        number, layer = asked.get("image"), asked.get("layer")
-        layer = self._options.layer if layer is None else layer
-        held, cls = self._find(number), get_method(name)
-        if layer is not None and not isinstance(layer, str):
+        held, cls, layer = self._find(asked.get("image")), get_method(name), asked.get("layer")
+        if not isinstance(layer, str | None):
             raise LayerError(f"layer={layer!r}: expected the name of a layer")
+        layer = (layer or self._options.layer) if reads_layer(cls) else None
         if asked.get("options"):
             raise MethodError("the options of methods are set when the explorer starts: --set OPTION=VALUE")
-        options = self._options_of(cls, layer)
-        call = target_call(self._default_target(held) if asked.get("target") is None else asked["target"])
-        return Question(held, options, call, json.dumps([number, cls.name, options.layer, repr(call)]))
+        target = asked.get("target")
+        return Question(held, cls, layer, *read_target(self._default_target(held) if target is None else target))
 
-    def _options_of(self, cls: type[Attribution], layer: str | None) -> RunOptions:
-        """Return the options of one method: those that it has, and the layer if it reads one."""
-        layer = layer if {"layer", "layers"}.intersection(cls.parameters()) else None
-        own = {name: value for name, value in self._options.options.items() if name in cls.options()}
-        return replace(self._options, methods=(cls.name,), layer=layer, options=own)
-
-    def _create(self, options: RunOptions, **more: Any) -> Attribution:
-        """Create the method of some options, with more options of its own."""
-        return create_methods(replace(options, options={**options.options, **more}), self.model)[0]
+    def _create(self, question: Question, **draft: Any) -> Attribution:
+        """Create the method of a question, with options of a draft."""
+        options = replace(self._options, layer=question.layer, options={**self._options.options, **draft})
+        return create_method(question.cls, options, self.model)
 
     def _default_target(self, held: HeldImage) -> Answer:
         """Return the target that is explained first. Raises TargetError if there is none."""
@@ -379,7 +377,7 @@ class Session:
             raise TargetError("this model compares images and texts; type a text")
         raise NotFoundError("the model found nothing in this image")
 
-    def explain(self, asked: Asked, send: Callable[[Answer], None], check: Callable[[], None]) -> None:
+    def explain(self, asked: Asked, send: Send, check: Check) -> None:
         """Explain an image by one method or two, and send the answers as they become known.
 
         The last answer of each method has `done`. Earlier ones hold a map from fewer passes, or only the progress.
@@ -393,9 +391,7 @@ class Session:
             MethodError: The question names no methods, or more than two.
             UnknownImageError: The image is not in memory.
         """
-        names = asked.get("methods")
-        if not isinstance(names, list) or len(names) not in (1, 2):
-            raise MethodError(f"methods={names!r}: expected a list of one or two names")
+        names = _method_names(asked, 2)
         self._find(asked.get("image"))
         questions: list[Question] = []
         for name in names:
@@ -406,226 +402,196 @@ class Session:
         for question in questions:
             draft = self._draft_options(question, len(names))
             is_slow = issubclass(question.cls, MultiPassAttribution) and not draft
-            if is_slow or not self._answered(question, draft, send, check):
+            if is_slow or not self._explain_by(question, draft, send, check):
                 rest.append(question)
         for question in rest:
-            self._answered(question, {}, send, check)
+            self._explain_by(question, {}, send, check)
 
     def _draft_options(self, question: Question, methods: int) -> Mapping[str, Any]:
         """Return the options of a first map; empty if the method needs none."""
-        draft = question.cls.draft_options
-        if not draft and methods > 1 and issubclass(question.cls, TimedAttribution):
-            draft = DRAFT  # the other method must not wait for all passes of this one
-        is_known = question.key in self._results or question.options.options.keys() & {"passes", "seconds", "steps"}
-        return {} if is_known else draft
+        if question.key in question.held.results or self._options.options.keys() & {"passes", "seconds", "steps"}:
+            return {}
+        if methods > 1 and issubclass(question.cls, TimedAttribution):
+            # The other method must not wait for all passes of this one.
+            return question.cls.draft_options or TimedAttribution.draft_options
+        return question.cls.draft_options
 
-    def _answered(
-        self,
-        question: Question,
-        draft: Mapping[str, Any],
-        send: Callable[[Answer], None],
-        check: Callable[[], None],
-    ) -> bool:
+    def _explain_by(self, question: Question, draft: Mapping[str, Any], send: Send, check: Check) -> bool:
         """Explain by one method, and return whether the last answer was sent: the complete map, or an error."""
-        with _told(question.cls.name, send) as notes:
+        with _told(question.cls.name, send) as caught:
             check()
-            explanation = self._results.get(question.key)
+            explanation = question.held.results.get(question.key)
             if explanation is None:
                 explanation = self._explanation(question, draft, send, check)
-                if draft and (draft.keys() != DRAFT.keys() or explanation.run_stats[0].stopped != "complete"):
-                    send(_answer(question, explanation, notes, 0.0))
+                if draft and ("seconds" not in draft or explanation.run_stats[0].stopped != "complete"):
+                    send(self._answer(question, explanation, caught, 0.0))
                     return False
                 explanation = self._keep(question, explanation)
-            send(_answer(question, explanation, notes, 1.0))
+            send(self._answer(question, explanation, caught, 1.0))
         return True
 
-    def _explanation(
-        self,
-        question: Question,
-        draft: Mapping[str, Any],
-        send: Callable[[Answer], None],
-        check: Callable[[], None],
-    ) -> Explanation:
-        """Return the explanation. Maps of the passes so far are sent on the way."""
-        method, batch = self._create(question.options, **draft), question.held.batch
-        due = perf_counter() + FIRST_MAP
+    def _explanation(self, question: Question, draft: Mapping[str, Any], send: Send, check: Check) -> Explanation:
+        """Return the explanation. Maps of the passes so far are sent on the way, except for a draft."""
+        method, batch = self._create(question, **draft), question.held.batch
+        due = perf_counter() + PAUSE
 
-        def listener(share: float, partial: Partial) -> None:
+        def listener(share: float, so_far: Partial) -> None:
             nonlocal due
             check()
-            began = perf_counter()
-            if draft or share >= 1 or began < due:
+            if draft or share >= 1 or perf_counter() < due:
                 return
-            result = partial()
+            result = so_far()
             if result is None:
                 send({"method": method.name, "progress": share, "done": False})
             else:
                 explanation = method.explanation(result, resolved, batch).to("cpu")
-                send(_answer(question, explanation, [], share))
-            now = perf_counter()
-            due = now + max(LEAST_PAUSE, (now - began) / SHARE_OF_MAPS)
+                send(self._answer(question, explanation, [], share))
+            due = perf_counter() + PAUSE
 
         with prepared_for_attribution(self.model), bind_layout(method.layout), listening(listener):
-            resolved = method.explained_target(method.resolve(question.call.target(), batch.inputs, batch.frames))
+            resolved = method.explained_target(method.resolve(question.target, batch.inputs, batch.frames))
             (result,) = method.explain_targets(batch.inputs, [resolved])
         return method.explanation(result, resolved, batch).to("cpu")
 
     def _keep(self, question: Question, explanation: Explanation) -> Explanation:
         """Keep a complete explanation, with the settings of the question, and return it."""
-        explanation = replace(explanation, settings=self._create(question.options).settings)
-        self._results[question.key] = explanation
-        if len(self._results) > HELD_RESULTS:
-            self._results.popitem(last=False)
+        explanation, results = replace(explanation, settings=self._create(question).settings), question.held.results
+        results[question.key] = explanation
+        if len(results) > HELD_RESULTS:
+            del results[next(iter(results))]
         return explanation
 
-    def trust(self, asked: Asked, check: Callable[[], None]) -> Answer:
+    def _answer(
+        self, question: Question, explanation: Explanation, caught: Sequence[warnings.WarningMessage], progress: float
+    ) -> Answer:
+        """Return the columns of a row, and the map as it is drawn: smoothed, NaN at outliers, but not clipped."""
+        style, frame = self._options.style, question.held.frame
+        scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
+        whole = scale_map(explanation, style.sign, None, smoothing=style.smoothing)
+        values = whole.values * np.float32(whole.limit - whole.floor) + np.float32(whole.floor)
+        if scaled.outliers is not None:
+            values[scaled.outliers > 0] = np.nan
+        row = explanation_facts(explanation, scaled, style.colormap)
+        row["target_box"] = scaled.placed_box(frame)
+        notes = [str(one.message) for one in caught if issubclass(one.category, SaliencyWarning)]
+        row["notes"] = list(dict.fromkeys([*notes, *filter(None, explanation.notes)]))
+        height, width = values.shape
+        drawn = {"width": width, "height": height, "values": values.astype("<f4").tobytes()}
+        return {"method": question.cls.name, "row": row, "map": drawn, "progress": progress, "done": progress == 1}
+
+    def trust(self, asked: Asked, check: Check) -> Answer:
         """Return the trust card of one method, in the form of the page of `saliency batch`."""
-        question = self._question(asked, _one_method(asked))
-        method = self._create(question.options)
+        question = self._question(asked, *_method_names(asked, 1))
         with listening(lambda *_: check()):
-            card = trust(method, question.held.image, question.call.target(), seconds=asked.get("seconds", SECONDS))
+            seconds = asked.get("seconds", SECONDS)
+            card = trust(self._create(question), question.held.image, question.target, seconds=seconds)
         return {"trust": card_facts(card), "summary": card.summary, "notes": list(card.notes)}
 
-    def save(self, asked: Asked, check: Callable[[], None]) -> bytes | str:
+    def save(self, asked: Asked, check: Check) -> bytes | str:
         """Return the overlay or the figure of one method as PNG, or the Python code that draws the overlay.
 
         Raises:
             RenderError: The form or a part of the style is invalid.
         """
-        question, style = self._question(asked, _one_method(asked)), asked.get("style") or {}
+        question, style = self._question(asked, *_method_names(asked, 1)), asked.get("style") or {}
         form = check_choice("as", asked.get("as"), ("overlay", "figure", "code"), error=RenderError)
         if not isinstance(style, dict) or not style.keys() <= STYLE:
             raise RenderError(f"style={style!r}: expected {', '.join(sorted(STYLE))}")
+        opacity = check_number("opacity", style.get("opacity", MOST_OPACITY), least=0, most=1, error=RenderError)
+        share = None if opacity == MOST_OPACITY else opacity / MOST_OPACITY
+        style = {name: value for name, value in style.items() if value and name != "opacity"}
         if form == "code":
-            return self._code(question, style)
-        explanation = self._results.get(question.key)
+            return self._code(question, style, share)
+        explanation = question.held.results.get(question.key)
         if explanation is None:
             explanation = self._keep(question, self._explanation(question, {}, lambda answer: None, check))
-        if form == "overlay":
-            drawing = overlay(explanation, **_overlay_options(style))
-            share = _share(style)
-            original = cast("Frame", explanation.frames[0]).image
-            drawing = drawing if share is None else Image.blend(original, drawing, share)
-            return encode_png(np.asarray(drawing), SOFTWARE)
-        file = io.BytesIO()
-        figure(explanation).savefig(file, format="png", dpi=FIGURE_DPI)
-        return file.getvalue()
+        if form == "figure":
+            file = io.BytesIO()
+            figure(explanation).savefig(file, format="png", dpi=FIGURE_DPI)
+            return file.getvalue()
+        drawing = overlay(explanation, **style)
+        if share is not None:
+            drawing = Image.blend(question.held.frame.image, drawing, share)
+        return encode_png(np.asarray(drawing), SOFTWARE)
 
-    def _code(self, question: Question, style: Mapping[str, Any]) -> str:
-        """Return the Python code that draws the overlay of a question."""
-        options, name = question.options, printable(question.held.name)
+    def _code(self, question: Question, style: Mapping[str, Any], share: float | None) -> str:
+        """Return the Python code that draws the overlay, with `share` as its weight if it is not drawn as it is."""
+        options, cls, name = self._options, question.cls, question.held.name
         weights = {} if options.weights == "default" else {"weights": options.weights}
         model = f"saliency.load({options.model!r}{_keywords(weights)})"
         if not isinstance(options.model, str):
             model = f"...  # your {options.model_name}"
-        given = {**options.options, **({} if options.layer is None else {"layer": options.layer})}
+        given = {option: value for option, value in options.options.items() if option in cls.options()}
+        given |= {"layer": question.layer} if question.layer else {}
         given |= {"whole": options.whole} if options.whole else {}
         given |= {"preprocess": options.preprocess} if isinstance(options.preprocess, Mapping) else {}
+        imports, blend = ["import saliency"], []
+        if share is not None:
+            imports.append("from PIL import Image")
+            blend.append(f"drawing = Image.blend(explanation.frames[0].image, drawing, {share!r})")
         lines = [
             f"model = {model}",
-            f"method = saliency.{question.cls.__name__}(model{_keywords(given)})",
-            f"explanation = method.attribute({name!r}, {question.call.code()})",
-            f"drawing = saliency.overlay(explanation{_keywords(_overlay_options(style))})",
+            f"method = saliency.{cls.__name__}(model{_keywords(given)})",
+            f"explanation = method.attribute({name!r}, {question.code})",
+            f"drawing = saliency.overlay(explanation{_keywords(style)})",
+            *blend,
+            f"drawing.save({f'{PurePath(name).stem}.{cls.name}.png'!r})",
         ]
-        share = _share(style)
-        if share is not None:
-            lines.append(f"drawing = Image.blend(explanation.frames[0].image, drawing, {share!r})")
-        lines.append(f"drawing.save({f'{PurePath(name).stem}.{question.cls.name}.png'!r})")
-        imports = ["import saliency"] if share is None else ["import saliency", "from PIL import Image"]
         return "\n".join([*imports, "", *lines, ""])
 
 
 @contextmanager
-def _told(name: Any, send: Callable[[Answer], None]) -> Iterator[list[str]]:
-    """Send an error of the block as the last answer of a method. Warnings are added to the list that it yields."""
-    notes: list[str] = []
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-
-        def collect(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-            if issubclass(category, SaliencyWarning):
-                notes.append(str(message))
-            else:
-                show(message, category, *where, **more)
-
+def _told(name: Any, send: Send) -> Iterator[list[warnings.WarningMessage]]:
+    """Send an error of the block as the last answer of a method. Yield the warnings of the block, as they come."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SaliencyWarning)
-        warnings.showwarning = collect
         try:
-            yield notes
+            yield caught
         except StoppedQuestion:
             raise
         except Exception as error:  # noqa: BLE001 - any error concerns this method only
-            failure = Failure.of(error)
-            row = {"error": failure.reason, "error_kind": failure.kind}
-            send({"method": str(name), "row": row, "progress": 1.0, "done": True})
+            send({"method": str(name), "row": error_facts(error), "progress": 1.0, "done": True})
 
 
-def _answer(question: Question, explanation: Explanation, notes: Sequence[str], progress: float) -> Answer:
-    """Return the columns of a row, and the map as it is drawn: smoothed, NaN at outliers, but not clipped."""
-    style, frame = question.options.style, question.held.frame
-    scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
-    whole = scale_map(explanation, style.sign, None, smoothing=style.smoothing)
-    values = whole.values * np.float32(whole.limit - whole.floor) + np.float32(whole.floor)
-    if scaled.outliers is not None:
-        values[scaled.outliers > 0] = np.nan
-    row = explanation_facts(explanation, scaled, style.colormap)
-    row["target_box"] = scaled.placed_box(frame)
-    row["notes"] = list(dict.fromkeys([*notes, *filter(None, explanation.notes)]))
-    height, width = values.shape
-    drawn = {"width": width, "height": height, "values": values.astype("<f4").tobytes()}
-    return {"method": question.cls.name, "row": row, "map": drawn, "progress": progress, "done": progress == 1}
+def error_facts(error: BaseException) -> Answer:
+    """Return the columns of an error."""
+    failure = Failure.of(error)
+    return {"error": failure.reason, "error_kind": failure.kind}
 
 
 # Targets
 
 
-@dataclass(frozen=True, slots=True)
-class TargetCall:
-    """The call that creates a target: a function of `saliency`, "" for a class itself, and its arguments."""
-
-    function: str
-    arguments: tuple[Any, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def target(self) -> Any:
-        """Return the target."""
-        functions: dict[str, Callable[..., Any]] = {"box": box, "contrast": contrast, "region": region, "text": text}
-        return functions[self.function](*self.arguments, **self.options) if self.function else self.arguments[0]
-
-    def code(self) -> str:
-        """Return the target as Python code."""
-        if not self.function:
-            return repr(self.arguments[0])
-        named = [f"{name}={value!r}" for name, value in self.options.items()]
-        return f"saliency.{self.function}({', '.join([*map(repr, self.arguments), *named])})"
-
-
-def target_call(asked: Any) -> TargetCall:
-    """Return the call for the target of a question, such as `{"class": 281, "against": 282}`.
+def read_target(asked: Any) -> tuple[Any, str]:
+    """Return the target of a question, such as `{"class": 281, "against": 282}`, and the Python code that creates it.
 
     Raises:
         TargetError: It is not a class, a box, a region or a text.
     """
     match asked:
-        case {"class": int() | str() as label, "against": int() | str() as other, **rest} if not rest:
-            return TargetCall("contrast", (label, other))
-        case {"class": int() | str() as label, **rest} if not rest:
-            return TargetCall("", (label,))
-        case {"box": {"point": point, **rest}, **others} if not rest and not others:
-            return TargetCall("box", (), {"point": as_place("point", point, 2)})
-        case {"box": {"index": index, **rest}, **others} if not rest and not others:
-            return TargetCall("box", (), {"index": index})
-        case {"region": int() | str() as label, "where": [_, _] as where, **rest} if not rest:
-            return TargetCall("region", (label, as_place("where", where, 2)))
-        case {"region": int() | str() as label, "where": str() as where, **rest} if not rest:
-            return TargetCall("region", (label, where))
-        case {"region": int() | str() as label, **rest} if not rest:
-            return TargetCall("region", (label,))
-        case {"text": str() as prompt, "against": [*texts], **rest} if not rest:
-            return TargetCall("text", (prompt,), {"against": texts})
-        case {"text": str() as prompt, **rest} if not rest:
-            return TargetCall("text", (prompt,))
+        case {"class": int() | str() as label, "against": int() | str() as other}:
+            return _called(contrast, label, other)
+        case {"class": int() | str() as label}:
+            return label, repr(label)
+        case {"box": {"point": point}}:
+            return _called(box, point=as_place("point", point, 2))
+        case {"box": {"index": index}}:
+            return _called(box, index=index)
+        case {"region": int() | str() as label, "where": str() | list() as where}:
+            return _called(region, label, where)
+        case {"region": int() | str() as label}:
+            return _called(region, label)
+        case {"text": str() as prompt, "against": list() as others}:
+            return _called(text, prompt, others)
+        case {"text": str() as prompt}:
+            return _called(text, prompt)
     raise TargetError(f"target={asked!r:.100}: expected a class, a box, a region or a text; see docs/explorer.md")
+
+
+def _called(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, str]:
+    """Return the result of a function of `saliency`, and the code of the call."""
+    parts = [*map(repr, arguments), *(f"{name}={value!r}" for name, value in options.items())]
+    return function(*arguments, **options), f"saliency.{function.__name__}({', '.join(parts)})"
 
 
 def _labels(output: Any, names: Categories) -> set[int]:
@@ -640,35 +606,28 @@ def _labels(output: Any, names: Categories) -> set[int]:
     return {0, 1} if names is not None and len(names) == 2 else {0}
 
 
-def _one_method(asked: Asked) -> Any:
-    """Return the method of a question about one. Raises MethodError if it names another number of methods."""
+def _method_names(asked: Asked, most: int) -> list[Any]:
+    """Return the methods of a question. Raises MethodError for none, or more than `most`."""
     names = asked.get("methods")
-    if not isinstance(names, list) or len(names) != 1:
-        raise MethodError(f"methods={names!r}: expected a list of one name")
-    return names[0]
-
-
-def _share(style: Mapping[str, Any]) -> float | None:
-    """Return the weight of the overlay for an opacity; None for the opacity of `overlay`. Raises RenderError."""
-    opacity = check_number("opacity", style.get("opacity", MOST_OPACITY), least=0, most=1, error=RenderError)
-    return None if opacity == MOST_OPACITY else opacity / MOST_OPACITY
-
-
-def _overlay_options(style: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: style[name] for name in ("percentile", "threshold") if style.get(name)}
+    if not isinstance(names, list) or not 1 <= len(names) <= most:
+        raise MethodError(f"methods={names!r}: expected a list of {'one or two names' if most > 1 else 'one name'}")
+    return names
 
 
 def _keywords(options: Mapping[str, Any]) -> str:
     return "".join(f", {name}={value!r}" for name, value in options.items())
 
 
-def _name_of(image: ImageEntry | ImageLike, index: int) -> str:
-    """Return the name of an offered image; `image 3` if it has none."""
-    if isinstance(image, ImageEntry):
-        return printable(image.label)
-    if isinstance(image, str | os.PathLike):
-        return printable(PurePath(os.fsdecode(image)).name)
-    return f"image {index}"
+def _offered(images: str | os.PathLike[str] | Sequence[Any]) -> list[tuple[str, Callable[[], Image.Image]]]:
+    """Return the names of the images in a folder or list, and functions that open them."""
+    if isinstance(images, str | os.PathLike):
+        entries = find_images(images, recursive=True).entries
+        return [(printable(entry.label), entry.open) for entry in entries if not entry.is_volume]
+    names = [
+        printable(PurePath(os.fsdecode(image)).name) if isinstance(image, str | os.PathLike) else f"image {index}"
+        for index, image in enumerate(images)
+    ]
+    return [(name, partial(open_image, image)) for name, image in zip(names, images, strict=True)]
 
 
 def _colors(name: str, centred: bool) -> list[str]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from ..batch.failures import Failure
 from ..batch.run_options import RunOptions
-from ..batch.sources import find_images
 from ..errors import optional_import
 from ..io.inputs import ImageLike
 from .page import widget_module
-from .session import Answer, Session, StoppedQuestion
+from .session import Answer, Session, Stop, StoppedQuestion
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
 
 Send = Callable[[Answer, Sequence[bytes]], object]
 """Sends a message to the page: JSON and buffers."""
-
-IN_THREAD = frozenset({"image", "explain", "trust", "save"})  # run the model
 
 
 class Conversation:
@@ -38,7 +34,7 @@ class Conversation:
     def __init__(self, session: Session, send: Send) -> None:
         self._session, self._send = session, send
         self._thread = ThreadPoolExecutor(1, "saliency")
-        self._stops: dict[str, threading.Event] = {}
+        self._stops: dict[str, Stop] = {}
 
     def receive(self, widget: object, message: Answer, buffers: Sequence[Any]) -> None:
         """Answer a message, in its own time; the message "cancel" stops the answers to another one."""
@@ -47,18 +43,11 @@ class Conversation:
             if number in self._stops:
                 self._stops[number].set()
             return
-        self._stops[number] = threading.Event()
-        if name in IN_THREAD:
-            self._thread.submit(self._answer, number, message, buffers)
-        else:
-            self._answer(number, message, buffers)
+        self._stops[number] = Stop()
+        self._thread.submit(self._answer, number, message, buffers)
 
     def _answer(self, number: str, message: Answer, buffers: Sequence[Any]) -> None:
-        stop = self._stops[number]
-
-        def check() -> None:
-            if stop.is_set():
-                raise StoppedQuestion("the answer is not wanted any more")
+        session, body, check = self._session, message["body"], self._stops[number].check
 
         def send(answer: Answer) -> None:
             """Send the bytes of a map or of labels as a buffer."""
@@ -72,7 +61,6 @@ class Conversation:
         def send_file(content: bytes | str, kind: str) -> None:
             self._send({"id": number, "type": kind}, [content.encode() if isinstance(content, str) else content])
 
-        session, body = self._session, message["body"]
         try:
             check()
             match message["name"]:
@@ -136,13 +124,7 @@ def explore(
         SaliencyError: The model, the method or an option is invalid.
     """
     anywidget = optional_import("anywidget", "notebook", "saliency.explore")
-    run_options = RunOptions.of({**locals(), "methods": method})
-    offered: Sequence[Any]
-    if isinstance(images, str | os.PathLike):
-        offered = [entry for entry in find_images(images, recursive=True).entries if not entry.is_volume]
-    else:
-        offered = images or ()
-    session = Session(run_options, offered)
+    session = Session(RunOptions.of({**locals(), "methods": method}), images)
     widget: Any = type("ExplorerWidget", (anywidget.AnyWidget,), {"_esm": widget_module()})()
     widget.on_msg(Conversation(session, widget.send).receive)
     return widget

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -123,6 +124,8 @@ def test_explore_gives_a_widget_that_answers(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(anywidget.AnyWidget, "send", lambda self, content, buffers=None: sent.append(content))
     widget = saliency.explore("shapes_cnn", list(SCENES))
     widget._handle_custom_msg({"id": "1", "name": "about", "body": {}}, [])
+    while len(sent) < 2:  # the answer comes from a thread
+        time.sleep(0.01)
     assert sent[0]["answer"]["model"] == "shapes_cnn"
     assert "export default" in widget._esm
     widget.close()
