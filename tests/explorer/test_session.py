@@ -18,6 +18,7 @@ from torch import nn
 import saliency
 from saliency import METHODS, MethodError, ModelError, TargetError
 from saliency.batch.run_options import RunOptions
+from saliency.engine.multi_pass import TimedAttribution
 from saliency.explorer import session as module
 from saliency.explorer.session import Session, StoppedQuestion, UnknownImageError, read_target
 from saliency.render.blending import scale_map
@@ -262,7 +263,7 @@ def test_methods_of_many_passes_send_the_map_so_far(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_quick_method_of_two_is_first_and_the_slow_one_begins_with_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.TimedAttribution, "draft_options", {"seconds": 1e-6})
+    monkeypatch.setattr(TimedAttribution, "draft_options", {"seconds": 1e-6})
     session = tiny()
     image = session.open(0)["image"]
     found = answers(session, image=image, methods=["rise", "grad_cam"], target={"class": 1})
