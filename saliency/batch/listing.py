@@ -84,8 +84,7 @@ class ImageEntry:
         name = fields.get("name", "")
         if name.startswith("/") or ".." in name.split("/"):
             raise ValueError(f"an entry outside the folder: {name}")
-        fields["folder"], fields["stamp"] = tuple(fields.get("folder", ())), tuple(fields.get("stamp", ()))
-        return cls(**fields)
+        return cls(**fields | {name: tuple(fields.get(name, ())) for name in ("folder", "stamp")})
 
     def open(self) -> Image.Image:
         """Open the image as `saliency.io.inputs.open_image` does.
@@ -169,7 +168,7 @@ def merge_listing(
     new: list[ImageEntry] = []
     for entry, key in zip(entries, _keys(entries), strict=True):
         earlier = known.get(key)
-        if earlier and earlier.target != entry.target and str(earlier.target) != str(entry.target):  # 281 and "281"
+        if earlier is not None and str(earlier.target) != str(entry.target):  # 281 and "281" are one class
             raise BatchError(
                 f"the target of {entry.source} was {earlier.target!r} and is now {entry.target!r}; choose another "
                 "folder, or start again with --restart (restart=True)"
@@ -190,12 +189,11 @@ def merge_listing(
 
 def _keys(entries: Sequence[ImageEntry]) -> list[tuple[object, ...]]:
     """Return a unique key per image. An image that a list contains several times gets several keys."""
-    times: dict[tuple[object, ...], int] = {}
+    times: Counter[tuple[object, ...]] = Counter()
     keys: list[tuple[object, ...]] = []
     for entry in entries:
-        key = entry.key
-        times[key] = times.get(key, 0) + 1
-        keys.append((*key, times[key]))
+        times[entry.key] += 1
+        keys.append((*entry.key, times[entry.key]))
     return keys
 
 

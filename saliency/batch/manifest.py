@@ -74,11 +74,10 @@ class Manifest:
         self.rows = {}
         keep = bytearray()
         end = 0
-        sizes = [(name, f"{name}_bytes") for name in FILES]
-        folder = f"{self.path.parent}/"
+        out = str(self.path.parent)
         for row, line in read_rows(self.path):
             end += len(line)
-            has_files = all([_size(folder + row[name]) == row[size] for name, size in sizes if row[name] is not None])
+            has_files = all(row[name] is None or _size(f"{out}/{row[name]}") == row[f"{name}_bytes"] for name in FILES)
             is_retried = row["error"] is not None and row["method"] in retry
             keep.append(has_files and row["index"] not in changed and not is_retried)
             if keep[-1]:

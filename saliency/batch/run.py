@@ -244,7 +244,7 @@ class BatchRun(Run):
 
     def missing(self, index: int) -> tuple[str, ...]:
         """Return the methods of the run without a row for an image."""
-        return tuple([method for method in self.options.methods if self._lacks(index, method)])
+        return tuple(method for method in self.options.methods if self._lacks(index, method))
 
     def _lacks(self, index: int, method: str) -> bool:
         return index not in self._kept and not self.manifest.is_done(index, method)

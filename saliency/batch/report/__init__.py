@@ -143,9 +143,8 @@ def _entry(rows: Sequence[Row], methods: Mapping[str, int], bars: dict[str, list
 
 def _selected(row: Row, keys: Iterable[str]) -> Row:
     """Return the given columns of a row, without unknown values."""
-    known = [(key, row[key]) for key in keys if row.get(key) is not None]
-    values = {key: address(value) if key in _FILES else _rounded(value) for key, value in known}
-    return {key: value for key, value in values.items() if value is not None}
+    values = {key: address(row[key]) if key in _FILES else row[key] for key in keys if row.get(key) is not None}
+    return {key: _rounded(value) for key, value in values.items() if value is not None}
 
 
 def _rounded(value: Any) -> Any:
