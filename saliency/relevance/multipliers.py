@@ -190,6 +190,8 @@ def _pointwise(step: MultiplierStep) -> Gradients:
 
 def _winners(step: MultiplierStep) -> Gradients:
     """Pass the gain of a window to its winner for the image, and its loss to its winner for the baseline."""
+    if "max_pool" in step.operation.name:
+        return _max_pool(step)
     x, x0 = _floats(step.operation.args), _floats(step.base.args)
     change = _floats(step.operation.repeat())[0] - _floats(step.base.repeat())[0]
     share = step.grad * change
@@ -198,6 +200,18 @@ def _winners(step: MultiplierStep) -> Gradients:
     losses = _gradients(step, x0, (torch.where(is_gain, 0, share),))
     operands = zip(gains, losses, x, x0, strict=True)
     return tuple(gain.add_(loss).div_(a - b).masked_fill_(a == b, 0) for gain, loss, a, b in operands)
+
+
+def _max_pool(step: MultiplierStep) -> Gradients:
+    """Pass gains and losses of the windows of a max pool by the places of their winners."""
+    start = -3 if "3d" in step.operation.name else -2
+    x, x0 = (value.flatten(start) for value in step.pair("self"))
+    at, at0 = (each.repeat()[1].flatten(start) for each in step[1:])
+    change = x.gather(-1, at) - x0.gather(-1, at0)
+    share = step.grad.flatten(start) * change
+    passed = torch.zeros_like(x).scatter_add_(-1, at, share.where(change > 0, 0))
+    passed = passed.scatter_add_(-1, at0, share.where(change <= 0, 0)).div_(x - x0).masked_fill_(x == x0, 0)
+    return (passed.view_as(step.operation.args["self"]),)
 
 
 def _mul(step: MultiplierStep) -> Gradients:
