@@ -53,7 +53,8 @@ CARD_FACTS = (
     *("value", "error", "controls", "control_ranges", "higher_is_better"),
 )
 CELL_PIXELS = 16  # pixels of the heat image per cell of the map; more pixels add no detail
-ALPHA_LEVELS = np.float32(64)  # of the opacity of the heat image, which WebP then encodes faster; off by 2 of 255 levels at most
+# Levels of the opacity of the heat image, which WebP then encodes faster; off by 2 of 255 levels at most.
+ALPHA_LEVELS = np.float32(64)
 MAX_COARSENESS = 3  # largest number of thumbnail pixels per heat image pixel, along one side
 
 
