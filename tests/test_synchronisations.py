@@ -21,7 +21,7 @@ from saliency.errors import NotApplicableError
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WAITING = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero")
 TRACED = [name for name, cls in METHODS.items() if issubclass(cls, TracedAttribution)]
-PER_LAYER = {"full_grad": 1, "lrp": 2, "excitation_backprop": 2, "deep_lift": 1, "deep_shap": 2, "chefer_lrp": 23}
+PER_LAYER = {"full_grad": 1, "lrp": 2, "excitation_backprop": 2, "deep_lift": 1, "deep_shap": 2, "chefer_lrp": 24}
 """The known waits per layer: `full_grad` reads whether a bias is 0, the others what a rule depends on."""
 if DEVICE == "cpu":
     PER_LAYER["le_grad"] = 9  # the rows of zeros that its products skip

@@ -163,9 +163,11 @@ class LinearOperation:
         """
         shares = torch.div(self.relevance, parts, out=parts)
         sums = self.channel_sums(shares)
-        if not math.isfinite(float(sums.sum())):  # 0 / 0 is 0
+        total = float(sums.abs().sum())
+        if not math.isfinite(total):  # 0 / 0 is 0
             sums = self.channel_sums(shares.nan_to_num_(0, torch.inf, -torch.inf))
-        if float(sums.abs().sum()) <= _LARGE:  # false for NaN
+            total = float(sums.abs().sum())
+        if total <= _LARGE:  # false for NaN
             return shares, sums, None
         is_lost = (shares.abs() <= _LARGE).logical_not_()
         shares.masked_fill_(is_lost, 0)

@@ -87,7 +87,8 @@ def load(
         model = DualEncoder(model, facts.tokenizer)
     plain: Any = model.eval()
     chosen = facts.preprocess if preprocess is None else preprocess
-    plain._modules.pop("preprocess", None)  # torchvision's weights.transforms() is a module
+    if isinstance(getattr(plain, "preprocess", None), nn.Module):  # such as torchvision's weights.transforms()
+        del plain.preprocess
     plain.preprocess = None if chosen is None else as_preprocess(chosen)
     plain.categories = facts.categories if categories is None else _check_categories(categories, facts.classes)
     return model

@@ -10,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -242,19 +243,29 @@ def test_a_card_is_not_replaced_by_a_newer_question() -> None:
     assert run(act) == [200, 200]
 
 
-def test_a_flood_of_200_questions_is_answered() -> None:
+def test_a_flood_of_200_questions_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(RunOptions(model=Tiny()), [photo()])
+    explain, is_over = session.explain, threading.Event()
+
+    def explain_later(*arguments: Any) -> None:
+        is_over.wait(60)
+        explain(*arguments)
 
     async def act(address: str) -> list[int]:
         limits = httpx.Limits(max_connections=200)
         async with httpx.AsyncClient(base_url=address, limits=limits, timeout=60) as client:
             image = await opened(client)
+            monkeypatch.setattr(session, "explain", explain_later)
             asked = {"image": image, "methods": ["occlusion"]}
             flood = [
                 client.post("explain", json=asked | {"target": {"class": at % 5}}, headers={"x-page": str(at)})
                 for at in range(100)
             ] + [client.post("image", content=photo(seed=at)) for at in range(100)]
-            found = await asyncio.gather(*flood)
+            answers = [asyncio.ensure_future(request) for request in flood]
+            while sum(answer.done() for answer in answers) < 100:  # the model has not answered any of them
+                await asyncio.sleep(0.01)
+            is_over.set()
+            found = await asyncio.gather(*answers)
             asked["image"] = await opened(client)  # the flood may have replaced the first one
             assert (await client.post("explain", json=asked)).status_code == 200
             assert all(answer.json()["error"] for answer in found if answer.status_code != 200)
