@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..batch.run_options import RunOptions
 from ..errors import SaliencyError, optional_import
+from ..validation import check_number
 from .session import Session
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ def serve(
 
     Raises:
         DependencyError: Starlette or uvicorn is not installed.
-        SaliencyError: The model, the method or an option is invalid, or an event loop runs in this thread, as in a
-            notebook.
+        SaliencyError: The model, the method, the port or an option is invalid, the folder contains no image, or an
+            event loop runs in this thread, as in a notebook.
         OSError: The port is not free.
     """
     uvicorn = optional_import("uvicorn", "app", "the explorer")
@@ -72,6 +73,7 @@ def serve(
     with suppress(RuntimeError):
         asyncio.get_running_loop()
         raise SaliencyError("serve cannot run inside an event loop; in a notebook, use saliency.explore(model, images)")
+    check_number("port", port, least=0, most=65535, error=SaliencyError)
     explorer = Explorer(Session(RunOptions.of({**locals(), "methods": method}), folder))
     token = secrets.token_urlsafe(24)
     config = uvicorn.Config(

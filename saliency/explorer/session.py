@@ -36,6 +36,7 @@ from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
 from ..engine.multi_pass import MultiPassAttribution, TimedAttribution
 from ..errors import (
+    ImageError,
     LayerError,
     MethodError,
     ModelError,
@@ -619,9 +620,15 @@ def _keywords(options: Mapping[str, Any]) -> str:
 
 
 def _offered(images: str | os.PathLike[str] | Sequence[Any]) -> list[tuple[str, Callable[[], Image.Image]]]:
-    """Return the names of the images in a folder or list, and functions that open them."""
+    """Return the names of the images in a folder or list, and functions that open them.
+
+    Raises:
+        ImageError: The folder does not exist, or contains no image.
+    """
     if isinstance(images, str | os.PathLike):
-        entries = find_images(images, recursive=True).entries
+        entries = [entry for entry in find_images(images, recursive=True).entries if entry.exists()]
+        if not entries:
+            raise ImageError(f"{os.fsdecode(images)} contains no image to offer; pass an existing folder of images")
         return [(printable(entry.label), entry.open) for entry in entries if not entry.is_volume]
     names = [
         printable(PurePath(os.fsdecode(image)).name) if isinstance(image, str | os.PathLike) else f"image {index}"

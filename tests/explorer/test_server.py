@@ -330,6 +330,23 @@ def given(known: dict[str, Any]) -> Callable[..., None]:
     return store
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["shapes_cnn", "none"], "none contains no image to offer"),
+        (["shapes_cnn", "empty"], "empty contains no image to offer"),
+        (["shapes_cnn", "--port", "99999"], "port=99999"),
+    ],
+)
+def test_a_wrong_folder_or_port_is_refused_at_the_start(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert main(["serve", *words, "--no-browser"]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_notebook_is_sent_to_the_widget() -> None:
     async def within() -> None:
         serve_module.serve("shapes_vit")
