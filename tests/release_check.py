@@ -124,7 +124,8 @@ def distributions(root: Path, version: str) -> Iterator[str]:
 def built(target: str, root: Path, version: str) -> Iterator[str]:
     """Run a target of the Makefile as the version, and yield the end of its output if it fails."""
     environment = os.environ | {"SETUPTOOLS_SCM_PRETEND_VERSION": version}
-    run = subprocess.run(["make", target], cwd=root, env=environment, capture_output=True, text=True, check=False)  # noqa: S603, S607
+    words = ["make", "--no-print-directory", target]
+    run = subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True, check=False)  # noqa: S603
     if run.returncode:
         yield f"make {target} failed; run it, and mend: {' '.join((run.stdout + run.stderr).split()[-30:])}"
 

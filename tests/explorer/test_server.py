@@ -18,6 +18,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from saliency import SaliencyError
@@ -30,9 +31,6 @@ from saliency.explorer.session import Session
 from tests.batchwork import Tiny
 from tests.explorer.serving import served
 from tests.explorer.test_session import photo
-
-httpx = pytest.importorskip("httpx")
-uvicorn = pytest.importorskip("uvicorn")
 
 TOKEN, HOST = "secret", "127.0.0.1"
 JSON = {"content-type": "application/json"}
