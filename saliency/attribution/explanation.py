@@ -32,11 +32,9 @@ Sign = Literal["positive", "signed", "absolute"]
 Setting = str | int | float | bool | None | list[Any] | dict[str, Any]
 
 _FORMAT = "saliency explanation 1"
-_LISTS, _OPTIONAL_LISTS = (
-    ("target", "target_names", "frames"),
-    ("run_stats", "notes", "boxes", "contrasts", "target_boxes"),
-)
-"""The attributes with one entry for each image."""
+# The attributes with one entry for each image.
+_LISTS = ("target", "target_names", "frames")
+_OPTIONAL_LISTS = ("run_stats", "notes", "boxes", "contrasts", "target_boxes")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +103,7 @@ class Explanation(BatchAttribution):
         units: The units of the values; by default "<title> value".
         boxes: The size of each original image, and the position of the model's input on it, for a map of
             `saliency batch`, which is saved without its image. Empty for other explanations.
-        contrasts: Whether each image's score is a difference, as of `saliency.contrast`; empty if not known.
+        contrasts: Whether the score of each image is a difference, as of `saliency.contrast`; empty if not known.
         target_boxes: The box that each image's target explains, (left, top, right, bottom) in pixels of the model's
             input; None for other targets. Empty without boxes.
         from_zero: Whether its colours begin at zero, as for standard errors, and not at the minimum of a positive map.

@@ -125,7 +125,7 @@ class ResolvedTarget:
 
     @property
     def contrasts(self) -> tuple[bool, ...]:
-        """Whether each image's score is a difference of classes, texts or references."""
+        """Whether the score of each image is a difference, as of two classes or texts."""
         return self.target.contrasts(self.images)
 
     @property

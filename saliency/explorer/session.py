@@ -396,7 +396,7 @@ class Session:
         self._find(asked.get("image"))
         questions: list[Question] = []
         for name in names:
-            with _told(name, send):
+            with _errors_answered(name, send):
                 questions.append(self._question(asked, name))
         questions.sort(key=lambda one: issubclass(one.cls, MultiPassAttribution))
         rest = []
@@ -419,7 +419,7 @@ class Session:
 
     def _explain_by(self, question: Question, draft: Mapping[str, Any], send: Send, check: Check) -> bool:
         """Explain by one method, and return whether the last answer was sent: the complete map, or an error."""
-        with _told(question.cls.name, send) as caught:
+        with _errors_answered(question.cls.name, send) as caught:
             check()
             explanation = question.held.results.get(question.key)
             if explanation is None:
@@ -542,7 +542,7 @@ class Session:
 
 
 @contextmanager
-def _told(name: Any, send: Send) -> Iterator[list[warnings.WarningMessage]]:
+def _errors_answered(name: Any, send: Send) -> Iterator[list[warnings.WarningMessage]]:
     """Send an error of the block as the last answer of a method. Yield the warnings of the block, as they come."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SaliencyWarning)
@@ -571,25 +571,25 @@ def read_target(asked: Any) -> tuple[Any, str]:
     """
     match asked:
         case {"class": int() | str() as label, "against": int() | str() as other}:
-            return _called(contrast, label, other)
+            return _call(contrast, label, other)
         case {"class": int() | str() as label}:
             return label, repr(label)
         case {"box": {"point": point}}:
-            return _called(box, point=as_place("point", point, 2))
+            return _call(box, point=as_place("point", point, 2))
         case {"box": {"index": index}}:
-            return _called(box, index=index)
+            return _call(box, index=index)
         case {"region": int() | str() as label, "where": str() | list() as where}:
-            return _called(region, label, where)
+            return _call(region, label, where)
         case {"region": int() | str() as label}:
-            return _called(region, label)
+            return _call(region, label)
         case {"text": str() as prompt, "against": list() as others}:
-            return _called(text, prompt, others)
+            return _call(text, prompt, others)
         case {"text": str() as prompt}:
-            return _called(text, prompt)
+            return _call(text, prompt)
     raise TargetError(f"target={asked!r:.100}: expected a class, a box, a region or a text; see docs/explorer.md")
 
 
-def _called(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, str]:
+def _call(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, str]:
     """Return the result of a function of `saliency`, and the code of the call."""
     parts = [*map(repr, arguments), *(f"{name}={value!r}" for name, value in options.items())]
     return function(*arguments, **options), f"saliency.{function.__name__}({', '.join(parts)})"

@@ -1,4 +1,4 @@
-"""The explorer as a widget of notebooks: the page of `saliency serve`, with messages in place of requests."""
+"""The explorer as a widget of notebooks: the page of `saliency serve`, with messages instead of requests."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class LinearOperation:
 
     @cached_property
     def is_nonnegative(self) -> bool:
-        """Whether no input is negative, as after a ReLU, or there is no input, as for a box without candidates."""
+        """Whether all inputs are at least 0, as after a ReLU. True without inputs, as for a box without candidates."""
         return self.is_rectified or self.input.numel() == 0 or float(self.input.amin()) >= 0
 
     @cached_property
@@ -131,7 +131,7 @@ class LinearOperation:
 
     @cached_property
     def negative_weight(self) -> Tensor:
-        """The negative weights, and 0 in place of the others."""
+        """The weights, clamped to at most 0."""
         return self.weight.clamp(max=0)
 
     def negative_parts(self, bias: Tensor | None) -> Tensor:
@@ -256,7 +256,7 @@ class Rule(AnyRule, ABC):
     """
 
     reads_gradient: ClassVar[bool] = False
-    """Whether the rule reads G at the output instead of the relevance."""
+    """Whether the rule needs G at the output instead of its relevance."""
 
     @abstractmethod
     def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:

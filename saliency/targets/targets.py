@@ -152,7 +152,7 @@ class OutputTarget(ABC):
         return (None,) * images
 
     def contrasts(self, images: int) -> tuple[bool, ...]:
-        """Return whether each image's score is a difference: of classes, texts or references."""
+        """Return whether the score of each image is a difference, as of two classes or texts."""
         return (False,) * images
 
     def boxes(self) -> tuple[Box | None, ...]:

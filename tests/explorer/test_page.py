@@ -232,7 +232,7 @@ def test_values_below_the_threshold_are_transparent(page: Page) -> None:
 
 @contextmanager
 def scripted(session: Session, explain: Callable[..., None]) -> Iterator[None]:
-    """Answers of a script in place of those of the model."""
+    """Answer questions by a script instead of the model."""
     vars(session)["explain"] = explain
     try:
         yield

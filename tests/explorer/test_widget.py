@@ -26,7 +26,7 @@ CAT = Path(__file__).parents[2] / "assets" / "chelsea.jpg"
 
 
 class FrontEnd:
-    """What a page does: it asks, and reads the answers until the end."""
+    """A stand-in for the page, which asks and reads all answers."""
 
     def __init__(self, session: Session) -> None:
         self.messages: queue.Queue[tuple[Answer, Sequence[bytes]]] = queue.Queue()
