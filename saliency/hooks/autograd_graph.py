@@ -29,7 +29,6 @@ import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -138,20 +137,24 @@ def saved(node: Any, name: str, *default: Any) -> Any:
     return getattr(node, f"_saved_{name}", *default)
 
 
+def saves(node_class: type, name: str) -> bool:
+    """Return whether the operations of a class of nodes save a tensor or option of that name."""
+    return hasattr(node_class, f"_saved_{name}")
+
+
 def result_shape(node: Any) -> tuple[int, ...]:
     """Return the shape of the first result of an operation."""
     return tuple(node._input_metadata[0].shape)
 
 
-def result_count(node: Any) -> int:
-    """Return the number of results of an operation."""
-    return len(node._input_metadata)
+def result_specs(node: Any) -> list[GradSpec]:
+    """Return the shape and type of the gradient of each result of an operation."""
+    return [GradSpec(torch.Size(metadata.shape), metadata.dtype) for metadata in node._input_metadata]
 
 
 def result_spec(node: Any, at: int) -> GradSpec:
     """Return the shape and type of the gradient of a result of an operation."""
-    metadata = node._input_metadata[at]
-    return GradSpec(torch.Size(metadata.shape), metadata.dtype)
+    return result_specs(node)[at]
 
 
 def call_node(node: Any, grads: Gradients) -> Gradients:
@@ -171,8 +174,14 @@ def free_saved(node: Any) -> None:
     for name in _saved_names(node.__class__):
         saved = getattr(node, name)
         for tensor in saved if isinstance(saved, tuple) else (saved,):
-            with suppress(RuntimeError):  # there is no tensor, or hooks hold it
-                tensor.register_hooks(lambda _: None, lambda _: None)
+            try:
+                tensor.register_hooks(_nothing, _nothing)
+            except RuntimeError:  # there is no tensor, or hooks hold it
+                continue
+
+
+def _nothing(_: object) -> None:
+    pass
 
 
 def is_python_function(node: Any) -> bool:

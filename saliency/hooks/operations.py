@@ -30,6 +30,7 @@ from .autograd_graph import (
     next_functions,
     operator_schema,
     saved,
+    saves,
     sequence_nr,
     source_edge,
     tensor_version,
@@ -66,6 +67,7 @@ class Operation:
 
     Attributes:
         op: The operator.
+        name: The name of the operator, the same for an operation in place.
         kept_args: The stored arguments by name, some as `WeakResult`.
         kept_result: The stored result.
         norms: The norms of a linear operation's result before a ReLU in place wrote to it, else None: of each image for
@@ -80,11 +82,10 @@ class Operation:
     norms: Tensor | None = None
     is_weak: bool = False
     shared: dict[Any, Any] = field(default_factory=dict)
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        """The name of the operator, the same for an operation in place."""
-        return operator_name(self.op)
+    def __post_init__(self) -> None:
+        self.name = operator_name(self.op)
 
     @property
     def args(self) -> dict[str, Any]:
@@ -176,6 +177,12 @@ def written(op: Op, args: Any, kwargs: Any) -> list[Tensor]:
         return []
     writes = _schema(op)
     return list(tree_tensors([value for name, value in named_arguments(op, args, kwargs).items() if writes[name]]))
+
+
+def uses_batch_statistics(operation: Operation) -> bool:
+    """Return whether a batch norm uses the statistics of the batch."""
+    args = operation.args
+    return args.get("running_var") is None or bool(args.get("training"))
 
 
 LINEAR = frozenset({"convolution", "addmm", "mm", "bmm", "baddbmm"})
@@ -302,20 +309,25 @@ _SELF_CONTAINED: dict[str, Op] = {
 
 
 @cache
-def _parts(op: Op) -> list[tuple[str, bool]]:
-    """Return the names of the arguments of an operation, and whether each is a tensor."""
-    return [(part.name, "Tensor" in str(part.type)) for part in operator_schema(op).arguments]
+def _parts(name: str, node_class: type) -> tuple[Op, list[tuple[str, bool, bool]]] | None:
+    """Return the operation of a node, and the names of its arguments: whether each is a tensor, and is saved."""
+    op = _SELF_CONTAINED.get(name)
+    if op is None:
+        return None
+    parts = ((part.name, "Tensor" in str(part.type)) for part in operator_schema(op).arguments)
+    return op, [(part, is_tensor, saves(node_class, part)) for part, is_tensor in parts]
 
 
 def operation_of(node: Node, on_path: Container[Node | None]) -> Operation | None:
     """Return the operation of a node by the tensors that the graph holds; None if it does not hold enough."""
-    op = _SELF_CONTAINED.get(node.name())
-    if op is None:
+    known = _parts(node.name(), type(node))
+    if known is None:
         return None
+    op, parts = known
     operands, args = iter(next_functions(node)), {}
     is_linear = operator_name(op) in LINEAR
-    for name, is_tensor in _parts(op):
-        value = saved(node, name, None)
+    for name, is_tensor, is_saved in parts:
+        value = saved(node, name) if is_saved else None
         if is_tensor and (edge := next(operands, None)) is not None:
             value = getattr(edge[0], "variable", None) if value is None else value
             is_absent = name == "bias" and saved(node, "bias_sym_sizes_opt", None) == (0,)

@@ -20,7 +20,7 @@ from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
 from ..axes import along_rows
 from ..errors import LayerError, MethodError, warn
-from ..hooks.autograd_graph import Gradients
+from ..hooks.autograd_graph import Gradients, own_parameters
 from ..hooks.operations import LINEAR, SOFTMAX, SavedValues
 from ..hooks.rectifiers import Coverage, require_visible
 from ..io.preprocess import Preprocess
@@ -149,7 +149,8 @@ class RelevancePropagation(TracedAttribution):
 def _rules_of_modules(model: nn.Module, walk: Walk) -> dict[str, str]:
     """Return the rules of the modules that hold the weights of convolutions and matrix products."""
     rules = cast("Propagation", walk.rule).rules
-    weights = ((name.rpartition(".")[0], parameter.data_ptr()) for name, parameter in model.named_parameters())
+    parameters = ((name, own) for name, module in model.named_modules() for own in own_parameters(module).values())
+    weights = ((name, parameter.data_ptr()) for name, parameter in parameters if parameter is not None)
     return {name: repr(rules[address]) for name, address in weights if address in rules}
 
 

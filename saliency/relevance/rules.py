@@ -75,16 +75,23 @@ class LinearOperation:
     shared: dict[str, tuple[Tensor, Tensor]] | None = None
     bound: Callable[[float | Sequence[float]], Tensor] | None = None
 
-    def merged(self, scale: Tensor, shift: Tensor) -> LinearOperation:
-        """Return the operation followed by a factor and a constant for each channel, in the shape (1, C, ...)."""
-        if float(scale.min()) > 0:
-            shift = shift / scale
-            return replace(
-                self, bias=shift if self.bias is None else self.bias + shift, shift=shift, unit=scale, norms=None
-            )
-        bias = shift if self.bias is None else torch.addcmul(shift, self.bias, scale)
-        rows = scale.transpose(0, 1) if scale.dim() > 2 else scale  # a convolution has its outputs first
-        return replace(self, weight=self.weight * rows, bias=bias, scale=scale, shift=shift, norms=None)
+    def merge(self, scale: Tensor, shift: Tensor, relative: Tensor | None) -> None:
+        """Add a factor and a constant for each channel, in the shape (1, C, ...), after the operation.
+
+        Args:
+            scale: The factors.
+            shift: The constants.
+            relative: The constants divided by the factors, if these are all positive; else None.
+        """
+        self.norms = None
+        if relative is not None:
+            self.bias = relative if self.bias is None else self.bias + relative
+            self.shift, self.unit = relative, scale
+            return
+        self.bias = shift if self.bias is None else torch.addcmul(shift, self.bias, scale)
+        # A convolution has its outputs first.
+        self.weight = self.weight * (scale.transpose(0, 1) if scale.dim() > 2 else scale)
+        self.scale, self.shift = scale, shift
 
     @cached_property
     def output(self) -> Tensor:
@@ -187,7 +194,7 @@ class LinearOperation:
 
     def channel_sums(self, shares: Tensor) -> Tensor:
         """Return the sums over all positions (N, channels) of a convolution; of a matrix product, the shares."""
-        return shares.flatten(2).sum(2) if len(self.dims) > 1 else shares
+        return shares.sum(self.dims[1:]) if len(self.dims) > 1 else shares
 
     def bias_share(self, sums: Tensor, bias: Tensor) -> Tensor:
         """Return the relevance of a bias, given the `channel_sums` of shares, summed at least over the channels."""
