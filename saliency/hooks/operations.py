@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -268,13 +268,34 @@ def is_batch_norm(op: Op) -> bool:
     return "running_var" in _schema(op)
 
 
+class _Kind(NamedTuple):
+    """Facts on an operator for a record: its name, and what the record does with its operands and results."""
+
+    name: str
+    is_kept: bool
+    holds_constants: bool
+    is_view: bool
+    writes: bool
+
+
 @cache
-def _kept(op: Op, keep: SavedValues) -> bool:
-    """Return whether a record keeps the operands of an operation."""
+def _kind(op: Op, keep: SavedValues) -> _Kind:
+    """Return the facts on an operator for a record that stores some values."""
     # Of the others, the gradient and the constants are enough.
     others = PLAIN if keep == SavedValues.CHANGES else PLAIN | HOMOGENEOUS | ADDITIVE
     others = others | SOFTMAX | {"mul", "div"} if keep == SavedValues.ACTIVATIONS else others
-    return keep == SavedValues.ALL or not (is_view(op) or operator_name(op) in others)
+    name = operator_name(op)
+    is_kept = keep == SavedValues.ALL or not (is_view(op) or name in others)
+    return _Kind(name, is_kept, name in ADDITIVE or is_batch_norm(op), is_view(op), writes_operand(op))
+
+
+def _is_linear(op: Op, args: Sequence[Any], dependent: Sequence[bool]) -> bool:
+    """Return whether an operation is linear in the only operand that depends on the image."""
+    name = operator_name(op)
+    if sum(dependent) != 1 or name == "mul" or name in LINEAR:
+        return sum(dependent) == 1
+    named = named_arguments(op, args, {})
+    return (name == "div" and dependent[0]) or (named.get("running_var") is not None and not named.get("training"))
 
 
 def _linear_of_torchvision(node: Node) -> Operation | None:
@@ -413,31 +434,31 @@ class OperationRecord(DispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and record it if it depends on the image."""
-        kwargs = kwargs or {}
-        if not any(map(self._depends, args)):
+        kwargs, dependent, kind = kwargs or {}, [self._depends(value) for value in args], _kind(op, self.keep)
+        if not any(dependent):
             result = op(*args, **kwargs)
             # It may reuse the memory of a freed tensor, unless it is a view.
             self._dependent.difference_update({*_addresses(result)} - {*_addresses(args)})
-            if operator_name(op) in ("unsafe_split", "unsafe_chunk"):  # each is written to by itself, as in a GRU
+            if kind.name in ("unsafe_split", "unsafe_chunk"):  # each is written to by itself, as in a GRU
                 self._chunks.update((id(chunk), chunk) for chunk in result)
             self._remember_clone(op, args, result)
             return result
         number = current_sequence_nr() - 1
         # Without gradients no node is created, as in a hook of saved tensors, which runs inside another operation.
-        has_node, writes = torch.is_grad_enabled(), writes_operand(op)
-        kept = has_node and _kept(op, self.keep)
-        kept = kept and not (self.keep == SavedValues.CHANGES and self._is_linear(op, args))
+        has_node = torch.is_grad_enabled()
+        kept = has_node and kind.is_kept
+        kept = kept and not (self.keep == SavedValues.CHANGES and _is_linear(op, args, dependent))
         operation = Operation(op, is_weak=self.keep == SavedValues.ALL)
         if operation.is_weak:
             operation.kept_args = tree_map_tensors(named_arguments(op, args, kwargs), self._weak)
         elif kept:
             operation.kept_args = named_arguments(op, args, kwargs)
-        elif operator_name(op) in ADDITIVE or is_batch_norm(op):
+        elif kind.holds_constants:
             operation.kept_args = tree_map_tensors(named_arguments(op, args, kwargs), self._constant)
-        if writes:
+        if kind.writes:
             number = self._before_write(operation, args[0], number)
         result = op(*args, **kwargs)
-        addresses = [] if is_view(op) else _addresses(result)
+        addresses = [] if kind.is_view else _addresses(result)
         self._dependent.update(addresses)
         if kept:
             operation.kept_result = self._kept_result(operation, result)
@@ -449,8 +470,8 @@ class OperationRecord(DispatchMode):
         return result
 
     def _remember_clone(self, op: Op, args: Any, result: Any) -> None:
-        number = current_sequence_nr() - 1
-        self._clone = (number, args[0], result) if op is torch.ops.aten.clone.default else None
+        is_clone = op is torch.ops.aten.clone.default
+        self._clone = (current_sequence_nr() - 1, args[0], result) if is_clone else None
 
     def _kept_result(self, operation: Operation, result: Any) -> Any:
         """Return the part of a result that rules read: of a normalisation, only its statistics."""
@@ -477,14 +498,6 @@ class OperationRecord(DispatchMode):
         """Return whether no rule reads a tensor that the running operation saves, such as the indices of a max pool."""
         running = self._operations.get(current_sequence_nr() - 1)  # None until its results are saved
         return self._depends(tensor) or (running is not None and bool(running.args))
-
-    def _is_linear(self, op: Op, args: Sequence[Any]) -> bool:
-        """Return whether an operation is linear in the only operand that depends on the image."""
-        name, dependent = operator_name(op), [self._depends(value) for value in args]
-        named = named_arguments(op, args, {})
-        is_constant_norm = named.get("running_var") is not None and not named.get("training")
-        is_linear = name in LINEAR | {"mul"} or (name == "div" and dependent[0]) or is_constant_norm
-        return is_linear and sum(dependent) == 1
 
     def _weak(self, tensor: Tensor) -> Tensor | WeakResult:
         """Return an operand to store: a weak reference if it is the unchanged result of a recorded operation."""
