@@ -28,7 +28,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -137,11 +138,6 @@ def saved(node: Any, name: str, *default: Any) -> Any:
     return getattr(node, f"_saved_{name}", *default)
 
 
-def saves(node_class: type, name: str) -> bool:
-    """Return whether the operations of a class of nodes save a tensor or option of that name."""
-    return hasattr(node_class, f"_saved_{name}")
-
-
 def result_shape(node: Any) -> tuple[int, ...]:
     """Return the shape of the first result of an operation."""
     return tuple(node._input_metadata[0].shape)
@@ -164,8 +160,10 @@ def call_node(node: Any, grads: Gradients) -> Gradients:
 
 
 @functools.cache
-def _saved_names(node_class: Hashable) -> list[str]:
+def _saved_names(node_class: type) -> list[str]:
     constants = {"_raw_saved_weight", "_raw_saved_bias", "_raw_saved_running_mean", "_raw_saved_running_var"}
+    if "BatchNorm" in node_class.__name__:  # the results after the first are one number per channel
+        constants |= {"_raw_saved_result1", "_raw_saved_result2"}
     return [name for name in dir(node_class) if name.startswith("_raw_saved_") and name not in constants]
 
 
@@ -174,14 +172,8 @@ def free_saved(node: Any) -> None:
     for name in _saved_names(node.__class__):
         saved = getattr(node, name)
         for tensor in saved if isinstance(saved, tuple) else (saved,):
-            try:
-                tensor.register_hooks(_nothing, _nothing)
-            except RuntimeError:  # there is no tensor, or hooks hold it
-                continue
-
-
-def _nothing(_: object) -> None:
-    pass
+            with suppress(RuntimeError):  # there is no tensor, or hooks hold it
+                tensor.register_hooks(lambda _: None, lambda _: None)
 
 
 def is_python_function(node: Any) -> bool:

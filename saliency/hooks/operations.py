@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from .autograd_graph import (
     next_functions,
     operator_schema,
     saved,
-    saves,
     sequence_nr,
     source_edge,
     tensor_version,
@@ -268,25 +267,13 @@ def is_batch_norm(op: Op) -> bool:
     return "running_var" in _schema(op)
 
 
-class _Kind(NamedTuple):
-    """Facts on an operator for a record: its name, and what the record does with its operands and results."""
-
-    name: str
-    is_kept: bool
-    holds_constants: bool
-    is_view: bool
-    writes: bool
-
-
 @cache
-def _kind(op: Op, keep: SavedValues) -> _Kind:
-    """Return the facts on an operator for a record that stores some values."""
+def _kept(op: Op, keep: SavedValues) -> bool:
+    """Return whether a record keeps the operands of an operation."""
     # Of the others, the gradient and the constants are enough.
     others = PLAIN if keep == SavedValues.CHANGES else PLAIN | HOMOGENEOUS | ADDITIVE
     others = others | SOFTMAX | {"mul", "div"} if keep == SavedValues.ACTIVATIONS else others
-    name = operator_name(op)
-    is_kept = keep == SavedValues.ALL or not (is_view(op) or name in others)
-    return _Kind(name, is_kept, name in ADDITIVE or is_batch_norm(op), is_view(op), writes_operand(op))
+    return keep == SavedValues.ALL or not (is_view(op) or operator_name(op) in others)
 
 
 def _is_linear(op: Op, args: Sequence[Any], dependent: Sequence[bool]) -> bool:
@@ -330,25 +317,20 @@ _SELF_CONTAINED: dict[str, Op] = {
 
 
 @cache
-def _parts(name: str, node_class: type) -> tuple[Op, list[tuple[str, bool, bool]]] | None:
-    """Return the operation of a node, and the names of its arguments: whether each is a tensor, and is saved."""
-    op = _SELF_CONTAINED.get(name)
-    if op is None:
-        return None
-    parts = ((part.name, "Tensor" in str(part.type)) for part in operator_schema(op).arguments)
-    return op, [(part, is_tensor, saves(node_class, part)) for part, is_tensor in parts]
+def _parts(op: Op) -> list[tuple[str, bool]]:
+    """Return the names of the arguments of an operation, and whether each is a tensor."""
+    return [(part.name, "Tensor" in str(part.type)) for part in operator_schema(op).arguments]
 
 
 def operation_of(node: Node, on_path: Container[Node | None]) -> Operation | None:
     """Return the operation of a node by the tensors that the graph holds; None if it does not hold enough."""
-    known = _parts(node.name(), type(node))
-    if known is None:
+    op = _SELF_CONTAINED.get(node.name())
+    if op is None:
         return None
-    op, parts = known
     operands, args = iter(next_functions(node)), {}
     is_linear = operator_name(op) in LINEAR
-    for name, is_tensor, is_saved in parts:
-        value = saved(node, name) if is_saved else None
+    for name, is_tensor in _parts(op):
+        value = saved(node, name, None)
         if is_tensor and (edge := next(operands, None)) is not None:
             value = getattr(edge[0], "variable", None) if value is None else value
             is_absent = name == "bias" and saved(node, "bias_sym_sizes_opt", None) == (0,)
@@ -415,7 +397,8 @@ class OperationRecord(DispatchMode):
         """Free the stored values of a node's operation, and the tensors that the node saved for its gradient."""
         self._holders.clear()
         if (operation := self._operations.pop(sequence_nr(node), None)) is not None:
-            operation.kept_args, operation.kept_result = {}, None  # an operation off the path may refer to it
+            # A walk, or an operation off the path, may refer to it.
+            operation.kept_args, operation.kept_result, operation.shared = {}, None, {}
         free_saved(node)
 
     def trace(self, hooks: HookManager, model: nn.Module, modules: Iterable[str]) -> None:
@@ -434,31 +417,31 @@ class OperationRecord(DispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and record it if it depends on the image."""
-        kwargs, dependent, kind = kwargs or {}, [self._depends(value) for value in args], _kind(op, self.keep)
+        kwargs, dependent = kwargs or {}, [self._depends(value) for value in args]
         if not any(dependent):
             result = op(*args, **kwargs)
             # It may reuse the memory of a freed tensor, unless it is a view.
             self._dependent.difference_update({*_addresses(result)} - {*_addresses(args)})
-            if kind.name in ("unsafe_split", "unsafe_chunk"):  # each is written to by itself, as in a GRU
+            if operator_name(op) in ("unsafe_split", "unsafe_chunk"):  # each is written to by itself, as in a GRU
                 self._chunks.update((id(chunk), chunk) for chunk in result)
             self._remember_clone(op, args, result)
             return result
         number = current_sequence_nr() - 1
         # Without gradients no node is created, as in a hook of saved tensors, which runs inside another operation.
-        has_node = torch.is_grad_enabled()
-        kept = has_node and kind.is_kept
+        has_node, writes = torch.is_grad_enabled(), writes_operand(op)
+        kept = has_node and _kept(op, self.keep)
         kept = kept and not (self.keep == SavedValues.CHANGES and _is_linear(op, args, dependent))
         operation = Operation(op, is_weak=self.keep == SavedValues.ALL)
         if operation.is_weak:
             operation.kept_args = tree_map_tensors(named_arguments(op, args, kwargs), self._weak)
         elif kept:
             operation.kept_args = named_arguments(op, args, kwargs)
-        elif kind.holds_constants:
+        elif operation.name in ADDITIVE or is_batch_norm(op):
             operation.kept_args = tree_map_tensors(named_arguments(op, args, kwargs), self._constant)
-        if kind.writes:
+        if writes:
             number = self._before_write(operation, args[0], number)
         result = op(*args, **kwargs)
-        addresses = [] if kind.is_view else _addresses(result)
+        addresses = [] if is_view(op) else _addresses(result)
         self._dependent.update(addresses)
         if kept:
             operation.kept_result = self._kept_result(operation, result)

@@ -154,7 +154,7 @@ class Propagation:
         if is_rectifier(visit.walk, visit.node) and self._passes_relevance(visit):
             if kind == "activation":
                 visit.walk.handled[f"{visit.known.name} by f(x)/x"] += 1
-            return (visit.grad * _output(visit),)
+            return (_times_output(visit),)
         handler: Callable[[Visit], Gradients] = getattr(self, f"_{kind}")  # as in `ast.NodeVisitor`
         return handler(visit)
 
@@ -390,7 +390,7 @@ class Propagation:
         x = operation.args[_operand(operation)]
         if is_rectifier(visit.walk, visit.node):
             visit.walk.handled[f"{operation.name} by f(x)/x"] += 1
-            return (_output(visit).div(x).nan_to_num_(0).mul_(visit.grad),)
+            return (cast("Tensor", operation.repeat()).div_(x).nan_to_num_(0).mul_(visit.grad),)
         at_zero = _at_zero(operation)
         if sum(visit.on_path) > 1 or not bool(torch.isfinite(at_zero).all()):
             return without_rule(visit, self.unknown)
@@ -499,12 +499,10 @@ def _is_rectified(walk: Walk, node: Node | None) -> bool:
     return is_rectifier(walk, node)
 
 
-def _output(visit: Visit) -> Tensor:
-    """Return the result of an activation: saved by its node, recorded, or computed again."""
-    output, operation = saved(visit.node, "result", None), visit.known
-    if output is None:
-        output = operation.repeat() if operation.kept_result is None else operation.result
-    return cast("Tensor", output)
+def _times_output(visit: Visit) -> Tensor:
+    """Return G times the result of a rectifier, which a ReLU saves."""
+    output = saved(visit.node, "result", None)
+    return cast("Tensor", visit.known.repeat().mul_(visit.grad) if output is None else visit.grad * output)
 
 
 def _gate(visit: Visit, factors: Sequence[int]) -> int | None:

@@ -101,6 +101,13 @@ class LinearOperation:
         scaled = self.recorded if self.scale is None else self.recorded * self.scale
         return scaled if self.shift is None else scaled + self.shift
 
+    def add_output(self, values: Tensor) -> Tensor:
+        """Add the output to other values in place. This is faster than a sum with `output`, which has to be stored."""
+        if self.recorded is None or self.scale is not None:
+            return values.add_(self.output)
+        values.add_(self.recorded)
+        return values if self.shift is None else values.add_(self.shift)
+
     def unbiased(self, magnitudes: Tensor) -> Tensor:
         """Return W a, given |W| |a|. It is computed again if the output minus a large bias would lose digits."""
         if self.bias is None:
@@ -354,7 +361,8 @@ class Epsilon(_GradientRule):
         epsilon = self.epsilon * size
         own = epsilon if op.unit is None else epsilon / op.unit
         if grad is None:  # the relevance is 0 where the output is not positive
-            shares, sums, _ = op.quotients(z + own)
+            is_stored = op.recorded is not None and op.shift is None  # a tensor of the forward
+            shares, sums, _ = op.quotients(z + own if is_stored else z.add_(own))
             lost = sums * (own.flatten(1) if len(op.dims) > 1 else own)
         else:
             denominator = z.abs().add_(own)
@@ -446,17 +454,24 @@ class AlphaBeta(_GradientRule):
             return op.divide(F.relu, bias, has_one_sign=True)
         positive = None if bias is None else bias.clamp(min=0)
         if not self.beta:
-            magnitudes = op.magnitudes(bias)
-            parts = (op.output if self.bias else op.unbiased(magnitudes)) + magnitudes
-            shares, sums, lost = op.quotients(self._cleared(op, parts, magnitudes, 1))
+            parts = magnitudes = op.magnitudes(bias)
+            if op.grad is None and self.bias:
+                parts = op.add_output(magnitudes)
+            else:
+                output = op.output if self.bias else op.unbiased(magnitudes)
+                parts = self._cleared(output + magnitudes, magnitudes, 1)
+            shares, sums, lost = op.quotients(parts)
             biases = None if positive is None else op.bias_share(sums, 2 * positive)
             return Passed(op.spread(shares, shares), biases=biases, lost=lost)
         # The negative parts are summed for themselves: the positive ones are then sums without cancellation, as long as
         # the output is positive.
         negative = None if bias is None else bias.clamp(max=0)
         parts = op.negative_parts(None if negative is None else negative - _TINY)
-        up = (op.output if self.bias else op.unbiased(-parts)) - parts
-        up, sums, lost = op.quotients(self._cleared(op, up, parts, -1))
+        if op.grad is None and self.bias:
+            up = op.add_output(parts.neg())
+        else:
+            up = self._cleared((op.output if self.bias else op.unbiased(-parts)) - parts, parts, -1)
+        up, sums, lost = op.quotients(up)
         lost = None if lost is None else lost.mul_(self.alpha).sum(op.dims)
         biases = None if positive is None else op.bias_share(sums, self.alpha * positive)
         down, sums, unreached = op.quotients(parts) if negative is None else op.one_sign_quotients(parts, -_TINY)
@@ -472,10 +487,8 @@ class AlphaBeta(_GradientRule):
         passed = op.spread(torch.sub(up, down, alpha=factor), up.add_(down, alpha=factor))
         return Passed(passed.mul_(self.alpha / 2), biases=biases, lost=lost)
 
-    def _cleared(self, op: LinearOperation, parts: Tensor, others: Tensor, sign: int) -> Tensor:
+    def _cleared(self, parts: Tensor, others: Tensor, sign: int) -> Tensor:
         """Return sums of positive parts; 0 where they may be rounding errors of others, which have one sign."""
-        if op.grad is None and self.bias:
-            return parts
         least = sign * _ROUNDING * torch.finfo(parts.dtype).eps
         # In one pass, without a mask: the parts where the second tensor is positive, and 0 elsewhere.
         cleared = torch.ops.aten.threshold_backward(parts, torch.sub(parts, others, alpha=least), 0)

@@ -95,32 +95,6 @@ class ChannelFactors(NamedTuple):
     relative: Tensor | None
 
 
-def channel_factors(operations: Mapping[Node, Operation | None]) -> dict[Node, ChannelFactors]:
-    """Return the factors of all batch norms with constant statistics. Equal kinds are computed at once."""
-    groups: defaultdict[tuple[Any, ...], dict[Node, dict[str, Any]]] = defaultdict(dict)
-    for node, operation in operations.items():
-        if operation is not None and is_batch_norm(operation.op) and not uses_batch_statistics(operation):
-            args, eps = operation.args, operation.args.get("eps", operation.args.get("epsilon"))
-            like = args["running_var"]
-            groups[like.device, like.dtype, eps, args["weight"] is None, args["bias"] is None][node] = args
-    factors = {}
-    for (*_, eps, is_unweighted, is_unbiased), norms in groups.items():
-
-        def joined(name: str, norms: dict[Node, dict[str, Any]] = norms) -> Tensor:
-            return at_least_float32(torch.cat([args[name].detach() for args in norms.values()]))
-
-        scale = (joined("running_var") + eps).rsqrt()
-        scale = scale if is_unweighted else scale * joined("weight")
-        shift = (0 if is_unbiased else joined("bias")) - joined("running_mean") * scale
-        sizes = [len(args["running_var"]) for args in norms.values()]
-        parts = zip(norms, scale.split(sizes), shift.split(sizes), (shift / scale).split(sizes), strict=True)
-        is_positive = float(scale.min()) > 0
-        for node, own, constant, relative in parts:
-            is_known = is_positive or float(own.min()) > 0
-            factors[node] = ChannelFactors(own, constant, relative if is_known else None)
-    return factors
-
-
 class Walk:
     """One pass from the scores to the image.
 
@@ -185,8 +159,26 @@ class Walk:
 
     @cached_property
     def channel_factors(self) -> dict[Node, ChannelFactors]:
-        """The factors of the batch norms with constant statistics."""
-        return channel_factors(self.operations)
+        """The factors of the batch norms with constant statistics. Those with equal options are computed at once."""
+        groups: defaultdict[Any, dict[Node, list[Tensor]]] = defaultdict(dict)
+        for node, operation in self.operations.items():
+            if operation is not None and is_batch_norm(operation.op) and not uses_batch_statistics(operation):
+                args, var = operation.args, operation.args["running_var"]
+                weight = torch.ones_like(var) if args["weight"] is None else args["weight"]
+                bias = torch.zeros_like(var) if args["bias"] is None else args["bias"]
+                options = var.device, var.dtype, args.get("eps", args.get("epsilon"))
+                groups[options][node] = [var, args["running_mean"], weight, bias]
+        factors = {}
+        for (*_, eps), norms in groups.items():
+            var, mean, weight, bias = (at_least_float32(torch.cat(rows)) for rows in zip(*norms.values(), strict=True))
+            scale = (var + eps).rsqrt() * weight
+            shift = bias - mean * scale
+            sizes, lowest = [len(var) for var, *_ in norms.values()], float(scale.min())
+            parts = zip(norms, *(whole.split(sizes) for whole in (scale, shift, shift / scale)), strict=True)
+            for node, own, constant, relative in parts:
+                is_positive = lowest > 0 or float(own.min()) > 0
+                factors[node] = ChannelFactors(own, constant, relative if is_positive else None)
+        return factors
 
     def run(self) -> Walk:
         """Walk from the scores to the image, and return this walk."""
@@ -295,13 +287,12 @@ class Walk:
 
     def absorbed(self, nodes: Iterable[Node]) -> dict[str, Tensor]:
         """Return the relevance (N,) that some nodes absorb, by name."""
-        shares: dict[str, Tensor] = {}
+        shares: defaultdict[str, list[Tensor]] = defaultdict(list)
         chosen = set(nodes)
         for name, node, readings in self._absorbed:
             if node in chosen:
-                share = readings[self._reading]
-                shares[name] = shares[name] + share if name in shares else share
-        return shares
+                shares[name].append(readings[self._reading])
+        return {name: torch.stack(parts).sum(0) for name, parts in shares.items()}
 
     def ledger_at(self, values: Tensor, later: Iterable[Node], tokens: Tensor | None = None) -> dict[str, Tensor]:
         """Return the shares (N,) of the scores at a layer, by name.
