@@ -230,9 +230,9 @@ class Propagation:
         if isinstance(rule, ZBox) and visit.node in self._first_and_last(walk)[0]:
             op = replace(op, bound=partial(_bound, walk, edge, op.input))
         if visit.node in self._merged:
-            recorded, factors, grad = self._merged.pop(visit.node)
+            recorded, norm, grad = self._merged.pop(visit.node)
             op.recorded, grad = at_least_float32(recorded), at_least_float32(grad)
-            op.merge(*(None if part is None else channelwise(part, recorded) for part in factors))
+            op.merge(*(None if part is None else channelwise(part, recorded) for part in norm))
         if walk.grads.forward.targets > 1:
             key = repr(rule), op.shift is None, visit.node in self._biases
             op.shared = operation.shared.setdefault((type(rule), *key), {})
