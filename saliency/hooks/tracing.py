@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import NotApplicableError
 from .autograd_graph import DispatchMode, OpOverload
@@ -35,28 +37,45 @@ def tracing(name: str, image: Tensor) -> Iterator[None]:
         name: The method's name, for errors.
         image: The traced input.
     """
-    with bound_value(_tracing, True), _Refusal(name, image):
+    dependent = _Dependent(name, image)
+    with bound_value(_tracing, True), dependent, _HostReads(dependent):
         yield
 
 
-class _Refusal(DispatchMode):
-    """Mode that refuses to read a value that depends on the image, and to draw random numbers."""
+class _Dependent(DispatchMode):
+    """Mode that tracks the tensors that depend on the image, and refuses to read a value of one or a random number."""
 
     def __init__(self, name: str, image: Tensor) -> None:
         super().__init__()
-        self._name, self._dependent = name, torch.utils.weak.WeakIdKeyDictionary()
-        self._dependent[image] = True
+        self._name, self._tensors = name, WeakIdKeyDictionary({image: True})
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_dependent = any(tensor in self._dependent for tensor in tree_tensors((args, kwargs)))
-        if is_dependent and torch.Tag.data_dependent_output in func.tags:
-            raise NotApplicableError(
-                f"export: {self._name} decides by a value of the image which operations run ({func}), which no fixed "
-                "program can do"
-            )
+        is_dependent = self.require_constant(func, (args, kwargs), reads=torch.Tag.data_dependent_output in func.tags)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise NotApplicableError(f"export: {self._name} draws random numbers ({func}), which a program cannot repeat")
+            raise NotApplicableError(f"export: {self._name} draws random numbers ({func}); a program would repeat them")
         result = func(*args, **(kwargs or {}))
         if is_dependent:
-            self._dependent.update(dict.fromkeys(tree_tensors(result), True))
+            self._tensors.update(dict.fromkeys(tree_tensors(result), True))
         return result
+
+    def require_constant(self, func: Any, arguments: Any, *, reads: bool) -> bool:
+        """Return whether an argument depends on the image. Raise NotApplicableError if the operation reads its value."""
+        is_dependent = any(tensor in self._tensors for tensor in tree_tensors(arguments))
+        if is_dependent and reads:
+            raise NotApplicableError(
+                f"export: {self._name} decides by a value that depends on the image which operations run ({func}); a "
+                "program always runs the same ones"
+            )
+        return is_dependent
+
+
+class _HostReads(TorchFunctionMode):
+    """Mode for the reads of values that are not operators."""
+
+    def __init__(self, dependent: _Dependent) -> None:
+        super().__init__()
+        self._dependent = dependent
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._dependent.require_constant(func, args, reads=func in (Tensor.tolist, Tensor.numpy))
+        return func(*args, **(kwargs or {}))

@@ -40,7 +40,8 @@ def capture(name: str, function: Function, image: Tensor, model: nn.Module, *, o
         NotApplicableError: The operations depend on the batch size in another way.
     """
     if one_by_one:
-        single = _traced(function, image)
+        # Without operations in place, which cannot write one row for each image into a constant.
+        single = torch.func.functionalize(_traced(function, image))
         function = torch.vmap(lambda row: tuple(part[0] for part in single(row[None])))
     first, second = (_traced(function, image.repeat(size, *[1] * (image.dim() - 1))) for size in BATCHES)
     for node, other in zip_longest(list(first.graph.nodes), second.graph.nodes):

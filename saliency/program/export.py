@@ -20,7 +20,7 @@ from ..hooks.model_state import prepared_for_attribution
 from ..hooks.tracing import tracing
 from ..io.inputs import ImagesLike
 from ..layers.layout import bind_layout
-from ..targets.targets import ClassScore, OutputFacts, OutputTarget, class_scores, threshold
+from ..targets.targets import Categories, ClassScore, OutputFacts, OutputTarget, class_scores, threshold
 from .capture import capture
 
 MOST_DIFFERENCE = 1e-4
@@ -37,6 +37,10 @@ class ProgramClass(ClassScore):
     """
 
     scores: Tensor | None = None
+
+    def resolve(self, images: int, categories: Categories) -> ProgramClass:
+        """Return the target unchanged."""
+        return self
 
     def resolve_from(self, output: Any, facts: OutputFacts) -> ProgramClass:
         """Return the target with the class of each image."""
