@@ -54,6 +54,8 @@ def _traced(function: Function, x: Tensor, mode: str) -> GraphModule:
     options: Any = {"tracing_mode": mode, "_error_on_data_dependent_ops": False, "_allow_non_fake_inputs": True}
     program = make_fx(function, **options)(x)
     program.graph.eliminate_dead_code()
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default  # mapped over a batch, tensors have other strides
     return program
 
 
@@ -68,22 +70,21 @@ def _free_batch_size(program: GraphModule, larger: GraphModule) -> None:
         if node is None or other is None or (node.op, node.target) != (other.op, other.target):
             raise NotApplicableError(f"{BATCHES[1]} images run other operations than {BATCHES[0]}: {other}, not {node}")
         partners[other] = node
-        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-        others = pytree.tree_leaves((other.args, other.kwargs))
-        if node.op == "get_attr":
-            own, theirs = (getattr(each, node.target) for each in (program, larger))
-            is_same = own is theirs or torch.equal(own, theirs)
-        else:
-            is_same = len(leaves) == len(others)
-        for at, (leaf, partner) in enumerate(zip(leaves, others, strict=False)):
-            if type(leaf) is type(partner) is int and leaf != partner:
+        constants = [getattr(graph, node.target) for graph in (program, larger) if node.op == "get_attr"]
+
+        def merged(own: Any, their: Any, node: Node = node) -> Any:
+            if isinstance(own, tuple | list) and len(own) == len(their):
+                return type(own)(map(merged, own, their))
+            if type(own) is type(their) is int and own != their:
                 with program.graph.inserting_before(node):
-                    leaves[at] = _size(program.graph, leaf, partner)
-            else:
-                is_same &= leaf is partners[partner] if isinstance(partner, Node) else leaf == partner
-        if not is_same:
+                    return _size(program.graph, own, their)
+            return own if own == partners.get(their, their) else unlike
+
+        unlike = object()
+        if constants and not (constants[0] is constants[1] or torch.equal(*constants)):
             raise NotApplicableError(f"{BATCHES[1]} images run {node} with other constants than {BATCHES[0]}")
-        node.args, node.kwargs = pytree.tree_unflatten(leaves, spec)
+        node.args = merged(node.args, other.args)
+        node.kwargs = {name: merged(value, other.kwargs.get(name)) for name, value in node.kwargs.items()}
 
 
 def _size(graph: Graph, size: int, larger: int) -> Node:
