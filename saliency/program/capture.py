@@ -8,7 +8,7 @@ methods nor the models, which often compute sizes in Python.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from ..errors import NotApplicableError
 
@@ -71,20 +70,26 @@ def _free_batch_size(program: GraphModule, larger: GraphModule) -> None:
             raise NotApplicableError(f"{BATCHES[1]} images run other operations than {BATCHES[0]}: {other}, not {node}")
         partners[other] = node
         constants = [getattr(graph, node.target) for graph in (program, larger) if node.op == "get_attr"]
-
-        def merged(own: Any, their: Any, node: Node = node) -> Any:
-            if isinstance(own, tuple | list) and len(own) == len(their):
-                return type(own)(map(merged, own, their))
-            if type(own) is type(their) is int and own != their:
-                with program.graph.inserting_before(node):
-                    return _size(program.graph, own, their)
-            return own if own == partners.get(their, their) else unlike
-
-        unlike = object()
         if constants and not (constants[0] is constants[1] or torch.equal(*constants)):
-            raise NotApplicableError(f"{BATCHES[1]} images run {node} with other constants than {BATCHES[0]}")
-        node.args = merged(node.args, other.args)
-        node.kwargs = {name: merged(value, other.kwargs.get(name)) for name, value in node.kwargs.items()}
+            raise NotApplicableError(f"{BATCHES[1]} images need other constants than {BATCHES[0]}: {node}")
+        with program.graph.inserting_before(node):
+            node.args, node.kwargs = (
+                _freed(node, own, their, partners)
+                for own, their in ((node.args, other.args), (node.kwargs, other.kwargs))
+            )
+
+
+def _freed(node: Node, own: Any, their: Any, partners: Mapping[Node, Node]) -> Any:
+    """Return an argument of a node, with sizes of the input instead of numbers that differ for a larger batch."""
+    if isinstance(own, tuple | list) and len(own) == len(their):
+        return type(own)(_freed(node, *pair, partners) for pair in zip(own, their, strict=True))
+    if isinstance(own, dict) and own.keys() == their.keys():
+        return {name: _freed(node, value, their[name], partners) for name, value in own.items()}
+    if type(own) is type(their) is int and own != their:
+        return _size(node.graph, own, their)
+    if own != (partners[their] if isinstance(their, Node) else their):
+        raise NotApplicableError(f"{BATCHES[1]} images run {node} with {their} instead of {own} for {BATCHES[0]}")
+    return own
 
 
 def _size(graph: Graph, size: int, larger: int) -> Node:
