@@ -23,7 +23,6 @@ from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_passages, fuse_heads, is_chain
 from ..hooks.autograd_graph import result_shape, saved
 from ..hooks.rectifiers import Coverage
-from ..hooks.tracing import is_tracing
 from ..layers.find import attention_layout
 from ..layers.layout import Layout
 from ..validation import check_choice, check_number
@@ -156,7 +155,7 @@ class AttentionMap(TracedAttribution):
         decoders = self.reads_decoders
         attention = grads.shared(("tokens", decoders), lambda: TokenAttention(grads, self.name, decoders=decoders))
         outliers = attention.outliers
-        count = 0 if outliers is None or is_tracing() else int(outliers.sum())
+        count = 0 if outliers is None else int(outliers.sum())
         values = attention.layout(self.relevance(attention)[:, :, None])
         coverage = Coverage(handled={"outlier tokens (hatched)": count}) if count else None
         return BatchAttribution(values, grads.scores, coverage, outliers=outliers)

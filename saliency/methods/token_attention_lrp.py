@@ -14,7 +14,6 @@ from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall
 from ..hooks.autograd_graph import Gradients
 from ..hooks.operations import NORMS, SOFTMAX, SavedValues
-from ..hooks.tracing import is_tracing
 from ..relevance.composites import Composite
 from ..relevance.propagation import Propagation
 from ..relevance.rules import LinearOperation, Passed, ZPlus, divided
@@ -58,7 +57,7 @@ class CheferLRP(CheferAttention):
         except NotApplicableError as error:
             problem = str(error).partition(";")[0]  # the rest names an option of LRP
             raise NotApplicableError(f"{self.name}: {problem}; chefer_attention needs no rules") from error
-        if not is_tracing() and bool((rules.rises & rules.falls).any()):
+        if bool((rules.rises & rules.falls).any()):
             raise NotApplicableError(
                 f"{self.name}: relevance starts with both signs, as for a contrast or a probability, and cancels; use "
                 "attn_lrp or chefer_attention, or explain a single class or text"

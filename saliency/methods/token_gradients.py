@@ -19,7 +19,6 @@ from ..hooks.model_state import leaf
 from ..hooks.operations import Operation, SavedValues, WeakResult, as_results
 from ..hooks.pytree import tree_map
 from ..hooks.rectifiers import differentiate, nodes_between
-from ..hooks.tracing import is_tracing
 from .token_attention import AttentionMap, TokenAttention
 
 
@@ -198,8 +197,7 @@ class _SkipZeroRows(DispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
-        is_known = op is torch.ops.aten.mm.default and args[0].is_cpu and not is_tracing()
-        rows = args[0].any(1) if is_known else None
+        rows = args[0].any(1) if op is torch.ops.aten.mm.default and args[0].is_cpu else None
         if rows is None or bool(rows.all()):
             return op(*args, **kwargs or {})
         result = args[0].new_zeros(len(rows), args[1].shape[1])
