@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import saliency
 from saliency import METHODS, MethodError, NotApplicableError, SaliencyError, TargetError
 from saliency.program.export import captured, exported_program
-from tests.models import FunctionModel, PooledNet, small_vit
+from tests.models import FunctionModel, PooledNet
 
 
 def images(count: int, size: int = 32) -> Tensor:
