@@ -142,7 +142,7 @@ def reads_a_value(x: Tensor) -> Tensor:
 
 
 def reads_a_list(x: Tensor) -> Tensor:
-    return x.sum((1, 2, 3)) * x.detach().flatten().tolist()[0]
+    return x.sum((1, 2, 3)) * float(x.detach().flatten().tolist()[0])
 
 
 def reads_an_array(x: Tensor) -> Tensor:
