@@ -19,6 +19,7 @@ from ..hooks.dual_encoder import DualEncoder
 from ..hooks.forward_args import bind_forward_args, bind_image, cache_of
 from ..hooks.model_state import leaf, run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
+from ..hooks.tracing import is_tracing
 from ..io.preprocess import Box, Frame, Geometry
 from ..targets.targets import (
     Categories,
@@ -108,6 +109,8 @@ class ResolvedTarget:
         scores = self.target(output)
         if _versions(output) != before:
             raise TargetError("the target changed the model's output in place; use output.clone() in it")
+        if is_tracing():
+            return scores
         for index, score in enumerate(one_score_each(scores, self.images).tolist()):
             if not math.isfinite(score):
                 raise NonFiniteError(f"the score of image {index} is {score}; the model's output is not finite")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, get_args
 
@@ -15,6 +16,7 @@ from ..axes import along_rows, spatial
 from ..engine.estimates import Estimate, generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, SteppedAttribution, from_estimate
 from ..errors import warn
+from ..hooks.tracing import is_tracing
 from ..targets.embedding import Similarity, TextSimilarity
 from ..targets.targets import ClassScore, FunctionTarget, OutputFacts, OutputTarget, Probability
 from ..validation import check_choice, check_integer, check_number
@@ -398,6 +400,8 @@ def mean_gradients(passes: PassRunner, references: Tensor, rule: QuadratureRule,
 
 def residual_of(passes: PassRunner, values: Tensor, score: Tensor, references: Tensor) -> float:
     """Return the difference of the score and the mean score of baselines (K, C, H, W) that values do not add up to."""
+    if is_tracing():
+        return math.nan
     scores = [done.scores for done in passes.forwards(lambda start, stop: references[start:stop], len(references))]
     return float(score) - float(torch.cat(scores).double().mean()) - float(values.sum(dtype=torch.float64))
 

@@ -29,6 +29,7 @@ from ..hooks.operations import (
     is_view,
     uses_batch_statistics,
 )
+from ..hooks.tracing import is_tracing
 
 Edge = tuple[Node, int]
 # Shares of the score below this are rounding errors.
@@ -202,7 +203,7 @@ class Walk:
             self._reading = reading
             ledger = {"input": self.per_image(self.relevance), **self.absorbed(self.nodes)}
             tried.append((ledger, scores - total(ledger)))
-        if len(tried) > 1:
+        if len(tried) > 1 and not is_tracing():  # a program has no ledger
             rounding = _ROUNDING * float(scores.abs().max())
             self._reading = min(self._readings, key=lambda i: max(rounding, float(tried[i][1].abs().max())))
         self.ledger, self.missing = tried[self._reading]

@@ -1,0 +1,118 @@
+"""Capture of a function of a batch as a graph of plain operations with any batch size.
+
+The function runs on two batches of different sizes. Both runs must call the same operations; the sizes among their
+arguments that differ depend on the batch size, linearly. So nothing in the function needs symbolic sizes: neither the
+methods nor the models, which often compute sizes in Python.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from itertools import chain, zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..errors import NotApplicableError
+
+BATCHES = (5, 11)
+"""The batch sizes of the two runs: neither 1, at which broadcasting differs, nor usual sizes of anything else."""
+
+Function = Callable[[Tensor], tuple[Tensor, ...]]
+
+
+def capture(function: Function, image: Tensor, model: nn.Module, *, one_by_one: bool) -> GraphModule:
+    """Return a function of a batch (N, C, H, W) as a graph with any N, whose parameters have the model's own names.
+
+    Its input is named `image`.
+
+    Args:
+        function: Returns tensors with N rows each. It is called inside `make_fx`.
+        image: (1, C, H, W) an image.
+        model: The model, whose parameters and buffers the graph reads.
+        one_by_one: Whether the function takes one image only. It is then mapped over the batch.
+
+    Raises:
+        NotApplicableError: The operations depend on the batch size in another way.
+    """
+    mode = "real"
+    if one_by_one:
+        # Without operations in place, which cannot write one row for each image into a constant.
+        single = torch.func.functionalize(_traced(function, image, mode))
+        function, mode = torch.vmap(lambda row: tuple(part[0] for part in single(row[None]))), "fake"
+    graph, other = (_traced(function, image.repeat(size, *[1] * (image.dim() - 1)), mode) for size in BATCHES)
+    _free_batch_size(graph, other)
+    return _with_names(graph, model)
+
+
+def _traced(function: Function, x: Tensor, mode: str) -> GraphModule:
+    """Return the graph of a function for a batch of one size. In the mode "fake", nothing is computed."""
+    # Reads of values are checked by `tracing`, which knows the ones that depend on the image.
+    options: Any = {"tracing_mode": mode, "_error_on_data_dependent_ops": False, "_allow_non_fake_inputs": True}
+    program = make_fx(function, **options)(x)
+    program.graph.eliminate_dead_code()
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default  # mapped over a batch, tensors have other strides
+    return program
+
+
+def _free_batch_size(program: GraphModule, larger: GraphModule) -> None:
+    """Replace the sizes in a graph that differ from the graph of a larger batch by sizes of its input.
+
+    Raises:
+        NotApplicableError: Something else differs.
+    """
+    partners: dict[Node, Node] = {}
+    for node, other in zip_longest(list(program.graph.nodes), larger.graph.nodes):
+        if node is None or other is None or (node.op, node.target) != (other.op, other.target):
+            raise NotApplicableError(f"{BATCHES[1]} images run other operations than {BATCHES[0]}: {other}, not {node}")
+        partners[other] = node
+        constants = [getattr(graph, node.target) for graph in (program, larger) if node.op == "get_attr"]
+        if constants and not (constants[0] is constants[1] or torch.equal(*constants)):
+            raise NotApplicableError(f"{BATCHES[1]} images need other constants than {BATCHES[0]}: {node}")
+        with program.graph.inserting_before(node):
+            node.args, node.kwargs = (
+                _freed(node, own, their, partners)
+                for own, their in ((node.args, other.args), (node.kwargs, other.kwargs))
+            )
+
+
+def _freed(node: Node, own: Any, their: Any, partners: Mapping[Node, Node]) -> Any:
+    """Return an argument of a node, with sizes of the input instead of numbers that differ for a larger batch."""
+    if isinstance(own, tuple | list) and len(own) == len(their):
+        return type(own)(_freed(node, *pair, partners) for pair in zip(own, their, strict=True))
+    if isinstance(own, dict) and own.keys() == their.keys():
+        return {name: _freed(node, value, their[name], partners) for name, value in own.items()}
+    if type(own) is type(their) is int and own != their:
+        return _size(node.graph, own, their)
+    if own != (partners[their] if isinstance(their, Node) else their):
+        raise NotApplicableError(f"{BATCHES[1]} images run {node} with {their} instead of {own} for {BATCHES[0]}")
+    return own
+
+
+def _size(graph: Graph, size: int, larger: int) -> Node:
+    """Return a node of the size that is `size` in the first run and `larger` in the second."""
+    factor = (larger - size) // (BATCHES[1] - BATCHES[0])
+    constant = size - factor * BATCHES[0]
+    result = graph.call_function(torch.ops.aten.sym_size.int, (next(iter(graph.nodes)), 0))
+    if factor != 1:
+        result = graph.call_function(operator.mul, (result, factor))
+    return graph.call_function(operator.add, (result, constant)) if constant else result
+
+
+def _with_names(program: GraphModule, model: nn.Module) -> GraphModule:
+    """Return a graph whose parameters and buffers have their names in the model. Each occurs once."""
+    names = {id(tensor): name for name, tensor in chain(model.named_parameters(), model.named_buffers())}
+    constants: dict[str, Tensor] = {}
+    for node in program.graph.nodes:
+        if node.op == "get_attr":
+            tensor = getattr(program, node.target)
+            node.target = names.get(id(tensor), node.target)
+            constants[node.target] = tensor.detach()
+        elif node.op == "placeholder":
+            node.name = node.target = "image"
+    return GraphModule(constants, program.graph)

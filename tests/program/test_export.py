@@ -1,0 +1,189 @@
+"""The promises of `saliency.export`: the map of a program is the map of `attribute`, without this package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import saliency
+from saliency import METHODS, MethodError, NotApplicableError, SaliencyError, TargetError
+from saliency.program.export import captured, exported_program
+from tests.models import FunctionModel, PooledNet
+
+
+def images(count: int, size: int = 32) -> Tensor:
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(count))
+
+
+def largest_difference(method: saliency.Attribution, size: int, target: int | None = None) -> float:
+    """The largest difference of the maps and scores of a program and `attribute`, as a share of the maximum."""
+    program = exported_program(method, images(2, size), target).module()
+    worst = 0.0
+    for count in (1, 3):
+        x = images(count, size)
+        explanation = method.attribute(x, target)
+        scores, classes, maps = program(x)
+        expected = saliency.heatmap(explanation)
+        worst = max(worst, float((maps - expected).abs().max() / expected.abs().max()))
+        assert tuple(classes.tolist()) == explanation.target
+        explained = (
+            scores.gather(1, classes[:, None])[:, 0] if scores.shape[1] > 1 else scores[:, 0] * (2 * classes - 1)
+        )
+        torch.testing.assert_close(explained, explanation.scores)
+    return worst
+
+
+def timm_model(name: str, **options: Any) -> nn.Module:
+    import timm
+
+    torch.manual_seed(0)
+    return timm.create_model(name, num_classes=10, **options).eval()
+
+
+CELLS: dict[str, Callable[[], saliency.Attribution]] = {
+    "grad_cam": lambda: saliency.GradCAM(timm_model("test_resnet")),
+    "guided_backprop": lambda: saliency.GuidedBackprop(timm_model("test_resnet")),
+    "integrated_gradients": lambda: saliency.IntegratedGradients(torchvision.models.squeezenet1_1().eval(), steps=2),
+    "lrp": lambda: saliency.LRP(timm_model("test_resnet")),
+    "attn_lrp": lambda: saliency.AttnLRP(timm_model("test_vit", img_size=64)),
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_programs_of_networks_equal_attribute_for_one_and_three_images(cell: str) -> None:
+    assert largest_difference(CELLS[cell](), 64) <= 1e-5
+
+
+EXPORTED = {
+    *("grad_cam", "grad_cam_plus_plus", "xgrad_cam", "hires_cam", "layer_cam", "eigen_cam", "eigen_grad_cam"),
+    *("shapley_cam", "fused_cam", "refine_cam", "guided_grad_cam", "integrated_gradients", "blur_ig", "augmented"),
+    *("vanilla_gradient", "input_x_gradient", "guided_backprop", "deconvnet", "rectgrad"),
+    *("lrp", "attn_lrp", "cp_lrp", "excitation_backprop"),
+}
+
+
+# Mapping the 50 passes of recipro_cam over the batch takes 20 seconds.
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "recipro_cam"])
+def test_every_method_is_exact_or_refused_by_name(name: str) -> None:
+    cls = METHODS[name]
+    torch.manual_seed(0)
+    method = cls(PooledNet().eval(), **cls.preview_options)
+    try:
+        assert largest_difference(method, 32) <= 1e-5
+    except SaliencyError as refusal:
+        assert name not in EXPORTED
+        assert name in str(refusal)  # noqa: PT017
+
+
+def test_a_fixed_class_is_explained_whatever_the_scores() -> None:
+    assert largest_difference(saliency.GradCAM(PooledNet().eval()), 32, target=3) <= 1e-6
+
+
+def test_one_number_per_image_explains_the_class_of_its_sign() -> None:
+    model = nn.Sequential(PooledNet(), nn.Linear(5, 1)).eval()
+    with torch.no_grad():
+        model[1].bias -= model(images(8)).mean()
+    method = saliency.VanillaGradient(model, categories=["no", "yes"])
+    assert largest_difference(method, 32) <= 1e-6
+    assert exported_program(method, images(1)).module()(images(8))[1].unique().tolist() == [0, 1]
+
+
+def test_parameters_are_stored_once_under_their_own_names(tmp_path: Path) -> None:
+    model = torchvision.models.squeezenet1_1().eval()
+    path = saliency.export(saliency.GuidedBackprop(model), tmp_path / "model.pt2", images(1, 64))
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    assert path.stat().st_size <= 1.1 * (tmp_path / "weights.pth").stat().st_size
+    program = torch.export.load(path)
+    assert program.state_dict.keys() == model.state_dict().keys()
+    assert sum(tensor.numel() for tensor in program.constants.values()) < 10
+    assert __file__.encode() not in path.read_bytes()
+
+
+def test_the_file_runs_without_this_package(tmp_path: Path) -> None:
+    method = saliency.GradCAM(PooledNet().eval(), categories=list("abcde"), preprocess={"size": (32, 32)})
+    saliency.export(method, tmp_path / "model.pt2", images(1))
+    torch.save(images(3), tmp_path / "x.pt")
+    code = (
+        "import sys, json; sys.modules['saliency'] = None; import torch; extra = {'metadata.json': ''}\n"
+        "program = torch.export.load('model.pt2', extra_files=extra).module()\n"
+        "torch.save(program(torch.load('x.pt')), 'y.pt'); print(extra['metadata.json'])"
+    )
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout  # noqa: S603
+    maps, expected = torch.load(tmp_path / "y.pt")[2], saliency.heatmap(method.attribute(images(3)))
+    torch.testing.assert_close(maps, expected)
+    metadata = json.loads(said)
+    assert json.loads(metadata["classes"]) == ["a", "b", "c", "d", "e"]
+    assert json.loads(metadata["preprocess"])["size"] == [32, 32]
+    assert (metadata["method"], metadata["layer"], metadata["torch"]) == ("grad_cam", "features", torch.__version__)
+
+
+def test_the_model_is_unchanged() -> None:
+    model = PooledNet().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    captured(saliency.GuidedBackprop(model), images(1), None)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(module.training and not module._forward_hooks for module in model.modules())
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
+def reads_a_value(x: Tensor) -> Tensor:
+    return x.sum((1, 2, 3)) * (2 if float(x.detach()[0, 0, 0, 0]) > 0 else 3)
+
+
+def reads_a_list(x: Tensor) -> Tensor:
+    return x.sum((1, 2, 3)) * float(x.detach().flatten().tolist()[0])
+
+
+def reads_an_array(x: Tensor) -> Tensor:
+    return x.sum((1, 2, 3)) * float(np.asarray(x.detach())[0, 0, 0, 0])
+
+
+def reads_what_it_wrote(x: Tensor) -> Tensor:
+    part = torch.zeros(2)
+    part[:1] = x.detach()[0, 0, 0, :1]
+    return x.sum((1, 2, 3)) * float(part[0])
+
+
+def draws(x: Tensor) -> Tensor:
+    return (x * torch.rand_like(x)).sum((1, 2, 3))
+
+
+def grows(x: Tensor) -> Tensor:
+    return sum((x[i : i + 1].sum() * torch.eye(len(x))[i] for i in range(len(x))), torch.zeros(len(x)))
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (reads_a_value, "decides by a value"),
+        (reads_a_list, "tolist"),
+        (reads_an_array, "array"),
+        (reads_what_it_wrote, "decides by a value"),
+        (draws, "random"),
+        (grows, "other operations"),
+    ],
+)
+def test_a_model_that_no_program_can_run_is_refused(function: Callable[[Tensor], Tensor], reason: str) -> None:
+    with pytest.raises(NotApplicableError, match=rf"export: vanilla_gradient .*{reason}"):
+        exported_program(saliency.VanillaGradient(FunctionModel(function)), images(1))
+
+
+def test_wrong_calls_are_refused(tmp_path: Path) -> None:
+    model = PooledNet().eval()
+    with pytest.raises(MethodError, match=r"\.pt2 or \.onnx"):
+        saliency.export(saliency.GradCAM(model), tmp_path / "model.pt", images(1))
+    with pytest.raises(TargetError, match="class"):
+        exported_program(saliency.GradCAM(model), images(1), saliency.contrast(0, 1))  # type: ignore[arg-type]
+    with pytest.raises(MethodError, match="seconds"):
+        exported_program(saliency.IntegratedGradients(model, seconds=1.0), images(1))
