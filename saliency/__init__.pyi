@@ -140,6 +140,7 @@ from .methods.token_sampling import TIS as TIS
 from .methods.token_sampling import ViTCX as ViTCX
 from .methods.vx_code import VXCODE as VXCODE
 from .methods.xrai import XRAI as XRAI
+from .program.export import export as export
 from .render.figure import draw_features as draw_features
 from .render.figure import draw_matches as draw_matches
 from .render.figure import figure as figure

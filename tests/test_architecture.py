@@ -42,6 +42,7 @@ LAYERS = [
     "inspection",
     "testbed",
     "zoo",
+    "program",
     "batch",
     "explorer",
     "testing",

@@ -18,8 +18,8 @@ from ..hooks.autograd_graph import ends_in_probability, forward_hook_ids, tensor
 from ..hooks.dual_encoder import DualEncoder
 from ..hooks.forward_args import bind_forward_args, bind_image, cache_of
 from ..hooks.model_state import leaf, run_model, unique_modules
-from ..hooks.tracing import is_tracing
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
+from ..hooks.tracing import is_tracing
 from ..io.preprocess import Box, Frame, Geometry
 from ..targets.targets import (
     Categories,

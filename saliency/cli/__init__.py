@@ -260,6 +260,25 @@ Ctrl-C ends it. Whoever has the address can use the model, so keep it secret.
             "--device": "cpu, cuda:1 or auto (default)",
         },
     ),
+    "export": Command(
+        "write a model and its heatmap as one program, for PyTorch or ONNX",
+        "MODEL --quiet --image --weights --classes --preprocess --whole --whole-aspect --method --layer --set --target "
+        "--output",
+        "export_command:run",
+        """\
+examples:
+  saliency export resnet50 --method grad_cam -o model.onnx
+  saliency export mine.py:make -m integrated_gradients --set steps=20 -o m.pt2
+
+The program takes normalised images (N, C, H, W), with any N. It returns the
+scores, the explained classes, and the heatmaps (N, H, W). It runs without this
+package. The file holds the class names and the preprocessing.
+""",
+        {
+            "--method": f"one; see saliency methods (default: {METHOD})",
+            "--target": "class name or index (default: the top class, in the program)",
+        },
+    ),
     "report": Command(
         "rewrite the gallery page of a batch folder, or write its table as CSV",
         "DIR --quiet --csv --title",

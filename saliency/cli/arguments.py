@@ -286,6 +286,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
     ],
     "output": [
         Argument("-o --out DIR", "output folder (default: out)", type=_folder, default=Path("out")),
+        Argument("-o --output FILE", "model.pt2 for PyTorch, or model.onnx", dest="file", type=Path, required=True),
         Argument("--sheet", "also write a contact sheet of images and methods, sheet.png"),
         Argument("--save", "also save the values as .safetensors, for Explanation.load"),
         Argument("--trust", "also write a trust card for each overlay"),

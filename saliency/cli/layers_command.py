@@ -38,8 +38,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     preprocess = arguments.preprocess or getattr(model, "preprocess", None)
     if preprocess is None:
         raise UsageError(f"{arguments.model} has no preprocessing; pass --preprocess")
-    noise = np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8)
-    batch = read(arguments.image or noise, preprocess, like=reference_tensor(model))
+    batch = read(arguments.image or noise(), preprocess, like=reference_tensor(model))
     x = batch.inputs  # (1, C, H, W)
     with screen.waiting("measuring the layers"):
         with prepared_for_attribution(model):
@@ -62,6 +61,11 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         hidden = f"--all lists {len(table) - len(rows)} more nested layers"
         screen.say(Text(f"{hidden}; explain --layer accepts any layer with a grid", "dim"))
     return 0
+
+
+def noise() -> np.ndarray[Any, Any]:
+    """Return an image of noise, for commands without an image."""
+    return np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8)
 
 
 def _rows(table: LayerTable, chosen: str | None, arguments: argparse.Namespace) -> list[LayerRow]:

@@ -20,6 +20,7 @@ from torch.autograd.graph import Node
 from ..errors import NotApplicableError
 from .autograd_graph import next_functions, saved, sequence_nr
 from .rectifiers import require_visible
+from .tracing import is_tracing
 
 _SOFTMAX = frozenset({"SoftmaxBackward0", "SafeSoftmaxBackward0"})
 _PRODUCTS = frozenset({"BmmBackward0", "BaddbmmBackward0"})
@@ -243,7 +244,7 @@ def _softmax_of(product: Node) -> tuple[Node, Node, bool] | None:
         is_last = saved(node, "dim") in (weights.dim() - 1, 2**64 - 1)  # -1, as an unsigned number
         # Under autocast, and in models in half precision, a softmax is often computed in float32.
         weights, rows = weights.to(factor.dtype).reshape(-1), (factor.mT if number else factor).reshape(-1)
-        if is_last and torch.equal(weights, rows):
+        if is_last and (is_tracing() or torch.equal(weights, rows)):
             return node, logits, bool(number)
     return None
 

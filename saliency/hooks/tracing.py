@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,14 +30,9 @@ def is_tracing() -> bool:
 
 
 @contextmanager
-def tracing(name: str, image: Tensor) -> Iterator[None]:
-    """Trace a method in a block, inside `make_fx`.
-
-    Args:
-        name: The method's name, for errors.
-        image: The traced input.
-    """
-    dependent = _Dependent(name, image)
+def tracing(image: Tensor) -> Iterator[None]:
+    """Trace a method in a block, inside `make_fx`. `image` is the traced input."""
+    dependent = _Dependent(image)
     with bound_value(_tracing, True), dependent, _HostReads(dependent):
         yield
 
@@ -45,37 +40,45 @@ def tracing(name: str, image: Tensor) -> Iterator[None]:
 class _Dependent(DispatchMode):
     """Mode that tracks the tensors that depend on the image, and refuses to read a value of one or a random number."""
 
-    def __init__(self, name: str, image: Tensor) -> None:
+    def __init__(self, image: Tensor) -> None:
         super().__init__()
-        self._name, self._tensors = name, WeakIdKeyDictionary({image: True})
+        self._tensors = WeakIdKeyDictionary({image: True})
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_dependent = self.require_constant(func, (args, kwargs), reads=torch.Tag.data_dependent_output in func.tags)
+        is_dependent = self.depends((args, kwargs))
+        if is_dependent and torch.Tag.data_dependent_output in func.tags:
+            refuse_read(func)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise NotApplicableError(f"export: {self._name} draws random numbers ({func}); a program would repeat them")
+            raise NotApplicableError(f"it draws random numbers ({func}), and a program would repeat one draw")
         result = func(*args, **(kwargs or {}))
         if is_dependent:
             self._tensors.update(dict.fromkeys(tree_tensors(result), True))
         return result
 
-    def require_constant(self, func: Any, arguments: Any, *, reads: bool) -> bool:
-        """Return whether an argument depends on the image. Raise NotApplicableError if the operation reads its value."""
-        is_dependent = any(tensor in self._tensors for tensor in tree_tensors(arguments))
-        if is_dependent and reads:
-            raise NotApplicableError(
-                f"export: {self._name} decides by a value that depends on the image which operations run ({func}); a "
-                "program always runs the same ones"
-            )
-        return is_dependent
+    def depends(self, arguments: Any) -> bool:
+        """Return whether a tensor among some arguments depends on the image."""
+        return any(tensor in self._tensors for tensor in tree_tensors(arguments))
 
 
 class _HostReads(TorchFunctionMode):
-    """Mode for the reads of values that are not operators."""
+    """Mode that refuses the reads of values that are not operators."""
 
     def __init__(self, dependent: _Dependent) -> None:
         super().__init__()
         self._dependent = dependent
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._dependent.require_constant(func, args, reads=func in (Tensor.tolist, Tensor.numpy))
+        if func in _READS and self._dependent.depends(args):
+            refuse_read(func)
         return func(*args, **(kwargs or {}))
+
+
+_READS = (Tensor.tolist, Tensor.numpy, torch.tensor, torch.as_tensor)
+
+
+def refuse_read(function: Any) -> NoReturn:
+    """Raise NotApplicableError for a function that reads a value of a tensor that depends on the image."""
+    name = getattr(function, "__name__", function)
+    raise NotApplicableError(
+        f"it decides by a value that depends on the image ({name}) which operations run; in a program they are fixed"
+    )

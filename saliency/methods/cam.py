@@ -23,6 +23,7 @@ from ..attribution.options import PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
 from ..axes import along_rows, on_finest_grid, spatial
 from ..errors import LayerError, MethodError, NotApplicableError, warn
+from ..hooks.tracing import is_tracing
 from ..layers.find import LayerLike, default_layer, default_layers, find
 from ..targets.targets import output_tensor
 
@@ -168,7 +169,7 @@ def is_signed(activation: Tensor) -> Tensor:
 
 def warn_if_signed(name: str, activation: Tensor) -> None:
     """Warn if the activations (N, K, h, w) are signed and the method treats large values as evidence."""
-    if bool(is_signed(activation).any()):
+    if not is_tracing() and bool(is_signed(activation).any()):
         warn(
             f"{name}: the activations of this layer are signed, as in the tokens of a transformer, and {name} treats "
             "large values as evidence, so the map may show the background; use grad_cam or a layer after a ReLU"
@@ -321,7 +322,7 @@ class EigenCAM(LayerCombination):
         """Compute the map of the layer, and warn if it may show the background."""
         result = super().explain_gradients(grads, layers)
         is_of_tokens = grads.forward.layers[layers[0]].dim() == 3
-        if is_of_tokens or self._is_uncertain(grads.activation(layers[0]), result.values):
+        if not is_tracing() and (is_of_tokens or self._is_uncertain(grads.activation(layers[0]), result.values)):
             reason = "are tokens" if is_of_tokens else "are signed and the map correlates weakly with their norm"
             warn(
                 f"{self.name}: the activations of this layer {reason}, so the map may be high at the background; use "

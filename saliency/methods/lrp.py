@@ -23,6 +23,7 @@ from ..errors import LayerError, MethodError, warn
 from ..hooks.autograd_graph import Gradients
 from ..hooks.operations import LINEAR, SOFTMAX, SavedValues
 from ..hooks.rectifiers import Coverage, require_visible
+from ..hooks.tracing import is_tracing
 from ..io.preprocess import Preprocess
 from ..layers.find import LayerLike, default_layer, scan_layers
 from ..relevance.composites import COMPOSITES, Composite, CompositeLike, RuleKey, as_composite
@@ -138,6 +139,8 @@ class RelevancePropagation(TracedAttribution):
         changes = {name: partial(_restricted, grads, name, channels) for name, channels in self._through.items()}
         walk = Walk(grads, rules, grads.forward.layers, changes, frees=grads.forward.count_backward()).run()
         rules.check_layers()
+        if is_tracing():
+            return walk
         share = float((walk.missing.abs() / grads.scores.abs().clamp(min=1e-6)).max())
         rounding = 16 * torch.finfo(grads.scores.dtype).eps
         # This comparison is false for NaN.
@@ -447,7 +450,8 @@ class ExcitationBackprop(RelevancePropagation):
         for node, relevance in cast("_Excitation", walk.rule).received.items():
             total = total + walk.per_image(relevance, node)
         shares = divided(result.values, along_rows(total, result.values))
-        self._check(shares, result.layer)
+        if not is_tracing():
+            self._check(shares, result.layer)
         values = shares.clamp(min=0) if self.contrastive else shares
         return replace(result, values=values, residual=None, ledger=None, ledger_names=())
 

@@ -20,17 +20,16 @@ from torch.utils import _pytree as pytree
 
 from ..errors import NotApplicableError
 
-BATCHES = (2, 3)
-"""The batch sizes of the two runs; not 1, at which broadcasting and views differ."""
+BATCHES = (5, 11)
+"""The batch sizes of the two runs: neither 1, at which broadcasting differs, nor usual sizes of anything else."""
 
 Function = Callable[[Tensor], tuple[Tensor, ...]]
 
 
-def capture(name: str, function: Function, image: Tensor, model: nn.Module, *, one_by_one: bool) -> GraphModule:
+def capture(function: Function, image: Tensor, model: nn.Module, *, one_by_one: bool) -> GraphModule:
     """Return a function of a batch (N, C, H, W) as a graph with any N, whose parameters have the model's own names.
 
     Args:
-        name: The method's name, for errors.
         function: Returns tensors with N rows each. It is called inside `make_fx`.
         image: (1, C, H, W) an image.
         model: The model, whose parameters and buffers the graph reads.
@@ -39,37 +38,52 @@ def capture(name: str, function: Function, image: Tensor, model: nn.Module, *, o
     Raises:
         NotApplicableError: The operations depend on the batch size in another way.
     """
+    mode = "real"
     if one_by_one:
         # Without operations in place, which cannot write one row for each image into a constant.
-        single = torch.func.functionalize(_traced(function, image))
-        function = torch.vmap(lambda row: tuple(part[0] for part in single(row[None])))
-    first, second = (_traced(function, image.repeat(size, *[1] * (image.dim() - 1))) for size in BATCHES)
-    for node, other in zip_longest(list(first.graph.nodes), second.graph.nodes):
-        if (node is None or other is None) or (node.op, str(node.target)) != (other.op, str(other.target)):
-            raise NotApplicableError(
-                f"export: {name} calls other operations for {BATCHES[1]} images than for {BATCHES[0]}: {other} instead "
-                f"of {node}"
-            )
-        _free_batch_size(first.graph, node, other)
-    first.graph.eliminate_dead_code()
-    return _with_names(first, model)
+        single = torch.func.functionalize(_traced(function, image, mode))
+        function, mode = torch.vmap(lambda row: tuple(part[0] for part in single(row[None]))), "fake"
+    graph, other = (_traced(function, image.repeat(size, *[1] * (image.dim() - 1)), mode) for size in BATCHES)
+    _free_batch_size(graph, other)
+    return _with_names(graph, model)
 
 
-def _traced(function: Function, x: Tensor) -> GraphModule:
-    """Return the graph of a function for a batch of one size."""
+def _traced(function: Function, x: Tensor, mode: str) -> GraphModule:
+    """Return the graph of a function for a batch of one size. In the mode "fake", nothing is computed."""
     # Reads of values are checked by `tracing`, which knows the ones that depend on the image.
-    return make_fx(function, _error_on_data_dependent_ops=False)(x)
+    options: Any = {"tracing_mode": mode, "_error_on_data_dependent_ops": False, "_allow_non_fake_inputs": True}
+    program = make_fx(function, **options)(x)
+    program.graph.eliminate_dead_code()
+    return program
 
 
-def _free_batch_size(graph: Graph, node: Node, other: Node) -> None:
-    """Replace the sizes in a node's arguments that differ from those of the other run by sizes of the graph's input."""
-    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-    others = pytree.tree_leaves((other.args, other.kwargs))
-    for at, (size, larger) in enumerate(zip(leaves, others, strict=True)):
-        if type(size) is int and size != larger:
-            with graph.inserting_before(node):
-                leaves[at] = _size(graph, size, larger)
-    node.args, node.kwargs = pytree.tree_unflatten(leaves, spec)
+def _free_batch_size(program: GraphModule, larger: GraphModule) -> None:
+    """Replace the sizes in a graph that differ from the graph of a larger batch by sizes of its input.
+
+    Raises:
+        NotApplicableError: Something else differs.
+    """
+    partners: dict[Node, Node] = {}
+    for node, other in zip_longest(list(program.graph.nodes), larger.graph.nodes):
+        if node is None or other is None or (node.op, node.target) != (other.op, other.target):
+            raise NotApplicableError(f"{BATCHES[1]} images run other operations than {BATCHES[0]}: {other}, not {node}")
+        partners[other] = node
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        others = pytree.tree_leaves((other.args, other.kwargs))
+        if node.op == "get_attr":
+            own, theirs = (getattr(each, node.target) for each in (program, larger))
+            is_same = own is theirs or torch.equal(own, theirs)
+        else:
+            is_same = len(leaves) == len(others)
+        for at, (leaf, partner) in enumerate(zip(leaves, others, strict=False)):
+            if type(leaf) is type(partner) is int and leaf != partner:
+                with program.graph.inserting_before(node):
+                    leaves[at] = _size(program.graph, leaf, partner)
+            else:
+                is_same &= leaf is partners[partner] if isinstance(partner, Node) else leaf == partner
+        if not is_same:
+            raise NotApplicableError(f"{BATCHES[1]} images run {node} with other constants than {BATCHES[0]}")
+        node.args, node.kwargs = pytree.tree_unflatten(leaves, spec)
 
 
 def _size(graph: Graph, size: int, larger: int) -> Node:
@@ -83,12 +97,12 @@ def _size(graph: Graph, size: int, larger: int) -> Node:
 
 
 def _with_names(program: GraphModule, model: nn.Module) -> GraphModule:
-    """Return a graph whose parameters and buffers have their names in the model, in which each occurs once."""
+    """Return a graph whose parameters and buffers have their names in the model. Each occurs once."""
     names = {id(tensor): name for name, tensor in chain(model.named_parameters(), model.named_buffers())}
-    constants: dict[str, Any] = {}
+    constants: dict[str, Tensor] = {}
     for node in program.graph.nodes:
         if node.op == "get_attr":
             tensor = getattr(program, node.target)
             node.target = names.get(id(tensor), node.target)
-            constants[node.target] = tensor
+            constants[node.target] = tensor.detach()
     return GraphModule(constants, program.graph)

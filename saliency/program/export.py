@@ -2,38 +2,134 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+import copy
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
-from ..attribution.base import Attribution
-from ..attribution.heatmap import heatmap, reduce_channels, resized
+from .._version import __version__
+from ..attribution.base import Attribution, as_setting
 from ..attribution.explanation import Explanation
+from ..attribution.heatmap import heatmap, reduce_channels, resized
+from ..attribution.options import Budget
 from ..attribution.resolved_target import ResolvedTarget
-from ..engine.multi_pass import MultiPassAttribution, SampledAttribution
-from ..errors import NotApplicableError, TargetError
-from ..hooks.forward_args import bind_forward_args
-from ..hooks.model_state import prepared_for_attribution
+from ..engine.multi_pass import MOST_PASSES, MultiPassAttribution, SampledAttribution
+from ..errors import MethodError, NotApplicableError, SaliencyError, TargetError
+from ..hooks.model_state import prepared_for_attribution, run_model
 from ..hooks.tracing import tracing
+from ..io.atomic_write import atomic_write
 from ..io.inputs import ImagesLike
+from ..io.preprocess import Preprocess
 from ..layers.layout import bind_layout
-from ..targets.targets import Categories, ClassScore, OutputFacts, OutputTarget, class_scores, threshold
+from ..targets.targets import Categories, ClassScore, OutputFacts, as_target, class_scores, threshold
 from .capture import capture
 
 MOST_DIFFERENCE = 1e-4
 """The largest difference between the map of a program and the map of `attribute`, as a share of its maximum."""
 
 
+def export(method: Attribution, path: str | Path, example: ImagesLike, *, target: int | str | None = None) -> Path:
+    """Write a model and its explanation as one program, which runs without this package.
+
+    The program takes the model's normalised input (N, C, H, W), with any N and the example's size. It returns the
+    scores of all classes (N, classes), the explained class of each image (N,), and its heatmap (N, H, W), as `heatmap`
+    gives it. The file also holds the class names, the preprocessing, the layer and the versions: as `metadata.json` in
+    the `extra_files` of a .pt2 file, and as `metadata_props` of an .onnx file.
+
+    Args:
+        method: The method with its model, which does not change. Methods that draw random numbers, or that decide by
+            values which operations run, are refused.
+        path: The file: .pt2 for `torch.export.load`, or .onnx for ONNX Runtime and others.
+        example: An image or several, as for `attribute`. The program is compared with `attribute` on them.
+        target: The index or name of the class that is explained; None for the top class of each image.
+
+    Returns:
+        The path.
+
+    Raises:
+        MethodError: The file has another ending, or the method has a time limit.
+        NotApplicableError: The method, or the method on this model, cannot be a program. The message says why.
+        TargetError: The target is not a class.
+        DependencyError: The extra `export` is not installed, for an .onnx file.
+    """
+    path = Path(path)
+    if path.suffix not in (".pt2", ".onnx"):
+        raise MethodError(f'export: the file "{path.name}" does not end in .pt2 or .onnx')
+    program, metadata = captured(method, example, target)
+    if path.suffix == ".onnx":
+        from .onnx import write_onnx
+
+        write_onnx(program, path, metadata)
+    else:
+        with atomic_write(path) as temporary, temporary.open("wb") as file:
+            torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata)})
+    return path
+
+
+def exported_program(method: Attribution, example: ImagesLike, target: int | str | None = None) -> ExportedProgram:
+    """Return the program that `export` writes. The arguments and errors are the same."""
+    return captured(method, example, target)[0]
+
+
+def captured(
+    method: Attribution, example: ImagesLike, target: int | str | None
+) -> tuple[ExportedProgram, dict[str, str]]:
+    """Return the program and the metadata that `export` writes."""
+    if isinstance(method, SampledAttribution):
+        raise NotApplicableError(f"export: {method.name} draws random samples, and a program would repeat one draw")
+    if isinstance(method, MultiPassAttribution):
+        if method.limits() != Budget():
+            raise MethodError(f"export: a program has no time limit; create {method.name} without seconds=")
+        if method.chunk == "auto":
+            method = copy.copy(method)
+            method.chunk = MOST_PASSES  # each chunk repeats the operations of the model in the program
+    wanted = as_target(target, 1, method.categories)
+    if type(wanted) is not ClassScore:
+        raise TargetError(f"export: expected a class index, a class name or None as the target, got {target!r}")
+    inputs = method.read(example).inputs
+    explanation = method.attribute(inputs, target)
+    try:
+        program = _program(method, inputs, wanted, explanation)
+    except SaliencyError as error:
+        raise type(error)(f"export: {method.name} cannot be a program: {error}") from error
+    except Exception as error:  # the compiler of PyTorch raises many types
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise NotApplicableError(f"export: torch.export refuses {method.name} on this model: {reason}") from error
+    _require_equal(program, inputs, explanation)
+    return program, export_metadata(method, explanation, target)
+
+
+def export_metadata(method: Attribution, explanation: Explanation, target: int | str | None) -> dict[str, str]:
+    """Return the metadata of a file: texts, and JSON of the settings, the class names and the preprocessing."""
+    preprocess = asdict(method.preprocess) if isinstance(method.preprocess, Preprocess) else None
+    return {
+        "saliency": __version__,
+        "torch": torch.__version__,
+        "method": explanation.method,
+        "title": explanation.title,
+        "settings": json.dumps(explanation.settings),
+        "layer": explanation.layer or "",
+        "target": "" if target is None else explanation.target_names[0],
+        "units": explanation.units,
+        "sign": explanation.sign,
+        "classes": json.dumps(method.categories),
+        "preprocess": json.dumps(as_setting(preprocess)),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class ProgramClass(ClassScore):
-    """Class of each image as a tensor, which the program computes.
+    """Class of each image as a tensor (N,), which the program computes.
+
+    Until it is resolved, `classes` is the class index, or None for the top class.
 
     Attributes:
-        classes: (N,) the classes; before the target is resolved, the class index, or None for the top class.
-        scores: (N, classes) the scores of all classes.
+        scores: (N, classes) the scores of the first output.
     """
 
     scores: Tensor | None = None
@@ -44,7 +140,7 @@ class ProgramClass(ClassScore):
 
     def resolve_from(self, output: Any, facts: OutputFacts) -> ProgramClass:
         """Return the target with the class of each image."""
-        scores = class_scores(output)
+        scores = class_scores(output).detach()
         if self.classes is not None:
             classes = torch.full_like(scores[:, 0], self.classes, dtype=torch.int64)
         else:
@@ -65,52 +161,39 @@ class ProgramClass(ClassScore):
     def probabilities(self, output: Any) -> None:
         """Return None: a program returns all scores."""
 
-
-def exported_program(method: Attribution, example: ImagesLike, target: int | str | None = None) -> ExportedProgram:
-    """Return a method as a program: from `image` to the scores, the explained classes and the map.
-
-    The program takes the model's normalised input (N, C, H, W), with any N and the example's size, and returns the
-    scores of all classes (N, classes), the explained class of each image (N,), and its heatmap (N, H, W).
-
-    Args:
-        method: The method with its model. The model does not change.
-        example: An image, as for `attribute`. The program is compared with `attribute` on it.
-        target: The index or name of the class that is explained; None for the top class of each image.
-
-    Raises:
-        NotApplicableError: The method cannot be a program.
-        TargetError: The target is not a class.
-    """
-    if isinstance(method, SampledAttribution):
-        raise NotApplicableError(f"export: {method.name} draws random samples, and a program would repeat one draw")
-    batch = method.read(example)
-    explanation = method.attribute(batch.inputs, target)
-    if not isinstance(target, int | str | None):
-        raise TargetError(f"export: expected a class index, a class name or None as the target, got {target!r}")
-
-    one_by_one = isinstance(method, MultiPassAttribution)
-    with prepared_for_attribution(method.model), bind_forward_args((), 1), bind_layout(method.layout):
-        resolved = method.resolve(target, batch.inputs[:1])
-        first = resolved.target
-        with torch.no_grad():
-            resolved(method.model(batch.inputs[:1]))
-        traced = ProgramClass(first.classes[0], resolved.target.link, resolved.target.is_binary)
-
-        def explain(image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            with tracing(method.name, image):
-                own = ResolvedTarget(None, len(image), method.categories).replaced(traced)
-                result = method.explain(image, own)
-                map_ = resized(reduced(result.values, explanation.sign), image.shape[2:])
-                return own.target.scores, own.target.classes, map_
-
-        graph = capture(method.name, explain, batch.inputs[:1].detach(), method.model, one_by_one=one_by_one)
-        with torch.no_grad():
-            program = torch.export.export(
-                graph, (batch.inputs[:1].repeat(2, 1, 1, 1),), dynamic_shapes=({0: Dim("batch")},), strict=False
-            )
-    return program
+    def indices(self, images: int) -> tuple[int | None, ...]:
+        """Raise NotApplicableError: a program computes the classes."""
+        raise NotApplicableError("it reads the number of the class, which a program computes only when it runs")
 
 
-def reduced(values, sign):
-    maps = reduce_channels(values, sign)
-    return maps.clamp(min=0) if sign == "positive" else maps
+def _program(method: Attribution, inputs: Tensor, wanted: ClassScore, explanation: Explanation) -> ExportedProgram:
+    """Return the program of a method, for the batch that `attribute` has explained."""
+    image = inputs[:1].detach()
+    with prepared_for_attribution(method.model), bind_layout(method.layout):
+        resolved = ResolvedTarget(wanted, 1, method.categories)
+        resolved(run_model(method.model, image))
+        known = cast("ClassScore", resolved.target)
+        traced = ProgramClass(wanted.classes[0], known.link, known.is_binary)
+
+        def explain(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            with tracing(x):
+                own = ResolvedTarget(traced, len(x), method.categories)
+                result = method.explain(x, own)
+                maps = reduce_channels(result.values, explanation.sign)
+                maps = maps.clamp(min=0) if explanation.sign == "positive" else maps
+                return own.target.scores, own.target.classes, resized(maps, x.shape[2:])
+
+        graph = capture(explain, image, method.model, one_by_one=isinstance(method, MultiPassAttribution))
+    batch = image.repeat(2, *[1] * (image.dim() - 1))
+    with torch.no_grad():
+        return torch.export.export(graph, (batch,), dynamic_shapes=({0: Dim("batch")},), strict=False)
+
+
+def _require_equal(program: ExportedProgram, inputs: Tensor, explanation: Explanation) -> None:
+    """Raise NotApplicableError if a program gives another map than `attribute`."""
+    maps, expected = program.module()(inputs)[2], heatmap(explanation)
+    difference, largest = float((maps - expected).abs().max()), float(expected.abs().max())
+    if not difference <= MOST_DIFFERENCE * largest:
+        raise NotApplicableError(
+            f"export: the map of the program differs from attribute by {difference:.1g}, at a maximum of {largest:.1g}"
+        )

@@ -40,6 +40,7 @@ from ..hooks.operations import (
 )
 from ..hooks.pytree import tree_map, tree_tensors
 from ..hooks.rectifiers import require_visible
+from ..hooks.tracing import is_tracing
 from .composites import Composite, RuleKey, key_name
 from .rules import (
     AnyRule,
@@ -395,7 +396,7 @@ class Propagation:
         if bool(at_zero.any()):
             visit.absorb("activations", visit.grad * at_zero)
             ratio = (operation.result - at_zero) / x
-        if not math.isfinite(float(ratio.sum())):
+        if is_tracing() or not math.isfinite(float(ratio.sum())):
             slope = derivative(operation, torch.zeros_like(at_zero))
             ratio = torch.where(x == 0, slope, ratio) if slope.dim() else ratio.nan_to_num_(float(slope))
         return (ratio.mul_(visit.grad), *[None] * (len(visit.on_path) - 1))

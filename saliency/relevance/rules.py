@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import MethodError
 from ..hooks.operations import norms_over
+from ..hooks.tracing import is_tracing
 from ..validation import check_number
 
 _ROUNDING = 128  # sums of parts below this many units of rounding of the other parts count as zero
@@ -98,7 +99,7 @@ class LinearOperation:
         """Return W a, given |W| |a|. It is computed again if the output minus a large bias would lose digits."""
         if self.bias is None:
             return self.output
-        is_small = float(self.bias.abs().amax()) <= 8 * float(magnitudes.amin())
+        is_small = not is_tracing() and float(self.bias.abs().amax()) <= 8 * float(magnitudes.amin())
         return self.output - self.bias if is_small else self.run(self.input, self.weight)
 
     @property
@@ -116,8 +117,13 @@ class LinearOperation:
 
     @cached_property
     def is_nonnegative(self) -> bool:
-        """Whether all inputs are at least 0, as after a ReLU. True without inputs, as for a box without candidates."""
-        return self.is_rectified or self.input.numel() == 0 or float(self.input.amin()) >= 0
+        """Whether all inputs are at least 0, as after a ReLU. True without inputs, as for a box without candidates.
+
+        In a program, whose inputs are not known, only the result of a rectifier is.
+        """
+        if self.is_rectified or is_tracing():
+            return self.is_rectified
+        return self.input.numel() == 0 or float(self.input.amin()) >= 0
 
     @cached_property
     def absolute_weight(self) -> Tensor:
@@ -162,13 +168,16 @@ class LinearOperation:
             the right sign, None if there is none.
         """
         shares = torch.div(self.relevance, parts, out=parts)
-        sums = self.channel_sums(shares)
-        total = float(sums.abs().sum())
-        if not math.isfinite(total):  # 0 / 0 is 0
-            sums = self.channel_sums(shares.nan_to_num_(0, torch.inf, -torch.inf))
+        if is_tracing():
+            shares.nan_to_num_(0, torch.inf, -torch.inf)
+        else:
+            sums = self.channel_sums(shares)
             total = float(sums.abs().sum())
-        if total <= _LARGE:  # false for NaN
-            return shares, sums, None
+            if not math.isfinite(total):  # 0 / 0 is 0
+                sums = self.channel_sums(shares.nan_to_num_(0, torch.inf, -torch.inf))
+                total = float(sums.abs().sum())
+            if total <= _LARGE:  # false for NaN
+                return shares, sums, None
         is_lost = (shares.abs() <= _LARGE).logical_not_()
         shares.masked_fill_(is_lost, 0)
         return shares, self.channel_sums(shares), torch.where(is_lost, self.relevance, 0)
@@ -384,7 +393,8 @@ class Gamma(_GradientRule):
 
     def propagate(self, op: LinearOperation) -> Passed:
         """Return the result of the rule for the input, given G or the relevance at the output."""
-        if op.is_nonnegative and (op.grad is None or not bool(op.output.clamp(max=0).mul_(op.grad).any())):
+        is_known = op.grad is None or (not is_tracing() and not bool(op.output.clamp(max=0).mul_(op.grad).any()))
+        if op.is_nonnegative and is_known:
             # Up to the factor 1 + gamma, which cancels, this is the operation with larger positive weights.
             return op.divide(self._reduced, op.bias, has_one_sign=False)
         # The sum of both parts of which the one with the sign of z counts more, up to a factor.

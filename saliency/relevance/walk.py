@@ -20,6 +20,7 @@ from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_count, result_spec, source_edge
 from ..hooks.operations import ADDITIVE, Operation, OperationRecord, is_batch_norm, is_pointwise, is_view
+from ..hooks.tracing import is_tracing
 
 Edge = tuple[Node, int]
 # Shares of the score below this are rounding errors.
@@ -149,7 +150,7 @@ class Walk:
             self._reading = reading
             ledger = {"input": self.per_image(self.relevance), **self.absorbed(self.nodes)}
             tried.append((ledger, scores - total(ledger)))
-        if len(tried) > 1:
+        if len(tried) > 1 and not is_tracing():  # a program has no ledger
             rounding = _ROUNDING * float(scores.abs().max())
             self._reading = min(self._readings, key=lambda i: max(rounding, float(tried[i][1].abs().max())))
         self.ledger, self.missing = tried[self._reading]

@@ -1,0 +1,187 @@
+"""The promises of `saliency.export`: the map of a program is the map of `attribute`, without this package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import saliency
+from saliency import METHODS, MethodError, NotApplicableError, SaliencyError, TargetError
+from saliency.program.export import captured, exported_program
+from tests.models import FunctionModel, PooledNet, small_vit
+
+SIZE = 64
+
+
+def images(count: int, size: int = 32) -> Tensor:
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(count))
+
+
+def largest_difference(method: saliency.Attribution, size: int, target: int | None = None) -> float:
+    """The largest difference of the maps and scores of a program and `attribute`, as a share of the maximum."""
+    program = exported_program(method, images(2, size), target).module()
+    worst = 0.0
+    for count in (1, 3):
+        x = images(count, size)
+        explanation = method.attribute(x, target)
+        scores, classes, maps = program(x)
+        expected = saliency.heatmap(explanation)
+        worst = max(worst, float((maps - expected).abs().max() / expected.abs().max()))
+        assert tuple(classes.tolist()) == explanation.target
+        torch.testing.assert_close(scores.gather(1, classes[:, None])[:, 0], explanation.scores)
+    return worst
+
+
+def resnet18() -> nn.Module:
+    torch.manual_seed(0)
+    return torchvision.models.resnet18().eval()
+
+
+def timm_model(name: str, **options: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import timm
+
+        torch.manual_seed(0)
+        return timm.create_model(name, **options).eval()
+
+    return make
+
+
+CELLS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], saliency.Attribution]]] = {
+    "resnet18 grad_cam": (resnet18, saliency.GradCAM),
+    "squeezenet guided_backprop": (torchvision.models.squeezenet1_1, saliency.GuidedBackprop),
+    "mobilenetv3 integrated_gradients": (
+        timm_model("mobilenetv3_small_050"),
+        lambda model: saliency.IntegratedGradients(model, steps=3),
+    ),
+    "resnet10t lrp": (timm_model("resnet10t"), saliency.LRP),
+    "vit attn_lrp": (timm_model("vit_tiny_patch16_224", img_size=SIZE, depth=2), saliency.AttnLRP),
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_programs_of_networks_equal_attribute_for_one_and_three_images(cell: str) -> None:
+    make, method = CELLS[cell]
+    assert largest_difference(method(make().eval()), SIZE) <= 1e-5
+
+
+REFUSED = {
+    *("cam", "finer_cam", "deep_lift", "deep_shap", "full_grad", "score_cam", "gscore_cam", "is_cam", "ablation_cam"),
+    *(
+        "idgi",
+        "guided_ig",
+        "meaningful_perturbation",
+        "extremal_perturbation",
+        "occlusion",
+        "vit_cx",
+        "vx_code",
+        "xrai",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_exact_or_refused_by_name(name: str) -> None:
+    cls = METHODS[name]
+    torch.manual_seed(0)
+    method = cls(PooledNet().eval(), **cls.preview_options)
+    try:
+        method.attribute(images(1))
+    except SaliencyError:
+        method = cls(small_vit().eval(), **cls.preview_options)
+    if name in REFUSED or isinstance(method, saliency.SampledAttribution):
+        with pytest.raises(NotApplicableError, match=rf"export: .*{name}"):
+            exported_program(method, images(1))
+    else:
+        assert largest_difference(method, 32) <= 1e-5
+
+
+def test_a_fixed_class_is_explained_whatever_the_scores() -> None:
+    assert largest_difference(saliency.GradCAM(PooledNet().eval()), 32, target=3) <= 1e-6
+
+
+def test_one_number_per_image_explains_the_class_of_its_sign() -> None:
+    model = nn.Sequential(PooledNet(), nn.Linear(5, 1, bias=False)).eval()
+    method = saliency.VanillaGradient(model, categories=["no", "yes"])
+    assert largest_difference(method, 32) <= 1e-6
+    assert exported_program(method, images(1)).module()(images(8))[1].unique().tolist() == [0, 1]
+
+
+def test_parameters_are_stored_once_under_their_own_names(tmp_path: Path) -> None:
+    model = resnet18()
+    path = saliency.export(saliency.LRP(model), tmp_path / "model.pt2", images(1, SIZE))
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    assert path.stat().st_size <= 1.1 * (tmp_path / "weights.pth").stat().st_size
+    assert set(torch.export.load(path).state_dict) <= {*dict(model.named_parameters()), *dict(model.named_buffers())}
+
+
+def test_the_file_runs_without_this_package(tmp_path: Path) -> None:
+    method = saliency.GradCAM(PooledNet().eval(), categories=list("abcde"), preprocess={"size": (32, 32)})
+    saliency.export(method, tmp_path / "model.pt2", images(1))
+    torch.save(images(3), tmp_path / "x.pt")
+    code = (
+        "import sys, json; sys.modules['saliency'] = None; import torch; extra = {'metadata.json': ''}\n"
+        "program = torch.export.load('model.pt2', extra_files=extra).module()\n"
+        "torch.save(program(torch.load('x.pt')), 'y.pt'); print(extra['metadata.json'])"
+    )
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout  # noqa: S603
+    maps, expected = torch.load(tmp_path / "y.pt")[2], saliency.heatmap(method.attribute(images(3)))
+    torch.testing.assert_close(maps, expected)
+    metadata = json.loads(said)
+    assert json.loads(metadata["classes"]) == ["a", "b", "c", "d", "e"]
+    assert json.loads(metadata["preprocess"])["size"] == [32, 32]
+    assert (metadata["method"], metadata["layer"], metadata["torch"]) == ("grad_cam", "features.3", torch.__version__)
+
+
+def test_the_model_is_unchanged() -> None:
+    model = PooledNet().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    captured(saliency.GuidedBackprop(model), images(1), None)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(module.training and not module._forward_hooks for module in model.modules())
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
+def reads_a_value(x: Tensor) -> Tensor:
+    return x.sum((1, 2, 3)) * (2 if float(x[0, 0, 0, 0]) > 0 else 3)
+
+
+def reads_a_list(x: Tensor) -> Tensor:
+    return x.sum((1, 2, 3)) * x.detach().flatten().tolist()[0]
+
+
+def draws(x: Tensor) -> Tensor:
+    return (x * torch.rand_like(x)).sum((1, 2, 3))
+
+
+def grows(x: Tensor) -> Tensor:
+    return sum((x[i : i + 1].sum() * torch.eye(len(x))[i] for i in range(len(x))), torch.zeros(len(x)))
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [(reads_a_value, "decides by a value"), (reads_a_list, "tolist"), (draws, "random"), (grows, "other operations")],
+)
+def test_a_model_that_no_program_can_run_is_refused(function: Callable[[Tensor], Tensor], reason: str) -> None:
+    with pytest.raises(NotApplicableError, match=rf"export: vanilla_gradient .*{reason}"):
+        exported_program(saliency.VanillaGradient(FunctionModel(function)), images(1))
+
+
+def test_wrong_calls_are_refused(tmp_path: Path) -> None:
+    model = PooledNet().eval()
+    with pytest.raises(MethodError, match=r"\.pt2 or \.onnx"):
+        saliency.export(saliency.GradCAM(model), tmp_path / "model.pt", images(1))
+    with pytest.raises(TargetError, match="class"):
+        exported_program(saliency.GradCAM(model), images(1), saliency.contrast(0, 1))  # type: ignore[arg-type]
+    with pytest.raises(MethodError, match="seconds"):
+        exported_program(saliency.IntegratedGradients(model, seconds=1.0), images(1))
