@@ -1,44 +1,50 @@
 """ONNX files of exported programs.
 
-The exporter of PyTorch translates most operations, and decomposes others with the table of PyTorch. `DECOMPOSITIONS` has
-the rest: backward operations without a decomposition, and changes of strides, written as forward operations.
+The exporter of PyTorch translates or decomposes most operations. `DECOMPOSITIONS` has the rest as forward operations:
+backward operations without a decomposition, and changes of strides.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.export import ExportedProgram
 
-from ..errors import optional_import
+from ..errors import NotApplicableError, optional_import
 
 OUTPUTS = ("scores", "classes", "map")
 
 
-def write_onnx(program: torch.export.ExportedProgram, path: str | Path, metadata: Mapping[str, str]) -> None:
-    """Write a program as an ONNX file with the input `image`, the outputs of `OUTPUTS`, and the metadata.
+def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a program as an ONNX file with the input `image`, the outputs `OUTPUTS`, and metadata as `metadata_props`.
 
-    Stack traces, which name files of this machine, are left out.
+    Stack traces, which name files of this machine, are left out. Weights of more than 2 GB are in a second file.
 
     Raises:
         DependencyError: The extra `export` is not installed.
+        NotApplicableError: ONNX has no translation of an operation, which the message names.
     """
-    optional_import("onnxscript", "export", "Writing an ONNX file")
-    forward = program.run_decompositions(dict(DECOMPOSITIONS))
-    translated = torch.onnx.export(
-        forward, input_names=["image"], output_names=OUTPUTS, dynamo=True, verbose=False, external_data=False
-    )
-    assert translated is not None
-    model = translated.model
+    optional_import("onnxscript", "export", "writing an ONNX file")
+    try:
+        forward = program.run_decompositions(DECOMPOSITIONS)
+        translated = torch.onnx.export(forward, input_names=["image"], output_names=OUTPUTS, dynamo=True, verbose=False)
+    except (torch.onnx.OnnxExporterError, NotImplementedError) as error:
+        named = re.search(r"aten\.\w+|as_strided.*", str(error))
+        raise NotApplicableError(f"export: ONNX cannot express {named[0] if named else error}") from error
+    written = cast("torch.onnx.ONNXProgram", translated)
+    model = written.model
     for node in model.graph.all_nodes():
         node.metadata_props.clear()
     model.metadata_props.clear()
     model.metadata_props.update(metadata)
-    translated.save(path)
+    written.save(path)
 
 
 def convolution_backward(
@@ -90,6 +96,18 @@ def attention_backward(
     attention = logits.softmax(-1)
     at_logits = attention * (gradient @ value.mT - (gradient * output).sum(-1, keepdim=True)) * scale
     return at_logits @ key, at_logits.mT @ query, attention.mT @ gradient
+
+
+def silu_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient at the input of SiLU."""
+    gate = x.sigmoid()
+    return gradient * gate * (1 + x * (1 - gate))
+
+
+def mish_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient at the input of Mish."""
+    gate = F.softplus(x).tanh()
+    return gradient * (gate + x * x.sigmoid() * (1 - gate * gate))
 
 
 def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
@@ -158,7 +176,7 @@ def adaptive_avg_pool2d_backward(gradient: Tensor, x: Tensor) -> Tensor:
     """Return the gradient at the input of adaptive average pooling."""
 
     def along(units: Tensor, axis: int) -> Tensor:
-        return torch.nn.functional.adaptive_avg_pool2d(units, only(gradient.shape[2:], axis, 1))
+        return F.adaptive_avg_pool2d(units, only(gradient.shape[2:], axis, 1))
 
     return separable_backward(gradient, x.shape[2:], along)
 
@@ -185,6 +203,8 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     for name, function in {
         "convolution_backward": convolution_backward,
         "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
+        "silu_backward": silu_backward,
+        "mish_backward": mish_backward,
         "avg_pool2d_backward": avg_pool2d_backward,
         "_adaptive_avg_pool2d_backward": adaptive_avg_pool2d_backward,
         "as_strided": as_strided,

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from PIL import Image
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import saliency
+from saliency import NotApplicableError
 from saliency.program.onnx import DECOMPOSITIONS
+from tests.models import FunctionModel, PooledNet, small_vit
+from tests.reference import error
 
 ATEN = torch.ops.aten
+PAGE = Path(__file__).parents[2] / "docs" / "export.md"
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def images(count: int, size: int = 32) -> Tensor:
+    return randn(count, 3, size, size, seed=count).float()
 
 
 def resized(mode: str, size: tuple[int, int] | None = (11, 4), **options: Any) -> Callable[[Tensor], Tensor]:
@@ -62,6 +76,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
         partial(F.scaled_dot_product_attention, attn_mask=randn(4, 6, seed=3)),
         (randn(2, 3, 4, 8), randn(2, 3, 6, 8, seed=1), randn(2, 3, 6, 8, seed=2)),
     ),
+    "SiLU": (F.silu, (randn(2, 3),)),
+    "Mish": (F.mish, (randn(2, 3),)),
     "nearest": (resized("nearest"), (randn(2, 3, 5, 7),)),
     "nearest-exact": (resized("nearest-exact"), (randn(2, 3, 5, 7),)),
     "bilinear": (resized("bilinear"), (randn(2, 3, 5, 7),)),
@@ -99,3 +115,86 @@ def test_decomposed_gradients_equal_those_of_autograd(name: str) -> None:
 def test_strides_that_repeat_elements_are_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"as_strided: sizes .*3, 2.* and strides .*1, 1"):
         DECOMPOSITIONS[ATEN.as_strided.default](randn(4), (3, 2), (1, 1))
+
+
+# ONNX Runtime.
+
+
+def mixed_network() -> nn.Module:
+    """A network with the operations whose backward is decomposed."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2, 1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.SiLU(),
+        nn.Conv2d(8, 8, 3, padding=2, dilation=2, groups=4),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+        nn.Conv2d(8, 8, 1),
+        nn.Hardswish(),
+        nn.Upsample(scale_factor=1.5, mode="bilinear"),
+        nn.AvgPool2d(3, 2, 1),
+        nn.GELU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, 5),
+    )
+
+
+CELLS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], saliency.Attribution]]] = {
+    "grad_cam": (PooledNet, saliency.GradCAM),
+    "guided_backprop": (mixed_network, saliency.GuidedBackprop),
+    "integrated_gradients": (PooledNet, lambda model: saliency.IntegratedGradients(model, steps=2)),
+    "attn_lrp": (small_vit, saliency.AttnLRP),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.slow
+def test_onnx_runtime_gives_the_map_of_attribute_for_one_and_three_images(name: str, tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    make, create = CELLS[name]
+    method = create(make().eval())
+    path = saliency.export(method, tmp_path / "model.onnx", images(2))
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    metadata = session.get_modelmeta().custom_metadata_map
+    assert (metadata["method"], metadata["torch"]) == (name, torch.__version__)
+    assert str(Path(torch.__file__).parent).encode() not in path.read_bytes()
+    for count in (1, 3):
+        explanation = method.attribute(images(count))
+        scores, classes, maps = session.run(["scores", "classes", "map"], {"image": images(count).numpy()})
+        assert tuple(classes.tolist()) == explanation.target
+        assert (
+            error(torch.from_numpy(scores).gather(1, torch.from_numpy(classes)[:, None])[:, 0], explanation.scores)
+            <= 1e-5
+        )
+        assert error(torch.from_numpy(maps), saliency.heatmap(explanation)) <= 1e-5
+
+
+@pytest.mark.slow
+def test_an_operation_that_onnx_cannot_express_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    model = FunctionModel(lambda x: torch.linalg.eigvalsh(x[:, 0] @ x[:, 0].mT).sum(1)).eval()
+    with pytest.raises(NotApplicableError, match=r"export: ONNX cannot express aten\._linalg_eigh"):
+        saliency.export(saliency.VanillaGradient(model), tmp_path / "model.onnx", images(1, 8))
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page_draws_without_torch_and_this_package(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    code = next(block for block in PAGE.read_text().split("```python") if "InferenceSession" in block).split("```")[0]
+    model, scenes = saliency.load("shapes_cnn"), saliency.testbed.draw_scenes(1, seed=1_000_000)
+    scene = scenes.images[0].permute(1, 2, 0).numpy()
+    Image.fromarray(scene).save(tmp_path / "scene.png")
+    method = saliency.GradCAM(model)
+    saliency.export(method, tmp_path / "model.onnx", scenes.images)
+    blocked = "import sys; sys.modules |= {'saliency': None, 'torch': None}"
+    command = [sys.executable, "-c", f"{blocked}\n{code}"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout  # noqa: S603
+    explanation = method.attribute(Image.fromarray(scene))
+    assert said.strip() == explanation.target_names[0]
+    drawn = torch.from_numpy(np.asarray(Image.open(tmp_path / "overlay.png")).copy()).float()
+    changed = (drawn - torch.from_numpy(scene)).abs().sum(-1)
+    heat = saliency.heatmap(explanation)[0]
+    assert changed[heat > 0.5 * heat.max()].mean() > 4 * changed[heat < 0.1 * heat.max()].mean()
