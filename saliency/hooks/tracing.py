@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import NotApplicableError
 from .autograd_graph import DispatchMode, OpOverload
 from .forward_args import bound_value
+from .operations import named_arguments
 from .pytree import tree_tensors
 
 _tracing: ContextVar[bool] = ContextVar("tracing", default=False)
@@ -48,7 +49,9 @@ class _Dependent(DispatchMode):
         is_dependent = self.depends((args, kwargs))
         if is_dependent and torch.Tag.data_dependent_output in func.tags:
             refuse_read(func)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        # Fused attention draws only for a dropout.
+        drops = named_arguments(func, args, kwargs or {}).get("dropout_p", 1)
+        if torch.Tag.nondeterministic_seeded in func.tags and drops:
             raise NotApplicableError(f"it draws random numbers ({func}), and a program would repeat one draw")
         result = func(*args, **(kwargs or {}))
         if is_dependent:

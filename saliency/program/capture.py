@@ -8,7 +8,7 @@ methods nor the models, which often compute sizes in Python.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from ..errors import NotApplicableError
 
@@ -54,6 +53,8 @@ def _traced(function: Function, x: Tensor, mode: str) -> GraphModule:
     options: Any = {"tracing_mode": mode, "_error_on_data_dependent_ops": False, "_allow_non_fake_inputs": True}
     program = make_fx(function, **options)(x)
     program.graph.eliminate_dead_code()
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default  # mapped over a batch, tensors have other strides
     return program
 
 
@@ -68,22 +69,27 @@ def _free_batch_size(program: GraphModule, larger: GraphModule) -> None:
         if node is None or other is None or (node.op, node.target) != (other.op, other.target):
             raise NotApplicableError(f"{BATCHES[1]} images run other operations than {BATCHES[0]}: {other}, not {node}")
         partners[other] = node
-        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-        others = pytree.tree_leaves((other.args, other.kwargs))
-        if node.op == "get_attr":
-            own, theirs = (getattr(each, node.target) for each in (program, larger))
-            is_same = own is theirs or torch.equal(own, theirs)
-        else:
-            is_same = len(leaves) == len(others)
-        for at, (leaf, partner) in enumerate(zip(leaves, others, strict=False)):
-            if type(leaf) is type(partner) is int and leaf != partner:
-                with program.graph.inserting_before(node):
-                    leaves[at] = _size(program.graph, leaf, partner)
-            else:
-                is_same &= leaf is partners[partner] if isinstance(partner, Node) else leaf == partner
-        if not is_same:
-            raise NotApplicableError(f"{BATCHES[1]} images run {node} with other constants than {BATCHES[0]}")
-        node.args, node.kwargs = pytree.tree_unflatten(leaves, spec)
+        constants = [getattr(graph, node.target) for graph in (program, larger) if node.op == "get_attr"]
+        if constants and not (constants[0] is constants[1] or torch.equal(*constants)):
+            raise NotApplicableError(f"{BATCHES[1]} images need other constants than {BATCHES[0]}: {node}")
+        with program.graph.inserting_before(node):
+            node.args, node.kwargs = (
+                _freed(node, own, their, partners)
+                for own, their in ((node.args, other.args), (node.kwargs, other.kwargs))
+            )
+
+
+def _freed(node: Node, own: Any, their: Any, partners: Mapping[Node, Node]) -> Any:
+    """Return an argument of a node, with sizes of the input instead of numbers that differ for a larger batch."""
+    if isinstance(own, tuple | list) and len(own) == len(their):
+        return type(own)(_freed(node, *pair, partners) for pair in zip(own, their, strict=True))
+    if isinstance(own, dict) and own.keys() == their.keys():
+        return {name: _freed(node, value, their[name], partners) for name, value in own.items()}
+    if type(own) is type(their) is int and own != their:
+        return _size(node.graph, own, their)
+    if own != (partners[their] if isinstance(their, Node) else their):
+        raise NotApplicableError(f"{BATCHES[1]} images run {node} with {their} instead of {own} for {BATCHES[0]}")
+    return own
 
 
 def _size(graph: Graph, size: int, larger: int) -> Node:

@@ -82,12 +82,8 @@ def captured(
     """Return the program and the metadata that `export` writes."""
     if isinstance(method, SampledAttribution):
         raise NotApplicableError(f"export: {method.name} draws random samples, and a program would repeat one draw")
-    if isinstance(method, MultiPassAttribution):
-        if method.limits() != Budget():
-            raise MethodError(f"export: a program has no time limit; create {method.name} without seconds=")
-        if method.chunk == "auto":
-            method = copy.copy(method)
-            method.chunk = MOST_PASSES  # each chunk repeats the operations of the model in the program
+    if isinstance(method, MultiPassAttribution) and method.limits() != Budget():
+        raise MethodError(f"export: a program has no time limit; create {method.name} without seconds=")
     wanted = as_target(target, 1, method.categories)
     if type(wanted) is not ClassScore:
         raise TargetError(f"export: expected a class index, a class name or None as the target, got {target!r}")
@@ -168,7 +164,10 @@ class ProgramClass(ClassScore):
 
 def _program(method: Attribution, inputs: Tensor, wanted: ClassScore, explanation: Explanation) -> ExportedProgram:
     """Return the program of a method, for the batch that `attribute` has explained."""
-    image = inputs[:1].detach()
+    image, one_by_one = inputs[:1].detach(), isinstance(method, MultiPassAttribution)
+    if isinstance(method, MultiPassAttribution) and method.chunk == "auto":
+        method = copy.copy(method)
+        method.chunk = MOST_PASSES  # each chunk repeats the operations of the model in the program
     with prepared_for_attribution(method.model), bind_layout(method.layout):
         resolved = ResolvedTarget(wanted, 1, method.categories)
         resolved(run_model(method.model, image))
@@ -183,7 +182,7 @@ def _program(method: Attribution, inputs: Tensor, wanted: ClassScore, explanatio
                 maps = maps.clamp(min=0) if explanation.sign == "positive" else maps
                 return own.target.scores, own.target.classes, resized(maps, x.shape[2:])
 
-        graph = capture(explain, image, method.model, one_by_one=isinstance(method, MultiPassAttribution))
+        graph = capture(explain, image, method.model, one_by_one=one_by_one)
     batch = image.repeat(2, *[1] * (image.dim() - 1))
     with torch.no_grad():
         return torch.export.export(graph, (batch,), dynamic_shapes=({0: Dim("batch")},), strict=False)
