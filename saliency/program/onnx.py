@@ -197,7 +197,12 @@ def upsample_backward(name: str) -> Callable[..., Tensor]:
     return backward
 
 
-RESIZING = "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d"
+RESIZING = {
+    getattr(torch.ops.aten, f"{name}_backward").default: upsample_backward(name)
+    for name in ("upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d")
+}
+"""Decompositions for `capture`: `torch.export` fails on these operations if the batch size varies."""
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     getattr(torch.ops.aten, name).default: function
     for name, function in {
@@ -209,6 +214,5 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
         "_adaptive_avg_pool2d_backward": adaptive_avg_pool2d_backward,
         "as_strided": as_strided,
         "as_strided_scatter": as_strided_scatter,
-        **{f"{name}_backward": upsample_backward(name) for name in RESIZING},
     }.items()
 }

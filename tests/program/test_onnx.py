@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import saliency
 from saliency import NotApplicableError
-from saliency.program.onnx import DECOMPOSITIONS
+from saliency.program.onnx import DECOMPOSITIONS, RESIZING
 from tests.models import FunctionModel, PooledNet, small_vit
 from tests.reference import error
 
@@ -105,9 +105,10 @@ def test_decomposed_gradients_equal_those_of_autograd(name: str) -> None:
         return torch.autograd.grad(function(*leaves), leaves, at_output)
 
     graph = make_fx(gradients)(*inputs)
-    assert {node.target for node in graph.graph.nodes} & set(DECOMPOSITIONS)
-    decomposed = make_fx(torch.func.functionalize(graph), decomposition_table=DECOMPOSITIONS)(*inputs)
-    assert not {node.target for node in decomposed.graph.nodes} & set(DECOMPOSITIONS)
+    table = DECOMPOSITIONS | RESIZING
+    assert {node.target for node in graph.graph.nodes} & set(table)
+    decomposed = make_fx(torch.func.functionalize(graph), decomposition_table=table)(*inputs)
+    assert not {node.target for node in decomposed.graph.nodes} & set(table)
     for found, expected in zip(decomposed(*inputs), gradients(*inputs), strict=True):
         assert torch.allclose(found, expected, rtol=0, atol=1e-12)
 
