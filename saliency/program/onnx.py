@@ -111,23 +111,31 @@ def mish_backward(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
-    """Return a view of all elements in their order, or refuse.
+    """Return all elements in their order as a tensor of another shape, or refuse.
 
-    `adaptive_avg_pool2d` sets the strides of axes of size 1. So does the gradient of a result without elements between.
+    `adaptive_avg_pool2d` sets the strides of axes of size 1, and its gradient does.
     """
-    step = 1
-    for length, distance in reversed([*zip(size, stride, strict=True)]):
-        if length != 1 and distance != step:
-            raise NotImplementedError(f"as_strided: sizes {size} and strides {stride}")
-        step = step * length
+    _require_whole(x, size, stride)
     return x.reshape(size)
 
 
 def as_strided_scatter(
     x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> Tensor:
-    """Return `source` in the shape of `x`, of which it replaces all elements."""
-    return as_strided(source, size, stride).reshape(x.shape)
+    """Return `source`, which replaces all elements of `x`, in the shape of `x`, or refuse."""
+    _require_whole(x, size, stride)
+    return source.reshape(x.shape)
+
+
+def _require_whole(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> None:
+    """Raise NotImplementedError unless a size with strides has all elements of `x` in their order."""
+    step = 1
+    in_order = x.is_contiguous()
+    for length, distance in reversed([*zip(size, stride, strict=True)]):
+        in_order &= length == 1 or distance == step
+        step = step * length
+    if not in_order or step != x.numel():
+        raise NotImplementedError(f"as_strided: sizes {size} and strides {stride} of a tensor {tuple(x.shape)}")
 
 
 def separable_backward(gradient: Tensor, sizes: Sequence[int], along: Callable[[Tensor, int], Tensor]) -> Tensor:
