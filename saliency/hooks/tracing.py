@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import NotApplicableError
 from .autograd_graph import DispatchMode, OpOverload
 from .forward_args import bound_value
-from .operations import named_arguments
+from .operations import is_attention, named_arguments, written
 from .pytree import tree_tensors
 
 _tracing: ContextVar[bool] = ContextVar("tracing", default=False)
@@ -44,23 +44,29 @@ class _Dependent(DispatchMode):
     def __init__(self, image: Tensor) -> None:
         super().__init__()
         self._tensors = WeakIdKeyDictionary({image: True})
+        self._memory: dict[int, Tensor] = {}  # tensors that got such values, by address; held, so that none is reused
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_dependent = self.depends((args, kwargs))
         if is_dependent and torch.Tag.data_dependent_output in func.tags:
             refuse_read(func)
-        # Fused attention draws only for a dropout.
-        drops = named_arguments(func, args, kwargs or {}).get("dropout_p", 1)
-        if torch.Tag.nondeterministic_seeded in func.tags and drops:
+        # Fused attention draws only for a dropout, by default 0.
+        draws = named_arguments(func, args, kwargs or {}).get("dropout_p", not is_attention(func))
+        if torch.Tag.nondeterministic_seeded in func.tags and draws:
             raise NotApplicableError(f"it draws random numbers ({func}), and a program would repeat one draw")
         result = func(*args, **(kwargs or {}))
         if is_dependent:
+            targets = [tensor for tensor in written(func, args, kwargs or {}) if tensor not in self._tensors]
+            self._memory.update((tensor.untyped_storage().data_ptr(), tensor) for tensor in targets)
             self._tensors.update(dict.fromkeys(tree_tensors(result), True))
         return result
 
     def depends(self, arguments: Any) -> bool:
         """Return whether a tensor among some arguments depends on the image."""
-        return any(tensor in self._tensors for tensor in tree_tensors(arguments))
+        return any(
+            tensor in self._tensors or tensor.untyped_storage().data_ptr() in self._memory
+            for tensor in tree_tensors(arguments)
+        )
 
 
 class _HostReads(TorchFunctionMode):
@@ -76,7 +82,7 @@ class _HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_READS = (Tensor.tolist, Tensor.numpy, torch.tensor, torch.as_tensor)
+_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, torch.tensor, torch.as_tensor)
 
 
 def refuse_read(function: Any) -> NoReturn:

@@ -29,6 +29,8 @@ Function = Callable[[Tensor], tuple[Tensor, ...]]
 def capture(function: Function, image: Tensor, model: nn.Module, *, one_by_one: bool) -> GraphModule:
     """Return a function of a batch (N, C, H, W) as a graph with any N, whose parameters have the model's own names.
 
+    Its input is named `image`.
+
     Args:
         function: Returns tensors with N rows each. It is called inside `make_fx`.
         image: (1, C, H, W) an image.
@@ -117,4 +119,6 @@ def _with_names(program: GraphModule, model: nn.Module) -> GraphModule:
             tensor = getattr(program, node.target)
             node.target = names.get(id(tensor), node.target)
             constants[node.target] = tensor.detach()
+        elif node.op == "placeholder":
+            node.name = node.target = "image"
     return GraphModule(constants, program.graph)

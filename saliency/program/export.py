@@ -96,6 +96,8 @@ def captured(
     except Exception as error:  # the compiler of PyTorch raises many types
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise NotApplicableError(f"export: torch.export refuses {method.name} on this model: {reason}") from error
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # names of files of this machine, half of the graph's size
     _require_equal(program, inputs, explanation)
     return program, export_metadata(method, explanation, target)
 
