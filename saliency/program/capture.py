@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..errors import NotApplicableError
-from .onnx import RESIZING
+from .onnx import BEFORE_EXPORT
 
 BATCHES = (5, 11)
 """The batch sizes of the two runs: neither 1, at which broadcasting differs, nor usual sizes of anything else."""
@@ -57,7 +57,7 @@ def _traced(function: Function, x: Tensor, mode: str) -> GraphModule:
         "tracing_mode": mode,
         "_error_on_data_dependent_ops": False,
         "_allow_non_fake_inputs": True,
-        "decomposition_table": RESIZING,
+        "decomposition_table": BEFORE_EXPORT,
     }
     program = make_fx(function, **options)(x)
     program.graph.eliminate_dead_code()

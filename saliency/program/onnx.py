@@ -33,7 +33,7 @@ def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, str]
     """
     optional_import("onnxscript", "export", "writing an ONNX file")
     try:
-        forward = program.run_decompositions(DECOMPOSITIONS)
+        forward = program.run_decompositions(dict(DECOMPOSITIONS))
         translated = torch.onnx.export(forward, input_names=["image"], output_names=OUTPUTS, dynamo=True, verbose=False)
     except (torch.onnx.OnnxExporterError, NotImplementedError) as error:
         named = re.search(r"aten\.\w+|as_strided.*", str(error))
@@ -205,19 +205,23 @@ def upsample_backward(name: str) -> Callable[..., Tensor]:
     return backward
 
 
-RESIZING = {
-    getattr(torch.ops.aten, f"{name}_backward").default: upsample_backward(name)
-    for name in ("upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d")
+RESIZING = "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d"
+BEFORE_EXPORT: dict[Any, Callable[..., Any]] = {
+    getattr(torch.ops.aten, name).default: function
+    for name, function in {
+        "silu_backward": silu_backward,
+        "mish_backward": mish_backward,
+        **{f"{name}_backward": upsample_backward(name) for name in RESIZING},
+    }.items()
 }
-"""Decompositions for `capture`: `torch.export` fails on these operations if the batch size varies."""
+"""Decompositions for `capture`. `torch.export` fails on resizing if the batch size varies, and ignores the decompositions
+of operations that PyTorch can also decompose, such as `silu_backward`."""
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     getattr(torch.ops.aten, name).default: function
     for name, function in {
         "convolution_backward": convolution_backward,
         "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
-        "silu_backward": silu_backward,
-        "mish_backward": mish_backward,
         "avg_pool2d_backward": avg_pool2d_backward,
         "_adaptive_avg_pool2d_backward": adaptive_avg_pool2d_backward,
         "as_strided": as_strided,

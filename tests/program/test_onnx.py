@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import saliency
 from saliency import NotApplicableError
-from saliency.program.onnx import DECOMPOSITIONS, RESIZING
+from saliency.program.onnx import BEFORE_EXPORT, DECOMPOSITIONS
 from tests.models import FunctionModel, PooledNet, small_vit
 from tests.reference import error
 
@@ -105,7 +105,7 @@ def test_decomposed_gradients_equal_those_of_autograd(name: str) -> None:
         return torch.autograd.grad(function(*leaves), leaves, at_output)
 
     graph = make_fx(gradients)(*inputs)
-    table = DECOMPOSITIONS | RESIZING
+    table = DECOMPOSITIONS | BEFORE_EXPORT
     assert {node.target for node in graph.graph.nodes} & set(table)
     decomposed = make_fx(torch.func.functionalize(graph), decomposition_table=table)(*inputs)
     assert not {node.target for node in decomposed.graph.nodes} & set(table)
