@@ -214,8 +214,8 @@ BEFORE_EXPORT: dict[Any, Callable[..., Any]] = {
         **{f"{name}_backward": upsample_backward(name) for name in RESIZING},
     }.items()
 }
-"""Decompositions for `capture`. `torch.export` fails on resizing if the batch size varies, and ignores the decompositions
-of operations that PyTorch can also decompose, such as `silu_backward`."""
+"""Decompositions for `capture`, because `torch.export` fails on resizing if the batch size varies, and ignores
+decompositions of operations that PyTorch can also decompose, such as `silu_backward`."""
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     getattr(torch.ops.aten, name).default: function

@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torchvision.models import VisionTransformer
 
 import saliency
 from saliency import NotApplicableError
 from saliency.program.onnx import BEFORE_EXPORT, DECOMPOSITIONS
-from tests.models import FunctionModel, PooledNet, small_vit
+from tests.models import FunctionModel
 from tests.reference import error
 
 ATEN = torch.ops.aten
@@ -142,11 +143,16 @@ def mixed_network() -> nn.Module:
     )
 
 
+def one_block() -> nn.Module:
+    """A vision transformer of one block, whose head is drawn."""
+    model = VisionTransformer(32, 16, 1, 2, 16, 32, num_classes=5)
+    nn.init.normal_(model.get_parameter("heads.head.weight"))
+    return model
+
+
 CELLS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], saliency.Attribution]]] = {
-    "grad_cam": (PooledNet, saliency.GradCAM),
     "guided_backprop": (mixed_network, saliency.GuidedBackprop),
-    "integrated_gradients": (PooledNet, lambda model: saliency.IntegratedGradients(model, steps=2)),
-    "attn_lrp": (small_vit, saliency.AttnLRP),
+    "attn_lrp": (one_block, saliency.AttnLRP),
 }
 
 
