@@ -21,6 +21,7 @@ import torch
 from benchmarks import (
     boxes,
     claims,
+    export,
     folder,
     imports,
     layer_table,
@@ -43,6 +44,7 @@ PACKAGES = (
     "captum",
     "zennit",
     "grad-cam",
+    "onnxruntime",
     "torchcam",
     "quantus",
     "matplotlib",
@@ -95,6 +97,7 @@ BENCHMARKS: dict[str, Callable[[], None]] = {
     "folder": lambda: folder.main([]),
     "metrics": lambda: metrics.main([]),
     "serve": serve.main,
+    "export": lambda: export.main([]),
     "claims": claims.main,
 }
 

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..errors import NotApplicableError
+from .onnx import BEFORE_EXPORT
 
 BATCHES = (5, 11)
 """The batch sizes of the two runs: neither 1, at which broadcasting differs, nor usual sizes of anything else."""
@@ -52,7 +53,12 @@ def capture(function: Function, image: Tensor, model: nn.Module, *, one_by_one: 
 def _traced(function: Function, x: Tensor, mode: str) -> GraphModule:
     """Return the graph of a function for a batch of one size. In the mode "fake", nothing is computed."""
     # Reads of values are checked by `tracing`, which knows the ones that depend on the image.
-    options: Any = {"tracing_mode": mode, "_error_on_data_dependent_ops": False, "_allow_non_fake_inputs": True}
+    options: Any = {
+        "tracing_mode": mode,
+        "_error_on_data_dependent_ops": False,
+        "_allow_non_fake_inputs": True,
+        "decomposition_table": BEFORE_EXPORT,
+    }
     program = make_fx(function, **options)(x)
     program.graph.eliminate_dead_code()
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):

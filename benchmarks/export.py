@@ -1,0 +1,84 @@
+"""Speed of exported programs, on one thread: `attribute`, the program in PyTorch, and the ONNX file in ONNX Runtime.
+
+python -m benchmarks.export           measure all networks
+python -m benchmarks.export resnet50  measure some
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import onnxruntime
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import saliency
+from benchmarks.timing import Timing, interleaved, wall_ratio
+from saliency.program.export import captured
+from saliency.program.onnx import write_onnx
+
+ROUNDS = 5
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "resnet50": torchvision.models.resnet50,
+    "mobilenet_v3_large": torchvision.models.mobilenet_v3_large,
+    "efficientnet_lite0": partial(saliency.load, "efficientnet_lite0"),
+    "vit_b_16": torchvision.models.vit_b_16,
+}
+METHODS = (saliency.GradCAM, saliency.GuidedBackprop)
+
+
+def measure(method: saliency.Attribution, x: Tensor) -> dict[str, Timing]:
+    """Return the times of the map of one image."""
+    program, metadata = captured(method, x, None)
+    run = program.module()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        write_onnx(program, path, metadata)
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def in_pytorch() -> None:
+        with torch.no_grad():
+            run(x)
+
+    contenders: dict[str, Callable[[], object]] = {
+        "attribute": lambda: saliency.heatmap(method.attribute(x)),
+        "pt2": in_pytorch,
+        "onnx": lambda: session.run(None, {"image": x.numpy()}),
+    }
+    return interleaved(contenders, ROUNDS)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(NETWORKS), help="networks (default: all)")
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    x = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    print("\nOne image of 224 px, one thread: the score and the map\n")
+    print("| network | method | attribute, ms | .pt2, ms | ratio | .onnx, ms | ratio |\n|---|---|---|---|---|---|---|")
+    for name in parser.parse_args(arguments).names:
+        torch.manual_seed(0)
+        model = NETWORKS[name]().eval()
+        for cls in METHODS:
+            try:
+                times = measure(cls(model), x)
+            except saliency.SaliencyError as refusal:
+                print(f"| {name} | {cls.name} | refused: {type(refusal).__name__} | | | | |", flush=True)
+                continue
+            cells = [f"{1000 * times['attribute'].seconds:.0f}"]
+            for kind in ("pt2", "onnx"):
+                cells += [f"{1000 * times[kind].seconds:.0f}", f"{wall_ratio(times[kind], times['attribute']):.2f}"]
+            print(f"| {name} | {cls.name} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

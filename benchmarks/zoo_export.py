@@ -1,0 +1,214 @@
+"""Check `saliency.export` on torchvision and timm networks: programs of PyTorch, and ONNX files in ONNX Runtime.
+
+The networks have random weights and small images. A program must give the map of `attribute` for one image and for
+three, within 1e-5 of its largest value. Or the method is refused with the reason.
+
+    python -m benchmarks.zoo_export              check all, and write benchmarks/results/zoo_export.md; re-run to resume
+    python -m benchmarks.zoo_export resnet vit   check some networks, and print the table
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import saliency
+from benchmarks.zoo import make_usable
+from saliency.program.export import captured
+from saliency.program.onnx import write_onnx
+from tests.reference import error
+
+RESULTS = Path(__file__).parent / "results" / "zoo_export.md"
+PROGRESS = Path(__file__).parents[1] / "build" / "zoo_export.jsonl"
+MAX_DIFFERENCE = 1e-5
+EDGES = (64, 96, 128, 224, 256)
+
+# The programs of the networks of the first group are also written as ONNX files.
+ONNX = """torchvision/resnet18 torchvision/squeezenet1_1 torchvision/mobilenet_v2 torchvision/mobilenet_v3_small
+    torchvision/mnasnet0_5 torchvision/shufflenet_v2_x0_5 torchvision/alexnet timm/resnet10t timm/regnetx_002
+    timm/convnext_atto timm/vit_tiny_patch16_224 timm/test_vit timm/test_convnext timm/test_efficientnet
+    timm/test_resnet timm/test_nfnet timm/test_byobnet timm/lcnet_050 timm/mobilenetv4_conv_small
+    timm/efficientnet_lite0"""
+PYTORCH = """torchvision/vgg11 torchvision/googlenet torchvision/densenet121 torchvision/resnext50_32x4d
+    torchvision/regnet_y_400mf torchvision/efficientnet_b0 torchvision/convnext_tiny torchvision/swin_t
+    torchvision/resnet50 timm/test_coatnet timm/test_maxvit timm/test_mambaout timm/test_vit2 timm/test_vit3
+    timm/test_vit_relpos timm/ghostnet_050 timm/repvgg_a0 timm/hardcorenas_a timm/dla34 timm/tinynet_e timm/resnet18d
+    timm/seresnet18 timm/mixer_s32_224 timm/deit_tiny_patch16_224 timm/pit_ti_224 timm/poolformer_s12
+    timm/swin_tiny_patch4_window7_224 timm/mobileone_s0 timm/fastvit_t8 timm/pvt_v2_b0"""
+RELEVANCE = """torchvision/resnet18 torchvision/squeezenet1_1 torchvision/mobilenet_v2 timm/resnet10t timm/convnext_atto
+    timm/vit_tiny_patch16_224 timm/test_vit timm/test_convnext timm/test_efficientnet timm/test_resnet"""
+
+METHODS: dict[str, Callable[[nn.Module], saliency.Attribution]] = {
+    "grad_cam": saliency.GradCAM,
+    "guided_backprop": saliency.GuidedBackprop,
+    "integrated_gradients": lambda model: saliency.IntegratedGradients(model, steps=3, progress=False),
+    "lrp": saliency.LRP,
+    "attn_lrp": saliency.AttnLRP,
+}
+
+
+def build(name: str) -> tuple[nn.Module, Tensor]:
+    """Return a network with usable random weights, and three images of the smallest size that it takes."""
+    library, _, bare = name.partition("/")
+    for edge in EDGES:
+        torch.manual_seed(0)
+        try:
+            model = of_timm(bare, edge) if library == "timm" else of_torchvision(bare)
+            x = torch.randn(3, 3, edge, edge, generator=torch.Generator().manual_seed(1))
+            with torch.no_grad():
+                model(x)
+        except (AssertionError, RuntimeError, ValueError):
+            continue
+        make_usable(model, x)
+        return model.eval(), x
+    raise ValueError(f"{name} takes no image of {EDGES}")
+
+
+def of_timm(name: str, edge: int) -> nn.Module:
+    """Return a network of timm for images of one size, if it can be chosen."""
+    try:
+        model: nn.Module = timm.create_model(name, img_size=edge)
+    except TypeError:
+        model = timm.create_model(name)
+    return model.eval()
+
+
+def of_torchvision(name: str) -> nn.Module:
+    """Return a network of torchvision."""
+    options = {"init_weights": False} if name == "googlenet" else {}
+    model: nn.Module = torchvision.models.get_model(name, weights=None, **options)
+    return model.eval()
+
+
+def methods(name: str) -> list[str]:
+    """Return the names of the methods that are checked on a network."""
+    return list(METHODS)[: 5 if name in RELEVANCE.split() else 3]
+
+
+def judge(name: str) -> dict[str, Any]:
+    """Return the size of the images, and for each method the largest difference or the reason of a refusal."""
+    model, x = build(name)
+    cells = {method: judge_method(METHODS[method](model), x, name in ONNX.split()) for method in methods(name)}
+    return {"name": name, "size": x.shape[-1], **cells}
+
+
+def judge_method(method: saliency.Attribution, x: Tensor, onnx: bool) -> dict[str, str]:
+    """Return the verdicts on the program and on the ONNX file."""
+    verdicts: dict[str, str] = {}
+    try:
+        maps = {count: saliency.heatmap(method.attribute(x[:count])) for count in (1, 3)}
+        program, metadata = captured(method, x[:1], None)
+        run = program.module()
+        verdicts["pt2"] = compared(maps, lambda count: run(x[:count])[2])
+        if onnx:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "model.onnx"
+                write_onnx(program, path, metadata)
+                session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+            verdicts["onnx"] = compared(
+                maps, lambda count: torch.from_numpy(session.run(["map"], {"image": x[:count].numpy()})[0])
+            )
+    except saliency.SaliencyError as refusal:
+        verdicts["onnx" if verdicts else "pt2"] = f"refused: {refusal}"
+    return verdicts
+
+
+def compared(maps: dict[int, Tensor], run: Callable[[int], Tensor]) -> str:
+    """Return "works" or "FAILED" with the largest difference for one image and for three."""
+    worst = max(error(run(count), expected) for count, expected in maps.items())
+    return f"{'works' if worst <= MAX_DIFFERENCE else 'FAILED'}: {worst:.0e}"
+
+
+def judge_safely(name: str) -> dict[str, Any]:
+    """Return the verdicts on a network; whatever it raises is in its row."""
+    try:
+        return judge(name)
+    except Exception as failure:  # noqa: BLE001 - the table has every network, whatever it raises
+        text = f"FAILED: {type(failure).__name__}: {failure}"[:200].replace("\n", " ")
+        return {"name": name, "size": "", "grad_cam": {"pt2": text}}
+
+
+def rows(names: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each network. The rows of an interrupted run are read."""
+    PROGRESS.parent.mkdir(exist_ok=True)
+    PROGRESS.touch()
+    done = {row["name"]: row for row in map(json.loads, PROGRESS.read_text().splitlines())}
+    for name in names:
+        row = done.get(name) or judge_safely(name)
+        if name not in done:
+            with PROGRESS.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        yield row
+
+
+def cell(verdicts: dict[str, str] | None) -> str:
+    """Return the text of a method on a network: the largest differences, or the reason."""
+    texts = [text.removeprefix("works: ").replace("export: ", "") for text in (verdicts or {}).values()]
+    return " / ".join(texts).replace("|", "\\|")
+
+
+def count(results: list[dict[str, Any]], method: str, kind: str) -> str:
+    """Return how many programs or files of a method work, are refused, and fail."""
+    texts = [row[method][kind] for row in results if kind in row.get(method, {})]
+    numbers = [sum(text.startswith(word) for text in texts) for word in ("works", "refused", "FAILED")]
+    return " / ".join(map(str, numbers))
+
+
+def page(results: list[dict[str, Any]]) -> str:
+    """Return the Markdown page."""
+    head = [
+        "# Export of networks",
+        "",
+        f"Generated by `make zoo` with torch {torch.__version__}, torchvision {torchvision.__version__}, timm",
+        f"{timm.__version__} and onnxruntime {onnxruntime.__version__}. The networks have random weights.",
+        "",
+        "A cell has the largest difference between the map of the program and the map of `attribute`, for one image",
+        "and for three, as a share of the largest value: of the program in PyTorch, then of the ONNX file in ONNX",
+        f"Runtime. It works up to {MAX_DIFFERENCE:.0e}. Or the cell has the reason of the refusal. An empty cell was",
+        "not checked.",
+        "",
+        "| method | programs: work / refused / fail | ONNX files: work / refused / fail |",
+        "|---|---|---|",
+        *(f"| `{name}` | {count(results, name, 'pt2')} | {count(results, name, 'onnx')} |" for name in METHODS),
+        "",
+        "| network | image | " + " | ".join(f"`{name}`" for name in METHODS) + " |",
+        "|---" * (2 + len(METHODS)) + "|",
+    ]
+    lines = [
+        f"| {row['name']} | {row['size']} | " + " | ".join(cell(row.get(name)) for name in METHODS) + " |"
+        for row in results
+    ]
+    return "\n".join([*head, *lines]) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Check the networks, and write or print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="parts of names of networks (default: all)")
+    parts = parser.parse_args(arguments).names
+    warnings.simplefilter("ignore")
+    names = [name for name in (ONNX + " " + PYTORCH).split() if not parts or any(part in name for part in parts)]
+    results = []
+    for row in map(judge_safely, names) if parts else rows(names):
+        results.append(row)
+        print(*row.values(), sep=" | ", flush=True)
+    if parts:
+        print(page(results))
+    else:
+        RESULTS.write_text(page(results))
+        PROGRESS.unlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""ONNX files: the decompositions of backward operations, and programs that ONNX Runtime runs with equal maps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torchvision.models import VisionTransformer
+
+import saliency
+from saliency import NotApplicableError
+from saliency.program.onnx import BEFORE_EXPORT, DECOMPOSITIONS
+from tests.models import FunctionModel
+from tests.reference import error
+
+ATEN = torch.ops.aten
+PAGE = Path(__file__).parents[2] / "docs" / "export.md"
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def images(count: int, size: int = 32) -> Tensor:
+    return randn(count, 3, size, size, seed=count).float()
+
+
+def resized(mode: str, size: tuple[int, int] | None = (11, 4), **options: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.interpolate(x, size, mode=mode, **options)
+
+
+def _convolution(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return (F.conv1d, F.conv2d, F.conv3d)[x.dim() - 3](x, weight, **options)
+
+
+def _transposed_convolution(x: Tensor, weight: Tensor) -> Tensor:
+    return F.conv_transpose2d(x, weight, stride=3, padding=1, output_padding=2, groups=2, dilation=2)
+
+
+CONVOLUTIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "plain": ((2, 4, 7, 9), (6, 4, 3, 3), {}),
+    "strides, padding, dilation": ((2, 4, 12, 9), (6, 4, 3, 2), {"stride": (3, 2), "padding": (1, 2), "dilation": 2}),
+    "groups": ((2, 4, 8, 8), (6, 2, 3, 3), {"groups": 2, "stride": 2, "padding": 1}),
+    "depthwise": ((2, 4, 7, 7), (4, 1, 5, 5), {"groups": 4, "padding": 2}),
+    "one axis": ((2, 4, 10), (6, 4, 3), {"stride": 2}),
+    "three axes": ((2, 4, 5, 6, 7), (3, 4, 3, 3, 3), {"stride": 2}),
+}
+FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "transposed convolution": (
+        partial(_transposed_convolution, weight=randn(4, 3, 3, 3, seed=1)),
+        (randn(2, 4, 5, 6),),
+    ),
+    "average pooling": (lambda x: F.avg_pool2d(x, 2), (randn(2, 3, 6, 9),)),
+    "average pooling, padded": (
+        lambda x: F.avg_pool2d(x, (3, 2), 2, (1, 0), ceil_mode=True, count_include_pad=False),
+        (randn(2, 3, 8, 9),),
+    ),
+    "average pooling, divisor": (lambda x: F.avg_pool2d(x, 3, 2, 1, divisor_override=5), (randn(2, 3, 8, 9),)),
+    "adaptive average pooling": (lambda x: F.adaptive_avg_pool2d(x, (3, 5)), (randn(2, 3, 7, 8),)),
+    "attention": (F.scaled_dot_product_attention, tuple(randn(2, 3, 5, 8, seed=seed) for seed in range(3))),
+    "attention, causal": (
+        partial(F.scaled_dot_product_attention, is_causal=True, scale=0.5),
+        tuple(randn(2, 3, 5, 8, seed=seed) for seed in range(3)),
+    ),
+    "attention, masked": (
+        partial(F.scaled_dot_product_attention, attn_mask=randn(4, 6, seed=3)),
+        (randn(2, 3, 4, 8), randn(2, 3, 6, 8, seed=1), randn(2, 3, 6, 8, seed=2)),
+    ),
+    "SiLU": (F.silu, (randn(2, 3),)),
+    "Mish": (F.mish, (randn(2, 3),)),
+    "nearest": (resized("nearest"), (randn(2, 3, 5, 7),)),
+    "nearest-exact": (resized("nearest-exact"), (randn(2, 3, 5, 7),)),
+    "bilinear": (resized("bilinear"), (randn(2, 3, 5, 7),)),
+    "bilinear, scale factor": (resized("bilinear", None, scale_factor=(1.7, 0.6)), (randn(2, 3, 5, 7),)),
+    "bilinear, aligned corners": (resized("bilinear", align_corners=True), (randn(2, 3, 5, 7),)),
+    "bicubic": (resized("bicubic"), (randn(2, 3, 5, 7),)),
+    "adaptive pooling of channels last": (
+        lambda x: F.adaptive_avg_pool2d(x.permute(0, 3, 1, 2), 1).flatten(1) ** 2,
+        (randn(2, 4, 5, 3),),
+    ),
+    **{
+        f"convolution, {name}": (partial(_convolution, weight=randn(*weight, seed=1), **options), (randn(*shape),))
+        for name, (shape, weight, options) in CONVOLUTIONS.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_decomposed_gradients_equal_those_of_autograd(name: str) -> None:
+    function, inputs = FUNCTIONS[name]
+    at_output = randn(*function(*inputs).shape, seed=9)
+
+    def gradients(*values: Tensor) -> tuple[Tensor, ...]:
+        leaves = [value.detach().requires_grad_() for value in values]
+        return torch.autograd.grad(function(*leaves), leaves, at_output)
+
+    graph = make_fx(gradients)(*inputs)
+    table = DECOMPOSITIONS | BEFORE_EXPORT
+    assert {node.target for node in graph.graph.nodes} & set(table)
+    decomposed = make_fx(torch.func.functionalize(graph), decomposition_table=table)(*inputs)
+    assert not {node.target for node in decomposed.graph.nodes} & set(table)
+    for found, expected in zip(decomposed(*inputs), gradients(*inputs), strict=True):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def test_strides_that_repeat_elements_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"as_strided: sizes .*3, 2.* and strides .*1, 1"):
+        DECOMPOSITIONS[ATEN.as_strided.default](randn(4), (3, 2), (1, 1))
+
+
+# ONNX Runtime.
+
+
+def mixed_network() -> nn.Module:
+    """A network with the operations whose backward is decomposed."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2, 1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.SiLU(),
+        nn.Conv2d(8, 8, 3, padding=2, dilation=2, groups=4),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+        nn.Conv2d(8, 8, 1),
+        nn.Hardswish(),
+        nn.Upsample(scale_factor=1.5, mode="bilinear"),
+        nn.AvgPool2d(3, 2, 1),
+        nn.GELU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, 5),
+    )
+
+
+def one_block() -> nn.Module:
+    """A vision transformer of one block, whose head is drawn."""
+    model = VisionTransformer(32, 16, 1, 2, 16, 32, num_classes=5)
+    nn.init.normal_(model.get_parameter("heads.head.weight"))
+    return model
+
+
+CELLS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], saliency.Attribution]]] = {
+    "guided_backprop": (mixed_network, saliency.GuidedBackprop),
+    "attn_lrp": (one_block, saliency.AttnLRP),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.slow
+def test_onnx_runtime_gives_the_map_of_attribute_for_one_and_three_images(name: str, tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    make, create = CELLS[name]
+    method = create(make().eval())
+    path = saliency.export(method, tmp_path / "model.onnx", images(2))
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    metadata = session.get_modelmeta().custom_metadata_map
+    assert (metadata["method"], metadata["torch"]) == (name, torch.__version__)
+    assert str(Path(torch.__file__).parent).encode() not in path.read_bytes()
+    for count in (1, 3):
+        explanation = method.attribute(images(count))
+        scores, classes, maps = session.run(["scores", "classes", "map"], {"image": images(count).numpy()})
+        assert tuple(classes.tolist()) == explanation.target
+        assert (
+            error(torch.from_numpy(scores).gather(1, torch.from_numpy(classes)[:, None])[:, 0], explanation.scores)
+            <= 1e-5
+        )
+        assert error(torch.from_numpy(maps), saliency.heatmap(explanation)) <= 1e-5
+
+
+@pytest.mark.slow
+def test_an_operation_that_onnx_cannot_express_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    model = FunctionModel(lambda x: torch.linalg.eigvalsh(x[:, 0] @ x[:, 0].mT).sum(1)).eval()
+    with pytest.raises(NotApplicableError, match=r"export: ONNX cannot express aten\._linalg_eigh"):
+        saliency.export(saliency.VanillaGradient(model), tmp_path / "model.onnx", images(1, 8))
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page_draws_without_torch_and_this_package(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    code = next(block for block in PAGE.read_text().split("```python") if "InferenceSession" in block).split("```")[0]
+    model, scenes = saliency.load("shapes_cnn"), saliency.testbed.draw_scenes(1, seed=1_000_000)
+    scene = scenes.images[0].permute(1, 2, 0).numpy()
+    Image.fromarray(scene).save(tmp_path / "scene.png")
+    method = saliency.GradCAM(model)
+    saliency.export(method, tmp_path / "model.onnx", scenes.images)
+    blocked = "import sys; sys.modules |= {'saliency': None, 'torch': None}"
+    command = [sys.executable, "-c", f"{blocked}\n{code}"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout  # noqa: S603
+    explanation = method.attribute(Image.fromarray(scene))
+    assert said.strip() == explanation.target_names[0]
+    drawn = torch.from_numpy(np.asarray(Image.open(tmp_path / "overlay.png")).copy()).float()
+    changed = (drawn - torch.from_numpy(scene)).abs().sum(-1)
+    heat = saliency.heatmap(explanation)[0]
+    assert changed[heat > 0.5 * heat.max()].mean() > 4 * changed[heat < 0.1 * heat.max()].mean()
