@@ -144,7 +144,7 @@ $(VENV)/.installed-quick: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 	$(call install,test,$(WEIGHTS) $(FACES) $(GRAD_CAM))
-	@touch $(VENV)/.installed $(VENV)/.installed-quick
+	@touch $(VENV)/.installed $(VENV)/.installed-quick $(VENV)/.installed-docs
 
 $(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
 	$(call install,docs)
