@@ -146,7 +146,7 @@ def test_the_map_of_an_object_lies_on_it_rather_than_on_another_of_its_class(met
 
 @pytest.mark.parametrize("network", ["shapes_detector", "shapes_queries"])
 def test_the_map_of_vx_code_lies_on_the_box(network: str) -> None:
-    margins = testbed.object_margins("vx_code", network, 6)
+    margins = testbed.object_margins("vx_code", network, 6, segments=(6, 6))
     assert margins.mean() > 2 * testbed.standard_error(margins)
 
 
