@@ -44,23 +44,22 @@ def tokenizer(*special: str, **named: str) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **ends, extra_special_tokens=named or [*special])
 
 
-def llava() -> tuple[nn.Module, Any]:
+def llava(edge: int = 28, patch: int = 7, **tower: int) -> tuple[nn.Module, Any]:
     """Return LLaVA: one square crop."""
     import transformers as t
 
-    words = tokenizer("<image>")
-    vision = t.CLIPVisionConfig(**TOWER, image_size=28, patch_size=7)
+    words, sizes = tokenizer("<image>"), {**TOWER, **tower}
     config = t.LlavaConfig(
-        vision_config=vision,
-        text_config=t.LlamaConfig(**TEXT, vocab_size=len(words)),
+        vision_config=t.CLIPVisionConfig(**sizes, image_size=edge, patch_size=patch),
+        text_config=t.LlamaConfig(**{**TEXT, **tower}, vocab_size=len(words)),
         image_token_index=words.convert_tokens_to_ids("<image>"),
         vision_feature_layer=-1,
     )
-    images = t.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    images = t.CLIPImageProcessor(size={"shortest_edge": edge}, crop_size={"height": edge, "width": edge})
     processor = t.LlavaProcessor(
         images,
         words,
-        patch_size=7,
+        patch_size=patch,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         chat_template=TEMPLATE.replace("IMAGE", "<image>"),
