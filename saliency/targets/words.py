@@ -111,7 +111,8 @@ class Words(OutputTarget):
         if self.text is None:
             return slice(None) if at is None else at
         found = answer.find(self.text)
-        inside = found if at is None else [own for own in found if {*range(own.start, own.stop)} & {*range(999)[at]}]
+        tokens = {*range(len(answer.ids))[slice(None) if at is None else at]}
+        inside = [own for own in found if tokens.intersection(range(own.start, own.stop))]
         if not inside:
             known = ", ".join(dict.fromkeys(word for word, _ in answer.words()))
             where = "" if at is None or not found else f" at={self.at!r}, but at {[own.start for own in found]}"
@@ -126,7 +127,8 @@ class Words(OutputTarget):
 
     def _logits(self, output: Any) -> Tensor:
         """Return the logits (N, tokens, V) that predict the explained tokens, in float32 or wider."""
-        rows = torch.tensor([row for row, _ in self.pairs], device=(logits := output_tensor(output)).device)
+        logits = output_tensor(output)
+        rows = torch.tensor([row for row, _ in self.pairs], device=logits.device)
         chosen = logits[:, logits.shape[1] - self.count :][:, rows]
         return chosen.to(torch.promote_types(chosen.dtype, torch.float32))
 
