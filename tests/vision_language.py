@@ -46,7 +46,7 @@ def tokenizer(*special: str, **named: str) -> Any:
 
 def llava(edge: int = 28, patch: int = 7, **tower: int) -> tuple[nn.Module, Any]:
     """Return LLaVA: one square crop."""
-    import transformers as t
+    t: Any = pytest.importorskip("transformers")
 
     words, sizes = tokenizer("<image>"), {**TOWER, **tower}
     config = t.LlavaConfig(
@@ -69,7 +69,7 @@ def llava(edge: int = 28, patch: int = 7, **tower: int) -> tuple[nn.Module, Any]
 
 def llava_next() -> tuple[nn.Module, Any]:
     """Return LLaVA-NeXT: a view of the whole image, and tiles of a padded one."""
-    import transformers as t
+    t: Any = pytest.importorskip("transformers")
 
     words, grids = tokenizer("<image>"), [[28, 56], [56, 28], [56, 56]]
     vision = t.CLIPVisionConfig(**TOWER, image_size=28, patch_size=7)
@@ -95,7 +95,7 @@ def llava_next() -> tuple[nn.Module, Any]:
 
 
 def _qwen(kind: str, patch: int, vision: dict[str, Any]) -> tuple[nn.Module, Any]:
-    import transformers as t
+    t: Any = pytest.importorskip("transformers")
 
     words = tokenizer("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
     ids = {
@@ -144,7 +144,7 @@ def qwen3_vl() -> tuple[nn.Module, Any]:
 
 def internvl() -> tuple[nn.Module, Any]:
     """Return InternVL: tiles and a thumbnail."""
-    import transformers as t
+    t: Any = pytest.importorskip("transformers")
 
     special = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>", "video": "<video>"}
     words = tokenizer(**{f"{name}_token": token for name, token in special.items()})
@@ -170,7 +170,7 @@ def internvl() -> tuple[nn.Module, Any]:
 
 def blip_2() -> tuple[nn.Module, Any]:
     """Return BLIP-2: queries that read the image by cross attention."""
-    import transformers as t
+    t: Any = pytest.importorskip("transformers")
 
     words = tokenizer("<image>")
     config = t.Blip2Config(
@@ -194,7 +194,7 @@ def blip_2() -> tuple[nn.Module, Any]:
 
 def paligemma() -> tuple[nn.Module, Any]:
     """Return PaliGemma: one resized image, and a prompt that attends both ways."""
-    import transformers as t
+    t: Any = pytest.importorskip("transformers")
 
     words = tokenizer("<image>")
     images = t.SiglipImageProcessor(size={"height": 28, "width": 28})
@@ -210,7 +210,7 @@ def paligemma() -> tuple[nn.Module, Any]:
 
 
 def _idefics3(kind: str) -> tuple[nn.Module, Any]:
-    import transformers as t
+    t: Any = pytest.importorskip("transformers")
 
     rows = [f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)]
     words = tokenizer("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *rows)
@@ -237,9 +237,8 @@ def idefics3() -> tuple[nn.Module, Any]:
 
 def smolvlm() -> tuple[nn.Module, Any]:
     """Return SmolVLM, as Idefics3."""
-    from transformers.models.smolvlm import processing_smolvlm
-
-    processing_smolvlm.num2words = str  # a package that only the prompts of videos need
+    module: Any = pytest.importorskip("transformers.models.smolvlm.processing_smolvlm")
+    module.num2words = str  # a package that only the prompts of videos need
     return _idefics3("SmolVLM")
 
 

@@ -184,9 +184,12 @@ def words(text: str | None = None, *, against: str | None = None, at: int | slic
     Raises:
         TargetError: An argument has another type. In `attribute`: the answer does not contain the words.
     """
-    for name, value in (("text", text), ("against", against)):
+    texts: dict[str, object] = {"text": text, "against": against}
+    for name, value in texts.items():
         if value is not None and not (isinstance(value, str) and value.strip()):
             raise TargetError(f"{name}={value!r}: expected a text of the answer")
-    if at is not None and not isinstance(at, slice) and not is_integer(at, least=None):
+    if at is None or isinstance(at, slice):
+        return Words(text, against, at)
+    if not is_integer(at, least=None):
         raise TargetError(f"at={at!r}: expected the index of a token, or a slice of tokens")
-    return Words(text, against, at)
+    return Words(text, against, int(at))
