@@ -18,7 +18,7 @@ TOWER: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
 }
-TEXT = {**TOWER, "num_key_value_heads": 1, "max_position_embeddings": 512}
+TEXT = {**TOWER, "num_key_value_heads": 1, "max_position_embeddings": 1024}
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} "
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
