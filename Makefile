@@ -104,6 +104,7 @@ zoo: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.zoo_volumes
 	$(BIN)/python -m benchmarks.zoo_features
 	$(BIN)/python -m benchmarks.zoo_export
+	$(BIN)/python -m benchmarks.zoo_answers
 	$(BIN)/python -m benchmarks.zoo
 
 fixtures: $(VENV)/.installed-test
