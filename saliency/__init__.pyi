@@ -54,7 +54,9 @@ from .evaluation.trust import trust as trust
 from .explorer.serve import serve as serve
 from .explorer.widget import explore as explore
 from .hooks.dual_encoder import DualEncoder as DualEncoder
+from .inspection.attention_record import LayerAttention as LayerAttention
 from .inspection.attention_record import attention as attention
+from .inspection.attention_record import draw_attention as draw_attention
 from .inspection.statistics import gradient_flow as gradient_flow
 from .io.preprocess import Preprocess as Preprocess
 from .methods import METHODS as METHODS
