@@ -22,9 +22,9 @@ from torch import nn
 
 from ..errors import DependencyError, ModelError, did_you_mean, optional_import
 from ..hooks.model_state import categories_of, model_attribute
-from ..io.preprocess import Preprocess, PreprocessLike
-from ..testbed.networks import CATEGORIES, NETWORKS, Tokenizer, TwoTower, weights_file
-from ..testbed.shapes import CLASSES, SIZE
+from ..io.preprocess import PreprocessLike
+from ..testbed.networks import CATEGORIES, NETWORKS, PREPROCESS, Captioner, Tokenizer, TwoTower, weights_file
+from ..testbed.shapes import CLASSES
 from .checkpoints import load_checkpoint
 
 Source = Literal["bundled", "torchvision", "timm", "open_clip", "hf", "python"]
@@ -178,11 +178,12 @@ class Shapes:
 
     def facts(self, model: nn.Module, name: str, _weights: str) -> ModelInfo:
         """Return the preprocessing, and the class names or the tokenizer."""
-        preprocess = Preprocess(size=(SIZE, SIZE), resize=SIZE, mean=(0.5,) * 3, std=(0.5,) * 3)
         if isinstance(model, TwoTower):
-            return ModelInfo(preprocess, None, None, Tokenizer())
+            return ModelInfo(PREPROCESS, None, None, Tokenizer())
+        if isinstance(model, Captioner):
+            return ModelInfo(PREPROCESS, None, None)
         categories = CATEGORIES.get(name, CLASSES)
-        return ModelInfo(None if name == "shapes_volume" else preprocess, categories, len(categories))
+        return ModelInfo(None if name == "shapes_volume" else PREPROCESS, categories, len(categories))
 
 
 class OpenClip:
