@@ -6,6 +6,9 @@ from . import testbed as testbed
 from . import testing as testing
 from . import zoo as zoo
 from ._version import __version__ as __version__
+from .attribution.answer import Answer as Answer
+from .attribution.answer import ImageTokens as ImageTokens
+from .attribution.answer import generate as generate
 from .attribution.base import Attribution as Attribution
 from .attribution.base import TracedAttribution as TracedAttribution
 from .attribution.base import explain_together as explain_together
@@ -57,6 +60,7 @@ from .hooks.dual_encoder import DualEncoder as DualEncoder
 from .inspection.attention_record import attention as attention
 from .inspection.statistics import gradient_flow as gradient_flow
 from .io.preprocess import Preprocess as Preprocess
+from .io.views import Views as Views
 from .methods import METHODS as METHODS
 from .methods.baselines import BaselineOption as BaselineOption
 from .methods.baselines import baselines as baselines
@@ -159,6 +163,7 @@ from .targets.targets import contrast as contrast
 from .targets.targets import neuron as neuron
 from .targets.targets import probability as probability
 from .targets.targets import value as value
+from .targets.words import words as words
 from .validation import check_choice as check_choice
 from .validation import check_integer as check_integer
 from .validation import check_number as check_number

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MethodError, NonFiniteError, TargetError, plural, warn
-from ..hooks.forward_args import ForwardArgs, bind_forward_args
+from ..hooks.forward_args import ForwardArgs
 from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..io.inputs import Batch, ImagesLike, Prepare, read
 from ..io.preprocess import WHOLE, Frame, PreprocessLike, Whole, as_preprocess, without_crop
@@ -32,6 +32,7 @@ from ..layers.layout import LayoutFunction, as_layout, bind_layout
 from ..targets.targets import Neuron, TargetLike, as_categories
 from ..validation import Registry, check_choice
 from .aliases import refuse_unknown_keywords
+from .answer import Answer, bind_batch, read_answer
 from .explanation import BatchAttribution, Explanation, Setting, Sign
 from .forward import Needs, SharedForward, TargetGradients
 from .heatmap import rounding_errors
@@ -167,7 +168,7 @@ class Attribution(HasOptions, ABC):
     @refuse_unknown_keywords
     def attribute(
         self,
-        inputs: ImagesLike,
+        inputs: ImagesLike | Answer,
         target: TargetLike = None,
         *,
         baselines: Any = None,
@@ -180,7 +181,7 @@ class Attribution(HasOptions, ABC):
         Args:
             inputs: A path, open file, bytes of a file, PIL image, uint8 array (H, W, 3), or a list of these; or the
                 model's own normalised input as a float tensor (C, H, W), (N, C, H, W), or (N, C, D, H, W) for volumes
-                and videos.
+                and videos; or an answer of `saliency.generate`.
             target: A class index or name, None for the top class, a function of the model's output, or a list with one
                 of them per image.
             baselines: Replaces the method's option `baseline`, or `fill`, in this call: a value that the option takes,
@@ -209,7 +210,7 @@ class Attribution(HasOptions, ABC):
 
     def attribute_classes(
         self,
-        inputs: ImagesLike,
+        inputs: ImagesLike | Answer,
         targets: Sequence[TargetLike],
         *,
         baselines: Any = None,
@@ -233,7 +234,7 @@ class Attribution(HasOptions, ABC):
         """Explain several targets of a batch, or one target of an image in tiles."""
         images = len(batch.inputs)
         method = self if baselines is None else self._with_baselines(baselines, images)
-        bound = bind_forward_args(args, images, neuron_layer(self.model, targets))
+        bound = bind_batch(batch, args, neuron_layer(self.model, targets))
         with prepared_for_attribution(self.model), bound, bind_layout(self.layout):
             if isinstance(batch, TiledImage):
                 progress, like = getattr(self, "progress", None), reference_tensor(self.model)
@@ -287,8 +288,10 @@ class Attribution(HasOptions, ABC):
         """Explain several targets. Methods that explain all of them from one forward override this."""
         return [self.explain(x, target) for target in targets]
 
-    def read(self, inputs: ImagesLike) -> Batch:
+    def read(self, inputs: ImagesLike | Answer) -> Batch:
         """Read the image or images as the model's input, on the model's device."""
+        if isinstance(inputs, Answer):
+            return read_answer(inputs, self.model)
         return read(inputs, self.preprocess, like=reference_tensor(self.model))
 
     def explanation(self, result: BatchAttribution, target: ResolvedTarget, batch: Batch) -> Explanation:
@@ -427,7 +430,7 @@ def source(cls: type) -> str:
 
 
 def explain_together(
-    methods: Sequence[Attribution], inputs: ImagesLike, target: TargetLike = None, *, forward_args: ForwardArgs = ()
+    methods: Sequence[Attribution], inputs: ImagesLike | Answer, target: TargetLike = None, *, forward_args: ForwardArgs = ()
 ) -> list[Explanation]:
     """Explain the same image and target by several methods, from one forward where possible.
 
@@ -454,7 +457,7 @@ def explain_together(
             "explain_together: the methods must have the same model, preprocessing, class names and layout"
         )
     batch = first.read(inputs)
-    bound = bind_forward_args(forward_args, len(batch.inputs), neuron_layer(first.model, [target]))
+    bound = bind_batch(batch, forward_args, neuron_layer(first.model, [target]))
     with prepared_for_attribution(first.model), bound, bind_layout(first.layout):
         resolved = first.resolve(target, batch.inputs, batch.frames)
         pairs = [(method, method.explained_target(resolved)) for method in methods]
