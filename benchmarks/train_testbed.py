@@ -51,7 +51,7 @@ SCHEDULES: dict[str, tuple[int, float, tuple[Any, ...]]] = {  # steps, rate, tas
     "shapes_vit": (900, 3e-3, CLASSIFIED),
     "shapes_window": (1200, 3e-3, CLASSIFIED),
     "shapes_two_tower": (1300, 2e-3, CLASSIFIED),
-    "shapes_caption": (2400, 2e-3, CLASSIFIED),
+    "shapes_caption": (2400, 1e-3, CLASSIFIED),
     "shapes_unet": (200, 1e-2, ("several",)),
     "shapes_circles": (200, 1e-2, ("several",)),
     "shapes_detector": (900, 1e-2, ("several",)),

@@ -155,8 +155,9 @@ class Shapes:
     Accuracy on held-out images: `shapes_cnn` and `shapes_resnet` 100 % (99.7 and 99.4 % on small and large objects);
     `shapes_shortcut`, `shapes_xor` and `shapes_order` 100 % on their tasks; `shapes_vit` 99.7, `shapes_window` 99.5 and
     `shapes_two_tower` 99.6 %. With a watermark, `shapes_shortcut` calls every image a circle. `shapes_unet`,
-    `shapes_circles`, `shapes_detector`, `shapes_queries` and `shapes_keypoints` find objects. `shapes_volume` names
-    solids in volumes: float tensors (N, 1, 24, 32, 32), without preprocessing. See docs/testbed.md.
+    `shapes_circles`, `shapes_detector`, `shapes_queries` and `shapes_keypoints` find objects. `shapes_caption`
+    describes two objects, see `saliency.generate`. `shapes_volume` names solids in volumes: float tensors
+    (N, 1, 24, 32, 32), without preprocessing. See docs/testbed.md.
     """
 
     source: Source = "bundled"
