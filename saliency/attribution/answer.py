@@ -92,6 +92,16 @@ class Answer(Batch):
         return self.forward.text.words()
 
     @property
+    def sequence(self) -> tuple[str | None, ...]:
+        """The texts of the L tokens that the model reads: of the prompt, and all but the last of the answer.
+
+        None stands for the tokens of images.
+        """
+        decode, is_image = self.forward.text.decode, self.forward.is_image.tolist()
+        pairs = zip(self.ids.tolist(), is_image, strict=False)
+        return tuple(None if of_image else decode([token]) for token, of_image in pairs)
+
+    @property
     def queries(self) -> range:
         """The positions in the sequence whose outputs predict the T tokens of the answer."""
         return range(len(self.ids) - 1 - len(self.tokens), len(self.ids) - 1)

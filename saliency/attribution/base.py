@@ -45,6 +45,9 @@ METHODS: Registry[type[Attribution]] = Registry(
 )
 """All methods by name. A class with a `name` is registered when it is defined."""
 
+MIN_IMAGE_SHARE = 0.1
+"""The fraction of the relevance of all tokens of an answer that an image has without a warning."""
+
 
 class Attribution(HasOptions, ABC):
     """Base class of all methods, which attribute a score to the pixels.
@@ -326,6 +329,7 @@ class Attribution(HasOptions, ABC):
             sign=self.sign,
             title=type(self).__name__,
             units=self.units,
+            tokens=batch.sequence if isinstance(batch, Answer) and result.token_shares is not None else (),
         )
         return replace(explanation, notes=tuple(self._notes(explanation)))
 
@@ -334,12 +338,16 @@ class Attribution(HasOptions, ABC):
         values = explanation.values.flatten(1)
         largest = torch.maximum(-values.amin(1), values.amax(1))  # much faster than `aminmax(dim=1)`
         shows_nothing = (largest <= rounding_errors(explanation)).tolist()
+        shares = explanation.image_share
         for index, name in enumerate(explanation.target_names):
             note = ""
             if shows_nothing[index]:
                 below = f"below the rounding error of a score of {float(explanation.scores[index]):.4g}"
                 what = f"is at most {float(largest[index]):.2g}, {below}" if largest[index] else "is 0 everywhere"
                 warn(note := f"the {explanation.method} map for {name} {what}")
+            elif shares is not None and float(shares[index]) < MIN_IMAGE_SHARE:
+                share = f"only {float(shares[index]):.1%} of the relevance of all tokens"
+                warn(note := f"the image has {share}, so {name} comes from the text; the map shows the small rest")
             elif self.ignores_sign and explanation.contrasts[index]:
                 note = f"{explanation.method} gives a contrast and its opposite the same map"
             yield note
