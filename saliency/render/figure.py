@@ -194,7 +194,8 @@ def draw_matches(matches: Matches, *, count: int = 20) -> Figure:
 def draw_answer(answer: Answer, method: Attribution, *, columns: int | None = None) -> Figure:
     """Draw a map for each word of an answer, side by side, in the order of the answer.
 
-    Each map has its own scale. The title of a map is the word, with its probability given the words before it. If the
+    Each map has its own scale, and shows positive values only, which are visible on an object of any colour; `figure`
+    draws both signs. The title of a map is the word, with its probability given the words before it. If the
     method gives the shares of the text, as `AttnLRP`, a table below shows them: one row per word, and one column for
     the image and for each token of the text. Red raises the score of the word, blue lowers it.
 
@@ -235,7 +236,7 @@ def draw_answer(answer: Answer, method: Attribution, *, columns: int | None = No
                 _show(axes, frames[image].image, ["image" if images == 1 else f"image {image + 1}"])
                 continue
             own = explanations[number - 1][image]
-            scaled = scale_map(own, smoothing=SMOOTHING)
+            scaled = scale_map(own, "positive" if own.sign == "signed" else own.sign, smoothing=SMOOTHING)
             _show(axes, paint(frames[image], scaled, None, "map"), [" ".join([names[number - 1], *probability(own)])])
     if shares is not None:
         _draw_shares(parts[1].subplots(), shares, names)
@@ -267,7 +268,8 @@ def _draw_shares(axes: Axes, shares: tuple[list[str], Any], names: Sequence[str]
     axes.imshow(values, cmap="bwr", vmin=-limit, vmax=limit, aspect="auto")
     axes.set_xticks(range(len(columns)), columns, rotation=90, fontsize=TEXT_SIZE, parse_math=False)
     axes.set_yticks(range(len(names)), names, fontsize=TEXT_SIZE, parse_math=False)
-    axes.set_title("share of each token in the relevance of the word, %", fontsize=TITLE_SIZE)
+    title = "shares of the image and the text in each word, % (red raises its score, blue lowers it)"
+    axes.set_title(title, fontsize=TITLE_SIZE)
     axes.tick_params(length=0)
     for row, column in zip(*(abs(values) >= SHOWN_SHARE).nonzero(), strict=True):
         text = f"{100 * values[row, column]:.0f}"

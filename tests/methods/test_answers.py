@@ -99,6 +99,7 @@ def test_queries_without_a_place_in_the_image_are_refused() -> None:
             method(model).attribute(answer, saliency.words("red"))
 
 
+@pytest.mark.filterwarnings("ignore:the image has only")
 def test_the_figure_has_a_panel_for_each_word_and_a_table_of_shares() -> None:
     model, image = saliency.load("shapes_caption"), saliency.testbed.draw_scenes(1, seed=1_000_000).images[0]
     answer = saliency.generate(model, CaptionProcessor(), image, "caption", answer="a red circle")
