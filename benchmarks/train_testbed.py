@@ -133,13 +133,16 @@ def sentence_loss(model: Captioner, scenes: Scenes, _task: Task) -> Tensor:
         else ("caption", pair[2 + choice])
         for row, (pair, choice) in enumerate(zip(scenes.captions(), choices, strict=True))
     ]
-    inputs = CaptionProcessor()(scenes.images, [f"{prompt} {answer} <end>" for prompt, answer in pairs])
+    processor = CaptionProcessor()
+    inputs = processor(scenes.images, [f"{prompt} {answer} <end>" for prompt, answer in pairs])
     tokens, ends = inputs["input_ids"], inputs["attention_mask"].sum(1)[:, None]
     lengths = torch.tensor([[len(answer.split()) + 1] for _, answer in pairs])
     positions = torch.arange(tokens.shape[1])
     is_answer = (positions >= ends - lengths) & (positions < ends)
     logits = model(**inputs).logits[:, :-1][is_answer[:, 1:]]
-    return F.cross_entropy(logits, tokens[is_answer])
+    weights = torch.ones(logits.shape[1])
+    weights[processor.encode("left right above below")] = 5  # these are learned last
+    return F.cross_entropy(logits, tokens[is_answer], weights)
 
 
 def pixel_loss(model: nn.Module, scenes: Scenes, _task: Task) -> Tensor:
