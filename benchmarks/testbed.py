@@ -44,6 +44,7 @@ from saliency.evaluation.metrics.localisation import (
     RelevanceRank,
     RocAuc,
 )
+from saliency.methods.token_attention import AttentionMap, TokenAttention
 from saliency.testbed import CaptionProcessor, Scenes, Task, draw_scenes, draw_volumes
 
 RESULTS = Path(__file__).parent / "results" / "testbed.md"
@@ -93,6 +94,7 @@ SLOW: dict[str, dict[str, Any]] = {
     "xrai": {},
 }
 CONTROLS = ("random", "constant", "centre", "edges")
+RAW = "raw attention"  # no method of the registry; for words only
 
 # No score is fair to all maps: energy charges maps without a sign for their floor, and clips signed ones; AUC does not
 # reward maps that are sharp. So methods are ranked by each of them.
@@ -374,7 +376,7 @@ def mean_ranks(scores: Mapping[Case, Mapping[str, Tensor]]) -> dict[str, Tensor]
 
 def label(name: str) -> str:
     """Return the class of a method, or the name of a control."""
-    return f"*{name}*" if name in CONTROLS else f"`{METHODS[name].__name__}`"
+    return f"*{name}*" if name in (*CONTROLS, RAW) else f"`{METHODS[name].__name__}`"
 
 
 def cell(values: list[float]) -> str:
@@ -749,14 +751,23 @@ def captions(model: Any, count: int) -> list[tuple[saliency.Answer, Tensor]]:
     return found
 
 
+class RawAttention(AttentionMap):
+    """Attention to each token from the token that writes the word, as the mean of all heads and layers."""
+
+    def relevance(self, attention: TokenAttention) -> Tensor:
+        """Return the attention (N, tokens)."""
+        means = torch.stack([attention.mean_heads(call) for call in attention.blocks])
+        return (attention.read_queries @ means.mean(0))[:, 0]
+
+
 def word_margins(method: str, kind: str, count: int = IMAGES, **options: Any) -> Tensor:
     """Return how much more of the maps of words lies on the right objects, as in the table: (count,).
 
     Raises:
         SaliencyError: The method does not apply to the captioner.
     """
-    model = captioner()
-    explainer = METHODS[method](model, **(options or WORD_OPTIONS.get(method) or SLOW.get(method, {})))
+    model, cls = captioner(), RawAttention if method == RAW else METHODS[method]
+    explainer = cls(model, **(options or WORD_OPTIONS.get(method) or SLOW.get(method, {})))
     words = {"colour": (1, -2), "shape": (2, -1), "relation": (3,)}[kind]  # of "a red circle left of a blue square"
     margins = []
     for answer, masks in captions(model, count):
@@ -838,9 +849,10 @@ def main(parts_of_names: list[str]) -> None:
         return
     if parts_of_names and parts_of_names[0] in TABLES:
         table, *some = parts_of_names
-        for method in some or METHODS:
+        methods = some or [*METHODS, *[RAW] * (table == "words")]
+        for method in methods:
             measure_objects(method, table)
-        rows = object_rows(some or METHODS, table)
+        rows = object_rows(methods, table)
         if some:
             print(objects_table(rows, TABLES[table][1]))
         else:
