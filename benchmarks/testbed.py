@@ -32,7 +32,7 @@ from scipy import stats
 from torch import Tensor
 
 import saliency
-from benchmarks.train_testbed import HELD_OUT, train_network
+from benchmarks.train_testbed import HELD_OUT, train_network, true_captions
 from saliency import METHODS, NotApplicableError, SaliencyError
 from saliency.attribution.heatmap import reduced_maps
 from saliency.evaluation.comparison import holm
@@ -742,10 +742,10 @@ def object_margins(method: str, network: str, count: int = IMAGES, **options: An
 def captions(model: Any, count: int) -> list[tuple[saliency.Answer, Tensor]]:
     """Return true captions of a network, and the pixels (2, 64, 64) of both objects in the order of the caption."""
     scenes, found = scenes_of("two_objects", 2 * count), []
-    for image, masks, truths in zip(scenes.images, scenes.masks, scenes.captions(), strict=True):
+    for image, masks, true in zip(scenes.images, scenes.masks, true_captions(scenes), strict=True):
         answer = saliency.generate(model, CaptionProcessor(), image, "caption")
-        if answer.text in truths[2:]:
-            found.append((answer, masks if answer.text == truths[2] else masks.flip(0)))
+        if answer.text in true:
+            found.append((answer, masks.flip(0) if true[answer.text] else masks))
         if len(found) == count:
             break
     return found
