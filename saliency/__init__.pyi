@@ -136,6 +136,7 @@ from .methods.sobol_hsic import Sobol as Sobol
 from .methods.text_tokens import TextExplanation as TextExplanation
 from .methods.text_tokens import explain_text as explain_text
 from .methods.text_tokens import match_words as match_words
+from .methods.token_activation import TAM as TAM
 from .methods.token_attention import AttentionMap as AttentionMap
 from .methods.token_attention import AttentionRollout as AttentionRollout
 from .methods.token_attention import CheferAttention as CheferAttention
@@ -148,6 +149,7 @@ from .methods.token_sampling import TIS as TIS
 from .methods.token_sampling import ViTCX as ViTCX
 from .methods.vx_code import VXCODE as VXCODE
 from .methods.xrai import XRAI as XRAI
+from .render.figure import draw_answer as draw_answer
 from .render.figure import draw_features as draw_features
 from .render.figure import draw_matches as draw_matches
 from .render.figure import figure as figure

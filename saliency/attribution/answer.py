@@ -224,7 +224,9 @@ def generate(
         forward = AnswerForward(arguments, None, is_image, words)
         canvases = arguments.canvases
         traced = [_trace(network, canvases, number, forward) for number in range(len(found))]
-    places = [tokens for number, (_, at) in enumerate(traced) for tokens in _image_tokens(number, at, is_image, len(found))]
+    places = [
+        tokens for number, (_, at) in enumerate(traced) for tokens in _image_tokens(number, at, is_image, len(found))
+    ]
     sequence = torch.cat([arguments.fixed["input_ids"][0], torch.tensor(ids[-1:], device=is_image.device)])
     size = (canvases.shape[2], canvases.shape[3])
     frames = tuple(Frame(image, _padded_box(own, size)) for image, own in zip(opened, found, strict=True))
@@ -337,7 +339,9 @@ def _continued(inputs: Mapping[str, Tensor], ids: Sequence[int]) -> dict[str, Te
     # PaliGemma marks a prompt, which attends both ways, by 0, and the answer by 1. Gemma 3 marks images by 1.
     if "token_type_ids" in new and not inputs["token_type_ids"].any():
         new["token_type_ids"] = torch.ones_like(more)
-    return {name: torch.cat([value, new[name].to(value)], 1) if name in new else value for name, value in inputs.items()}
+    return {
+        name: torch.cat([value, new[name].to(value)], 1) if name in new else value for name, value in inputs.items()
+    }
 
 
 class _Arguments:
@@ -395,7 +399,9 @@ class _Arguments:
         rest = self.rows[end:]
         pixels = torch.cat([*parts, rest.to(x).expand(count, *rest.shape)], 1)
         shape = self.fixed["pixel_values"].shape
-        others = {name: value.to(x.device).repeat(count, *[1] * (value.dim() - 1)) for name, value in self.fixed.items()}
+        others = {
+            name: value.to(x.device).repeat(count, *[1] * (value.dim() - 1)) for name, value in self.fixed.items()
+        }
         return {**others, "pixel_values": pixels.reshape(count * shape[0], *shape[1:]), **self.options}
 
 

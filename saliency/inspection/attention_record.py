@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from ..attribution.answer import Answer, bind_batch, explained_answer, read_answer
 from ..attribution.dense_features import cell_at
 from ..attribution.forward import Needs, SharedForward, TargetGradients
 from ..attribution.resolved_target import ResolvedTarget
@@ -18,7 +19,7 @@ from ..axes import require_two_axes
 from ..errors import LayerError, NotApplicableError, RenderError, TargetError, plural, warn
 from ..hooks.attention import AttentionCall, fuse_heads
 from ..hooks.autograd_graph import sequence_nr
-from ..hooks.forward_args import ForwardArgs, bind_forward_args
+from ..hooks.forward_args import ForwardArgs
 from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import categories_of, model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..io.inputs import Batch, ImagesLike, read
@@ -145,7 +146,7 @@ class LayerAttention:
 
 def attention(
     model: nn.Module,
-    image: ImagesLike,
+    image: ImagesLike | Answer,
     target: TargetLike = None,
     *,
     reduce: Reduce | None = None,
@@ -184,11 +185,11 @@ def attention(
         check_choice("reduce", reduce, get_args(Reduce))
     model = unwrap(model)
     read_images = partial(read, preprocess=model_attribute("preprocess", model), like=reference_tensor(model))
-    read_batch = read_images(image)
+    read_batch = read_answer(image, model) if isinstance(image, Answer) else read_images(image)
     batch = read_batch.inputs
     names = tuple(name for name, module in model.named_modules() if is_hookable(model, name, module))
     needs = Needs(backwards=int(target is not None), modules=names, attention=True)
-    with prepared_for_attribution(model), bind_forward_args(forward_args, len(batch)):
+    with prepared_for_attribution(model), bind_batch(read_batch, forward_args, None):
         resolved = ResolvedTarget(target, len(batch), categories_of(model))
         resolved.bind(model, batch, lambda reference: read_images(reference).inputs, read_batch.frames)
         forward = SharedForward(model, batch, needs)
@@ -204,7 +205,7 @@ def attention(
 
     @cache
     def layouts() -> list[_Layouts]:
-        with prepared_for_attribution(model), bind_forward_args(forward_args, len(batch)):
+        with prepared_for_attribution(model), bind_batch(read_batch, forward_args, None):
             return _trace_layouts(model, batch, resolved)
 
     return [
@@ -218,7 +219,12 @@ def _trace_layouts(model: nn.Module, x: Tensor, target: ResolvedTarget) -> list[
     with HookManager(exclusive=True), PositionTrace(x) as trace:
         calls = TargetGradients(SharedForward(model, x, Needs(attention=True)), target).attention
 
+    answer = explained_answer()
+    of_text = None if answer is None else answer.layout(range(len(x)))  # of all tokens of the language model
+
     def layout(operand: Tensor, call: AttentionCall) -> Layout | None:
+        if answer is not None and operand.shape[-2] == len(answer.forward.is_image):
+            return of_text
         positions = trace.positions(operand)
         if positions is None or call.shape[0] % len(x):
             return None

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..attribution.answer import explained_answer
+from ..attribution.answer import Answer, explained_answer
 from ..attribution.base import TracedAttribution
 from ..attribution.dense_features import outlying
 from ..attribution.explanation import BatchAttribution, Sign
@@ -61,7 +61,7 @@ class TokenAttention:
         self.grads, self.answer = grads, explained_answer()
         self._means: dict[AttentionCall, Tensor] = {}
         model = type(grads.forward.model).__name__
-        self.calls = calls = grads.attention if self.answer is None else _in_language_model(grads)
+        self.calls = calls = grads.attention if self.answer is None else _in_language_model(grads, self.answer)
         if not calls:
             raise NotApplicableError(f"{method}: {model} has no attention that can be read; use grad_cam or lrp")
         if grads.unread_softmaxes:
@@ -144,10 +144,10 @@ class TokenAttention:
         return shares / shares.sum(-1, keepdim=True).clamp(min=1)
 
 
-def _in_language_model(grads: TargetGradients) -> list[AttentionCall]:
+def _in_language_model(grads: TargetGradients, answer: Answer) -> list[AttentionCall]:
     """Return the calls of attention in the module that reads the tokens of an answer."""
-    modules = grads.forward.operations.modules
-    return [call for call in grads.attention if modules(call.node)]
+    modules, reader = grads.forward.operations.modules, answer.forward.reader
+    return [call for call in grads.attention if reader in modules(call.node)]
 
 
 class AttentionMap(TracedAttribution):
