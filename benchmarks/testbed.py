@@ -760,26 +760,26 @@ class RawAttention(AttentionMap):
         return (attention.read_queries @ means.mean(0))[:, 0]
 
 
-def word_margins(method: str, kind: str, count: int = IMAGES, **options: Any) -> Tensor:
-    """Return how much more of the maps of words lies on the right objects, as in the table: (count,).
+@cache
+def word_margins(method: str, count: int = IMAGES, **options: Any) -> dict[str, Tensor]:
+    """Return how much more of the maps of words lies on the right objects, as in the table: (count,) by kind.
 
     Raises:
         SaliencyError: The method does not apply to the captioner.
     """
     model, cls = captioner(), RawAttention if method == RAW else METHODS[method]
     explainer = cls(model, **(options or WORD_OPTIONS.get(method) or SLOW.get(method, {})))
-    words = {"colour": (1, -2), "shape": (2, -1), "relation": (3,)}[kind]  # of "a red circle left of a blue square"
+    places = (1, -2, 2, -1, 3)  # the colours, the shapes and the relation in "a red circle left of a blue square"
     margins = []
     for answer, masks in captions(model, count):
-        found = [explainer.attribute(answer, saliency.words(at=answer.words[word][1])) for word in words]
+        targets = [saliency.words(at=answer.words[place][1]) for place in places]
+        found = explainer.attribute_classes(answer, targets)
         maps = torch.cat([resized_within(reduced_maps(each, None), each.input_size).double() for each in found])
-        on_first, on_second = (energy(maps[None], mask.expand_as(maps))[0] for mask in masks)
-        if kind == "relation":
-            sizes = masks.double().mean((1, 2))
-            margins.append(torch.minimum(on_first[0] - sizes[0], on_second[0] - sizes[1]))
-        else:
-            margins.append(((on_first - on_second) * torch.tensor([1.0, -1.0])).mean())
-    return torch.stack(margins)
+        shares = torch.stack([energy(maps[None], mask.expand_as(maps))[0] for mask in masks])  # (2 objects, 5 words)
+        own = shares[0, :4] - shares[1, :4]
+        relation = (shares[:, 4] - masks.double().mean((1, 2))).amin()
+        margins.append(torch.stack([(own[0] - own[1]) / 2, (own[2] - own[3]) / 2, relation]))
+    return dict(zip(KINDS, torch.stack(margins, 1), strict=True))
 
 
 @cache
@@ -793,10 +793,12 @@ def measure_objects(method: str, table: str) -> None:
     if file.exists():
         return
     rows: dict[str, Any] = {}
+    count = SLOW_IMAGES if method in SLOW else IMAGES
     for column in TABLES[table][1]:
-        margins = word_margins if table == "words" else object_margins
         try:
-            rows[column] = margins(method, column, SLOW_IMAGES if method in SLOW else IMAGES).tolist()
+            is_word = table == "words"
+            margins = word_margins(method, count)[column] if is_word else object_margins(method, column, count)
+            rows[column] = margins.tolist()
         except SaliencyError as refusal:
             rows[column] = str(refusal)
     file.parent.mkdir(parents=True, exist_ok=True)
