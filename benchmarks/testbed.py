@@ -33,7 +33,7 @@ from torch import Tensor
 
 import saliency
 from benchmarks.train_testbed import HELD_OUT, train_network, true_captions
-from saliency import METHODS, NotApplicableError, SaliencyError
+from saliency import METHODS, Attribution, NotApplicableError, SaliencyError
 from saliency.attribution.heatmap import reduced_maps
 from saliency.evaluation.comparison import holm
 from saliency.evaluation.metrics.base import control_maps, resized_within
@@ -94,7 +94,6 @@ SLOW: dict[str, dict[str, Any]] = {
     "xrai": {},
 }
 CONTROLS = ("random", "constant", "centre", "edges")
-RAW = "raw attention"  # no method of the registry; for words only
 
 # No score is fair to all maps: energy charges maps without a sign for their floor, and clips signed ones; AUC does not
 # reward maps that are sharp. So methods are ranked by each of them.
@@ -375,8 +374,8 @@ def mean_ranks(scores: Mapping[Case, Mapping[str, Tensor]]) -> dict[str, Tensor]
 
 
 def label(name: str) -> str:
-    """Return the class of a method, or the name of a control."""
-    return f"*{name}*" if name in (*CONTROLS, RAW) else f"`{METHODS[name].__name__}`"
+    """Return the class of a method, or the name of a control or another map."""
+    return f"`{METHODS[name].__name__}`" if name in METHODS else f"*{name}*"
 
 
 def cell(values: list[float]) -> str:
@@ -760,6 +759,9 @@ class RawAttention(AttentionMap):
         return (attention.read_queries @ means.mean(0))[:, 0]
 
 
+OF_WORDS: dict[str, type[Attribution]] = {"TAM": saliency.TAM, "raw attention": RawAttention}  # not in the registry
+
+
 @cache
 def word_margins(method: str, count: int = IMAGES, **options: Any) -> dict[str, Tensor]:
     """Return how much more of the maps of words lies on the right objects, as in the table: (count,) by kind.
@@ -767,7 +769,7 @@ def word_margins(method: str, count: int = IMAGES, **options: Any) -> dict[str, 
     Raises:
         SaliencyError: The method does not apply to the captioner.
     """
-    model, cls = captioner(), RawAttention if method == RAW else METHODS[method]
+    model, cls = captioner(), OF_WORDS.get(method) or METHODS[method]
     explainer = cls(model, **(options or WORD_OPTIONS.get(method) or SLOW.get(method, {})))
     places = (1, -2, 2, -1, 3)  # the colours, the shapes and the relation in "a red circle left of a blue square"
     margins = []
@@ -851,7 +853,7 @@ def main(parts_of_names: list[str]) -> None:
         return
     if parts_of_names and parts_of_names[0] in TABLES:
         table, *some = parts_of_names
-        methods = some or [*METHODS, *[RAW] * (table == "words")]
+        methods = some or [*METHODS, *(OF_WORDS if table == "words" else ())]
         for method in methods:
             measure_objects(method, table)
         rows = object_rows(methods, table)
