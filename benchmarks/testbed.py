@@ -32,8 +32,8 @@ from scipy import stats
 from torch import Tensor
 
 import saliency
-from benchmarks.train_testbed import HELD_OUT, train_network
-from saliency import METHODS, NotApplicableError, SaliencyError
+from benchmarks.train_testbed import HELD_OUT, train_network, true_captions
+from saliency import METHODS, Attribution, NotApplicableError, SaliencyError
 from saliency.attribution.heatmap import reduced_maps
 from saliency.evaluation.comparison import holm
 from saliency.evaluation.metrics.base import control_maps, resized_within
@@ -44,6 +44,7 @@ from saliency.evaluation.metrics.localisation import (
     RelevanceRank,
     RocAuc,
 )
+from saliency.methods.token_attention import AttentionMap, TokenAttention
 from saliency.testbed import CaptionProcessor, Scenes, Task, draw_scenes, draw_volumes
 
 RESULTS = Path(__file__).parent / "results" / "testbed.md"
@@ -373,8 +374,8 @@ def mean_ranks(scores: Mapping[Case, Mapping[str, Tensor]]) -> dict[str, Tensor]
 
 
 def label(name: str) -> str:
-    """Return the class of a method, or the name of a control."""
-    return f"*{name}*" if name in CONTROLS else f"`{METHODS[name].__name__}`"
+    """Return the class of a method, or the name of a control or another map."""
+    return f"`{METHODS[name].__name__}`" if name in METHODS else f"*{name}*"
 
 
 def cell(values: list[float]) -> str:
@@ -740,35 +741,47 @@ def object_margins(method: str, network: str, count: int = IMAGES, **options: An
 def captions(model: Any, count: int) -> list[tuple[saliency.Answer, Tensor]]:
     """Return true captions of a network, and the pixels (2, 64, 64) of both objects in the order of the caption."""
     scenes, found = scenes_of("two_objects", 2 * count), []
-    for image, masks, truths in zip(scenes.images, scenes.masks, scenes.captions(), strict=True):
+    for image, masks, true in zip(scenes.images, scenes.masks, true_captions(scenes), strict=True):
         answer = saliency.generate(model, CaptionProcessor(), image, "caption")
-        if answer.text in truths[2:]:
-            found.append((answer, masks if answer.text == truths[2] else masks.flip(0)))
+        if answer.text in true:
+            found.append((answer, masks.flip(0) if true[answer.text] else masks))
         if len(found) == count:
             break
     return found
 
 
-def word_margins(method: str, kind: str, count: int = IMAGES, **options: Any) -> Tensor:
-    """Return how much more of the maps of words lies on the right objects, as in the table: (count,).
+class RawAttention(AttentionMap):
+    """Attention to each token from the token that writes the word, as the mean of all heads and layers."""
+
+    def relevance(self, attention: TokenAttention) -> Tensor:
+        """Return the attention (N, tokens)."""
+        means = torch.stack([attention.mean_heads(call) for call in attention.blocks])
+        return (attention.read_queries @ means.mean(0))[:, 0]
+
+
+OF_WORDS: dict[str, type[Attribution]] = {"TAM": saliency.TAM, "raw attention": RawAttention}  # not in the registry
+
+
+@cache
+def word_margins(method: str, count: int = IMAGES, **options: Any) -> dict[str, Tensor]:
+    """Return how much more of the maps of words lies on the right objects, as in the table: (count,) by kind.
 
     Raises:
         SaliencyError: The method does not apply to the captioner.
     """
-    model = captioner()
-    explainer = METHODS[method](model, **(options or WORD_OPTIONS.get(method) or SLOW.get(method, {})))
-    words = {"colour": (1, -2), "shape": (2, -1), "relation": (3,)}[kind]  # of "a red circle left of a blue square"
+    model, cls = captioner(), OF_WORDS.get(method) or METHODS[method]
+    explainer = cls(model, **(options or WORD_OPTIONS.get(method) or SLOW.get(method, {})))
+    places = (1, -2, 2, -1, 3)  # the colours, the shapes and the relation in "a red circle left of a blue square"
     margins = []
     for answer, masks in captions(model, count):
-        found = [explainer.attribute(answer, saliency.words(at=answer.words[word][1])) for word in words]
+        targets = [saliency.words(at=answer.words[place][1]) for place in places]
+        found = explainer.attribute_classes(answer, targets)
         maps = torch.cat([resized_within(reduced_maps(each, None), each.input_size).double() for each in found])
-        on_first, on_second = (energy(maps[None], mask.expand_as(maps))[0] for mask in masks)
-        if kind == "relation":
-            sizes = masks.double().mean((1, 2))
-            margins.append(torch.minimum(on_first[0] - sizes[0], on_second[0] - sizes[1]))
-        else:
-            margins.append(((on_first - on_second) * torch.tensor([1.0, -1.0])).mean())
-    return torch.stack(margins)
+        shares = torch.stack([energy(maps[None], mask.expand_as(maps))[0] for mask in masks])  # (2 objects, 5 words)
+        own = shares[0, :4] - shares[1, :4]
+        relation = (shares[:, 4] - masks.double().mean((1, 2))).amin()
+        margins.append(torch.stack([(own[0] - own[1]) / 2, (own[2] - own[3]) / 2, relation]))
+    return dict(zip(KINDS, torch.stack(margins, 1), strict=True))
 
 
 @cache
@@ -782,10 +795,12 @@ def measure_objects(method: str, table: str) -> None:
     if file.exists():
         return
     rows: dict[str, Any] = {}
+    count = SLOW_IMAGES if method in SLOW else IMAGES
     for column in TABLES[table][1]:
-        margins = word_margins if table == "words" else object_margins
         try:
-            rows[column] = margins(method, column, SLOW_IMAGES if method in SLOW else IMAGES).tolist()
+            is_word = table == "words"
+            margins = word_margins(method, count)[column] if is_word else object_margins(method, column, count)
+            rows[column] = margins.tolist()
         except SaliencyError as refusal:
             rows[column] = str(refusal)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -838,9 +853,10 @@ def main(parts_of_names: list[str]) -> None:
         return
     if parts_of_names and parts_of_names[0] in TABLES:
         table, *some = parts_of_names
-        for method in some or METHODS:
+        methods = some or [*METHODS, *(OF_WORDS if table == "words" else ())]
+        for method in methods:
             measure_objects(method, table)
-        rows = object_rows(some or METHODS, table)
+        rows = object_rows(methods, table)
         if some:
             print(objects_table(rows, TABLES[table][1]))
         else:

@@ -133,13 +133,16 @@ def sentence_loss(model: Captioner, scenes: Scenes, _task: Task) -> Tensor:
         else ("caption", pair[2 + choice])
         for row, (pair, choice) in enumerate(zip(scenes.captions(), choices, strict=True))
     ]
-    inputs = CaptionProcessor()(scenes.images, [f"{prompt} {answer} <end>" for prompt, answer in pairs])
+    processor = CaptionProcessor()
+    inputs = processor(scenes.images, [f"{prompt} {answer} <end>" for prompt, answer in pairs])
     tokens, ends = inputs["input_ids"], inputs["attention_mask"].sum(1)[:, None]
     lengths = torch.tensor([[len(answer.split()) + 1] for _, answer in pairs])
     positions = torch.arange(tokens.shape[1])
     is_answer = (positions >= ends - lengths) & (positions < ends)
     logits = model(**inputs).logits[:, :-1][is_answer[:, 1:]]
-    return F.cross_entropy(logits, tokens[is_answer])
+    weights = torch.ones(logits.shape[1])
+    weights[processor.encode("left right above below")] = 5  # these are learned last
+    return F.cross_entropy(logits, tokens[is_answer], weights)
 
 
 def pixel_loss(model: nn.Module, scenes: Scenes, _task: Task) -> Tensor:
@@ -367,15 +370,33 @@ def spoken(model: Captioner, images: Tensor, prompts: Sequence[str], longest: in
     return [processor.decode(row).split(" <end>")[0] for row in tokens[:, start.shape[1] :]]
 
 
+def true_captions(scenes: Scenes) -> list[dict[str, int]]:
+    """Return all captions that are true of each image, and the number of the object that each names first.
+
+    Objects on a diagonal are, for example, left of and above each other. In training, one of both was right.
+    """
+    results: list[dict[str, int]] = []
+    for names, boxes in zip(scenes.captions(), scenes.boxes.tolist(), strict=True):
+        true = {}
+        for first, (own, other) in enumerate((boxes[:2], boxes[1::-1])):
+            relations = {"left of": (0, own, other), "right of": (0, other, own)}
+            relations |= {"above": (1, own, other), "below": (1, other, own)}
+            for relation, (axis, low, high) in relations.items():
+                if low[axis + 2] <= high[axis]:
+                    true[f"{names[first]} {relation} {names[1 - first]}"] = first
+        results.append(true)
+    return results
+
+
 def caption_accuracy(name: str, task: Task, images: int = 1000) -> tuple[float, float]:
     """Return the shares of held-out images with a true caption, and with the right colour of the first object."""
     model: Any = saliency.load(name)
     scenes = held_out(task, images)
-    truths = scenes.captions()
+    firsts = [names[0].split() for names in scenes.captions()]  # "a", "red", "circle"
     captions = spoken(model, scenes.images, ["caption"] * images)
-    colours = spoken(model, scenes.images, [COLOUR_QUESTION.format(truth[0].split()[2]) for truth in truths], 2)
-    true = sum(caption in truth[2:] for caption, truth in zip(captions, truths, strict=True))
-    right = sum(colour == truth[0].split()[1] for colour, truth in zip(colours, truths, strict=True))
+    colours = spoken(model, scenes.images, [COLOUR_QUESTION.format(shape) for _, _, shape in firsts], 2)
+    true = sum(caption in each for caption, each in zip(captions, true_captions(scenes), strict=True))
+    right = sum(colour == each for colour, (_, each, _) in zip(colours, firsts, strict=True))
     return true / images, right / images
 
 

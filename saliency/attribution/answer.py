@@ -393,6 +393,8 @@ class _Arguments:
             rows = self._pixels(number, x) if shown.any() else fixed
             if not shown.all():
                 rows = torch.where(shown.view(-1, *[1] * (rows.dim() - 1)), rows, fixed)
+            if "pixel_attention_mask" in self.fixed:  # Idefics3 takes a tile of zeros for padding
+                rows = rows + torch.finfo(rows.dtype).tiny
             between = self.rows[end:start]  # padding
             parts += [between.to(x).expand(count, *between.shape), rows]
             end = start + own.shape[1]
@@ -432,7 +434,7 @@ def _trace(model: nn.Module, canvases: Tensor, number: int, forward: AnswerForwa
                 if not (~places[0].isnan() & ~is_image).any():  # tokens of text have no place
                     found.append((name, places))
 
-    with PositionTrace(x) as trace, HookManager(exclusive=True) as hooks:
+    with PositionTrace(x, follows_values=True) as trace, HookManager(exclusive=True) as hooks:
         for name, module in model.named_modules():
             if name:
                 hooks.around(module, partial(begin, name), lambda token, output: None)

@@ -114,14 +114,17 @@ class PositionTrace(DispatchMode):
 
     Args:
         x: The batch (N, C, H, W).
+        follows_values: Whether an order that depends on the values of the image is followed. The positions then hold
+            for this image alone.
 
     Attributes:
         queries: The positions (2, ..., queries) of the queries of each attention call.
     """
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, *, follows_values: bool = False) -> None:
         super().__init__()
         self.queries: list[Tensor] = []
+        self._follows_values = follows_values
         self._memories: dict[int, _Memory] = {}  # by address
         self._axes = x.dim() - 2
         edges = [torch.arange(length, device=x.device, dtype=torch.float32) for length in x.shape[2:]]
@@ -209,8 +212,11 @@ class PositionTrace(DispatchMode):
 
     def _moved(self, op: Op, named: dict[str, Any]) -> Tensor | None:
         """Return the positions after an operation that moves numbers, by running it on the positions."""
-        if any(self.positions(part) is not None for part in tree_tensors(named) if not part.is_floating_point()):
+        indices = (part for part in tree_tensors(named) if not part.is_floating_point())
+        if not self._follows_values and any(self.positions(part) is not None for part in indices):
             return None  # the order depends on the image
+        if not any(part.is_floating_point() for part in tree_tensors(named)):
+            return None
         if operator_name(op) == "constant_pad_nd":
             named = {**named, "value": torch.nan}
 
