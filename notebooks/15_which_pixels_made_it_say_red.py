@@ -38,111 +38,164 @@ answer.text, answer.tokens
 # %%
 method = saliency.AttnLRP(model)
 explanation = method.attribute(answer, saliency.words("red"))
-saliency.overlay(explanation)
+saliency.figure(explanation)
 
 # %% [markdown]
-# **What to see.** The map is red on the circle and blue on the square: the square speaks against "red", because the
-# network could have begun with "blue", too. Both sentences are true of this image.
-#
-# ## Every word has a map
-#
-# One map for each word, with the outlines of the circle (red) and the square (blue). The number is the share of the
-# tokens of the image in the relevance of all tokens; the other tokens are the prompt and the words before.
-
-# %% tags=["warns"]
-words = [(word, method.attribute(answer, saliency.words(at=tokens))) for word, tokens in answer.words]
-
-
-def outline(axis):
-    """Draw the outlines of both objects, without ticks."""
-    for mask, color in zip(masks, ("#ff5050", "#5090ff"), strict=True):
-        axis.contour(mask, levels=[0.5], colors=color, linewidths=1.5)
-    axis.set_xticks([])
-    axis.set_yticks([])
-
-
-def show(axis, explanation, title):
-    """Draw the positive part of a map."""
-    axis.imshow(saliency.heatmap(explanation, sign="positive", percentile=99.5)[0], cmap="inferno")
-    outline(axis)
-    axis.set_title(title, fontsize=10)
-
-
-figure, axes = plt.subplots(2, 4, figsize=(7.2, 4.0), layout="constrained")
-for axis, (word, each) in zip(axes.flat, words, strict=False):
-    show(axis, each, f"{word}: {float(each.image_share):.0%}")
-for axis in axes.flat[len(words) :]:
-    axis.axis("off")
-plt.show()
-
-# %% [markdown]
-# ## Image or text?
-#
-# A word can follow from the words before it. The relevance of all tokens says how much: here is its magnitude, for the
-# image, the prompt and the earlier words.
+# **What to see.** The map is on the circle. "blue" was possible, too: both objects may be named first, so "red" has a
+# probability of about a half. `against="blue"` asks for the log-odds of the two colours, and the square speaks against
+# "red":
 
 # %%
-figure, axis = plt.subplots(figsize=(7, 2.8), layout="constrained")
-left = torch.zeros(len(words))
-kinds = ["image" if token is None else "prompt" if at < 66 else "earlier words" for at, token in enumerate(answer.sequence)]
-for kind, color in (("image", "#2a9d5c"), ("prompt", "0.45"), ("earlier words", "0.75")):
-    where = torch.tensor([own == kind for own in kinds])
-    values = torch.stack([each.token_shares[0].abs()[where].sum() / each.token_shares.abs().sum() for _, each in words])
-    axis.barh([f"{at} {word}" for at, (word, _) in enumerate(words)], values, left=left, color=color, label=kind)
-    left = left + values
-axis.invert_yaxis()
-axis.set_xlabel("share of the relevance of all tokens, by magnitude")
+saliency.figure(method.attribute(answer, saliency.words("red", against="blue")))
+
+# %% [markdown]
+# ## Every word has a map
+#
+# `draw_answer` draws all words from one forward. The table below the maps says how much of the score of each word came
+# from the image, and how much from each token of the text: the prompt, and the words before.
+
+# %% tags=["warns"]
+saliency.draw_answer(answer, method)
+
+# %% [markdown]
+# **What to see.** Each colour and each shape has its map on its own object. "a" hardly needs the image: every caption
+# begins with it. The toolkit says so where less than a tenth of the relevance came from the image: a map of such a word
+# shows the small rest. Without the shares, it would look like any other map.
+#
+# ## Does every word find its object?
+#
+# On drawn scenes, this can be measured: the share of the map of a word on its own object, minus the share on the other
+# one, over 20 scenes. The bars are two standard errors; a method whose bar crosses 0 does not tell the objects apart.
+
+# %%
+scenes = saliency.testbed.draw_scenes(20, seed=1_000_001, task="two_objects")
+captions = [names[2] for names in scenes.captions()]  # true ones; the network need not have said them
+answers = [
+    saliency.generate(model, processor, image, "caption", answer=caption)
+    for image, caption in zip(scenes.images, captions, strict=True)
+]
+places = {"first colour": 1, "first shape": 2, "second colour": -2, "second shape": -1}
+names = ["attn_lrp", "integrated_gradients", "input_x_gradient", "chefer_attention", "attention_rollout"]
+
+
+def margins(name):
+    """Return the share on the own object minus the share on the other one, (20 scenes, 4 words)."""
+    explainer = saliency.METHODS[name](model)
+    rows = []
+    for answer, masks in zip(answers, scenes.masks, strict=True):
+        targets = [saliency.words(at=answer.words[place][1]) for place in places.values()]
+        maps = [saliency.heatmap(each, sign="positive")[0] for each in explainer.attribute_classes(answer, targets)]
+        shares = torch.stack([(heatmap * masks).sum((1, 2)) / heatmap.sum() for heatmap in maps])  # (4, 2)
+        rows.append((shares[:, 0] - shares[:, 1]) * torch.tensor([1, 1, -1, -1]))
+    return torch.stack(rows)
+
+
+figure, axis = plt.subplots(figsize=(7.2, 3.4), layout="constrained")
+for number, name in enumerate(names):
+    found = margins(name)
+    at = torch.arange(4) + 0.15 * number
+    axis.bar(at, found.mean(0), 0.14, yerr=2 * found.std(0) / 20**0.5, label=name)
+axis.axhline(0, color="black", linewidth=0.8)
+axis.set_xticks(torch.arange(4) + 0.3, list(places))
+axis.set_ylabel("own object minus other")
 axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 
 # %% [markdown]
-# **What to see.** Colours and shapes come from the image. "a" comes from the text, as it would in any caption, and the
-# toolkit warned above: a map of such a word shows the small rest. The ledger of a word has the same account:
-
-# %%
-saliency.ledger_table(words[1][1])
-
-# %% [markdown]
-# ## Raw attention sinks
+# @BARS
 #
-# Many papers draw the attention of a word instead. Here is the attention of the position that writes the word, in each
-# layer of the decoder, as the mean of its heads; below, `AttnLRP`. By hand, it is a softmax between queries and keys:
+# ## Raw attention
+#
+# Many papers draw the attention of a word. Here is the attention of the position that writes the word, in each layer of
+# the decoder, as the mean of its heads; below, `AttnLRP`. By hand, it is a softmax of queries and keys:
 
 # %%
-recorded = []
-handles = [
-    block.attn.qkv.register_forward_hook(lambda module, args, output: recorded.append(output))
-    for block in model.decoder
-]
-tokens = processor([image], "caption " + answer.text)
-with torch.no_grad():
-    model(**tokens)
-for handle in handles:
-    handle.remove()
 
 
-def attention(qkv):
-    """Return the attention (heads, queries, keys) of a causal layer."""
-    length = qkv.shape[1]
-    query, key, _ = qkv[0].view(length, 3, 4, 16).permute(1, 2, 0, 3)  # each (4 heads, tokens, 16)
-    later = torch.ones(length, length, dtype=torch.bool).triu(1)
-    return (query @ key.mT / 16**0.5).masked_fill(later, -torch.inf).softmax(-1)
+def attention(images, captions):
+    """Return the attention (3 layers, N, queries, keys) of captions, as the mean of the heads."""
+    recorded = []
+    handles = [
+        block.attn.qkv.register_forward_hook(lambda module, args, output: recorded.append(output))
+        for block in model.decoder
+    ]
+    with torch.no_grad():
+        model(**processor(images, [f"caption {caption}" for caption in captions]))
+    for handle in handles:
+        handle.remove()
+    means = []
+    for qkv in recorded:
+        query, key, _ = qkv.unflatten(2, (3, 4, 16)).permute(2, 0, 3, 1, 4)  # each (N, 4 heads, tokens, 16)
+        scores = query @ key.mT / 16**0.5
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        means.append(scores.masked_fill(later, -torch.inf).softmax(-1).mean(1))
+    return torch.stack(means)
 
 
-layers = torch.stack([attention(qkv) for qkv in recorded]).mean(1)  # (3 layers, queries, keys)
-chosen = [1, 2, len(words) - 2, len(words) - 1]  # both colours and shapes
-
-figure, axes = plt.subplots(4, 4, figsize=(6.2, 6.6), layout="constrained")
-for column, at in zip(axes.T, chosen, strict=True):
-    for axis, layer in zip(column, layers, strict=False):
-        axis.imshow(layer[answer.queries[at], 1:65].view(8, 8), cmap="inferno", extent=(-0.5, 63.5, 63.5, -0.5))
-        outline(axis)
-    show(column[3], words[at][1], "")
-    column[0].set_title(words[at][0], fontsize=10)
+layers = attention(image[None], [answer.text])[:, 0]
+explanations = method.attribute_classes(answer, [saliency.words(at=each) for _, each in answer.words])
+figure, axes = plt.subplots(4, 5, figsize=(7.2, 6.2), layout="constrained")
+for column, at in zip(axes.T, (1, 2, 3, -2, -1), strict=True):
+    query = answer.queries[at]
+    column[0].set_title(answer.words[at][0], fontsize=10)
+    maps = [layer[query, 1:65].view(8, 8) for layer in layers]
+    maps.append(saliency.heatmap(explanations[at], sign="positive", percentile=99.5)[0])
+    for axis, values in zip(column, maps, strict=True):
+        axis.imshow(values, cmap="inferno", extent=(-0.5, 63.5, 63.5, -0.5))
+        for mask, color in zip(masks, ("#ff5050", "#5090ff"), strict=True):
+            axis.contour(mask, levels=[0.5], colors=color, linewidths=1.5)
+        axis.set_xticks([])
+        axis.set_yticks([])
 for row, name in zip(axes, ("layer 0", "layer 1", "layer 2", "AttnLRP"), strict=True):
     row[0].set_ylabel(name)
 plt.show()
 
 # %% [markdown]
-# The same attention in numbers, over 50 scenes: how much goes to the first token, to the words, and to which part of
-# the image. Patches of the background carry nothing about the word.
+# @RAW
+#
+# ## Where attention sinks
+#
+# In large models, most of the attention goes to a few tokens that carry nothing: the first token, punctuation, or
+# patches of the border and of empty sky. The weights of a softmax sum to 1, so a head that finds nothing must put them
+# somewhere, and training finds a place where they do no harm: a token with a small value (Xiao et al. 2024, "Efficient
+# Streaming Language Models with Attention Sinks"). Drawn over a photo, such a map has its maxima where nothing is. Does
+# this small network do the same? Over the 20 scenes, for the token that writes each word:
+
+# %%
+layers = attention(scenes.images, captions)  # (3, 20, queries, keys)
+objects = torch.nn.functional.max_pool2d(scenes.masks.float(), 8).bool().any(1)  # (20, 8, 8): patches of objects
+border = torch.ones(8, 8, dtype=torch.bool)
+border[1:-1, 1:-1] = False
+regions = {"objects": objects, "border": ~objects & border, "rest of the background": ~objects & ~border}
+colors = ("#2a9d5c", "#d62728", "#f4a582", "0.3", "0.75")
+
+figure, axes = plt.subplots(1, 3, figsize=(8.4, 2.6), sharey=True, layout="constrained")
+for number, (axis, layer) in enumerate(zip(axes, layers, strict=True)):
+    left = torch.zeros(5)
+    for part, color in zip([*regions, "first token", "text"], colors, strict=True):
+        values = []
+        for word in (1, 2, 3, -2, -1):
+            rows = torch.stack([layer[each, answer.queries[word]] for each, answer in enumerate(answers)])
+            image_rows = rows[:, 1:65].view(-1, 8, 8)
+            by_part = {name: (image_rows * where).sum((1, 2)) for name, where in regions.items()}
+            by_part |= {"first token": rows[:, 0], "text": rows[:, 65:].sum(1)}
+            values.append(by_part[part].mean())
+        axis.barh(
+            ["first colour", "first shape", "relation", "second colour", "second shape"],
+            values,
+            left=left,
+            color=color,
+            label=part,
+        )
+        left = left + torch.stack(values)
+    axis.set_title(f"layer {number}", fontsize=10)
+axes[0].invert_yaxis()
+axes[2].legend(loc="center left", bbox_to_anchor=(1, 0.5))
+plt.show()
+{name: f"{float(where.float().mean()):.0%} of the patches" for name, where in regions.items()}
+
+# %% [markdown]
+# @SINK
+#
+# **In short.** Ask for the words, look at the share of the image first, and use a method that follows the computation:
+# `AttnLRP`, or occlusion to check it. Attention shows where the network looked, with what it looked for left out.
