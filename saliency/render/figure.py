@@ -18,7 +18,7 @@ from ..attribution.base import Attribution
 from ..attribution.dense_features import Features
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import single_images
-from ..errors import RenderError
+from ..errors import RenderError, each_warning_once
 from ..io.preprocess import Frame
 from ..methods.pairs import Matches
 from ..targets.words import words
@@ -212,10 +212,11 @@ def draw_answer(answer: Answer, method: Attribution, *, columns: int | None = No
         RenderError: The number of columns is invalid.
 
     Warns:
-        SaliencyWarning: As for `figure`.
+        SaliencyWarning: As for `figure`, once for all words; the image has little of the relevance of a word.
     """
     names = [word for word, _ in answer.words]
-    explanations = method.attribute_classes(answer, [words(at=place) for _, place in answer.words])
+    with each_warning_once():  # many words, such as "of", follow from the text
+        explanations = method.attribute_classes(answer, [words(at=place) for _, place in answer.words])
     most, images = 1 + len(names), len(answer.inputs)
     if columns is None:
         columns = math.ceil(most / math.ceil(most / COLUMNS))
