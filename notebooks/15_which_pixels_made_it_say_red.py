@@ -106,40 +106,19 @@ plt.show()
 #
 # ## Raw attention
 #
-# Many papers draw the attention of a word. Here is the attention of the position that writes the word, in each layer of
-# the decoder, as the mean of its heads; below, `AttnLRP`. By hand, it is a softmax of queries and keys:
+# Many papers draw the attention of a word. `saliency.attention` reads it from fused kernels: here, of the token that
+# writes the word, in each layer of the decoder, as the mean of its heads. Below, `AttnLRP`:
 
 # %%
-
-
-def attention(images, captions):
-    """Return the attention (3 layers, N, queries, keys) of captions, as the mean of the heads."""
-    recorded = []
-    handles = [
-        block.attn.qkv.register_forward_hook(lambda module, args, output: recorded.append(output))
-        for block in model.decoder
-    ]
-    with torch.no_grad():
-        model(**processor(images, [f"caption {caption}" for caption in captions]))
-    for handle in handles:
-        handle.remove()
-    means = []
-    for qkv in recorded:
-        query, key, _ = qkv.unflatten(2, (3, 4, 16)).permute(2, 0, 3, 1, 4)  # each (N, 4 heads, tokens, 16)
-        scores = query @ key.mT / 16**0.5
-        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        means.append(scores.masked_fill(later, -torch.inf).softmax(-1).mean(1))
-    return torch.stack(means)
-
-
-layers = attention(image[None], [answer.text])[:, 0]
-explanations = method.attribute_classes(answer, [saliency.words(at=each) for _, each in answer.words])
+layers = saliency.attention(model, answer, reduce="mean_heads")
+chosen = (1, 2, 3, -2, -1)  # without "a"
+explanations = method.attribute_classes(answer, [saliency.words(at=answer.words[at][1]) for at in chosen])
 figure, axes = plt.subplots(4, 5, figsize=(7.2, 6.2), layout="constrained")
-for column, at in zip(axes.T, (1, 2, 3, -2, -1), strict=True):
+for column, at, explanation in zip(axes.T, chosen, explanations, strict=True):
     query = answer.queries[at]
     column[0].set_title(answer.words[at][0], fontsize=10)
-    maps = [layer[query, 1:65].view(8, 8) for layer in layers]
-    maps.append(saliency.heatmap(explanations[at], sign="positive", percentile=99.5)[0])
+    maps = [layer.maps(query)[0] for layer in layers]
+    maps.append(saliency.heatmap(explanation, sign="positive", percentile=99.5)[0])
     for axis, values in zip(column, maps, strict=True):
         axis.imshow(values, cmap="inferno", extent=(-0.5, 63.5, 63.5, -0.5))
         for mask, color in zip(masks, ("#ff5050", "#5090ff"), strict=True):
@@ -161,33 +140,33 @@ plt.show()
 # Streaming Language Models with Attention Sinks"). Drawn over a photo, such a map has its maxima where nothing is. Does
 # this small network do the same? Over the 20 scenes, for the token that writes each word:
 
+
 # %%
-layers = attention(scenes.images, captions)  # (3, 20, queries, keys)
+def rows(answer):
+    """Return the attention of the tokens that write five words, (3 layers, 5 words, keys)."""
+    queries = [answer.queries[at] for at in chosen]
+    layers = saliency.attention(model, answer, reduce="mean_heads")
+    return torch.stack([layer.probabilities[0, queries] for layer in layers])
+
+
+attention = torch.stack([torch.nn.functional.pad(each, (0, 80 - each.shape[2])) for each in map(rows, answers)])
 objects = torch.nn.functional.max_pool2d(scenes.masks.float(), 8).bool().any(1)  # (20, 8, 8): patches of objects
 border = torch.ones(8, 8, dtype=torch.bool)
 border[1:-1, 1:-1] = False
 regions = {"objects": objects, "border": ~objects & border, "rest of the background": ~objects & ~border}
 colors = ("#2a9d5c", "#d62728", "#f4a582", "0.3", "0.75")
 
+patches = attention[..., 1:65].unflatten(-1, (8, 8))  # (20 scenes, 3 layers, 5 words, 8, 8)
+shares = {name: (patches * where[:, None, None]).sum((3, 4)).mean(0) for name, where in regions.items()}
+shares |= {"first token": attention[..., 0].mean(0), "text": attention[..., 65:].sum(3).mean(0)}  # (3, 5) each
+
 figure, axes = plt.subplots(1, 3, figsize=(8.4, 2.6), sharey=True, layout="constrained")
-for number, (axis, layer) in enumerate(zip(axes, layers, strict=True)):
+kinds = ["first colour", "first shape", "relation", "second colour", "second shape"]
+for number, axis in enumerate(axes):
     left = torch.zeros(5)
-    for part, color in zip([*regions, "first token", "text"], colors, strict=True):
-        values = []
-        for word in (1, 2, 3, -2, -1):
-            rows = torch.stack([layer[each, answer.queries[word]] for each, answer in enumerate(answers)])
-            image_rows = rows[:, 1:65].view(-1, 8, 8)
-            by_part = {name: (image_rows * where).sum((1, 2)) for name, where in regions.items()}
-            by_part |= {"first token": rows[:, 0], "text": rows[:, 65:].sum(1)}
-            values.append(by_part[part].mean())
-        axis.barh(
-            ["first colour", "first shape", "relation", "second colour", "second shape"],
-            values,
-            left=left,
-            color=color,
-            label=part,
-        )
-        left = left + torch.stack(values)
+    for (name, values), color in zip(shares.items(), colors, strict=True):
+        axis.barh(kinds, values[number], left=left, color=color, label=name)
+        left = left + values[number]
     axis.set_title(f"layer {number}", fontsize=10)
 axes[0].invert_yaxis()
 axes[2].legend(loc="center left", bbox_to_anchor=(1, 0.5))
