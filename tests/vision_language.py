@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
-WORDS = "what color is the car a red blue circle square left right of user assistant".split()
+WORDS = "what color is the car a red blue circle square left right of user assistant".split()  # noqa: SIM905
 TOWER: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -25,21 +27,21 @@ TEMPLATE = (
 )
 
 
+def scene(seed: int = 0, size: tuple[int, int] = (140, 90)) -> Image.Image:
+    """Return a smooth image without symmetry."""
+    coarse = np.random.default_rng(seed).integers(0, 255, (5, 7, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
+
+
 def tokenizer(*special: str, **named: str) -> Any:
     """Return a tokenizer of words, with some special tokens; those with a name become attributes."""
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
     tokens = ["<pad>", "<unk>", "<s>", "</s>", *special, *named.values()]
     vocabulary = {word: index for index, word in enumerate(dict.fromkeys([*tokens, *WORDS]))}
-    fast = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    fast = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=tokens[1]))
     fast.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=fast,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        extra_special_tokens=named or [*special],
-    )
+    ends = dict(zip(("pad_token", "unk_token", "bos_token", "eos_token"), tokens, strict=False))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **ends, extra_special_tokens=named or [*special])
 
 
 def llava() -> tuple[nn.Module, Any]:
@@ -145,9 +147,8 @@ def internvl() -> tuple[nn.Module, Any]:
     """Return InternVL: tiles and a thumbnail."""
     import transformers as t
 
-    words = tokenizer(
-        start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>", video_token="<video>"
-    )
+    special = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>", "video": "<video>"}
+    words = tokenizer(**{f"{name}_token": token for name, token in special.items()})
     config = t.InternVLConfig(
         vision_config=t.InternVLVisionConfig(**TOWER, image_size=[28, 28], patch_size=[7, 7]),
         text_config=t.Qwen2Config(**TEXT, vocab_size=len(words)),
@@ -155,7 +156,9 @@ def internvl() -> tuple[nn.Module, Any]:
         image_seq_length=4,
         downsample_ratio=0.5,
     )
-    images = t.GotOcr2ImageProcessor(size={"height": 28, "width": 28}, crop_to_patches=True, min_patches=1, max_patches=6)
+    images = t.GotOcr2ImageProcessor(
+        size={"height": 28, "width": 28}, crop_to_patches=True, min_patches=1, max_patches=6
+    )
     processor = t.InternVLProcessor(
         images,
         words,

@@ -438,7 +438,11 @@ def source(cls: type) -> str:
 
 
 def explain_together(
-    methods: Sequence[Attribution], inputs: ImagesLike | Answer, target: TargetLike = None, *, forward_args: ForwardArgs = ()
+    methods: Sequence[Attribution],
+    inputs: ImagesLike | Answer,
+    target: TargetLike = None,
+    *,
+    forward_args: ForwardArgs = (),
 ) -> list[Explanation]:
     """Explain the same image and target by several methods, from one forward where possible.
 

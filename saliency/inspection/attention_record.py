@@ -39,8 +39,8 @@ Reduce = Literal["mean_heads", "max_heads", "min_heads"]
 Query = int | Sequence[float] | None
 """A query: the number of its token, the point (x, y) of its patch on the image, or None for the mean of all."""
 
-# Of `draw_attention`, in inches: the longer edge of an image, and the height of its title.
-_PANEL, _TITLE = 1.0, 0.2
+# Of `draw_attention`, in inches: the longer edge of an image, the height of its title, and the width of a layer's name.
+_PANEL, _TITLE, _LABEL = 1.1, 0.2, 1.2
 _LONGEST_LABEL = 24  # characters of a layer's name
 
 
@@ -110,7 +110,7 @@ class LayerAttention:
         if layouts.keys is None:
             raise LayerError(f'the keys of "{self.layer}" are not one for each patch of the image')
         heads = self.probabilities if self._reduce is None else self.probabilities[:, None]
-        heads = heads.unflatten(0, (images, -1))  # (N, windows, heads, queries, keys)
+        heads = heads.reshape(images, -1, *heads.shape[1:])  # (N, windows, heads, queries, keys)
         windows, queries = heads.shape[1], heads.shape[3]
         if query is None:
             rows = heads.mean(3) / windows
@@ -268,7 +268,7 @@ def draw_attention(layers: Sequence[LayerAttention], query: Query = None, *, ima
     rows = [maps.reshape(-1, *maps.shape[-2:]) for maps in (layer.maps(query)[image] for layer in layers)]
     scale, columns = small.image.width / frame.image.width, max(map(len, rows))
     panel_height = _PANEL * small.image.height / max(small.image.size) + _TITLE
-    drawing = new_figure(columns * _PANEL, len(rows) * panel_height, crop="tight")
+    drawing = new_figure(_LABEL + columns * _PANEL, len(rows) * panel_height, crop="tight")
     panels = drawing.subplots(len(rows), columns, squeeze=False)
     for layer, maps, row in zip(layers, rows, panels, strict=True):
         for axes in row:

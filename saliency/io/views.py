@@ -5,10 +5,9 @@ They are found by running the processor on ramps, so that no class of processors
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,24 +56,23 @@ def find_views(encode: Encode, image: Image.Image, sizes: Mapping[str, int]) -> 
     """
     known = encode(image)
     if "image_grid_thw" in known:
-        (_, height, width), size, merged = known["image_grid_thw"][0].tolist(), sizes["patch_size"], sizes["merge_size"]
-        grid = (height // merged, width // merged, merged, merged, -1, size, size)
-        canvas = _from_patches(known["pixel_values"], grid)
-        repeats = known["pixel_values"].shape[1] // (len(canvas) * size**2)
-        (box,) = boxes_of_views(lambda own: _from_patches(encode(own)["pixel_values"], grid)[None], image.size)
-        return Views(canvas, box, lambda x: _to_patches(x, grid, repeats))
+        grid = _PatchGrid(*known["image_grid_thw"][0, 1:].tolist(), sizes["patch_size"], sizes["merge_size"])
+        (box,) = boxes_of_views(lambda own: grid.joined(encode(own)["pixel_values"])[None], image.size)
+        repeats = known["pixel_values"].shape[1] // (3 * grid.size**2)
+        return Views(grid.joined(known["pixel_values"]), box, lambda x: grid.divided(x, repeats))
     views = _views(known)
     boxes = boxes_of_views(lambda own: _views(encode(own)), image.size)
     whole = [number for number, box in enumerate(boxes) if _covers(box, image.size)] if len(boxes) > 1 else []
     tiles = [number for number in range(len(boxes)) if number not in whole]
-    rows = len({round(boxes[number][1]) for number in tiles})
-    columns = len(tiles) // rows
-    lefts, tops = ([boxes[number][axis] for number in tiles] for axis in (0, 1))
-    order = sorted(tiles, key=lambda number: (round(boxes[number][1]), boxes[number][0]))
-    if rows * columns != len(tiles) or order != tiles:
+    lefts, tops, rights, bottoms = zip(*(boxes[number] for number in tiles), strict=True)
+    box = (min(lefts), min(tops), max(rights), max(bottoms))
+    width, height = rights[0] - lefts[0], bottoms[0] - tops[0]
+    columns, rows = round((box[2] - box[0]) / width), round((box[3] - box[1]) / height)
+    starts = [(box[0] + column * width, box[1] + row * height) for row in range(rows) for column in range(columns)]
+    far = [max(abs(x - a) / width, abs(y - b) / height) for x, y, (a, b) in zip(lefts, tops, starts, strict=False)]
+    if len(starts) != len(tiles) or max(far) > 0.1:  # of a tile
         raise ImageError(f"{len(tiles)} tiles of an image are not the rows of a grid")
     canvas = _joined(views[tiles], rows)
-    box = (min(lefts), min(tops), max(boxes[n][2] for n in tiles), max(boxes[n][3] for n in tiles))
     crops = {number: _on_canvas(boxes[number], box, canvas) for number in whole}
 
     def pixels(x: Tensor) -> Tensor:
@@ -86,6 +84,28 @@ def find_views(encode: Encode, image: Image.Image, sizes: Mapping[str, int]) -> 
         return F.interpolate(x, views.shape[2:], mode="bicubic", antialias=True)
 
     return Views(canvas, box, pixels)
+
+
+class _PatchGrid(NamedTuple):
+    """Grid of flattened patches, in the order of blocks of `merged` x `merged` patches, as in Qwen-VL."""
+
+    height: int
+    width: int
+    size: int
+    merged: int
+
+    def joined(self, patches: Tensor) -> Tensor:
+        """Return patches (n, 3 * repeats * size * size) as one image (3, H, W). Repetitions in time are equal."""
+        height, width, size, merged = self
+        blocks = patches.view(height // merged, width // merged, merged, merged, 3, -1, size, size)[..., 0, :, :]
+        return blocks.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, height * size, width * size)
+
+    def divided(self, x: Tensor, repeats: int) -> Tensor:
+        """Return images (N, 3, H, W) as patches (N, n, 3 * repeats * size * size)."""
+        height, width, size, merged = self
+        blocks = x.reshape(len(x), 3, height // merged, merged, size, width // merged, merged, size)
+        patches = blocks.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(len(x), height * width, 3, 1, size, size)
+        return patches.expand(-1, -1, -1, repeats, -1, -1).flatten(2)
 
 
 def _views(encoded: Mapping[str, Any]) -> Tensor:
@@ -120,19 +140,3 @@ def _joined(tiles: Tensor, rows: int) -> Tensor:
 def _split(x: Tensor, rows: int, columns: int) -> list[Tensor]:
     """Return the tiles (N, C, h, w) of images (N, C, H, W), in rows."""
     return [tile for row in x.chunk(rows, 2) for tile in row.chunk(columns, 3)]
-
-
-def _from_patches(patches: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """Return flattened patches as one image (C, H, W). Repetitions in time are equal."""
-    height, width, merged, _, _, size, _ = grid
-    channels = 3
-    parts = patches.view(height, width, merged, merged, channels, -1, size, size)[:, :, :, :, :, 0]
-    return parts.permute(4, 0, 2, 5, 1, 3, 6).reshape(channels, height * merged * size, width * merged * size)
-
-
-def _to_patches(x: Tensor, grid: tuple[int, ...], repeats: int) -> Tensor:
-    """Return images (N, C, H, W) as flattened patches (N, patches, C * repeats * size * size)."""
-    height, width, merged, _, _, size, _ = grid
-    parts = x.reshape(len(x), -1, height, merged, size, width, merged, size).permute(0, 2, 5, 3, 6, 1, 4, 7)
-    repeated = parts[:, :, :, :, :, :, None].expand(-1, -1, -1, -1, -1, -1, repeats, -1, -1)
-    return repeated.reshape(len(x), height * width * merged**2, -1)

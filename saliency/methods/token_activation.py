@@ -99,7 +99,8 @@ class TAM(Attribution):
             hooks.revise_input(head, keep)
             output = run_model(self.model, x)
         ids = answer.ids[text]
-        bias = None if head.bias is None else at_least_float32(head.bias.detach())[ids]
+        offsets: Tensor | None = head.bias
+        bias = None if offsets is None else at_least_float32(offsets.detach()[ids])
         rows = at_least_float32(head.weight.detach()[ids])
         logits = F.linear(at_least_float32(hidden[-1]), rows, bias) if hidden else ids.new_zeros(0)
         own, read = at_least_float32(output_tensor(output))[:, -count:, ids], logits[:, -count:]

@@ -1,4 +1,4 @@
-"""Answers of vision-language models as inputs of methods; see also tests/io/test_views.py and tests/targets/test_words.py."""
+"""Answers of vision-language models as inputs of methods."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import saliency
 from saliency.io.preprocess import Geometry
 from saliency.testing.unchanged import Snapshot
 from tests.reference import error
-from tests.vision_language import FAMILIES, build
+from tests.vision_language import FAMILIES, build, scene
 
 pytest.importorskip("transformers")
 pytestmark = [
@@ -28,12 +28,6 @@ pytestmark = [
 SIZE = (140, 90)
 QUESTION = "what color is the car"
 RESIZED = {"llava_next", "internvl", "idefics3", "smolvlm"}  # families with a resized view of the whole image
-
-
-def scene(seed: int = 0, size: tuple[int, int] = SIZE) -> Image.Image:
-    """A smooth image without symmetry."""
-    coarse = np.random.default_rng(seed).integers(0, 255, (5, 7, 3), dtype=np.uint8)
-    return Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
 
 
 @cache
@@ -61,7 +55,12 @@ def test_the_canvas_gives_the_pixel_values_of_the_processor(family: str) -> None
     forward: Any = answer.forward.arguments
     expected, found = forward.fixed["pixel_values"], forward(answer.inputs, [0])["pixel_values"]
     assert found.shape == expected.shape
-    views = (found - expected).abs().reshape(-1, *found.shape[-3:] if found.dim() > 2 else found.shape).mean((1, 2, 3) if found.dim() > 2 else (1, 2))
+    views = (
+        (found - expected)
+        .abs()
+        .reshape(-1, *found.shape[-3:] if found.dim() > 2 else found.shape)
+        .mean((1, 2, 3) if found.dim() > 2 else (1, 2))
+    )
     assert int((views > 0).sum()) == (family in RESIZED)
     assert float(views.max()) < 0.1
 
@@ -169,7 +168,9 @@ def test_fused_attention_gives_the_maps_of_eager_attention() -> None:
 def test_methods_of_many_passes_explain_an_answer() -> None:
     model, _, answer = case("llava")
     with torch.no_grad():
-        scores = [odds(logits(model, answer, x)[:, 1], answer.forward.text.ids[1]) for x in (answer.inputs, 0 * answer.inputs)]
+        scores = [
+            odds(logits(model, answer, x)[:, 1], answer.forward.text.ids[1]) for x in (answer.inputs, 0 * answer.inputs)
+        ]
     path = saliency.IntegratedGradients(model, steps=32).attribute(answer, saliency.words("red"))
     torch.testing.assert_close(path.values.sum(), (scores[0] - scores[1])[0], rtol=1e-2, atol=1e-3)
     hidden = saliency.Occlusion(model, window=14, stride=14).attribute(answer, saliency.words("red"))

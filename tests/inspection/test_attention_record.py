@@ -335,10 +335,10 @@ def test_the_maps_of_a_vit_are_the_rows_of_its_attention() -> None:
     model, x = tiny_transformer(), images(2)
     layer = saliency.attention(model, x)[-1]
     patches = layer.probabilities[..., 1:]  # without the class token
-    close(layer.maps(0), patches[:, :, 0].unflatten(-1, (4, 4)))
-    close(layer.maps(), patches.mean(2).unflatten(-1, (4, 4)))
+    close(layer.maps(0), patches[:, :, 0].reshape(2, -1, 4, 4))
+    close(layer.maps(), patches.mean(2).reshape(2, -1, 4, 4))
     point = x.shape[3] - 1, 0  # the last patch of the first row
-    close(layer.maps(point), patches[:, :, 4].unflatten(-1, (4, 4)))
+    close(layer.maps(point), patches[:, :, 4].reshape(2, -1, 4, 4))
     reduced = saliency.attention(model, x, reduce="max_heads")[-1]
     close(reduced.maps(0), layer.maps(0).amax(1))
     with pytest.raises(TargetError, match=r"query 17 .*outside 0..16"):
@@ -352,15 +352,15 @@ def test_windows_are_put_back_into_the_image() -> None:
     model, x = swin.SwinTransformer(img_size=32, patch_size=2, **kind).eval(), torch.randn(2, 3, 32, 32)
     shifted = saliency.attention(model, x, 0)[1]
     assert shifted.shape == (32, 1, 16, 16)  # 16 windows of each image
-    received = shifted.probabilities.mean(2).mT.unflatten(1, (4, 4)) / 16
+    received = shifted.probabilities.mean(2).mT.reshape(32, 4, 4, 1) / 16
     wanted = swin.window_reverse(received, (4, 4), 16, 16).roll((2, 2), (1, 2)).movedim(-1, 1)
     close(shifted.maps(), wanted)
     numbers = torch.arange(256.0).view(1, 16, 16, 1).roll((-2, -2), (1, 2))
     cells = swin.window_partition(numbers, (4, 4)).flatten(1).long()  # (windows, 16)
     window, query = (cells == 5 * 16 + 9).nonzero()[0].tolist()
     wanted = torch.zeros(2, 1, 256)
-    wanted[:, :, cells[window]] = shifted.probabilities.unflatten(0, (2, 16))[:, window, :, query]
-    close(shifted.maps((9 * 2 + 1, 5 * 2)), wanted.unflatten(-1, (16, 16)))
+    wanted[:, :, cells[window]] = shifted.probabilities.reshape(2, 16, 1, 16, 16)[:, window, :, query]
+    close(shifted.maps((9 * 2 + 1, 5 * 2)), wanted.reshape(2, 1, 16, 16))
     with pytest.raises(TargetError, match="several windows; pass a point"):
         shifted.maps(0)
 
@@ -380,7 +380,8 @@ class Decoder(nn.Module):
         return [part(tokens).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.query, self.key, self.value)]
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed = F.scaled_dot_product_attention(*self.operands(x), is_causal=True, enable_gqa=True)
+        query, key, value = self.operands(x)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         scores: Tensor = self.head(mixed.transpose(1, 2).flatten(2))[:, -1]
         return scores
 
@@ -392,7 +393,7 @@ def test_the_patches_of_a_decoder_with_grouped_keys_are_a_grid() -> None:
     query, key, _ = model.operands(x)
     logits = query @ key.repeat_interleave(2, 1).mT / 2
     seen = torch.ones(19, 19, dtype=torch.bool).tril()
-    wanted = logits.masked_fill(~seen, -torch.inf).softmax(-1)[..., 1:17].unflatten(-1, (4, 4)).detach()
+    wanted = logits.masked_fill(~seen, -torch.inf).softmax(-1)[..., 1:17].reshape(2, 4, 19, 4, 4).detach()
     close(layer.maps(-1), wanted[:, :, -1])
     close(layer.maps((6, 2)), wanted[:, :, 2])
     assert not layer.maps((6, 2))[:, :, 0, 2:].any()  # later patches
@@ -415,7 +416,7 @@ class Pooling(nn.Module):
 def test_maps_without_a_grid_or_a_query_at_a_point_are_refused() -> None:
     x = images(2, (16, 16))
     (layer,) = saliency.attention(Pooling(sorts=False).eval(), x, 1)
-    close(layer.maps(0), layer.probabilities[:, :, 0].unflatten(-1, (4, 4)))
+    close(layer.maps(0), layer.probabilities[:, :, 0].reshape(2, 2, 4, 4))
     with pytest.raises(LayerError, match="no position; pass the number"):
         layer.maps((3, 3))
     (layer,) = saliency.attention(Pooling(sorts=True).eval(), x, 1)

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 import saliency
-from saliency import NotApplicableError
+from saliency import METHODS, NotApplicableError
 from saliency.testbed import CaptionProcessor
 from tests.vision_language import build
 
@@ -78,6 +78,25 @@ def test_rollout_and_relevance_start_at_the_position_that_predicts_the_word(fami
     ):
         found = method(model).attribute(answer, saliency.words("red")).values[0, 0]
         torch.testing.assert_close(found, on_image(answer, wanted[query]), rtol=1e-3, atol=1e-7)
+
+
+REFUSED = {"chefer_lrp": "relevance starts with both signs", "tis": "has no module for each block"}
+ATTENTION = [name for name, method in METHODS.items() if method.needs.attention]
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_each_method_of_attention_explains_an_answer_or_states_the_reason(name: str) -> None:
+    model, answer = answered("llava")
+    method = METHODS[name](model)
+    if name in REFUSED:
+        with pytest.raises(NotApplicableError, match=REFUSED[name]):
+            method.attribute(answer, saliency.words("red"))
+        return
+    red, circle = method.attribute_classes(answer, [saliency.words("red"), saliency.words("circle")])
+    assert red.values.shape == (1, 1, 4, 4)
+    assert red.values.any()
+    assert not torch.equal(red.values, circle.values)
+    torch.testing.assert_close(method.attribute(answer, saliency.words("circle")).values, circle.values)
 
 
 def test_tiles_and_a_view_of_the_whole_image_share_one_map() -> None:

@@ -21,7 +21,8 @@ def captioner() -> nn.Module:
 
 
 def scene() -> Tensor:
-    return saliency.testbed.draw_scenes(1, seed=1_000_000).images[0]
+    images: Tensor = saliency.testbed.draw_scenes(1, seed=1_000_000).images
+    return images[0]
 
 
 def spelled_out(model: nn.Module, answer: saliency.Answer, word: int) -> Tensor:

@@ -9,7 +9,23 @@ from torch import Tensor
 import saliency
 from saliency.targets.words import AnswerText, Words, in_answer
 
-PIECES = ["a", " red", " cir", "cle", " left", " of", " a", " red", " square", ".", "blue", " blue", "black", " rect", *"red"]
+PIECES = [
+    "a",
+    " red",
+    " cir",
+    "cle",
+    " left",
+    " of",
+    " a",
+    " red",
+    " square",
+    ".",
+    "blue",
+    " blue",
+    "black",
+    " rect",
+    *"red",
+]
 
 
 def encode(text: str) -> list[int]:
@@ -75,7 +91,7 @@ def test_the_gradient_does_not_vanish_if_the_model_is_certain() -> None:
 
 def test_words_are_listed_with_their_tokens() -> None:
     words = ANSWER.words()
-    assert [word for word, _ in words] == "a red circle left of a red square".split()
+    assert [word for word, _ in words] == ["a", "red", "circle", "left", "of", "a", "red", "square"]
     assert words[2] == ("circle", slice(2, 4))
 
 
