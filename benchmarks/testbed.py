@@ -824,7 +824,7 @@ def objects_report(rows: Mapping[str, Any], table: str) -> str:
     """Return the results of all methods, with the reasons why some do not apply."""
     head, networks = TABLES[table]
     reasons = dict.fromkeys(
-        f"- `{network}`, {label(method)}: {own[network]}"
+        f"- {'' if table == 'words' else f'`{network}`, '}{label(method)}: {own[network]}"
         for method, own in rows.items()
         for network in networks
         if isinstance(own[network], str)

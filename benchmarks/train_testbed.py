@@ -497,6 +497,27 @@ def falls(name: str, images: int = 1000) -> tuple[Tensor, Tensor]:
     return odds[:, :1] - odds[:, 1:], scenes.importance
 
 
+@torch.no_grad()
+def word_falls(name: str, images: int = 1000) -> Tensor:
+    """Return by how much the log-odds of words of true captions fall without the first and the second object.
+
+    The words are the first colour and shape, the relation, and the second colour and shape: (N, 5, 2).
+    """
+    model, processor = saliency.load(name), CaptionProcessor()
+    scenes = held_out("two_objects", images)
+    captions = [names[2] for names in scenes.captions()]
+    tokens = processor(scenes.images, [f"caption {caption}" for caption in captions])["input_ids"]
+    start = len(processor.encode("caption")) + int((tokens[0] == processor.image_token_id).sum()) + 1
+    ends = [start + len(caption.split()) for caption in captions]
+    places = torch.tensor([[start + 1, start + 2, start + 3, end - 2, end - 1] for end in ends])
+    odds = []
+    for shown in (scenes.images, *(scenes.without(mask[:, None]) for mask in scenes.masks.unbind(1))):
+        probabilities = model(tokens, normalised(shown)).logits.double().softmax(2)
+        rows = probabilities[torch.arange(images)[:, None], places - 1]  # (N, 5, V)
+        odds.append(rows.gather(2, tokens.gather(1, places)[..., None])[..., 0].logit())
+    return torch.stack([odds[0] - odds[1], odds[0] - odds[2]], 2)
+
+
 def right_order(found: Tensor, weights: Tensor) -> float:
     """Return the share of images in which all objects (N, K) of different weight are in the order of their weights."""
     higher = weights[:, :, None] > weights[:, None]

@@ -17,6 +17,7 @@ from benchmarks.train_testbed import (
     keypoint_errors,
     mean_iou,
     right_order,
+    word_falls,
 )
 from saliency import DualEncoder, ModelError, TargetError
 from saliency.testbed import CLASSES, CaptionProcessor, Task, draw_scenes
@@ -159,6 +160,13 @@ def test_the_captioner_says_how_two_objects_lie_and_the_colour_of_one() -> None:
     captions, colours = caption_accuracy("shapes_caption", "two_objects", images=48)
     assert captions > 0.95
     assert colours > 0.95
+
+
+def test_a_word_of_a_caption_depends_on_its_own_object_and_a_relation_on_both() -> None:
+    falls = word_falls("shapes_caption", images=24).mean(0)  # (5 words, 2 objects)
+    assert (falls[:2, 0] > falls[:2, 1] + 3).all()
+    assert (falls[3:, 1] > falls[3:, 0] + 3).all()
+    assert (falls[2] > 3).all()
 
 
 def test_the_captioner_is_called_as_a_model_of_transformers() -> None:
