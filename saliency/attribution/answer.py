@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -16,14 +17,15 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from ..errors import ImageError, ModelError
-from ..hooks.forward_args import AnswerForward, ForwardArgs, bind_forward_args, bind_image
+from ..errors import ImageError, ModelError, NotApplicableError
+from ..hooks.forward_args import AnswerForward, ForwardArgs, bind_forward_args, bind_image, bound_value
 from ..hooks.manager import HookManager
 from ..hooks.model_state import call, prepared_for_attribution, reference_tensor, run_model, unwrap
 from ..hooks.pytree import tree_tensors
 from ..io.inputs import Batch, ImageLike, open_image
 from ..io.preprocess import Box, Frame
 from ..io.views import TOLERANCE, Views, find_views
+from ..layers.layout import Layout
 from ..layers.positions import SAME, PositionTrace
 from ..targets.targets import output_tensor
 from ..targets.words import AnswerText
@@ -104,9 +106,52 @@ class Answer(Batch):
         """The positions in the sequence whose outputs predict the T tokens of the answer."""
         return range(len(self.ids) - 1 - len(self.tokens), len(self.ids) - 1)
 
+    def layout(self, images: Sequence[int]) -> Layout:
+        """Return the layout of the L tokens that the language model reads, for rows that show some images.
+
+        The cells have the size of the smallest token. A token of a coarser view is divided among the cells that it
+        covers, so the sum stays.
+
+        Raises:
+            NotApplicableError: The tokens have no place in the image, as the queries of BLIP-2.
+        """
+        boxes = [(tokens.box, tokens.positions.shape) for tokens in self.image_tokens if tokens.box is not None]
+        if len(boxes) < len(self.image_tokens):
+            raise NotApplicableError(
+                f"the image tokens of {type(self.model).__name__} have no place in the image; use attn_lrp or rise"
+            )
+        height, width = self.inputs.shape[2:]
+        rows = round(height / min((bottom - top) / shape[0] for (_, top, _, bottom), shape in boxes))
+        columns = round(width / min((right - left) / shape[1] for (left, _, right, _), shape in boxes))
+        scale = (columns / width, rows / height) * 2
+        views = [
+            [
+                (tokens.positions, [round(edge * cells) for edge, cells in zip(tokens.box or (), scale, strict=True)])
+                for tokens in self.image_tokens
+                if tokens.image == image
+            ]
+            for image in images
+        ]
+        return Layout("given", (rows, columns), function=partial(_placed, views, (rows, columns)))
+
     def __repr__(self) -> str:
         """Return the answer and the number of images."""
         return f"<Answer {self.text!r} about {len(self.inputs)} image{'s' * (len(self.inputs) > 1)}>"
+
+
+_explained: ContextVar[Answer | None] = ContextVar("answer", default=None)
+
+
+def _placed(views: Sequence[Sequence[tuple[Tensor, list[int]]]], grid: Sequence[int], tokens: Tensor) -> Tensor:
+    """Return values of tokens (N, L, K) as maps (N, K, h, w), given the tokens and the box of each view of N images."""
+    maps = tokens.new_zeros(len(tokens), tokens.shape[2], *grid)
+    for row, own in enumerate(views):
+        for positions, (left, top, right, bottom) in own:
+            cells = tokens[row, positions].movedim(-1, 0)  # (K, h, w)
+            size = (bottom - top, right - left)
+            spread = F.interpolate(cells[None], size)[0] * (positions.numel() / math.prod(size))
+            maps[row, :, top:bottom, left:right] += spread
+    return maps
 
 
 def read_answer(answer: Answer, model: nn.Module) -> Answer:
@@ -117,9 +162,18 @@ def read_answer(answer: Answer, model: nn.Module) -> Answer:
     return answer
 
 
-def bind_batch(batch: Batch, args: ForwardArgs, layer: str | None) -> AbstractContextManager[None]:
+@contextmanager
+def bind_batch(batch: Batch, args: ForwardArgs, layer: str | None) -> Iterator[None]:
     """Bind the extra arguments of a batch in a block, as `bind_forward_args` does; of an answer, all arguments."""
-    return bind_forward_args(args, len(batch.inputs), layer, batch.forward if isinstance(batch, Answer) else None)
+    answer = batch if isinstance(batch, Answer) else None
+    bound = bind_forward_args(args, len(batch.inputs), layer, answer.forward if answer else None)
+    with bound, bound_value(_explained, answer):
+        yield
+
+
+def explained_answer() -> Answer | None:
+    """Return the answer that is explained; None if it is an image."""
+    return _explained.get()
 
 
 def generate(

@@ -150,6 +150,13 @@ def test_the_map_of_vx_code_lies_on_the_box(network: str) -> None:
     assert margins.mean() > 2 * testbed.standard_error(margins)
 
 
+@pytest.mark.parametrize("method", ["attn_lrp", "input_x_gradient"])
+def test_the_map_of_a_word_lies_on_the_object_that_it_is_about(method: str) -> None:
+    margins = testbed.word_margins(method, 8)
+    for kind in ("colour", "shape"):
+        assert margins[kind].mean() > 2 * testbed.standard_error(margins[kind])
+
+
 def test_a_mean_within_two_standard_errors_is_bold() -> None:
     assert testbed.object_cell([0.1, -0.1, 0.0, 0.1]).startswith("**")
     assert testbed.object_cell([0.5, 0.6, 0.5, 0.4]) == "0.50 ± 0.04"
