@@ -18,7 +18,7 @@ TOWER: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
 }
-TEXT = {**TOWER, "num_key_value_heads": 1, "max_position_embeddings": 512}
+TEXT = {**TOWER, "num_key_value_heads": 1, "max_position_embeddings": 1024}
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} "
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -44,23 +44,22 @@ def tokenizer(*special: str, **named: str) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **ends, extra_special_tokens=named or [*special])
 
 
-def llava() -> tuple[nn.Module, Any]:
+def llava(edge: int = 28, patch: int = 7, **tower: int) -> tuple[nn.Module, Any]:
     """Return LLaVA: one square crop."""
-    import transformers as t
+    t: Any = pytest.importorskip("transformers")
 
-    words = tokenizer("<image>")
-    vision = t.CLIPVisionConfig(**TOWER, image_size=28, patch_size=7)
+    words, sizes = tokenizer("<image>"), {**TOWER, **tower}
     config = t.LlavaConfig(
-        vision_config=vision,
-        text_config=t.LlamaConfig(**TEXT, vocab_size=len(words)),
+        vision_config=t.CLIPVisionConfig(**sizes, image_size=edge, patch_size=patch),
+        text_config=t.LlamaConfig(**{**TEXT, **tower}, vocab_size=len(words)),
         image_token_index=words.convert_tokens_to_ids("<image>"),
         vision_feature_layer=-1,
     )
-    images = t.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    images = t.CLIPImageProcessor(size={"shortest_edge": edge}, crop_size={"height": edge, "width": edge})
     processor = t.LlavaProcessor(
         images,
         words,
-        patch_size=7,
+        patch_size=patch,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         chat_template=TEMPLATE.replace("IMAGE", "<image>"),
@@ -70,7 +69,7 @@ def llava() -> tuple[nn.Module, Any]:
 
 def llava_next() -> tuple[nn.Module, Any]:
     """Return LLaVA-NeXT: a view of the whole image, and tiles of a padded one."""
-    import transformers as t
+    t: Any = pytest.importorskip("transformers")
 
     words, grids = tokenizer("<image>"), [[28, 56], [56, 28], [56, 56]]
     vision = t.CLIPVisionConfig(**TOWER, image_size=28, patch_size=7)
@@ -96,7 +95,7 @@ def llava_next() -> tuple[nn.Module, Any]:
 
 
 def _qwen(kind: str, patch: int, vision: dict[str, Any]) -> tuple[nn.Module, Any]:
-    import transformers as t
+    t: Any = pytest.importorskip("transformers")
 
     words = tokenizer("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
     ids = {
@@ -145,7 +144,7 @@ def qwen3_vl() -> tuple[nn.Module, Any]:
 
 def internvl() -> tuple[nn.Module, Any]:
     """Return InternVL: tiles and a thumbnail."""
-    import transformers as t
+    t: Any = pytest.importorskip("transformers")
 
     special = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>", "video": "<video>"}
     words = tokenizer(**{f"{name}_token": token for name, token in special.items()})
@@ -171,7 +170,7 @@ def internvl() -> tuple[nn.Module, Any]:
 
 def blip_2() -> tuple[nn.Module, Any]:
     """Return BLIP-2: queries that read the image by cross attention."""
-    import transformers as t
+    t: Any = pytest.importorskip("transformers")
 
     words = tokenizer("<image>")
     config = t.Blip2Config(
@@ -195,7 +194,7 @@ def blip_2() -> tuple[nn.Module, Any]:
 
 def paligemma() -> tuple[nn.Module, Any]:
     """Return PaliGemma: one resized image, and a prompt that attends both ways."""
-    import transformers as t
+    t: Any = pytest.importorskip("transformers")
 
     words = tokenizer("<image>")
     images = t.SiglipImageProcessor(size={"height": 28, "width": 28})
@@ -211,7 +210,7 @@ def paligemma() -> tuple[nn.Module, Any]:
 
 
 def _idefics3(kind: str) -> tuple[nn.Module, Any]:
-    import transformers as t
+    t: Any = pytest.importorskip("transformers")
 
     rows = [f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)]
     words = tokenizer("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *rows)
@@ -238,9 +237,8 @@ def idefics3() -> tuple[nn.Module, Any]:
 
 def smolvlm() -> tuple[nn.Module, Any]:
     """Return SmolVLM, as Idefics3."""
-    from transformers.models.smolvlm import processing_smolvlm
-
-    processing_smolvlm.num2words = str  # a package that only the prompts of videos need
+    module: Any = pytest.importorskip("transformers.models.smolvlm.processing_smolvlm")
+    module.num2words = str  # a package that only the prompts of videos need
     return _idefics3("SmolVLM")
 
 

@@ -208,7 +208,8 @@ def generate(
         ModelError: The prompt has no token of the image, the answer is empty, or the model refused its arguments.
     """
     network, tokenizer = unwrap(model), getattr(processor, "tokenizer", processor)
-    opened = [open_image(image) for image in (images if isinstance(images, list | tuple) else [images])]
+    several: Any = images if isinstance(images, list | tuple) else [images]
+    opened = [open_image(image) for image in several]
     token = str(getattr(processor, "image_token", "<image>"))
     text = _prompt_text(processor, prompt, token, len(opened))
     inputs = _encode(processor, opened, text)

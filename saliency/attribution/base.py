@@ -208,7 +208,8 @@ class Attribution(HasOptions, ABC):
         Warns:
             SaliencyWarning: A float tensor looks like an image that was not normalised.
         """
-        batch = self.read(inputs) if tiles is None else read_tiles(inputs, self.preprocess, tiles, overlap)
+        large: Any = inputs
+        batch = self.read(inputs) if tiles is None else read_tiles(large, self.preprocess, tiles, overlap)
         return self.attribute_batch(batch, [target], baselines, forward_args)[0]
 
     def attribute_classes(

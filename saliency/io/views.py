@@ -20,7 +20,7 @@ from .preprocess import Box, boxes_of_views
 Encode = Callable[[Image.Image], Mapping[str, Any]]
 """The processor of a model, for one image."""
 
-TOLERANCE = 0.15
+TOLERANCE = 0.1
 """The largest mean difference of a resized view from the processor's, in units of the normalised input."""
 
 
@@ -40,7 +40,7 @@ class Views:
     pixels: Callable[[Tensor], Tensor]
 
 
-def find_views(encode: Encode, image: Image.Image, sizes: Mapping[str, int]) -> Views:
+def find_views(encode: Encode, image: Image.Image, sizes: Mapping[str, Any]) -> Views:
     """Recognise how a processor divides an image into views.
 
     It may resize, crop and pad the image; cut it into tiles, in rows, with a resized view of the whole image before or
@@ -56,7 +56,8 @@ def find_views(encode: Encode, image: Image.Image, sizes: Mapping[str, int]) -> 
     """
     known = encode(image)
     if "image_grid_thw" in known:
-        grid = _PatchGrid(*known["image_grid_thw"][0, 1:].tolist(), sizes["patch_size"], sizes["merge_size"])
+        _, height, width = known["image_grid_thw"][0].tolist()
+        grid = _PatchGrid(height, width, sizes["patch_size"], sizes["merge_size"])
         (box,) = boxes_of_views(lambda own: grid.joined(encode(own)["pixel_values"])[None], image.size)
         repeats = known["pixel_values"].shape[1] // (3 * grid.size**2)
         return Views(grid.joined(known["pixel_values"]), box, lambda x: grid.divided(x, repeats))
@@ -134,7 +135,7 @@ def _on_canvas(own: Box, canvas_box: Box, canvas: Tensor) -> tuple[int, int, int
 
 def _joined(tiles: Tensor, rows: int) -> Tensor:
     """Return tiles (V, C, h, w), in rows, as one image (C, H, W)."""
-    return torch.cat([torch.cat([*row], 2) for row in tiles.split(len(tiles) // rows)], 1)
+    return torch.cat([torch.cat([*row], 2) for row in tiles.chunk(rows)], 1)
 
 
 def _split(x: Tensor, rows: int, columns: int) -> list[Tensor]:

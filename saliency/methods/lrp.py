@@ -122,7 +122,7 @@ class RelevancePropagation(TracedAttribution):
             values = values.sum(1, keepdim=True)
         coverage = Coverage(handled=dict(walk.handled), rules=_rules_of_modules(self.model, walk))
         tokens = walk.at[EMBEDDINGS].sum(-1) if EMBEDDINGS in walk.at else None
-        if tokens is not None and "tokens" in ledger and not self.layer:
+        if tokens is not None and "tokens" in ledger and (patches is not None or layer is None):
             text = (tokens * ~cast("AnswerForward", bound_answer()).is_image.to(tokens.device)).sum(1)
             ledger = {**ledger, "text": text, "tokens": ledger["tokens"] - text}
         return BatchAttribution(

@@ -111,7 +111,8 @@ class Words(OutputTarget):
         if self.text is None:
             return slice(None) if at is None else at
         found = answer.find(self.text)
-        inside = found if at is None else [own for own in found if {*range(own.start, own.stop)} & {*range(999)[at]}]
+        tokens = {*range(len(answer.ids))[slice(None) if at is None else at]}
+        inside = [own for own in found if tokens.intersection(range(own.start, own.stop))]
         if not inside:
             known = ", ".join(dict.fromkeys(word for word, _ in answer.words()))
             where = "" if at is None or not found else f" at={self.at!r}, but at {[own.start for own in found]}"
@@ -126,7 +127,8 @@ class Words(OutputTarget):
 
     def _logits(self, output: Any) -> Tensor:
         """Return the logits (N, tokens, V) that predict the explained tokens, in float32 or wider."""
-        rows = torch.tensor([row for row, _ in self.pairs], device=(logits := output_tensor(output)).device)
+        logits = output_tensor(output)
+        rows = torch.tensor([row for row, _ in self.pairs], device=logits.device)
         chosen = logits[:, logits.shape[1] - self.count :][:, rows]
         return chosen.to(torch.promote_types(chosen.dtype, torch.float32))
 
@@ -182,9 +184,12 @@ def words(text: str | None = None, *, against: str | None = None, at: int | slic
     Raises:
         TargetError: An argument has another type. In `attribute`: the answer does not contain the words.
     """
-    for name, value in (("text", text), ("against", against)):
+    texts: dict[str, object] = {"text": text, "against": against}
+    for name, value in texts.items():
         if value is not None and not (isinstance(value, str) and value.strip()):
             raise TargetError(f"{name}={value!r}: expected a text of the answer")
-    if at is not None and not isinstance(at, slice) and not is_integer(at, least=None):
+    if at is None or isinstance(at, slice):
+        return Words(text, against, at)
+    if not is_integer(at, least=None):
         raise TargetError(f"at={at!r}: expected the index of a token, or a slice of tokens")
-    return Words(text, against, at)
+    return Words(text, against, int(at))

@@ -155,6 +155,7 @@ def test_the_model_would_give_the_answer_that_it_generated(family: str) -> None:
 
 def test_fused_attention_gives_the_maps_of_eager_attention() -> None:
     for family in ("llava", "qwen2_5_vl", "paligemma"):
+        model: Any
         model, processor = build(family)
         for cls in (saliency.InputXGradient, saliency.AttnLRP, saliency.CPLRP):
             maps = []
@@ -264,7 +265,7 @@ def test_each_of_several_images_has_a_map(family: str) -> None:
 def test_a_chat_of_several_turns_is_continued() -> None:
     model, processor, _ = case("llava")
     image = {"type": "image"}
-    turns = [
+    turns: list[dict[str, Any]] = [
         {"role": "user", "content": [image, {"type": "text", "text": "what is left"}]},
         {"role": "assistant", "content": "a red circle"},
         {"role": "user", "content": [{"type": "text", "text": "what is right"}, image]},

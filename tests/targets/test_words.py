@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import saliency
+from saliency.targets.targets import Target
 from saliency.targets.words import AnswerText, Words, in_answer
 
 PIECES = [
@@ -43,7 +44,7 @@ ANSWER = AnswerText(IDS, tuple(PIECES[:10]), encode, lambda ids: "".join(PIECES[
 LOGITS = torch.randn(2, 12, len(PIECES), generator=torch.Generator().manual_seed(0))  # two rows are before the answer
 
 
-def score(target: saliency.targets.targets.Target) -> Tensor:  # type: ignore[name-defined]
+def score(target: Target) -> Tensor:
     """The scores of a target, as in a call."""
     assert isinstance(target, Words)
     return in_answer(target, ANSWER)(LOGITS)
