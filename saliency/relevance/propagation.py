@@ -233,7 +233,8 @@ class Propagation:
         if visit.node in self._merged:
             recorded, norm, grad = self._merged.pop(visit.node)
             op.recorded, grad = at_least_float32(recorded), at_least_float32(grad)
-            op.merge(*(None if part is None else channelwise(part, recorded) for part in norm))
+            scale, shift = channelwise(norm.scale, recorded), channelwise(norm.shift, recorded)
+            op.merge(scale, shift, None if norm.relative is None else channelwise(norm.relative, recorded))
         if walk.grads.forward.targets > 1:
             key = repr(rule), op.shift is None, visit.node in self._biases
             op.shared = operation.shared.setdefault((type(rule), *key), {})
