@@ -175,7 +175,9 @@ def avg_pool2d_backward(
     def along(units: Tensor, axis: int) -> Tensor:
         options = ceil_mode, count_include_pad, divisor if divisor is None or axis == 0 else 1
         steps = only(stride or kernel, axis, 1)
-        return torch.ops.aten.avg_pool2d.default(units, only(kernel, axis, 1), steps, only(padding, axis, 0), *options)
+        pads = only(padding, axis, 0)
+        result: Tensor = torch.ops.aten.avg_pool2d.default(units, only(kernel, axis, 1), steps, pads, *options)
+        return result
 
     return separable_backward(gradient, x.shape[2:], along)
 
@@ -184,7 +186,7 @@ def adaptive_avg_pool2d_backward(gradient: Tensor, x: Tensor) -> Tensor:
     """Return the gradient at the input of adaptive average pooling."""
 
     def along(units: Tensor, axis: int) -> Tensor:
-        return F.adaptive_avg_pool2d(units, only(gradient.shape[2:], axis, 1))
+        return F.adaptive_avg_pool2d(units, tuple(only(gradient.shape[2:], axis, 1)))
 
     return separable_backward(gradient, x.shape[2:], along)
 
@@ -198,7 +200,8 @@ def upsample_backward(name: str) -> Callable[..., Tensor]:
         scales = (*options[flags:], None, None)
 
         def along(units: Tensor, axis: int) -> Tensor:
-            return resize(units, only(output_size, axis, 1), *options[:flags], *only(scales[:2], axis, None))
+            result: Tensor = resize(units, only(output_size, axis, 1), *options[:flags], *only(scales[:2], axis, None))
+            return result
 
         return separable_backward(gradient, input_size[2:], along)
 
@@ -207,24 +210,18 @@ def upsample_backward(name: str) -> Callable[..., Tensor]:
 
 RESIZING = "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d"
 BEFORE_EXPORT: dict[Any, Callable[..., Any]] = {
-    getattr(torch.ops.aten, name).default: function
-    for name, function in {
-        "silu_backward": silu_backward,
-        "mish_backward": mish_backward,
-        **{f"{name}_backward": upsample_backward(name) for name in RESIZING},
-    }.items()
+    torch.ops.aten.silu_backward.default: silu_backward,
+    torch.ops.aten.mish_backward.default: mish_backward,
+    **{getattr(torch.ops.aten, f"{name}_backward").default: upsample_backward(name) for name in RESIZING},
 }
 """Decompositions for `capture`, because `torch.export` fails on resizing if the batch size varies, and ignores
 decompositions of operations that PyTorch can also decompose, such as `silu_backward`."""
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    getattr(torch.ops.aten, name).default: function
-    for name, function in {
-        "convolution_backward": convolution_backward,
-        "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
-        "avg_pool2d_backward": avg_pool2d_backward,
-        "_adaptive_avg_pool2d_backward": adaptive_avg_pool2d_backward,
-        "as_strided": as_strided,
-        "as_strided_scatter": as_strided_scatter,
-    }.items()
+    torch.ops.aten.convolution_backward.default: convolution_backward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
+    torch.ops.aten.avg_pool2d_backward.default: avg_pool2d_backward,
+    torch.ops.aten._adaptive_avg_pool2d_backward.default: adaptive_avg_pool2d_backward,
+    torch.ops.aten.as_strided.default: as_strided,
+    torch.ops.aten.as_strided_scatter.default: as_strided_scatter,
 }

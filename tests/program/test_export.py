@@ -47,7 +47,8 @@ def timm_model(name: str, **options: Any) -> nn.Module:
     import timm
 
     torch.manual_seed(0)
-    return timm.create_model(name, num_classes=10, **options).eval()
+    model: nn.Module = timm.create_model(name, num_classes=10, **options)
+    return model.eval()
 
 
 CELLS: dict[str, Callable[[], saliency.Attribution]] = {
