@@ -17,12 +17,13 @@ from saliency.testing import images, tiny_model
 
 
 def captioner() -> nn.Module:
-    return saliency.load("shapes_caption")
+    model: nn.Module = saliency.load("shapes_caption")
+    return model
 
 
 def scene() -> Tensor:
-    images: Tensor = saliency.testbed.draw_scenes(1, seed=1_000_000).images
-    return images[0]
+    image: Tensor = saliency.testbed.draw_scenes(1, seed=1_000_000).images[0]
+    return image
 
 
 def spelled_out(model: nn.Module, answer: saliency.Answer, word: int) -> Tensor:
@@ -35,7 +36,8 @@ def spelled_out(model: nn.Module, answer: saliency.Answer, word: int) -> Tensor:
     shares = [float(logits[p, ids[position]]) for p in earlier]
     context = sum(share * logits[cells, ids[p]] for share, p in zip(shares, earlier, strict=True)) / sum(shares)
     factor = np.linalg.lstsq(context.numpy()[:, None], own.numpy(), rcond=None)[0][0]
-    return (own - factor * context).clamp(min=0)
+    wanted: Tensor = (own - factor * context).clamp(min=0)
+    return wanted
 
 
 def test_the_map_of_each_word_is_the_formula() -> None:
