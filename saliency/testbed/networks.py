@@ -82,7 +82,7 @@ class ViT(nn.Module):
         self.pos_embed = _parameter(1, _CELLS, width)
         self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, outputs)
+        self.head: nn.Module = nn.Linear(width, outputs)
 
     def tokens(self, x: Tensor) -> Tensor:
         """Return the class token, the registers and the patches, (N, 5 + 64, C)."""
