@@ -73,9 +73,10 @@ plt.show()
 saliency.draw_answer(answer, method)
 
 # %% [markdown]
-# **What to see.** Each colour and each shape has its map on its own object. "a" hardly needs the image: every caption
-# begins with it. The toolkit says so where less than a tenth of the relevance came from the image: a map of such a
-# word shows the small rest. Without the shares, it would look like any other map.
+# **What to see.** Each colour and each shape has its map on its own object. The share of the image can be negative: the
+# square speaks for "blue", and the circle against it. "a" hardly needs the image: every caption begins with it. The
+# toolkit says so where less than a tenth of the relevance came from the image, since the map of such a word shows the
+# small rest. Without the shares, it would look like any other map.
 #
 # ## Does every word find its object?
 #
