@@ -1,7 +1,8 @@
 """Measure the peak memory of Grad-CAM against a plain forward pass and against recording the whole graph.
 
 The gradient of a volume of 96 voxels along each edge is measured against a forward and a backward by hand. A third
-table has the peak of a gradient of a large image in tiles, with a network that needs almost nothing itself.
+table has the peak of a gradient of a large image in tiles, with a network that needs almost nothing itself; a fourth
+one has the peak of a map of a word of a vision-language model.
 
 Each contender runs in its own process. The result is the peak of the resident set during the call, minus the resident
 set before it. Linux only, since it reads /proc.
@@ -27,7 +28,8 @@ from torch import Tensor
 import saliency
 from benchmarks.timing import verdict
 
-TARGET, VOLUME_TARGET = 0.25, 1.15
+TARGET, VOLUME_TARGET, ANSWER_TARGET = 0.25, 1.15, 1.15
+ANSWERS = ("backward by hand", "vanilla_gradient", "input_x_gradient", "attn_lrp", "cp_lrp")
 TILED_TARGET = 1536  # MiB for an image of 10,000 x 10,000 pixels
 
 
@@ -144,6 +146,47 @@ def tiled_child(kind: str, size: int) -> None:
         print(f"{(status('VmHWM') - before) / 1024:.1f}")
 
 
+def answer_child(name: str) -> None:
+    """Print the peak memory of a map of a word of LLaVA with random weights, 576 patches and 8 layers, in MiB."""
+    from tests.vision_language import llava, scene
+
+    torch.set_num_threads(1)
+
+    def run(edge: int, patch: int, **sizes: int) -> float:
+        model, processor = llava(edge, patch, **sizes)
+        answer = saliency.generate(model.eval(), processor, scene(), "what color is the car", answer="a red car")
+        token = answer.forward.text.ids[1]
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status("VmRSS")
+        if name == ANSWERS[0]:
+            arguments = answer.forward.arguments(answer.inputs, [0])
+            pixels = arguments["pixel_values"].detach().requires_grad_()
+            row = model(**{**arguments, "pixel_values": pixels}).logits[:, 1]
+            torch.autograd.grad((row[:, token] - row.logsumexp(1)).sum(), pixels)
+        else:
+            saliency.METHODS[name](model).attribute(answer, saliency.words("red"))
+        return (status("VmHWM") - before) / 1024
+
+    run(28, 7)  # loads libraries and kernels
+    print(f"{run(336, 14, hidden_size=256, intermediate_size=1024, num_hidden_layers=8):.1f}")
+
+
+def answer_table() -> None:
+    """Print the peaks of maps of a word."""
+    print(
+        "### a word of an answer, LLaVA with 576 patches and 8 layers\n\n| | MiB | share | target |\n|---|---|---|---|"
+    )
+    peaks = {}
+    for name in ANSWERS:
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.memory", "--answer", name]
+        runs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(3)]  # noqa: S603
+        peaks[name] = min(float(run.split()[-1]) for run in runs)
+        share = peaks[name] / peaks[ANSWERS[0]]
+        goal = "" if name == ANSWERS[0] else verdict(share, ANSWER_TARGET)
+        print(f"| {name} | {peaks[name]:.0f} | {share:.3f} | {goal} |", flush=True)
+
+
 def status(field: str) -> int:
     """Return a field of /proc/self/status, in KiB."""
     match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
@@ -169,7 +212,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--tiled", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--answer", help=argparse.SUPPRESS)
+    parser.add_argument("--answers", action="store_true", help="print the table of answers alone")
     options = parser.parse_args(arguments)
+    if options.answer:
+        answer_child(options.answer)
+        return
+    if options.answers:
+        answer_table()
+        return
     if options.tiled:
         tiled_child(options.tiled[0], int(options.tiled[1]))
         return
@@ -204,6 +255,8 @@ def main(arguments: list[str] | None = None) -> None:
         command = [sys.executable, "-m", "benchmarks.memory", "--tiled", kind, "10000"]
         peak = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)  # noqa: S603
         print(f"| {kind} | {peak:.0f} | {verdict(peak, TILED_TARGET)} |")
+    print()
+    answer_table()
 
 
 if __name__ == "__main__":

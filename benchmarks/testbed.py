@@ -6,6 +6,7 @@
     python -m benchmarks.testbed gamma           print the table of docs/transformers.md on the gamma of AttnLRP
     python -m benchmarks.testbed objects         measure boxes, regions and joints: results/testbed_objects.md
     python -m benchmarks.testbed volumes         measure volumes: results/testbed_volumes.md
+    python -m benchmarks.testbed words           measure words of captions: results/testbed_words.md
 
 One process on each core shares the work. The values of each image are kept in build/testbed; delete this folder, or the
 rows of some methods, to measure again.
@@ -31,8 +32,8 @@ from scipy import stats
 from torch import Tensor
 
 import saliency
-from benchmarks.train_testbed import HELD_OUT, train_network
-from saliency import METHODS, NotApplicableError, SaliencyError
+from benchmarks.train_testbed import HELD_OUT, train_network, true_captions
+from saliency import METHODS, Attribution, NotApplicableError, SaliencyError
 from saliency.attribution.heatmap import reduced_maps
 from saliency.evaluation.comparison import holm
 from saliency.evaluation.metrics.base import control_maps, resized_within
@@ -43,7 +44,8 @@ from saliency.evaluation.metrics.localisation import (
     RelevanceRank,
     RocAuc,
 )
-from saliency.testbed import Scenes, Task, draw_scenes, draw_volumes
+from saliency.methods.token_attention import AttentionMap, TokenAttention
+from saliency.testbed import CaptionProcessor, Scenes, Task, draw_scenes, draw_volumes
 
 RESULTS = Path(__file__).parent / "results" / "testbed.md"
 PROGRESS = Path(__file__).parents[1] / "build" / "testbed"
@@ -372,8 +374,8 @@ def mean_ranks(scores: Mapping[Case, Mapping[str, Tensor]]) -> dict[str, Tensor]
 
 
 def label(name: str) -> str:
-    """Return the class of a method, or the name of a control."""
-    return f"*{name}*" if name in CONTROLS else f"`{METHODS[name].__name__}`"
+    """Return the class of a method, or the name of a control or another map."""
+    return f"`{METHODS[name].__name__}`" if name in METHODS else f"*{name}*"
 
 
 def cell(values: list[float]) -> str:
@@ -686,7 +688,23 @@ VOLUME_OPTIONS: dict[str, dict[str, Any]] = {  # of the others: SLOW
     "feature_ablation": {"segments": (6, 8, 8)},
     "vx_code": {"segments": (3, 4, 4)},
 }
-TABLES = {"objects": (OBJECTS_HEAD, OBJECT_NETWORKS), "volumes": (VOLUMES_HEAD, ("shapes_volume",))}
+WORDS_HEAD = """# Words of captions
+
+Written by `python -m benchmarks.testbed words`. `shapes_caption` describes two objects. Each word is explained
+given the words before it. Colour and shape: the share of the positive part of the map of the word on its own object,
+minus the share on the other one, over both objects. Relation ("left", "right", "above", "below"): the share on each
+object minus the share of its pixels in the image, for the object where it is lower. Means over 50 captions, or 20 if
+slow, with standard errors. Bold means are not above two of them.
+"""
+KINDS = ("colour", "shape", "relation")
+WORD_OPTIONS: dict[str, dict[str, Any]] = {  # of the others: SLOW
+    key: {"passes": 256} for key in ("rise", "d_rise", "relax")
+}
+TABLES = {
+    "objects": (OBJECTS_HEAD, OBJECT_NETWORKS),
+    "volumes": (VOLUMES_HEAD, ("shapes_volume",)),
+    "words": (WORDS_HEAD, KINDS),
+}
 
 
 def object_targets(network: str, scenes: Scenes) -> list[Any]:
@@ -719,17 +737,72 @@ def object_margins(method: str, network: str, count: int = IMAGES, **options: An
     return (own - other).double()
 
 
+@cache
+def captions(model: Any, count: int) -> list[tuple[saliency.Answer, Tensor]]:
+    """Return true captions of a network, and the pixels (2, 64, 64) of both objects in the order of the caption."""
+    scenes, found = scenes_of("two_objects", 2 * count), []
+    for image, masks, true in zip(scenes.images, scenes.masks, true_captions(scenes), strict=True):
+        answer = saliency.generate(model, CaptionProcessor(), image, "caption")
+        if answer.text in true:
+            found.append((answer, masks.flip(0) if true[answer.text] else masks))
+        if len(found) == count:
+            break
+    return found
+
+
+class RawAttention(AttentionMap):
+    """Attention to each token from the token that writes the word, as the mean of all heads and layers."""
+
+    def relevance(self, attention: TokenAttention) -> Tensor:
+        """Return the attention (N, tokens)."""
+        means = torch.stack([attention.mean_heads(call) for call in attention.blocks])
+        return (attention.read_queries @ means.mean(0))[:, 0]
+
+
+OF_WORDS: dict[str, type[Attribution]] = {"TAM": saliency.TAM, "raw attention": RawAttention}  # not in the registry
+
+
+@cache
+def word_margins(method: str, count: int = IMAGES, **options: Any) -> dict[str, Tensor]:
+    """Return how much more of the maps of words lies on the right objects, as in the table: (count,) by kind.
+
+    Raises:
+        SaliencyError: The method does not apply to the captioner.
+    """
+    model, cls = captioner(), OF_WORDS.get(method) or METHODS[method]
+    explainer = cls(model, **(options or WORD_OPTIONS.get(method) or SLOW.get(method, {})))
+    places = (1, -2, 2, -1, 3)  # the colours, the shapes and the relation in "a red circle left of a blue square"
+    margins = []
+    for answer, masks in captions(model, count):
+        targets = [saliency.words(at=answer.words[place][1]) for place in places]
+        found = explainer.attribute_classes(answer, targets)
+        maps = torch.cat([resized_within(reduced_maps(each, None), each.input_size).double() for each in found])
+        shares = torch.stack([energy(maps[None], mask.expand_as(maps))[0] for mask in masks])  # (2 objects, 5 words)
+        own = shares[0, :4] - shares[1, :4]
+        relation = (shares[:, 4] - masks.double().mean((1, 2))).amin()
+        margins.append(torch.stack([(own[0] - own[1]) / 2, (own[2] - own[3]) / 2, relation]))
+    return dict(zip(KINDS, torch.stack(margins, 1), strict=True))
+
+
+@cache
+def captioner() -> Any:
+    return saliency.load("shapes_caption")
+
+
 def measure_objects(method: str, table: str) -> None:
     """Measure a method on all networks of a table, and keep the values."""
     file = PROGRESS / table / f"{method}.json"
     if file.exists():
         return
     rows: dict[str, Any] = {}
-    for network in TABLES[table][1]:
+    count = SLOW_IMAGES if method in SLOW else IMAGES
+    for column in TABLES[table][1]:
         try:
-            rows[network] = object_margins(method, network, SLOW_IMAGES if method in SLOW else IMAGES).tolist()
+            is_word = table == "words"
+            margins = word_margins(method, count)[column] if is_word else object_margins(method, column, count)
+            rows[column] = margins.tolist()
         except SaliencyError as refusal:
-            rows[network] = str(refusal)
+            rows[column] = str(refusal)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(rows))
 
@@ -751,7 +824,7 @@ def objects_report(rows: Mapping[str, Any], table: str) -> str:
     """Return the results of all methods, with the reasons why some do not apply."""
     head, networks = TABLES[table]
     reasons = dict.fromkeys(
-        f"- `{network}`, {label(method)}: {own[network]}"
+        f"- {'' if table == 'words' else f'`{network}`, '}{label(method)}: {own[network]}"
         for method, own in rows.items()
         for network in networks
         if isinstance(own[network], str)
@@ -780,9 +853,10 @@ def main(parts_of_names: list[str]) -> None:
         return
     if parts_of_names and parts_of_names[0] in TABLES:
         table, *some = parts_of_names
-        for method in some or METHODS:
+        methods = some or [*METHODS, *(OF_WORDS if table == "words" else ())]
+        for method in methods:
             measure_objects(method, table)
-        rows = object_rows(some or METHODS, table)
+        rows = object_rows(methods, table)
         if some:
             print(objects_table(rows, TABLES[table][1]))
         else:

@@ -11,6 +11,9 @@ also predicts from each cell of the final grid the shape that covers it. A plain
 batch norms, which are then folded into its convolutions. The image tower of the two-tower network starts from the
 trained vision transformer.
 
+The captioner is trained on one of the two true captions of each image, drawn at random; for one in four images, on the
+colour of an object. Its vision transformer starts from the trained one, too.
+
 The networks of "several" see images in which objects are left out at random. The target of the network for volumes is
 half the one class and half the other, as in "two_objects".
 """
@@ -33,7 +36,7 @@ from torchvision.ops import batched_nms, box_convert, box_iou, generalized_box_i
 import saliency
 from saliency import DualEncoder
 from saliency.testbed import CLASSES, COLOURS, DISTRACTORS, TASKS, Scenes, Task, Volumes, draw_scenes, draw_volumes
-from saliency.testbed.networks import NETWORKS, Tokenizer, TwoTower, weights_file
+from saliency.testbed.networks import NETWORKS, Captioner, CaptionProcessor, Tokenizer, TwoTower, weights_file
 from saliency.testbed.object_networks import OBJECTS, QueryDetector
 from saliency.testbed.shapes import SIZE
 
@@ -48,6 +51,7 @@ SCHEDULES: dict[str, tuple[int, float, tuple[Any, ...]]] = {  # steps, rate, tas
     "shapes_vit": (900, 3e-3, CLASSIFIED),
     "shapes_window": (1200, 3e-3, CLASSIFIED),
     "shapes_two_tower": (1300, 2e-3, CLASSIFIED),
+    "shapes_caption": (2400, 1e-3, CLASSIFIED),
     "shapes_unet": (200, 1e-2, ("several",)),
     "shapes_circles": (200, 1e-2, ("several",)),
     "shapes_detector": (900, 1e-2, ("several",)),
@@ -57,6 +61,7 @@ SCHEDULES: dict[str, tuple[int, float, tuple[Any, ...]]] = {  # steps, rate, tas
 }
 BATCH = 32
 HEAD = ("head.weight", "head.bias")
+COLOUR_QUESTION = "what colour is the {}"
 HELD_OUT = 1_000_000  # the first seed that training does not use
 MARKED = (0.9, 0.1, 0.1, 0.1, 0.1)  # the share of each class with a watermark in training
 MEAN_SUM = 5.5  # of weights, where the two classes of "occlusion" are equally likely
@@ -117,6 +122,27 @@ def caption_loss(model: TwoTower, scenes: Scenes, _task: Task) -> Tensor:
         logits = (model.logit_scale.exp() * images @ texts.T).masked_fill(also_true, -torch.inf)
         losses += [F.cross_entropy(rows, torch.arange(len(truths))) for rows in (logits, logits.T)]
     return torch.stack(losses).mean()
+
+
+def sentence_loss(model: Captioner, scenes: Scenes, _task: Task) -> Tensor:
+    """Return the cross-entropy of the words of an answer: a caption of three in four images, a colour of the others."""
+    choices = torch.randint(2, (len(scenes.labels),)).tolist()
+    pairs = [
+        (COLOUR_QUESTION.format(*pair[choice].split()[2:]), pair[choice].split()[1])
+        if row % 4 == 0
+        else ("caption", pair[2 + choice])
+        for row, (pair, choice) in enumerate(zip(scenes.captions(), choices, strict=True))
+    ]
+    processor = CaptionProcessor()
+    inputs = processor(scenes.images, [f"{prompt} {answer} <end>" for prompt, answer in pairs])
+    tokens, ends = inputs["input_ids"], inputs["attention_mask"].sum(1)[:, None]
+    lengths = torch.tensor([[len(answer.split()) + 1] for _, answer in pairs])
+    positions = torch.arange(tokens.shape[1])
+    is_answer = (positions >= ends - lengths) & (positions < ends)
+    logits = model(**inputs).logits[:, :-1][is_answer[:, 1:]]
+    weights = torch.ones(logits.shape[1])
+    weights[processor.encode("left right above below")] = 5  # these are learned last
+    return F.cross_entropy(logits, tokens[is_answer], weights)
 
 
 def pixel_loss(model: nn.Module, scenes: Scenes, _task: Task) -> Tensor:
@@ -201,6 +227,7 @@ def volume_loss(model: nn.Module, drawn: Volumes, _task: str) -> Tensor:
 LOSSES: dict[str, Callable[..., Tensor]] = {  # of the others: class_loss
     "shapes_order": weight_loss,
     "shapes_two_tower": caption_loss,
+    "shapes_caption": sentence_loss,
     "shapes_unet": pixel_loss,
     "shapes_circles": pixel_loss,
     "shapes_detector": candidate_loss,
@@ -286,9 +313,9 @@ def train_network(name: str, watermarked: Sequence[float] = MARKED) -> Any:
     model: Any = NETWORKS[name]()
     steps, rate, tasks = SCHEDULES[name]
     loss_of: Callable[..., Tensor] = LOSSES.get(name, class_loss)
-    if isinstance(model, TwoTower):
+    if isinstance(model, TwoTower | Captioner):
         trained = saliency.load("shapes_vit").state_dict()
-        model.visual.load_state_dict({**trained, **{key: model.visual.state_dict()[key] for key in HEAD}})
+        model.visual.load_state_dict({key: value for key, value in trained.items() if key not in HEAD}, strict=False)
     is_plain = final_grid(model)[0] is getattr(model, "features", None)
     if is_plain:
         add_batch_norms(model.features)
@@ -329,6 +356,48 @@ def accuracy(name: str, task: Task, images: int = 1000) -> float:
         right = scenes.colours * len(SHAPES) + scenes.shapes
     found = output.topk(right.shape[1]).indices
     return float((found.sort(1).values == right.sort(1).values).all(1).float().mean())
+
+
+@torch.no_grad()
+def spoken(model: Captioner, images: Tensor, prompts: Sequence[str], longest: int = 10) -> list[str]:
+    """Return the most probable answer of the captioner to a prompt for each image, word by word."""
+    processor = CaptionProcessor()
+    inputs = processor(images, prompts)
+    tokens = start = inputs["input_ids"]
+    for _ in range(longest):
+        following = model(tokens, inputs["pixel_values"], logits_to_keep=1).logits.argmax(2)
+        tokens = torch.cat([tokens, following], 1)
+    return [processor.decode(row).split(" <end>")[0] for row in tokens[:, start.shape[1] :]]
+
+
+def true_captions(scenes: Scenes) -> list[dict[str, int]]:
+    """Return all captions that are true of each image, and the number of the object that each names first.
+
+    Objects on a diagonal are, for example, left of and above each other. In training, one of both was right.
+    """
+    results: list[dict[str, int]] = []
+    for names, boxes in zip(scenes.captions(), scenes.boxes.tolist(), strict=True):
+        true = {}
+        for first, (own, other) in enumerate((boxes[:2], boxes[1::-1])):
+            relations = {"left of": (0, own, other), "right of": (0, other, own)}
+            relations |= {"above": (1, own, other), "below": (1, other, own)}
+            for relation, (axis, low, high) in relations.items():
+                if low[axis + 2] <= high[axis]:
+                    true[f"{names[first]} {relation} {names[1 - first]}"] = first
+        results.append(true)
+    return results
+
+
+def caption_accuracy(name: str, task: Task, images: int = 1000) -> tuple[float, float]:
+    """Return the shares of held-out images with a true caption, and with the right colour of the first object."""
+    model: Any = saliency.load(name)
+    scenes = held_out(task, images)
+    firsts = [names[0].split() for names in scenes.captions()]  # "a", "red", "circle"
+    captions = spoken(model, scenes.images, ["caption"] * images)
+    colours = spoken(model, scenes.images, [COLOUR_QUESTION.format(shape) for _, _, shape in firsts], 2)
+    true = sum(caption in each for caption, each in zip(captions, true_captions(scenes), strict=True))
+    right = sum(colour == each for colour, (_, each, _) in zip(colours, firsts, strict=True))
+    return true / images, right / images
 
 
 @torch.no_grad()
@@ -400,6 +469,8 @@ def quality(name: str, task: Task, images: int = 1000) -> str:
         return f"mean IoU {mean_iou(name, images):.3f}"
     if name in ("shapes_detector", "shapes_queries"):
         return "recall {:.1%}, precision {:.1%}".format(*detection_scores(name, images))
+    if name == "shapes_caption":
+        return f"{task} captions {{:.1%}}, colours {{:.1%}}".format(*caption_accuracy(name, task, images))
     if name == "shapes_volume":
         return f"{100 * volume_accuracy(name, images):.1f} %"
     return f"{task} {100 * accuracy(name, task, images):.1f} %"
@@ -424,6 +495,27 @@ def falls(name: str, images: int = 1000) -> tuple[Tensor, Tensor]:
     outputs = torch.stack([model(normalised(each)) for each in covered], 1)  # (N, 5, 2)
     odds = outputs[..., 1] - outputs[..., 0]
     return odds[:, :1] - odds[:, 1:], scenes.importance
+
+
+@torch.no_grad()
+def word_falls(name: str, images: int = 1000) -> Tensor:
+    """Return by how much the log-odds of words of true captions fall without the first and the second object.
+
+    The words are the first colour and shape, the relation, and the second colour and shape: (N, 5, 2).
+    """
+    model, processor = saliency.load(name), CaptionProcessor()
+    scenes = held_out("two_objects", images)
+    captions = [names[2] for names in scenes.captions()]
+    tokens = processor(scenes.images, [f"caption {caption}" for caption in captions])["input_ids"]
+    start = len(processor.encode("caption")) + int((tokens[0] == processor.image_token_id).sum()) + 1
+    ends = [start + len(caption.split()) for caption in captions]
+    places = torch.tensor([[start + 1, start + 2, start + 3, end - 2, end - 1] for end in ends])
+    odds = []
+    for shown in (scenes.images, *(scenes.without(mask[:, None]) for mask in scenes.masks.unbind(1))):
+        probabilities = model(tokens, normalised(shown)).logits.double().softmax(2)
+        rows = probabilities[torch.arange(images)[:, None], places - 1]  # (N, 5, V)
+        odds.append(rows.gather(2, tokens.gather(1, places)[..., None])[..., 0].logit())
+    return torch.stack([odds[0] - odds[1], odds[0] - odds[2]], 2)
 
 
 def right_order(found: Tensor, weights: Tensor) -> float:

@@ -6,6 +6,9 @@ from . import testbed as testbed
 from . import testing as testing
 from . import zoo as zoo
 from ._version import __version__ as __version__
+from .attribution.answer import Answer as Answer
+from .attribution.answer import ImageTokens as ImageTokens
+from .attribution.answer import generate as generate
 from .attribution.base import Attribution as Attribution
 from .attribution.base import TracedAttribution as TracedAttribution
 from .attribution.base import explain_together as explain_together
@@ -54,9 +57,13 @@ from .evaluation.trust import trust as trust
 from .explorer.serve import serve as serve
 from .explorer.widget import explore as explore
 from .hooks.dual_encoder import DualEncoder as DualEncoder
+from .hooks.dual_encoder import LateInteraction as LateInteraction
+from .inspection.attention_record import LayerAttention as LayerAttention
 from .inspection.attention_record import attention as attention
+from .inspection.attention_record import draw_attention as draw_attention
 from .inspection.statistics import gradient_flow as gradient_flow
 from .io.preprocess import Preprocess as Preprocess
+from .io.views import Views as Views
 from .methods import METHODS as METHODS
 from .methods.baselines import BaselineOption as BaselineOption
 from .methods.baselines import baselines as baselines
@@ -128,6 +135,8 @@ from .methods.sobol_hsic import HSIC as HSIC
 from .methods.sobol_hsic import Sobol as Sobol
 from .methods.text_tokens import TextExplanation as TextExplanation
 from .methods.text_tokens import explain_text as explain_text
+from .methods.text_tokens import match_words as match_words
+from .methods.token_activation import TAM as TAM
 from .methods.token_attention import AttentionMap as AttentionMap
 from .methods.token_attention import AttentionRollout as AttentionRollout
 from .methods.token_attention import CheferAttention as CheferAttention
@@ -141,6 +150,7 @@ from .methods.token_sampling import ViTCX as ViTCX
 from .methods.vx_code import VXCODE as VXCODE
 from .methods.xrai import XRAI as XRAI
 from .program.export import export as export
+from .render.figure import draw_answer as draw_answer
 from .render.figure import draw_features as draw_features
 from .render.figure import draw_matches as draw_matches
 from .render.figure import figure as figure
@@ -152,6 +162,7 @@ from .render.volume import montage as montage
 from .render.volume import slices as slices
 from .targets.box import box as box
 from .targets.candidates import Candidates as Candidates
+from .targets.embedding import max_sim as max_sim
 from .targets.embedding import similarity as similarity
 from .targets.embedding import text as text
 from .targets.region import keypoint as keypoint
@@ -160,6 +171,7 @@ from .targets.targets import contrast as contrast
 from .targets.targets import neuron as neuron
 from .targets.targets import probability as probability
 from .targets.targets import value as value
+from .targets.words import words as words
 from .validation import check_choice as check_choice
 from .validation import check_integer as check_integer
 from .validation import check_number as check_number

@@ -22,29 +22,31 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--quick` and `--whole`."""
+    """Add `--quick` and `--share`."""
     parser.addoption("--quick", action="store_true", help="no slow tests, and a sample of each parametrised test")
-    parser.addoption("--whole", action="append", default=[], help="file of which --quick runs all cases but slow ones")
+    parser.addoption("--share", action="append", default=[], metavar="FILE=N", help="sample one case in N of a file")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run slow tests first. With `--quick`, sample: of n cases of a test the square root of n, and at least three.
 
-    A file named by `--whole` is not sampled.
+    `--share FILE=N` samples one case in N of a file, or more.
     """
     # Notebooks take longest, so they come first and no process ends on one.
     items.sort(key=lambda item: (item.path.name != "test_notebooks.py", item.get_closest_marker("slow") is None))
     if not config.getoption("--quick"):
         return
-    whole = {config.rootpath / name for name in config.getoption("--whole")}
+    options = [share.split("=") for share in config.getoption("--share")]
+    shares = {config.rootpath / file: int(share) for file, share in options}
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
     quick = set()
     for cases in tests.values():
         sampled = max(min(len(cases), 3), math.isqrt(len(cases)))
-        step = 1 if cases[0].path in whole else len(cases) / sampled
-        sample = (cases[int(number * step)] for number in range(round(len(cases) / step)))
+        if cases[0].path in shares:
+            sampled = max(sampled, len(cases) // shares[cases[0].path])
+        sample = (cases[number * len(cases) // sampled] for number in range(sampled))
         quick |= {case for case in sample if case.get_closest_marker("slow") is None}
     config.hook.pytest_deselected(items=[item for item in items if item not in quick])
     items[:] = [item for item in items if item in quick]

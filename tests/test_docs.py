@@ -39,6 +39,7 @@ def blocks(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the image has only")  # words such as "of" follow from the text
 def test_the_code_of_a_page_runs_in_order_and_gives_what_its_comments_say(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

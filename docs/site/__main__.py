@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,18 @@ def generated_pages() -> dict[str, str]:
     return pages
 
 
-def source_link(page: str) -> str:
-    """Return the last line of a page: a link to the file of the repository that it is made from."""
+@cache
+def source_files() -> dict[str, str]:
+    """Return the file or folder of the repository that each page but those of notebooks is made from."""
     packages = {reference.page(package): reference.file_of(package) for package in reference.contents()}
     scripts = {methods.page(cls): methods.file_of(cls) for cls in methods.classes()}
     lists = {"methods/index.md": "saliency/methods", "reference/index.md": "saliency"}
-    files = {page_of(name): name for name in FILES} | packages | scripts | lists
-    file = files.get(page, page.replace(".md", ".ipynb"))
+    return {page_of(name): name for name in FILES} | packages | scripts | lists
+
+
+def source_link(page: str) -> str:
+    """Return the last line of a page: a link to the file of the repository that it is made from."""
+    file = source_files().get(page, page.replace(".md", ".ipynb"))
     return f"[Source of this page: {file}]({at_repository(file)}){{ .source }}"
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MethodError, NonFiniteError, TargetError, plural, warn
-from ..hooks.forward_args import ForwardArgs, bind_forward_args
+from ..hooks.forward_args import ForwardArgs
 from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..io.inputs import Batch, ImagesLike, Prepare, read
 from ..io.preprocess import WHOLE, Frame, PreprocessLike, Whole, as_preprocess, without_crop
@@ -32,6 +32,7 @@ from ..layers.layout import LayoutFunction, as_layout, bind_layout
 from ..targets.targets import Neuron, TargetLike, as_categories
 from ..validation import Registry, check_choice
 from .aliases import refuse_unknown_keywords
+from .answer import Answer, bind_batch, read_answer
 from .explanation import BatchAttribution, Explanation, Setting, Sign
 from .forward import Needs, SharedForward, TargetGradients
 from .heatmap import rounding_errors
@@ -43,6 +44,9 @@ METHODS: Registry[type[Attribution]] = Registry(
     "method", {"att_cat": "chefer_attention", "attention_grad_cam": "gradient_rollout", "token_tm": "chefer_attention"}
 )
 """All methods by name. A class with a `name` is registered when it is defined."""
+
+MIN_IMAGE_SHARE = 0.1
+"""The fraction of the relevance of all tokens of an answer that an image has without a warning."""
 
 
 class Attribution(HasOptions, ABC):
@@ -167,7 +171,7 @@ class Attribution(HasOptions, ABC):
     @refuse_unknown_keywords
     def attribute(
         self,
-        inputs: ImagesLike,
+        inputs: ImagesLike | Answer,
         target: TargetLike = None,
         *,
         baselines: Any = None,
@@ -180,7 +184,7 @@ class Attribution(HasOptions, ABC):
         Args:
             inputs: A path, open file, bytes of a file, PIL image, uint8 array (H, W, 3), or a list of these; or the
                 model's own normalised input as a float tensor (C, H, W), (N, C, H, W), or (N, C, D, H, W) for volumes
-                and videos.
+                and videos; or an answer of `saliency.generate`.
             target: A class index or name, None for the top class, a function of the model's output, or a list with one
                 of them per image.
             baselines: Replaces the method's option `baseline`, or `fill`, in this call: a value that the option takes,
@@ -204,12 +208,13 @@ class Attribution(HasOptions, ABC):
         Warns:
             SaliencyWarning: A float tensor looks like an image that was not normalised.
         """
-        batch = self.read(inputs) if tiles is None else read_tiles(inputs, self.preprocess, tiles, overlap)
+        large: Any = inputs
+        batch = self.read(inputs) if tiles is None else read_tiles(large, self.preprocess, tiles, overlap)
         return self.attribute_batch(batch, [target], baselines, forward_args)[0]
 
     def attribute_classes(
         self,
-        inputs: ImagesLike,
+        inputs: ImagesLike | Answer,
         targets: Sequence[TargetLike],
         *,
         baselines: Any = None,
@@ -233,7 +238,7 @@ class Attribution(HasOptions, ABC):
         """Explain several targets of a batch, or one target of an image in tiles."""
         images = len(batch.inputs)
         method = self if baselines is None else self._with_baselines(baselines, images)
-        bound = bind_forward_args(args, images, neuron_layer(self.model, targets))
+        bound = bind_batch(batch, args, neuron_layer(self.model, targets))
         with prepared_for_attribution(self.model), bound, bind_layout(self.layout):
             if isinstance(batch, TiledImage):
                 progress, like = getattr(self, "progress", None), reference_tensor(self.model)
@@ -287,8 +292,10 @@ class Attribution(HasOptions, ABC):
         """Explain several targets. Methods that explain all of them from one forward override this."""
         return [self.explain(x, target) for target in targets]
 
-    def read(self, inputs: ImagesLike) -> Batch:
+    def read(self, inputs: ImagesLike | Answer) -> Batch:
         """Read the image or images as the model's input, on the model's device."""
+        if isinstance(inputs, Answer):
+            return read_answer(inputs, self.model)
         return read(inputs, self.preprocess, like=reference_tensor(self.model))
 
     def explanation(self, result: BatchAttribution, target: ResolvedTarget, batch: Batch) -> Explanation:
@@ -323,6 +330,7 @@ class Attribution(HasOptions, ABC):
             sign=self.sign,
             title=type(self).__name__,
             units=self.units,
+            tokens=batch.sequence if isinstance(batch, Answer) and result.token_shares is not None else (),
         )
         return replace(explanation, notes=tuple(self._notes(explanation)))
 
@@ -331,12 +339,16 @@ class Attribution(HasOptions, ABC):
         values = explanation.values.flatten(1)
         largest = torch.maximum(-values.amin(1), values.amax(1))  # much faster than `aminmax(dim=1)`
         shows_nothing = (largest <= rounding_errors(explanation)).tolist()
+        shares = explanation.image_share
         for index, name in enumerate(explanation.target_names):
             note = ""
             if shows_nothing[index]:
                 below = f"below the rounding error of a score of {float(explanation.scores[index]):.4g}"
                 what = f"is at most {float(largest[index]):.2g}, {below}" if largest[index] else "is 0 everywhere"
                 warn(note := f"the {explanation.method} map for {name} {what}")
+            elif shares is not None and float(shares[index]) < MIN_IMAGE_SHARE:
+                share = f"only {float(shares[index]):.1%} of the relevance of all tokens"
+                warn(note := f"the image has {share}, so {name} comes from the text; the map shows the small rest")
             elif self.ignores_sign and explanation.contrasts[index]:
                 note = f"{explanation.method} gives a contrast and its opposite the same map"
             yield note
@@ -427,7 +439,11 @@ def source(cls: type) -> str:
 
 
 def explain_together(
-    methods: Sequence[Attribution], inputs: ImagesLike, target: TargetLike = None, *, forward_args: ForwardArgs = ()
+    methods: Sequence[Attribution],
+    inputs: ImagesLike | Answer,
+    target: TargetLike = None,
+    *,
+    forward_args: ForwardArgs = (),
 ) -> list[Explanation]:
     """Explain the same image and target by several methods, from one forward where possible.
 
@@ -454,7 +470,7 @@ def explain_together(
             "explain_together: the methods must have the same model, preprocessing, class names and layout"
         )
     batch = first.read(inputs)
-    bound = bind_forward_args(forward_args, len(batch.inputs), neuron_layer(first.model, [target]))
+    bound = bind_batch(batch, forward_args, neuron_layer(first.model, [target]))
     with prepared_for_attribution(first.model), bound, bind_layout(first.layout):
         resolved = first.resolve(target, batch.inputs, batch.frames)
         pairs = [(method, method.explained_target(resolved)) for method in methods]

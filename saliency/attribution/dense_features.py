@@ -66,7 +66,10 @@ class Features:
             TargetError: The point is not a pair of numbers, or is not on the part of the image that the model sees.
         """
         own, place = self.values[image], as_place("point", point, 2)
-        query = own[:, self._shown[image]].mean(1) if place is None else own[:, *self._cell(place, image)]  # (K,)
+        if place is None:
+            query = own[:, self._shown[image]].mean(1)  # (K,)
+        else:
+            query = own[:, *cell_at(place, self.frames[image], self.input_size, own.shape[1:], image)]
         maps = F.cosine_similarity(self.values, query[None, :, None, None])[:, None]
         name, images = f"similarity to {f'{as_text(place)} of ' if place else ''}image {image}", len(maps)
         return Explanation(
@@ -124,16 +127,30 @@ class Features:
         """The cells (N, h, w) that are not outliers."""
         return torch.ones_like(self.values[:, 0], dtype=torch.bool) if self.outliers is None else ~self.outliers
 
-    def _cell(self, place: tuple[float, ...], image: int) -> tuple[int, int]:
-        """Return the row and the column of the cell at a point. Raises TargetError if there is none."""
-        (x, y), geometry = place, Geometry.of(self.frames[image], self.input_size)
-        column, row = geometry.to_input((x, y, x, y))[:2]
-        (height, width), (h, w) = self.input_size, self.values.shape[2:]
-        if not (0 <= column < width and 0 <= row < height):
-            left, top, right, bottom = (round(edge) for edge in geometry.box)
-            part = f"part of image {image} that the model sees, x {left} to {right} and y {top} to {bottom}"
-            raise TargetError(f"the point {as_text(place)} is outside the {part}")
-        return int(row * h / height), int(column * w / width)
+
+def cell_at(
+    place: tuple[float, ...], frame: Frame | None, input_size: tuple[int, int], grid: Sequence[int], image: int
+) -> tuple[int, int]:
+    """Return the row and the column of the cell at a point.
+
+    Args:
+        place: (x, y) in pixels of the original image, or of the model's input without a frame.
+        frame: The position of the model's input on the image.
+        input_size: (H, W) of the model's input.
+        grid: (h, w) of the cells.
+        image: The index of the image, for errors.
+
+    Raises:
+        TargetError: The point is outside the part of the image that the model sees.
+    """
+    (x, y), geometry = place, Geometry.of(frame, input_size)
+    column, row = geometry.to_input((x, y, x, y))[:2]
+    (height, width), (h, w) = input_size, grid
+    if not (0 <= column < width and 0 <= row < height):
+        left, top, right, bottom = (round(edge) for edge in geometry.box)
+        part = f"part of image {image} that the model sees, x {left} to {right} and y {top} to {bottom}"
+        raise TargetError(f"the point {as_text(place)} is outside the {part}")
+    return int(row * h / height), int(column * w / width)
 
 
 def features(

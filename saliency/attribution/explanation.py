@@ -53,6 +53,7 @@ class BatchAttribution:
     ledger_names: tuple[str, ...] = ()  # K
     outliers: Tensor | None = None  # (N, h, w) of bool
     tile_scores: Tensor | None = None  # (N, rows, columns)
+    token_shares: Tensor | None = None  # (N, L)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name; each has one row for each image."""
@@ -98,6 +99,9 @@ class Explanation(BatchAttribution):
             the tokens are not known.
         tile_scores: (1, rows, columns) the score of each tile, of which `scores` is the mean, for an image in tiles. It
             is NaN where a tile has no pixel of the target's region. None without tiles.
+        token_shares: (N, L) for an answer of `saliency.generate`, the share of each token that the language model
+            reads, in score units, by relevance and gradient x input. None for other methods, and for images.
+        tokens: The texts of these L tokens, None for those of an image; empty for other explanations.
         notes: The limits of each image's map, for example that it is 0 everywhere; empty without limits.
         title: The name of the method's class; by default `method`.
         units: The units of the values; by default "<title> value".
@@ -124,11 +128,21 @@ class Explanation(BatchAttribution):
     contrasts: tuple[bool, ...] = ()
     target_boxes: tuple[Box | None, ...] = ()
     from_zero: bool = False
+    tokens: tuple[str | None, ...] = ()
 
     def __post_init__(self) -> None:
         """Fill in the title and the units of a method that has none."""
         object.__setattr__(self, "title", self.title or self.method)
         object.__setattr__(self, "units", self.units or f"{self.title} value")
+
+    @property
+    def image_share(self) -> Tensor | None:
+        """The share (N,) of the tokens of images in the sum of all absolute `token_shares`, 0 to 1; None without."""
+        if self.token_shares is None:
+            return None
+        is_image = torch.tensor([token is None for token in self.tokens], device=self.token_shares.device)
+        magnitude = self.token_shares.abs()
+        return (magnitude * is_image).sum(1) / magnitude.sum(1)
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -262,7 +276,7 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
     plain = {name: value for name, value in header.items() if name not in ("format", "image", "scale")}
     plain["coverage"] = Coverage(**plain["coverage"]) if plain["coverage"] else None
     plain["run_stats"] = tuple(RunStats(**own) for own in plain.get("run_stats", ()))
-    tuples = ("target", "target_names", "input_size", "ledger_names", "notes", "contrasts")
+    tuples = ("target", "target_names", "input_size", "ledger_names", "notes", "contrasts", "tokens")
     plain |= {name: tuple(plain.get(name, ())) for name in tuples}
     plain["frames"] = tuple(
         None if box is None else _frame(tensors[f"picture.{i}"], *box) for i, box in enumerate(plain["frames"])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
+from itertools import compress, islice
 from typing import Any, Literal, TypeVar, cast, get_args
 from weakref import WeakKeyDictionary
 
@@ -19,9 +19,11 @@ from torch.autograd.graph import GradientEdge, Node
 
 from ..errors import LayerError, MethodError, TargetError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
+from ..hooks.forward_args import AnswerForward, bound_answer
 from ..hooks.manager import HookManager, Rule
 from ..hooks.model_state import leaf, run_model
 from ..hooks.operations import OperationRecord, SavedValues
+from ..hooks.pytree import tree_tensors
 from ..hooks.rectifiers import (
     CUT,
     INDEPENDENT,
@@ -123,9 +125,11 @@ class SharedForward:
             self.operations.trace(hooks, model, needs.modules)
             starts = needs.gradients == "layers"
             captured = {n: hooks.capture(_submodule(model, n), record=starts) for n in dict.fromkeys(needs.layers)}
+            embeddings = _capture_embeddings(hooks, model, self.x) if needs.gradients == "input" else []
             with torch.set_grad_enabled(needs.gradients == "input"), self.recording():
                 self.output: Any = run_model(model, self.x)
         self.layers = {name: _last_call(name, calls) for name, calls in captured.items()}
+        self.embeddings = next(iter(embeddings), None)  # (N, L, D) of an answer
         self._layouts: dict[str, Layout] = {}
 
     @contextmanager
@@ -217,6 +221,7 @@ class TargetGradients:
         self.x = forward.x.detach()  # (N, C, H, W)
         self.scores = self.scores_in_graph.detach()  # (N,)
         self._shared: list[tuple[Any, Any]] = []
+        self._embedding_gradient: Tensor | None = None
         self.attention: list[AttentionCall] = []
         self.unread_softmaxes: list[Node] = []
         if forward.needs.attention:  # before a backward pass frees the graph
@@ -299,9 +304,19 @@ class TargetGradients:
             hooks.rewrite(nonlinearities, rule_for)
             return self._backward_to_input()
 
+    def token_shares(self) -> Tensor | None:
+        """Return the gradient times the embedding of each token of an answer (N, L); None for an image.
+
+        It takes part in the backward pass of `input_gradient`.
+        """
+        gradient, embeddings = self._embedding_gradient, self.forward.embeddings
+        return None if gradient is None or embeddings is None else (gradient * embeddings.detach()).sum(-1)
+
     def _backward_to_input(self) -> Tensor:
         self._require_recorded("input")
-        (gradient,) = self._gradients([self.forward.x])
+        embeddings = self.forward.embeddings
+        gradient, *more = self._gradients([self.forward.x, *([] if embeddings is None else [embeddings])])
+        self._embedding_gradient = next(iter(more), None)
         if gradient is None:
             raise TargetError(INDEPENDENT)
         return gradient
@@ -357,6 +372,20 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
         return model.get_submodule(name)
     except AttributeError:
         return find(model, name)[1]
+
+
+def _capture_embeddings(hooks: HookManager, model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return a list that receives the embeddings (N, L, D) of all tokens of an answer; it stays empty for an image."""
+    answer, captured = bound_answer(), list[Tensor]()
+
+    def begin(*arguments: Any) -> None:
+        shape = (len(x), len(cast("AnswerForward", answer).is_image))
+        found = (tensor for tensor in tree_tensors(arguments) if tensor.requires_grad and tensor.shape[:-1] == shape)
+        captured.extend(islice(found, 1))
+
+    if answer is not None and answer.reader is not None:
+        hooks.around(model.get_submodule(answer.reader), begin, lambda token, output: None)
+    return captured
 
 
 def _last_call(name: str, calls: list[Tensor]) -> Tensor:

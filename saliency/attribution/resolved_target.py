@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import NonFiniteError, TargetError, warn
 from ..hooks.autograd_graph import ends_in_probability, forward_hook_ids, tensor_version
 from ..hooks.dual_encoder import DualEncoder
-from ..hooks.forward_args import bind_forward_args, bind_image, cache_of
+from ..hooks.forward_args import bind_forward_args, bind_image, bound_answer, cache_of
 from ..hooks.model_state import leaf, run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
 from ..hooks.tracing import is_tracing
@@ -32,6 +32,7 @@ from ..targets.targets import (
     one_score_each,
     output_tensor,
 )
+from ..targets.words import in_answer, words
 
 _COUPLED = "one pass at a time: the images of a batch affect each other in this model"
 _UNDIVIDED = "one pass at a time: the output does not show which part of it belongs to which image"
@@ -49,7 +50,11 @@ class ResolvedTarget:
     def __init__(self, target: TargetLike, images: int, categories: Categories = None) -> None:
         self.images = images
         self.categories = categories
+        answer = bound_answer()
+        target = words() if target is None and answer is not None else target
         self.target = as_target(target, images, categories)
+        if answer is not None:
+            self.target = in_answer(self.target, answer.text)
         self.probabilities: Tensor | None = None
         self._is_resolved = False
         self._ends_in_probability: Callable[[], bool] | None = None

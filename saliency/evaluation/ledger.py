@@ -82,6 +82,11 @@ def ledger_table(explanations: Explanation | Iterable[Explanation]) -> Table[Led
     title = f"Ledger of {rows[0].target} by {rows[0].method}" if is_one else "Ledgers"
     covered = zip(ledgers, images, strict=True)
     notes = dict.fromkeys(f"{ledger[0].method}: {image.coverage}" for ledger, image in covered if image.coverage)
+    for ledger, image in zip(ledgers, images, strict=True):
+        if image.image_share is not None:
+            share, text = float(image.image_share), 1 - float(image.image_share)
+            shares = f"{share:.0%} is the image's, {text:.0%} the text's"
+            notes[f"{ledger[0].method}: of the relevance of all tokens, {shares}"] = None
     return Table(rows, _ENTRY if is_one else _IMAGE + _ENTRY, title, notes)
 
 

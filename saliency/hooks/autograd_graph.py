@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
@@ -143,15 +143,14 @@ def result_shape(node: Any) -> tuple[int, ...]:
     return tuple(node._input_metadata[0].shape)
 
 
-def result_count(node: Any) -> int:
-    """Return the number of results of an operation."""
-    return len(node._input_metadata)
+def result_specs(node: Any) -> list[GradSpec]:
+    """Return the shape and type of the gradient of each result of an operation."""
+    return [GradSpec(torch.Size(metadata.shape), metadata.dtype) for metadata in node._input_metadata]
 
 
 def result_spec(node: Any, at: int) -> GradSpec:
     """Return the shape and type of the gradient of a result of an operation."""
-    metadata = node._input_metadata[at]
-    return GradSpec(torch.Size(metadata.shape), metadata.dtype)
+    return result_specs(node)[at]
 
 
 def call_node(node: Any, grads: Gradients) -> Gradients:
@@ -161,8 +160,10 @@ def call_node(node: Any, grads: Gradients) -> Gradients:
 
 
 @functools.cache
-def _saved_names(node_class: Hashable) -> list[str]:
+def _saved_names(node_class: type) -> list[str]:
     constants = {"_raw_saved_weight", "_raw_saved_bias", "_raw_saved_running_mean", "_raw_saved_running_var"}
+    if "BatchNorm" in node_class.__name__:  # the results after the first are one number per channel
+        constants |= {"_raw_saved_result1", "_raw_saved_result2"}
     return [name for name in dir(node_class) if name.startswith("_raw_saved_") and name not in constants]
 
 

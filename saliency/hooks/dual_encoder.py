@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 
 from ..errors import ModelError, plural, warn
@@ -138,6 +139,48 @@ class DualEncoder(nn.Module):
         kind = next(iter(tokens.values())).device.type
         with prepared_for_attribution(self), torch.no_grad(), torch.autocast(kind, enabled=False):
             return self.encode_tokens(tokens)
+
+
+class LateInteraction(DualEncoder):
+    """Model with an embedding for each token of an image and of a text, such as ColPali, wrapped as an image model.
+
+    Its forward takes images (N, C, H, W) and returns {"image_embeds": (N, tokens, D)}. `saliency.max_sim` is the score
+    of a text, and `saliency.match_words` shows which patches match which word.
+
+    Args:
+        model: `ColPaliForRetrieval` of transformers, or a model with the same forward. It is not changed.
+        processor: Its processor.
+
+    Raises:
+        ModelError: The model takes patches or tiles instead of images (N, C, H, W).
+    """
+
+    def __init__(self, model: nn.Module, processor: Any) -> None:
+        nn.Module.__init__(self)
+        self.model, self.processor = model, processor
+        self.tokenizer, self.preprocess = processor.tokenizer, processor.image_processor
+        self._page = dict(processor(images=[Image.new("RGB", (64, 64))], return_tensors="pt"))
+        if (shape := tuple(self._page.pop("pixel_values").shape))[1:2] != (3,) or len(shape) != 4:
+            raise ModelError(f"{type(model).__name__} takes {shape}; expected images (N, 3, H, W), as of ColPali")
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """Return the embeddings of all tokens of images."""
+        page = {name: values.to(x.device).expand(len(x), -1) for name, values in self._page.items()}
+        return {"image_embeds": self.model(pixel_values=x, **page).embeddings}
+
+    def tokenize(self, prompt: str) -> dict[str, Tensor]:
+        """Return the arguments of the model for a text; the first is its token ids (1, L)."""
+        device = next(self.model.parameters()).device
+        return {name: values.to(device) for name, values in self.processor(text=[prompt], return_tensors="pt").items()}
+
+    def encode_tokens(self, tokens: dict[str, Tensor]) -> Tensor:
+        """Return the embeddings (L, D) of the tokens of one text."""
+        embeddings: Tensor = self.model(**tokens).embeddings[0]
+        return embeddings
+
+    def words(self, prompt: str) -> tuple[str, ...]:
+        """Return the L tokens of a text, with those that the processor adds."""
+        return tuple(self.tokenizer.decode([token]).strip() for token in self.tokenize(prompt)["input_ids"][0].tolist())
 
 
 def _mean(embeddings: list[Tensor]) -> Tensor:

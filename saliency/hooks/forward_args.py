@@ -6,20 +6,40 @@ of them use `run_model`, which reads the arguments here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from ..errors import MethodError
+from ..targets.words import AnswerText
 
 _T = TypeVar("_T")
 
 ForwardArgs = tuple[Any, ...] | list[Any] | Mapping[str, Any]
 """Arguments after the image, by position or by name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnswerForward:
+    """Forward of a vision-language model on an answer, as a function of its images.
+
+    Attributes:
+        arguments: A function from a batch (k, C, H, W) and the number of the image that each row shows to all arguments
+            of the model, by name.
+        reader: The name of the module that reads the embeddings (N, L, D) of all tokens; None if it is not known.
+        is_image: (L,) of bool: whether each token is a part of an image.
+        text: The words of the answer.
+    """
+
+    arguments: Callable[[Tensor, Sequence[int]], dict[str, Any]]
+    reader: str | None
+    is_image: Tensor
+    text: AnswerText
 
 
 class _Bound(NamedTuple):
@@ -30,13 +50,18 @@ class _Bound(NamedTuple):
     image: int | None
     caches: dict[tuple[int, int | None], dict[Any, Any]]
     layer: str | None = None  # the layer whose output is the model's output
+    answer: AnswerForward | None = None
+
+    def numbers(self, x: Tensor) -> list[int]:
+        """Return the number of the image that each row of a batch (k, C, H, W) shows."""
+        return list(range(self.images)) if self.image is None else [self.image] * len(x)
 
     def rows(self, value: Any, x: Tensor) -> Any:
         """Return the rows of an argument for a batch (k, C, H, W); an argument without rows as it is."""
         shape = (len(value),) if isinstance(value, list) else getattr(value, "shape", ())
         if shape[:1] != (self.images,):
             return value
-        images = list(range(self.images)) if self.image is None else [self.image] * len(x)
+        images = self.numbers(x)
         rows = [value[image] for image in images] if isinstance(value, list) else value[images]
         return rows.detach().to(x.device) if isinstance(rows, Tensor) else rows
 
@@ -54,13 +79,16 @@ def bound_value(variable: ContextVar[_T], value: _T) -> Iterator[None]:
         variable.reset(token)
 
 
-def bind_forward_args(like: ForwardArgs, images: int, layer: str | None = None) -> AbstractContextManager[None]:
+def bind_forward_args(
+    like: ForwardArgs, images: int, layer: str | None = None, answer: AnswerForward | None = None
+) -> AbstractContextManager[None]:
     """Bind the extra arguments of a batch in a block. They replace the arguments of an outer call, even if empty.
 
     Args:
         like: Tensors, arrays and lists with one row per image are divided into images; others are passed as they are.
         images: The number of images.
         layer: The layer whose output `run_model` returns instead of the model's.
+        answer: The answer whose images form the batch; None for other images.
 
     Raises:
         MethodError: `like` is neither a tuple nor a mapping of names.
@@ -68,9 +96,8 @@ def bind_forward_args(like: ForwardArgs, images: int, layer: str | None = None) 
     if not isinstance(like, tuple | list | Mapping):
         raise MethodError(f"forward_args is a {type(like).__name__}; expected a tuple (mask,) or a mapping of names")
     values: Mapping[Any, Any] = like if isinstance(like, Mapping) else dict(enumerate(like))
-    return bound_value(
-        _bound, _Bound(values, images, 0 if images == 1 else None, {}, layer) if values or layer else None
-    )
+    bound = _Bound(values, images, 0 if images == 1 else None, {}, layer, answer)
+    return bound_value(_bound, bound if values or layer or answer else None)
 
 
 def bind_image(image: int) -> AbstractContextManager[None]:
@@ -85,17 +112,38 @@ def returned_layer() -> str | None:
     return None if bound is None else bound.layer
 
 
+def bound_answer() -> AnswerForward | None:
+    """Return the answer whose images form the batch; None for other images."""
+    bound = _bound.get()
+    return None if bound is None else bound.answer
+
+
+def bind_answer(answer: AnswerForward) -> AbstractContextManager[None]:
+    """Replace the forward of the bound answer in a block."""
+    bound = _bound.get()
+    return bound_value(_bound, bound and bound._replace(answer=answer))
+
+
+def shown_images(x: Tensor) -> list[int]:
+    """Return the number of the image that each row of a batch (k, C, H, W) shows."""
+    bound = _bound.get()
+    return list(range(len(x))) if bound is None else bound.numbers(x)
+
+
 def has_forward_args() -> bool:
     """Return whether extra arguments are bound."""
     return _bound.get() is not None
 
 
 def forward_args(x: Tensor) -> tuple[list[Any], dict[str, Any]]:
-    """Return the extra arguments for a batch (k, C, H, W), by position and by name."""
+    """Return the extra arguments for a batch (k, C, H, W), by position and by name; of an answer, all arguments."""
     bound = _bound.get()
-    values = {} if bound is None else {key: bound.rows(value, x) for key, value in bound.values.items()}
+    values: dict[Any, Any] = {}
+    if bound is not None:
+        values = {} if bound.answer is None else bound.answer.arguments(x, bound.numbers(x))
+        values |= {key: bound.rows(value, x) for key, value in bound.values.items()}
     positional = [values.pop(key) for key in list(values) if isinstance(key, int)]
-    return positional, values  # type: ignore[return-value] # only names are left
+    return positional, values
 
 
 def cache_of(caches: WeakKeyDictionary[nn.Module, dict[Any, Any]], model: nn.Module) -> dict[Any, Any]:

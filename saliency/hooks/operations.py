@@ -66,6 +66,7 @@ class Operation:
 
     Attributes:
         op: The operator.
+        name: The name of the operator, the same for an operation in place.
         kept_args: The stored arguments by name, some as `WeakResult`.
         kept_result: The stored result.
         norms: The norms of a linear operation's result before a ReLU in place wrote to it, else None: of each image for
@@ -80,11 +81,10 @@ class Operation:
     norms: Tensor | None = None
     is_weak: bool = False
     shared: dict[Any, Any] = field(default_factory=dict)
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        """The name of the operator, the same for an operation in place."""
-        return operator_name(self.op)
+    def __post_init__(self) -> None:
+        self.name = operator_name(self.op)
 
     @property
     def args(self) -> dict[str, Any]:
@@ -178,6 +178,12 @@ def written(op: Op, args: Any, kwargs: Any) -> list[Tensor]:
     return list(tree_tensors([value for name, value in named_arguments(op, args, kwargs).items() if writes[name]]))
 
 
+def uses_batch_statistics(operation: Operation) -> bool:
+    """Return whether a batch norm uses the statistics of the batch."""
+    args = operation.args
+    return args.get("running_var") is None or bool(args.get("training"))
+
+
 LINEAR = frozenset({"convolution", "addmm", "mm", "bmm", "baddbmm"})
 """Convolutions and matrix products."""
 ADDITIVE = frozenset(
@@ -268,6 +274,15 @@ def _kept(op: Op, keep: SavedValues) -> bool:
     others = PLAIN if keep == SavedValues.CHANGES else PLAIN | HOMOGENEOUS | ADDITIVE
     others = others | SOFTMAX | {"mul", "div"} if keep == SavedValues.ACTIVATIONS else others
     return keep == SavedValues.ALL or not (is_view(op) or operator_name(op) in others)
+
+
+def _is_linear(op: Op, args: Sequence[Any], dependent: Sequence[bool]) -> bool:
+    """Return whether an operation is linear in the only operand that depends on the image."""
+    name = operator_name(op)
+    if sum(dependent) != 1 or name == "mul" or name in LINEAR:
+        return sum(dependent) == 1
+    named = named_arguments(op, args, {})
+    return (name == "div" and dependent[0]) or (named.get("running_var") is not None and not named.get("training"))
 
 
 def _linear_of_torchvision(node: Node) -> Operation | None:
@@ -382,7 +397,8 @@ class OperationRecord(DispatchMode):
         """Free the stored values of a node's operation, and the tensors that the node saved for its gradient."""
         self._holders.clear()
         if (operation := self._operations.pop(sequence_nr(node), None)) is not None:
-            operation.kept_args, operation.kept_result = {}, None  # an operation off the path may refer to it
+            # A walk, or an operation off the path, may refer to it.
+            operation.kept_args, operation.kept_result, operation.shared = {}, None, {}
         free_saved(node)
 
     def trace(self, hooks: HookManager, model: nn.Module, modules: Iterable[str]) -> None:
@@ -401,8 +417,8 @@ class OperationRecord(DispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and record it if it depends on the image."""
-        kwargs = kwargs or {}
-        if not any(map(self._depends, args)):
+        kwargs, dependent = kwargs or {}, [self._depends(value) for value in args]
+        if not any(dependent):
             result = op(*args, **kwargs)
             # It may reuse the memory of a freed tensor, unless it is a view.
             self._dependent.difference_update({*_addresses(result)} - {*_addresses(args)})
@@ -414,13 +430,13 @@ class OperationRecord(DispatchMode):
         # Without gradients no node is created, as in a hook of saved tensors, which runs inside another operation.
         has_node, writes = torch.is_grad_enabled(), writes_operand(op)
         kept = has_node and _kept(op, self.keep)
-        kept = kept and not (self.keep == SavedValues.CHANGES and self._is_linear(op, args))
+        kept = kept and not (self.keep == SavedValues.CHANGES and _is_linear(op, args, dependent))
         operation = Operation(op, is_weak=self.keep == SavedValues.ALL)
         if operation.is_weak:
             operation.kept_args = tree_map_tensors(named_arguments(op, args, kwargs), self._weak)
         elif kept:
             operation.kept_args = named_arguments(op, args, kwargs)
-        elif operator_name(op) in ADDITIVE or is_batch_norm(op):
+        elif operation.name in ADDITIVE or is_batch_norm(op):
             operation.kept_args = tree_map_tensors(named_arguments(op, args, kwargs), self._constant)
         if writes:
             number = self._before_write(operation, args[0], number)
@@ -437,8 +453,8 @@ class OperationRecord(DispatchMode):
         return result
 
     def _remember_clone(self, op: Op, args: Any, result: Any) -> None:
-        number = current_sequence_nr() - 1
-        self._clone = (number, args[0], result) if op is torch.ops.aten.clone.default else None
+        is_clone = op is torch.ops.aten.clone.default
+        self._clone = (current_sequence_nr() - 1, args[0], result) if is_clone else None
 
     def _kept_result(self, operation: Operation, result: Any) -> Any:
         """Return the part of a result that rules read: of a normalisation, only its statistics."""
@@ -465,14 +481,6 @@ class OperationRecord(DispatchMode):
         """Return whether no rule reads a tensor that the running operation saves, such as the indices of a max pool."""
         running = self._operations.get(current_sequence_nr() - 1)  # None until its results are saved
         return self._depends(tensor) or (running is not None and bool(running.args))
-
-    def _is_linear(self, op: Op, args: Sequence[Any]) -> bool:
-        """Return whether an operation is linear in the only operand that depends on the image."""
-        name, dependent = operator_name(op), [self._depends(value) for value in args]
-        named = named_arguments(op, args, {})
-        is_constant_norm = named.get("running_var") is not None and not named.get("training")
-        is_linear = name in LINEAR | {"mul"} or (name == "div" and dependent[0]) or is_constant_norm
-        return is_linear and sum(dependent) == 1
 
     def _weak(self, tensor: Tensor) -> Tensor | WeakResult:
         """Return an operand to store: a weak reference if it is the unchanged result of a recorded operation."""

@@ -3,24 +3,52 @@
 from __future__ import annotations
 
 import re
-from functools import partial
-from typing import Literal, get_args
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
+import torch
+from PIL import Image
 from torch import Tensor, nn
 
+from ..attribution.answer import Answer, bind_batch, explained_answer, read_answer
+from ..attribution.dense_features import cell_at
 from ..attribution.forward import Needs, SharedForward, TargetGradients
 from ..attribution.resolved_target import ResolvedTarget
-from ..errors import NotApplicableError, TargetError, plural, warn
+from ..axes import require_two_axes
+from ..errors import LayerError, NotApplicableError, RenderError, TargetError, plural, warn
 from ..hooks.attention import AttentionCall, fuse_heads
 from ..hooks.autograd_graph import sequence_nr
-from ..hooks.forward_args import ForwardArgs, bind_forward_args
-from ..hooks.manager import is_hookable
+from ..hooks.forward_args import ForwardArgs
+from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import categories_of, model_attribute, prepared_for_attribution, reference_tensor, unwrap
-from ..io.inputs import ImagesLike, read
+from ..io.inputs import Batch, ImagesLike, read
+from ..io.preprocess import Frame
+from ..layers.layout import Layout, token_layout
+from ..layers.positions import PositionTrace
+from ..render.blending import ScaledMap, paint, shrink
+from ..render.figure import PRINT_DPI, TEXT_SIZE, new_figure
+from ..targets.box import as_place
 from ..targets.targets import TargetLike
 from ..validation import check_choice
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Reduce = Literal["mean_heads", "max_heads", "min_heads"]
+Query = int | Sequence[float] | None
+"""A query: the number of its token, the point (x, y) of its patch on the image, or None for the mean of all."""
+
+# Of `draw_attention`, in inches: the longer edge of an image, the height of its title, and the width of a layer's name.
+_PANEL, _TITLE, _LABEL = 1.1, 0.2, 1.2
+_LONGEST_LABEL = 24  # characters of a layer's name
+
+
+class _Layouts(NamedTuple):
+    """Layouts of the queries and the keys of a call, in the windows of one image; None if they are not a grid."""
+
+    queries: Layout | None
+    keys: Layout | None
 
 
 class LayerAttention:
@@ -30,13 +58,25 @@ class LayerAttention:
         layer: The name of the module that ran the call.
         shape: The shape of the probabilities: (N, heads, queries, keys), without the heads if they are reduced. For
             attention in windows, N counts the windows of all images.
+        batch: The images as the model's input.
     """
 
-    def __init__(self, layer: str, call: AttentionCall, grad: Tensor | None, reduce: Reduce | None) -> None:
+    def __init__(
+        self,
+        layer: str,
+        call: AttentionCall,
+        grad: Tensor | None,
+        reduce: Reduce | None,
+        batch: Batch,
+        layouts: Callable[[], list[_Layouts]],
+        number: int,
+    ) -> None:
         images, heads, queries, keys = call.shape
         self.layer = layer
         self.shape = (images, heads, queries, keys) if reduce is None else (images, queries, keys)
+        self.batch = batch
         self._call, self._grad, self._reduce = call, grad, reduce
+        self._layouts, self._number = layouts, number
 
     @property
     def probabilities(self) -> Tensor:
@@ -50,6 +90,52 @@ class LayerAttention:
             raise TargetError("the gradient of attention needs a target: attention(model, image, target)")
         return self._reduced(self._call.gradient(self._grad))
 
+    def maps(self, query: Query = None) -> Tensor:
+        """Return the attention of a query to each patch of the images (N, heads, h, w), or (N, h, w) of reduced heads.
+
+        Tokens without a position, such as a class token or words, are left out. Windows are put back into the image; a
+        query pays no attention outside its window. The first call after a forward runs one more forward of the same
+        images, to trace the positions of the tokens.
+
+        Args:
+            query: The number of a token, such as 0 for a class token; or the point (x, y) of a patch, in pixels of the
+                original image, or of the model's input if the image was given as a tensor. By default the mean of all
+                queries, which is the attention that each patch receives.
+
+        Raises:
+            LayerError: The keys are not a grid of patches; or a point is given, and the queries are not.
+            TargetError: The query does not exist, or is a number for attention in windows.
+        """
+        images, layouts = len(self.batch.inputs), self._layouts()[self._number]
+        if layouts.keys is None:
+            raise LayerError(f'the keys of "{self.layer}" are not one for each patch of the image')
+        heads = self.probabilities if self._reduce is None else self.probabilities[:, None]
+        heads = heads.reshape(images, -1, *heads.shape[1:])  # (N, windows, heads, queries, keys)
+        windows, queries = heads.shape[1], heads.shape[3]
+        if query is None:
+            rows = heads.mean(3) / windows
+        elif not isinstance(query, int):
+            rows = torch.zeros_like(heads[..., 0, :])
+            for image in range(images):
+                window, number = divmod(self._query_at(query, layouts.queries, image), queries)
+                rows[image, window] = heads[image, window, :, number]
+        elif windows == 1 and -queries <= query < queries:
+            rows = heads[..., query, :]
+        else:
+            valid = f"outside 0..{queries - 1}" if windows == 1 else "in one of several windows; pass a point (x, y)"
+            raise TargetError(f'query {query} of "{self.layer}" is {valid}')
+        maps = layouts.keys(rows.transpose(2, 3).flatten(1, 2))
+        return maps if self._reduce is None else maps[:, 0]
+
+    def _query_at(self, point: Sequence[float], layout: Layout | None, image: int) -> int:
+        """Return the number of the query of an image at a point."""
+        x, place = self.batch.inputs, as_place("query", point, 2)
+        require_two_axes(x, "the query at a point")
+        if layout is None or place is None:
+            raise LayerError(f'the queries of "{self.layer}" have no position; pass the number of a query')
+        row, column = cell_at(place, self.batch.frames[image], (x.shape[2], x.shape[3]), layout.grid, image)
+        return layout.tokens[row * layout.grid[1] + column]
+
     def _reduced(self, maps: Tensor) -> Tensor:
         return maps if self._reduce is None else fuse_heads(maps, self._reduce.removesuffix("_heads"))
 
@@ -60,7 +146,7 @@ class LayerAttention:
 
 def attention(
     model: nn.Module,
-    image: ImagesLike,
+    image: ImagesLike | Answer,
     target: TargetLike = None,
     *,
     reduce: Reduce | None = None,
@@ -99,11 +185,11 @@ def attention(
         check_choice("reduce", reduce, get_args(Reduce))
     model = unwrap(model)
     read_images = partial(read, preprocess=model_attribute("preprocess", model), like=reference_tensor(model))
-    read_batch = read_images(image)
+    read_batch = read_answer(image, model) if isinstance(image, Answer) else read_images(image)
     batch = read_batch.inputs
     names = tuple(name for name, module in model.named_modules() if is_hookable(model, name, module))
     needs = Needs(backwards=int(target is not None), modules=names, attention=True)
-    with prepared_for_attribution(model), bind_forward_args(forward_args, len(batch)):
+    with prepared_for_attribution(model), bind_batch(read_batch, forward_args, None):
         resolved = ResolvedTarget(target, len(batch), categories_of(model))
         resolved.bind(model, batch, lambda reference: read_images(reference).inputs, read_batch.frames)
         forward = SharedForward(model, batch, needs)
@@ -116,7 +202,89 @@ def attention(
         grad = {call: None if target is None else grads.node_gradient(call.node) for call in grads.attention}
         layers = {call: max(forward.operations.modules(call.node), key=len, default="") for call in grads.attention}
         _warn_of_others(model, forward, grads)
-    return [LayerAttention(layers[call], call, grad[call], reduce) for call in grads.attention]
+
+    @cache
+    def layouts() -> list[_Layouts]:
+        with prepared_for_attribution(model), bind_batch(read_batch, forward_args, None):
+            return _trace_layouts(model, batch, resolved)
+
+    return [
+        LayerAttention(layers[call], call, grad[call], reduce, read_batch, layouts, number)
+        for number, call in enumerate(grads.attention)
+    ]
+
+
+def _trace_layouts(model: nn.Module, x: Tensor, target: ResolvedTarget) -> list[_Layouts]:
+    """Return the layouts of each call, from one more forward of a prepared model."""
+    with HookManager(exclusive=True), PositionTrace(x) as trace:
+        calls = TargetGradients(SharedForward(model, x, Needs(attention=True)), target).attention
+
+    answer = explained_answer()
+    of_text = None if answer is None else answer.layout(range(len(x)))  # of all tokens of the language model
+
+    def layout(operand: Tensor, call: AttentionCall) -> Layout | None:
+        if answer is not None and operand.shape[-2] == len(answer.forward.is_image):
+            return of_text
+        positions = trace.positions(operand)
+        if positions is None or call.shape[0] % len(x):
+            return None
+        rows = positions.nanmean(-1).expand(-1, *operand.shape[:-1])
+        of_one_head = rows.reshape(len(rows), call.shape[0], -1, rows.shape[-1])[:, :, 0]
+        return token_layout(of_one_head.reshape(len(rows), len(x), -1), x)
+
+    queries = [call.query if call.weights is None else call.weights for call in calls]
+    return [
+        _Layouts(None if query is None else layout(query, call), layout(call.value, call))
+        for query, call in zip(queries, calls, strict=True)
+    ]
+
+
+def draw_attention(layers: Sequence[LayerAttention], query: Query = None, *, image: int = 0) -> Figure:
+    """Draw one row per layer and one column per head: the attention of a query to each patch of an image.
+
+    Each panel has its own scale. Its title is the value at full colour.
+
+    Args:
+        layers: The result of `attention`, or a part of it.
+        query: As for `LayerAttention.maps`. A point is marked by a cross.
+        image: The index of the image.
+
+    Returns:
+        A matplotlib Figure, as from `figure`.
+
+    Raises:
+        LayerError: As for `LayerAttention.maps`.
+        NotApplicableError: The input is a volume.
+        RenderError: There are no layers.
+        TargetError: As for `LayerAttention.maps`.
+    """
+    if not layers:
+        raise RenderError("draw_attention got nothing to draw; pass the result of saliency.attention")
+    batch = layers[0].batch
+    require_two_axes(batch.inputs, "draw_attention")
+    height, width = batch.inputs.shape[2:]
+    frame = batch.frames[image] or Frame(Image.new("RGB", (width, height)), (0, 0, width, height))
+    small = shrink(frame, round(_PANEL * PRINT_DPI))
+    rows = [maps.reshape(-1, *maps.shape[-2:]) for maps in (layer.maps(query)[image] for layer in layers)]
+    scale, columns = small.image.width / frame.image.width, max(map(len, rows))
+    panel_height = _PANEL * small.image.height / max(small.image.size) + _TITLE
+    drawing = new_figure(_LABEL + columns * _PANEL, len(rows) * panel_height, crop="tight")
+    panels = drawing.subplots(len(rows), columns, squeeze=False)
+    for layer, maps, row in zip(layers, rows, panels, strict=True):
+        for axes in row:
+            axes.set(xticks=[], yticks=[])
+            axes.spines[:].set_visible(False)
+        label = layer.layer[-_LONGEST_LABEL:]
+        row[0].set_ylabel(label, fontsize=TEXT_SIZE, parse_math=False, rotation=0, ha="right", va="center")
+        for head, (axes, values) in enumerate(zip(row, maps.float().cpu().numpy(), strict=False)):
+            limit = float(values.max())
+            scaled = ScaledMap(values / (limit or 1), "positive", 0.0, limit, is_saturated=False, outliers=None)
+            axes.imshow(paint(small, scaled, None, "map"))
+            name = f"head {head}, " if len(layer.shape) == 4 else ""
+            axes.set_title(f"{name}max {limit:.2g}", fontsize=TEXT_SIZE, pad=2)
+            if isinstance(query, Sequence):
+                axes.plot(query[0] * scale, query[1] * scale, "x", color="white", markersize=4)
+    return drawing
 
 
 def _warn_of_others(model: nn.Module, forward: SharedForward, grads: TargetGradients) -> None:

@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -630,6 +630,30 @@ def _require_repeatable(preprocess: TransformPreprocess, size: tuple[int, int], 
     first, *others = (_transform_grey(preprocess, ramp, edges, highest) for _ in range(8))
     if not all(np.array_equal(other, first, equal_nan=True) for other in others):
         raise ImageError("the preprocessing is random; pass the transform for evaluation, which has no random part")
+
+
+def boxes_of_views(views: Callable[[Image.Image], Tensor], image_size: tuple[int, int]) -> list[Box]:
+    """Return the box of each view on an image of (w, h) pixels, accurate to one pixel.
+
+    Args:
+        views: Returns the views (V, C, h, w) of an image, which are resized, cropped, padded and normalised.
+        image_size: The size of the image.
+
+    Raises:
+        ImageError: A view is flipped, rotated or warped.
+    """
+    known: dict[int, Tensor] = {}
+
+    def view(number: int, image: Image.Image) -> Tensor:
+        key = hash(image.tobytes())
+        if key not in known:
+            known[key] = views(image)
+        return known[key][number]
+
+    count = len(views(Image.new("RGB", image_size)))
+    probes = [_Probe(TransformPreprocess(partial(view, number)), image_size, None) for number in range(count)]
+    spans = [(*probe.span(axis=2), *probe.span(axis=1)) for probe in probes]
+    return [(left, top, right, bottom) for left, right, top, bottom in spans]
 
 
 class _Probe:

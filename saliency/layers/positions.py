@@ -43,7 +43,7 @@ _IN_PLACE = NORMS | SOFTMAX | {"clone", "_to_copy", "_log_softmax", "native_drop
 _REDUCTIONS = {"mean", "sum", "amax", "amin", "max", "min", "logsumexp", "var", "std", "var_mean", "linalg_vector_norm"}
 _RESAMPLING = ("convolution", "max_pool", "avg_pool", "adaptive", "_adaptive", "upsample", "_upsample")
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
-_SAME = 0.25  # of a pixel: closer positions are the same
+SAME = 0.25  # of a pixel: closer positions are the same
 
 
 class _Geometry(NamedTuple):
@@ -114,14 +114,17 @@ class PositionTrace(DispatchMode):
 
     Args:
         x: The batch (N, C, H, W).
+        follows_values: Whether an order that depends on the values of the image is followed. The positions then hold
+            for this image alone.
 
     Attributes:
         queries: The positions (2, ..., queries) of the queries of each attention call.
     """
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, *, follows_values: bool = False) -> None:
         super().__init__()
         self.queries: list[Tensor] = []
+        self._follows_values = follows_values
         self._memories: dict[int, _Memory] = {}  # by address
         self._axes = x.dim() - 2
         edges = [torch.arange(length, device=x.device, dtype=torch.float32) for length in x.shape[2:]]
@@ -209,8 +212,11 @@ class PositionTrace(DispatchMode):
 
     def _moved(self, op: Op, named: dict[str, Any]) -> Tensor | None:
         """Return the positions after an operation that moves numbers, by running it on the positions."""
-        if any(self.positions(part) is not None for part in tree_tensors(named) if not part.is_floating_point()):
+        indices = (part for part in tree_tensors(named) if not part.is_floating_point())
+        if not self._follows_values and any(self.positions(part) is not None for part in indices):
             return None  # the order depends on the image
+        if not any(part.is_floating_point() for part in tree_tensors(named)):
+            return None
         if operator_name(op) == "constant_pad_nd":
             named = {**named, "value": torch.nan}
 
@@ -243,7 +249,7 @@ def grid_of(positions: Tensor, size: Grid) -> tuple[Grid, Sequence[int]] | None:
     """
     first = positions[:, 0]
     tokens = (~first[0].isnan()).nonzero()[:, 0]
-    is_shared = torch.allclose(positions, first[:, None].expand_as(positions), rtol=0, atol=_SAME, equal_nan=True)
+    is_shared = torch.allclose(positions, first[:, None].expand_as(positions), rtol=0, atol=SAME, equal_nan=True)
     if len(tokens) < 2 or not is_shared:
         return None  # there are no patches, or the order depends on the image
     axes = [_cells(values, length) for values, length in zip(first[:, tokens], size, strict=True)]
@@ -271,7 +277,7 @@ def is_mirrored(positions: Tensor) -> bool:
 def _cells(values: Tensor, length: int) -> tuple[Tensor, int] | None:
     """Return the cell of each position along an axis, and the number of cells; None if they do not cover the image."""
     ordered, order = values.sort()
-    cell = torch.cat([ordered.new_zeros(1), (ordered.diff() > _SAME).float()]).cumsum(0).long()
+    cell = torch.cat([ordered.new_zeros(1), (ordered.diff() > SAME).float()]).cumsum(0).long()
     count = int(cell[-1]) + 1
     even = (cell + 0.5) * (length / count) - 0.5
     if float((ordered - even).abs().max()) > 0.5 * length / count:
@@ -305,7 +311,7 @@ def _several(positions: Tensor) -> Tensor | None:
     """Return the positions if there are several; None for a single one, as after a mean over the image."""
     flat = positions.reshape(len(positions), -1)
     known = flat[:, ~flat[0].isnan()]
-    return positions if known.shape[1] and bool((known.amax(1) - known.amin(1) > _SAME).any()) else None
+    return positions if known.shape[1] and bool((known.amax(1) - known.amin(1) > SAME).any()) else None
 
 
 def _reduced(positions: Tensor, dims: int | Sequence[int] | None, *, keeps: bool) -> Tensor | None:
@@ -339,7 +345,7 @@ def _merged(first: Tensor, second: Tensor) -> Tensor:
     """
     merged = torch.where(first.isnan(), second, first)
     distance = (first - second).abs().amax(0).nan_to_num(0)
-    if not bool((distance > _SAME).any()):
+    if not bool((distance > SAME).any()):
         return merged
     counts, cells = zip(*map(_resolution, (first, second)), strict=True)
     if counts[0] == counts[1]:
@@ -350,7 +356,7 @@ def _merged(first: Tensor, second: Tensor) -> Tensor:
 def _resolution(positions: Tensor) -> tuple[int, float]:
     """Return the number of different positions, and the length of a cell in pixels."""
     known = positions.flatten(1)[:, ~positions[0].isnan().flatten()]
-    numbers = reduce(lambda above, axis: above * 2**17 + axis, (known / _SAME).round().double())
+    numbers = reduce(lambda above, axis: above * 2**17 + axis, (known / SAME).round().double())
     count = len(numbers.unique())
     extent = float((known.amax(1) - known.amin(1) + 1).prod())
     return count, (extent / count) ** (1 / len(known))

@@ -65,7 +65,8 @@ class InputXGradient(TracedAttribution):
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the input times the gradient at the input."""
-        return BatchAttribution(grads.x * grads.input_gradient(), grads.scores)
+        values = grads.x * grads.input_gradient()
+        return BatchAttribution(values, grads.scores, token_shares=grads.token_shares())
 
 
 class RectifiedGradient(TracedAttribution):

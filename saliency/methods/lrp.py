@@ -20,7 +20,8 @@ from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
 from ..axes import along_rows
 from ..errors import LayerError, MethodError, warn
-from ..hooks.autograd_graph import Gradients
+from ..hooks.autograd_graph import Gradients, own_parameters
+from ..hooks.forward_args import AnswerForward, bound_answer
 from ..hooks.operations import LINEAR, SOFTMAX, SavedValues
 from ..hooks.rectifiers import Coverage, require_visible
 from ..hooks.tracing import is_tracing
@@ -47,6 +48,9 @@ from .cam import layer_name
 
 MAX_MISSING_SHARE = 1e-3
 """The share of the score that may be missing from the ledger without a warning."""
+
+EMBEDDINGS = "embeddings of tokens"
+"""The name under which a walk keeps the relevance of the tokens of an answer; not a name of a layer."""
 
 MIN_SHARE = 0.5
 """The fraction of the relevance that a layer receives in excitation backpropagation without a warning."""
@@ -118,9 +122,19 @@ class RelevancePropagation(TracedAttribution):
         if values is not walk.relevance and not self.per_channel:
             values = values.sum(1, keepdim=True)
         coverage = Coverage(handled=dict(walk.handled), rules=_rules_of_modules(self.model, walk))
-        shares = torch.stack(list(ledger.values()), 1)
+        tokens = walk.at[EMBEDDINGS].sum(-1) if EMBEDDINGS in walk.at else None
+        if tokens is not None and "tokens" in ledger and (patches is not None or layer is None):
+            text = (tokens * ~cast("AnswerForward", bound_answer()).is_image.to(tokens.device)).sum(1)
+            ledger = {**ledger, "text": text, "tokens": ledger["tokens"] - text}
         return BatchAttribution(
-            values, grads.scores, coverage, layer, walk.missing, ledger=shares, ledger_names=tuple(ledger)
+            values,
+            grads.scores,
+            coverage,
+            layer,
+            walk.missing,
+            ledger=torch.stack(list(ledger.values()), 1),
+            ledger_names=tuple(ledger),
+            token_shares=tokens,
         )
 
     def patches(self, grads: TargetGradients) -> Patches | None:
@@ -137,7 +151,9 @@ class RelevancePropagation(TracedAttribution):
         """Return a walk, and warn if its ledger does not hold the whole score."""
         rules = self.propagation(composite, composite.layers(self.model), self.unknown, first)
         changes = {name: partial(_restricted, grads, name, channels) for name, channels in self._through.items()}
-        walk = Walk(grads, rules, grads.forward.layers, changes, frees=grads.forward.count_backward()).run()
+        embeddings, watched = grads.forward.embeddings, grads.forward.layers
+        watched = watched if embeddings is None else {**watched, EMBEDDINGS: embeddings}
+        walk = Walk(grads, rules, watched, changes, frees=grads.forward.count_backward()).run()
         rules.check_layers()
         if is_tracing():
             return walk
@@ -152,7 +168,8 @@ class RelevancePropagation(TracedAttribution):
 def _rules_of_modules(model: nn.Module, walk: Walk) -> dict[str, str]:
     """Return the rules of the modules that hold the weights of convolutions and matrix products."""
     rules = cast("Propagation", walk.rule).rules
-    weights = ((name.rpartition(".")[0], parameter.data_ptr()) for name, parameter in model.named_parameters())
+    parameters = ((name, own) for name, module in model.named_modules() for own in own_parameters(module).values())
+    weights = ((name, parameter.data_ptr()) for name, parameter in parameters if parameter is not None)
     return {name: repr(rules[address]) for name, address in weights if address in rules}
 
 

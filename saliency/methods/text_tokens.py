@@ -12,12 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from ..attribution.base import get_method
-from ..errors import ImageError, MethodError, ModelError
-from ..hooks.dual_encoder import DualEncoder
+from ..attribution.explanation import Explanation
+from ..attribution.forward import at_least_float32
+from ..errors import ImageError, LayerError, MethodError, ModelError
+from ..hooks.dual_encoder import DualEncoder, LateInteraction
 from ..hooks.manager import HookManager
-from ..hooks.model_state import prepared_for_attribution, run_model, unwrap
+from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, run_model, unwrap
 from ..io.atomic_write import atomic_write
-from ..io.inputs import ImageLike
+from ..io.inputs import ImageLike, read
+from ..layers.layout import token_layout
+from ..layers.positions import PositionTrace
 from ..targets.embedding import similarity
 from ..validation import check_choice
 
@@ -106,8 +110,10 @@ def explain_text(
         (2017), https://arxiv.org/abs/1703.01365.
     """
     model = unwrap(model)
-    if not isinstance(model, DualEncoder):
-        raise ModelError(f"{type(model).__name__} has no text encoder; expected a saliency.DualEncoder")
+    if not isinstance(model, DualEncoder) or isinstance(model, LateInteraction):
+        raise ModelError(
+            f"{type(model).__name__} has no text encoder with one embedding per text; expected a saliency.DualEncoder"
+        )
     if not isinstance(text, str):
         raise MethodError(f"text={text!r}: expected one text, such as 'a photo of a cat'")
     cls = get_method(check_choice("method", method, TEXT_METHODS))
@@ -120,6 +126,56 @@ def explain_text(
         x = tower.table(ids)[None, None]  # (1, 1, L, D)
     result = cls(tower, **options).attribute(x, similarity(images[0]))
     return TextExplanation(text, *_tokens(model, ids, result.values.sum((0, 1, 3))), float(result.scores), method)
+
+
+def match_words(model: nn.Module, image: ImageLike, text: str) -> Explanation:
+    """Return the similarity of each word of a text to each patch of an image, as one map per word.
+
+    The maximum over all tokens of the image, also those without a position, is the word's part of `saliency.max_sim`.
+
+    Args:
+        model: A `LateInteraction`.
+        image: One image, as for `Attribution.attribute`.
+        text: The text.
+
+    Returns:
+        An explanation of L words, for `saliency.figure`: values (L, 1, h, w), dimensionless, the `scores` (L,) of
+            `max_sim`, and the words as target names.
+
+    Raises:
+        ModelError: The model is not a `LateInteraction`.
+        ImageError: The image cannot be read, or there are several.
+        LayerError: The image tokens are not a grid of patches.
+    """
+    model = unwrap(model)
+    if not isinstance(model, LateInteraction):
+        raise ModelError(f"{type(model).__name__} has no embedding per word; expected a saliency.LateInteraction")
+    batch = read(image, model_attribute("preprocess", model), like=reference_tensor(model))
+    x, words = batch.inputs, model.words(text)
+    if len(x) > 1:
+        raise ImageError(f"expected one image, got {len(x)}")
+    with prepared_for_attribution(model), torch.no_grad(), PositionTrace(x) as trace:
+        tokens = run_model(model, x)["image_embeds"]  # (1, tokens, D)
+        positions = trace.positions(tokens)
+    layout = None if positions is None else token_layout(positions.nanmean(-1).expand(-1, *tokens.shape[:2]), x)
+    if layout is None:
+        raise LayerError(f"the tokens of {type(model.model).__name__} are not one for each patch of the image")
+    tokens = at_least_float32(tokens)
+    similarities = tokens @ model.encode_text([text]).to(tokens).T  # (1, tokens, L)
+    return Explanation(
+        layout(similarities).movedim(1, 0),
+        similarities[0].amax(0),
+        method="match_words",
+        settings={},
+        target=(None,) * len(words),
+        target_names=words,
+        probabilities=None,
+        input_size=tuple(x.shape[2:]),
+        frames=batch.frames * len(words),
+        sign="positive",
+        title="MatchWords",
+        units="similarity",
+    )
 
 
 def _tokens(model: DualEncoder, ids: Tensor, values: Tensor) -> tuple[tuple[str, ...], Tensor]:

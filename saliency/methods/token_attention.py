@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
 from typing import ClassVar, Literal, get_args
@@ -14,14 +15,17 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from ..attribution.answer import Answer, explained_answer
 from ..attribution.base import TracedAttribution
 from ..attribution.dense_features import outlying
 from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.forward import Needs, TargetGradients, at_least_float32
 from ..attribution.options import Option
+from ..attribution.resolved_target import ResolvedTarget
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_passages, fuse_heads, is_chain
 from ..hooks.autograd_graph import result_shape, saved
+from ..hooks.forward_args import shown_images
 from ..hooks.rectifiers import Coverage
 from ..layers.find import attention_layout
 from ..layers.layout import Layout
@@ -42,7 +46,8 @@ class TokenAttention:
 
     Attributes:
         grads: The scores and gradients.
-        calls: All calls of attention, in order.
+        answer: The answer that is explained; None for an image.
+        calls: All calls of attention, in order; of an answer, those of the language model.
         blocks: The calls of self-attention, in order.
         crosses: The calls whose queries are not the tokens, in order.
         pooling: The only call of attention in a pooling head after the blocks; else None.
@@ -53,9 +58,10 @@ class TokenAttention:
     """
 
     def __init__(self, grads: TargetGradients, method: str, *, decoders: bool = False) -> None:
-        self.grads, self.calls = grads, grads.attention
+        self.grads, self.answer = grads, explained_answer()
         self._means: dict[AttentionCall, Tensor] = {}
-        model, calls = type(grads.forward.model).__name__, grads.attention
+        model = type(grads.forward.model).__name__
+        self.calls = calls = grads.attention if self.answer is None else _in_language_model(grads, self.answer)
         if not calls:
             raise NotApplicableError(f"{method}: {model} has no attention that can be read; use grad_cam or lrp")
         if grads.unread_softmaxes:
@@ -94,6 +100,8 @@ class TokenAttention:
         Raises:
             LayerError: The tokens are not a grid of patches that covers the image.
         """
+        if self.answer is not None:
+            return self.answer.layout(shown_images(self.grads.x))
         return attention_layout(self.grads.forward.model, self.tokens, self.grads.x)
 
     @cached_property
@@ -103,7 +111,7 @@ class TokenAttention:
         inputs = (at_least_float32(saved(node, "input").detach()) for node in norms)
         shape = (len(self.grads.x), self.tokens)
         tokens = next((values for values in inputs if values.dim() == 3 and values.shape[:2] == shape), None)
-        if tokens is None:
+        if tokens is None or self.answer is not None:
             return None
         return outlying(self.layout(tokens.norm(dim=-1, keepdim=True))[:, 0])
 
@@ -136,6 +144,12 @@ class TokenAttention:
         return shares / shares.sum(-1, keepdim=True).clamp(min=1)
 
 
+def _in_language_model(grads: TargetGradients, answer: Answer) -> list[AttentionCall]:
+    """Return the calls of attention in the module that reads the tokens of an answer."""
+    modules, reader = grads.forward.operations.modules, answer.forward.reader
+    return [call for call in grads.attention if reader in modules(call.node)]
+
+
 class AttentionMap(TracedAttribution):
     """Base class of methods that read the self-attention among all tokens of a vision transformer.
 
@@ -149,6 +163,12 @@ class AttentionMap(TracedAttribution):
     is_complete = False
     reads_decoders: ClassVar[bool] = False
     """Whether the method supports decoders whose queries attend to the tokens, as in detectors."""
+
+    def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
+        """Return the needs; of an answer, the calls of the language model are told from those of the image tower."""
+        answer = explained_answer()
+        reader = None if answer is None else answer.forward.reader
+        return self.needs if reader is None else replace(self.needs, modules=(reader,))
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the relevance of the patches."""

@@ -39,7 +39,8 @@ class TokenStream:
         self.nodes = attention.grads.nodes
         self._order = {node: at for at, node in enumerate(self.nodes)}
         self._passages = find_passages(self.nodes)
-        self.inputs = attention.grads.token_nodes[: len(attention.blocks)]
+        before = dict(zip(attention.grads.attention, attention.grads.token_nodes, strict=True))
+        self.inputs = [before[call] for call in attention.blocks]
         if attention.tokens not in result_shape(self.inputs[0])[:2] or len({*self.inputs}) < len(self.inputs):
             model = type(attention.grads.forward.model).__name__
             raise NotApplicableError(f"{method}: other layers of {model} bypass its blocks; attn_lrp reads them too")

@@ -25,7 +25,7 @@ from .propagation import (
     OF_DEGREE_ONE,
     Unknown,
     attention_logits,
-    batch_norm_scale,
+    channelwise,
     derivative,
     kind_of,
     normalisation,
@@ -154,8 +154,8 @@ def _linear(step: MultiplierStep) -> Gradients:
 
 def _batch_norm(step: MultiplierStep) -> Gradients:
     """Pass the gradient of a batch norm with constant statistics."""
-    scale = batch_norm_scale(step.operation, step.grad)
-    return _norm(step) if scale is None else (step.grad * scale, None, None)
+    factors = step.visit.walk.channel_factors.get(step.visit.node)
+    return _norm(step) if factors is None else (step.grad * channelwise(factors.scale, step.grad), None, None)
 
 
 def _norm(step: MultiplierStep) -> Gradients:

@@ -49,15 +49,14 @@ def find_patches(model: nn.Module, grads: TargetGradients, node: Node) -> Patche
 
 def attention_nodes(grads: TargetGradients) -> list[Node]:
     """Return the attention on which the scores depend: fused, or products of two signals. The last one comes first."""
-    on_path, found = {*grads.nodes}, []
-    for node in grads.nodes:
-        operation = grads.forward.operations.operation(node)
-        if operation is None:
-            continue
-        factors = [function in on_path for function, _ in next_functions(node)][-2:]
-        if is_attention(operation.op) or (operation.name in ("bmm", "baddbmm") and all(factors)):
-            found.append(node)
-    return found
+    on_path, record = {*grads.nodes}, grads.forward.operations
+    operations = ((node, operation) for node in grads.nodes if (operation := record.operation(node)))
+    return [
+        node
+        for node, operation in operations
+        if is_attention(operation.op)
+        or (operation.name in ("bmm", "baddbmm") and all(factor in on_path for factor, _ in next_functions(node)[-2:]))
+    ]
 
 
 def first_linear(grads: TargetGradients) -> Node | None:

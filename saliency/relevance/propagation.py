@@ -37,6 +37,7 @@ from ..hooks.operations import (
     is_pointwise,
     is_view,
     operator_name,
+    uses_batch_statistics,
 )
 from ..hooks.pytree import tree_map, tree_tensors
 from ..hooks.rectifiers import require_visible
@@ -54,7 +55,7 @@ from .rules import (
     divided,
     per_channel,
 )
-from .walk import Edge, Visit, Walk
+from .walk import ChannelFactors, Edge, Visit, Walk
 
 Unknown = Literal["refuse", "gradient"]
 
@@ -134,10 +135,12 @@ class Propagation:
             for is_type in (False, True)
         )
         self._has_nonlinear = any(isinstance(rule, NonlinearRule) for rule in composite.rules.values())
+        linear = (rule for rule in composite.rules.values() if isinstance(rule, Rule))
+        self._reads_relevance = not all(rule.reads_gradient for rule in linear)
         self._handled: set[str] = set()  # the modules in which an operation got the rule of a name or type
         self.relevance: Tensor | None = None
-        # By linear operation: the input, the factor and the constant of the batch norm after it, and G at its output.
-        self._merged: dict[Node, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        # By linear operation: the input of the batch norm after it, its factors, and G at its output.
+        self._merged: dict[Node, tuple[Tensor, ChannelFactors, Tensor]] = {}
         self._biases: dict[Node, Tensor] = {}
         self._ends: tuple[set[Node], set[Node]] | None = None
         self._has_product = False  # whether the walk has passed a product of two signals
@@ -152,21 +155,22 @@ class Propagation:
         if is_rectifier(visit.walk, visit.node) and self._passes_relevance(visit):
             if kind == "activation":
                 visit.walk.handled[f"{visit.known.name} by f(x)/x"] += 1
-            return (visit.grad * _output(visit),)
+            return (_times_output(visit),)
         handler: Callable[[Visit], Gradients] = getattr(self, f"_{kind}")  # as in `ast.NodeVisitor`
         return handler(visit)
 
     def _passes_relevance(self, visit: Visit) -> bool:
         """Return whether a rectifier passes relevance: alone it reads a linear operation whose rule reads relevance."""
-        walk, (node, at) = visit.walk, cast("Edge", next_functions(visit.node)[0])
-        if walk.users[node, at] != 1 or visit.grad.dtype not in (torch.float32, torch.float64):
+        walk, (node, at) = visit.walk, cast("Edge", visit.walk.next[visit.node][0])
+        is_alone = self._reads_relevance and walk.users[node, at] == 1
+        if not is_alone or visit.grad.dtype not in (torch.float32, torch.float64):
             return False
-        before, end = walk.record.operation(node), node
+        before, end = walk.operations.get(node), node
         if before is not None and is_batch_norm(before.op):
             is_whole = not uses_batch_statistics(before) and not self._has_nonlinear
             end = next((edge[0] for edge in self._merged_edges(walk, node)[-1:]), node) if is_whole else node
-            before = walk.record.operation(end)
-        on_path = [function in walk.on_path for function, _ in next_functions(end)]
+            before = walk.operations.get(end)
+        on_path = [function in walk.on_path for function, _ in walk.next.get(end, ())]
         if before is None or before.name not in LINEAR or sum(on_path) != 1 or end in self._biases:
             return False
         if (self._linear_rule(walk, end)).reads_gradient:
@@ -194,7 +198,7 @@ class Propagation:
         if operation.name != "add" or "alpha" in operation.args or not isinstance(bias, Tensor) or bias.dim() != 1:
             return False
         edge = next_functions(visit.node)[0]
-        while walk.users[edge] == 1 and edge[0] is not None and (before := walk.record.operation(edge[0])):
+        while walk.users[edge] == 1 and edge[0] is not None and (before := walk.operations.get(edge[0])):
             if result_spec(*edge).shape[-1] != len(bias):
                 return False
             if before.name in ("mm", "bmm") and next_functions(edge[0])[0][0] in walk.on_path:
@@ -223,12 +227,14 @@ class Propagation:
         if visit.node in self._biases:
             bias = at_least_float32(self._biases[visit.node])
             op = replace(op, bias=bias, shift=bias, norms=None)
-        edge = cast("Edge", next_functions(visit.node)[at + offset])
+        edge = cast("Edge", walk.next[visit.node][at + offset])
         if isinstance(rule, ZBox) and visit.node in self._first_and_last(walk)[0]:
             op = replace(op, bound=partial(_bound, walk, edge, op.input))
         if visit.node in self._merged:
-            op.recorded, scale, shift, grad = map(at_least_float32, self._merged.pop(visit.node))
-            op = op.merged(scale, shift)
+            recorded, norm, grad = self._merged.pop(visit.node)
+            op.recorded, grad = at_least_float32(recorded), at_least_float32(grad)
+            scale, shift = channelwise(norm.scale, recorded), channelwise(norm.shift, recorded)
+            op.merge(scale, shift, None if norm.relative is None else channelwise(norm.relative, recorded))
         if walk.grads.forward.targets > 1:
             key = repr(rule), op.shift is None, visit.node in self._biases
             op.shared = operation.shared.setdefault((type(rule), *key), {})
@@ -260,7 +266,7 @@ class Propagation:
 
     def _linear_rule(self, walk: Walk, node: Node) -> Rule:
         """Return the rule of a convolution or matrix product."""
-        kind = _linear_kind(cast("Operation", walk.record.operation(node)))
+        kind = _linear_kind(cast("Operation", walk.operations.get(node)))
         return cast("Rule | None", self._rule(walk, node, kind, Rule)) or _GRADIENT
 
     def _nonlinear_rule(self, visit: Visit) -> NonlinearRule | None:
@@ -328,26 +334,25 @@ class Propagation:
 
     def _batch_norm(self, visit: Visit) -> Gradients:
         """Merge a batch norm into the linear operation before it, or give x and the constant shares by magnitude."""
-        operation, walk = visit.known, visit.walk
-        scale = batch_norm_scale(operation, visit.grad)
-        if scale is None:
+        operation, walk, y_grad = visit.known, visit.walk, visit.grad
+        factors = walk.channel_factors.get(visit.node)
+        if factors is None:
             return self._norm(visit)
-        x, bias, mean = (operation.args[name] for name in ("input", "bias", "running_mean"))
-        shift = (0 if bias is None else _channels(bias, x)) - _channels(mean, x) * scale
-        y_grad = visit.grad
+        x = operation.args["input"]
         edges = self._merged_edges(walk, visit.node)
         if edges:
             is_relevance = visit.node in walk.holds_relevance
             for edge in filter(walk.watched.get, edges):  # relevance there is the relevance of the merged output
-                y = 1.0 if is_relevance else at_least_float32(torch.addcmul(shift, x, scale))
+                y = 1.0 if is_relevance else x * channelwise(factors.scale, x) + channelwise(factors.shift, x)
                 y_grad = cast("Tensor", walk.watch(edge, y_grad, y))
                 del walk.watched[edge]
             if is_relevance:
                 walk.holds_relevance.add(edges[-1][0])
-            self._merged[edges[-1][0]] = x, scale, shift, y_grad
+            self._merged[edges[-1][0]] = x, factors, y_grad
             walk.handled["batch_norm merged"] += 1
             return (y_grad, None, None)
         walk.handled["batch_norm by |z|"] += 1
+        scale, shift = channelwise(factors.scale, x), channelwise(factors.shift, x)
         part = x * scale
         relevance = (part + shift) * y_grad
         shares = divided(relevance, part.abs() + shift.abs() * self.shift_receives)
@@ -358,9 +363,9 @@ class Propagation:
         """Return the edges from a batch norm to the convolution or product before it; [] if others read that too."""
         edges: list[Edge] = []
         while True:
-            edge = cast("Edge", next_functions(node)[0])
+            edge = cast("Edge", walk.next[node][0])
             node = edge[0]
-            operation = walk.record.operation(node) if node in walk.on_path else None
+            operation = walk.operations.get(node)
             if operation is None or walk.users[edge] != 1:
                 return []
             edges.append(edge)
@@ -387,7 +392,7 @@ class Propagation:
         x = operation.args[_operand(operation)]
         if is_rectifier(visit.walk, visit.node):
             visit.walk.handled[f"{operation.name} by f(x)/x"] += 1
-            return (_output(visit).div(x).nan_to_num_(0).mul_(visit.grad),)
+            return (cast("Tensor", operation.repeat()).div_(x).nan_to_num_(0).mul_(visit.grad),)
         at_zero = _at_zero(operation)
         if sum(visit.on_path) > 1 or not bool(torch.isfinite(at_zero).all()):
             return without_rule(visit, self.unknown)
@@ -430,7 +435,7 @@ class Propagation:
 
     def _is_constant_factor(self, node: Node | None, walk: Walk) -> bool:
         """Return whether a factor of a product counts as constant, by the operation that computes it."""
-        while node is not None and (operation := walk.record.operation(node)):
+        while node is not None and (operation := walk.operations.get(node)):
             if not (is_view(operation.op) or operation.name in ("clone", "_to_copy", "native_dropout")):
                 gates = _GATES if self.composite.constant_gates else frozenset()
                 return operation.name in _DEVIATIONS | gates
@@ -481,7 +486,7 @@ class Propagation:
 
 def is_rectifier(walk: Walk, node: Node | None) -> bool:
     """Return whether a node is a ReLU or ReLU6, whose result is nowhere negative."""
-    operation = None if node is None or type(node).__name__ == "CopySlices" else walk.record.operation(node)
+    operation = None if node is None or type(node).__name__ == "CopySlices" else walk.operations.get(node)
     if operation is None or operation.name not in ("relu", "hardtanh"):
         return False
     return operation.name == "relu" or operation.kept_args.get("min_val", -1) == 0
@@ -489,19 +494,17 @@ def is_rectifier(walk: Walk, node: Node | None) -> bool:
 
 def _is_rectified(walk: Walk, node: Node | None) -> bool:
     """Return whether a node is a rectifier, or a max pool or a padding with zeros of its result."""
-    while node is not None and (operation := walk.record.operation(node)):
+    while node is not None and (operation := walk.operations.get(node)):
         if operation.name not in _OF_RECTIFIED or operation.kept_args.get("value"):
             break
         node = next_functions(node)[0][0]
     return is_rectifier(walk, node)
 
 
-def _output(visit: Visit) -> Tensor:
-    """Return the result of an activation: saved by its node, recorded, or computed again."""
-    output, operation = saved(visit.node, "result", None), visit.known
-    if output is None:
-        output = operation.repeat() if operation.kept_result is None else operation.result
-    return cast("Tensor", output)
+def _times_output(visit: Visit) -> Tensor:
+    """Return G times the result of a rectifier, which a ReLU saves."""
+    output = saved(visit.node, "result", None)
+    return cast("Tensor", visit.known.repeat().mul_(visit.grad) if output is None else visit.grad * output)
 
 
 def _gate(visit: Visit, factors: Sequence[int]) -> int | None:
@@ -523,7 +526,7 @@ def _gate(visit: Visit, factors: Sequence[int]) -> int | None:
 
 def _pointwise_operands(walk: Walk, edge: Edge) -> list[Edge]:
     """Return the operands that depend on the image, if the operation changes each number by itself; else []."""
-    operation = walk.record.operation(edge[0])
+    operation = walk.operations.get(edge[0])
     if operation is None or not is_elementwise(operation.op) or type(edge[0]).__name__ == "CopySlices":
         return []
     operands = [cast("Edge", operand) for operand in next_functions(edge[0]) if operand[0] in walk.on_path]
@@ -535,7 +538,7 @@ def _is_zero_at_zero(walk: Walk, edge: Edge, sources: set[Edge]) -> bool:
     """Return whether a pointwise function of a value is 0 where the value is."""
     if edge in sources:
         return True
-    operation = cast("Operation", walk.record.operation(edge[0]))
+    operation = cast("Operation", walk.operations.get(edge[0]))
     operands = [_is_zero_at_zero(walk, operand, sources) for operand in _pointwise_operands(walk, edge)]
     if operation.name == "mul":
         return any(operands)
@@ -590,7 +593,7 @@ def _outermost(walk: Walk, nodes: Iterable[Node], following: Mapping[Any, Sequen
     outermost: set[Node] = set()
     covered: set[Node | None] = set()
     for node in nodes:
-        operation = walk.record.operation(node)
+        operation = walk.operations.get(node)
         is_product = all(operand in walk.on_path for operand, _ in walk.next[node][-2:])  # of two signals
         is_linear = operation is not None and operation.name in LINEAR and not is_product
         if is_linear and node not in covered:
@@ -621,6 +624,8 @@ def without_rule(visit: Visit, unknown: Unknown) -> Gradients:
 
 def refuses_complex(visit: Visit) -> bool:
     """Return whether an operation on complex numbers is not linear, so that no rule fits it."""
+    if not visit.walk.is_complex:
+        return False
     operands = (result_spec(*edge).dtype for edge in visit.walk.next[visit.node] if edge[0] in visit.walk.on_path)
     name = visit.known.name
     is_linear = name in PLAIN or is_view(visit.known.op) or (name in ("mul", "div") and visit.on_path == [True, False])
@@ -733,25 +738,8 @@ def normalisation(operation: Operation) -> Normalisation:
     has_mean = operation.name != "_fused_rms_norm"
     rstd = operation.result[2 if has_mean else 1].reshape(sizes)
     if not normalized:
-        weight, bias = (None if parameter is None else _channels(parameter, x) for parameter in (weight, bias))
+        weight, bias = (None if parameter is None else channelwise(parameter, x) for parameter in (weight, bias))
     return Normalisation(shape, dims, rstd, weight, bias, has_mean)
-
-
-def uses_batch_statistics(operation: Operation) -> bool:
-    """Return whether a batch norm uses the statistics of the batch."""
-    return operation.args["running_var"] is None or bool(operation.args.get("training"))
-
-
-def batch_norm_scale(operation: Operation, like: Tensor) -> Tensor | None:
-    """Return the factor of each channel in a batch norm; None if it uses the statistics of the batch.
-
-    It broadcasts to a tensor of the operation's dimensions.
-    """
-    if uses_batch_statistics(operation):
-        return None
-    args = operation.args
-    scale = (args["running_var"] + args.get("eps", args.get("epsilon"))).rsqrt()
-    return _channels(scale if args["weight"] is None else scale * args["weight"], like)
 
 
 def attention_logits(operation: Operation) -> Tensor:
@@ -784,7 +772,7 @@ def linear_operation(operation: Operation, at: int) -> LinearOperation:
     }
     names = ("input", "weight") if is_convolution else _FACTORS[operation.name]
     bias = args["bias"] if is_convolution else args["self"] * args.get("beta", 1) if "self" not in names else None
-    bias = _channels(bias, args["input"]) if is_convolution and bias is not None else bias
+    bias = channelwise(bias, args["input"]) if is_convolution and bias is not None else bias
     run, transposed = _convolution(args) if is_convolution else _matrix_product(at)
     own, weight, norms = args[names[at]], args[names[1 - at]], None if at else operation.norms
     weight = weight * args["alpha"] if args.get("alpha", 1) != 1 else weight
@@ -802,10 +790,10 @@ def _convolution(args: Mapping[str, Any]) -> tuple[_Function, _Function]:
 
     def transposed(grad: Tensor, weight: Tensor) -> Tensor:
         mask = [True, False, False]
-        return cast("Tensor", aten.convolution_backward(grad, args["input"], weight, None, *options, mask)[0])
+        return cast("Tensor", aten.convolution_backward.default(grad, args["input"], weight, None, *options, mask)[0])
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return cast("Tensor", aten.convolution(x, weight, None if bias is None else bias.flatten(), *options))
+        return cast("Tensor", aten.convolution.default(x, weight, None if bias is None else bias.flatten(), *options))
 
     return run, transposed
 
@@ -823,6 +811,6 @@ def _matrix_product(at: int) -> tuple[_Function, _Function]:
     return run, transposed
 
 
-def _channels(parameter: Tensor, like: Tensor) -> Tensor:
+def channelwise(parameter: Tensor, like: Tensor) -> Tensor:
     """Return one number per channel in a shape that broadcasts to (N, C, ...)."""
     return parameter.view(1, -1, *[1] * (like.dim() - 2))

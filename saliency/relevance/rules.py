@@ -76,16 +76,23 @@ class LinearOperation:
     shared: dict[str, tuple[Tensor, Tensor]] | None = None
     bound: Callable[[float | Sequence[float]], Tensor] | None = None
 
-    def merged(self, scale: Tensor, shift: Tensor) -> LinearOperation:
-        """Return the operation followed by a factor and a constant for each channel, in the shape (1, C, ...)."""
-        if float(scale.min()) > 0:
-            shift = shift / scale
-            return replace(
-                self, bias=shift if self.bias is None else self.bias + shift, shift=shift, unit=scale, norms=None
-            )
-        bias = shift if self.bias is None else torch.addcmul(shift, self.bias, scale)
-        rows = scale.transpose(0, 1) if scale.dim() > 2 else scale  # a convolution has its outputs first
-        return replace(self, weight=self.weight * rows, bias=bias, scale=scale, shift=shift, norms=None)
+    def merge(self, scale: Tensor, shift: Tensor, relative: Tensor | None) -> None:
+        """Add a factor and a constant for each channel, in the shape (1, C, ...), after the operation.
+
+        Args:
+            scale: The factors.
+            shift: The constants.
+            relative: The constants divided by the factors, if these are all positive; else None.
+        """
+        self.norms = None
+        if relative is not None:
+            self.bias = relative if self.bias is None else self.bias + relative
+            self.shift, self.unit = relative, scale
+            return
+        self.bias = shift if self.bias is None else torch.addcmul(shift, self.bias, scale)
+        # A convolution has its outputs first.
+        self.weight = self.weight * (scale.transpose(0, 1) if scale.dim() > 2 else scale)
+        self.scale, self.shift = scale, shift
 
     @cached_property
     def output(self) -> Tensor:
@@ -94,6 +101,13 @@ class LinearOperation:
             return self.run(self.input, self.weight, self.bias)
         scaled = self.recorded if self.scale is None else self.recorded * self.scale
         return scaled if self.shift is None else scaled + self.shift
+
+    def add_output(self, values: Tensor) -> Tensor:
+        """Add the output to other values in place. This is faster than a sum with `output`, which has to be stored."""
+        if self.recorded is None or self.scale is not None:
+            return values.add_(self.output)
+        values.add_(self.recorded)
+        return values if self.shift is None else values.add_(self.shift)
 
     def unbiased(self, magnitudes: Tensor) -> Tensor:
         """Return W a, given |W| |a|. It is computed again if the output minus a large bias would lose digits."""
@@ -196,7 +210,7 @@ class LinearOperation:
 
     def channel_sums(self, shares: Tensor) -> Tensor:
         """Return the sums over all positions (N, channels) of a convolution; of a matrix product, the shares."""
-        return shares.flatten(2).sum(2) if len(self.dims) > 1 else shares
+        return shares.sum(self.dims[1:]) if len(self.dims) > 1 else shares
 
     def bias_share(self, sums: Tensor, bias: Tensor) -> Tensor:
         """Return the relevance of a bias, given the `channel_sums` of shares, summed at least over the channels."""
@@ -356,7 +370,8 @@ class Epsilon(_GradientRule):
         epsilon = self.epsilon * size
         own = epsilon if op.unit is None else epsilon / op.unit
         if grad is None:  # the relevance is 0 where the output is not positive
-            shares, sums, _ = op.quotients(z + own)
+            is_stored = op.recorded is not None and op.shift is None  # a tensor of the forward
+            shares, sums, _ = op.quotients(z + own if is_stored else z.add_(own))
             lost = sums * (own.flatten(1) if len(op.dims) > 1 else own)
         else:
             denominator = z.abs().add_(own)
@@ -449,17 +464,24 @@ class AlphaBeta(_GradientRule):
             return op.divide(F.relu, bias, has_one_sign=True)
         positive = None if bias is None else bias.clamp(min=0)
         if not self.beta:
-            magnitudes = op.magnitudes(bias)
-            parts = (op.output if self.bias else op.unbiased(magnitudes)) + magnitudes
-            shares, sums, lost = op.quotients(self._cleared(op, parts, magnitudes, 1))
+            parts = magnitudes = op.magnitudes(bias)
+            if op.grad is None and self.bias:
+                parts = op.add_output(magnitudes)
+            else:
+                output = op.output if self.bias else op.unbiased(magnitudes)
+                parts = self._cleared(output + magnitudes, magnitudes, 1)
+            shares, sums, lost = op.quotients(parts)
             biases = None if positive is None else op.bias_share(sums, 2 * positive)
             return Passed(op.spread(shares, shares), biases=biases, lost=lost)
         # The negative parts are summed for themselves: the positive ones are then sums without cancellation, as long as
         # the output is positive.
         negative = None if bias is None else bias.clamp(max=0)
         parts = op.negative_parts(None if negative is None else negative - _TINY)
-        up = (op.output if self.bias else op.unbiased(-parts)) - parts
-        up, sums, lost = op.quotients(self._cleared(op, up, parts, -1))
+        if op.grad is None and self.bias:
+            up = op.add_output(parts.neg())
+        else:
+            up = self._cleared((op.output if self.bias else op.unbiased(-parts)) - parts, parts, -1)
+        up, sums, lost = op.quotients(up)
         lost = None if lost is None else lost.mul_(self.alpha).sum(op.dims)
         biases = None if positive is None else op.bias_share(sums, self.alpha * positive)
         down, sums, unreached = op.quotients(parts) if negative is None else op.one_sign_quotients(parts, -_TINY)
@@ -475,10 +497,8 @@ class AlphaBeta(_GradientRule):
         passed = op.spread(torch.sub(up, down, alpha=factor), up.add_(down, alpha=factor))
         return Passed(passed.mul_(self.alpha / 2), biases=biases, lost=lost)
 
-    def _cleared(self, op: LinearOperation, parts: Tensor, others: Tensor, sign: int) -> Tensor:
+    def _cleared(self, parts: Tensor, others: Tensor, sign: int) -> Tensor:
         """Return sums of positive parts; 0 where they may be rounding errors of others, which have one sign."""
-        if op.grad is None and self.bias:
-            return parts
         least = sign * _ROUNDING * torch.finfo(parts.dtype).eps
         # In one pass, without a mask: the parts where the second tensor is positive, and 0 elsewhere.
         cleared = torch.ops.aten.threshold_backward(parts, torch.sub(parts, others, alpha=least), 0)

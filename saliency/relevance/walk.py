@@ -7,10 +7,11 @@ nothing is computed twice.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from itertools import chain
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,8 +19,16 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import NotApplicableError
-from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_count, result_spec, source_edge
-from ..hooks.operations import ADDITIVE, Operation, OperationRecord, is_batch_norm, is_pointwise, is_view
+from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_specs, source_edge
+from ..hooks.operations import (
+    ADDITIVE,
+    Operation,
+    OperationRecord,
+    is_batch_norm,
+    is_pointwise,
+    is_view,
+    uses_batch_statistics,
+)
 from ..hooks.tracing import is_tracing
 
 Edge = tuple[Node, int]
@@ -53,7 +62,8 @@ class Visit(NamedTuple):
     @property
     def grad(self) -> Tensor:
         """G at the first result that has one."""
-        return next(grad for grad in self.grads if grad is not None)
+        first = self.grads[0]
+        return next(grad for grad in self.grads if grad is not None) if first is None else first
 
     @property
     def known(self) -> Operation:
@@ -70,6 +80,20 @@ class Visit(NamedTuple):
 
 
 Rule = Callable[[Visit], Gradients]
+
+
+class ChannelFactors(NamedTuple):
+    """A batch norm with constant statistics: a factor and a constant (C,) for each channel, in at least float32.
+
+    Attributes:
+        scale: The factors.
+        shift: The constants.
+        relative: The constants divided by the factors, if these are all positive; else None.
+    """
+
+    scale: Tensor
+    shift: Tensor
+    relative: Tensor | None
 
 
 class Walk:
@@ -92,6 +116,9 @@ class Walk:
         ledger: The shares (N,) of the scores, by name: of the input, and of each kind of absorbed relevance.
         missing: (N,) the scores minus the sum of the ledger.
         handled: The number of operations by kind and rule.
+        operations: The operation of each node, None if it was not recorded.
+        specs: The shape and type of each result, by node.
+        is_complex: Whether any of these is complex.
         holds_relevance: The nodes at whose only result relevance arrives instead of G.
     """
 
@@ -109,6 +136,9 @@ class Walk:
         self.record: OperationRecord = grads.forward.operations
         self.nodes = grads.nodes
         self.on_path = {*self.nodes, get_gradient_edge(self.x).node}
+        self.operations = {node: self.record.operation(node) for node in self.nodes}
+        self.specs = {node: result_specs(node) for node in self.on_path}
+        self.is_complex = any(spec.dtype.is_complex for specs in self.specs.values() for spec in specs)
         self.next = {node: next_functions(node) for node in self.nodes}
         self.users = Counter(chain.from_iterable(self.next.values()))
         self.at: dict[str, Tensor] = {}
@@ -120,13 +150,36 @@ class Walk:
         self._arrived: dict[Edge, Tensor] = {}
         self._fixed: dict[Edge, Tensor] = {}  # relevance that has no G
         self._image: dict[Node, int | None] = {}  # of nodes that compute something for one image alone
-        shapes = [result_spec(node, 0).shape for node in self.nodes] if self.images > 1 else []
+        shapes = [self.specs[node][0].shape for node in self.nodes] if self.images > 1 else []
         is_ambiguous = any(self._is_length_first(shape, 1) != self._is_length_first(shape, 0) for shape in shapes)
         # The ledger is kept for each reading of shapes that may be (N, ...) or (length, N, ...): reading 1 takes them
         # as (length, N, ...).
         self._reading, self._readings = 0, range(1 + is_ambiguous)
         self._interleaved: tuple[set[Node], ...] = tuple(set() for _ in self._readings)
         self._absorbed: list[tuple[str, Node, list[Tensor]]] = []
+
+    @cached_property
+    def channel_factors(self) -> dict[Node, ChannelFactors]:
+        """The factors of the batch norms with constant statistics. Those with equal options are computed at once."""
+        groups: defaultdict[Any, dict[Node, list[Tensor]]] = defaultdict(dict)
+        for node, operation in self.operations.items():
+            if operation is not None and is_batch_norm(operation.op) and not uses_batch_statistics(operation):
+                args, var = operation.args, operation.args["running_var"]
+                weight = torch.ones_like(var) if args["weight"] is None else args["weight"]
+                bias = torch.zeros_like(var) if args["bias"] is None else args["bias"]
+                options = var.device, var.dtype, args.get("eps", args.get("epsilon"))
+                groups[options][node] = [var, args["running_mean"], weight, bias]
+        factors = {}
+        for (*_, eps), norms in groups.items():
+            var, mean, weight, bias = (at_least_float32(torch.cat(rows)) for rows in zip(*norms.values(), strict=True))
+            scale = (var + eps).rsqrt() * weight
+            shift = bias - mean * scale
+            sizes, lowest = [len(var) for var, *_ in norms.values()], float(scale.min())
+            parts = zip(norms, *(whole.split(sizes) for whole in (scale, shift, shift / scale)), strict=True)
+            for node, own, constant, relative in parts:
+                is_positive = lowest > 0 or float(own.min()) > 0
+                factors[node] = ChannelFactors(own, constant, relative if is_positive else None)
+        return factors
 
     def run(self) -> Walk:
         """Walk from the scores to the image, and return this walk."""
@@ -156,14 +209,14 @@ class Walk:
         self.ledger, self.missing = tried[self._reading]
 
     def _visit(self, node: Node) -> None:
-        edges = [(node, at) for at in range(result_count(node))]
-        fixed, grads = (tuple(arrived.pop(edge, None) for edge in edges) for arrived in (self._fixed, self._arrived))
+        edges = [(node, at) for at in range(len(self.specs[node]))]
+        fixed, grads = (tuple([arrived.pop(edge, None) for edge in edges]) for arrived in (self._fixed, self._arrived))
         if self.watched:
             fixed = tuple(self.watch(edge, part, 1.0) for edge, part in zip(edges, fixed, strict=True))
             value = 1.0 if node in self.holds_relevance else None
             grads = tuple(self.watch(edge, grad, value) for edge, grad in zip(edges, grads, strict=True))
         on_path = [function in self.on_path for function, _ in self.next[node]]
-        visit = Visit(self, node, self.record.operation(node), grads, on_path)
+        visit = Visit(self, node, self.operations[node], grads, on_path)
         if any(grad is not None for grad in grads):
             self._pass_on(visit, self.rule(visit), self._arrived)
         if any(part is not None for part in fixed):
@@ -193,19 +246,21 @@ class Walk:
 
     def _pass_on(self, visit: Visit, grads: Gradients, arrived: dict[Edge, Tensor]) -> None:
         # A target may compute the score of each image alone, and then put the scores together.
-        is_join = visit.operation is not None and visit.operation.name in ("cat", "stack")
+        is_join = self.images > 1 and visit.operation is not None and visit.operation.name in ("cat", "stack")
         is_joint = is_join and visit.grad.shape == (self.images,) == (len(grads),)
         edges = zip(self.next[visit.node], visit.on_path, grads, strict=False)
         for operand, ((node, at), on_path, grad) in enumerate(edges):
             if node is None or not on_path or grad is None:
                 continue
-            image = operand if is_joint else self._image.get(visit.node)
-            self._image[node] = image if self._image.get(node, image) == image else None
             # Like the engine of autograd: an operation leaves the sum over broadcast dimensions to its caller.
-            fitted = result_spec(node, at).fitted(grad)
+            fitted = self.specs[node][at].fitted(grad)
             known = arrived.get((node, at))
             arrived[node, at] = fitted if known is None else known + fitted
-            for reading in self._readings if self.images > 1 else ():
+            if self.images == 1:
+                continue
+            image = operand if is_joint else self._image.get(visit.node)
+            self._image[node] = image if self._image.get(node, image) == image else None
+            for reading in self._readings:
                 if self._flattens_length_first(visit, fitted.shape, reading):
                     self._interleaved[reading].add(node)
 
@@ -233,13 +288,12 @@ class Walk:
 
     def absorbed(self, nodes: Iterable[Node]) -> dict[str, Tensor]:
         """Return the relevance (N,) that some nodes absorb, by name."""
-        shares: dict[str, Tensor] = {}
+        shares: defaultdict[str, list[Tensor]] = defaultdict(list)
         chosen = set(nodes)
         for name, node, readings in self._absorbed:
             if node in chosen:
-                share = readings[self._reading]
-                shares[name] = shares[name] + share if name in shares else share
-        return shares
+                shares[name].append(readings[self._reading])
+        return {name: torch.stack(parts).sum(0) for name, parts in shares.items()}
 
     def ledger_at(self, values: Tensor, later: Iterable[Node], tokens: Tensor | None = None) -> dict[str, Tensor]:
         """Return the shares (N,) of the scores at a layer, by name.
@@ -267,7 +321,7 @@ class Walk:
     def _per_image(self, values: Tensor, node: Node | None, reading: int) -> Tensor:
         values = at_least_float32(values)
         if self.images == 1:
-            return values.sum().reshape(1)
+            return values if values.shape == (1,) else values.sum().reshape(1)
         if node is not None and (image := self._image.get(node)) is not None:
             return values.new_zeros(self.images).index_fill(0, torch.tensor(image, device=values.device), values.sum())
         if node in self._interleaved[reading]:
@@ -295,10 +349,8 @@ def _moved(visit: Visit) -> Gradients:
     if operation is not None:
         if is_view(operation.op) or operation.name in _MOVES:
             return visit.plain()
-        args = operation.args if is_batch_norm(operation.op) else {}
-        is_affine = args.get("running_var") is not None and not args.get("training")
         if (
-            is_affine
+            visit.node in visit.walk.channel_factors
             or is_pointwise(operation.op)
             or (operation.name in {"mul", "div", *ADDITIVE} and sum(visit.on_path) == 1)
         ):

@@ -13,12 +13,15 @@ import torch
 from PIL import Image
 from torch.nn.functional import max_pool2d
 
+from ..attribution.answer import Answer
+from ..attribution.base import Attribution
 from ..attribution.dense_features import Features
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import single_images
-from ..errors import RenderError
+from ..errors import RenderError, each_warning_once
 from ..io.preprocess import Frame
 from ..methods.pairs import Matches
+from ..targets.words import words
 from ..validation import check_integer
 from .blending import HATCHED, Opacity, ScaledMap, frame_of, method_titles, paint, probability, scale_map, shrink
 from .scaling import SMOOTHING, shared_limit
@@ -42,6 +45,10 @@ WIDEST = 6.0  # points, the line of the strongest match
 
 NEAREST = Image.Resampling.NEAREST
 TITLE_SIZE, TEXT_SIZE = 9.0, 7.0  # points
+TABLE_HEAD, TABLE_ROW = 1.2, 0.17  # inches, of the shares of tokens: the title and the tokens, and a row
+MOST_TOKENS = 40  # columns of the shares
+SHOWN_SHARE = 0.02  # smallest share that is written
+
 NAME, LABEL = 24, 32  # line of a class name in a title, and of a label, in characters
 
 
@@ -182,6 +189,92 @@ def draw_matches(matches: Matches, *, count: int = 20) -> Figure:
         for axes, end in zip((left, right), ends, strict=True):
             axes.plot(*end, "o", color=style["color"], markersize=WIDEST, markeredgecolor="white")
     return drawing
+
+
+def draw_answer(answer: Answer, method: Attribution, *, columns: int | None = None) -> Figure:
+    """Draw a map for each word of an answer, side by side, in the order of the answer.
+
+    Each map has its own scale, and shows positive values only, which are visible on an object of any colour; `figure`
+    draws both signs. The title of a map is the word, with its probability given the words before it. If the
+    method gives the shares of the text, as `AttnLRP`, a table below shows them: one row per word, and one column for
+    the image and for each token of the text. Red raises the score of the word, blue lowers it.
+
+    Args:
+        answer: The result of `generate`.
+        method: A method of the same model.
+        columns: Number of panels side by side, with the image; by default at most 5, in rows of equal length.
+
+    Returns:
+        A matplotlib Figure, as from `figure`.
+
+    Raises:
+        NotApplicableError: The method does not explain answers of the model.
+        RenderError: The number of columns is invalid.
+
+    Warns:
+        SaliencyWarning: As for `figure`, once for all words; the image has little of the relevance of a word.
+    """
+    names = [word for word, _ in answer.words]
+    with each_warning_once():  # many words, such as "of", follow from the text
+        explanations = method.attribute_classes(answer, [words(at=place) for _, place in answer.words])
+    most, images = 1 + len(names), len(answer.inputs)
+    if columns is None:
+        columns = math.ceil(most / math.ceil(most / COLUMNS))
+    columns = min(most, check_integer("columns", columns, least=1, error=RenderError))
+    frames = [_print_frame(frame_of(one)) for one in explanations[0]]
+    width = min(LARGEST_PANEL, max(SMALLEST_PANEL, WIDTH / columns))
+    rows = [(image, start) for image in range(images) for start in range(0, most, columns)]
+    heights = [width * min(frames[i].image.height / frames[i].image.width, TALLEST) + TITLE_HEIGHT for i, _ in rows]
+    shares = _shares(explanations)
+    table_height = 0.0 if shares is None else TABLE_HEAD + len(names) * TABLE_ROW
+    drawing = new_figure(columns * width, sum(heights) + table_height + 2 * TITLE_HEIGHT, crop="tight")
+    title = textwrap.shorten(f'{explanations[0].title}: "{answer.text}"', 2 * LABEL * columns, placeholder="…")
+    drawing.suptitle(title, fontsize=TITLE_SIZE + 2, parse_math=False)
+    parts = drawing.subfigures(2, 1, squeeze=False, height_ratios=[sum(heights), table_height or 0.01])[:, 0]
+    for panels, (image, start) in zip(_panels(parts[0], heights, columns), rows, strict=True):
+        for axes, number in zip(panels, range(start, most), strict=False):
+            if number == 0:
+                _show(axes, frames[image].image, ["image" if images == 1 else f"image {image + 1}"])
+                continue
+            own = explanations[number - 1][image]
+            scaled = scale_map(own, "positive" if own.sign == "signed" else own.sign, smoothing=SMOOTHING)
+            _show(axes, paint(frames[image], scaled, None, "map"), [" ".join([names[number - 1], *probability(own)])])
+    if shares is not None:
+        _draw_shares(parts[1].subplots(), shares, names)
+    return drawing
+
+
+def _shares(explanations: Sequence[Explanation]) -> tuple[list[str], Any] | None:
+    """Return the names of the image and the tokens of text, and the shares of each word (words, 1 + tokens).
+
+    Each row is divided by the sum of its magnitudes. If there are many tokens, those of the smallest shares are left
+    out. None if the method gives no shares.
+    """
+    first = explanations[0]
+    if first.token_shares is None:
+        return None
+    values = torch.stack([one.token_shares[0] for one in explanations if one.token_shares is not None]).double().cpu()
+    values = values / values.abs().sum(1, keepdim=True).clamp(min=1e-30)
+    is_image = torch.tensor([token is None for token in first.tokens], device="cpu")
+    strongest = values.abs().amax(0).masked_fill(is_image, -1).topk(min(MOST_TOKENS, int((~is_image).sum()))).indices
+    listed = strongest.sort().values
+    names = [str(first.tokens[token]).strip() or "␣" for token in listed.tolist()]
+    return ["image", *names], torch.cat([values[:, is_image].sum(1, keepdim=True), values[:, listed]], 1).numpy()
+
+
+def _draw_shares(axes: Axes, shares: tuple[list[str], Any], names: Sequence[str]) -> None:
+    """Draw the shares of the image and of each token of text, in percent, as a table of colours."""
+    columns, values = shares
+    limit = abs(values).max()
+    axes.imshow(values, cmap="bwr", vmin=-limit, vmax=limit, aspect="auto")
+    axes.set_xticks(range(len(columns)), columns, rotation=90, fontsize=TEXT_SIZE, parse_math=False)
+    axes.set_yticks(range(len(names)), names, fontsize=TEXT_SIZE, parse_math=False)
+    title = "shares of the image and the text in each word, % (red raises its score, blue lowers it)"
+    axes.set_title(title, fontsize=TITLE_SIZE)
+    axes.tick_params(length=0)
+    for row, column in zip(*(abs(values) >= SHOWN_SHARE).nonzero(), strict=True):
+        text = f"{100 * values[row, column]:.0f}"
+        axes.text(column, row, text, ha="center", va="center", fontsize=TEXT_SIZE)
 
 
 def draw_features(features: Features, *, foreground: bool = True) -> Figure:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -141,6 +141,59 @@ class SelfSimilarity(_EmbeddingTarget):
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return the name `similarity to itself` for each image."""
         return (ITSELF,) * images
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaxSimilarity(_EmbeddingTarget):
+    """Late interaction of the words of a text with the tokens of an image; see `max_sim`."""
+
+    prompt: str
+    word: int | None = None
+
+    def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> MaxSimilarity:
+        """Return the target with the embeddings of its words. Raises TargetError if there is no such word."""
+        words, _ = encode_text([self.prompt])
+        if self.word is not None and not -len(words) <= self.word < len(words):
+            raise TargetError(f"word {self.word} is outside 0..{len(words) - 1}")
+        return replace(self, embeddings=words if self.word is None else words[self.word][None])
+
+    def pair(self, output: Any) -> tuple[Tensor, Tensor]:
+        """Return the embeddings (N, D, tokens) of an output, and those of the words (K, D), in float32 or wider."""
+        own = output["image_embeds"] if isinstance(output, Mapping) else output
+        if self.embeddings is None or not isinstance(own, Tensor) or own.dim() != 3:
+            raise TargetError("max_sim is a target of methods for a model that is wrapped in saliency.LateInteraction")
+        own = own.to(torch.promote_types(own.dtype, torch.float32))
+        return own.mT, self.embeddings.to(own)
+
+    def part(self, output: Any, image: int) -> Any:
+        """Return the output of one image."""
+        return {"image_embeds": output["image_embeds"][image : image + 1]}
+
+    def __call__(self, output: Any) -> Tensor:
+        """Return the sum over the words of the largest similarity (N,)."""
+        own, words = self.pair(output)
+        return (words @ own).amax(2).sum(1)
+
+    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
+        """Return names such as `total revenue` and `word 2 of total revenue`."""
+        return (self.prompt if self.word is None else f"word {self.word} of {self.prompt}",) * images
+
+
+def max_sim(prompt: str, word: int | None = None) -> Target:
+    """Explain the late interaction of an image with a text, for a model such as ColPali: a `LateInteraction`.
+
+    The score is the sum over the words of the text of the largest similarity of the word to a token of the image. The
+    similarity is the inner product of both embeddings, which ColPali scales to unit length.
+
+    Args:
+        prompt: The text.
+        word: The index of a single word of `LateInteraction.words(prompt)`; by default all of them, with those that the
+            processor adds, as in retrieval.
+
+    Source: Faysse et al., "ColPali: Efficient Document Retrieval with Vision Language Models" (2024),
+        https://arxiv.org/abs/2407.01449.
+    """
+    return MaxSimilarity(prompt, word)
 
 
 def text(prompt: str | Sequence[str], against: str | Sequence[str | Sequence[str]] = ()) -> Target:

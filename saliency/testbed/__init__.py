@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .networks import CaptionProcessor
 from .shapes import CLASSES, COLOURS, DISTRACTORS, KEYPOINTS, TASKS, Scenes, Task, draw_scenes
 from .volumes import SOLIDS, Volumes, draw_volumes
 
@@ -12,6 +13,7 @@ __all__ = [
     "KEYPOINTS",
     "SOLIDS",
     "TASKS",
+    "CaptionProcessor",
     "Scenes",
     "Task",
     "Volumes",

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import TargetError, optional_import
+from ..io.inputs import ImagesLike, read
+from ..io.preprocess import Preprocess
 from .object_networks import OBJECTS, Detector, QueryDetector, UNet, keypoint_network
 from .shapes import CLASSES, COLOURS, DISTRACTORS, KEYPOINTS, SIZE
 from .volumes import SOLIDS
@@ -20,6 +24,10 @@ from .volumes import SOLIDS
 _WORDS = ("a", *COLOURS, *CLASSES, *DISTRACTORS, "left", "right", "of", "above", "below")
 _TOKENS = ("<pad>", "<start>", *_WORDS, "<end>")
 _LENGTH = 10  # tokens of a caption: the start, at most 8 words, the end
+_SPOKEN = ("<pad>", "<start>", "<image>", *_WORDS, "caption", "what", "colour", "is", "the", "<end>")
+_CELLS = (SIZE // 8) ** 2  # patches of an image
+_CONTEXT = 96  # tokens of the captioner: the start, the patches, a prompt and its answer
+PREPROCESS = Preprocess(size=(SIZE, SIZE), resize=SIZE, mean=(0.5,) * 3, std=(0.5,) * 3)
 
 
 class Attention(nn.Module):
@@ -71,16 +79,20 @@ class ViT(nn.Module):
         super().__init__()
         self.patch_embed = nn.Conv2d(3, width, 8, 8)
         self.prefix = _parameter(1, 1 + registers, width)
-        self.pos_embed = _parameter(1, (SIZE // 8) ** 2, width)
+        self.pos_embed = _parameter(1, _CELLS, width)
         self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, outputs)
 
+    def tokens(self, x: Tensor) -> Tensor:
+        """Return the class token, the registers and the patches, (N, 5 + 64, C)."""
+        patches = self.patch_embed(x).flatten(2).transpose(1, 2) + self.pos_embed  # (N, 64, C)
+        tokens: Tensor = self.norm(self.blocks(torch.cat([self.prefix.expand(len(x), -1, -1), patches], 1)))
+        return tokens
+
     def forward(self, x: Tensor) -> Tensor:
         """Return one row of outputs per image, read from the class token."""
-        patches = self.patch_embed(x).flatten(2).transpose(1, 2) + self.pos_embed  # (N, 64, C)
-        tokens = torch.cat([self.prefix.expand(len(x), -1, -1), patches], 1)  # class, registers, patches
-        out: Tensor = self.head(self.norm(self.blocks(tokens))[:, 0])
+        out: Tensor = self.head(self.tokens(x)[:, 0])
         return out
 
 
@@ -135,6 +147,97 @@ class Tokenizer:
             expected = f"expected at most {_LENGTH - 2} words of: {', '.join(_WORDS)}"
             raise TargetError(f'"{" ".join(words)}" is not a caption of drawn shapes; {expected}')
         return [_TOKENS.index(word) for word in ("<start>", *words, "<end>")]
+
+
+class CaptionerOutput(NamedTuple):
+    """Output of the captioner, with the attribute of transformers."""
+
+    logits: Tensor  # (N, T, V)
+
+
+class Captioner(nn.Module):
+    """Vision transformer whose patches enter a causal decoder in place of the tokens "<image>", as in LLaVA.
+
+    Source: Liu et al., "Visual Instruction Tuning" (2023), https://arxiv.org/abs/2304.08485.
+    """
+
+    def __init__(self, *, width: int = 64, depth: int = 3) -> None:
+        super().__init__()
+        self.visual = ViT(width=width)
+        self.visual.head = nn.Identity()  # the class token is not used
+        self.projector = nn.Linear(width, width)
+        self.embed_tokens = nn.Embedding(len(_SPOKEN), width)
+        self.positions = _parameter(_CONTEXT, width)
+        self.decoder = nn.Sequential(*(Block(width, 4, causal=True) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, len(_SPOKEN), bias=False)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the embeddings of tokens, as models of transformers do."""
+        return self.embed_tokens
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        pixel_values: Tensor,
+        attention_mask: Tensor | None = None,
+        logits_to_keep: int = 0,
+    ) -> CaptionerOutput:
+        """Return the logits of the next token at each position, (N, T, V).
+
+        Args:
+            input_ids: The tokens (N, T) of `CaptionProcessor`, with 64 tokens "<image>" in each row.
+            pixel_values: The images (N, 3, 64, 64).
+            attention_mask: Ignored: padding follows the text, and a causal decoder does not read it.
+            logits_to_keep: The number of last positions to return; 0 for all.
+        """
+        patches = self.projector(self.visual.tokens(pixel_values)[:, -_CELLS:])
+        x = self.embed_tokens(input_ids)
+        x = x.masked_scatter((input_ids == _SPOKEN.index("<image>"))[..., None], patches)
+        x = self.decoder(x + self.positions[: x.shape[1]])
+        return CaptionerOutput(self.lm_head(self.norm(x[:, -logits_to_keep:])))
+
+
+class CaptionProcessor:
+    """Processor of the captioner, used like one of transformers: words are tokens, and each patch is a token "<image>".
+
+    The prompts are "caption", answered by a sentence such as "a red circle left of a blue square", and "what colour is
+    the circle?", answered by a colour.
+    """
+
+    image_token, image_token_id = "<image>", _SPOKEN.index("<image>")
+    eos_token_id, pad_token_id = _SPOKEN.index("<end>"), _SPOKEN.index("<pad>")
+
+    def __call__(
+        self,
+        images: ImagesLike,
+        text: str | Sequence[str],
+        return_tensors: str = "pt",
+    ) -> dict[str, Tensor]:
+        """Return `input_ids` and `attention_mask` (N, T), padded after the text, and `pixel_values` (N, 3, 64, 64).
+
+        Raises:
+            TargetError: The network does not know a word.
+            ImageError: An image cannot be read.
+        """
+        texts = [text] if isinstance(text, str) else text
+        starts = ["<start>", *[self.image_token] * _CELLS]
+        rows = [self.encode(" ".join([*starts, each.replace(self.image_token, "")])) for each in texts]
+        tokens = nn.utils.rnn.pad_sequence([torch.tensor(row, device="cpu") for row in rows], batch_first=True)
+        mask = (tokens != self.pad_token_id).long()
+        return {"input_ids": tokens, "attention_mask": mask, "pixel_values": read(images, PREPROCESS).inputs}
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the tokens of words, without others. Raises TargetError if the network does not know a word."""
+        words = re.findall(r"<\w+>|\w+", text.lower())
+        if unknown := set(words) - set(_SPOKEN):
+            raise TargetError(f'"{min(unknown)}" is not a word of the captioner; expected: {", ".join(_SPOKEN)}')
+        return [_SPOKEN.index(word) for word in words]
+
+    def decode(self, token_ids: int | Sequence[int] | Tensor, *, skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens, with a space between words."""
+        words = [_SPOKEN[token] for token in torch.as_tensor(token_ids, device="cpu").reshape(-1).tolist()]
+        return " ".join(word for word in words if not (skip_special_tokens and word.startswith("<")))
 
 
 def window_transformer(outputs: int = len(CLASSES)) -> nn.Module:
@@ -215,6 +318,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "shapes_vit": ViT,
     "shapes_window": window_transformer,
     "shapes_two_tower": TwoTower,
+    "shapes_caption": Captioner,
     "shapes_unet": UNet,
     "shapes_circles": partial(UNet, 1),
     "shapes_detector": Detector,

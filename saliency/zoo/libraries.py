@@ -22,9 +22,9 @@ from torch import nn
 
 from ..errors import DependencyError, ModelError, did_you_mean, optional_import
 from ..hooks.model_state import categories_of, model_attribute
-from ..io.preprocess import Preprocess, PreprocessLike
-from ..testbed.networks import CATEGORIES, NETWORKS, Tokenizer, TwoTower, weights_file
-from ..testbed.shapes import CLASSES, SIZE
+from ..io.preprocess import PreprocessLike
+from ..testbed.networks import CATEGORIES, NETWORKS, PREPROCESS, Captioner, Tokenizer, TwoTower, weights_file
+from ..testbed.shapes import CLASSES
 from .checkpoints import load_checkpoint
 
 Source = Literal["bundled", "torchvision", "timm", "open_clip", "hf", "python"]
@@ -155,8 +155,9 @@ class Shapes:
     Accuracy on held-out images: `shapes_cnn` and `shapes_resnet` 100 % (99.7 and 99.4 % on small and large objects);
     `shapes_shortcut`, `shapes_xor` and `shapes_order` 100 % on their tasks; `shapes_vit` 99.7, `shapes_window` 99.5 and
     `shapes_two_tower` 99.6 %. With a watermark, `shapes_shortcut` calls every image a circle. `shapes_unet`,
-    `shapes_circles`, `shapes_detector`, `shapes_queries` and `shapes_keypoints` find objects. `shapes_volume` names
-    solids in volumes: float tensors (N, 1, 24, 32, 32), without preprocessing. See docs/testbed.md.
+    `shapes_circles`, `shapes_detector`, `shapes_queries` and `shapes_keypoints` find objects. `shapes_caption`
+    describes two objects, see `saliency.generate`. `shapes_volume` names solids in volumes: float tensors
+    (N, 1, 24, 32, 32), without preprocessing. See docs/testbed.md.
     """
 
     source: Source = "bundled"
@@ -178,11 +179,12 @@ class Shapes:
 
     def facts(self, model: nn.Module, name: str, _weights: str) -> ModelInfo:
         """Return the preprocessing, and the class names or the tokenizer."""
-        preprocess = Preprocess(size=(SIZE, SIZE), resize=SIZE, mean=(0.5,) * 3, std=(0.5,) * 3)
         if isinstance(model, TwoTower):
-            return ModelInfo(preprocess, None, None, Tokenizer())
+            return ModelInfo(PREPROCESS, None, None, Tokenizer())
+        if isinstance(model, Captioner):
+            return ModelInfo(PREPROCESS, None, None)
         categories = CATEGORIES.get(name, CLASSES)
-        return ModelInfo(None if name == "shapes_volume" else preprocess, categories, len(categories))
+        return ModelInfo(None if name == "shapes_volume" else PREPROCESS, categories, len(categories))
 
 
 class OpenClip:

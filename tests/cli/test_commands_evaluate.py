@@ -178,6 +178,7 @@ def test_boxes_are_found_by_file_name_and_a_changed_one_is_measured_again(
     assert sorted(measured) == [("01", "grad_cam"), ("02", "grad_cam")]
 
 
+@pytest.mark.usefixtures("_ctrl_c")
 def test_ctrl_c_finishes_the_methods_in_progress_and_keeps_them(
     run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
-from saliency import NotApplicableError, TargetError
+from saliency import LayerError, NotApplicableError, TargetError
 from saliency.testing import Snapshot, images, tiny_model, tiny_transformer
 from tests.models import Checkpointed
 
@@ -329,3 +329,108 @@ def test_fused_attention_without_heads_is_read_of_one_image_and_refused_of_sever
 def test_a_softmax_over_another_dimension_is_refused() -> None:
     with pytest.raises(NotApplicableError, match="over the last dimension"):
         saliency.attention(Plain(fused=False), images(2), 1)
+
+
+def test_the_maps_of_a_vit_are_the_rows_of_its_attention() -> None:
+    model, x = tiny_transformer(), images(2)
+    layer = saliency.attention(model, x)[-1]
+    patches = layer.probabilities[..., 1:]  # without the class token
+    close(layer.maps(0), patches[:, :, 0].reshape(2, -1, 4, 4))
+    close(layer.maps(), patches.mean(2).reshape(2, -1, 4, 4))
+    point = x.shape[3] - 1, 0  # the last patch of the first row
+    close(layer.maps(point), patches[:, :, 4].reshape(2, -1, 4, 4))
+    reduced = saliency.attention(model, x, reduce="max_heads")[-1]
+    close(reduced.maps(0), layer.maps(0).amax(1))
+    with pytest.raises(TargetError, match=r"query 17 .*outside 0..16"):
+        layer.maps(17)
+
+
+def test_windows_are_put_back_into_the_image() -> None:
+    torch.manual_seed(0)
+    swin: Any = pytest.importorskip("timm.models.swin_transformer")
+    kind = {"embed_dim": 8, "depths": (2, 2), "num_heads": (1, 2), "window_size": 4, "num_classes": 3}
+    model, x = swin.SwinTransformer(img_size=32, patch_size=2, **kind).eval(), torch.randn(2, 3, 32, 32)
+    shifted = saliency.attention(model, x, 0)[1]
+    assert shifted.shape == (32, 1, 16, 16)  # 16 windows of each image
+    received = shifted.probabilities.mean(2).mT.reshape(32, 4, 4, 1) / 16
+    wanted = swin.window_reverse(received, (4, 4), 16, 16).roll((2, 2), (1, 2)).movedim(-1, 1)
+    close(shifted.maps(), wanted)
+    numbers = torch.arange(256.0).view(1, 16, 16, 1).roll((-2, -2), (1, 2))
+    cells = swin.window_partition(numbers, (4, 4)).flatten(1).long()  # (windows, 16)
+    window, query = (cells == 5 * 16 + 9).nonzero()[0].tolist()
+    wanted = torch.zeros(2, 1, 256)
+    wanted[:, :, cells[window]] = shifted.probabilities.reshape(2, 16, 1, 16, 16)[:, window, :, query]
+    close(shifted.maps((9 * 2 + 1, 5 * 2)), wanted.reshape(2, 1, 16, 16))
+    with pytest.raises(TargetError, match="several windows; pass a point"):
+        shifted.maps(0)
+
+
+class Decoder(nn.Module):
+    """Causal decoder of a begin token, 4 x 4 patches and two words, with grouped keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.words = nn.Conv2d(3, 16, 4, 4), nn.Parameter(torch.randn(3, 16))
+        self.query, self.key, self.value = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+        self.head = nn.Linear(16, 5)
+
+    def operands(self, x: Tensor) -> list[Tensor]:
+        words = self.words.expand(len(x), -1, -1)
+        tokens = torch.cat([words[:, :1], self.patches(x).flatten(2).mT, words[:, 1:]], 1)
+        return [part(tokens).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.query, self.key, self.value)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.operands(x)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        scores: Tensor = self.head(mixed.transpose(1, 2).flatten(2))[:, -1]
+        return scores
+
+
+def test_the_patches_of_a_decoder_with_grouped_keys_are_a_grid() -> None:
+    torch.manual_seed(0)
+    model, x = Decoder().eval(), torch.randn(2, 3, 16, 16)
+    (layer,) = saliency.attention(model, x, 1)
+    query, key, _ = model.operands(x)
+    logits = query @ key.repeat_interleave(2, 1).mT / 2
+    seen = torch.ones(19, 19, dtype=torch.bool).tril()
+    wanted = logits.masked_fill(~seen, -torch.inf).softmax(-1)[..., 1:17].reshape(2, 4, 19, 4, 4).detach()
+    close(layer.maps(-1), wanted[:, :, -1])
+    close(layer.maps((6, 2)), wanted[:, :, 2])
+    assert not layer.maps((6, 2))[:, :, 0, 2:].any()  # later patches
+
+
+class Pooling(nn.Module):
+    """A learned query that attends to patches, in the order of the image or of their brightness."""
+
+    def __init__(self, *, sorts: bool) -> None:
+        super().__init__()
+        self.patches, self.query, self.sorts = nn.Conv2d(3, 8, 4, 4), nn.Parameter(torch.randn(1, 2, 1, 4)), sorts
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.patches(x).flatten(2)  # (N, 8, 16)
+        tokens = patches[:, :, patches[0, 0].argsort()] if self.sorts else patches
+        keys = tokens.unflatten(1, (2, 4)).mT
+        return F.scaled_dot_product_attention(self.query.expand(len(x), -1, -1, -1), keys, keys).flatten(1)
+
+
+def test_maps_without_a_grid_or_a_query_at_a_point_are_refused() -> None:
+    x = images(2, (16, 16))
+    (layer,) = saliency.attention(Pooling(sorts=False).eval(), x, 1)
+    close(layer.maps(0), layer.probabilities[:, :, 0].reshape(2, 2, 4, 4))
+    with pytest.raises(LayerError, match="no position; pass the number"):
+        layer.maps((3, 3))
+    (layer,) = saliency.attention(Pooling(sorts=True).eval(), x, 1)
+    with pytest.raises(LayerError, match="not one for each patch"):
+        layer.maps()
+
+
+def test_the_figure_has_a_row_per_layer_and_a_column_per_head() -> None:
+    model, image = saliency.load("shapes_vit"), saliency.testbed.draw_scenes(1, seed=1_000_000).images[0]
+    layers = saliency.attention(model, image)
+    drawing = saliency.draw_attention(layers[2:], (20, 30))
+    titles = [axes.get_title() for axes in drawing.axes]
+    maps = [(head, values) for layer in layers[2:] for head, values in enumerate(layer.maps((20, 30))[0])]
+    assert titles == [f"head {head}, max {float(values.max()):.2g}" for head, values in maps]
+    assert drawing.axes[0].get_ylabel() == "blocks.2.attn"
+    with pytest.raises(saliency.RenderError, match="nothing to draw"):
+        saliency.draw_attention([])

@@ -802,9 +802,12 @@ LISTS: dict[str, tuple[Callable[[nn.Module], nn.Module], list[Any]]] = {
 }
 
 
+# Each method with every other kind, and each kind with every other method.
 @pytest.mark.filterwarnings("ignore::saliency.SaliencyWarning")
-@pytest.mark.parametrize("name", sorted(METHODS))
-@pytest.mark.parametrize("kind", LISTS)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for i, kind in enumerate(LISTS) for j, name in enumerate(sorted(METHODS)) if (i + j) % 2 == 0],
+)
 def test_each_image_has_its_own_target_in_every_method(kind: str, name: str) -> None:
     cls, (wrap, targets) = METHODS[name], LISTS[kind]
     if kind in ("texts", "similarities"):

@@ -10,21 +10,23 @@ import saliency
 from benchmarks.train_testbed import (
     SCHEDULES,
     accuracy,
+    caption_accuracy,
     circle_shares,
     detection_scores,
     falls,
     keypoint_errors,
     mean_iou,
     right_order,
+    word_falls,
 )
 from saliency import DualEncoder, ModelError, TargetError
-from saliency.testbed import CLASSES, Task, draw_scenes
+from saliency.testbed import CLASSES, CaptionProcessor, Task, draw_scenes
 from saliency.testbed.networks import CATEGORIES, NETWORKS, Tokenizer, weights_file
 
 SCENES = draw_scenes(2, seed=1_000_007)
 DETECTORS = ("shapes_detector", "shapes_queries")
 FINDERS = {*DETECTORS, "shapes_unet", "shapes_circles", "shapes_keypoints"}  # of objects
-NAMERS = NETWORKS.keys() - FINDERS - {"shapes_volume"}  # of objects of an image
+NAMERS = NETWORKS.keys() - FINDERS - {"shapes_volume", "shapes_caption"}  # of objects of an image
 
 
 @pytest.mark.parametrize(
@@ -152,6 +154,41 @@ def test_a_caption_of_other_words_or_of_too_many_is_an_error(caption: str) -> No
         TargetError, match=f'"{caption}" is not a caption of drawn shapes; expected at most 8 words of: a'
     ):
         Tokenizer()([caption])
+
+
+def test_the_captioner_says_how_two_objects_lie_and_the_colour_of_one() -> None:
+    captions, colours = caption_accuracy("shapes_caption", "two_objects", images=48)
+    assert captions > 0.95
+    assert colours > 0.95
+
+
+def test_a_word_of_a_caption_depends_on_its_own_object_and_a_relation_on_both() -> None:
+    falls = word_falls("shapes_caption", images=24).mean(0)  # (5 words, 2 objects)
+    assert (falls[:2, 0] > falls[:2, 1] + 3).all()
+    assert (falls[3:, 1] > falls[3:, 0] + 3).all()
+    assert (falls[2] > 3).all()
+
+
+def test_the_captioner_is_called_as_a_model_of_transformers() -> None:
+    model: Any = saliency.load("shapes_caption")
+    inputs = CaptionProcessor()(SCENES.images, ["Caption", "<image> What colour is the circle?"])
+    assert (inputs["input_ids"] == CaptionProcessor.image_token_id).sum(1).tolist() == [64, 64]
+    with torch.no_grad():
+        logits = model(**inputs).logits
+        alone = model(inputs["input_ids"][:1, :66], inputs["pixel_values"][:1]).logits
+        last = model(**inputs, logits_to_keep=2).logits
+    assert logits.shape == (2, 1 + 64 + 5, model.get_input_embeddings().num_embeddings)
+    assert torch.allclose(logits[:1, :66], alone, atol=1e-5)  # padding is not read
+    assert torch.allclose(logits[:, -2:], last, atol=1e-5)
+
+
+def test_the_processor_of_the_captioner_reads_its_own_text_and_names_a_word_that_it_does_not_know() -> None:
+    processor = CaptionProcessor()
+    tokens = processor(SCENES.images[0], "caption a red circle <end>")["input_ids"][0]
+    assert processor.decode(tokens[[0, 1, -1]]) == "<start> <image> <end>"
+    assert processor.decode(tokens, skip_special_tokens=True) == "caption a red circle"
+    with pytest.raises(TargetError, match='"cat" is not a word of the captioner; expected: <pad>'):
+        processor(SCENES.images, "a red cat")
 
 
 def test_random_weights_and_other_numbers_of_classes_load_as_of_any_model(tmp_path: Any) -> None:

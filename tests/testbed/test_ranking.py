@@ -146,8 +146,15 @@ def test_the_map_of_an_object_lies_on_it_rather_than_on_another_of_its_class(met
 
 @pytest.mark.parametrize("network", ["shapes_detector", "shapes_queries"])
 def test_the_map_of_vx_code_lies_on_the_box(network: str) -> None:
-    margins = testbed.object_margins("vx_code", network, 6)
+    margins = testbed.object_margins("vx_code", network, 6, segments=(6, 6))
     assert margins.mean() > 2 * testbed.standard_error(margins)
+
+
+@pytest.mark.parametrize("method", ["attn_lrp", "input_x_gradient"])
+def test_the_map_of_a_word_lies_on_the_object_that_it_is_about(method: str) -> None:
+    margins = testbed.word_margins(method, 8)
+    for kind in ("colour", "shape"):
+        assert margins[kind].mean() > 2 * testbed.standard_error(margins[kind])
 
 
 def test_a_mean_within_two_standard_errors_is_bold() -> None:

@@ -1,0 +1,471 @@
+"""Answers of vision-language models, which methods explain like images."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from ..errors import ImageError, ModelError, NotApplicableError
+from ..hooks.forward_args import AnswerForward, ForwardArgs, bind_forward_args, bind_image, bound_value
+from ..hooks.manager import HookManager
+from ..hooks.model_state import call, prepared_for_attribution, reference_tensor, run_model, unwrap
+from ..hooks.pytree import tree_tensors
+from ..io.inputs import Batch, ImageLike, open_image
+from ..io.preprocess import Box, Frame
+from ..io.views import TOLERANCE, Views, find_views
+from ..layers.layout import Layout
+from ..layers.positions import SAME, PositionTrace
+from ..targets.targets import output_tensor
+from ..targets.words import AnswerText
+
+Prompt = str | Sequence[Mapping[str, Any]]
+"""A question, or the messages of a chat, as `apply_chat_template` of transformers takes them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageTokens:
+    """Tokens of the language model that hold one view of an image, such as a tile.
+
+    Attributes:
+        image: The index of the image in the answer.
+        positions: (h, w) the position of the token of each cell in the sequence; (1, K) for K tokens without a place in
+            the image, such as the queries of BLIP-2.
+        box: The part of the model's input that the cells cover: left, top, right and bottom in pixels of the input
+            (C, H, W). None for tokens without a place.
+    """
+
+    image: int
+    positions: Tensor
+    box: Box | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer(Batch):
+    """Answer of a vision-language model about one or more images; `generate` returns one.
+
+    Methods take it in place of an image: `method(model).attribute(answer, saliency.words("red"))`. The result has one
+    map for each image. An image is changed, in perturbations and along paths, while the other images and the text
+    stay; the output is the logits of the answer's tokens (N, T, V), each given the tokens before it.
+
+    Attributes:
+        inputs: (N, C, H, W) the N images as the model sees them in their finest resolution, normalised. Smaller ones
+            are padded at the right and at the bottom.
+        frames: The position of each input on its image.
+        model: The model.
+        prompt: The text before the answer, with special tokens.
+        ids: (L + 1,) the token ids of the prompt and the answer; the forward reads all but the last.
+        image_tokens: The tokens of each view of each image, in the order of the sequence.
+        forward: The forward of the model as a function of its images.
+    """
+
+    model: nn.Module = field(repr=False)
+    prompt: str
+    ids: Tensor
+    image_tokens: tuple[ImageTokens, ...] = field(repr=False)
+    forward: AnswerForward = field(repr=False)
+
+    @property
+    def text(self) -> str:
+        """The answer."""
+        return self.forward.text.text.strip()
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The texts of the T tokens of the answer."""
+        return self.forward.text.tokens
+
+    @property
+    def words(self) -> list[tuple[str, slice]]:
+        """The words of the answer in order, and the tokens of each: `saliency.words(at=tokens)` explains them."""
+        return self.forward.text.words()
+
+    @property
+    def sequence(self) -> tuple[str | None, ...]:
+        """The texts of the L tokens that the model reads: of the prompt, and all but the last of the answer.
+
+        None stands for the tokens of images.
+        """
+        decode, is_image = self.forward.text.decode, self.forward.is_image.tolist()
+        pairs = zip(self.ids.tolist(), is_image, strict=False)
+        return tuple(None if of_image else decode([token]) for token, of_image in pairs)
+
+    @property
+    def queries(self) -> range:
+        """The positions in the sequence whose outputs predict the T tokens of the answer."""
+        return range(len(self.ids) - 1 - len(self.tokens), len(self.ids) - 1)
+
+    def layout(self, images: Sequence[int]) -> Layout:
+        """Return the layout of the L tokens that the language model reads, for rows that show some images.
+
+        The cells have the size of the smallest token. A token of a coarser view is divided among the cells that it
+        covers, so the sum stays.
+
+        Raises:
+            NotApplicableError: The tokens have no place in the image, as the queries of BLIP-2.
+        """
+        boxes = [(tokens.box, tokens.positions.shape) for tokens in self.image_tokens if tokens.box is not None]
+        if len(boxes) < len(self.image_tokens):
+            raise NotApplicableError(
+                f"the image tokens of {type(self.model).__name__} have no place in the image; use attn_lrp or rise"
+            )
+        height, width = self.inputs.shape[2:]
+        rows = round(height / min((bottom - top) / shape[0] for (_, top, _, bottom), shape in boxes))
+        columns = round(width / min((right - left) / shape[1] for (left, _, right, _), shape in boxes))
+        scale = (columns / width, rows / height) * 2
+        views = [
+            [
+                (tokens.positions, [round(edge * cells) for edge, cells in zip(tokens.box or (), scale, strict=True)])
+                for tokens in self.image_tokens
+                if tokens.image == image
+            ]
+            for image in images
+        ]
+        return Layout("given", (rows, columns), function=partial(_placed, views, (rows, columns)))
+
+    def __repr__(self) -> str:
+        """Return the answer and the number of images."""
+        return f"<Answer {self.text!r} about {len(self.inputs)} image{'s' * (len(self.inputs) > 1)}>"
+
+
+_explained: ContextVar[Answer | None] = ContextVar("answer", default=None)
+
+
+def _placed(views: Sequence[Sequence[tuple[Tensor, list[int]]]], grid: Sequence[int], tokens: Tensor) -> Tensor:
+    """Return values of tokens (N, L, K) as maps (N, K, h, w), given the tokens and the box of each view of N images."""
+    maps = tokens.new_zeros(len(tokens), tokens.shape[2], *grid)
+    for row, own in enumerate(views):
+        for positions, (left, top, right, bottom) in own:
+            cells = tokens[row, positions].movedim(-1, 0)  # (K, h, w)
+            size = (bottom - top, right - left)
+            spread = F.interpolate(cells[None], size)[0] * (positions.numel() / math.prod(size))
+            maps[row, :, top:bottom, left:right] += spread
+    return maps
+
+
+def read_answer(answer: Answer, model: nn.Module) -> Answer:
+    """Return an answer as a batch. Raises ModelError if another model gave it."""
+    if answer.model is not model:
+        names = " and ".join(type(own).__name__ for own in (answer.model, model))
+        raise ModelError(f"the answer is from another model than the method's ({names}); generate it with this one")
+    return answer
+
+
+@contextmanager
+def bind_batch(batch: Batch, args: ForwardArgs, layer: str | None) -> Iterator[None]:
+    """Bind the extra arguments of a batch in a block, as `bind_forward_args` does; of an answer, all arguments."""
+    answer = batch if isinstance(batch, Answer) else None
+    bound = bind_forward_args(args, len(batch.inputs), layer, answer.forward if answer else None)
+    with bound, bound_value(_explained, answer):
+        yield
+
+
+def explained_answer() -> Answer | None:
+    """Return the answer that is explained; None if it is an image."""
+    return _explained.get()
+
+
+def generate(
+    model: nn.Module,
+    processor: Any,
+    images: ImageLike | Sequence[ImageLike],
+    prompt: Prompt,
+    *,
+    answer: str | Sequence[int] | None = None,
+    max_new_tokens: int = 32,
+    views: Callable[[Image.Image], Views] | None = None,
+) -> Answer:
+    """Let a vision-language model answer a prompt about images, for methods to explain.
+
+    The model decodes greedily. Each image becomes one input (C, H, W), from which the model's own pixel values follow:
+    the input itself, tiles with a resized view, or patches. How a processor divides an image is recognised by running
+    it on ramps. Which tokens hold an image, and where, is recognised by tracing positions through the model.
+
+    Args:
+        model: A model of transformers for images and text, or one with the same forward: it takes `input_ids` and
+            `pixel_values`, and returns `logits`. Without a method `generate`, it runs once for each new token.
+        processor: Its processor: a function of `images` and `text`, with `tokenizer`, or else `encode` and `decode`.
+        images: One image or several, as for `Attribution.attribute`, but no float tensors.
+        prompt: A question about the images, or a list of messages of a chat with entries {"type": "image"}. Both are
+            formatted by `processor.apply_chat_template`, if there is one. A text that has the image tokens is not.
+        answer: The answer to explain, as a text or token ids; None lets the model answer.
+        max_new_tokens: The largest number of tokens of the answer.
+        views: A function from an image to its `Views`, for processors that are not recognised.
+
+    Raises:
+        ImageError: An image cannot be read, or the views of the processor are not recognised.
+        ModelError: The prompt has no token of the image, the answer is empty, or the model refused its arguments.
+    """
+    network, tokenizer = unwrap(model), getattr(processor, "tokenizer", processor)
+    several: Any = images if isinstance(images, list | tuple) else [images]
+    opened = [open_image(image) for image in several]
+    token = str(getattr(processor, "image_token", "<image>"))
+    text = _prompt_text(processor, prompt, token, len(opened))
+    inputs = _encode(processor, opened, text)
+    recognise = views or partial(_recognised, processor, text if len(opened) == 1 else token)
+    found = [recognise(image) for image in opened]
+    with prepared_for_attribution(network), torch.no_grad():
+        ids = _answer_ids(network, tokenizer, inputs, answer, max_new_tokens)
+        arguments = _Arguments(network, inputs, found, ids)
+        is_image = arguments.fixed["input_ids"][0] == _image_token_id(network, processor)
+        if not is_image.any():
+            raise ModelError(f"the prompt has no token of an image; write {token} into it, once for each image")
+        words = AnswerText(tuple(ids), _token_texts(tokenizer, ids), partial(_token_ids, tokenizer), tokenizer.decode)
+        forward = AnswerForward(arguments, None, is_image, words)
+        canvases = arguments.canvases
+        traced = [_trace(network, canvases, number, forward) for number in range(len(found))]
+    places = [
+        tokens for number, (_, at) in enumerate(traced) for tokens in _image_tokens(number, at, is_image, len(found))
+    ]
+    sequence = torch.cat([arguments.fixed["input_ids"][0], torch.tensor(ids[-1:], device=is_image.device)])
+    size = (canvases.shape[2], canvases.shape[3])
+    frames = tuple(Frame(image, _padded_box(own, size)) for image, own in zip(opened, found, strict=True))
+    forward = replace(forward, reader=traced[0][0])
+    return Answer(canvases, frames, network, text, sequence, tuple(places), forward)
+
+
+def _prompt_text(processor: Any, prompt: Prompt, token: str, images: int) -> str:
+    """Return the text of a prompt, by the chat template of the processor unless it has image tokens already."""
+    has_template = getattr(processor, "chat_template", None) is not None
+    if isinstance(prompt, str):
+        if not has_template or token in prompt:
+            return prompt
+        content = [*[{"type": "image"}] * images, {"type": "text", "text": prompt}]
+        prompt = [{"role": "user", "content": content}]
+    if not has_template:
+        raise ModelError("the processor has no chat template; pass the prompt as one text, with its image tokens")
+    text: str = processor.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+    return text
+
+
+def _encode(processor: Any, images: Sequence[Image.Image], text: str) -> dict[str, Tensor]:
+    """Return the tensors that a processor gives for a text and its images."""
+    start = getattr(getattr(processor, "tokenizer", None), "bos_token", None)
+    has_start = isinstance(start, str) and text.startswith(start)  # by a chat template
+    options = {"add_special_tokens": False} if has_start else {}
+    try:
+        inputs = processor(images=list(images), text=[text], return_tensors="pt", **options)
+    except ValueError as error:
+        raise ModelError(f"the processor refused the prompt {text!r}: {error}") from error
+    return {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name != "labels"}
+
+
+def _recognised(processor: Any, text: str, image: Image.Image) -> Views:
+    """Return the views of an image. Raises ImageError if they are not recognised."""
+    own: Any = getattr(processor, "image_processor", None)
+    sizes = {name: getattr(own, name, None) for name in ("patch_size", "merge_size")}
+    try:
+        return find_views(lambda image: _encode(processor, [image], text), image, sizes)
+    except (ImageError, RuntimeError) as error:
+        wanted = "pass views=, a function from a PIL image to saliency.Views(canvas, box, pixels)"
+        name = type(processor).__name__
+        raise ImageError(f"how {name} divides an image is not recognised ({error}); {wanted}") from error
+
+
+def _image_token_id(model: nn.Module, processor: Any) -> int:
+    """Return the id of the tokens that the features of an image replace. Raises ModelError if it is not known."""
+    config: Any = getattr(model, "config", None)
+    known = [getattr(processor, "image_token_id", None)]
+    known += [getattr(config, name, None) for name in ("image_token_id", "image_token_index")]
+    found = next((token for token in known if isinstance(token, int)), None)
+    if found is None:
+        raise ModelError(f"{type(processor).__name__} has no image_token_id, so the tokens of an image are not known")
+    return found
+
+
+def _token_ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _token_texts(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
+    """Return the text that each token adds to the text of the tokens before it."""
+    texts = [tokenizer.decode(ids[:count]) if count else "" for count in range(len(ids) + 1)]
+    return tuple(text[len(before) :] for before, text in pairwise(texts))
+
+
+def _answer_ids(
+    model: Any, tokenizer: Any, inputs: Mapping[str, Tensor], answer: str | Sequence[int] | None, longest: int
+) -> list[int]:
+    """Return the ids of the given answer, or of the model's, without the token that ends it.
+
+    Raises:
+        ModelError: The answer is empty.
+    """
+    inputs = _on_device(model, inputs)
+    prompt: list[int] = inputs["input_ids"][0].tolist()
+    config = getattr(model, "generation_config", None)
+    ends = getattr(config, "eos_token_id", None) or getattr(tokenizer, "eos_token_id", None)
+    stop = set(ends if isinstance(ends, list) else [ends])
+    if answer is not None:
+        ids = _token_ids(tokenizer, answer) if isinstance(answer, str) else [int(token) for token in answer]
+    elif hasattr(model, "generate"):
+        ids = model.generate(**inputs, max_new_tokens=longest, do_sample=False)[0].tolist()
+        ids = ids[len(prompt) :] if ids[: len(prompt)] == prompt else ids
+    else:
+        ids = []
+        while len(ids) < longest and not stop & {*ids}:
+            logits = output_tensor(call(model, (), _continued(inputs, ids)))
+            ids.append(int(logits[0, -1].argmax()))
+    ids = ids[: next((at for at, token in enumerate(ids) if token in stop), len(ids))]
+    if not ids:
+        raise ModelError("the answer is empty; pass the one to explain as answer=")
+    return ids
+
+
+def _on_device(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors on the device of a model, and floating-point ones in its dtype."""
+    like = reference_tensor(model)
+    if like is None:
+        return dict(inputs)
+    return {name: value.to(like if value.is_floating_point() else like.device) for name, value in inputs.items()}
+
+
+def _continued(inputs: Mapping[str, Tensor], ids: Sequence[int]) -> dict[str, Tensor]:
+    """Return the arguments of a prompt with further tokens of text."""
+    prompt = inputs["input_ids"]
+    more = prompt.new_tensor([ids])
+    new = {name: torch.zeros_like(more) for name, value in inputs.items() if value.shape == prompt.shape}
+    new |= {"input_ids": more, "attention_mask": torch.ones_like(more)}
+    # PaliGemma marks a prompt, which attends both ways, by 0, and the answer by 1. Gemma 3 marks images by 1.
+    if "token_type_ids" in new and not inputs["token_type_ids"].any():
+        new["token_type_ids"] = torch.ones_like(more)
+    return {
+        name: torch.cat([value, new[name].to(value)], 1) if name in new else value for name, value in inputs.items()
+    }
+
+
+class _Arguments:
+    """Arguments of a model for an answer, as a function of canvases of its images.
+
+    Attributes:
+        fixed: The arguments with the images as they are.
+        canvases: (N, C, H, W) the canvases.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Tensor], views: Sequence[Views], ids: Sequence[int]):
+        self.fixed = _on_device(model, _continued(inputs, ids[:-1]))
+        self.views = views
+        parameters = inspect.signature(model.forward).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        options = {"logits_to_keep": len(ids), "use_cache": False}
+        self.options = {name: value for name, value in options.items() if takes_all or name in parameters}
+        pixels = self.fixed["pixel_values"]
+        height, width = (max(own.canvas.shape[axis] for own in views) for axis in (1, 2))
+        padded = [F.pad(v.canvas, (0, width - v.canvas.shape[2], 0, height - v.canvas.shape[1])) for v in views]
+        self.canvases = torch.stack(padded).to(pixels)
+        self.own = [self._pixels(number, self.canvases[number, None]) for number in range(len(views))]
+        self.rows = pixels.reshape(-1, *self.own[0].shape[2:])
+        self.starts = self._find_starts()
+
+    def _pixels(self, number: int, x: Tensor) -> Tensor:
+        """Return the rows of one image, from canvases (k, C, H, W)."""
+        height, width = self.views[number].canvas.shape[1:]
+        return self.views[number].pixels(x[:, :, :height, :width])
+
+    def _find_starts(self) -> list[int]:
+        """Return the first row of each image. Raises ImageError if the views do not reproduce the pixel values."""
+        starts, end = [], 0
+        for number, own in enumerate(self.own):
+            far = (self.rows[at : at + own.shape[1]] for at in range(end, len(self.rows) - own.shape[1] + 1))
+            errors = [float((rows - own[0]).abs().mean()) for rows in far]
+            if min(errors, default=math.inf) > TOLERANCE:
+                problem = f"the views of image {number} differ from the processor's pixel values"
+                raise ImageError(f"{problem} by {min(errors, default=math.nan):.2g}; pass views=, see saliency.Views")
+            starts.append(end + errors.index(min(errors)))
+            end = starts[-1] + own.shape[1]
+        return starts
+
+    def __call__(self, x: Tensor, numbers: Sequence[int]) -> dict[str, Any]:
+        parts, end, count = [], 0, len(x)
+        for number, (start, own) in enumerate(zip(self.starts, self.own, strict=True)):
+            shown = torch.tensor([shown == number for shown in numbers], device=x.device)
+            fixed = own.to(x).expand(count, *own.shape[1:])
+            rows = self._pixels(number, x) if shown.any() else fixed
+            if not shown.all():
+                rows = torch.where(shown.view(-1, *[1] * (rows.dim() - 1)), rows, fixed)
+            if "pixel_attention_mask" in self.fixed:  # Idefics3 takes a tile of zeros for padding
+                rows = rows + torch.finfo(rows.dtype).tiny
+            between = self.rows[end:start]  # padding
+            parts += [between.to(x).expand(count, *between.shape), rows]
+            end = start + own.shape[1]
+        rest = self.rows[end:]
+        pixels = torch.cat([*parts, rest.to(x).expand(count, *rest.shape)], 1)
+        shape = self.fixed["pixel_values"].shape
+        others = {
+            name: value.to(x.device).repeat(count, *[1] * (value.dim() - 1)) for name, value in self.fixed.items()
+        }
+        return {**others, "pixel_values": pixels.reshape(count * shape[0], *shape[1:]), **self.options}
+
+
+def _padded_box(views: Views, size: tuple[int, int]) -> Box:
+    """Return the box on the image of a canvas that is padded to (h, w) at the right and at the bottom."""
+    left, top, right, bottom = views.box
+    height, width = views.canvas.shape[1:]
+    return left, top, left + (right - left) * size[1] / width, top + (bottom - top) * size[0] / height
+
+
+def _trace(model: nn.Module, canvases: Tensor, number: int, forward: AnswerForward) -> tuple[str | None, Tensor]:
+    """Find the module that reads the embeddings of all tokens, and the place of each token in an image.
+
+    Returns:
+        The name of the module, None if there is none; and the rows and columns (2, L) in pixels of the canvas, NaN for
+        tokens without a place.
+    """
+    found: list[tuple[str, Tensor]] = []
+    x, is_image = canvases[number, None], forward.is_image
+
+    def begin(name: str, args: Any, kwargs: Any) -> None:
+        for tensor in tree_tensors((args, kwargs)):
+            if found or tensor.dim() != 3 or tensor.shape[:2] != (1, len(is_image)) or not tensor.is_floating_point():
+                continue
+            positions = trace.positions(tensor)
+            if positions is not None:
+                places = positions.expand(2, *tensor.shape).nanmean(-1)[:, 0]
+                if not (~places[0].isnan() & ~is_image).any():  # tokens of text have no place
+                    found.append((name, places))
+
+    with PositionTrace(x, follows_values=True) as trace, HookManager(exclusive=True) as hooks:
+        for name, module in model.named_modules():
+            if name:
+                hooks.around(module, partial(begin, name), lambda token, output: None)
+        with bind_forward_args((), len(canvases), None, forward), bind_image(number):
+            run_model(model, x)
+    return found[0] if found else (None, torch.full((2, len(is_image)), math.nan, device=x.device, dtype=torch.float32))
+
+
+def _image_tokens(number: int, places: Tensor, is_image: Tensor, images: int) -> list[ImageTokens]:
+    """Return the tokens of each view of an image, from the row and the column of each token."""
+    placed = (~places[0].isnan()).nonzero()[:, 0]
+    if not len(placed):  # queries: the same number for each image
+        return [ImageTokens(number, is_image.nonzero()[:, 0].chunk(images)[number][None], None)]
+    rows, columns = places[:, placed].tolist()
+    starts = [0]
+    for at in range(1, len(placed)):
+        is_next_row = rows[at] > rows[at - 1] + SAME
+        is_first = abs(columns[at] - columns[starts[-1]]) < SAME
+        is_next = abs(rows[at] - rows[at - 1]) < SAME and columns[at] > columns[at - 1]
+        if not is_next and not (is_next_row and is_first):
+            starts.append(at)
+    return [_view_tokens(number, placed[a:b], rows[a:b], columns[a:b]) for a, b in pairwise([*starts, len(placed)])]
+
+
+def _view_tokens(number: int, positions: Tensor, rows: Sequence[float], columns: Sequence[float]) -> ImageTokens:
+    """Return the tokens of one view, from their rows and columns."""
+    width = sum(abs(row - rows[0]) < SAME for row in rows)
+    height = len(positions) // width
+    x = (columns[-1] - columns[0]) / (width - 1) if width > 1 else 0.0
+    y = (rows[-1] - rows[0]) / (height - 1) if height > 1 else x
+    x = x or y
+    box = (columns[0] - x / 2 + 0.5, rows[0] - y / 2 + 0.5, columns[-1] + x / 2 + 0.5, rows[-1] + y / 2 + 0.5)
+    return ImageTokens(number, positions.view(height, width), box)

@@ -1,0 +1,160 @@
+"""Token activation maps: the image tokens at which a vision-language model would write a word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..attribution.answer import Answer, explained_answer
+from ..attribution.base import Attribution
+from ..attribution.explanation import BatchAttribution, Sign
+from ..attribution.forward import at_least_float32
+from ..attribution.options import Option
+from ..attribution.resolved_target import ResolvedTarget
+from ..errors import NotApplicableError
+from ..hooks.forward_args import bind_answer, shown_images
+from ..hooks.manager import HookManager
+from ..hooks.model_state import run_model
+from ..targets.targets import TargetList, output_tensor
+from ..targets.words import Words
+from ..validation import check_flag
+
+
+class TAM(Attribution):
+    """Logit of a word at each token of the image, without the part that earlier words have in common with it.
+
+    Formula: S = G((A − λ Σ_c w_c A_c)⁺), with A_i = (u · h_i)⁺ the logit of the word at image token i, A_c the same of
+    the earlier word c, w_c its share in the logits of the word at the earlier words, and λ = ⟨A, I⟩ / ⟨I, I⟩ the least
+    squares for the sum I. G is the rank Gaussian filter.
+
+    The last hidden state h_i of each image token is multiplied by the row u of the output layer that belongs to the
+    word. Earlier words are the text between the image and the word, except the same token. The filter replaces each
+    cell by a weighted mean of its 3 x 3 neighbourhood, sorted: the weights are a Gaussian around the median, with the
+    coefficient of variation as its width. The maps of the tokens of a word are added.
+
+    It explains answers only, so it is not in the registry. It reads where the word could be said, not why it is: no
+    gradient and no change of the image is involved.
+
+    Args:
+        rank_filter: Whether the rank Gaussian filter is applied.
+
+    Values: (N, 1, h, w), at least 0, logits.
+
+    Raises:
+        NotApplicableError: An image is explained, or another target than `saliency.words`, or a contrast of words; the
+            logits are not a linear layer of the hidden states; or the image tokens have no place in the image.
+
+    Source: Li et al., "Token Activation Map to Visually Explain Multimodal LLMs" (2025),
+        https://arxiv.org/abs/2506.23270.
+    """
+
+    cost = "1 forward"
+    units = "logit"
+    sign: ClassVar[Sign] = "positive"
+    is_complete = False
+
+    rank_filter: Option[bool] = Option(True, check_flag)
+
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+        """Explain one target."""
+        return self.explain_targets(x, [target])[0]
+
+    def explain_targets(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
+        """Explain several targets from one forward."""
+        answer = explained_answer()
+        if answer is None:
+            raise NotApplicableError("TAM explains words of an answer; pass saliency.generate(...) instead of an image")
+        layout = answer.layout(shown_images(x))
+        text = _text_after_image(answer)
+        output, logits = self._logits(answer, text, x)
+        results = []
+        for target in targets:
+            words = _words_of(target, len(x))
+            maps = torch.stack([_activation(answer, text, logits[row], word) for row, word in enumerate(words)])
+            maps = layout(maps[..., None])
+            results.append(BatchAttribution(rank_gaussian(maps) if self.rank_filter else maps, target(output)))
+        return results
+
+    def _logits(self, answer: Answer, text: Tensor, x: Tensor) -> tuple[Any, Tensor]:
+        """Return the output of the model, and the positive logits (N, L, T) of T tokens of text at all positions.
+
+        The model computes the logits of the whole vocabulary at the positions of the answer only.
+        """
+        head, hidden, count = _output_layer(self.model), list[Tensor](), len(answer.tokens)
+
+        def keep(states: Tensor) -> Tensor:
+            hidden.append(states.detach())
+            return states[:, -count:]
+
+        def arguments(rows: Tensor, numbers: Sequence[int]) -> dict[str, Any]:
+            own = answer.forward.arguments(rows, numbers)
+            return own | ({"logits_to_keep": 0} if "logits_to_keep" in own else {})
+
+        with torch.no_grad(), HookManager() as hooks, bind_answer(replace(answer.forward, arguments=arguments)):
+            hooks.revise_input(head, keep)
+            output = run_model(self.model, x)
+        ids = answer.ids[text]
+        offsets: Tensor | None = head.bias
+        bias = None if offsets is None else at_least_float32(offsets.detach()[ids])
+        rows = at_least_float32(head.weight.detach()[ids])
+        logits = F.linear(at_least_float32(hidden[-1]), rows, bias) if hidden else ids.new_zeros(0)
+        own, read = at_least_float32(output_tensor(output))[:, -count:, ids], logits[:, -count:]
+        if own.shape != read.shape or not torch.allclose(own, read, rtol=1e-2, atol=1e-2 * float(own.abs().max())):
+            problem = f"the logits of {type(self.model).__name__} are not a linear layer of its hidden states"
+            raise NotApplicableError(f"TAM: {problem}; use attn_lrp or chefer_attention")
+        return output, logits.clamp_(min=0)
+
+
+def _text_after_image(answer: Answer) -> Tensor:
+    """Return the positions (T,) of the text after the first token of an image, up to the end of the answer."""
+    is_image = answer.forward.is_image
+    after = torch.arange(len(answer.ids), device=is_image.device) > is_image.nonzero()[0, 0]
+    after[:-1] &= ~is_image
+    return after.nonzero()[:, 0]
+
+
+def _activation(answer: Answer, text: Tensor, logits: Tensor, words: Words) -> Tensor:
+    """Return the activation (L,) of the tokens of words at image tokens, from the positive logits (L, T) of a text."""
+    is_image, total = answer.forward.is_image, logits.new_zeros(len(logits))
+    for row, token in words.pairs:
+        position = answer.queries[row] + 1
+        earlier = (text < position) & (answer.ids[text] != token)
+        column = logits[:, text == position][:, 0]
+        own = column * is_image
+        context = (logits[:, earlier] @ column[text[earlier]]) * is_image  # the least squares give its factor
+        scale = (own @ context) / (context @ context).clamp(min=torch.finfo(own.dtype).tiny)
+        total += (own - scale * context).clamp(min=0)
+    return total
+
+
+def rank_gaussian(maps: Tensor) -> Tensor:
+    """Return maps (N, 1, h, w), at least 0, after the rank Gaussian filter with 3 x 3 cells."""
+    mode = "reflect" if min(maps.shape[2:]) > 1 else "replicate"
+    windows = F.unfold(F.pad(maps, (1, 1, 1, 1), mode=mode), 3).sort(1).values  # (N, 9, cells)
+    ranks = torch.arange(-4.0, 5.0, device=maps.device, dtype=maps.dtype)[:, None]
+    tiny = torch.finfo(maps.dtype).eps
+    width = windows.std(1, correction=0, keepdim=True) / windows.mean(1, keepdim=True).clamp(min=tiny)
+    weights = torch.exp(-ranks.square() / (2 * width.square()).clamp(min=tiny))
+    return ((windows * weights).sum(1) / weights.sum(1)).view_as(maps)
+
+
+def _words_of(target: ResolvedTarget, rows: int) -> list[Words]:
+    """Return the words of each row. Raises NotApplicableError for other targets, and for contrasts."""
+    own = target.target
+    words = [*own.targets] if isinstance(own, TargetList) else [own] * rows
+    known = [word for word in words if isinstance(word, Words) and word.other is None]
+    if len(known) < len(words):
+        raise NotApplicableError("TAM explains saliency.words(...) without against=; use attn_lrp for other targets")
+    return known
+
+
+def _output_layer(model: nn.Module) -> nn.Linear:
+    """Return the layer that gives the logits: the one that transformers names, or the last linear layer."""
+    named: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return named if isinstance(named, nn.Linear) else linear[-1]

@@ -1,0 +1,384 @@
+"""Answers of vision-language models as inputs of methods."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import saliency
+from saliency.io.preprocess import Geometry
+from saliency.testing.unchanged import Snapshot
+from tests.reference import error
+from tests.vision_language import FAMILIES, build, scene
+
+pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the image has only:saliency.SaliencyWarning"),  # random weights
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # of PaliGemmaProcessor
+]
+
+SIZE = (140, 90)
+QUESTION = "what color is the car"
+RESIZED = {"llava_next", "internvl", "idefics3", "smolvlm"}  # families with a resized view of the whole image
+
+
+@cache
+def case(family: str) -> tuple[nn.Module, Any, saliency.Answer]:
+    """A model, its processor, and an answer."""
+    model, processor = build(family)
+    return model, processor, saliency.generate(model, processor, scene(), QUESTION, answer="a red car")
+
+
+def logits(model: nn.Module, answer: saliency.Answer, x: Tensor) -> Tensor:
+    """The logits of the answer's tokens for canvases of its first image."""
+    values: Tensor = model(**answer.forward.arguments(x, [0] * len(x))).logits
+    return values
+
+
+def odds(rows: Tensor, token: int) -> Tensor:
+    """The log-odds of a token in logits (N, V)."""
+    p = rows.softmax(1)[:, token]
+    return (p / (1 - p)).log()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_canvas_gives_the_pixel_values_of_the_processor(family: str) -> None:
+    _, _, answer = case(family)
+    forward: Any = answer.forward.arguments
+    expected, found = forward.fixed["pixel_values"], forward(answer.inputs, [0])["pixel_values"]
+    assert found.shape == expected.shape
+    views = (
+        (found - expected)
+        .abs()
+        .reshape(-1, *found.shape[-3:] if found.dim() > 2 else found.shape)
+        .mean((1, 2, 3) if found.dim() > 2 else (1, 2))
+    )
+    assert int((views > 0).sum()) == (family in RESIZED)
+    assert float(views.max()) < 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_change_of_the_image_is_where_the_frame_says(family: str) -> None:
+    model, processor, answer = case(family)
+    changed = scene()
+    changed.paste((255, 255, 255), (88, 14, 108, 34))  # right of the middle, above it
+    other = saliency.generate(model, processor, changed, QUESTION, answer="a red car")
+    difference = (other.inputs - answer.inputs).abs().sum((0, 1)) > 0.3  # (H, W)
+    rows, columns = difference.nonzero().unbind(1)
+    geometry = Geometry.of(answer.frames[0], (answer.inputs.shape[2], answer.inputs.shape[3]))
+    left, top, right, bottom = geometry.to_input((88, 14, 108, 34))
+    found = (int(columns.min()), int(rows.min()), int(columns.max()) + 1, int(rows.max()) + 1)
+    assert found == pytest.approx((left, top, right, bottom), abs=2)
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"blip_2"}))
+def test_a_change_of_a_cell_changes_its_token_most(family: str) -> None:
+    model, _, answer = case(family)
+    reader = model.get_submodule(str(answer.forward.reader))
+
+    def embeddings(x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        hook = reader.register_forward_pre_hook(
+            lambda _, args, kwargs: kept.append(kwargs["inputs_embeds"]), with_kwargs=True
+        )
+        with torch.no_grad(), hook:
+            logits(model, answer, x)
+        return kept[0][0]  # (L, D)
+
+    before = embeddings(answer.inputs)
+    positions = torch.cat([tokens.positions.flatten() for tokens in answer.image_tokens])
+    assert len(set(positions.tolist())) == len(positions)
+    assert answer.forward.is_image[positions].all()
+    for tokens in answer.image_tokens:
+        assert tokens.box is not None
+        (height, width), (left, top, right, bottom) = tokens.positions.shape, tokens.box
+        y, x = (bottom - top) / height, (right - left) / width
+        own = tokens.positions.flatten()
+        for row, column in ((0, width - 1), (height - 1, 0), (height // 2, width // 2)):
+            changed = answer.inputs.clone()
+            area = changed[
+                ...,
+                max(round(top + row * y), 0) : round(top + (row + 1) * y),
+                max(round(left + column * x), 0) : round(left + (column + 1) * x),
+            ]
+            if not area.numel():
+                continue
+            area += 3 * torch.randn(area.shape, generator=torch.Generator().manual_seed(0))
+            moved = (embeddings(changed) - before)[own].norm(dim=1)
+            assert int(own[moved.argmax()]) == int(tokens.positions[row, column]), (tokens.box, row, column)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_gradient_is_that_of_the_bare_model(family: str) -> None:
+    model, _, answer = case(family)
+    arguments = answer.forward.arguments(answer.inputs, [0])
+    pixels = arguments["pixel_values"].clone().requires_grad_()
+    rows = model(**{**arguments, "pixel_values": pixels}).logits[:, 1]
+    score = odds(rows, answer.forward.text.ids[1])
+    (gradient,) = torch.autograd.grad(score.sum(), pixels)
+    x = answer.inputs.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(answer.forward.arguments(x, [0])["pixel_values"], x, gradient)
+    explanation = saliency.VanillaGradient(model).attribute(answer, saliency.words("red"))
+    torch.testing.assert_close(explanation.scores, score, rtol=1e-4, atol=1e-4)
+    assert error(explanation.values, expected) < 1e-4
+    assert explanation.target_names == ("red",)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_rows_of_a_batch_do_not_affect_each_other(family: str) -> None:
+    model, _, answer = case(family)
+    x = answer.inputs + torch.randn(3, *answer.inputs.shape[1:], generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        alone = torch.cat([logits(model, answer, row[None]) for row in x])
+        assert error(logits(model, answer, x), alone) < 1e-4
+    assert error(alone[0], alone[1]) > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_would_give_the_answer_that_it_generated(family: str) -> None:
+    model, processor, _ = case(family)
+    answer = saliency.generate(model, processor, scene(), QUESTION, max_new_tokens=4)
+    forward: Any = answer.forward.arguments
+    with torch.no_grad():
+        rows = model(**{**forward.fixed, **forward.options}).logits[0]
+    assert tuple(rows.argmax(1).tolist()) == answer.forward.text.ids
+    assert len(answer.tokens) == len(answer.queries) == rows.shape[0] <= 4
+
+
+def test_fused_attention_gives_the_maps_of_eager_attention() -> None:
+    for family in ("llava", "qwen2_5_vl", "paligemma"):
+        model: Any
+        model, processor = build(family)
+        for cls in (saliency.InputXGradient, saliency.AttnLRP, saliency.CPLRP):
+            maps = []
+            for kind in ("sdpa", "eager"):
+                model.set_attn_implementation(kind)
+                answer = saliency.generate(model, processor, scene(), QUESTION, answer="a red car")
+                maps.append(cls(model).attribute(answer, saliency.words("red")).values)
+            assert error(*maps) < 1e-4, (family, cls)
+
+
+def test_methods_of_many_passes_explain_an_answer() -> None:
+    model, _, answer = case("llava")
+    with torch.no_grad():
+        scores = [
+            odds(logits(model, answer, x)[:, 1], answer.forward.text.ids[1]) for x in (answer.inputs, 0 * answer.inputs)
+        ]
+    path = saliency.IntegratedGradients(model, steps=32).attribute(answer, saliency.words("red"))
+    torch.testing.assert_close(path.values.sum(), (scores[0] - scores[1])[0], rtol=1e-2, atol=1e-3)
+    hidden = saliency.Occlusion(model, window=14, stride=14).attribute(answer, saliency.words("red"))
+    changed = answer.inputs.clone()
+    changed[..., :14, 14:] = 0
+    with torch.no_grad():
+        drop = scores[0] - odds(logits(model, answer, changed)[:, 1], answer.forward.text.ids[1])
+    assert float(hidden.values[0, 0, 7, 21]) == pytest.approx(float(drop), abs=1e-4)
+    shown = saliency.RISE(model, passes=16, grid=4).attribute(answer, saliency.words("red"))
+    assert shown.values.shape[2:] == answer.inputs.shape[2:]
+    assert shown.token_shares is None
+    assert saliency.overlay(shown).size == SIZE
+
+
+def test_all_words_share_one_forward() -> None:
+    model, _, answer = case("llava")
+    assert [word for word, _ in answer.words] == ["a", "red", "car"]
+    maps = saliency.AttnLRP(model).attribute_classes(answer, [saliency.words(at=at) for _, at in answer.words])
+    assert [own.target_names[0] for own in maps] == ["a", "red", "car"]
+    whole = saliency.VanillaGradient(model).attribute(answer)
+    parts = saliency.VanillaGradient(model).attribute_classes(answer, [saliency.words(at=at) for _, at in answer.words])
+    assert error(whole.values, sum(own.values for own in parts)) < 1e-5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "blip_2"])
+def test_the_ledger_has_the_share_of_the_text(family: str) -> None:
+    model, _, answer = case(family)
+    explanation = saliency.AttnLRP(model).attribute(answer, saliency.words("red"))
+    assert explanation.ledger is not None
+    assert explanation.residual is not None
+    assert explanation.token_shares is not None
+    assert float(explanation.residual.abs()) < 1e-4
+    is_image = answer.forward.is_image
+    assert tuple(token is None for token in explanation.tokens) == tuple(is_image.tolist())
+    text = float(explanation.token_shares[0, ~is_image].sum())
+    assert float(explanation.ledger[0, explanation.ledger_names.index("text")]) == pytest.approx(text, abs=1e-6)
+    later = dict(zip(explanation.ledger_names, explanation.ledger[0].tolist(), strict=True))
+    assert sum(later.values()) == pytest.approx(float(explanation.scores), abs=1e-4)
+    share = float(explanation.token_shares[0, is_image].abs().sum() / explanation.token_shares.abs().sum())
+    assert explanation.image_share is not None
+    assert float(explanation.image_share) == pytest.approx(share, abs=1e-6)
+    assert f"{share:.0%} is the image's" in str(saliency.ledger_table(explanation))
+
+
+def test_shares_are_the_gradient_times_the_embeddings() -> None:
+    model, _, answer = case("llava")
+    explanation = saliency.InputXGradient(model).attribute(answer, saliency.words("red"))
+    language: Any = model
+    arguments = answer.forward.arguments(answer.inputs, [0])
+    ids, pixels = arguments.pop("input_ids"), arguments.pop("pixel_values")
+    embeddings = language.get_input_embeddings()(ids)
+    features = torch.cat(language.get_image_features(pixels).pooler_output)
+    embeddings = embeddings.masked_scatter(answer.forward.is_image[None, :, None], features).detach().requires_grad_()
+    score = odds(model(inputs_embeds=embeddings, **arguments).logits[:, 1], answer.forward.text.ids[1])
+    (gradient,) = torch.autograd.grad(score.sum(), embeddings)
+    assert explanation.token_shares is not None
+    assert error(explanation.token_shares, (gradient * embeddings).sum(-1)) < 1e-4
+
+
+@pytest.mark.filterwarnings("default")
+def test_an_answer_from_the_text_warns() -> None:
+    model, processor = build("llava")
+    answer = saliency.generate(model, processor, scene(), QUESTION, answer="a red car")
+    with torch.no_grad():
+        model.get_parameter("model.multi_modal_projector.linear_2.weight").mul_(1e-4)
+    with pytest.warns(saliency.SaliencyWarning, match="the image has only .* of the relevance of all tokens"):
+        explanation = saliency.InputXGradient(model).attribute(answer, saliency.words("red"))
+    assert "from the text" in explanation.notes[0]
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_vl", "internvl", "idefics3"])
+def test_each_of_several_images_has_a_map(family: str) -> None:
+    model, processor, _ = case(family)
+    images = [scene(1), scene(2, (80, 120))]
+    answer = saliency.generate(model, processor, images, QUESTION, answer="a red car")
+    assert [len(answer.inputs), len(answer.frames)] == [2, 2]
+    assert {tokens.image for tokens in answer.image_tokens} == {0, 1}
+    explanation = saliency.VanillaGradient(model).attribute(answer, saliency.words("red"))
+    torch.testing.assert_close(explanation.scores[0], explanation.scores[1])
+    forward: Any = answer.forward.arguments
+    assert forward(answer.inputs, [0, 1])["pixel_values"].shape[0] == 2 * forward.fixed["pixel_values"].shape[0]
+    for number in (0, 1):
+        x = answer.inputs[number, None].clone().requires_grad_()
+        rows = model(**forward(x, [number])).logits[:, 1]
+        (expected,) = torch.autograd.grad(odds(rows, answer.forward.text.ids[1]).sum(), x)
+        assert error(explanation.values[number, None], expected) < 1e-4
+        assert saliency.overlay(explanation[number]).size == images[number].size
+        assert expected.abs().sum() > 0
+
+
+def test_a_chat_of_several_turns_is_continued() -> None:
+    model, processor, _ = case("llava")
+    image = {"type": "image"}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": [image, {"type": "text", "text": "what is left"}]},
+        {"role": "assistant", "content": "a red circle"},
+        {"role": "user", "content": [{"type": "text", "text": "what is right"}, image]},
+    ]
+    answer = saliency.generate(model, processor, [scene(1), scene(2)], turns, answer="a square")
+    assert "assistant a red circle user what is right" in answer.prompt
+    assert [tokens.positions.flatten()[0].item() for tokens in answer.image_tokens] == [1, 28]
+    assert saliency.InputXGradient(model).attribute(answer).target_names == ("a square",) * 2
+
+
+class _Plain(nn.Module):
+    """A model without `generate`, which reads each image in two halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.see = nn.Linear(3 * 8 * 4, 8)
+        self.read = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        halves = self.see(pixel_values.flatten(2))  # (N, 2, 8)
+        x = self.embed(input_ids).masked_scatter((input_ids == 1)[..., None], halves)
+        return {"logits": self.head(self.read(x).cumsum(1))}
+
+
+class _Processor:
+    """Its processor: the left and the right half of an image, mirrored."""
+
+    image_token_id, eos_token_id, image_token = 1, 2, "<image>"
+
+    def __call__(self, images: list[Image.Image], text: list[str], return_tensors: str) -> dict[str, Tensor]:
+        arrays = [np.asarray(image.resize((8, 8))).transpose(2, 0, 1) / 255 for image in images]
+        halves = torch.tensor(np.stack(arrays), dtype=torch.float32).reshape(len(images), 3, 8, 2, 4)
+        ids = torch.tensor([[1, 1, *map(int, text[0].split())]])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": halves.movedim(3, 1).flip(-1)}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def _halves(image: Image.Image) -> saliency.Views:
+    canvas = _Processor()([image], ["3"], "pt")["pixel_values"][0].flip(-1).movedim(0, 2).reshape(3, 8, 8)
+    return saliency.Views(
+        canvas, (0, 0, *image.size), lambda x: x.reshape(-1, 3, 8, 2, 4).movedim(3, 1).flip(-1).flatten(1, 1)
+    )
+
+
+def test_a_model_of_ones_own_is_decoded_by_plain_forwards() -> None:
+    torch.manual_seed(0)
+    model = _Plain()
+    with pytest.raises(saliency.ImageError, match=r"how _Processor divides an image is not recognised .*; pass views="):
+        saliency.generate(model, _Processor(), scene(), "3 4")
+    answer = saliency.generate(model, _Processor(), scene(), "3 4", max_new_tokens=3, views=_halves)
+    ids = torch.tensor([[1, 1, 3, 4]])
+    for token in answer.forward.text.ids:
+        pixels = _Processor()([scene()], ["3"], "pt")["pixel_values"]
+        assert int(model(ids, pixels, torch.ones_like(ids))["logits"][0, -1].argmax()) == token
+        ids = torch.cat([ids, torch.tensor([[token]])], 1)
+    explanation = saliency.AttnLRP(model).attribute(answer, saliency.words(at=0))
+    assert explanation.values.shape == (1, 3, 8, 8)
+    assert explanation.residual is not None
+    assert float(explanation.residual.abs()) < 1e-4
+
+
+def test_wrong_views_are_refused() -> None:
+    model, processor, _ = case("llava")
+    views = saliency.Views(torch.zeros(3, 28, 28), (0, 0, 1, 1), lambda x: x[:, None])
+    with pytest.raises(saliency.ImageError, match="views of image 0 differ from the processor's pixel values"):
+        saliency.generate(model, processor, scene(), QUESTION, answer="a", views=lambda image: views)
+
+
+def test_an_answer_belongs_to_its_model() -> None:
+    _, _, answer = case("llava")
+    other, _ = build("llava")
+    with pytest.raises(saliency.ModelError, match="from another model than the method's"):
+        saliency.VanillaGradient(other).attribute(answer)
+
+
+def test_a_prompt_without_an_image_is_refused() -> None:
+    model, processor, _ = case("llava")
+    processor = type(processor)(processor.image_processor, processor.tokenizer, patch_size=7)
+    with pytest.raises(saliency.ModelError, match="<image>"):
+        saliency.generate(model, processor, scene(), "what color is the car", answer="red")
+    with pytest.raises(saliency.ModelError, match="no chat template"):
+        saliency.generate(model, processor, scene(), [{"role": "user", "content": "what"}], answer="red")
+
+
+def test_an_empty_answer_is_refused() -> None:
+    model, processor, _ = case("llava")
+    with pytest.raises(saliency.ModelError, match="the answer is empty"):
+        saliency.generate(model, processor, scene(), QUESTION, answer="")
+
+
+def test_the_model_is_left_as_found() -> None:
+    model, processor = build("llava")
+    saliency.generate(model, processor, scene(), QUESTION, answer="red")  # the first forward of transformers adds hooks
+    model.train()
+    before = Snapshot(model=model)
+    answer = saliency.generate(model, processor, scene(), QUESTION, max_new_tokens=2)
+    saliency.AttnLRP(model).attribute(answer)
+    assert not before.changes()
+
+
+def test_shares_are_saved(tmp_path: Path) -> None:
+    model, _, answer = case("llava")
+    explanation = saliency.InputXGradient(model).attribute(answer, saliency.words("red"))
+    loaded = saliency.Explanation.load(explanation.save(tmp_path / "red.safetensors"))
+    assert loaded.tokens == explanation.tokens
+    assert loaded.token_shares is not None
+    assert explanation.token_shares is not None
+    assert torch.equal(loaded.token_shares, explanation.token_shares)
+    assert not math.isnan(float(loaded.image_share))  # type: ignore[arg-type]

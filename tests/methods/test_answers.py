@@ -1,0 +1,131 @@
+"""Methods of attention on answers of vision-language models equal explicit attention of the language model."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+import saliency
+from saliency import METHODS, NotApplicableError
+from saliency.testbed import CaptionProcessor
+from tests.vision_language import build
+
+FAMILIES = ["llava", "qwen2_vl"]  # one crop; merged patches of any size, and grouped keys
+
+
+@cache
+def answered(family: str) -> tuple[Any, Any]:
+    """A model, and its answer "a red circle"."""
+    model, processor = build(family)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8))
+    return model, saliency.generate(model, processor, image, "what color is the car", answer="a red circle")
+
+
+def explicit(model: Any, answer: Any) -> tuple[list[Tensor], list[Tensor], int]:
+    """The attention of each layer (heads, L, L), its gradient for the log-odds of "red", and the query of "red"."""
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    arguments = answer.forward.arguments(answer.inputs, [0]) | {"output_attentions": True, "logits_to_keep": 0}
+    output = model(**arguments)
+    model.set_attn_implementation(implementation)
+    query = answer.queries[1]
+    logits, token = output.logits[0, query], int(answer.ids[query + 1])
+    others = torch.cat([logits[:token], logits[token + 1 :]])
+    grads = torch.autograd.grad(logits[token] - others.logsumexp(0), output.attentions)
+    return [own[0].detach() for own in output.attentions], [own[0] for own in grads], query
+
+
+def on_image(answer: Any, row: Tensor) -> Tensor:
+    """The part (h, w) of a row of all tokens at the tokens of the image."""
+    (tokens,) = answer.image_tokens
+    return row[tokens.positions]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_attention_of_an_answer_is_that_of_the_eager_model(family: str) -> None:
+    model, answer = answered(family)
+    probabilities, gradients, query = explicit(model, answer)
+    layers = saliency.attention(model, answer, saliency.words("red"))[-len(probabilities) :]
+    for layer, own, grad in zip(layers, probabilities, gradients, strict=True):
+        torch.testing.assert_close(layer.probabilities[0], own, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(layer.gradient[0], grad, rtol=1e-3, atol=1e-7)
+        wanted = torch.stack([on_image(answer, head[query]) for head in own])
+        torch.testing.assert_close(layer.maps(query)[0], wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rollout_and_relevance_start_at_the_position_that_predicts_the_word(family: str) -> None:
+    model, answer = answered(family)
+    probabilities, gradients, query = explicit(model, answer)
+    share = relevance = torch.eye(len(probabilities[0][0]))
+    weighted = [(own * grad).clamp(min=0).mean(0) for own, grad in zip(probabilities, gradients, strict=True)]
+    by_gradient = torch.eye(len(share))
+    for own, grad, weight in zip(probabilities, gradients, weighted, strict=True):
+        share = ((own.mean(0) + torch.eye(len(share))) / 2) @ share
+        relevance = relevance + weight @ relevance
+        mean = (own * grad).mean(0).clamp(min=0) + torch.eye(len(share))
+        by_gradient = mean / mean.sum(1, keepdim=True) @ by_gradient
+    for method, wanted in (
+        (saliency.AttentionRollout, share),
+        (saliency.CheferAttention, relevance),
+        (saliency.GradientRollout, by_gradient),
+    ):
+        found = method(model).attribute(answer, saliency.words("red")).values[0, 0]
+        torch.testing.assert_close(found, on_image(answer, wanted[query]), rtol=1e-3, atol=1e-7)
+
+
+REFUSED = {"chefer_lrp": "relevance starts with both signs", "tis": "has no module for each block"}
+ATTENTION = [name for name, method in METHODS.items() if method.needs.attention]
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_each_method_of_attention_explains_an_answer_or_states_the_reason(name: str) -> None:
+    model, answer = answered("llava")
+    method = METHODS[name](model)
+    if name in REFUSED:
+        with pytest.raises(NotApplicableError, match=REFUSED[name]):
+            method.attribute(answer, saliency.words("red"))
+        return
+    red, circle = method.attribute_classes(answer, [saliency.words("red"), saliency.words("circle")])
+    assert red.values.shape == (1, 1, 4, 4)
+    assert red.values.any()
+    assert not torch.equal(red.values, circle.values)
+    torch.testing.assert_close(method.attribute(answer, saliency.words("circle")).values, circle.values)
+
+
+def test_tiles_and_a_view_of_the_whole_image_share_one_map() -> None:
+    _, answer = answered("internvl")
+    *tiles, thumbnail = answer.image_tokens
+    values = torch.zeros(1, len(answer.ids) - 1, 2)
+    values[0, tiles[-1].positions[1, 1], 0] = 3.0
+    values[0, thumbnail.positions, 1] = 1.0
+    maps = answer.layout([0])(values)[0]
+    assert maps[0].nonzero().tolist() == [[side - 1 for side in maps[0].shape]]  # the last cell
+    assert float(maps[0].sum()) == 3.0
+    torch.testing.assert_close(maps[1], torch.full_like(maps[1], 4 / maps[1].numel()))
+
+
+def test_queries_without_a_place_in_the_image_are_refused() -> None:
+    model, answer = answered("blip_2")
+    for method in (saliency.AttentionRollout, saliency.TAM):
+        with pytest.raises(NotApplicableError, match="no place in the image"):
+            method(model).attribute(answer, saliency.words("red"))
+
+
+@pytest.mark.filterwarnings("ignore:the image has only")
+def test_the_figure_has_a_panel_for_each_word_and_a_table_of_shares() -> None:
+    model, image = saliency.load("shapes_caption"), saliency.testbed.draw_scenes(1, seed=1_000_000).images[0]
+    answer = saliency.generate(model, CaptionProcessor(), image, "caption", answer="a red circle")
+    drawing = saliency.draw_answer(answer, saliency.AttnLRP(model))
+    titles = [axes.get_title() for axes in drawing.axes]
+    assert [title.split()[0] for title in titles[:4]] == ["image", "a", "red", "circle"]
+    assert [label.get_text() for label in drawing.axes[-1].get_yticklabels()] == ["a", "red", "circle"]
+    assert "image" in [label.get_text() for label in drawing.axes[-1].get_xticklabels()]
+    without = saliency.draw_answer(answer, saliency.CheferAttention(model), columns=2)
+    assert len(without.axes) == 4

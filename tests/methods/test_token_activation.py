@@ -1,0 +1,77 @@
+"""TAM equals its formula, spelled out with the logits of the whole vocabulary at all positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import saliency
+from saliency import NotApplicableError
+from saliency.methods.token_activation import rank_gaussian
+from saliency.testbed import CaptionProcessor
+from saliency.testing import images, tiny_model
+
+
+def captioner() -> nn.Module:
+    return saliency.load("shapes_caption")
+
+
+def scene() -> Tensor:
+    images: Tensor = saliency.testbed.draw_scenes(1, seed=1_000_000).images
+    return images[0]
+
+
+def spelled_out(model: nn.Module, answer: saliency.Answer, word: int) -> Tensor:
+    """The map (64,) of a token of an answer about one image, by the paper's formula, without the filter."""
+    logits = model(answer.ids[None, :-1], answer.inputs)[0][0].detach().double().clamp(min=0)  # (L, V)
+    ids, cells = answer.ids.tolist(), answer.image_tokens[0].positions.flatten()
+    position = answer.queries[word] + 1
+    earlier = [p for p in range(int(cells[-1]) + 1, position) if ids[p] != ids[position]]
+    own = logits[cells, ids[position]]
+    shares = [float(logits[p, ids[position]]) for p in earlier]
+    context = sum(share * logits[cells, ids[p]] for share, p in zip(shares, earlier, strict=True)) / sum(shares)
+    factor = np.linalg.lstsq(context.numpy()[:, None], own.numpy(), rcond=None)[0][0]
+    return (own - factor * context).clamp(min=0)
+
+
+def test_the_map_of_each_word_is_the_formula() -> None:
+    model = captioner()
+    answer = saliency.generate(model, CaptionProcessor(), scene(), "caption")
+    targets: list[Any] = [saliency.words(at=word) for word in range(1, len(answer.tokens))]
+    found = saliency.TAM(model, rank_filter=False).attribute_classes(answer, targets)
+    for word, explanation in enumerate(found, 1):
+        wanted = spelled_out(model, answer, word).float()
+        torch.testing.assert_close(explanation.values.flatten(), wanted, rtol=1e-3, atol=1e-3)
+        assert wanted.any()
+    whole = saliency.TAM(model, rank_filter=False).attribute(answer, saliency.words(at=slice(1, 3)))
+    torch.testing.assert_close(whole.values, found[0].values + found[1].values)
+    torch.testing.assert_close(whole.scores, found[0].scores + found[1].scores)
+    filtered = saliency.TAM(model).attribute(answer, targets[0])
+    torch.testing.assert_close(filtered.values, rank_gaussian(found[0].values))
+
+
+def test_the_filter_is_a_gaussian_over_ranks() -> None:
+    maps = torch.rand(2, 1, 4, 5, dtype=torch.float64)
+    maps[1] = 0.7  # even
+    found = rank_gaussian(maps)
+    padded = np.pad(maps[0, 0].numpy(), 1, mode="reflect")
+    for row in range(4):
+        for column in range(5):
+            window = np.sort(padded[row : row + 3, column : column + 3].ravel())
+            weights = np.exp(-((np.arange(9) - 4) ** 2) / (2 * (window.std() / window.mean()) ** 2))
+            assert float(found[0, 0, row, column]) == pytest.approx((window * weights).sum() / weights.sum())
+    torch.testing.assert_close(found[1], maps[1])
+    assert not rank_gaussian(torch.zeros(1, 1, 1, 3)).any()
+
+
+def test_only_words_of_an_answer_are_explained() -> None:
+    model = captioner()
+    answer = saliency.generate(model, CaptionProcessor(), scene(), "caption")
+    with pytest.raises(NotApplicableError, match="without against="):
+        saliency.TAM(model).attribute(answer, saliency.words(at=1, against="blue"))
+    with pytest.raises(NotApplicableError, match="TAM explains words of an answer"):
+        saliency.TAM(tiny_model()).attribute(images(1), 0)
