@@ -24,11 +24,20 @@ from saliency.program.export import captured
 from saliency.program.onnx import write_onnx
 
 ROUNDS = 5
+
+
+def vit_b_16() -> nn.Module:
+    """Return a vision transformer whose head, zero by default, is drawn."""
+    model: nn.Module = torchvision.models.vit_b_16()
+    nn.init.normal_(model.get_parameter("heads.head.weight"), std=0.02)
+    return model
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "resnet50": torchvision.models.resnet50,
     "mobilenet_v3_large": torchvision.models.mobilenet_v3_large,
     "efficientnet_lite0": partial(saliency.load, "efficientnet_lite0"),
-    "vit_b_16": torchvision.models.vit_b_16,
+    "vit_b_16": vit_b_16,
 }
 METHODS = (saliency.GradCAM, saliency.GuidedBackprop)
 
@@ -72,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
             try:
                 times = measure(cls(model), x)
             except saliency.SaliencyError as refusal:
-                print(f"| {name} | {cls.name} | refused: {type(refusal).__name__} | | | | |", flush=True)
+                print(f"| {name} | {cls.name} | refused: {refusal} | | | | |".replace("\n", " "), flush=True)
                 continue
             cells = [f"{1000 * times['attribute'].seconds:.0f}"]
             for kind in ("pt2", "onnx"):

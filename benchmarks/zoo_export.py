@@ -10,6 +10,7 @@ three, within 1e-5 of its largest value. Or the method is refused with the reaso
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 import warnings
@@ -96,11 +97,15 @@ def methods(name: str) -> list[str]:
     return list(METHODS)[: 5 if name in RELEVANCE.split() else 3]
 
 
-def judge(name: str) -> dict[str, Any]:
-    """Return the size of the images, and for each method the largest difference or the reason of a refusal."""
-    model, x = build(name)
-    cells = {method: judge_method(METHODS[method](model), x, name in ONNX.split()) for method in methods(name)}
-    return {"name": name, "size": x.shape[-1], **cells}
+def judge(name: str, method: str) -> dict[str, Any]:
+    """Return the edge of the images, and the largest differences of a method on a network, or why it is refused."""
+    try:
+        model, x = build(name)
+        verdicts = judge_method(METHODS[method](model), x, name in ONNX.split())
+    except Exception as failure:  # noqa: BLE001 - the table has every network, whatever it raises
+        text = f"FAILED: {type(failure).__name__}: {failure}"[:200].replace("\n", " ")
+        return {"name": name, "method": method, "edge": "", "pt2": text}
+    return {"name": name, "method": method, "edge": x.shape[-1], **verdicts}
 
 
 def judge_method(method: saliency.Attribution, x: Tensor, onnx: bool) -> dict[str, str]:
@@ -130,42 +135,34 @@ def compared(maps: dict[int, Tensor], run: Callable[[int], Tensor]) -> str:
     return f"{'works' if worst <= MAX_DIFFERENCE else 'FAILED'}: {worst:.0e}"
 
 
-def judge_safely(name: str) -> dict[str, Any]:
-    """Return the verdicts on a network; whatever it raises is in its row."""
-    try:
-        return judge(name)
-    except Exception as failure:  # noqa: BLE001 - the table has every network, whatever it raises
-        text = f"FAILED: {type(failure).__name__}: {failure}"[:200].replace("\n", " ")
-        return {"name": name, "size": "", "grad_cam": {"pt2": text}}
-
-
-def rows(names: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each network. The rows of an interrupted run are read."""
+def resumed(pairs: list[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+    """Yield a cell for each network and method. The cells of an interrupted run are read."""
     PROGRESS.parent.mkdir(exist_ok=True)
     PROGRESS.touch()
-    done = {row["name"]: row for row in map(json.loads, PROGRESS.read_text().splitlines())}
-    for name in names:
-        row = done.get(name) or judge_safely(name)
-        if name not in done:
+    done = {(cell["name"], cell["method"]): cell for cell in map(json.loads, PROGRESS.read_text().splitlines())}
+    for pair in pairs:
+        cell = done.get(pair) or judge(*pair)
+        if pair not in done:
             with PROGRESS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-        yield row
+                file.write(json.dumps(cell) + "\n")
+        yield cell
 
 
-def cell(verdicts: dict[str, str] | None) -> str:
-    """Return the text of a method on a network: the largest differences, or the reason."""
-    texts = [text.removeprefix("works: ").replace("export: ", "") for text in (verdicts or {}).values()]
-    return " / ".join(texts).replace("|", "\\|")
+def text(cell: dict[str, Any] | None) -> str:
+    """Return the largest differences, or the reasons."""
+    verdicts = [cell[kind] for kind in ("pt2", "onnx") if kind in cell] if cell else []
+    return " / ".join(verdict.removeprefix("works: ").replace("export: ", "") for verdict in verdicts)
 
 
-def count(results: list[dict[str, Any]], method: str, kind: str) -> str:
+def count(cells: list[dict[str, Any]], method: str, kind: str) -> str:
     """Return how many programs or files of a method work, are refused, and fail."""
-    texts = [row[method][kind] for row in results if kind in row.get(method, {})]
-    numbers = [sum(text.startswith(word) for text in texts) for word in ("works", "refused", "FAILED")]
-    return " / ".join(map(str, numbers))
+    verdicts = [cell[kind] for cell in cells if cell["method"] == method and kind in cell]
+    return " / ".join(
+        str(sum(verdict.startswith(word) for verdict in verdicts)) for word in ("works", "refused", "FAILED")
+    )
 
 
-def page(results: list[dict[str, Any]]) -> str:
+def page(cells: list[dict[str, Any]]) -> str:
     """Return the Markdown page."""
     head = [
         "# Export of networks",
@@ -180,15 +177,16 @@ def page(results: list[dict[str, Any]]) -> str:
         "",
         "| method | programs: work / refused / fail | ONNX files: work / refused / fail |",
         "|---|---|---|",
-        *(f"| `{name}` | {count(results, name, 'pt2')} | {count(results, name, 'onnx')} |" for name in METHODS),
+        *(f"| `{name}` | {count(cells, name, 'pt2')} | {count(cells, name, 'onnx')} |" for name in METHODS),
         "",
         "| network | image | " + " | ".join(f"`{name}`" for name in METHODS) + " |",
         "|---" * (2 + len(METHODS)) + "|",
     ]
-    lines = [
-        f"| {row['name']} | {row['size']} | " + " | ".join(cell(row.get(name)) for name in METHODS) + " |"
-        for row in results
-    ]
+    lines = []
+    for name in dict.fromkeys(cell["name"] for cell in cells):
+        own = {cell["method"]: cell for cell in cells if cell["name"] == name}
+        columns = [name, str(own["grad_cam"]["edge"]), *(text(own.get(method)) for method in METHODS)]
+        lines.append(f"| {' | '.join(columns)} |")
     return "\n".join([*head, *lines]) + "\n"
 
 
@@ -199,14 +197,15 @@ def main(arguments: list[str] | None = None) -> None:
     parts = parser.parse_args(arguments).names
     warnings.simplefilter("ignore")
     names = [name for name in (ONNX + " " + PYTORCH).split() if not parts or any(part in name for part in parts)]
-    results = []
-    for row in map(judge_safely, names) if parts else rows(names):
-        results.append(row)
-        print(*row.values(), sep=" | ", flush=True)
+    pairs = [(name, method) for name in names for method in methods(name)]
+    cells = []
+    for cell in itertools.starmap(judge, pairs) if parts else resumed(pairs):
+        cells.append(cell)
+        print(*cell.values(), sep=" | ", flush=True)
     if parts:
-        print(page(results))
+        print(page(cells))
     else:
-        RESULTS.write_text(page(results))
+        RESULTS.write_text(page(cells))
         PROGRESS.unlink()
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import NotApplicableError
 from .onnx import BEFORE_EXPORT
@@ -42,8 +43,10 @@ def capture(function: Function, image: Tensor, model: nn.Module, *, one_by_one: 
     """
     mode = "real"
     if one_by_one:
-        # Without operations in place, which cannot write one row for each image into a constant.
-        single = torch.func.functionalize(_traced(function, image, mode))
+        # Neither with operations in place, which cannot write one row for each image into a constant, nor with fused
+        # attention, which cannot be mapped.
+        with sdpa_kernel(SDPBackend.MATH):
+            single = torch.func.functionalize(_traced(function, image, mode))
         function, mode = torch.vmap(lambda row: tuple(part[0] for part in single(row[None]))), "fake"
     graph, other = (_traced(function, image.repeat(size, *[1] * (image.dim() - 1)), mode) for size in BATCHES)
     _free_batch_size(graph, other)
