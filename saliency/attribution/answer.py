@@ -40,8 +40,8 @@ class ImageTokens:
 
     Attributes:
         image: The index of the image in the answer.
-        positions: (h, w) the position of the token of each cell in the sequence; (1, K) for K tokens without a position,
-            such as the queries of BLIP-2.
+        positions: (h, w) the position of the token of each cell in the sequence; (1, K) for K tokens without a
+            position, such as the queries of BLIP-2.
         box: The part of the model's input that the cells cover: left, top, right and bottom in pixels of the input
             (C, H, W). None for tokens without a position.
     """
