@@ -40,10 +40,10 @@ class ImageTokens:
 
     Attributes:
         image: The index of the image in the answer.
-        positions: (h, w) the position of the token of each cell in the sequence; (1, K) for K tokens without a place in
-            the image, such as the queries of BLIP-2.
+        positions: (h, w) the position of the token of each cell in the sequence; (1, K) for K tokens without a
+            position, such as the queries of BLIP-2.
         box: The part of the model's input that the cells cover: left, top, right and bottom in pixels of the input
-            (C, H, W). None for tokens without a place.
+            (C, H, W). None for tokens without a position.
     """
 
     image: int
@@ -55,7 +55,7 @@ class ImageTokens:
 class Answer(Batch):
     """Answer of a vision-language model about one or more images; `generate` returns one.
 
-    Methods take it in place of an image: `method(model).attribute(answer, saliency.words("red"))`. The result has one
+    Methods take it instead of an image: `method(model).attribute(answer, saliency.words("red"))`. The result has one
     map for each image. An image is changed, in perturbations and along paths, while the other images and the text
     stay; the output is the logits of the answer's tokens (N, T, V), each given the tokens before it.
 
@@ -65,7 +65,7 @@ class Answer(Batch):
         frames: The position of each input on its image.
         model: The model.
         prompt: The text before the answer, with special tokens.
-        ids: (L + 1,) the token ids of the prompt and the answer; the forward reads all but the last.
+        ids: (L + 1,) the token ids of the prompt and the answer; the model reads the first L.
         image_tokens: The tokens of each view of each image, in the order of the sequence.
         forward: The forward of the model as a function of its images.
     """
@@ -113,12 +113,12 @@ class Answer(Batch):
         covers, so the sum stays.
 
         Raises:
-            NotApplicableError: The tokens have no place in the image, as the queries of BLIP-2.
+            NotApplicableError: The tokens have no position in the image, as the queries of BLIP-2.
         """
         boxes = [(tokens.box, tokens.positions.shape) for tokens in self.image_tokens if tokens.box is not None]
         if len(boxes) < len(self.image_tokens):
             raise NotApplicableError(
-                f"the image tokens of {type(self.model).__name__} have no place in the image; use attn_lrp or rise"
+                f"the image tokens of {type(self.model).__name__} have no position in the image; use attn_lrp or rise"
             )
         height, width = self.inputs.shape[2:]
         rows = round(height / min((bottom - top) / shape[0] for (_, top, _, bottom), shape in boxes))
@@ -158,7 +158,7 @@ def read_answer(answer: Answer, model: nn.Module) -> Answer:
     """Return an answer as a batch. Raises ModelError if another model gave it."""
     if answer.model is not model:
         names = " and ".join(type(own).__name__ for own in (answer.model, model))
-        raise ModelError(f"the answer is from another model than the method's ({names}); generate it with this one")
+        raise ModelError(f"the answer is from another model than the method's ({names}); call saliency.generate again")
     return answer
 
 
@@ -190,7 +190,7 @@ def generate(
 
     The model decodes greedily. Each image becomes one input (C, H, W), from which the model's own pixel values follow:
     the input itself, tiles with a resized view, or patches. How a processor divides an image is recognised by running
-    it on ramps. Which tokens hold an image, and where, is recognised by tracing positions through the model.
+    it on images of ramps. The tokens of each part of an image are found by tracing positions through the model.
 
     Args:
         model: A model of transformers for images and text, or one with the same forward: it takes `input_ids` and
@@ -198,9 +198,9 @@ def generate(
         processor: Its processor: a function of `images` and `text`, with `tokenizer`, or else `encode` and `decode`.
         images: One image or several, as for `Attribution.attribute`, but no float tensors.
         prompt: A question about the images, or a list of messages of a chat with entries {"type": "image"}. Both are
-            formatted by `processor.apply_chat_template`, if there is one. A text that has the image tokens is not.
+            formatted by `processor.apply_chat_template`, if there is one; a text with image tokens is used as it is.
         answer: The answer to explain, as a text or token ids; None lets the model answer.
-        max_new_tokens: The largest number of tokens of the answer.
+        max_new_tokens: The largest number of tokens that the model writes. A given `answer` is not cut.
         views: A function from an image to its `Views`, for processors that are not recognised.
 
     Raises:
@@ -220,7 +220,7 @@ def generate(
         arguments = _Arguments(network, inputs, found, ids)
         is_image = arguments.fixed["input_ids"][0] == _image_token_id(network, processor)
         if not is_image.any():
-            raise ModelError(f"the prompt has no token of an image; write {token} into it, once for each image")
+            raise ModelError(f"the prompt has no image token; write {token} into it, once for each image")
         words = AnswerText(tuple(ids), _token_texts(tokenizer, ids), partial(_token_ids, tokenizer), tokenizer.decode)
         forward = AnswerForward(arguments, None, is_image, words)
         canvases = arguments.canvases

@@ -37,8 +37,8 @@ class TAM(Attribution):
     cell by a weighted mean of its 3 x 3 neighbourhood, sorted: the weights are a Gaussian around the median, with the
     coefficient of variation as its width. The maps of the tokens of a word are added.
 
-    It explains answers only, so it is not in the registry. It reads where the word could be said, not why it is: no
-    gradient and no change of the image is involved.
+    It explains answers only, so it is not in the registry. It shows where the model would write the word, not why it
+    did: it uses no gradient and does not change the image.
 
     Args:
         rank_filter: Whether the rank Gaussian filter is applied.

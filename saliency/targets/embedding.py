@@ -187,8 +187,8 @@ def max_sim(prompt: str, word: int | None = None) -> Target:
 
     Args:
         prompt: The text.
-        word: The index of a single word of `LateInteraction.words(prompt)`; by default all of them, with those that the
-            processor adds, as in retrieval.
+        word: The index of a single token in `LateInteraction.words(prompt)`; by default all of them, with the tokens
+            that the processor adds, as in retrieval.
 
     Source: Faysse et al., "ColPali: Efficient Document Retrieval with Vision Language Models" (2024),
         https://arxiv.org/abs/2407.01449.

@@ -68,7 +68,7 @@ class Words(OutputTarget):
 
     Attributes:
         text: The words; None for `at`.
-        against: Another text for the same place, or None.
+        against: Another text for the same position, or None.
         at: The index or the slice of tokens, or None.
         count: The number of tokens of the answer, 0 before they are known.
         pairs: The row of the output and the token of each explained number.
@@ -122,7 +122,7 @@ class Words(OutputTarget):
     def resolve_from(self, output: Any, facts: OutputFacts) -> Words:
         """Return the target unchanged. Raises TargetError if the image is not an answer."""
         if not self.pairs:
-            raise TargetError("saliency.words explains an answer: pass saliency.generate(...) in place of the image")
+            raise TargetError("saliency.words explains an answer: pass saliency.generate(...) instead of an image")
         return self
 
     def _logits(self, output: Any) -> Tensor:
@@ -170,16 +170,16 @@ def in_answer(target: OutputTarget, answer: AnswerText) -> OutputTarget:
 def words(text: str | None = None, *, against: str | None = None, at: int | slice | None = None) -> Target:
     """Explain words of an answer of a vision-language model; the image is a result of `saliency.generate`.
 
-    The score is the log-odds log(p / (1 - p)) of a token among all tokens that the model could have written in its
-    place, given the tokens before it; of several tokens, the sum. Unlike the gradient of log(p), its gradient does not
+    The score is the log-odds log(p / (1 - p)) of a token against all other tokens, given the tokens before it; of
+    several tokens, the sum. Unlike the gradient of log(p), its gradient does not
     vanish if the model is certain. `explanation.probabilities` is the product of the p.
 
     Args:
-        text: The words, as they stand in the answer; if they occur several times, the first ones. None for `at`.
-        against: Another text for the same place. The score is then the log-odds of both: the difference of the logits
-            at the first token in which they differ.
-        at: The index or the slice of tokens of the answer. With a text, the occurrence that has one of them. By
-            default, without a text, the whole answer.
+        text: The words, as in the answer, regardless of case; the first occurrence without `at`.
+        against: Another text for the same position. The score is then the log-odds of both: the difference of the
+            logits at the first token in which they differ.
+        at: The index or the slice of tokens of the answer, from 0. With a text, the occurrence that has one of them.
+            Without both, the whole answer.
 
     Raises:
         TargetError: An argument has another type. In `attribute`: the answer does not contain the words.

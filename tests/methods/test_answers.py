@@ -114,7 +114,7 @@ def test_tiles_and_a_view_of_the_whole_image_share_one_map() -> None:
 def test_queries_without_a_place_in_the_image_are_refused() -> None:
     model, answer = answered("blip_2")
     for method in (saliency.AttentionRollout, saliency.TAM):
-        with pytest.raises(NotApplicableError, match="no place in the image"):
+        with pytest.raises(NotApplicableError, match="no position in the image"):
             method(model).attribute(answer, saliency.words("red"))
 
 

@@ -116,5 +116,5 @@ def test_arguments_of_other_types_are_refused() -> None:
         saliency.words(3)  # type: ignore[arg-type]
     with pytest.raises(saliency.TargetError, match="at='red'"):
         saliency.words(at="red")  # type: ignore[arg-type]
-    with pytest.raises(saliency.TargetError, match=r"pass saliency.generate\(...\) in place of the image"):
+    with pytest.raises(saliency.TargetError, match=r"pass saliency.generate\(...\) instead of an image"):
         saliency.VanillaGradient(torch.nn.Flatten()).attribute(torch.randn(1, 3, 4, 4), saliency.words("red"))
