@@ -29,6 +29,7 @@ from ..layers.layout import Layout
 from ..layers.positions import SAME, PositionTrace
 from ..targets.targets import output_tensor
 from ..targets.words import AnswerText
+from ..validation import check_integer
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """A question, or the messages of a chat, as `apply_chat_template` of transformers takes them."""
@@ -205,11 +206,15 @@ def generate(
 
     Raises:
         ImageError: An image cannot be read, or the views of the processor are not recognised.
-        ModelError: The prompt has no token of the image, the answer is empty, or the model refused its arguments.
+        MethodError: `max_new_tokens` is not a positive integer.
+        ModelError: The prompt has no token of an image, the answer is empty, or the model refused its arguments.
     """
     network, tokenizer = unwrap(model), getattr(processor, "tokenizer", processor)
     several: Any = images if isinstance(images, list | tuple) else [images]
     opened = [open_image(image) for image in several]
+    if not opened:
+        raise ImageError("there is no image: the list is empty")
+    check_integer("max_new_tokens", max_new_tokens)
     token = str(getattr(processor, "image_token", "<image>"))
     text = _prompt_text(processor, prompt, token, len(opened))
     inputs = _encode(processor, opened, text)
@@ -447,8 +452,11 @@ def _trace(model: nn.Module, canvases: Tensor, number: int, forward: AnswerForwa
 def _image_tokens(number: int, places: Tensor, is_image: Tensor, images: int) -> list[ImageTokens]:
     """Return the tokens of each view of an image, from the row and the column of each token."""
     placed = (~places[0].isnan()).nonzero()[:, 0]
-    if not len(placed):  # queries: the same number for each image
-        return [ImageTokens(number, is_image.nonzero()[:, 0].chunk(images)[number][None], None)]
+    if not len(placed):  # queries
+        if images > 1:
+            problem = f"the tokens of image {number} are not in the prompt, or have no place in the image"
+            raise ModelError(f"{problem}; explain one image at a time")
+        return [ImageTokens(number, is_image.nonzero().T, None)]
     rows, columns = places[:, placed].tolist()
     starts = [0]
     for at in range(1, len(placed)):

@@ -51,6 +51,8 @@ class ResolvedTarget:
         self.images = images
         self.categories = categories
         answer = bound_answer()
+        if answer is not None and isinstance(target, int | str):
+            raise TargetError(f'an answer has words and no classes, got {target!r}; pass saliency.words("red")')
         target = words() if target is None and answer is not None else target
         self.target = as_target(target, images, categories)
         if answer is not None:

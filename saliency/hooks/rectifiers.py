@@ -167,7 +167,8 @@ _HIDDEN = (
     _Kind("masked_fill", lambda t: t.masked_fill(t < 0, 0.0)),
     # `t[t < 0] = torch.tensor(0.0)`; before PyTorch 2.14 also `t[t < 0] = 0`.
     _Kind("masked_fill", lambda t: t.index_put_((t < 0,), torch.zeros_like(t[0])), _is_assignment_by_mask),
-    _Kind("masked_scatter", lambda t: t.masked_scatter(t < 0, torch.zeros_like(t))),
+    # Features of an image that replace embeddings of words are tracked.
+    _Kind("masked_scatter", lambda t: t.masked_scatter(t < 0, torch.zeros_like(t)), lambda node: not _tracked(node)[1]),
     _Kind("minimum with 0", lambda t: torch.minimum(t, torch.zeros_like(t)), _is_constant_zero),
     _Kind("fmin with 0", lambda t: torch.fmin(t, torch.zeros_like(t)), _is_constant_zero),
     _Kind("clamp from above at 0", lambda t: t.clamp(max=0), _is_clamp_to_zero),

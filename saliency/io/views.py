@@ -82,7 +82,8 @@ def find_views(encode: Encode, image: Image.Image, sizes: Mapping[str, Any]) -> 
         return torch.stack([parts[number] for number in range(len(boxes))], 1)
 
     def resize(x: Tensor) -> Tensor:
-        return F.interpolate(x, views.shape[2:], mode="bicubic", antialias=True)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # CPUs do not resize in half precision
+        return F.interpolate(wide, views.shape[2:], mode="bicubic", antialias=True).to(x.dtype)
 
     return Views(canvas, box, pixels)
 

@@ -382,3 +382,45 @@ def test_shares_are_saved(tmp_path: Path) -> None:
     assert explanation.token_shares is not None
     assert torch.equal(loaded.token_shares, explanation.token_shares)
     assert not math.isnan(float(loaded.image_share))  # type: ignore[arg-type]
+
+
+def test_features_of_an_image_hide_no_relu() -> None:
+    model, _, answer = case("llava")
+    with pytest.raises(saliency.NotApplicableError, match="no ReLU was called") as caught:
+        saliency.GuidedBackprop(model).attribute(answer, saliency.words("red"))
+    assert "masked_scatter" not in str(caught.value)
+
+
+def test_views_are_resized_in_half_precision() -> None:
+    model, processor = build("internvl")
+    expected = saliency.generate(model, processor, scene(), QUESTION, answer="a red car")
+    answer = saliency.generate(model.bfloat16(), processor, scene(), QUESTION, answer="a red car")
+    assert answer.inputs.dtype == torch.bfloat16
+    pixels = [own.forward.arguments(own.inputs, [0])["pixel_values"] for own in (answer, expected)]
+    torch.testing.assert_close(pixels[0].float(), pixels[1], rtol=0, atol=0.02)
+    saliency.AttnLRP(model).attribute(answer, saliency.words("red"))
+
+
+def test_images_that_the_prompt_does_not_show_are_refused() -> None:
+    model, processor, _ = case("blip_2")
+    with pytest.raises(saliency.ModelError, match="the tokens of image 0 are not in the prompt, or have no place"):
+        saliency.generate(model, processor, [scene(1), scene(2)], QUESTION, answer="red")
+    model, processor = saliency.load("shapes_caption"), saliency.testbed.CaptionProcessor()
+    scenes = saliency.testbed.draw_scenes(2, seed=0, task="two_objects")
+    with pytest.raises(saliency.ModelError, match="the tokens of image 1 are not in the prompt"):
+        saliency.generate(model, processor, list(scenes.images), "caption")
+
+
+@pytest.mark.parametrize("target", [3, "red"])
+def test_classes_of_an_answer_are_refused(target: int | str) -> None:
+    model, _, answer = case("llava")
+    with pytest.raises(saliency.TargetError, match="an answer has words and no classes"):
+        saliency.VanillaGradient(model).attribute(answer, target)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    model, processor, _ = case("llava")
+    with pytest.raises(saliency.ImageError, match="there is no image"):
+        saliency.generate(model, processor, [], QUESTION)
+    with pytest.raises(saliency.MethodError, match="max_new_tokens=0"):
+        saliency.generate(model, processor, scene(), QUESTION, max_new_tokens=0)
