@@ -30,7 +30,7 @@ from ..render.blending import ScaledMap, paint, shrink
 from ..render.figure import PRINT_DPI, TEXT_SIZE, new_figure
 from ..targets.box import as_place
 from ..targets.targets import TargetLike
-from ..validation import check_choice
+from ..validation import check_choice, is_integer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,7 +103,8 @@ class LayerAttention:
                 queries, which is the attention that each patch receives.
 
         Raises:
-            LayerError: The keys are not a grid of patches; or a point is given, and the queries are not.
+            LayerError: The keys are not a grid of patches; or a point is given, and the queries are not, as in the
+                language model of an answer.
             TargetError: The query does not exist, or is a number for attention in windows.
         """
         images, layouts = len(self.batch.inputs), self._layouts()[self._number]
@@ -114,20 +115,22 @@ class LayerAttention:
         windows, queries = heads.shape[1], heads.shape[3]
         if query is None:
             rows = heads.mean(3) / windows
-        elif not isinstance(query, int):
+        elif is_integer(query, least=None):
+            if windows > 1 or not -queries <= int(query) < queries:
+                valid = (
+                    f"outside 0..{queries - 1}" if windows == 1 else "in one of several windows; pass a point (x, y)"
+                )
+                raise TargetError(f'query {query} of "{self.layer}" is {valid}')
+            rows = heads[..., int(query), :]
+        else:
             rows = torch.zeros_like(heads[..., 0, :])
             for image in range(images):
                 window, number = divmod(self._query_at(query, layouts.queries, image), queries)
                 rows[image, window] = heads[image, window, :, number]
-        elif windows == 1 and -queries <= query < queries:
-            rows = heads[..., query, :]
-        else:
-            valid = f"outside 0..{queries - 1}" if windows == 1 else "in one of several windows; pass a point (x, y)"
-            raise TargetError(f'query {query} of "{self.layer}" is {valid}')
         maps = layouts.keys(rows.transpose(2, 3).flatten(1, 2))
         return maps if self._reduce is None else maps[:, 0]
 
-    def _query_at(self, point: Sequence[float], layout: Layout | None, image: int) -> int:
+    def _query_at(self, point: Query, layout: Layout | None, image: int) -> int:
         """Return the number of the query of an image at a point."""
         x, place = self.batch.inputs, as_place("query", point, 2)
         require_two_axes(x, "the query at a point")
@@ -206,7 +209,7 @@ def attention(
     @cache
     def layouts() -> list[_Layouts]:
         with prepared_for_attribution(model), bind_batch(read_batch, forward_args, None):
-            return _trace_layouts(model, batch, resolved)
+            return _trace_layouts(model, batch, resolved, [*layers.values()])
 
     return [
         LayerAttention(layers[call], call, grad[call], reduce, read_batch, layouts, number)
@@ -214,17 +217,20 @@ def attention(
     ]
 
 
-def _trace_layouts(model: nn.Module, x: Tensor, target: ResolvedTarget) -> list[_Layouts]:
-    """Return the layouts of each call, from one more forward of a prepared model."""
+def _trace_layouts(model: nn.Module, x: Tensor, target: ResolvedTarget, names: Sequence[str]) -> list[_Layouts]:
+    """Return the layouts of each call, from one more forward of a prepared model, given the layers of the calls."""
     with HookManager(exclusive=True), PositionTrace(x) as trace:
         calls = TargetGradients(SharedForward(model, x, Needs(attention=True)), target).attention
 
     answer = explained_answer()
-    of_text = None if answer is None else answer.layout(range(len(x)))  # of all tokens of the language model
+
+    def layouts(call: AttentionCall, name: str) -> _Layouts:
+        if answer is not None and f"{name}.".startswith(f"{answer.forward.reader}."):  # the language model
+            return _Layouts(None, answer.layout(range(len(x))))
+        query = call.query if call.weights is None else call.weights
+        return _Layouts(None if query is None else layout(query, call), layout(call.value, call))
 
     def layout(operand: Tensor, call: AttentionCall) -> Layout | None:
-        if answer is not None and operand.shape[-2] == len(answer.forward.is_image):
-            return of_text
         positions = trace.positions(operand)
         if positions is None or call.shape[0] % len(x):
             return None
@@ -232,11 +238,7 @@ def _trace_layouts(model: nn.Module, x: Tensor, target: ResolvedTarget) -> list[
         of_one_head = rows.reshape(len(rows), call.shape[0], -1, rows.shape[-1])[:, :, 0]
         return token_layout(of_one_head.reshape(len(rows), len(x), -1), x)
 
-    queries = [call.query if call.weights is None else call.weights for call in calls]
-    return [
-        _Layouts(None if query is None else layout(query, call), layout(call.value, call))
-        for query, call in zip(queries, calls, strict=True)
-    ]
+    return [layouts(call, name) for call, name in zip(calls, names, strict=True)]
 
 
 def draw_attention(layers: Sequence[LayerAttention], query: Query = None, *, image: int = 0) -> Figure:

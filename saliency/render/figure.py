@@ -196,8 +196,8 @@ def draw_answer(answer: Answer, method: Attribution, *, columns: int | None = No
 
     Each map has its own scale, and shows positive values only, which are visible on an object of any colour; `figure`
     draws both signs. The title of a map is the word, with its probability given the words before it. If the
-    method gives the shares of the text, as `AttnLRP`, a table below shows them: one row per word, and one column for
-    the image and for each token of the text. Red raises the score of the word, blue lowers it.
+    method gives the shares of the text, as `AttnLRP`, a table below shows them: one row per word; two columns for the
+    parts of the image that raise and lower its score, and one for each token of the text. Red raises, blue lowers.
 
     Args:
         answer: The result of `generate`.
@@ -226,11 +226,12 @@ def draw_answer(answer: Answer, method: Attribution, *, columns: int | None = No
     rows = [(image, start) for image in range(images) for start in range(0, most, columns)]
     heights = [width * min(frames[i].image.height / frames[i].image.width, TALLEST) + TITLE_HEIGHT for i, _ in rows]
     shares = _shares(explanations)
-    table_height = 0.0 if shares is None else TABLE_HEAD + len(names) * TABLE_ROW
-    drawing = new_figure(columns * width, sum(heights) + table_height + 2 * TITLE_HEIGHT, crop="tight")
+    table_heights = [] if shares is None else [TABLE_HEAD + len(names) * TABLE_ROW]
+    drawing = new_figure(columns * width, sum([*heights, *table_heights]) + 2 * TITLE_HEIGHT, crop="tight")
     title = textwrap.shorten(f'{explanations[0].title}: "{answer.text}"', 2 * LABEL * columns, placeholder="…")
     drawing.suptitle(title, fontsize=TITLE_SIZE + 2, parse_math=False)
-    parts = drawing.subfigures(2, 1, squeeze=False, height_ratios=[sum(heights), table_height or 0.01])[:, 0]
+    part_heights = [sum(heights), *table_heights]
+    parts = drawing.subfigures(len(part_heights), 1, squeeze=False, height_ratios=part_heights)[:, 0]
     for panels, (image, start) in zip(_panels(parts[0], heights, columns), rows, strict=True):
         for axes, number in zip(panels, range(start, most), strict=False):
             if number == 0:
@@ -245,10 +246,11 @@ def draw_answer(answer: Answer, method: Attribution, *, columns: int | None = No
 
 
 def _shares(explanations: Sequence[Explanation]) -> tuple[list[str], Any] | None:
-    """Return the names of the image and the tokens of text, and the shares of each word (words, 1 + tokens).
+    """Return the names of the columns, and the shares of each word (words, 2 + tokens of text).
 
-    Each row is divided by the sum of its magnitudes. If there are many tokens, those of the smallest shares are left
-    out. None if the method gives no shares.
+    The columns are the parts of the image that raise and lower the score of the word, and the tokens of the text. Each
+    row is divided by the sum of its magnitudes. If there are many tokens, those of the smallest shares are left out.
+    None if the method gives no shares.
     """
     first = explanations[0]
     if first.token_shares is None:
@@ -259,17 +261,19 @@ def _shares(explanations: Sequence[Explanation]) -> tuple[list[str], Any] | None
     strongest = values.abs().amax(0).masked_fill(is_image, -1).topk(min(MOST_TOKENS, int((~is_image).sum()))).indices
     listed = strongest.sort().values
     names = [str(first.tokens[token]).strip() or "␣" for token in listed.tolist()]
-    return ["image", *names], torch.cat([values[:, is_image].sum(1, keepdim=True), values[:, listed]], 1).numpy()
+    image = values[:, is_image]
+    signs = [image.clamp(min=0).sum(1, keepdim=True), image.clamp(max=0).sum(1, keepdim=True)]
+    return ["image +", "image −", *names], torch.cat([*signs, values[:, listed]], 1).numpy()
 
 
 def _draw_shares(axes: Axes, shares: tuple[list[str], Any], names: Sequence[str]) -> None:
-    """Draw the shares of the image and of each token of text, in percent, as a table of colours."""
+    """Draw the shares of the parts of the image and of each token of text, in percent, as a table of colours."""
     columns, values = shares
     limit = abs(values).max()
     axes.imshow(values, cmap="bwr", vmin=-limit, vmax=limit, aspect="auto")
     axes.set_xticks(range(len(columns)), columns, rotation=90, fontsize=TEXT_SIZE, parse_math=False)
     axes.set_yticks(range(len(names)), names, fontsize=TEXT_SIZE, parse_math=False)
-    title = "shares of the image and the text in each word, % (red raises its score, blue lowers it)"
+    title = "shares of the image and the text in the score of each word, % (red raises it, blue lowers it)"
     axes.set_title(title, fontsize=TITLE_SIZE)
     axes.tick_params(length=0)
     for row, column in zip(*(abs(values) >= SHOWN_SHARE).nonzero(), strict=True):

@@ -12,9 +12,17 @@ from PIL import Image
 from torch import Tensor
 
 import saliency
-from saliency import METHODS, NotApplicableError
+from saliency import METHODS, LayerError, NotApplicableError
 from saliency.testbed import CaptionProcessor
 from tests.vision_language import build
+
+
+@cache
+def captioned(caption: str) -> Any:
+    """The captioner's answer with a caption."""
+    image = saliency.testbed.draw_scenes(1, seed=1_000_000).images[0]
+    return saliency.generate(saliency.load("shapes_caption"), CaptionProcessor(), image, "caption", answer=caption)
+
 
 FAMILIES = ["llava", "qwen2_vl"]  # one crop; merged patches of any size, and grouped keys
 
@@ -80,6 +88,17 @@ def test_rollout_and_relevance_start_at_the_position_that_predicts_the_word(fami
         torch.testing.assert_close(found, on_image(answer, wanted[query]), rtol=1e-3, atol=1e-7)
 
 
+def test_an_image_tower_with_as_many_tokens_as_the_language_model_has_its_own_grid() -> None:
+    answer = captioned("a red circle left")
+    layers = saliency.attention(answer.model, answer)
+    tower, decoder = layers[0], layers[-1]
+    assert tower.shape == decoder.shape == (1, 4, 69, 69)
+    torch.testing.assert_close(tower.maps(0), tower.probabilities[:, :, 0, 5:].unflatten(2, (8, 8)))
+    torch.testing.assert_close(decoder.maps(68), decoder.probabilities[:, :, 68, 1:65].unflatten(2, (8, 8)))
+    with pytest.raises(LayerError, match=r'"decoder.2.attn" have no position; pass the number'):
+        decoder.maps((20, 30))
+
+
 REFUSED = {"chefer_lrp": "relevance starts with both signs", "tis": "has no module for each block"}
 ATTENTION = [name for name, method in METHODS.items() if method.needs.attention]
 
@@ -120,12 +139,18 @@ def test_queries_without_a_place_in_the_image_are_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:the image has only")
 def test_the_figure_has_a_panel_for_each_word_and_a_table_of_shares() -> None:
-    model, image = saliency.load("shapes_caption"), saliency.testbed.draw_scenes(1, seed=1_000_000).images[0]
-    answer = saliency.generate(model, CaptionProcessor(), image, "caption", answer="a red circle")
+    answer = captioned("a red circle")
+    model, image_share = (
+        answer.model,
+        saliency.AttnLRP(answer.model).attribute(answer, saliency.words("red")).image_share,
+    )
     drawing = saliency.draw_answer(answer, saliency.AttnLRP(model))
     titles = [axes.get_title() for axes in drawing.axes]
     assert [title.split()[0] for title in titles[:4]] == ["image", "a", "red", "circle"]
     assert [label.get_text() for label in drawing.axes[-1].get_yticklabels()] == ["a", "red", "circle"]
-    assert "image" in [label.get_text() for label in drawing.axes[-1].get_xticklabels()]
+    assert [label.get_text() for label in drawing.axes[-1].get_xticklabels()][:2] == ["image +", "image −"]
+    raising, lowering = drawing.axes[-1].images[0].get_array()[1, :2]
+    assert raising > 0 > lowering
+    assert raising - lowering == pytest.approx(float(image_share[0]), rel=1e-3)
     without = saliency.draw_answer(answer, saliency.CheferAttention(model), columns=2)
     assert len(without.axes) == 4
