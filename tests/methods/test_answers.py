@@ -93,8 +93,8 @@ def test_an_image_tower_with_as_many_tokens_as_the_language_model_has_its_own_gr
     layers = saliency.attention(answer.model, answer)
     tower, decoder = layers[0], layers[-1]
     assert tower.shape == decoder.shape == (1, 4, 69, 69)
-    torch.testing.assert_close(tower.maps(0), tower.probabilities[:, :, 0, 5:].unflatten(2, (8, 8)))
-    torch.testing.assert_close(decoder.maps(68), decoder.probabilities[:, :, 68, 1:65].unflatten(2, (8, 8)))
+    torch.testing.assert_close(tower.maps(0), tower.probabilities[:, :, 0, 5:].reshape(1, 4, 8, 8))
+    torch.testing.assert_close(decoder.maps(68), decoder.probabilities[:, :, 68, 1:65].reshape(1, 4, 8, 8))
     with pytest.raises(LayerError, match=r'"decoder.2.attn" have no position; pass the number'):
         decoder.maps((20, 30))
 
@@ -140,17 +140,16 @@ def test_queries_without_a_place_in_the_image_are_refused() -> None:
 @pytest.mark.filterwarnings("ignore:the image has only")
 def test_the_figure_has_a_panel_for_each_word_and_a_table_of_shares() -> None:
     answer = captioned("a red circle")
-    model, image_share = (
-        answer.model,
-        saliency.AttnLRP(answer.model).attribute(answer, saliency.words("red")).image_share,
-    )
+    model, red = answer.model, saliency.AttnLRP(answer.model).attribute(answer, saliency.words("red"))
+    assert red.image_share is not None
     drawing = saliency.draw_answer(answer, saliency.AttnLRP(model))
     titles = [axes.get_title() for axes in drawing.axes]
     assert [title.split()[0] for title in titles[:4]] == ["image", "a", "red", "circle"]
     assert [label.get_text() for label in drawing.axes[-1].get_yticklabels()] == ["a", "red", "circle"]
     assert [label.get_text() for label in drawing.axes[-1].get_xticklabels()][:2] == ["image +", "image −"]
-    raising, lowering = drawing.axes[-1].images[0].get_array()[1, :2]
+    shares: Any = drawing.axes[-1].images[0].get_array()
+    raising, lowering = shares[1, :2]
     assert raising > 0 > lowering
-    assert raising - lowering == pytest.approx(float(image_share[0]), rel=1e-3)
+    assert raising - lowering == pytest.approx(float(red.image_share[0]), rel=1e-3)
     without = saliency.draw_answer(answer, saliency.CheferAttention(model), columns=2)
     assert len(without.axes) == 4
