@@ -30,7 +30,8 @@ from ..targets.targets import Categories, ClassScore, OutputFacts, as_target, cl
 from .capture import capture
 
 MOST_DIFFERENCE = 1e-4
-"""The largest difference between the map of a program and the map of `attribute`, as a share of its maximum."""
+"""The largest difference between the map of a program and the map of `attribute`, as a share of its maximum; but at
+least the rounding of the input's type."""
 
 
 def export(method: Attribution, path: str | Path, example: ImagesLike, *, target: int | str | None = None) -> Path:
@@ -52,14 +53,17 @@ def export(method: Attribution, path: str | Path, example: ImagesLike, *, target
         The path.
 
     Raises:
-        MethodError: The file has another ending, or the method has a time limit.
+        MethodError: The file has another ending, or `method` is not a method or has a time limit.
         NotApplicableError: The method, or the method on this model, cannot be a program. The message says why.
         TargetError: The target is not a class.
         DependencyError: The extra `export` is not installed, for an .onnx file.
+        FileNotFoundError: The folder of the file does not exist.
     """
     path = Path(path)
     if path.suffix not in (".pt2", ".onnx"):
         raise MethodError(f'export: the file "{path.name}" does not end in .pt2 or .onnx')
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"export: cannot write {path.name}: there is no folder {path.parent}")
     program, metadata = captured(method, example, target)
     if path.suffix == ".onnx":
         from .onnx import write_onnx
@@ -80,6 +84,8 @@ def captured(
     method: Attribution, example: ImagesLike, target: int | str | None
 ) -> tuple[ExportedProgram, dict[str, str]]:
     """Return the program and the metadata that `export` writes."""
+    if not isinstance(method, Attribution):
+        raise MethodError(f"export: expected a method, such as GradCAM(model), got {type(method).__name__}")
     if isinstance(method, SampledAttribution):
         raise NotApplicableError(f"export: {method.name} draws random samples, and a program would repeat one draw")
     if isinstance(method, MultiPassAttribution) and method.limits() != Budget():
@@ -88,9 +94,10 @@ def captured(
     if type(wanted) is not ClassScore:
         raise TargetError(f"export: expected a class index, a class name or None as the target, got {target!r}")
     inputs = method.read(example).inputs
+    # Before the capture: the default layer is found with random images, and then remembered.
     explanation = method.attribute(inputs, target)
     try:
-        program = _program(method, inputs, wanted, explanation)
+        program = _program(method, inputs[:1].detach(), wanted)
     except SaliencyError as error:
         raise type(error)(f"export: {method.name} cannot be a program: {error}") from error
     except Exception as error:  # the compiler of PyTorch raises many types
@@ -167,9 +174,9 @@ class ProgramClass(ClassScore):
         raise NotApplicableError("it reads the number of the class, which a program computes only when it runs")
 
 
-def _program(method: Attribution, inputs: Tensor, wanted: ClassScore, explanation: Explanation) -> ExportedProgram:
-    """Return the program of a method, for the batch that `attribute` has explained."""
-    image, one_by_one = inputs[:1].detach(), isinstance(method, MultiPassAttribution)
+def _program(method: Attribution, image: Tensor, wanted: ClassScore) -> ExportedProgram:
+    """Return the program of a method, for images like `image` (1, C, H, W)."""
+    one_by_one = isinstance(method, MultiPassAttribution)
     if isinstance(method, MultiPassAttribution) and method.chunk == "auto":
         method = copy.copy(method)
         method.chunk = MOST_PASSES  # each chunk repeats the operations of the model in the program
@@ -183,8 +190,8 @@ def _program(method: Attribution, inputs: Tensor, wanted: ClassScore, explanatio
             with tracing(x):
                 own = ResolvedTarget(traced, len(x), method.categories)
                 result = method.explain(x, own)
-                maps = reduce_channels(result.values, explanation.sign)
-                maps = maps.clamp(min=0) if explanation.sign == "positive" else maps
+                maps = reduce_channels(result.values, method.sign)
+                maps = maps.clamp(min=0) if method.sign == "positive" else maps
                 known = cast("ProgramClass", own.target)
                 return cast("Tensor", known.scores), known.classes, resized(maps, x.shape[2:])
 
@@ -198,7 +205,7 @@ def _require_equal(program: ExportedProgram, inputs: Tensor, explanation: Explan
     """Raise NotApplicableError if a program gives another map than `attribute`."""
     maps, expected = program.module()(inputs)[2], heatmap(explanation)
     difference, largest = float((maps - expected).abs().max()), float(expected.abs().max())
-    if not difference <= MOST_DIFFERENCE * largest:
+    if not difference <= max(MOST_DIFFERENCE, torch.finfo(inputs.dtype).eps) * largest:
         raise NotApplicableError(
             f"export: the map of the program differs from attribute by {difference:.1g}, at a maximum of {largest:.1g}"
         )

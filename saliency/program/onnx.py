@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,8 @@ OUTPUTS = ("scores", "classes", "map")
 def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> None:
     """Write a program as an ONNX file with the input `image`, the outputs `OUTPUTS`, and metadata as `metadata_props`.
 
-    Stack traces, which name files of this machine, are left out. Weights of more than 2 GB are in a second file.
+    Stack traces, which name files of this machine, are left out. Weights of more than 2 GB are in a second file, which
+    stays beside the first.
 
     Raises:
         DependencyError: The extra `export` is not installed.
@@ -44,7 +46,10 @@ def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, str]
         node.metadata_props.clear()
     model.metadata_props.clear()
     model.metadata_props.update(metadata)
-    written.save(path)
+    with TemporaryDirectory(dir=path.parent) as folder:  # a failed write leaves the old file
+        written.save(Path(folder) / path.name)
+        for file in Path(folder).iterdir():
+            file.replace(path.with_name(file.name))
 
 
 def convolution_backward(

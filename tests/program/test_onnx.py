@@ -164,6 +164,7 @@ def test_onnx_runtime_gives_the_map_of_attribute_for_one_and_three_images(name: 
     make, create = CELLS[name]
     method = create(make().eval())
     path = saliency.export(method, tmp_path / "model.onnx", images(2))
+    assert [*tmp_path.iterdir()] == [path]
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     metadata = session.get_modelmeta().custom_metadata_map
     assert (metadata["method"], metadata["torch"]) == (name, torch.__version__)
@@ -180,11 +181,13 @@ def test_onnx_runtime_gives_the_map_of_attribute_for_one_and_three_images(name: 
 
 
 @pytest.mark.slow
-def test_an_operation_that_onnx_cannot_express_is_named(tmp_path: Path) -> None:
+def test_an_operation_that_onnx_cannot_express_is_named_and_the_old_file_stays(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
+    (tmp_path / "model.onnx").write_text("old")
     model = FunctionModel(lambda x: torch.linalg.eigvalsh(x[:, 0] @ x[:, 0].mT).sum(1)).eval()
     with pytest.raises(NotApplicableError, match=r"export: ONNX cannot express aten\._linalg_eigh"):
         saliency.export(saliency.VanillaGradient(model), tmp_path / "model.onnx", images(1, 8))
+    assert (tmp_path / "model.onnx").read_text() == "old"
 
 
 @pytest.mark.slow
