@@ -223,7 +223,7 @@ def link(file: Path, other: Path) -> None:
     try:
         os.link(file, other)
     except OSError:
-        shutil.copyfile(file, other)
+        shutil.copy2(file, other)  # with the time, or the image would count as changed
 
 
 def finished(folder: Path, count: int) -> list[str]:

@@ -19,11 +19,12 @@ CSV = "manifest.csv"
 _ERRORS = "backslashreplace"  # for undecodable bytes of paths
 
 FILES = ("overlay", "thumbnail", "heat", "map", "card", "card_json")
+_SIZES = {name: f"{name}_bytes" for name in FILES}
 COLUMNS = (
     *("index", "source", "id", "method", "target", "target_box", "name", "probability", "score", "layer"),
     *("width", "height", "input_width", "input_height", "box", "range", "settings", "coverage", "residual"),
     *("ledger", "trust", "sign", "units", "floor", "limit", *FILES, "colormap", "seconds", "error", "error_kind"),
-    *(f"{name}_bytes" for name in FILES),
+    *_SIZES.values(),
 )
 """The columns. The boxes and `range` are lists, `settings`, `ledger` and `trust` objects; every value may be None."""
 
@@ -77,10 +78,12 @@ class Manifest:
         out = str(self.path.parent)
         for row, line in read_rows(self.path):
             end += len(line)
-            has_files = all(row[name] is None or _size(f"{out}/{row[name]}") == row[f"{name}_bytes"] for name in FILES)
-            is_retried = row["error"] is not None and row["method"] in retry
-            keep.append(has_files and row["index"] not in changed and not is_retried)
-            if keep[-1]:
+            is_kept = row["index"] not in changed and (row["error"] is None or row["method"] not in retry)
+            for name, size in _SIZES.items():
+                if row[name] is not None and _size(f"{out}/{row[name]}") != row[size]:
+                    is_kept = False
+            keep.append(is_kept)
+            if is_kept:
                 self._count(row)
         if self.path.is_file() and self.path.stat().st_size != end:
             os.truncate(self.path, end)
@@ -125,13 +128,15 @@ def read_rows(path: Path) -> Iterator[tuple[Row, bytes]]:
     """Yield the rows before the first damaged line, each with its line; none if there is no file."""
     if not path.is_file():
         return
+    decode = json.JSONDecoder().raw_decode  # unlike `json.loads`, does not search each row for spaces
     with path.open("rb") as file:
         for line in file:
             try:
-                row = json.loads(line.decode())
+                text = line.decode().lstrip()
+                row, end = decode(text)
             except ValueError:
                 return
-            if not isinstance(row, dict) or tuple(row) != COLUMNS or not line.endswith(b"\n"):
+            if not isinstance(row, dict) or tuple(row) != COLUMNS or text[end:].strip(" \t\r") != "\n":
                 return
             yield row, line
 

@@ -141,8 +141,9 @@ def _images_of_folder(root: str, recursive: bool) -> Iterator[ImageEntry]:
             yield _entry(folder, below, f"the folder cannot be listed: {error.strerror}")
             continue
         subfolders, is_own = [], is_output(folder)
+        prefix = os.path.join(folder, "")  # noqa: PTH118 - keeps surrogates
         for name in names:
-            path = os.path.join(folder, name)  # noqa: PTH118 - keeps surrogates
+            path = prefix + name
             if is_image(name):
                 is_empty = False
                 yield _entry(path, below, _OWN if is_own or is_drawing(path) else "")

@@ -61,14 +61,15 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.touch()
         yield temporary
         temporary.replace(path)
-    finally:
+    except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
 
 
 def is_stream(path: Path) -> bool:
     """Return whether a path names a device, a pipe, or a stream such as /dev/stdout."""
-    absolute = path.absolute()
-    is_device = absolute.is_relative_to("/proc") or absolute.parent in (Path("/dev"), Path("/dev/fd"))
+    absolute = str(path.absolute())
+    is_device = absolute.startswith("/proc/") or os.path.dirname(absolute) in ("/dev", "/dev/fd")  # noqa: PTH120
     return is_device or (path.exists() and not path.is_file() and not path.is_dir())
 
 

@@ -61,11 +61,17 @@ def test_a_truncated_row_is_dropped_and_overwritten(manifest: Manifest, tmp_path
 def test_rows_after_a_damaged_line_are_dropped(manifest: Manifest, tmp_path: Path) -> None:
     manifest.append([of(0), of(1)])
     data = manifest.path.read_bytes()
-    for damage in (b"\0" * 10 + b"\n", b"[]\n", b"{}\n", b"\xff\n"):
+    for damage in (b"\0" * 10 + b"\n", b"[]\n", b"{}\n", b"\xff\n", encode(of(2))[:-1] + b"x\n"):
         manifest.path.write_bytes(encode(of(0)) + damage + data)
         again = Manifest(tmp_path, METHODS)
         again.read()
         assert manifest.path.read_bytes() == encode(of(0))
+
+
+def test_spaces_around_a_row_are_no_damage(manifest: Manifest, tmp_path: Path) -> None:
+    manifest.path.write_bytes(b" " + encode(of(0))[:-1] + b" \r\n" + encode(of(1)))
+    Manifest(tmp_path, METHODS).read()
+    assert lines(manifest) == [(0, "one"), (1, "one")]
 
 
 def test_an_incomplete_row_is_damage(manifest: Manifest, tmp_path: Path) -> None:
