@@ -175,7 +175,10 @@ def avg_pool2d_backward(
     def along(units: Tensor, axis: int) -> Tensor:
         options = ceil_mode, count_include_pad, divisor if divisor is None or axis == 0 else 1
         steps = only(stride or kernel, axis, 1)
-        return torch.ops.aten.avg_pool2d.default(units, only(kernel, axis, 1), steps, only(padding, axis, 0), *options)
+        pooled: Tensor = torch.ops.aten.avg_pool2d.default(
+            units, only(kernel, axis, 1), steps, only(padding, axis, 0), *options
+        )
+        return pooled
 
     return separable_backward(gradient, x.shape[2:], along)
 
@@ -184,7 +187,8 @@ def adaptive_avg_pool2d_backward(gradient: Tensor, x: Tensor) -> Tensor:
     """Return the gradient at the input of adaptive average pooling."""
 
     def along(units: Tensor, axis: int) -> Tensor:
-        return F.adaptive_avg_pool2d(units, only(gradient.shape[2:], axis, 1))
+        height, width = only(gradient.shape[2:], axis, 1)
+        return F.adaptive_avg_pool2d(units, (height, width))
 
     return separable_backward(gradient, x.shape[2:], along)
 
@@ -198,7 +202,8 @@ def upsample_backward(name: str) -> Callable[..., Tensor]:
         scales = (*options[flags:], None, None)
 
         def along(units: Tensor, axis: int) -> Tensor:
-            return resize(units, only(output_size, axis, 1), *options[:flags], *only(scales[:2], axis, None))
+            resized: Tensor = resize(units, only(output_size, axis, 1), *options[:flags], *only(scales[:2], axis, None))
+            return resized
 
         return separable_backward(gradient, input_size[2:], along)
 
@@ -206,25 +211,30 @@ def upsample_backward(name: str) -> Callable[..., Tensor]:
 
 
 RESIZING = "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d"
-BEFORE_EXPORT: dict[Any, Callable[..., Any]] = {
-    getattr(torch.ops.aten, name).default: function
-    for name, function in {
+
+
+def by_operator(functions: Mapping[str, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Return functions by the operator that they replace."""
+    return {getattr(torch.ops.aten, name).default: function for name, function in functions.items()}
+
+
+BEFORE_EXPORT = by_operator(
+    {
         "silu_backward": silu_backward,
         "mish_backward": mish_backward,
         **{f"{name}_backward": upsample_backward(name) for name in RESIZING},
-    }.items()
-}
+    }
+)
 """Decompositions for `capture`, because `torch.export` fails on resizing if the batch size varies, and ignores
 decompositions of operations that PyTorch can also decompose, such as `silu_backward`."""
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    getattr(torch.ops.aten, name).default: function
-    for name, function in {
+DECOMPOSITIONS = by_operator(
+    {
         "convolution_backward": convolution_backward,
         "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
         "avg_pool2d_backward": avg_pool2d_backward,
         "_adaptive_avg_pool2d_backward": adaptive_avg_pool2d_backward,
         "as_strided": as_strided,
         "as_strided_scatter": as_strided_scatter,
-    }.items()
-}
+    }
+)

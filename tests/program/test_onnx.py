@@ -145,14 +145,14 @@ def mixed_network() -> nn.Module:
 
 def one_block() -> nn.Module:
     """A vision transformer of one block, whose head is drawn."""
-    model = VisionTransformer(32, 16, 1, 2, 16, 32, num_classes=5)
+    model: nn.Module = VisionTransformer(32, 16, 1, 2, 16, 32, num_classes=5)
     nn.init.normal_(model.get_parameter("heads.head.weight"))
     return model
 
 
 CELLS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], saliency.Attribution]]] = {
     "guided_backprop": (mixed_network, saliency.GuidedBackprop),
-    "attn_lrp": (one_block, saliency.AttnLRP),
+    "vanilla_gradient": (one_block, saliency.VanillaGradient),
 }
 
 
