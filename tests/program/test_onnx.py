@@ -152,7 +152,7 @@ def one_block() -> nn.Module:
 
 CELLS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], saliency.Attribution]]] = {
     "guided_backprop": (mixed_network, saliency.GuidedBackprop),
-    "attn_lrp": (one_block, saliency.AttnLRP),
+    "vanilla_gradient": (one_block, saliency.VanillaGradient),
 }
 
 
