@@ -337,7 +337,8 @@ def test_the_maps_of_a_vit_are_the_rows_of_its_attention() -> None:
     layer = saliency.attention(model, x)[-1]
     patches = layer.probabilities[..., 1:]  # without the class token
     close(layer.maps(0), patches[:, :, 0].reshape(2, -1, 4, 4))
-    close(layer.maps(np.int64(0)), layer.maps(0))
+    number: Any = np.int64(0)
+    close(layer.maps(number), layer.maps(0))
     close(layer.maps(), patches.mean(2).reshape(2, -1, 4, 4))
     point = x.shape[3] - 1, 0  # the last patch of the first row
     close(layer.maps(point), patches[:, :, 4].reshape(2, -1, 4, 4))
