@@ -19,7 +19,7 @@ from ..attribution.heatmap import heatmap, reduce_channels, resized
 from ..attribution.options import Budget
 from ..attribution.resolved_target import ResolvedTarget
 from ..engine.multi_pass import MOST_PASSES, MultiPassAttribution, SampledAttribution
-from ..errors import MethodError, NotApplicableError, SaliencyError, TargetError
+from ..errors import MethodError, NotApplicableError, SaliencyError, TargetError, optional_import
 from ..hooks.model_state import prepared_for_attribution, run_model
 from ..hooks.tracing import tracing
 from ..io.atomic_write import atomic_write
@@ -64,6 +64,8 @@ def export(method: Attribution, path: str | Path, example: ImagesLike, *, target
         raise MethodError(f'export: the file "{path.name}" does not end in .pt2 or .onnx')
     if not path.parent.is_dir():
         raise FileNotFoundError(f"export: cannot write {path.name}: there is no folder {path.parent}")
+    if path.suffix == ".onnx":
+        optional_import("onnxscript", "export", "writing an ONNX file")
     program, metadata = captured(method, example, target)
     if path.suffix == ".onnx":
         from .onnx import write_onnx

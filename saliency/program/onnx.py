@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from ..errors import NotApplicableError, optional_import
+from ..errors import NotApplicableError
 
 OUTPUTS = ("scores", "classes", "map")
 
@@ -30,10 +30,8 @@ def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, str]
     stays beside the first.
 
     Raises:
-        DependencyError: The extra `export` is not installed.
         NotApplicableError: ONNX has no translation of an operation, which the message names.
     """
-    optional_import("onnxscript", "export", "writing an ONNX file")
     try:
         forward = program.run_decompositions(dict(DECOMPOSITIONS))
         translated = torch.onnx.export(forward, input_names=["image"], output_names=OUTPUTS, dynamo=True, verbose=False)

@@ -171,8 +171,8 @@ def words(text: str | None = None, *, against: str | None = None, at: int | slic
     """Explain words of an answer of a vision-language model; the image is a result of `saliency.generate`.
 
     The score is the log-odds log(p / (1 - p)) of a token against all other tokens, given the tokens before it; of
-    several tokens, the sum. Unlike the gradient of log(p), its gradient does not
-    vanish if the model is certain. `explanation.probabilities` is the product of the p.
+    several tokens, the sum. Unlike the gradient of log(p), its gradient does not vanish if the model is certain.
+    `explanation.probabilities` is the product of the p.
 
     Args:
         text: The words, as in the answer, regardless of case; the first occurrence without `at`.
