@@ -212,19 +212,30 @@ def upsample_backward(name: str) -> Callable[..., Tensor]:
 
 
 RESIZING = "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d"
-BEFORE_EXPORT: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten.silu_backward.default: silu_backward,
-    torch.ops.aten.mish_backward.default: mish_backward,
-    **{getattr(torch.ops.aten, f"{name}_backward").default: upsample_backward(name) for name in RESIZING},
-}
+
+
+def by_operator(functions: Mapping[str, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Return functions by the operator that they replace."""
+    return {getattr(torch.ops.aten, name).default: function for name, function in functions.items()}
+
+
+BEFORE_EXPORT = by_operator(
+    {
+        "silu_backward": silu_backward,
+        "mish_backward": mish_backward,
+        **{f"{name}_backward": upsample_backward(name) for name in RESIZING},
+    }
+)
 """Decompositions for `capture`, because `torch.export` fails on resizing if the batch size varies, and ignores
 decompositions of operations that PyTorch can also decompose, such as `silu_backward`."""
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten.convolution_backward.default: convolution_backward,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
-    torch.ops.aten.avg_pool2d_backward.default: avg_pool2d_backward,
-    torch.ops.aten._adaptive_avg_pool2d_backward.default: adaptive_avg_pool2d_backward,
-    torch.ops.aten.as_strided.default: as_strided,
-    torch.ops.aten.as_strided_scatter.default: as_strided_scatter,
-}
+DECOMPOSITIONS = by_operator(
+    {
+        "convolution_backward": convolution_backward,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
+        "avg_pool2d_backward": avg_pool2d_backward,
+        "_adaptive_avg_pool2d_backward": adaptive_avg_pool2d_backward,
+        "as_strided": as_strided,
+        "as_strided_scatter": as_strided_scatter,
+    }
+)
