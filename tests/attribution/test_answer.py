@@ -418,6 +418,17 @@ def test_classes_of_an_answer_are_refused(target: int | str) -> None:
         saliency.VanillaGradient(model).attribute(answer, target)
 
 
+def test_an_image_without_a_prompt_and_metrics_of_answers_are_refused() -> None:
+    model, _, answer = case("llava")
+    method, target = saliency.AttnLRP(model), saliency.words(at=0)
+    with pytest.raises(saliency.ModelError, match=r"pass an answer of saliency\.generate"):
+        method.attribute(answer.inputs, target)
+    with pytest.raises(saliency.ModelError, match="Metrics and export do not take one"):
+        saliency.metrics.measure(
+            "deletion", method.attribute(answer, target), method=method, inputs=answer, target=target
+        )
+
+
 def test_wrong_arguments_are_refused() -> None:
     model, processor, _ = case("llava")
     with pytest.raises(saliency.ImageError, match="there is no image"):
