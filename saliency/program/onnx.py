@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -36,7 +37,7 @@ def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, str]
         forward = program.run_decompositions(dict(DECOMPOSITIONS))
         translated = torch.onnx.export(forward, input_names=["image"], output_names=OUTPUTS, dynamo=True, verbose=False)
     except (torch.onnx.OnnxExporterError, NotImplementedError) as error:
-        named = re.search(r"aten\.\w+|as_strided.*", str(error))
+        named = re.search(r"(aten|prims)\.\w+|as_strided.*", str(error))
         raise NotApplicableError(f"export: ONNX cannot express {named[0] if named else error}") from error
     written = cast("torch.onnx.ONNXProgram", translated)
     model = written.model
@@ -111,6 +112,11 @@ def mish_backward(gradient: Tensor, x: Tensor) -> Tensor:
     """Return the gradient at the input of Mish."""
     gate = F.softplus(x).tanh()
     return gradient * (gate + x * x.sigmoid() * (1 - gate * gate))
+
+
+def copysign(x: Tensor, other: Tensor) -> Tensor:
+    """Return the magnitudes of `x` with the signs of other values. ONNX cannot read the sign of -0: it is positive."""
+    return torch.where(other < 0, -x.abs(), x.abs())
 
 
 def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
@@ -216,14 +222,14 @@ RESIZING = "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear
 
 def by_operator(functions: Mapping[str, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
     """Return functions by the operator that they replace."""
-    return {getattr(torch.ops.aten, name).default: function for name, function in functions.items()}
+    return {attrgetter(name)(torch.ops.aten): function for name, function in functions.items()}
 
 
 BEFORE_EXPORT = by_operator(
     {
-        "silu_backward": silu_backward,
-        "mish_backward": mish_backward,
-        **{f"{name}_backward": upsample_backward(name) for name in RESIZING},
+        "silu_backward.default": silu_backward,
+        "mish_backward.default": mish_backward,
+        **{f"{name}_backward.default": upsample_backward(name) for name in RESIZING},
     }
 )
 """Decompositions for `capture`, because `torch.export` fails on resizing if the batch size varies, and ignores
@@ -231,11 +237,12 @@ decompositions of operations that PyTorch can also decompose, such as `silu_back
 
 DECOMPOSITIONS = by_operator(
     {
-        "convolution_backward": convolution_backward,
-        "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
-        "avg_pool2d_backward": avg_pool2d_backward,
-        "_adaptive_avg_pool2d_backward": adaptive_avg_pool2d_backward,
-        "as_strided": as_strided,
-        "as_strided_scatter": as_strided_scatter,
+        "convolution_backward.default": convolution_backward,
+        "_scaled_dot_product_flash_attention_for_cpu_backward.default": attention_backward,
+        "avg_pool2d_backward.default": avg_pool2d_backward,
+        "_adaptive_avg_pool2d_backward.default": adaptive_avg_pool2d_backward,
+        "copysign.Tensor": copysign,
+        "as_strided.default": as_strided,
+        "as_strided_scatter.default": as_strided_scatter,
     }
 )

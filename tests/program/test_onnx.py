@@ -156,6 +156,12 @@ CELLS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], saliency.A
 }
 
 
+def test_signs_are_copied_as_by_pytorch() -> None:
+    x, other = randn(3, 4, seed=1), randn(3, 4, seed=2)
+    copied = DECOMPOSITIONS[torch.ops.aten.copysign.Tensor](x, other)
+    assert torch.equal(copied, x.copysign(other))
+
+
 @pytest.mark.parametrize("name", CELLS)
 @pytest.mark.slow
 def test_onnx_runtime_gives_the_map_of_attribute_for_one_and_three_images(name: str, tmp_path: Path) -> None:
