@@ -53,7 +53,7 @@ help:
 	@echo "  make docs         write the site to build/site/html"
 	@echo "  make gallery      draw the pictures of the site that are out of date (slow; re-run to resume)"
 	@echo "  make notebooks    run the notebooks and update their outputs"
-	@echo "  make zoo          check methods on 178 architectures and other networks, in six tables (slow; re-run to resume)"
+	@echo "  make zoo          check methods on 178 architectures and other networks, in seven tables (slow; re-run to resume)"
 	@echo "  make fixtures     train the networks of saliency.testbed again (25 minutes)"
 	@echo "  make testbed      rank all methods on images where the right map is known (20 minutes; re-run to resume)"
 	@echo "  make benchmarks   measure speed and memory (slow; use an idle machine)"

@@ -230,14 +230,14 @@ def generate(
         forward = AnswerForward(arguments, None, is_image, words)
         canvases = arguments.canvases
         traced = [_trace(network, canvases, number, forward) for number in range(len(found))]
-    places = [
+    image_tokens = [
         tokens for number, (_, at) in enumerate(traced) for tokens in _image_tokens(number, at, is_image, len(found))
     ]
     sequence = torch.cat([arguments.fixed["input_ids"][0], torch.tensor(ids[-1:], device=is_image.device)])
     size = (canvases.shape[2], canvases.shape[3])
     frames = tuple(Frame(image, _padded_box(own, size)) for image, own in zip(opened, found, strict=True))
     forward = replace(forward, reader=traced[0][0])
-    return Answer(canvases, frames, network, text, sequence, tuple(places), forward)
+    return Answer(canvases, frames, network, text, sequence, tuple(image_tokens), forward)
 
 
 def _prompt_text(processor: Any, prompt: Prompt, token: str, images: int) -> str:

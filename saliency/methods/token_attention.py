@@ -47,7 +47,7 @@ class TokenAttention:
     Attributes:
         grads: The scores and gradients.
         answer: The answer that is explained; None for an image.
-        calls: All calls of attention, in order; of an answer, those of the language model.
+        calls: All calls of attention, in order. For an answer, only the calls in the language model.
         blocks: The calls of self-attention, in order.
         crosses: The calls whose queries are not the tokens, in order.
         pooling: The only call of attention in a pooling head after the blocks; else None.
@@ -165,7 +165,7 @@ class AttentionMap(TracedAttribution):
     """Whether the method supports decoders whose queries attend to the tokens, as in detectors."""
 
     def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
-        """Return the needs; of an answer, the calls of the language model are told from those of the image tower."""
+        """Return the needs. For an answer, they name the language model, to find its calls of attention."""
         answer = explained_answer()
         reader = None if answer is None else answer.forward.reader
         return self.needs if reader is None else replace(self.needs, modules=(reader,))

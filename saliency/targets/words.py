@@ -86,12 +86,12 @@ class Words(OutputTarget):
 
     def in_answer(self, answer: AnswerText) -> Words:
         """Return the target with its tokens. Raises TargetError if the answer does not contain them."""
-        place = self._place(answer)
-        rows = range(len(answer.ids))[place]
+        explained = self._explained_tokens(answer)
+        rows = range(len(answer.ids))[explained]
         if not rows:
             raise TargetError(f"at={self.at!r} selects none of the {len(answer.ids)} tokens of the answer")
         pairs, other = tuple((row, answer.ids[row]) for row in rows), None
-        label = self.text or "".join(answer.tokens[place]).strip()
+        label = self.text or "".join(answer.tokens[explained]).strip()
         if self.against is not None:
             ids = answer.encode_at(self.against, rows[0])
             differing = (number for number, pair in enumerate(zip(pairs, ids, strict=False)) if pair[0][1] != pair[1])
@@ -101,7 +101,7 @@ class Words(OutputTarget):
             pairs, other, label = (pairs[first],), ids[first], f"{label} rather than {self.against}"
         return replace(self, count=len(answer.ids), pairs=pairs, other=other, label=label)
 
-    def _place(self, answer: AnswerText) -> slice:
+    def _explained_tokens(self, answer: AnswerText) -> slice:
         """Return the tokens of the answer that the target explains."""
         at = self.at
         if isinstance(at, int):

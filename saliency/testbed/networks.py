@@ -156,7 +156,7 @@ class CaptionerOutput(NamedTuple):
 
 
 class Captioner(nn.Module):
-    """Vision transformer whose patches enter a causal decoder in place of the tokens "<image>", as in LLaVA.
+    """Vision transformer whose patches enter a causal decoder instead of the tokens "<image>", as in LLaVA.
 
     Source: Liu et al., "Visual Instruction Tuning" (2023), https://arxiv.org/abs/2304.08485.
     """
