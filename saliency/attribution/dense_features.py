@@ -192,7 +192,7 @@ def features(
     batch = read(images, preprocess, like=reference_tensor(network))
     require_two_axes(batch.inputs, "saliency.features")
     x, lengths = batch.inputs, dict[tuple[int, ...], Tensor]()  # norms of tokens, by (N, tokens)
-    bound = bind_forward_args(forward_args, len(x))
+    bound = bind_forward_args(forward_args, batch)
     with prepared_for_attribution(network), bound, bind_layout(layout):
         name = feature_layer(network, x) if layer is None else find(network, layer)[0]
         with HookManager(persistent=True) as hooks:  # the forward has a manager of its own

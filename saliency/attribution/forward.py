@@ -19,7 +19,6 @@ from torch.autograd.graph import GradientEdge, Node
 
 from ..errors import LayerError, MethodError, TargetError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
-from ..hooks.forward_args import AnswerForward, bound_answer
 from ..hooks.manager import HookManager, Rule
 from ..hooks.model_state import leaf, run_model
 from ..hooks.operations import OperationRecord, SavedValues
@@ -38,6 +37,7 @@ from ..layers.find import find, layout_of
 from ..layers.layout import Layout
 from ..targets.candidates import Readings, shared_readings
 from ..validation import check_choice, check_integer
+from .answer import explained_answer
 from .resolved_target import ResolvedTarget
 
 T = TypeVar("T")
@@ -376,15 +376,16 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
 
 def _capture_embeddings(hooks: HookManager, model: nn.Module, x: Tensor) -> list[Tensor]:
     """Return a list that receives the embeddings (N, L, D) of all tokens of an answer; it stays empty for an image."""
-    answer, captured = bound_answer(), list[Tensor]()
+    answer, captured = explained_answer(), list[Tensor]()
+    if answer is None or answer.reader is None:
+        return captured
+    shape = (len(x), len(answer.is_image))
 
     def begin(*arguments: Any) -> None:
-        shape = (len(x), len(cast("AnswerForward", answer).is_image))
         found = (tensor for tensor in tree_tensors(arguments) if tensor.requires_grad and tensor.shape[:-1] == shape)
         captured.extend(islice(found, 1))
 
-    if answer is not None and answer.reader is not None:
-        hooks.around(model.get_submodule(answer.reader), begin, lambda token, output: None)
+    hooks.around(model.get_submodule(answer.reader), begin, lambda token, output: None)
     return captured
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import NonFiniteError, TargetError, warn
 from ..hooks.autograd_graph import ends_in_probability, forward_hook_ids, tensor_version
 from ..hooks.dual_encoder import DualEncoder
-from ..hooks.forward_args import bind_forward_args, bind_image, bound_answer, cache_of
+from ..hooks.forward_args import bind_image, cache_of, unbind_forward_args
 from ..hooks.model_state import leaf, run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
 from ..hooks.tracing import is_tracing
@@ -33,6 +33,7 @@ from ..targets.targets import (
     output_tensor,
 )
 from ..targets.words import in_answer, words
+from .answer import explained_answer
 
 _COUPLED = "one pass at a time: the images of a batch affect each other in this model"
 _UNDIVIDED = "one pass at a time: the output does not show which part of it belongs to which image"
@@ -50,13 +51,13 @@ class ResolvedTarget:
     def __init__(self, target: TargetLike, images: int, categories: Categories = None) -> None:
         self.images = images
         self.categories = categories
-        answer = bound_answer()
+        answer = explained_answer()
         if answer is not None and isinstance(target, int | str):
             raise TargetError(f'an answer has words and no classes, got {target!r}; pass saliency.words("red")')
         target = words() if target is None and answer is not None else target
         self.target = as_target(target, images, categories)
         if answer is not None:
-            self.target = in_answer(self.target, answer.text)
+            self.target = in_answer(self.target, answer.written)
         self.probabilities: Tensor | None = None
         self._is_resolved = False
         self._ends_in_probability: Callable[[], bool] | None = None
@@ -82,7 +83,7 @@ class ResolvedTarget:
             return model.encode_text(texts), model.logit_scale if len(texts) > 1 else 1.0
 
         def encode_image(image: Any) -> Any:
-            with bind_forward_args((), 1), torch.no_grad():
+            with unbind_forward_args(), torch.no_grad():
                 return run_model(model, read(image))
 
         self.target = self.target.bind(encode_text, encode_image)

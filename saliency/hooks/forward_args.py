@@ -6,17 +6,16 @@ of them use `run_model`, which reads the arguments here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from ..errors import MethodError
-from ..targets.words import AnswerText
+from ..io.inputs import Batch
 
 _T = TypeVar("_T")
 
@@ -24,33 +23,18 @@ ForwardArgs = tuple[Any, ...] | list[Any] | Mapping[str, Any]
 """Arguments after the image, by position or by name."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AnswerForward:
-    """Forward of a vision-language model on an answer, as a function of its images.
-
-    Attributes:
-        arguments: A function from a batch (k, C, H, W) and the number of the image that each row shows to all arguments
-            of the model, by name.
-        reader: The name of the module that reads the embeddings (N, L, D) of all tokens; None if it is not known.
-        is_image: (L,) of bool: whether each token is a part of an image.
-        text: The words of the answer.
-    """
-
-    arguments: Callable[[Tensor, Sequence[int]], dict[str, Any]]
-    reader: str | None
-    is_image: Tensor
-    text: AnswerText
-
-
 class _Bound(NamedTuple):
     """Arguments of one call. With an `image`, each pass runs variants of this image only."""
 
     values: Mapping[int | str, Any]  # by position or name
-    images: int
+    batch: Batch
     image: int | None
     caches: dict[tuple[int, int | None], dict[Any, Any]]
-    layer: str | None = None  # the layer whose output is the model's output
-    answer: AnswerForward | None = None
+    layer: str | None  # the layer whose output is the model's output
+
+    @property
+    def images(self) -> int:
+        return len(self.batch.inputs)
 
     def numbers(self, x: Tensor) -> list[int]:
         """Return the number of the image that each row of a batch (k, C, H, W) shows."""
@@ -79,16 +63,13 @@ def bound_value(variable: ContextVar[_T], value: _T) -> Iterator[None]:
         variable.reset(token)
 
 
-def bind_forward_args(
-    like: ForwardArgs, images: int, layer: str | None = None, answer: AnswerForward | None = None
-) -> AbstractContextManager[None]:
+def bind_forward_args(like: ForwardArgs, batch: Batch, layer: str | None = None) -> AbstractContextManager[None]:
     """Bind the extra arguments of a batch in a block. They replace the arguments of an outer call, even if empty.
 
     Args:
         like: Tensors, arrays and lists with one row per image are divided into images; others are passed as they are.
-        images: The number of images.
+        batch: The images.
         layer: The layer whose output `run_model` returns instead of the model's.
-        answer: The answer whose images form the batch; None for other images.
 
     Raises:
         MethodError: `like` is neither a tuple nor a mapping of names.
@@ -96,8 +77,13 @@ def bind_forward_args(
     if not isinstance(like, tuple | list | Mapping):
         raise MethodError(f"forward_args is a {type(like).__name__}; expected a tuple (mask,) or a mapping of names")
     values: Mapping[Any, Any] = like if isinstance(like, Mapping) else dict(enumerate(like))
-    bound = _Bound(values, images, 0 if images == 1 else None, {}, layer, answer)
-    return bound_value(_bound, bound if values or layer or answer else None)
+    bound = _Bound(values, batch, 0 if len(batch.inputs) == 1 else None, {}, layer)
+    return bound_value(_bound, bound if values or layer or batch.arguments else None)
+
+
+def unbind_forward_args() -> AbstractContextManager[None]:
+    """Bind no arguments in a block."""
+    return bound_value(_bound, None)
 
 
 def bind_image(image: int) -> AbstractContextManager[None]:
@@ -112,16 +98,16 @@ def returned_layer() -> str | None:
     return None if bound is None else bound.layer
 
 
-def bound_answer() -> AnswerForward | None:
-    """Return the answer whose images form the batch; None for other images."""
+def bound_batch() -> Batch | None:
+    """Return the batch whose arguments are bound; None without arguments."""
     bound = _bound.get()
-    return None if bound is None else bound.answer
+    return None if bound is None else bound.batch
 
 
-def bind_answer(answer: AnswerForward) -> AbstractContextManager[None]:
-    """Replace the forward of the bound answer in a block."""
+def add_forward_args(**values: Any) -> AbstractContextManager[None]:
+    """Add arguments to the bound ones in a block."""
     bound = _bound.get()
-    return bound_value(_bound, bound and bound._replace(answer=answer))
+    return bound_value(_bound, bound and bound._replace(values={**bound.values, **values}))
 
 
 def shown_images(x: Tensor) -> list[int]:
@@ -140,7 +126,7 @@ def forward_args(x: Tensor) -> tuple[list[Any], dict[str, Any]]:
     bound = _bound.get()
     values: dict[Any, Any] = {}
     if bound is not None:
-        values = {} if bound.answer is None else bound.answer.arguments(x, bound.numbers(x))
+        values = {} if bound.batch.arguments is None else bound.batch.arguments(x, bound.numbers(x))
         values |= {key: bound.rows(value, x) for key, value in bound.values.items()}
     positional = [values.pop(key) for key in list(values) if isinstance(key, int)]
     return positional, values

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..attribution.answer import Answer, bind_batch, explained_answer, read_answer
+from ..attribution.answer import Answer, explained_answer, read_answer
 from ..attribution.dense_features import cell_at
 from ..attribution.forward import Needs, SharedForward, TargetGradients
 from ..attribution.resolved_target import ResolvedTarget
@@ -19,7 +19,7 @@ from ..axes import require_two_axes
 from ..errors import LayerError, NotApplicableError, RenderError, TargetError, plural, warn
 from ..hooks.attention import AttentionCall, fuse_heads
 from ..hooks.autograd_graph import sequence_nr
-from ..hooks.forward_args import ForwardArgs
+from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import categories_of, model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..io.inputs import Batch, ImagesLike, read
@@ -192,7 +192,7 @@ def attention(
     batch = read_batch.inputs
     names = tuple(name for name, module in model.named_modules() if is_hookable(model, name, module))
     needs = Needs(backwards=int(target is not None), modules=names, attention=True)
-    with prepared_for_attribution(model), bind_batch(read_batch, forward_args, None):
+    with prepared_for_attribution(model), bind_forward_args(forward_args, read_batch):
         resolved = ResolvedTarget(target, len(batch), categories_of(model))
         resolved.bind(model, batch, lambda reference: read_images(reference).inputs, read_batch.frames)
         forward = SharedForward(model, batch, needs)
@@ -208,7 +208,7 @@ def attention(
 
     @cache
     def layouts() -> list[_Layouts]:
-        with prepared_for_attribution(model), bind_batch(read_batch, forward_args, None):
+        with prepared_for_attribution(model), bind_forward_args(forward_args, read_batch):
             return _trace_layouts(model, batch, resolved, [*layers.values()])
 
     return [
@@ -225,7 +225,7 @@ def _trace_layouts(model: nn.Module, x: Tensor, target: ResolvedTarget, names: S
     answer = explained_answer()
 
     def layouts(call: AttentionCall, name: str) -> _Layouts:
-        if answer is not None and f"{name}.".startswith(f"{answer.forward.reader}."):  # the language model
+        if answer is not None and f"{name}.".startswith(f"{answer.reader}."):  # the language model
             return _Layouts(None, answer.layout(range(len(x))))
         query = call.query if call.weights is None else call.weights
         return _Layouts(None if query is None else layout(query, call), layout(call.value, call))

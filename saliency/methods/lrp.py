@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from ..attribution.answer import Answer, explained_answer
 from ..attribution.base import TracedAttribution
 from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.forward import Needs, TargetGradients, at_least_float32, no_gradient_message
@@ -21,7 +22,6 @@ from ..attribution.resolved_target import ResolvedTarget
 from ..axes import along_rows
 from ..errors import LayerError, MethodError, warn
 from ..hooks.autograd_graph import Gradients, own_parameters
-from ..hooks.forward_args import AnswerForward, bound_answer
 from ..hooks.operations import LINEAR, SOFTMAX, SavedValues
 from ..hooks.rectifiers import Coverage, require_visible
 from ..hooks.tracing import is_tracing
@@ -124,7 +124,7 @@ class RelevancePropagation(TracedAttribution):
         coverage = Coverage(handled=dict(walk.handled), rules=_rules_of_modules(self.model, walk))
         tokens = walk.at[EMBEDDINGS].sum(-1) if EMBEDDINGS in walk.at else None
         if tokens is not None and "tokens" in ledger and (patches is not None or layer is None):
-            text = (tokens * ~cast("AnswerForward", bound_answer()).is_image.to(tokens.device)).sum(1)
+            text = (tokens * ~cast("Answer", explained_answer()).is_image.to(tokens.device)).sum(1)
             ledger = {**ledger, "text": text, "tokens": ledger["tokens"] - text}
         return BatchAttribution(
             values,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,7 @@ from ..attribution.forward import at_least_float32
 from ..attribution.options import Option
 from ..attribution.resolved_target import ResolvedTarget
 from ..errors import NotApplicableError
-from ..hooks.forward_args import bind_answer, shown_images
+from ..hooks.forward_args import add_forward_args, shown_images
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
 from ..targets.targets import TargetList, output_tensor
@@ -91,11 +90,8 @@ class TAM(Attribution):
             hidden.append(states.detach())
             return states[:, -count:]
 
-        def arguments(rows: Tensor, numbers: Sequence[int]) -> dict[str, Any]:
-            own = answer.forward.arguments(rows, numbers)
-            return own | ({"logits_to_keep": 0} if "logits_to_keep" in own else {})
-
-        with torch.no_grad(), HookManager() as hooks, bind_answer(replace(answer.forward, arguments=arguments)):
+        every = {name: 0 for name in answer.arguments.options if name == "logits_to_keep"}
+        with torch.no_grad(), HookManager() as hooks, add_forward_args(**every):
             hooks.revise_input(head, keep)
             output = run_model(self.model, x)
         ids = answer.ids[text]
@@ -112,7 +108,7 @@ class TAM(Attribution):
 
 def _text_after_image(answer: Answer) -> Tensor:
     """Return the positions (T,) of the text after the first token of an image, up to the end of the answer."""
-    is_image = answer.forward.is_image
+    is_image = answer.is_image
     after = torch.arange(len(answer.ids), device=is_image.device) > is_image.nonzero()[0, 0]
     after[:-1] &= ~is_image
     return after.nonzero()[:, 0]
@@ -120,7 +116,7 @@ def _text_after_image(answer: Answer) -> Tensor:
 
 def _activation(answer: Answer, text: Tensor, logits: Tensor, words: Words) -> Tensor:
     """Return the activation (L,) of the tokens of words at image tokens, from the positive logits (L, T) of a text."""
-    is_image, total = answer.forward.is_image, logits.new_zeros(len(logits))
+    is_image, total = answer.is_image, logits.new_zeros(len(logits))
     for row, token in words.pairs:
         position = answer.queries[row] + 1
         earlier = (text < position) & (answer.ids[text] != token)

@@ -146,7 +146,7 @@ class TokenAttention:
 
 def _in_language_model(grads: TargetGradients, answer: Answer) -> list[AttentionCall]:
     """Return the calls of attention in the module that reads the tokens of an answer."""
-    modules, reader = grads.forward.operations.modules, answer.forward.reader
+    modules, reader = grads.forward.operations.modules, answer.reader
     return [call for call in grads.attention if reader in modules(call.node)]
 
 
@@ -167,7 +167,7 @@ class AttentionMap(TracedAttribution):
     def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
         """Return the needs. For an answer, they name the language model, to find its calls of attention."""
         answer = explained_answer()
-        reader = None if answer is None else answer.forward.reader
+        reader = None if answer is None else answer.reader
         return self.needs if reader is None else replace(self.needs, modules=(reader,))
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:

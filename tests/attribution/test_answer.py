@@ -39,7 +39,7 @@ def case(family: str) -> tuple[nn.Module, Any, saliency.Answer]:
 
 def logits(model: nn.Module, answer: saliency.Answer, x: Tensor) -> Tensor:
     """The logits of the answer's tokens for canvases of its first image."""
-    values: Tensor = model(**answer.forward.arguments(x, [0] * len(x))).logits
+    values: Tensor = model(**answer.arguments(x, [0] * len(x))).logits
     return values
 
 
@@ -52,7 +52,7 @@ def odds(rows: Tensor, token: int) -> Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_canvas_gives_the_pixel_values_of_the_processor(family: str) -> None:
     _, _, answer = case(family)
-    forward: Any = answer.forward.arguments
+    forward: Any = answer.arguments
     expected, found = forward.fixed["pixel_values"], forward(answer.inputs, [0])["pixel_values"]
     assert found.shape == expected.shape
     views = (
@@ -82,7 +82,7 @@ def test_a_change_of_the_image_is_where_the_frame_says(family: str) -> None:
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"blip_2"}))
 def test_a_change_of_a_cell_changes_its_token_most(family: str) -> None:
     model, _, answer = case(family)
-    reader = model.get_submodule(str(answer.forward.reader))
+    reader = model.get_submodule(str(answer.reader))
 
     def embeddings(x: Tensor) -> Tensor:
         kept: list[Tensor] = []
@@ -96,7 +96,7 @@ def test_a_change_of_a_cell_changes_its_token_most(family: str) -> None:
     before = embeddings(answer.inputs)
     positions = torch.cat([tokens.positions.flatten() for tokens in answer.image_tokens])
     assert len(set(positions.tolist())) == len(positions)
-    assert answer.forward.is_image[positions].all()
+    assert answer.is_image[positions].all()
     for tokens in answer.image_tokens:
         assert tokens.box is not None
         (height, width), (left, top, right, bottom) = tokens.positions.shape, tokens.box
@@ -119,13 +119,13 @@ def test_a_change_of_a_cell_changes_its_token_most(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gradient_is_that_of_the_bare_model(family: str) -> None:
     model, _, answer = case(family)
-    arguments = answer.forward.arguments(answer.inputs, [0])
+    arguments = answer.arguments(answer.inputs, [0])
     pixels = arguments["pixel_values"].clone().requires_grad_()
     rows = model(**{**arguments, "pixel_values": pixels}).logits[:, 1]
-    score = odds(rows, answer.forward.text.ids[1])
+    score = odds(rows, answer.written.ids[1])
     (gradient,) = torch.autograd.grad(score.sum(), pixels)
     x = answer.inputs.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(answer.forward.arguments(x, [0])["pixel_values"], x, gradient)
+    (expected,) = torch.autograd.grad(answer.arguments(x, [0])["pixel_values"], x, gradient)
     explanation = saliency.VanillaGradient(model).attribute(answer, saliency.words("red"))
     torch.testing.assert_close(explanation.scores, score, rtol=1e-4, atol=1e-4)
     assert error(explanation.values, expected) < 1e-4
@@ -146,10 +146,10 @@ def test_the_rows_of_a_batch_do_not_affect_each_other(family: str) -> None:
 def test_the_model_would_give_the_answer_that_it_generated(family: str) -> None:
     model, processor, _ = case(family)
     answer = saliency.generate(model, processor, scene(), QUESTION, max_new_tokens=4)
-    forward: Any = answer.forward.arguments
+    forward: Any = answer.arguments
     with torch.no_grad():
         rows = model(**{**forward.fixed, **forward.options}).logits[0]
-    assert tuple(rows.argmax(1).tolist()) == answer.forward.text.ids
+    assert tuple(rows.argmax(1).tolist()) == answer.written.ids
     assert len(answer.tokens) == len(answer.queries) == rows.shape[0] <= 4
 
 
@@ -170,7 +170,7 @@ def test_methods_of_many_passes_explain_an_answer() -> None:
     model, _, answer = case("llava")
     with torch.no_grad():
         scores = [
-            odds(logits(model, answer, x)[:, 1], answer.forward.text.ids[1]) for x in (answer.inputs, 0 * answer.inputs)
+            odds(logits(model, answer, x)[:, 1], answer.written.ids[1]) for x in (answer.inputs, 0 * answer.inputs)
         ]
     path = saliency.IntegratedGradients(model, steps=32).attribute(answer, saliency.words("red"))
     torch.testing.assert_close(path.values.sum(), (scores[0] - scores[1])[0], rtol=1e-2, atol=1e-3)
@@ -178,7 +178,7 @@ def test_methods_of_many_passes_explain_an_answer() -> None:
     changed = answer.inputs.clone()
     changed[..., :14, 14:] = 0
     with torch.no_grad():
-        drop = scores[0] - odds(logits(model, answer, changed)[:, 1], answer.forward.text.ids[1])
+        drop = scores[0] - odds(logits(model, answer, changed)[:, 1], answer.written.ids[1])
     assert float(hidden.values[0, 0, 7, 21]) == pytest.approx(float(drop), abs=1e-4)
     shown = saliency.RISE(model, passes=16, grid=4).attribute(answer, saliency.words("red"))
     assert shown.values.shape[2:] == answer.inputs.shape[2:]
@@ -204,7 +204,7 @@ def test_the_ledger_has_the_share_of_the_text(family: str) -> None:
     assert explanation.residual is not None
     assert explanation.token_shares is not None
     assert float(explanation.residual.abs()) < 1e-4
-    is_image = answer.forward.is_image
+    is_image = answer.is_image
     assert tuple(token is None for token in explanation.tokens) == tuple(is_image.tolist())
     text = float(explanation.token_shares[0, ~is_image].sum())
     assert float(explanation.ledger[0, explanation.ledger_names.index("text")]) == pytest.approx(text, abs=1e-6)
@@ -220,12 +220,12 @@ def test_shares_are_the_gradient_times_the_embeddings() -> None:
     model, _, answer = case("llava")
     explanation = saliency.InputXGradient(model).attribute(answer, saliency.words("red"))
     language: Any = model
-    arguments = answer.forward.arguments(answer.inputs, [0])
+    arguments = answer.arguments(answer.inputs, [0])
     ids, pixels = arguments.pop("input_ids"), arguments.pop("pixel_values")
     embeddings = language.get_input_embeddings()(ids)
     features = torch.cat(language.get_image_features(pixels).pooler_output)
-    embeddings = embeddings.masked_scatter(answer.forward.is_image[None, :, None], features).detach().requires_grad_()
-    score = odds(model(inputs_embeds=embeddings, **arguments).logits[:, 1], answer.forward.text.ids[1])
+    embeddings = embeddings.masked_scatter(answer.is_image[None, :, None], features).detach().requires_grad_()
+    score = odds(model(inputs_embeds=embeddings, **arguments).logits[:, 1], answer.written.ids[1])
     (gradient,) = torch.autograd.grad(score.sum(), embeddings)
     assert explanation.token_shares is not None
     assert error(explanation.token_shares, (gradient * embeddings).sum(-1)) < 1e-4
@@ -251,12 +251,12 @@ def test_each_of_several_images_has_a_map(family: str) -> None:
     assert {tokens.image for tokens in answer.image_tokens} == {0, 1}
     explanation = saliency.VanillaGradient(model).attribute(answer, saliency.words("red"))
     torch.testing.assert_close(explanation.scores[0], explanation.scores[1])
-    forward: Any = answer.forward.arguments
+    forward: Any = answer.arguments
     assert forward(answer.inputs, [0, 1])["pixel_values"].shape[0] == 2 * forward.fixed["pixel_values"].shape[0]
     for number in (0, 1):
         x = answer.inputs[number, None].clone().requires_grad_()
         rows = model(**forward(x, [number])).logits[:, 1]
-        (expected,) = torch.autograd.grad(odds(rows, answer.forward.text.ids[1]).sum(), x)
+        (expected,) = torch.autograd.grad(odds(rows, answer.written.ids[1]).sum(), x)
         assert error(explanation.values[number, None], expected) < 1e-4
         assert saliency.overlay(explanation[number]).size == images[number].size
         assert expected.abs().sum() > 0
@@ -324,7 +324,7 @@ def test_a_model_of_ones_own_is_decoded_by_plain_forwards() -> None:
         saliency.generate(model, _Processor(), scene(), "3 4")
     answer = saliency.generate(model, _Processor(), scene(), "3 4", max_new_tokens=3, views=_halves)
     ids = torch.tensor([[1, 1, 3, 4]])
-    for token in answer.forward.text.ids:
+    for token in answer.written.ids:
         pixels = _Processor()([scene()], ["3"], "pt")["pixel_values"]
         assert int(model(ids, pixels, torch.ones_like(ids))["logits"][0, -1].argmax()) == token
         ids = torch.cat([ids, torch.tensor([[token]])], 1)
@@ -396,7 +396,7 @@ def test_views_are_resized_in_half_precision() -> None:
     expected = saliency.generate(model, processor, scene(), QUESTION, answer="a red car")
     answer = saliency.generate(model.bfloat16(), processor, scene(), QUESTION, answer="a red car")
     assert answer.inputs.dtype == torch.bfloat16
-    pixels = [own.forward.arguments(own.inputs, [0])["pixel_values"] for own in (answer, expected)]
+    pixels = [own.arguments(own.inputs, [0])["pixel_values"] for own in (answer, expected)]
     torch.testing.assert_close(pixels[0].float(), pixels[1], rtol=0, atol=0.02)
     saliency.AttnLRP(model).attribute(answer, saliency.words("red"))
 

@@ -39,7 +39,7 @@ def explicit(model: Any, answer: Any) -> tuple[list[Tensor], list[Tensor], int]:
     """The attention of each layer (heads, L, L), its gradient for the log-odds of "red", and the query of "red"."""
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
-    arguments = answer.forward.arguments(answer.inputs, [0]) | {"output_attentions": True, "logits_to_keep": 0}
+    arguments = answer.arguments(answer.inputs, [0]) | {"output_attentions": True, "logits_to_keep": 0}
     output = model(**arguments)
     model.set_attn_implementation(implementation)
     query = answer.queries[1]
