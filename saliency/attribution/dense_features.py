@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..axes import along_rows, require_two_axes
+from ..axes import along_rows, at_least_float32, require_two_axes
 from ..errors import LayerError, NonFiniteError, TargetError, plural
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.manager import HookManager
@@ -21,7 +21,7 @@ from ..layers.find import feature_layer, find
 from ..layers.layout import LayoutFunction, bind_layout
 from ..targets.box import as_place, as_text
 from .explanation import Explanation
-from .forward import Needs, SharedForward, at_least_float32
+from .forward import Needs, SharedForward
 
 COMPONENTS = 3  # red, green and blue
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from ..axes import at_least_float32
 from ..errors import LayerError, MethodError, TargetError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
 from ..hooks.manager import HookManager, Rule
@@ -359,11 +360,6 @@ def no_gradient_message(*layers: str) -> str:
         f"no gradient of the score reaches layer {names}: the score does not depend on layer {names}, or {CUT}; choose "
         "a layer from which the score is computed, or pass no layer to use the last such layer"
     )
-
-
-def at_least_float32(maps: Tensor) -> Tensor:
-    """Convert half precision to float32, because sums over a map in half precision overflow or lose digits."""
-    return maps.float() if maps.dtype in (torch.float16, torch.bfloat16) else maps
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module:

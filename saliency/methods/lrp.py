@@ -16,10 +16,10 @@ from torch.autograd.graph import Node
 from ..attribution.answer import Answer, explained_answer
 from ..attribution.base import TracedAttribution
 from ..attribution.explanation import BatchAttribution, Sign
-from ..attribution.forward import Needs, TargetGradients, at_least_float32, no_gradient_message
+from ..attribution.forward import Needs, TargetGradients, no_gradient_message
 from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
-from ..axes import along_rows
+from ..axes import along_rows, at_least_float32
 from ..errors import LayerError, MethodError, warn
 from ..hooks.autograd_graph import Gradients, own_parameters
 from ..hooks.operations import LINEAR, SOFTMAX, SavedValues

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..attribution.base import Attribution
 from ..attribution.explanation import Explanation
-from ..attribution.forward import at_least_float32
 from ..attribution.passes import chunk_size
+from ..axes import at_least_float32
 from ..engine.estimates import normal
 from ..errors import MethodError, TargetError, plural
 from ..hooks.forward_args import unbind_forward_args

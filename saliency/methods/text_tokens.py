@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..attribution.base import get_method
 from ..attribution.explanation import Explanation
-from ..attribution.forward import at_least_float32
+from ..axes import at_least_float32
 from ..errors import ImageError, LayerError, MethodError, ModelError
 from ..hooks.dual_encoder import DualEncoder, LateInteraction
 from ..hooks.manager import HookManager

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ..attribution.answer import Answer, explained_answer
 from ..attribution.base import Attribution
 from ..attribution.explanation import BatchAttribution, Sign
-from ..attribution.forward import at_least_float32
 from ..attribution.options import Option
 from ..attribution.resolved_target import ResolvedTarget
+from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.forward_args import add_forward_args, shown_images
 from ..hooks.manager import HookManager

@@ -19,9 +19,10 @@ from ..attribution.answer import Answer, explained_answer
 from ..attribution.base import TracedAttribution
 from ..attribution.dense_features import outlying
 from ..attribution.explanation import BatchAttribution, Sign
-from ..attribution.forward import Needs, TargetGradients, at_least_float32
+from ..attribution.forward import Needs, TargetGradients
 from ..attribution.options import Option
 from ..attribution.resolved_target import ResolvedTarget
+from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_passages, fuse_heads, is_chain
 from ..hooks.autograd_graph import result_shape, saved
