@@ -32,7 +32,7 @@ from ..targets.targets import (
     one_score_each,
     output_tensor,
 )
-from ..targets.words import in_answer, words
+from ..targets.words import words
 from .answer import explained_answer
 
 _COUPLED = "one pass at a time: the images of a batch affect each other in this model"
@@ -51,13 +51,10 @@ class ResolvedTarget:
     def __init__(self, target: TargetLike, images: int, categories: Categories = None) -> None:
         self.images = images
         self.categories = categories
-        answer = explained_answer()
-        if answer is not None and isinstance(target, int | str):
+        self._answer = explained_answer()
+        if self._answer is not None and isinstance(target, int | str):
             raise TargetError(f'an answer has words and no classes, got {target!r}; pass saliency.words("red")')
-        target = words() if target is None and answer is not None else target
-        self.target = as_target(target, images, categories)
-        if answer is not None:
-            self.target = in_answer(self.target, answer.written)
+        self.target = as_target(words() if target is None and self._answer else target, images, categories)
         self.probabilities: Tensor | None = None
         self._is_resolved = False
         self._ends_in_probability: Callable[[], bool] | None = None
@@ -110,7 +107,8 @@ class ResolvedTarget:
             NonFiniteError: A score is NaN or infinite.
         """
         if not self._is_resolved:
-            self.target = self.target.resolve_from(output, OutputFacts(self.categories, self._is_probability))
+            answer = self._answer and self._answer.written
+            self.target = self.target.resolve_from(output, OutputFacts(self.categories, self._is_probability, answer))
             self.probabilities = self.target.probabilities(output)
             self._is_resolved = True
         before = _versions(output)

@@ -73,10 +73,10 @@ class TAM(Attribution):
         output, logits = self._logits(answer, text, x)
         results = []
         for target in targets:
-            words = _words_of(target, len(x))
+            scores, words = target(output), _words_of(target, len(x))
             maps = torch.stack([_activation(answer, text, logits[row], word) for row, word in enumerate(words)])
             maps = layout(maps[..., None])
-            results.append(BatchAttribution(rank_gaussian(maps) if self.rank_filter else maps, target(output)))
+            results.append(BatchAttribution(rank_gaussian(maps) if self.rank_filter else maps, scores))
         return results
 
     def _logits(self, answer: Answer, text: Tensor, x: Tensor) -> tuple[Any, Tensor]:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..axes import at_least_float32
 from ..errors import TargetError, plural
 from ..validation import check_choice
 from .targets import Categories, EncodeImage, EncodeText, OutputFacts, OutputTarget, Prompt, Target, embedding
@@ -39,8 +40,7 @@ class _EmbeddingTarget(OutputTarget):
         """Return the embeddings (N, D) of an output, and those to compare with (K, D), in float32 or wider."""
         if self.embeddings is None:
             raise TargetError("only methods and `saliency.attention` take a text or a reference as the target")
-        own = embedding(output)
-        own = own.to(torch.promote_types(own.dtype, torch.float32))
+        own = at_least_float32(embedding(output))
         return own, self.embeddings.to(own)
 
     def part(self, output: Any, image: int) -> Tensor:
@@ -162,8 +162,8 @@ class MaxSimilarity(_EmbeddingTarget):
         own = output["image_embeds"] if isinstance(output, Mapping) else output
         if self.embeddings is None or not isinstance(own, Tensor) or own.dim() != 3:
             raise TargetError("max_sim is a target of methods for a model that is wrapped in saliency.LateInteraction")
-        own = own.to(torch.promote_types(own.dtype, torch.float32))
-        return own.mT, self.embeddings.to(own)
+        own = at_least_float32(own).mT
+        return own, self.embeddings.to(own)
 
     def part(self, output: Any, image: int) -> Any:
         """Return the output of one image."""

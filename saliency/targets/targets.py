@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from torch import Tensor
 from ..errors import TargetError, did_you_mean, plural
 from ..io.preprocess import Box, Geometry
 from ..validation import is_integer
+
+if TYPE_CHECKING:
+    from .words import AnswerText
 
 Categories = Sequence[str] | None
 """Class names in the order of the output; None if the model has none."""
@@ -56,10 +59,12 @@ class OutputFacts:
     Attributes:
         categories: The class names.
         is_probability: Returns whether the last operation of an output with values of 0 to 1 is a sigmoid or softmax.
+        answer: The answer that is explained; None for an image.
     """
 
     categories: Categories = None
     is_probability: Callable[[Any], bool] = lambda output: False
+    answer: AnswerText | None = None
 
     def class_count(self, outputs: int) -> int:
         """Return the number of classes of an output with this many scores: two for a single one with two names.
