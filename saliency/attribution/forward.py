@@ -126,11 +126,10 @@ class SharedForward:
             self.operations.trace(hooks, model, needs.modules)
             starts = needs.gradients == "layers"
             captured = {n: hooks.capture(_submodule(model, n), record=starts) for n in dict.fromkeys(needs.layers)}
-            embeddings = _capture_embeddings(hooks, model, self.x) if needs.gradients == "input" else []
+            self.embeddings = _capture_embeddings(hooks, model, self.x) if needs.gradients == "input" else []
             with torch.set_grad_enabled(needs.gradients == "input"), self.recording():
                 self.output: Any = run_model(model, self.x)
         self.layers = {name: _last_call(name, calls) for name, calls in captured.items()}
-        self.embeddings = next(iter(embeddings), None)  # (N, L, D) of an answer
         self._layouts: dict[str, Layout] = {}
 
     @contextmanager
@@ -222,7 +221,7 @@ class TargetGradients:
         self.x = forward.x.detach()  # (N, C, H, W)
         self.scores = self.scores_in_graph.detach()  # (N,)
         self._shared: list[tuple[Any, Any]] = []
-        self._embedding_gradient: Tensor | None = None
+        self._embedding_gradients: list[Tensor | None] = []
         self.attention: list[AttentionCall] = []
         self.unread_softmaxes: list[Node] = []
         if forward.needs.attention:  # before a backward pass frees the graph
@@ -310,14 +309,12 @@ class TargetGradients:
 
         It takes part in the backward pass of `input_gradient`.
         """
-        gradient, embeddings = self._embedding_gradient, self.forward.embeddings
-        return None if gradient is None or embeddings is None else (gradient * embeddings.detach()).sum(-1)
+        pairs = zip(self.forward.embeddings, self._embedding_gradients, strict=False)
+        return next(((tokens.detach() * grad).sum(-1) for tokens, grad in pairs if grad is not None), None)
 
     def _backward_to_input(self) -> Tensor:
         self._require_recorded("input")
-        embeddings = self.forward.embeddings
-        gradient, *more = self._gradients([self.forward.x, *([] if embeddings is None else [embeddings])])
-        self._embedding_gradient = next(iter(more), None)
+        gradient, *self._embedding_gradients = self._gradients([self.forward.x, *self.forward.embeddings])
         if gradient is None:
             raise TargetError(INDEPENDENT)
         return gradient
@@ -379,7 +376,7 @@ def _capture_embeddings(hooks: HookManager, model: nn.Module, x: Tensor) -> list
 
     def begin(*arguments: Any) -> None:
         found = (tensor for tensor in tree_tensors(arguments) if tensor.requires_grad and tensor.shape[:-1] == shape)
-        captured.extend(islice(found, 1))
+        captured[:] = captured or islice(found, 1)
 
     hooks.around(model.get_submodule(answer.reader), begin, lambda token, output: None)
     return captured

@@ -151,8 +151,7 @@ class RelevancePropagation(TracedAttribution):
         """Return a walk, and warn if its ledger does not hold the whole score."""
         rules = self.propagation(composite, composite.layers(self.model), self.unknown, first)
         changes = {name: partial(_restricted, grads, name, channels) for name, channels in self._through.items()}
-        embeddings, watched = grads.forward.embeddings, grads.forward.layers
-        watched = watched if embeddings is None else {**watched, EMBEDDINGS: embeddings}
+        watched = {**grads.forward.layers, **dict(zip([EMBEDDINGS], grads.forward.embeddings, strict=False))}
         walk = Walk(grads, rules, watched, changes, frees=grads.forward.count_backward()).run()
         rules.check_layers()
         if is_tracing():
