@@ -27,7 +27,7 @@ from ..io.views import TOLERANCE, Views, find_views
 from ..layers.layout import Layout
 from ..layers.positions import SAME, PositionTrace
 from ..targets.targets import output_tensor
-from ..targets.words import AnswerText
+from ..targets.words import AnswerText, encode
 from ..validation import check_integer
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -104,7 +104,7 @@ class Answer(Batch):
         None stands for the tokens of images.
         """
         pairs = zip(self.ids.tolist(), self.is_image.tolist(), strict=False)
-        return tuple(None if of_image else self.written.decode([token]) for token, of_image in pairs)
+        return tuple(None if of_image else self.written.tokenizer.decode([token]) for token, of_image in pairs)
 
     @property
     def queries(self) -> range:
@@ -206,7 +206,9 @@ def generate(
     check_integer("max_new_tokens", max_new_tokens)
     token = str(getattr(processor, "image_token", "<image>"))
     text = _prompt_text(processor, prompt, token, len(opened))
-    inputs = _encode(processor, opened, text)
+    like: Any = reference_tensor(network)
+    tensors = _encode(processor, opened, text).items()
+    inputs = {name: own.to(like if own.is_floating_point() else like.device) for name, own in tensors}
     recognise = views or partial(_recognised, processor, text if len(opened) == 1 else token)
     found = [recognise(image) for image in opened]
     with prepared_for_attribution(network), torch.no_grad():
@@ -216,7 +218,7 @@ def generate(
         is_image = read == _image_token_id(network, processor)
         if not is_image.any():
             raise ModelError(f"the prompt has no image token; write {token} into it, once for each image")
-        written = AnswerText(tuple(ids), _token_texts(tokenizer, ids), partial(_token_ids, tokenizer), tokenizer.decode)
+        written = AnswerText(tuple(ids), _token_texts(tokenizer, ids), tokenizer)
         sequence = torch.cat([read, read.new_tensor(ids[-1:])])
         size = arguments.canvases.shape[2:]
         frames = tuple(Frame(image, _padded_box(own, size)) for image, own in zip(opened, found, strict=True))
@@ -266,17 +268,11 @@ def _recognised(processor: Any, text: str, image: Image.Image) -> Views:
 
 def _image_token_id(model: nn.Module, processor: Any) -> int:
     """Return the id of the tokens that the features of an image replace. Raises ModelError if it is not known."""
-    config: Any = getattr(model, "config", None)
-    known = [getattr(processor, "image_token_id", None)]
-    known += [getattr(config, name, None) for name in ("image_token_id", "image_token_index")]
-    found = next((token for token in known if isinstance(token, int)), None)
-    if found is None:
-        raise ModelError(f"{type(processor).__name__} has no image_token_id, so the tokens of an image are not known")
-    return found
-
-
-def _token_ids(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    for owner in (processor, getattr(model, "config", None)):
+        found = getattr(owner, "image_token_id", None)
+        if isinstance(found, int):
+            return found
+    raise ModelError(f"{type(processor).__name__} has no image_token_id, so the tokens of an image are not known")
 
 
 def _token_texts(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
@@ -293,13 +289,12 @@ def _answer_ids(
     Raises:
         ModelError: The answer is empty.
     """
-    inputs = _on_device(model, inputs)
     prompt: list[int] = inputs["input_ids"][0].tolist()
     config = getattr(model, "generation_config", None)
     ends = getattr(config, "eos_token_id", None) or getattr(tokenizer, "eos_token_id", None)
     stop = set(ends if isinstance(ends, list) else [ends])
     if answer is not None:
-        ids = _token_ids(tokenizer, answer) if isinstance(answer, str) else [int(token) for token in answer]
+        ids = [*map(int, encode(tokenizer, answer) if isinstance(answer, str) else answer)]
     elif hasattr(model, "generate"):
         ids = model.generate(**inputs, max_new_tokens=longest, do_sample=False)[0].tolist()
         ids = ids[len(prompt) :] if ids[: len(prompt)] == prompt else ids
@@ -312,14 +307,6 @@ def _answer_ids(
     if not ids:
         raise ModelError("the answer is empty; pass the one to explain as answer=")
     return ids
-
-
-def _on_device(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors on the device of a model, and floating-point ones in its dtype."""
-    like = reference_tensor(model)
-    if like is None:
-        return dict(inputs)
-    return {name: value.to(like if value.is_floating_point() else like.device) for name, value in inputs.items()}
 
 
 def _continued(inputs: Mapping[str, Tensor], ids: Sequence[int]) -> dict[str, Tensor]:
@@ -345,7 +332,7 @@ class ImageArguments:
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Tensor], views: Sequence[Views], ids: Sequence[int]):
-        self.fixed = _on_device(model, _continued(inputs, ids[:-1]))
+        self.fixed = _continued(inputs, ids[:-1])
         self.views = views
         parameters = inspect.signature(model.forward).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

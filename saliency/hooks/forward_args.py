@@ -26,31 +26,28 @@ ForwardArgs = tuple[Any, ...] | list[Any] | Mapping[str, Any]
 class _Bound(NamedTuple):
     """Arguments of one call. With an `image`, each pass runs variants of this image only."""
 
-    values: Mapping[int | str, Any]  # by position or name
-    batch: Batch
-    image: int | None
-    caches: dict[tuple[int, int | None], dict[Any, Any]]
-    layer: str | None  # the layer whose output is the model's output
-
-    @property
-    def images(self) -> int:
-        return len(self.batch.inputs)
+    values: Mapping[Any, Any] = {}  # by position or name
+    batch: Batch | None = None
+    image: int | None = None
+    caches: dict[tuple[int, int | None], dict[Any, Any]] | None = None
+    layer: str | None = None  # the layer whose output is the model's output
 
     def numbers(self, x: Tensor) -> list[int]:
         """Return the number of the image that each row of a batch (k, C, H, W) shows."""
-        return list(range(self.images)) if self.image is None else [self.image] * len(x)
+        return list(range(len(x))) if self.image is None else [self.image] * len(x)
 
     def rows(self, value: Any, x: Tensor) -> Any:
         """Return the rows of an argument for a batch (k, C, H, W); an argument without rows as it is."""
         shape = (len(value),) if isinstance(value, list) else getattr(value, "shape", ())
-        if shape[:1] != (self.images,):
+        if self.batch is None or shape[:1] != self.batch.inputs.shape[:1]:
             return value
         images = self.numbers(x)
         rows = [value[image] for image in images] if isinstance(value, list) else value[images]
         return rows.detach().to(x.device) if isinstance(rows, Tensor) else rows
 
 
-_bound: ContextVar[_Bound | None] = ContextVar("forward_args", default=None)
+_NOTHING = _Bound()
+_bound: ContextVar[_Bound] = ContextVar("forward_args", default=_NOTHING)
 
 
 @contextmanager
@@ -78,56 +75,52 @@ def bind_forward_args(like: ForwardArgs, batch: Batch, layer: str | None = None)
         raise MethodError(f"forward_args is a {type(like).__name__}; expected a tuple (mask,) or a mapping of names")
     values: Mapping[Any, Any] = like if isinstance(like, Mapping) else dict(enumerate(like))
     bound = _Bound(values, batch, 0 if len(batch.inputs) == 1 else None, {}, layer)
-    return bound_value(_bound, bound if values or layer or batch.arguments else None)
+    return bound_value(_bound, bound if values or layer or batch.arguments else _NOTHING)
 
 
 def unbind_forward_args() -> AbstractContextManager[None]:
     """Bind no arguments in a block."""
-    return bound_value(_bound, None)
+    return bound_value(_bound, _NOTHING)
 
 
 def bind_image(image: int) -> AbstractContextManager[None]:
     """Bind the arguments of one image of the batch in a block: the model runs only variants of this image."""
     bound = _bound.get()
-    return bound_value(_bound, bound._replace(image=image) if bound is not None and bound.image is None else bound)
+    return bound_value(_bound, bound._replace(image=image) if bound.batch and bound.image is None else bound)
 
 
 def returned_layer() -> str | None:
     """Return the layer whose output is returned instead of the model's; None for the model's output."""
-    bound = _bound.get()
-    return None if bound is None else bound.layer
+    return _bound.get().layer
 
 
 def bound_batch() -> Batch | None:
     """Return the batch whose arguments are bound; None without arguments."""
-    bound = _bound.get()
-    return None if bound is None else bound.batch
+    return _bound.get().batch
 
 
 def add_forward_args(**values: Any) -> AbstractContextManager[None]:
     """Add arguments to the bound ones in a block."""
     bound = _bound.get()
-    return bound_value(_bound, bound and bound._replace(values={**bound.values, **values}))
+    return bound_value(_bound, bound._replace(values={**bound.values, **values}))
 
 
 def shown_images(x: Tensor) -> list[int]:
     """Return the number of the image that each row of a batch (k, C, H, W) shows."""
-    bound = _bound.get()
-    return list(range(len(x))) if bound is None else bound.numbers(x)
+    return _bound.get().numbers(x)
 
 
 def has_forward_args() -> bool:
     """Return whether extra arguments are bound."""
-    return _bound.get() is not None
+    return _bound.get() is not _NOTHING
 
 
 def forward_args(x: Tensor) -> tuple[list[Any], dict[str, Any]]:
     """Return the extra arguments for a batch (k, C, H, W), by position and by name; of an answer, all arguments."""
     bound = _bound.get()
-    values: dict[Any, Any] = {}
-    if bound is not None:
-        values = {} if bound.batch.arguments is None else bound.batch.arguments(x, bound.numbers(x))
-        values |= {key: bound.rows(value, x) for key, value in bound.values.items()}
+    arguments = bound.batch and bound.batch.arguments
+    values = arguments(x, bound.numbers(x)) if arguments else dict[Any, Any]()
+    values |= {key: bound.rows(value, x) for key, value in bound.values.items()}
     positional = [values.pop(key) for key in list(values) if isinstance(key, int)]
     return positional, values
 
@@ -135,5 +128,6 @@ def forward_args(x: Tensor) -> tuple[list[Any], dict[str, Any]]:
 def cache_of(caches: WeakKeyDictionary[nn.Module, dict[Any, Any]], model: nn.Module) -> dict[Any, Any]:
     """Return the cache of a model. A call with extra arguments has its own, since results may depend on them."""
     bound = _bound.get()
-    own = None if bound is None else bound.caches.setdefault((id(caches), bound.image), {})
-    return caches.setdefault(model, {}) if own is None else own
+    if bound.caches is None:
+        return caches.setdefault(model, {})
+    return bound.caches.setdefault((id(caches), bound.image), {})

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +17,11 @@ from ..validation import is_integer
 from .targets import Categories, OutputFacts, OutputTarget, Target, output_tensor
 
 
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text, without special tokens."""
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerText:
     """Tokens of an answer, and the tokenizer.
@@ -25,14 +29,12 @@ class AnswerText:
     Attributes:
         ids: The ids of its T tokens.
         tokens: Their texts, which form the answer together.
-        encode: A function from a text to the ids of its tokens.
-        decode: A function from ids to a text.
+        tokenizer: A tokenizer with `encode` and `decode`.
     """
 
     ids: tuple[int, ...]
     tokens: tuple[str, ...]
-    encode: Callable[[str], list[int]] = field(repr=False)
-    decode: Callable[[Sequence[int]], str] = field(repr=False)
+    tokenizer: Any
 
     @property
     def text(self) -> str:
@@ -58,9 +60,10 @@ class AnswerText:
     def encode_at(self, text: str, start: int) -> list[int]:
         """Return the ids of a text that replaces the answer from a token on: with a space before it where one is."""
         space = " " if self.tokens[start][:1].isspace() else ""
-        wanted = self.decode(self.ids[:start]).strip() + space + text
-        tried = [self.encode(text), self.encode(f" {text}")]
-        right = [ids for ids in tried if ids and self.decode([*self.ids[:start], *ids]).strip() == wanted.strip()]
+        before, decode = [*self.ids[:start]], self.tokenizer.decode
+        wanted = decode(before).strip() + space + text
+        tried = [encode(self.tokenizer, text), encode(self.tokenizer, f" {text}")]
+        right = [ids for ids in tried if ids and decode([*before, *ids]).strip() == wanted.strip()]
         return min(right or filter(None, tried), key=len)
 
 

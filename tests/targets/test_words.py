@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ PIECES = [
 ]
 
 
-def encode(text: str) -> list[int]:
+def encode(text: str, *, add_special_tokens: bool) -> list[int]:
     """Take the longest piece first, as tokenizers of byte pairs do."""
     ids = []
     while text:
@@ -40,7 +42,8 @@ def encode(text: str) -> list[int]:
 
 
 IDS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)
-ANSWER = AnswerText(IDS, tuple(PIECES[:10]), encode, lambda ids: "".join(PIECES[token] for token in ids))
+TOKENIZER = SimpleNamespace(encode=encode, decode=lambda ids: "".join(PIECES[token] for token in ids))
+ANSWER = AnswerText(IDS, tuple(PIECES[:10]), TOKENIZER)
 LOGITS = torch.randn(2, 12, len(PIECES), generator=torch.Generator().manual_seed(0))  # two rows are before the answer
 
 
