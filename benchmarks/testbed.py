@@ -828,9 +828,7 @@ def object_cell(values: list[float] | str) -> str:
     if isinstance(values, str):
         return "-"
     margins = torch.tensor(values, dtype=torch.double)
-    mean, error = float(margins.mean()), standard_error(margins)
-    text = f"{mean:.2f} ± {error:.2f}"
-    return text if mean > 2 * error else f"**{text}**"
+    return cell(values) if margins.mean() > 2 * standard_error(margins) else f"**{cell(values)}**"
 
 
 def main(parts_of_names: list[str]) -> None:

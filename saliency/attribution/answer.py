@@ -21,8 +21,8 @@ from ..hooks.forward_args import bind_forward_args, bind_image, bound_batch
 from ..hooks.manager import HookManager
 from ..hooks.model_state import call, prepared_for_attribution, reference_tensor, run_model, unwrap
 from ..hooks.pytree import tree_tensors
-from ..io.inputs import Batch, ImageLike, open_image
-from ..io.preprocess import Box, Frame
+from ..io.inputs import Batch, ImageLike, ImagesLike, open_image, read
+from ..io.preprocess import Box, Frame, PreprocessLike
 from ..io.views import TOLERANCE, Views, find_views
 from ..layers.layout import Layout
 from ..layers.positions import SAME, PositionTrace
@@ -152,12 +152,14 @@ def _placed(views: Sequence[Sequence[tuple[Tensor, list[int]]]], grid: Sequence[
     return maps
 
 
-def read_answer(answer: Answer, model: nn.Module) -> Answer:
-    """Return an answer as a batch. Raises ModelError if another model gave it."""
-    if answer.model is not model:
-        names = " and ".join(type(own).__name__ for own in (answer.model, model))
+def read_inputs(inputs: ImagesLike | Answer, model: nn.Module, preprocess: PreprocessLike | None) -> Batch:
+    """Return images or an answer as a batch of a model. Raises ModelError if another model gave the answer."""
+    if not isinstance(inputs, Answer):
+        return read(inputs, preprocess, like=reference_tensor(model))
+    if inputs.model is not model:
+        names = " and ".join(type(own).__name__ for own in (inputs.model, model))
         raise ModelError(f"the answer is from another model than the method's ({names}); call saliency.generate again")
-    return answer
+    return inputs
 
 
 def explained_answer() -> Answer | None:
@@ -214,12 +216,12 @@ def generate(
     with prepared_for_attribution(network), torch.no_grad():
         ids = _answer_ids(network, tokenizer, inputs, answer, max_new_tokens)
         arguments = ImageArguments(network, inputs, found, ids)
-        read = arguments.fixed["input_ids"][0]
-        is_image = read == _image_token_id(network, processor)
+        before = arguments.fixed["input_ids"][0]
+        is_image = before == _image_token_id(network, processor)
         if not is_image.any():
             raise ModelError(f"the prompt has no image token; write {token} into it, once for each image")
         written = AnswerText(tuple(ids), _token_texts(tokenizer, ids), tokenizer)
-        sequence = torch.cat([read, read.new_tensor(ids[-1:])])
+        sequence = torch.cat([before, before.new_tensor(ids[-1:])])
         size = arguments.canvases.shape[2:]
         frames = tuple(Frame(image, _padded_box(own, size)) for image, own in zip(opened, found, strict=True))
         answer = Answer(arguments.canvases, frames, arguments, network, text, sequence, is_image, written)

@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from ..errors import MethodError, NonFiniteError, TargetError, plural, warn
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
-from ..io.inputs import Batch, ImagesLike, Prepare, read
+from ..io.inputs import Batch, ImagesLike, Prepare
 from ..io.preprocess import WHOLE, Frame, PreprocessLike, Whole, as_preprocess, without_crop
 from ..layers.find import find
 from ..layers.layout import LayoutFunction, as_layout, bind_layout
 from ..targets.targets import Neuron, TargetLike, as_categories
 from ..validation import Registry, check_choice
 from .aliases import refuse_unknown_keywords
-from .answer import Answer, read_answer
+from .answer import Answer, read_inputs
 from .explanation import BatchAttribution, Explanation, Setting, Sign
 from .forward import Needs, SharedForward, TargetGradients
 from .heatmap import rounding_errors
@@ -294,9 +294,7 @@ class Attribution(HasOptions, ABC):
 
     def read(self, inputs: ImagesLike | Answer) -> Batch:
         """Read the image or images as the model's input, on the model's device."""
-        if isinstance(inputs, Answer):
-            return read_answer(inputs, self.model)
-        return read(inputs, self.preprocess, like=reference_tensor(self.model))
+        return read_inputs(inputs, self.model, self.preprocess)
 
     def explanation(self, result: BatchAttribution, target: ResolvedTarget, batch: Batch) -> Explanation:
         """Return a checked result as an explanation, with its notes.

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..attribution.answer import Answer, explained_answer, read_answer
+from ..attribution.answer import Answer, explained_answer, read_inputs
 from ..attribution.dense_features import cell_at
 from ..attribution.forward import Needs, SharedForward, TargetGradients
 from ..attribution.resolved_target import ResolvedTarget
@@ -21,8 +21,8 @@ from ..hooks.attention import AttentionCall, fuse_heads
 from ..hooks.autograd_graph import sequence_nr
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.manager import HookManager, is_hookable
-from ..hooks.model_state import categories_of, model_attribute, prepared_for_attribution, reference_tensor, unwrap
-from ..io.inputs import Batch, ImagesLike, read
+from ..hooks.model_state import categories_of, model_attribute, prepared_for_attribution, unwrap
+from ..io.inputs import Batch, ImagesLike
 from ..io.preprocess import Frame
 from ..layers.layout import Layout, token_layout
 from ..layers.positions import PositionTrace
@@ -187,8 +187,8 @@ def attention(
     if reduce is not None:
         check_choice("reduce", reduce, get_args(Reduce))
     model = unwrap(model)
-    read_images = partial(read, preprocess=model_attribute("preprocess", model), like=reference_tensor(model))
-    read_batch = read_answer(image, model) if isinstance(image, Answer) else read_images(image)
+    read_images = partial(read_inputs, model=model, preprocess=model_attribute("preprocess", model))
+    read_batch = read_images(image)
     batch = read_batch.inputs
     names = tuple(name for name, module in model.named_modules() if is_hookable(model, name, module))
     needs = Needs(backwards=int(target is not None), modules=names, attention=True)
