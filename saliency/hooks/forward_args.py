@@ -118,12 +118,6 @@ def bound_answer() -> AnswerForward | None:
     return None if bound is None else bound.answer
 
 
-def bind_answer(answer: AnswerForward) -> AbstractContextManager[None]:
-    """Replace the forward of the bound answer in a block."""
-    bound = _bound.get()
-    return bound_value(_bound, bound and bound._replace(answer=answer))
-
-
 def shown_images(x: Tensor) -> list[int]:
     """Return the number of the image that each row of a batch (k, C, H, W) shows."""
     bound = _bound.get()
