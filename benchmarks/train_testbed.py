@@ -135,7 +135,8 @@ def sentence_loss(model: Captioner, scenes: Scenes, _task: Task) -> Tensor:
     ]
     processor = CaptionProcessor()
     inputs = processor(scenes.images, [f"{prompt} {answer} <end>" for prompt, answer in pairs])
-    tokens, ends = inputs["input_ids"], inputs["attention_mask"].sum(1)[:, None]
+    tokens = inputs["input_ids"]
+    ends = (tokens != processor.pad_token_id).sum(1, keepdim=True)
     lengths = torch.tensor([[len(answer.split()) + 1] for _, answer in pairs])
     positions = torch.arange(tokens.shape[1])
     is_answer = (positions >= ends - lengths) & (positions < ends)
@@ -367,7 +368,7 @@ def spoken(model: Captioner, images: Tensor, prompts: Sequence[str], longest: in
     for _ in range(longest):
         following = model(tokens, inputs["pixel_values"], logits_to_keep=1).logits.argmax(2)
         tokens = torch.cat([tokens, following], 1)
-    return [processor.decode(row).split(" <end>")[0] for row in tokens[:, start.shape[1] :]]
+    return [processor.decode(row).split(" <end>")[0] for row in tokens[:, start.shape[1] :].tolist()]
 
 
 def true_captions(scenes: Scenes) -> list[dict[str, int]]:

@@ -99,12 +99,6 @@ def bound_batch() -> Batch | None:
     return _bound.get().batch
 
 
-def add_forward_args(**values: Any) -> AbstractContextManager[None]:
-    """Add arguments to the bound ones in a block."""
-    bound = _bound.get()
-    return bound_value(_bound, bound._replace(values={**bound.values, **values}))
-
-
 def shown_images(x: Tensor) -> list[int]:
     """Return the number of the image that each row of a batch (k, C, H, W) shows."""
     return _bound.get().numbers(x)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from PIL import Image
@@ -27,7 +28,7 @@ from ..io.preprocess import Frame
 from ..layers.layout import Layout, token_layout
 from ..layers.positions import PositionTrace
 from ..render.blending import ScaledMap, paint, shrink
-from ..render.figure import PRINT_DPI, TEXT_SIZE, new_figure
+from ..render.figure import PRINT_DPI, TEXT_SIZE, Panel, draw_panels
 from ..targets.box import as_place
 from ..targets.targets import TargetLike
 from ..validation import check_choice, is_integer
@@ -39,44 +40,37 @@ Reduce = Literal["mean_heads", "max_heads", "min_heads"]
 Query = int | Sequence[float] | None
 """A query: the number of its token, the point (x, y) of its patch on the image, or None for the mean of all."""
 
-# Of `draw_attention`, in inches: the longer edge of an image, the height of its title, and the width of a layer's name.
-_PANEL, _TITLE, _LABEL = 1.1, 0.2, 1.2
+_PANEL, _TITLE = 1.1, 0.2  # of `draw_attention`, in inches: the width of an image, and the height of its title
 _LONGEST_LABEL = 24  # characters of a layer's name
 
-
-class _Layouts(NamedTuple):
-    """Layouts of the queries and the keys of a call, in the windows of one image; None if they are not a grid."""
-
-    queries: Layout | None
-    keys: Layout | None
+_Layouts = tuple[Layout | None, Layout | None]
+"""Layouts of the queries and the keys of a call, in the windows of one image; None if they are not a grid."""
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class LayerAttention:
     """The attention of one call, computed from queries and keys when it is read.
 
     Attributes:
         layer: The name of the module that ran the call.
-        shape: The shape of the probabilities: (N, heads, queries, keys), without the heads if they are reduced. For
-            attention in windows, N counts the windows of all images.
         batch: The images as the model's input.
     """
 
-    def __init__(
-        self,
-        layer: str,
-        call: AttentionCall,
-        grad: Tensor | None,
-        reduce: Reduce | None,
-        batch: Batch,
-        layouts: Callable[[], list[_Layouts]],
-        number: int,
-    ) -> None:
-        images, heads, queries, keys = call.shape
-        self.layer = layer
-        self.shape = (images, heads, queries, keys) if reduce is None else (images, queries, keys)
-        self.batch = batch
-        self._call, self._grad, self._reduce = call, grad, reduce
-        self._layouts, self._number = layouts, number
+    layer: str
+    batch: Batch
+    _call: AttentionCall
+    _grad: Tensor | None
+    _reduce: Reduce | None
+    _layouts: Callable[[], _Layouts]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the probabilities: (N, heads, queries, keys), without the heads if they are reduced.
+
+        For attention in windows, N counts the windows of all images.
+        """
+        images, heads, queries, keys = self._call.shape
+        return (images, heads, queries, keys) if self._reduce is None else (images, queries, keys)
 
     @property
     def probabilities(self) -> Tensor:
@@ -107,8 +101,8 @@ class LayerAttention:
                 language model of an answer.
             TargetError: The query does not exist, or is a number for attention in windows.
         """
-        images, layouts = len(self.batch.inputs), self._layouts()[self._number]
-        if layouts.keys is None:
+        images, (query_layout, key_layout) = len(self.batch.inputs), self._layouts()
+        if key_layout is None:
             raise LayerError(f'the keys of "{self.layer}" are not one for each patch of the image')
         heads = self.probabilities if self._reduce is None else self.probabilities[:, None]
         heads = heads.reshape(images, -1, *heads.shape[1:])  # (N, windows, heads, queries, keys)
@@ -116,18 +110,17 @@ class LayerAttention:
         if query is None:
             rows = heads.mean(3) / windows
         elif is_integer(query, least=None):
-            if windows > 1 or not -queries <= int(query) < queries:
-                valid = (
-                    f"outside 0..{queries - 1}" if windows == 1 else "in one of several windows; pass a point (x, y)"
-                )
-                raise TargetError(f'query {query} of "{self.layer}" is {valid}')
+            if windows > 1:
+                raise TargetError(f'query {query} of "{self.layer}" is in one of several windows; pass a point (x, y)')
+            if not -queries <= int(query) < queries:
+                raise TargetError(f'query {query} of "{self.layer}" is outside 0..{queries - 1}')
             rows = heads[..., int(query), :]
         else:
             rows = torch.zeros_like(heads[..., 0, :])
             for image in range(images):
-                window, number = divmod(self._query_at(query, layouts.queries, image), queries)
+                window, number = divmod(self._query_at(query, query_layout, image), queries)
                 rows[image, window] = heads[image, window, :, number]
-        maps = layouts.keys(rows.transpose(2, 3).flatten(1, 2))
+        maps = key_layout(rows.transpose(2, 3).flatten(1, 2))
         return maps if self._reduce is None else maps[:, 0]
 
     def _query_at(self, point: Query, layout: Layout | None, image: int) -> int:
@@ -211,8 +204,11 @@ def attention(
         with prepared_for_attribution(model), bind_forward_args(forward_args, read_batch):
             return _trace_layouts(model, batch, resolved, [*layers.values()])
 
+    def layouts_of(number: int) -> _Layouts:
+        return layouts()[number]
+
     return [
-        LayerAttention(layers[call], call, grad[call], reduce, read_batch, layouts, number)
+        LayerAttention(layers[call], read_batch, call, grad[call], reduce, partial(layouts_of, number))
         for number, call in enumerate(grads.attention)
     ]
 
@@ -222,29 +218,29 @@ def _trace_layouts(model: nn.Module, x: Tensor, target: ResolvedTarget, names: S
     with HookManager(exclusive=True), PositionTrace(x) as trace:
         calls = TargetGradients(SharedForward(model, x, Needs(attention=True)), target).attention
 
-    answer = explained_answer()
-
-    def layouts(call: AttentionCall, name: str) -> _Layouts:
-        if answer is not None and f"{name}.".startswith(f"{answer.reader}."):  # the language model
-            return _Layouts(None, answer.layout(range(len(x))))
-        query = call.query if call.weights is None else call.weights
-        return _Layouts(None if query is None else layout(query, call), layout(call.value, call))
-
-    def layout(operand: Tensor, call: AttentionCall) -> Layout | None:
-        positions = trace.positions(operand)
-        if positions is None or call.shape[0] % len(x):
+    def layout(operand: Tensor | None, call: AttentionCall) -> Layout | None:
+        positions = None if operand is None else trace.positions(operand)
+        if operand is None or positions is None or call.shape[0] % len(x):
             return None
         rows = positions.nanmean(-1).expand(-1, *operand.shape[:-1])
         of_one_head = rows.reshape(len(rows), call.shape[0], -1, rows.shape[-1])[:, :, 0]
         return token_layout(of_one_head.reshape(len(rows), len(x), -1), x)
 
-    return [layouts(call, name) for call, name in zip(calls, names, strict=True)]
+    answer, layouts = explained_answer(), list[_Layouts]()
+    for call, name in zip(calls, names, strict=True):
+        if answer is not None and f"{name}.".startswith(f"{answer.reader}."):  # the language model
+            layouts.append((None, answer.layout(range(len(x)))))
+        else:
+            layouts.append(
+                (layout(call.query if call.weights is None else call.weights, call), layout(call.value, call))
+            )
+    return layouts
 
 
 def draw_attention(layers: Sequence[LayerAttention], query: Query = None, *, image: int = 0) -> Figure:
     """Draw one row per layer and one column per head: the attention of a query to each patch of an image.
 
-    Each panel has its own scale. Its title is the value at full colour.
+    Each panel has its own scale. Its title has the value at full colour.
 
     Args:
         layers: The result of `attention`, or a part of it.
@@ -266,26 +262,24 @@ def draw_attention(layers: Sequence[LayerAttention], query: Query = None, *, ima
     require_two_axes(batch.inputs, "draw_attention")
     height, width = batch.inputs.shape[2:]
     frame = batch.frames[image] or Frame(Image.new("RGB", (width, height)), (0, 0, width, height))
-    small = shrink(frame, round(_PANEL * PRINT_DPI))
-    rows = [maps.reshape(-1, *maps.shape[-2:]) for maps in (layer.maps(query)[image] for layer in layers)]
-    scale, columns = small.image.width / frame.image.width, max(map(len, rows))
-    panel_height = _PANEL * small.image.height / max(small.image.size) + _TITLE
-    drawing = new_figure(_LABEL + columns * _PANEL, len(rows) * panel_height, crop="tight")
-    panels = drawing.subplots(len(rows), columns, squeeze=False)
-    for layer, maps, row in zip(layers, rows, panels, strict=True):
-        for axes in row:
-            axes.set(xticks=[], yticks=[])
-            axes.spines[:].set_visible(False)
-        label = layer.layer[-_LONGEST_LABEL:]
-        row[0].set_ylabel(label, fontsize=TEXT_SIZE, parse_math=False, rotation=0, ha="right", va="center")
-        for head, (axes, values) in enumerate(zip(row, maps.float().cpu().numpy(), strict=False)):
+    small, rows = shrink(frame, round(_PANEL * PRINT_DPI)), []
+    for layer in layers:
+        maps = layer.maps(query)[image]
+        panels = []
+        for head, values in enumerate(maps.reshape(-1, *maps.shape[-2:]).float().cpu().numpy()):
             limit = float(values.max())
             scaled = ScaledMap(values / (limit or 1), "positive", 0.0, limit, is_saturated=False, outliers=None)
-            axes.imshow(paint(small, scaled, None, "map"))
-            name = f"head {head}, " if len(layer.shape) == 4 else ""
-            axes.set_title(f"{name}max {limit:.2g}", fontsize=TEXT_SIZE, pad=2)
-            if isinstance(query, Sequence):
-                axes.plot(query[0] * scale, query[1] * scale, "x", color="white", markersize=4)
+            names = [f"head {head}"] * (maps.dim() == 3) + [f"max {limit:.2g}"]
+            panels.append(Panel(paint(small, scaled, None, "map"), names))
+        rows.append(panels)
+    drawing, grid = draw_panels(rows, _PANEL, _TITLE)
+    for layer, row in zip(layers, grid, strict=True):
+        label = layer.layer[-_LONGEST_LABEL:]
+        row[0].text(-0.1, 0.5, label, fontsize=TEXT_SIZE, parse_math=False, ha="right", transform=row[0].transAxes)
+        if isinstance(query, Sequence):
+            x, y = (place * small.image.width / frame.image.width for place in query)
+            for axes in row:
+                axes.plot(x, y, "x", color="white", markersize=4)
     return drawing
 
 

@@ -12,16 +12,14 @@ from torch import Tensor, nn
 from ..attribution.answer import Answer, explained_answer
 from ..attribution.base import Attribution
 from ..attribution.explanation import BatchAttribution, Sign
-from ..attribution.options import Option
 from ..attribution.resolved_target import ResolvedTarget
 from ..axes import at_least_float32
 from ..errors import NotApplicableError
-from ..hooks.forward_args import add_forward_args, shown_images
+from ..hooks.forward_args import shown_images
 from ..hooks.manager import HookManager
-from ..hooks.model_state import run_model
-from ..targets.targets import TargetList, output_tensor
+from ..hooks.model_state import call
+from ..targets.targets import output_tensor
 from ..targets.words import Words
-from ..validation import check_flag
 
 
 class TAM(Attribution):
@@ -39,14 +37,12 @@ class TAM(Attribution):
     It explains answers only, so it is not in the registry. It shows where the model would write the word, not why it
     did: it uses no gradient and does not change the image.
 
-    Args:
-        rank_filter: Whether the rank Gaussian filter is applied.
-
     Values: (N, 1, h, w), at least 0, logits.
 
     Raises:
-        NotApplicableError: An image is explained, or another target than `saliency.words`, or a contrast of words; the
-            logits are not a linear layer of the hidden states; or the image tokens have no place in the image.
+        NotApplicableError: An image is explained; the target is not one `saliency.words` for all images, or is a
+            contrast of words; the logits are not a linear layer of the hidden states; or the image tokens have no
+            position in the image.
 
     Source: Li et al., "Token Activation Map to Visually Explain Multimodal LLMs" (2025),
         https://arxiv.org/abs/2506.23270.
@@ -57,8 +53,6 @@ class TAM(Attribution):
     sign: ClassVar[Sign] = "positive"
     is_complete = False
 
-    rank_filter: Option[bool] = Option(True, check_flag)
-
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         """Explain one target."""
         return self.explain_targets(x, [target])[0]
@@ -68,15 +62,13 @@ class TAM(Attribution):
         answer = explained_answer()
         if answer is None:
             raise NotApplicableError("TAM explains words of an answer; pass saliency.generate(...) instead of an image")
-        layout = answer.layout(shown_images(x))
-        text = _text_after_image(answer)
+        layout, text = answer.layout(shown_images(x)), _text_after_image(answer)
         output, logits = self._logits(answer, text, x)
         results = []
         for target in targets:
-            scores, words = target(output), _words_of(target, len(x))
-            maps = torch.stack([_activation(answer, text, logits[row], word) for row, word in enumerate(words)])
-            maps = layout(maps[..., None])
-            results.append(BatchAttribution(rank_gaussian(maps) if self.rank_filter else maps, scores))
+            scores = target(output)  # finds the words in the answer
+            maps = layout(_activation(answer, text, logits, _words_of(target))[..., None])
+            results.append(BatchAttribution(rank_gaussian(maps), scores))
         return results
 
     def _logits(self, answer: Answer, text: Tensor, x: Tensor) -> tuple[Any, Tensor]:
@@ -85,20 +77,21 @@ class TAM(Attribution):
         The model computes the logits of the whole vocabulary at the positions of the answer only.
         """
         head, hidden, count = _output_layer(self.model), list[Tensor](), len(answer.tokens)
+        arguments = answer.arguments(x, shown_images(x))
+        if "logits_to_keep" in arguments:
+            arguments["logits_to_keep"] = 0
 
         def keep(states: Tensor) -> Tensor:
             hidden.append(states.detach())
             return states[:, -count:]
 
-        every = {name: 0 for name in answer.arguments.options if name == "logits_to_keep"}
-        with torch.no_grad(), HookManager() as hooks, add_forward_args(**every):
+        with torch.no_grad(), HookManager() as hooks:
             hooks.revise_input(head, keep)
-            output = run_model(self.model, x)
+            output = call(self.model, (), arguments)
         ids = answer.ids[text]
         offsets: Tensor | None = head.bias
         bias = None if offsets is None else at_least_float32(offsets.detach()[ids])
-        rows = at_least_float32(head.weight.detach()[ids])
-        logits = F.linear(at_least_float32(hidden[-1]), rows, bias) if hidden else ids.new_zeros(0)
+        logits = F.linear(at_least_float32(hidden[-1]), at_least_float32(head.weight.detach()[ids]), bias)
         own, read = at_least_float32(output_tensor(output))[:, -count:, ids], logits[:, -count:]
         if own.shape != read.shape or not torch.allclose(own, read, rtol=1e-2, atol=1e-2 * float(own.abs().max())):
             problem = f"the logits of {type(self.model).__name__} are not a linear layer of its hidden states"
@@ -115,16 +108,17 @@ def _text_after_image(answer: Answer) -> Tensor:
 
 
 def _activation(answer: Answer, text: Tensor, logits: Tensor, words: Words) -> Tensor:
-    """Return the activation (L,) of the tokens of words at image tokens, from the positive logits (L, T) of a text."""
-    is_image, total = answer.is_image, logits.new_zeros(len(logits))
+    """Return the activation (N, L) of words at image tokens, from the positive logits (N, L, T) of a text."""
+    is_image, total = answer.is_image, torch.zeros_like(logits[..., 0])
     for row, token in words.pairs:
         position = answer.queries[row] + 1
         earlier = (text < position) & (answer.ids[text] != token)
-        column = logits[:, text == position][:, 0]
-        own = column * is_image
-        context = (logits[:, earlier] @ column[text[earlier]]) * is_image  # the least squares give its factor
-        scale = (own @ context) / (context @ context).clamp(min=torch.finfo(own.dtype).tiny)
-        total += (own - scale * context).clamp(min=0)
+        column = logits[..., text == position]  # (N, L, 1)
+        context = (logits[..., earlier] @ column[:, text[earlier]])[..., 0] * is_image
+        own = column[..., 0] * is_image
+        norm = context.square().sum(1, keepdim=True).clamp(min=torch.finfo(own.dtype).tiny)
+        factor = (own * context).sum(1, keepdim=True) / norm  # least squares
+        total += (own - factor * context).clamp(min=0)
     return total
 
 
@@ -139,14 +133,12 @@ def rank_gaussian(maps: Tensor) -> Tensor:
     return ((windows * weights).sum(1) / weights.sum(1)).view_as(maps)
 
 
-def _words_of(target: ResolvedTarget, rows: int) -> list[Words]:
-    """Return the words of each row. Raises NotApplicableError for other targets, and for contrasts."""
-    own = target.target
-    words = [*own.targets] if isinstance(own, TargetList) else [own] * rows
-    known = [word for word in words if isinstance(word, Words) and word.other is None]
-    if len(known) < len(words):
+def _words_of(target: ResolvedTarget) -> Words:
+    """Return the words of a target. Raises NotApplicableError for other targets, and for contrasts."""
+    words = target.target
+    if not isinstance(words, Words) or words.other is not None:
         raise NotApplicableError("TAM explains saliency.words(...) without against=; use attn_lrp for other targets")
-    return known
+    return words
 
 
 def _output_layer(model: nn.Module) -> nn.Linear:

@@ -7,7 +7,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -50,6 +50,15 @@ MOST_TOKENS = 40  # columns of the shares
 SHOWN_SHARE = 0.02  # smallest share that is written
 
 NAME, LABEL = 24, 32  # line of a class name in a title, and of a label, in characters
+
+
+class Panel(NamedTuple):
+    """An image in a figure, with the lines of its title, and the scale and the units of its colour bar, if any."""
+
+    image: Image.Image
+    names: Sequence[str] = ()
+    scaled: ScaledMap | None = None
+    units: str = ""
 
 
 def new_figure(width: float, height: float, crop: str | None = None) -> Figure:
@@ -118,29 +127,22 @@ def figure(
         listed = [explanations]
     given = [single_images(row, "figure") for row in listed]
     limit = shared_limit(chain.from_iterable(given), smoothing=smoothing) if shared else None
-    groups = [group for row in given for group in _by_image(row)]
-    most = 1 + max(map(len, groups))
-    if columns is None:
-        columns = math.ceil(most / math.ceil(most / COLUMNS))
-    columns = min(most, check_integer("columns", columns, least=1, error=RenderError))
-    framed = [(group, _print_frame(frame_of(group[0]))) for group in groups]
-    rows = [(group, frame, start) for group, frame in framed for start in range(0, 1 + len(group), columns)]
-    width = min(LARGEST_PANEL, max(SMALLEST_PANEL, WIDTH / columns))
-    heights = [width * min(frame.image.height / frame.image.width, TALLEST) + HEAD_AND_BAR for _, frame, _ in rows]
-    drawing = new_figure(columns * width, sum(heights) + TITLE_HEIGHT * bool(title), crop="tight")
-    drawing.suptitle(title or "", fontsize=TITLE_SIZE + 2, parse_math=False)
-    for panels, (group, frame, start) in zip(_panels(drawing, heights, columns), rows, strict=True):
-        has_one_class, titles = len({one.target_names[0] for one in group}) == 1, method_titles(group)
-        for axes, number in zip(panels, range(start, 1 + len(group)), strict=False):
-            if number == 0:
-                _show(axes, frame.image, [class_title(group[0])] if has_one_class else [])
-                continue
-            explanation = group[number - 1]
-            scaled = scale_map(explanation, limit=limit, smoothing=smoothing)
-            names = [titles[number - 1], *([] if has_one_class else [class_title(explanation)])]
-            _show(axes, paint(frame, scaled, colormap, opacity), names)
+    groups = []
+    for group in chain.from_iterable(map(_by_image, given)):
+        frame, titles = _print_frame(frame_of(group[0])), method_titles(group)
+        has_one_class = len({one.target_names[0] for one in group}) == 1
+        panels = [Panel(frame.image, [class_title(group[0])] if has_one_class else [])]
+        for one, method in zip(group, titles, strict=True):
+            scaled = scale_map(one, limit=limit, smoothing=smoothing)
+            names = [method] if has_one_class else [method, class_title(one)]
+            panels.append(Panel(paint(frame, scaled, colormap, opacity), names, scaled, label or one.units))
+        groups.append(panels)
+    rows, width = _in_rows(groups, columns)
+    drawing, grid = draw_panels(rows, width, HEAD_AND_BAR, title or "")
+    for axes, panel in zip(chain.from_iterable(grid), chain.from_iterable(rows), strict=True):
+        if panel.scaled is not None:
             below = axes.inset_axes((0.0, -0.07, 1.0, 0.035))
-            add_bar(drawing, scaled, colormap, label or explanation.units, cax=below, orientation="horizontal")
+            add_bar(drawing, panel.scaled, colormap, panel.units, cax=below, orientation="horizontal")
     return drawing
 
 
@@ -166,14 +168,8 @@ def draw_matches(matches: Matches, *, count: int = 20) -> Figure:
     frames = [_print_frame(frame) for frame in matches.frames if frame is not None]
     if len(frames) < 2:
         raise RenderError("draw_matches draws on the images; pass their paths or PIL images to explain_matches")
-    height = max(frame.image.height / frame.image.width for frame in frames) * WIDTH / 2
-    drawing = new_figure(WIDTH, height + TITLE_HEIGHT, crop="tight")
     title = f"{matches.measure} similarity {matches.score:.3g}; red raises it, blue lowers it"
-    drawing.suptitle(title, fontsize=TITLE_SIZE + 2, parse_math=False)
-    left, right = drawing.subplots(1, 2)
-    for axes, frame in zip((left, right), frames, strict=True):
-        axes.set_axis_off()
-        _show(axes, frame.image, [])
+    drawing, [[left, right]] = draw_panels([[Panel(frame.image) for frame in frames]], WIDTH / 2, title=title)
     values = matches.values.double().cpu()
     nearby = size = values.abs()
     for _ in range(2):  # the largest magnitude of the cells around one end, then around the other
@@ -217,31 +213,23 @@ def draw_answer(answer: Answer, method: Attribution, *, columns: int | None = No
     names = [word for word, _ in answer.words]
     with each_warning_once():  # many words, such as "of", follow from the text
         explanations = method.attribute_classes(answer, [words(at=place) for _, place in answer.words])
-    most, images = 1 + len(names), len(answer.inputs)
-    if columns is None:
-        columns = math.ceil(most / math.ceil(most / COLUMNS))
-    columns = min(most, check_integer("columns", columns, least=1, error=RenderError))
-    frames = [_print_frame(frame_of(one)) for one in explanations[0]]
-    width = min(LARGEST_PANEL, max(SMALLEST_PANEL, WIDTH / columns))
-    rows = [(image, start) for image in range(images) for start in range(0, most, columns)]
-    heights = [width * min(frames[i].image.height / frames[i].image.width, TALLEST) + TITLE_HEIGHT for i, _ in rows]
-    shares = _shares(explanations)
-    table_heights = [] if shares is None else [TABLE_HEAD + len(names) * TABLE_ROW]
-    drawing = new_figure(columns * width, sum([*heights, *table_heights]) + 2 * TITLE_HEIGHT, crop="tight")
-    title = textwrap.shorten(f'{explanations[0].title}: "{answer.text}"', 2 * LABEL * columns, placeholder="…")
-    drawing.suptitle(title, fontsize=TITLE_SIZE + 2, parse_math=False)
-    part_heights = [sum(heights), *table_heights]
-    parts = drawing.subfigures(len(part_heights), 1, squeeze=False, height_ratios=part_heights)[:, 0]
-    for panels, (image, start) in zip(_panels(parts[0], heights, columns), rows, strict=True):
-        for axes, number in zip(panels, range(start, most), strict=False):
-            if number == 0:
-                _show(axes, frames[image].image, ["image" if images == 1 else f"image {image + 1}"])
-                continue
-            own = explanations[number - 1][image]
+    groups, images = [], len(answer.inputs)
+    for image in range(images):
+        frame = _print_frame(frame_of(explanations[0][image]))
+        panels = [Panel(frame.image, ["image" if images == 1 else f"image {image + 1}"])]
+        for name, explanation in zip(names, explanations, strict=True):
+            own = explanation[image]
             scaled = scale_map(own, "positive" if own.sign == "signed" else own.sign, smoothing=SMOOTHING)
-            _show(axes, paint(frames[image], scaled, None, "map"), [" ".join([names[number - 1], *probability(own)])])
+            panels.append(Panel(paint(frame, scaled, None, "map"), [" ".join([name, *probability(own)])]))
+        groups.append(panels)
+    rows, width = _in_rows(groups, columns)
+    longest = 2 * LABEL * max(map(len, rows))
+    title = textwrap.shorten(f'{explanations[0].title}: "{answer.text}"', longest, placeholder="…")
+    shares = _shares(explanations)
+    below = 0.0 if shares is None else TABLE_HEAD + len(names) * TABLE_ROW
+    drawing, _ = draw_panels(rows, width, TITLE_HEIGHT, title, below)
     if shares is not None:
-        _draw_shares(parts[1].subplots(), shares, names)
+        _draw_shares(drawing.subfigs[1].subplots(), shares, names)
     return drawing
 
 
@@ -299,17 +287,15 @@ def draw_features(features: Features, *, foreground: bool = True) -> Figure:
     """
     frames = [_print_frame(frame_of(one)) for one in features.similarity()]
     colors = (255 * features.pca(foreground=foreground)).round().byte().movedim(1, -1).cpu().numpy()
-    width = min(LARGEST_PANEL, WIDTH / len(frames))
-    tallest = max(frame.image.height / frame.image.width for frame in frames)
-    drawing = new_figure(width * len(frames), 2 * width * tallest, crop="tight")
-    for frame, cells, column in zip(frames, colors, drawing.subplots(2, len(frames), squeeze=False).T, strict=True):
+    components = []
+    for frame, cells in zip(frames, colors, strict=True):
         left, top, right, bottom = map(round, frame.box)
-        components = Image.new("RGB", frame.image.size)
-        components.paste(Image.fromarray(cells).resize((right - left, bottom - top), NEAREST), (left, top))
-        for axes, image in zip(column, (frame.image, components), strict=True):
-            axes.set_axis_off()
-            _show(axes, image, [])
-    return drawing
+        image = Image.new("RGB", frame.image.size)
+        image.paste(Image.fromarray(cells).resize((right - left, bottom - top), NEAREST), (left, top))
+        components.append(Panel(image))
+    return draw_panels([[Panel(frame.image) for frame in frames], components], min(LARGEST_PANEL, WIDTH / len(frames)))[
+        0
+    ]
 
 
 def _centre(frame: Frame, cell: Sequence[int], cells: Sequence[int]) -> tuple[float, float]:
@@ -343,18 +329,43 @@ def class_title(explanation: Explanation) -> str:
     return " ".join(["\n".join(name), *probability(explanation)])
 
 
-def _panels(drawing: Figure, heights: Sequence[float], columns: int) -> Any:
-    """Return empty axes, one row for each height."""
-    panels = drawing.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
-    for axes in panels.flat:
+def _in_rows(groups: Sequence[Sequence[Panel]], columns: int | None) -> tuple[list[Sequence[Panel]], float]:
+    """Return groups of panels in rows of equal length, and the width of a panel. Raises RenderError for the columns."""
+    most = max(map(len, groups))
+    if columns is None:
+        columns = math.ceil(most / math.ceil(most / COLUMNS))
+    columns = min(most, check_integer("columns", columns, least=1, error=RenderError))
+    rows = [group[at : at + columns] for group in groups for at in range(0, len(group), columns)]
+    return rows, min(LARGEST_PANEL, max(SMALLEST_PANEL, WIDTH / columns))
+
+
+def draw_panels(
+    rows: Sequence[Sequence[Panel]], width: float, space: float = 0.0, title: str = "", below: float = 0.0
+) -> tuple[Figure, list[list[Axes]]]:
+    """Draw images with their titles in rows, and return the figure and the axes of each panel.
+
+    Args:
+        rows: The panels of each row.
+        width: The width of a panel, in inches as all lengths.
+        space: The height of the space at each row, for titles and colour bars.
+        title: A title above everything.
+        below: The height of an empty second subfigure; 0 for none.
+    """
+    columns = max(map(len, rows))
+    ratios = [max(panel.image.height / panel.image.width for panel in row) for row in rows]
+    heights = [width * min(ratio, TALLEST) + space for ratio in ratios]
+    drawing = new_figure(columns * width, sum(heights) + TITLE_HEIGHT * bool(title) + below, crop="tight")
+    drawing.suptitle(title, fontsize=TITLE_SIZE + 2, parse_math=False)
+    part = drawing.subfigures(2, 1, height_ratios=(sum(heights), below))[0] if below else drawing
+    grid = part.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
+    for axes in grid.flat:
         axes.set_axis_off()
         axes.set_anchor("N")
-    return panels
-
-
-def _show(axes: Axes, image: Image.Image, names: Sequence[str]) -> None:
-    axes.imshow(image)
-    axes.set_title("\n".join(names), fontsize=TITLE_SIZE, pad=4, parse_math=False)
+    filled = [list(axes[: len(row)]) for axes, row in zip(grid, rows, strict=True)]
+    for axes, panel in zip(chain.from_iterable(filled), chain.from_iterable(rows), strict=True):
+        axes.imshow(panel.image)
+        axes.set_title("\n".join(panel.names), fontsize=TITLE_SIZE, pad=4, parse_math=False)
+    return drawing, filled
 
 
 def add_bar(drawing: Figure, scaled: ScaledMap, colormap: str | None, label: str, **where: Any) -> None:

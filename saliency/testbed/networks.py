@@ -176,19 +176,12 @@ class Captioner(nn.Module):
         """Return the embeddings of tokens, as models of transformers do."""
         return self.embed_tokens
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        pixel_values: Tensor,
-        attention_mask: Tensor | None = None,
-        logits_to_keep: int = 0,
-    ) -> CaptionerOutput:
+    def forward(self, input_ids: Tensor, pixel_values: Tensor, logits_to_keep: int = 0) -> CaptionerOutput:
         """Return the logits of the next token at each position, (N, T, V).
 
         Args:
             input_ids: The tokens (N, T) of `CaptionProcessor`, with 64 tokens "<image>" in each row.
             pixel_values: The images (N, 3, 64, 64).
-            attention_mask: Ignored: padding follows the text, and a causal decoder does not read it.
             logits_to_keep: The number of last positions to return; 0 for all.
         """
         patches = self.projector(self.visual.tokens(pixel_values)[:, -_CELLS:])
@@ -208,13 +201,10 @@ class CaptionProcessor:
     image_token, image_token_id = "<image>", _SPOKEN.index("<image>")
     eos_token_id, pad_token_id = _SPOKEN.index("<end>"), _SPOKEN.index("<pad>")
 
-    def __call__(
-        self,
-        images: ImagesLike,
-        text: str | Sequence[str],
-        return_tensors: str = "pt",
-    ) -> dict[str, Tensor]:
-        """Return `input_ids` and `attention_mask` (N, T), padded after the text, and `pixel_values` (N, 3, 64, 64).
+    def __call__(self, images: ImagesLike, text: str | Sequence[str], return_tensors: str = "pt") -> dict[str, Tensor]:
+        """Return `input_ids` (N, T), padded after the text, and `pixel_values` (N, 3, 64, 64).
+
+        The causal decoder does not read the padding, so there is no mask.
 
         Raises:
             TargetError: The network does not know a word.
@@ -224,8 +214,7 @@ class CaptionProcessor:
         starts = ["<start>", *[self.image_token] * _CELLS]
         rows = [self.encode(" ".join([*starts, each.replace(self.image_token, "")])) for each in texts]
         tokens = nn.utils.rnn.pad_sequence([torch.tensor(row, device="cpu") for row in rows], batch_first=True)
-        mask = (tokens != self.pad_token_id).long()
-        return {"input_ids": tokens, "attention_mask": mask, "pixel_values": read(images, PREPROCESS).inputs}
+        return {"input_ids": tokens, "pixel_values": read(images, PREPROCESS).inputs}
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the tokens of words, without others. Raises TargetError if the network does not know a word."""
@@ -234,10 +223,9 @@ class CaptionProcessor:
             raise TargetError(f'"{min(unknown)}" is not a word of the captioner; expected: {", ".join(_SPOKEN)}')
         return [_SPOKEN.index(word) for word in words]
 
-    def decode(self, token_ids: int | Sequence[int] | Tensor, *, skip_special_tokens: bool = False) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, with a space between words."""
-        words = [_SPOKEN[token] for token in torch.as_tensor(token_ids, device="cpu").reshape(-1).tolist()]
-        return " ".join(word for word in words if not (skip_special_tokens and word.startswith("<")))
+        return " ".join(_SPOKEN[token] for token in token_ids)
 
 
 def window_transformer(outputs: int = len(CLASSES)) -> nn.Module:

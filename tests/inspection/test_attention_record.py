@@ -433,7 +433,7 @@ def test_the_figure_has_a_row_per_layer_and_a_column_per_head() -> None:
     drawing = saliency.draw_attention(layers[2:], (20, 30))
     titles = [axes.get_title() for axes in drawing.axes]
     maps = [(head, values) for layer in layers[2:] for head, values in enumerate(layer.maps((20, 30))[0])]
-    assert titles == [f"head {head}, max {float(values.max()):.2g}" for head, values in maps]
-    assert drawing.axes[0].get_ylabel() == "blocks.2.attn"
+    assert titles == [f"head {head}\nmax {float(values.max()):.2g}" for head, values in maps]
+    assert drawing.axes[0].texts[0].get_text() == "blocks.2.attn"
     with pytest.raises(saliency.RenderError, match="nothing to draw"):
         saliency.draw_attention([])

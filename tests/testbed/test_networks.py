@@ -184,9 +184,9 @@ def test_the_captioner_is_called_as_a_model_of_transformers() -> None:
 
 def test_the_processor_of_the_captioner_reads_its_own_text_and_names_a_word_that_it_does_not_know() -> None:
     processor = CaptionProcessor()
-    tokens = processor(SCENES.images[0], "caption a red circle <end>")["input_ids"][0]
-    assert processor.decode(tokens[[0, 1, -1]]) == "<start> <image> <end>"
-    assert processor.decode(tokens, skip_special_tokens=True) == "caption a red circle"
+    tokens = processor(SCENES.images[0], "caption a red circle <end>")["input_ids"][0].tolist()
+    assert processor.decode(tokens[:2]) == "<start> <image>"
+    assert processor.decode(tokens[65:]) == "caption a red circle <end>"
     with pytest.raises(TargetError, match='"cat" is not a word of the captioner; expected: <pad>'):
         processor(SCENES.images, "a red cat")
 
