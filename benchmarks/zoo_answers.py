@@ -10,13 +10,12 @@ from functools import partial
 
 import saliency
 from benchmarks.zoo_cells import Case, Table
-from tests.vision_language import FAMILIES, build, scene
+from tests.vision_language import FAMILIES, answered
 
 
-def answered(family: str) -> Case:
+def case(family: str) -> Case:
     """Return a model, an answer of it, and one of the words as the target."""
-    model, processor = build(family)
-    answer = saliency.generate(model, processor, scene(), "what color is the car", answer="a red car")
+    model, _, answer = answered(family)
     return Case(model, answer, saliency.words("red"))
 
 
@@ -24,7 +23,7 @@ ANSWERS = Table(
     "zoo_answers",
     "Methods on answers of vision-language models",
     ("transformers",),
-    {family: partial(answered, family) for family in FAMILIES},
+    {family: partial(case, family) for family in FAMILIES},
     {name: method.preview_options for name, method in saliency.METHODS.items()},
 )
 

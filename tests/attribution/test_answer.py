@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import saliency
 from saliency.io.preprocess import Geometry
 from saliency.testing.unchanged import Snapshot
 from tests.reference import error
-from tests.vision_language import FAMILIES, build, scene
+from tests.vision_language import FAMILIES, QUESTION, answered, build, scene
 
 pytest.importorskip("transformers")
 pytestmark = [
@@ -26,15 +25,7 @@ pytestmark = [
 ]
 
 SIZE = (140, 90)
-QUESTION = "what color is the car"
 RESIZED = {"llava_next", "internvl", "idefics3", "smolvlm"}  # families with a resized view of the whole image
-
-
-@cache
-def case(family: str) -> tuple[nn.Module, Any, saliency.Answer]:
-    """A model, its processor, and an answer."""
-    model, processor = build(family)
-    return model, processor, saliency.generate(model, processor, scene(), QUESTION, answer="a red car")
 
 
 def logits(model: nn.Module, answer: saliency.Answer, x: Tensor) -> Tensor:
@@ -51,7 +42,7 @@ def odds(rows: Tensor, token: int) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_canvas_gives_the_pixel_values_of_the_processor(family: str) -> None:
-    _, _, answer = case(family)
+    _, _, answer = answered(family)
     forward: Any = answer.arguments
     expected, found = forward.fixed["pixel_values"], forward(answer.inputs, [0])["pixel_values"]
     assert found.shape == expected.shape
@@ -67,7 +58,7 @@ def test_the_canvas_gives_the_pixel_values_of_the_processor(family: str) -> None
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_change_of_the_image_is_where_the_frame_says(family: str) -> None:
-    model, processor, answer = case(family)
+    model, processor, answer = answered(family)
     changed = scene()
     changed.paste((255, 255, 255), (88, 14, 108, 34))  # right of the middle, above it
     other = saliency.generate(model, processor, changed, QUESTION, answer="a red car")
@@ -81,7 +72,7 @@ def test_a_change_of_the_image_is_where_the_frame_says(family: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"blip_2"}))
 def test_a_change_of_a_cell_changes_its_token_most(family: str) -> None:
-    model, _, answer = case(family)
+    model, _, answer = answered(family)
     reader = model.get_submodule(str(answer.reader))
 
     def embeddings(x: Tensor) -> Tensor:
@@ -118,7 +109,7 @@ def test_a_change_of_a_cell_changes_its_token_most(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gradient_is_that_of_the_bare_model(family: str) -> None:
-    model, _, answer = case(family)
+    model, _, answer = answered(family)
     arguments = answer.arguments(answer.inputs, [0])
     pixels = arguments["pixel_values"].clone().requires_grad_()
     rows = model(**{**arguments, "pixel_values": pixels}).logits[:, 1]
@@ -134,7 +125,7 @@ def test_the_gradient_is_that_of_the_bare_model(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_rows_of_a_batch_do_not_affect_each_other(family: str) -> None:
-    model, _, answer = case(family)
+    model, _, answer = answered(family)
     x = answer.inputs + torch.randn(3, *answer.inputs.shape[1:], generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         alone = torch.cat([logits(model, answer, row[None]) for row in x])
@@ -144,7 +135,7 @@ def test_the_rows_of_a_batch_do_not_affect_each_other(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_model_would_give_the_answer_that_it_generated(family: str) -> None:
-    model, processor, _ = case(family)
+    model, processor, _ = answered(family)
     answer = saliency.generate(model, processor, scene(), QUESTION, max_new_tokens=4)
     forward: Any = answer.arguments
     with torch.no_grad():
@@ -167,7 +158,7 @@ def test_fused_attention_gives_the_maps_of_eager_attention() -> None:
 
 
 def test_methods_of_many_passes_explain_an_answer() -> None:
-    model, _, answer = case("llava")
+    model, _, answer = answered("llava")
     with torch.no_grad():
         scores = [
             odds(logits(model, answer, x)[:, 1], answer.written.ids[1]) for x in (answer.inputs, 0 * answer.inputs)
@@ -187,7 +178,7 @@ def test_methods_of_many_passes_explain_an_answer() -> None:
 
 
 def test_all_words_share_one_forward() -> None:
-    model, _, answer = case("llava")
+    model, _, answer = answered("llava")
     assert [word for word, _ in answer.words] == ["a", "red", "car"]
     maps = saliency.AttnLRP(model).attribute_classes(answer, [saliency.words(at=at) for _, at in answer.words])
     assert [own.target_names[0] for own in maps] == ["a", "red", "car"]
@@ -198,7 +189,7 @@ def test_all_words_share_one_forward() -> None:
 
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl", "blip_2"])
 def test_the_ledger_has_the_share_of_the_text(family: str) -> None:
-    model, _, answer = case(family)
+    model, _, answer = answered(family)
     explanation = saliency.AttnLRP(model).attribute(answer, saliency.words("red"))
     assert explanation.ledger is not None
     assert explanation.residual is not None
@@ -217,7 +208,7 @@ def test_the_ledger_has_the_share_of_the_text(family: str) -> None:
 
 
 def test_shares_are_the_gradient_times_the_embeddings() -> None:
-    model, _, answer = case("llava")
+    model, _, answer = answered("llava")
     explanation = saliency.InputXGradient(model).attribute(answer, saliency.words("red"))
     language: Any = model
     arguments = answer.arguments(answer.inputs, [0])
@@ -244,7 +235,7 @@ def test_an_answer_from_the_text_warns() -> None:
 
 @pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_vl", "internvl", "idefics3"])
 def test_each_of_several_images_has_a_map(family: str) -> None:
-    model, processor, _ = case(family)
+    model, processor, _ = answered(family)
     images = [scene(1), scene(2, (80, 120))]
     answer = saliency.generate(model, processor, images, QUESTION, answer="a red car")
     assert [len(answer.inputs), len(answer.frames)] == [2, 2]
@@ -263,7 +254,7 @@ def test_each_of_several_images_has_a_map(family: str) -> None:
 
 
 def test_a_chat_of_several_turns_is_continued() -> None:
-    model, processor, _ = case("llava")
+    model, processor, _ = answered("llava")
     image = {"type": "image"}
     turns: list[dict[str, Any]] = [
         {"role": "user", "content": [image, {"type": "text", "text": "what is left"}]},
@@ -335,21 +326,21 @@ def test_a_model_of_ones_own_is_decoded_by_plain_forwards() -> None:
 
 
 def test_wrong_views_are_refused() -> None:
-    model, processor, _ = case("llava")
+    model, processor, _ = answered("llava")
     views = saliency.Views(torch.zeros(3, 28, 28), (0, 0, 1, 1), lambda x: x[:, None])
     with pytest.raises(saliency.ImageError, match="views of image 0 differ from the processor's pixel values"):
         saliency.generate(model, processor, scene(), QUESTION, answer="a", views=lambda image: views)
 
 
 def test_an_answer_belongs_to_its_model() -> None:
-    _, _, answer = case("llava")
+    _, _, answer = answered("llava")
     other, _ = build("llava")
     with pytest.raises(saliency.ModelError, match="from another model than the method's"):
         saliency.VanillaGradient(other).attribute(answer)
 
 
 def test_a_prompt_without_an_image_is_refused() -> None:
-    model, processor, _ = case("llava")
+    model, processor, _ = answered("llava")
     processor = type(processor)(processor.image_processor, processor.tokenizer, patch_size=7)
     with pytest.raises(saliency.ModelError, match="<image>"):
         saliency.generate(model, processor, scene(), "what color is the car", answer="red")
@@ -358,7 +349,7 @@ def test_a_prompt_without_an_image_is_refused() -> None:
 
 
 def test_an_empty_answer_is_refused() -> None:
-    model, processor, _ = case("llava")
+    model, processor, _ = answered("llava")
     with pytest.raises(saliency.ModelError, match="the answer is empty"):
         saliency.generate(model, processor, scene(), QUESTION, answer="")
 
@@ -374,7 +365,7 @@ def test_the_model_is_left_as_found() -> None:
 
 
 def test_shares_are_saved(tmp_path: Path) -> None:
-    model, _, answer = case("llava")
+    model, _, answer = answered("llava")
     explanation = saliency.InputXGradient(model).attribute(answer, saliency.words("red"))
     loaded = saliency.Explanation.load(explanation.save(tmp_path / "red.safetensors"))
     assert loaded.tokens == explanation.tokens
@@ -385,7 +376,7 @@ def test_shares_are_saved(tmp_path: Path) -> None:
 
 
 def test_features_of_an_image_hide_no_relu() -> None:
-    model, _, answer = case("llava")
+    model, _, answer = answered("llava")
     with pytest.raises(saliency.NotApplicableError, match="no ReLU was called") as caught:
         saliency.GuidedBackprop(model).attribute(answer, saliency.words("red"))
     assert "masked_scatter" not in str(caught.value)
@@ -402,7 +393,7 @@ def test_views_are_resized_in_half_precision() -> None:
 
 
 def test_images_that_the_prompt_does_not_show_are_refused() -> None:
-    model, processor, _ = case("blip_2")
+    model, processor, _ = answered("blip_2")
     with pytest.raises(saliency.ModelError, match="the tokens of image 0 are not in the prompt, or have no place"):
         saliency.generate(model, processor, [scene(1), scene(2)], QUESTION, answer="red")
     model, processor = saliency.load("shapes_caption"), saliency.testbed.CaptionProcessor()
@@ -413,13 +404,13 @@ def test_images_that_the_prompt_does_not_show_are_refused() -> None:
 
 @pytest.mark.parametrize("target", [3, "red"])
 def test_classes_of_an_answer_are_refused(target: int | str) -> None:
-    model, _, answer = case("llava")
+    model, _, answer = answered("llava")
     with pytest.raises(saliency.TargetError, match="an answer has words and no classes"):
         saliency.VanillaGradient(model).attribute(answer, target)
 
 
 def test_an_image_without_a_prompt_and_metrics_of_answers_are_refused() -> None:
-    model, _, answer = case("llava")
+    model, _, answer = answered("llava")
     method, target = saliency.AttnLRP(model), saliency.words(at=0)
     with pytest.raises(saliency.ModelError, match=r"pass an answer of saliency\.generate"):
         method.attribute(answer.inputs, target)
@@ -430,7 +421,7 @@ def test_an_image_without_a_prompt_and_metrics_of_answers_are_refused() -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    model, processor, _ = case("llava")
+    model, processor, _ = answered("llava")
     with pytest.raises(saliency.ImageError, match="there is no image"):
         saliency.generate(model, processor, [], QUESTION)
     with pytest.raises(saliency.MethodError, match="max_new_tokens=0"):
