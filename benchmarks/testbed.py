@@ -738,7 +738,8 @@ def object_margins(method: str, network: str, count: int = IMAGES, **options: An
 @cache
 def captions(count: int) -> list[tuple[saliency.Answer, Tensor]]:
     """Return true captions of the network, and the pixels (2, 64, 64) of both objects in the order of the caption."""
-    model, scenes, found = saliency.load("shapes_caption"), scenes_of("two_objects", 2 * count), []
+    model, scenes = saliency.load("shapes_caption"), scenes_of("two_objects", 2 * count)
+    found: list[tuple[saliency.Answer, Tensor]] = []
     for image, masks, true in zip(scenes.images, scenes.masks, true_captions(scenes), strict=True):
         answer = saliency.generate(model, CaptionProcessor(), image, "caption")
         if answer.text in true and len(found) < count:

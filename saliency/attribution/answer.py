@@ -224,10 +224,10 @@ def generate(
         sequence = torch.cat([before, before.new_tensor(ids[-1:])])
         size = arguments.canvases.shape[2:]
         frames = tuple(Frame(image, _padded_box(own, size)) for image, own in zip(opened, found, strict=True))
-        answer = Answer(arguments.canvases, frames, arguments, network, text, sequence, is_image, written)
-        traced = [_trace(answer, number) for number in range(len(found))]
-    tokens = [own for number, (_, places) in enumerate(traced) for own in _image_tokens(answer, number, places)]
-    return replace(answer, image_tokens=tuple(tokens), reader=traced[0][0])
+        given = Answer(arguments.canvases, frames, arguments, network, text, sequence, is_image, written)
+        traced = [_trace(given, number) for number in range(len(found))]
+    tokens = [own for number, (_, places) in enumerate(traced) for own in _image_tokens(given, number, places)]
+    return replace(given, image_tokens=tuple(tokens), reader=traced[0][0])
 
 
 def _prompt_text(processor: Any, prompt: Prompt, token: str, images: int) -> str:

@@ -113,7 +113,7 @@ def forward_args(x: Tensor) -> tuple[list[Any], dict[str, Any]]:
     """Return the extra arguments for a batch (k, C, H, W), by position and by name; of an answer, all arguments."""
     bound = _bound.get()
     arguments = bound.batch and bound.batch.arguments
-    values = arguments(x, bound.numbers(x)) if arguments else dict[Any, Any]()
+    values: dict[Any, Any] = arguments(x, bound.numbers(x)) if arguments else {}
     values |= {key: bound.rows(value, x) for key, value in bound.values.items()}
     positional = [values.pop(key) for key in list(values) if isinstance(key, int)]
     return positional, values

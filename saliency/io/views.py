@@ -70,12 +70,13 @@ def find_views(encode: Encode, image: Image.Image, sizes: Mapping[str, Any]) -> 
     is_tile = ~is_whole | is_whole.all()
     tiles, size = boxes[is_tile], torch.tensor(views.shape[:1:-1], device="cpu")  # (w, h)
     box = torch.cat([tiles[:, :2].amin(0), tiles[:, 2:].amax(0)])
-    scale = size / (tiles[0, 2:] - tiles[0, :2])  # pixels of the canvas per pixel of the image, (x, y)
+    extent = box[2:] - box[:2]
+    whole = (extent / (tiles[0, 2:] - tiles[0, :2])).round().long() * size  # of the canvas, (w, h)
+    scale = whole / extent  # pixels of the canvas per pixel of the image, (x, y)
     unit = torch.where(is_tile[:, None], size, 1).repeat(1, 2)  # tiles lie on a grid
     edges = ((boxes - box[:2].repeat(2)) * scale.repeat(2) / unit).round().clamp(min=0).long() * unit
     crops = [(..., slice(top, bottom), slice(left, right)) for left, top, right, bottom in edges.tolist()]
-    width, height = edges[is_tile, 2:].amax(0).tolist()
-    canvas = values.new_zeros(views.shape[1], height, width)
+    canvas = values.new_zeros(views.shape[1], *whole.tolist()[::-1])
     for number in is_tile.nonzero()[:, 0].tolist():
         canvas[crops[number]] = views[number]
 

@@ -129,10 +129,11 @@ class Words(OutputTarget):
     def __call__(self, output: Any) -> Tensor:
         """Return the log-odds (N,) of the words, in the units of the model's logits."""
         logits, is_own = self._logits(output)
+        own = logits[:, is_own]  # (N, T)
         if self.other is not None:
-            return logits[:, is_own][:, 0] - logits[:, 0, self.other]
-        others = logits[:, ~is_own].unflatten(1, (len(is_own), -1))
-        return (logits[:, is_own] - others.logsumexp(2)).sum(1)
+            return own[:, 0] - logits[:, 0, self.other]
+        others = logits[:, ~is_own].reshape(*own.shape, -1)
+        return (own - others.logsumexp(2)).sum(1)
 
     def probabilities(self, output: Any) -> Tensor:
         """Return the probability (N,) of the words: the product over their tokens."""
@@ -169,6 +170,7 @@ def words(text: str | None = None, *, against: str | None = None, at: int | slic
     for name, value in texts.items():
         if value is not None and not (isinstance(value, str) and value.strip()):
             raise TargetError(f"{name}={value!r}: expected a text of the answer")
-    if not isinstance(at, slice | None) and not is_integer(at, least=None):
+    is_valid = isinstance(at, slice | None) or is_integer(at, least=None)
+    if not is_valid:
         raise TargetError(f"at={at!r}: expected the index of a token, or a slice of tokens")
     return Words(text, against, at)
