@@ -369,8 +369,10 @@ class ImageArguments:
         """Return the arguments for canvases (k, C, H, W), given the number of the image that each row shows."""
         pixels = self.rows.to(x).expand(len(x), *self.rows.shape)
         for number in {*numbers}:
-            span, shown = self.spans[number], torch.tensor([own == number for own in numbers], device=x.device)
-            own = torch.where(along_rows(shown, pixels), self._pixels(number, x), pixels[:, span])
+            span, own = self.spans[number], self._pixels(number, x)
+            if len({*numbers}) > 1:
+                shown = torch.tensor([shown == number for shown in numbers], device=x.device)
+                own = torch.where(along_rows(shown, own), own, pixels[:, span])
             pixels = torch.cat([pixels[:, : span.start], own, pixels[:, span.stop :]], 1)
         others = {
             name: value.to(x.device).repeat(len(x), *[1] * (value.dim() - 1)) for name, value in self.fixed.items()
