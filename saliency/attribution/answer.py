@@ -26,8 +26,8 @@ from ..io.preprocess import Box, Frame, PreprocessLike
 from ..io.views import TOLERANCE, Views, find_views
 from ..layers.layout import Layout
 from ..layers.positions import SAME, PositionTrace
+from ..targets.answer_text import AnswerText, encode
 from ..targets.targets import output_tensor
-from ..targets.words import AnswerText, encode
 from ..validation import check_integer
 
 Prompt = str | Sequence[Mapping[str, Any]]

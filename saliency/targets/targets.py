@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -19,9 +19,7 @@ from torch import Tensor
 from ..errors import TargetError, did_you_mean, plural
 from ..io.preprocess import Box, Geometry
 from ..validation import is_integer
-
-if TYPE_CHECKING:
-    from .words import AnswerText
+from .answer_text import AnswerText
 
 Categories = Sequence[str] | None
 """Class names in the order of the output; None if the model has none."""

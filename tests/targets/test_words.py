@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import saliency
+from saliency.targets.answer_text import AnswerText
 from saliency.targets.targets import OutputFacts, Target
-from saliency.targets.words import AnswerText, Words
+from saliency.targets.words import Words
 
 PIECES = [
     "a",
