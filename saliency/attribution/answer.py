@@ -120,36 +120,31 @@ class Answer(Batch):
         Raises:
             NotApplicableError: The tokens have no position in the image, as the queries of BLIP-2.
         """
-        placed = [tokens.box for tokens in self.image_tokens if tokens.box is not None]
-        if len(placed) < len(self.image_tokens):
+        views = [(own, own.box, own.positions.shape) for own in self.image_tokens if own.box is not None]
+        if len(views) < len(self.image_tokens):
             raise NotApplicableError(
                 f"the image tokens of {type(self.model).__name__} have no position in the image; use attn_lrp or rise"
             )
-        boxes = torch.tensor(placed, device="cpu")  # (views, 4)
-        counts = torch.tensor([tokens.positions.shape[::-1] for tokens in self.image_tokens], device="cpu")
-        size = torch.tensor(self.inputs.shape[:1:-1], device="cpu")  # (width, height)
-        cells = (size / ((boxes[:, 2:] - boxes[:, :2]) / counts).amin(0)).round().long()  # (columns, rows)
-        columns, rows = cells.tolist()
-        edges = (boxes * (cells / size).repeat(2)).round().long().tolist()
-        views = list(zip(self.image_tokens, edges, strict=True))
-        shown = [[(own.positions, box) for own, box in views if own.image == image] for image in images]
-        return Layout("given", (rows, columns), function=partial(_placed, shown, (rows, columns)))
+        height, width = self.inputs.shape[2:]
+        rows = round(height / min((bottom - top) / h for _, (_, top, _, bottom), (h, _) in views))
+        columns = round(width / min((right - left) / w for _, (left, _, right, _), (_, w) in views))
+
+        def placed(tokens: Tensor) -> Tensor:
+            maps = tokens.new_zeros(len(tokens), tokens.shape[2], rows, columns)
+            for own, (left, top, right, bottom), _ in views:
+                shown = [row for row, image in enumerate(images) if image == own.image]
+                y = slice(round(top * rows / height), round(bottom * rows / height))
+                x = slice(round(left * columns / width), round(right * columns / width))
+                cells = tokens[shown][:, own.positions].movedim(-1, 1)  # (k, K, h, w)
+                size = (y.stop - y.start, x.stop - x.start)
+                maps[shown, :, y, x] += F.interpolate(cells, size) * (own.positions.numel() / math.prod(size))
+            return maps
+
+        return Layout("given", (rows, columns), function=placed)
 
     def __repr__(self) -> str:
         """Return the answer and the number of images."""
         return f"<Answer {self.text!r} about {len(self.inputs)} image{'s' * (len(self.inputs) > 1)}>"
-
-
-def _placed(views: Sequence[Sequence[tuple[Tensor, list[int]]]], grid: Sequence[int], tokens: Tensor) -> Tensor:
-    """Return values of tokens (N, L, K) as maps (N, K, h, w), given the tokens and the box of each view of N images."""
-    maps = tokens.new_zeros(len(tokens), tokens.shape[2], *grid)
-    for row, own in enumerate(views):
-        for positions, (left, top, right, bottom) in own:
-            cells = tokens[row, positions].movedim(-1, 0)  # (K, h, w)
-            size = (bottom - top, right - left)
-            spread = F.interpolate(cells[None], size)[0] * (positions.numel() / math.prod(size))
-            maps[row, :, top:bottom, left:right] += spread
-    return maps
 
 
 def read_inputs(inputs: ImagesLike | Answer, model: nn.Module, preprocess: PreprocessLike | None) -> Batch:
