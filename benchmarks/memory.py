@@ -155,12 +155,12 @@ def answer_child(name: str) -> None:
     def run(edge: int, patch: int, **sizes: int) -> float:
         model, processor = llava(edge, patch, **sizes)
         answer = saliency.generate(model.eval(), processor, scene(), "what color is the car", answer="a red car")
-        token = answer.forward.text.ids[1]
+        token = answer.written.ids[1]
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
         before = status("VmRSS")
         if name == ANSWERS[0]:
-            arguments = answer.forward.arguments(answer.inputs, [0])
+            arguments = answer.arguments(answer.inputs, [0])
             pixels = arguments["pixel_values"].detach().requires_grad_()
             row = model(**{**arguments, "pixel_values": pixels}).logits[:, 1]
             torch.autograd.grad((row[:, token] - row.logsumexp(1)).sum(), pixels)

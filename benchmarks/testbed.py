@@ -697,9 +697,7 @@ object minus the share of its pixels in the image, for the object where it is lo
 slow, with standard errors. Bold means are not above two of them.
 """
 KINDS = ("colour", "shape", "relation")
-WORD_OPTIONS: dict[str, dict[str, Any]] = {  # of the others: SLOW
-    key: {"passes": 256} for key in ("rise", "d_rise", "relax")
-}
+WORD_OPTIONS: dict[str, dict[str, Any]] = {key: {"passes": 256} for key in ("rise", "d_rise", "relax")}  # or SLOW
 TABLES = {
     "objects": (OBJECTS_HEAD, OBJECT_NETWORKS),
     "volumes": (VOLUMES_HEAD, ("shapes_volume",)),
@@ -738,15 +736,14 @@ def object_margins(method: str, network: str, count: int = IMAGES, **options: An
 
 
 @cache
-def captions(model: Any, count: int) -> list[tuple[saliency.Answer, Tensor]]:
-    """Return true captions of a network, and the pixels (2, 64, 64) of both objects in the order of the caption."""
-    scenes, found = scenes_of("two_objects", 2 * count), []
+def captions(count: int) -> list[tuple[saliency.Answer, Tensor]]:
+    """Return true captions of the network, and the pixels (2, 64, 64) of both objects in the order of the caption."""
+    model, scenes = saliency.load("shapes_caption"), scenes_of("two_objects", 2 * count)
+    found: list[tuple[saliency.Answer, Tensor]] = []
     for image, masks, true in zip(scenes.images, scenes.masks, true_captions(scenes), strict=True):
         answer = saliency.generate(model, CaptionProcessor(), image, "caption")
-        if answer.text in true:
+        if answer.text in true and len(found) < count:
             found.append((answer, masks.flip(0) if true[answer.text] else masks))
-        if len(found) == count:
-            break
     return found
 
 
@@ -769,11 +766,11 @@ def word_margins(method: str, count: int = IMAGES, **options: Any) -> dict[str, 
     Raises:
         SaliencyError: The method does not apply to the captioner.
     """
-    model, cls = captioner(), OF_WORDS.get(method) or METHODS[method]
-    explainer = cls(model, **(options or WORD_OPTIONS.get(method) or SLOW.get(method, {})))
+    cls = OF_WORDS.get(method) or METHODS[method]
+    explainer = cls(captions(count)[0][0].model, **(options or WORD_OPTIONS.get(method) or SLOW.get(method, {})))
     places = (1, -2, 2, -1, 3)  # the colours, the shapes and the relation in "a red circle left of a blue square"
     margins = []
-    for answer, masks in captions(model, count):
+    for answer, masks in captions(count):
         targets = [saliency.words(at=answer.words[place][1]) for place in places]
         found = explainer.attribute_classes(answer, targets)
         maps = torch.cat([resized_within(reduced_maps(each, None), each.input_size).double() for each in found])
@@ -782,11 +779,6 @@ def word_margins(method: str, count: int = IMAGES, **options: Any) -> dict[str, 
         relation = (shares[:, 4] - masks.double().mean((1, 2))).amin()
         margins.append(torch.stack([(own[0] - own[1]) / 2, (own[2] - own[3]) / 2, relation]))
     return dict(zip(KINDS, torch.stack(margins, 1), strict=True))
-
-
-@cache
-def captioner() -> Any:
-    return saliency.load("shapes_caption")
 
 
 def measure_objects(method: str, table: str) -> None:
@@ -837,9 +829,7 @@ def object_cell(values: list[float] | str) -> str:
     if isinstance(values, str):
         return "-"
     margins = torch.tensor(values, dtype=torch.double)
-    mean, error = float(margins.mean()), standard_error(margins)
-    text = f"{mean:.2f} ± {error:.2f}"
-    return text if mean > 2 * error else f"**{text}**"
+    return cell(values) if margins.mean() > 2 * standard_error(margins) else f"**{cell(values)}**"
 
 
 def main(parts_of_names: list[str]) -> None:

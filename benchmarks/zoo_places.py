@@ -1,23 +1,12 @@
 """Check methods on boxes, regions and joints of detectors and segmenters.
 
-The networks of libraries have random weights and small images; those of `saliency.testbed` have their own weights. Each
-method must give a map that is finite and varies, and leave the model unchanged, or be refused with the reason.
-
-    python -m benchmarks.zoo_places                   check all, and write benchmarks/results/zoo_places.md; resumes
-    python -m benchmarks.zoo_places retinanet rise    check some networks or methods, and print the table
+python -m benchmarks.zoo_places                   check all, and write benchmarks/results/zoo_places.md; resumes
+python -m benchmarks.zoo_places retinanet rise    check some networks or methods, and print the table
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import gc
-import json
-import re
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import monai
@@ -29,12 +18,10 @@ import transformers
 from torch import Tensor, nn
 
 import saliency
-from benchmarks.zoo import fingerprint, make_usable
+from benchmarks.zoo_cells import Case, Table
 
 hf: Any = transformers
 networks: Any = monai.networks.nets
-RESULTS = Path(__file__).parent / "results"
-PROGRESS = Path(__file__).parents[1] / "build"
 
 # One method of each family, with few passes.
 METHODS: dict[str, dict[str, Any]] = {
@@ -58,16 +45,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "kernel_shap": {"segments": (2, 2), "passes": 6},
     "chefer_attention": {},
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Model, one image as its input, and a target."""
-
-    model: nn.Module
-    x: Tensor
-    target: Any
-    forward_args: dict[str, Any] = field(default_factory=dict)
 
 
 def image(height: int = 64, width: int = 96) -> Tensor:
@@ -285,115 +262,8 @@ KINDS: dict[str, Callable[[], Case]] = {
 
 
 PLAIN = ("torchvision Mask R-CNN", "torchvision Keypoint R-CNN", "torchvision RetinaNet")  # find nothing with noise
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Models by name and methods with their options, whose cells are checked; `name` is the name of the page."""
-
-    name: str
-    title: str
-    kinds: dict[str, Callable[[], Case]]
-    methods: dict[str, dict[str, Any]]
-
-
-PLACES = Table("zoo_places", "Methods on boxes, regions and joints", KINDS, METHODS)
-
-
-def build(kind: str, table: Table = PLACES) -> Case:
-    """Return a model in evaluation mode, with usable random weights unless it is a bundled one."""
-    torch.manual_seed(0)
-    case = table.kinds[kind]()
-    case.model.eval()
-    if not kind.startswith("shapes") and kind not in PLAIN:
-        with contextlib.suppress(TypeError):  # a model of texts; it has no batch norm
-            make_usable(case.model, case.x)
-    return case
-
-
-def cell(kind: str, method: str, case: Case | None = None, table: Table = PLACES) -> str:
-    """Return "works"; "warned" for a map of zeros with a warning; or "refused" or "FAILED" with the reason."""
-    model, x, target, extra = (lambda one: (one.model, one.x, one.target, one.forward_args))(case or build(kind, table))
-    before = fingerprint(model)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", saliency.SaliencyWarning)
-            explainer = saliency.METHODS[method](model, **table.methods[method])
-            values = explainer.attribute(x, target, forward_args=extra or ()).values
-    except saliency.SaliencyError as refusal:
-        verdict = f"refused: {refusal}"
-    except Exception as failure:  # noqa: BLE001 - the table has every cell, whatever a method raises
-        verdict = f"FAILED: {type(failure).__name__}: {failure}"
-    else:
-        varies = bool(values.isfinite().all()) and float(values.amax() - values.amin()) > 0
-        notes = [str(one.message) for one in caught if issubclass(one.category, saliency.SaliencyWarning)]
-        flat = f"warned: {notes[0]}" if notes else "FAILED: the map is constant"
-        verdict = "works" if varies else flat
-    return verdict if fingerprint(model) == before else f"FAILED: the model was changed; {verdict}"
-
-
-SHORT = {"refused": "no", "warned": "zero"}
-
-
-def page(rows: dict[str, dict[str, str]], methods: list[str], title: str) -> str:
-    """Return the Markdown page: the table, and the reason of each number in it."""
-    reasons: dict[str, int] = {}
-    lines = []
-    for kind, verdicts in rows.items():
-        cells = []
-        for name in methods:
-            word, _, reason = verdicts[name].partition(": ")
-            reason = re.sub(r"\s+", " ", reason).replace("|", "\\|")[:300]
-            number = reasons.setdefault(reason, len(reasons) + 1) if reason else ""
-            cells.append("yes" if word == "works" else f"{SHORT.get(word, word)} [{number}](#reasons)")
-        lines.append(f"| {kind} | {' | '.join(cells)} |")
-    total = [verdict.partition(":")[0] for verdicts in rows.values() for verdict in verdicts.values()]
-    head = [
-        f"# {title}",
-        "",
-        f"Generated by `make zoo` with torch {torch.__version__}, torchvision {torchvision.__version__}, transformers",
-        f"{transformers.__version__}, segmentation_models_pytorch {smp.__version__} and MONAI {monai.__version__}.",
-        "The networks of libraries have random weights. Methods of many passes run with a few. A cell works if its map",
-        "is finite and varies, and the model is unchanged.",
-        f"Of {len(total)} cells, {total.count('works')} work, {total.count('refused')} are refused with the reason,",
-        f"{total.count('warned')} give a map of zeros and a warning, and {total.count('FAILED')} fail.",
-        "",
-        f"| model | {' | '.join(f'`{name}`' for name in methods)} |",
-        "|---" * (1 + len(methods)) + "|",
-    ]
-    why = [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join([*head, *lines, "", "## Reasons", "", *why]) + "\n"
-
-
-def main(arguments: list[str] | None = None, table: Table = PLACES) -> None:
-    """Check the cells, and write or print the table."""
-    results, progress = RESULTS / f"{table.name}.md", PROGRESS / f"{table.name}.json"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="parts of names of models and names of methods (default: all)")
-    names = [name.lower() for name in parser.parse_args(arguments).names]
-    methods = [name for name in table.methods if name in names] or list(table.methods)
-    parts = [name for name in names if name not in table.methods]
-    PROGRESS.mkdir(exist_ok=True)
-    rows: dict[str, dict[str, str]] = json.loads(progress.read_text()) if progress.exists() and not names else {}
-    for kind in table.kinds:
-        if kind in rows or (parts and not any(part in kind.lower() for part in parts)):
-            continue
-        try:
-            case = build(kind, table)
-            rows[kind] = {method: cell(kind, method, case, table) for method in methods}
-        except Exception as failure:  # noqa: BLE001 - a model that cannot be built fails its row
-            rows[kind] = dict.fromkeys(methods, f"FAILED: not built: {type(failure).__name__}: {failure}")
-        gc.collect()
-        bad = {name: verdict for name, verdict in rows[kind].items() if verdict != "works"}
-        print(f"{kind}: {len(methods) - len(bad)} of {len(methods)} work; {bad}", flush=True)
-        if not names:
-            progress.write_text(json.dumps(rows))
-    if names:
-        print(page(rows, methods, table.title))
-    else:
-        results.write_text(page({kind: rows[kind] for kind in table.kinds}, methods, table.title))
-        progress.unlink()
-
+LIBRARIES = ("torchvision", "transformers", "segmentation_models_pytorch", "monai")
+PLACES = Table("zoo_places", "Methods on boxes, regions and joints", LIBRARIES, KINDS, METHODS, PLAIN)
 
 if __name__ == "__main__":
-    main()
+    PLACES.main()

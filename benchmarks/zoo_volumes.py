@@ -1,4 +1,4 @@
-"""Check methods on networks of volumes and videos, as in `benchmarks.zoo_places`.
+"""Check methods on networks of volumes and videos, as in `benchmarks.zoo_cells`.
 
 python -m benchmarks.zoo_volumes                 check all, and write benchmarks/results/zoo_volumes.md; resumes
 python -m benchmarks.zoo_volumes densenet rise   check some networks or methods, and print the table
@@ -16,7 +16,8 @@ import torchvision
 from torch import nn
 
 import saliency
-from benchmarks.zoo_places import METHODS, Case, Table, main
+from benchmarks.zoo_cells import Case, Table
+from benchmarks.zoo_places import METHODS
 
 networks: Any = monai.networks.nets
 videos: Any = torchvision.models.video
@@ -70,9 +71,10 @@ OPTIONS: dict[str, Any] = {
 VOLUMES = Table(
     "zoo_volumes",
     "Methods on volumes and videos",
+    ("torchvision", "monai"),
     KINDS,
     {name: options for name, options in {**METHODS, **OPTIONS}.items() if name not in ("d_rise", "odam")},
 )
 
 if __name__ == "__main__":
-    main(table=VOLUMES)
+    VOLUMES.main()

@@ -44,6 +44,11 @@ def require_two_axes(x: Tensor, name: str) -> None:
         raise NotApplicableError(f"{name} is defined for images of two spatial axes, and the input has {axes}")
 
 
+def at_least_float32(values: Tensor) -> Tensor:
+    """Convert half precision to float32, because sums over a map in half precision overflow or lose digits."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
 def max_pool(maps: Tensor, edge: int, stride: int | None = None, padding: int = 0, ceil_mode: bool = False) -> Tensor:
     """Return the maxima of maps (N, K, h, w) or (N, K, d, h, w) in windows of one edge."""
     pool = max_pool2d if maps.dim() == 4 else max_pool3d

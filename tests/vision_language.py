@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ import torch
 from PIL import Image
 from torch import nn
 
+import saliency
+
+QUESTION = "what color is the car"
 WORDS = "what color is the car a red blue circle square left right of user assistant".split()  # noqa: SIM905
 TOWER: dict[str, Any] = {
     "hidden_size": 16,
@@ -259,3 +263,10 @@ def build(family: str) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model, processor = FAMILIES[family]()
     return model.eval(), processor
+
+
+@cache
+def answered(family: str) -> tuple[nn.Module, Any, saliency.Answer]:
+    """Return a model of a family, its processor, and an answer to a question about a scene."""
+    model, processor = build(family)
+    return model, processor, saliency.generate(model, processor, scene(), QUESTION, answer="a red car")

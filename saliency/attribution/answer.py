@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,18 +15,19 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from ..axes import along_rows
 from ..errors import ImageError, ModelError, NotApplicableError
-from ..hooks.forward_args import AnswerForward, ForwardArgs, bind_forward_args, bind_image, bound_value
+from ..hooks.forward_args import bind_forward_args, bind_image, bound_batch
 from ..hooks.manager import HookManager
 from ..hooks.model_state import call, prepared_for_attribution, reference_tensor, run_model, unwrap
 from ..hooks.pytree import tree_tensors
-from ..io.inputs import Batch, ImageLike, open_image
-from ..io.preprocess import Box, Frame
+from ..io.inputs import Batch, ImageLike, ImagesLike, open_image, read
+from ..io.preprocess import Box, Frame, PreprocessLike
 from ..io.views import TOLERANCE, Views, find_views
 from ..layers.layout import Layout
 from ..layers.positions import SAME, PositionTrace
+from ..targets.answer_text import AnswerText, encode
 from ..targets.targets import output_tensor
-from ..targets.words import AnswerText
 from ..validation import check_integer
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -64,33 +63,39 @@ class Answer(Batch):
         inputs: (N, C, H, W) the N images as the model sees them in their finest resolution, normalised. Smaller ones
             are padded at the right and at the bottom.
         frames: The position of each input on its image.
+        arguments: All arguments of the model, as a function of its images.
         model: The model.
         prompt: The text before the answer, with special tokens.
         ids: (L + 1,) the token ids of the prompt and the answer; the model reads the first L.
+        is_image: (L,) of bool: whether each token is a part of an image.
+        written: The tokens of the answer, and the tokenizer.
         image_tokens: The tokens of each view of each image, in the order of the sequence.
-        forward: The forward of the model as a function of its images.
+        reader: The name of the module that reads the embeddings (N, L, D) of all tokens; None if it is not known.
     """
 
-    model: nn.Module = field(repr=False)
+    arguments: ImageArguments
+    model: nn.Module
     prompt: str
     ids: Tensor
-    image_tokens: tuple[ImageTokens, ...] = field(repr=False)
-    forward: AnswerForward = field(repr=False)
+    is_image: Tensor
+    written: AnswerText
+    image_tokens: tuple[ImageTokens, ...] = ()
+    reader: str | None = None
 
     @property
     def text(self) -> str:
         """The answer."""
-        return self.forward.text.text.strip()
+        return self.written.text.strip()
 
     @property
     def tokens(self) -> tuple[str, ...]:
         """The texts of the T tokens of the answer."""
-        return self.forward.text.tokens
+        return self.written.tokens
 
     @property
     def words(self) -> list[tuple[str, slice]]:
         """The words of the answer in order, and the tokens of each: `saliency.words(at=tokens)` explains them."""
-        return self.forward.text.words()
+        return self.written.words()
 
     @property
     def sequence(self) -> tuple[str | None, ...]:
@@ -98,9 +103,8 @@ class Answer(Batch):
 
         None stands for the tokens of images.
         """
-        decode, is_image = self.forward.text.decode, self.forward.is_image.tolist()
-        pairs = zip(self.ids.tolist(), is_image, strict=False)
-        return tuple(None if of_image else decode([token]) for token, of_image in pairs)
+        pairs = zip(self.ids.tolist(), self.is_image.tolist(), strict=False)
+        return tuple(None if of_image else self.written.tokenizer.decode([token]) for token, of_image in pairs)
 
     @property
     def queries(self) -> range:
@@ -116,65 +120,47 @@ class Answer(Batch):
         Raises:
             NotApplicableError: The tokens have no position in the image, as the queries of BLIP-2.
         """
-        boxes = [(tokens.box, tokens.positions.shape) for tokens in self.image_tokens if tokens.box is not None]
-        if len(boxes) < len(self.image_tokens):
+        views = [(own, own.box, own.positions.shape) for own in self.image_tokens if own.box is not None]
+        if len(views) < len(self.image_tokens):
             raise NotApplicableError(
                 f"the image tokens of {type(self.model).__name__} have no position in the image; use attn_lrp or rise"
             )
         height, width = self.inputs.shape[2:]
-        rows = round(height / min((bottom - top) / shape[0] for (_, top, _, bottom), shape in boxes))
-        columns = round(width / min((right - left) / shape[1] for (left, _, right, _), shape in boxes))
-        scale = (columns / width, rows / height) * 2
-        views = [
-            [
-                (tokens.positions, [round(edge * cells) for edge, cells in zip(tokens.box or (), scale, strict=True)])
-                for tokens in self.image_tokens
-                if tokens.image == image
-            ]
-            for image in images
-        ]
-        return Layout("given", (rows, columns), function=partial(_placed, views, (rows, columns)))
+        rows = round(height / min((bottom - top) / h for _, (_, top, _, bottom), (h, _) in views))
+        columns = round(width / min((right - left) / w for _, (left, _, right, _), (_, w) in views))
+
+        def placed(tokens: Tensor) -> Tensor:
+            maps = tokens.new_zeros(len(tokens), tokens.shape[2], rows, columns)
+            for own, (left, top, right, bottom), _ in views:
+                shown = [row for row, image in enumerate(images) if image == own.image]
+                y = slice(round(top * rows / height), round(bottom * rows / height))
+                x = slice(round(left * columns / width), round(right * columns / width))
+                cells = tokens[shown][:, own.positions].movedim(-1, 1)  # (k, K, h, w)
+                size = (y.stop - y.start, x.stop - x.start)
+                maps[shown, :, y, x] += F.interpolate(cells, size) * (own.positions.numel() / math.prod(size))
+            return maps
+
+        return Layout("given", (rows, columns), function=placed)
 
     def __repr__(self) -> str:
         """Return the answer and the number of images."""
         return f"<Answer {self.text!r} about {len(self.inputs)} image{'s' * (len(self.inputs) > 1)}>"
 
 
-_explained: ContextVar[Answer | None] = ContextVar("answer", default=None)
-
-
-def _placed(views: Sequence[Sequence[tuple[Tensor, list[int]]]], grid: Sequence[int], tokens: Tensor) -> Tensor:
-    """Return values of tokens (N, L, K) as maps (N, K, h, w), given the tokens and the box of each view of N images."""
-    maps = tokens.new_zeros(len(tokens), tokens.shape[2], *grid)
-    for row, own in enumerate(views):
-        for positions, (left, top, right, bottom) in own:
-            cells = tokens[row, positions].movedim(-1, 0)  # (K, h, w)
-            size = (bottom - top, right - left)
-            spread = F.interpolate(cells[None], size)[0] * (positions.numel() / math.prod(size))
-            maps[row, :, top:bottom, left:right] += spread
-    return maps
-
-
-def read_answer(answer: Answer, model: nn.Module) -> Answer:
-    """Return an answer as a batch. Raises ModelError if another model gave it."""
-    if answer.model is not model:
-        names = " and ".join(type(own).__name__ for own in (answer.model, model))
+def read_inputs(inputs: ImagesLike | Answer, model: nn.Module, preprocess: PreprocessLike | None) -> Batch:
+    """Return images or an answer as a batch of a model. Raises ModelError if another model gave the answer."""
+    if not isinstance(inputs, Answer):
+        return read(inputs, preprocess, like=reference_tensor(model))
+    if inputs.model is not model:
+        names = " and ".join(type(own).__name__ for own in (inputs.model, model))
         raise ModelError(f"the answer is from another model than the method's ({names}); call saliency.generate again")
-    return answer
-
-
-@contextmanager
-def bind_batch(batch: Batch, args: ForwardArgs, layer: str | None) -> Iterator[None]:
-    """Bind the extra arguments of a batch in a block, as `bind_forward_args` does; of an answer, all arguments."""
-    answer = batch if isinstance(batch, Answer) else None
-    bound = bind_forward_args(args, len(batch.inputs), layer, answer.forward if answer else None)
-    with bound, bound_value(_explained, answer):
-        yield
+    return inputs
 
 
 def explained_answer() -> Answer | None:
     """Return the answer that is explained; None if it is an image."""
-    return _explained.get()
+    batch = bound_batch()
+    return batch if isinstance(batch, Answer) else None
 
 
 def generate(
@@ -217,27 +203,26 @@ def generate(
     check_integer("max_new_tokens", max_new_tokens)
     token = str(getattr(processor, "image_token", "<image>"))
     text = _prompt_text(processor, prompt, token, len(opened))
-    inputs = _encode(processor, opened, text)
+    like: Any = reference_tensor(network)
+    tensors = _encode(processor, opened, text).items()
+    inputs = {name: own.to(like if own.is_floating_point() else like.device) for name, own in tensors}
     recognise = views or partial(_recognised, processor, text if len(opened) == 1 else token)
     found = [recognise(image) for image in opened]
     with prepared_for_attribution(network), torch.no_grad():
         ids = _answer_ids(network, tokenizer, inputs, answer, max_new_tokens)
-        arguments = _Arguments(network, inputs, found, ids)
-        is_image = arguments.fixed["input_ids"][0] == _image_token_id(network, processor)
+        arguments = ImageArguments(network, inputs, found, ids)
+        before = arguments.fixed["input_ids"][0]
+        is_image = before == _image_token_id(network, processor)
         if not is_image.any():
             raise ModelError(f"the prompt has no image token; write {token} into it, once for each image")
-        words = AnswerText(tuple(ids), _token_texts(tokenizer, ids), partial(_token_ids, tokenizer), tokenizer.decode)
-        forward = AnswerForward(arguments, None, is_image, words)
-        canvases = arguments.canvases
-        traced = [_trace(network, canvases, number, forward) for number in range(len(found))]
-    image_tokens = [
-        tokens for number, (_, at) in enumerate(traced) for tokens in _image_tokens(number, at, is_image, len(found))
-    ]
-    sequence = torch.cat([arguments.fixed["input_ids"][0], torch.tensor(ids[-1:], device=is_image.device)])
-    size = (canvases.shape[2], canvases.shape[3])
-    frames = tuple(Frame(image, _padded_box(own, size)) for image, own in zip(opened, found, strict=True))
-    forward = replace(forward, reader=traced[0][0])
-    return Answer(canvases, frames, network, text, sequence, tuple(image_tokens), forward)
+        written = AnswerText(tuple(ids), _token_texts(tokenizer, ids), tokenizer)
+        sequence = torch.cat([before, before.new_tensor(ids[-1:])])
+        size = arguments.canvases.shape[2:]
+        frames = tuple(Frame(image, _padded_box(own, size)) for image, own in zip(opened, found, strict=True))
+        given = Answer(arguments.canvases, frames, arguments, network, text, sequence, is_image, written)
+        traced = [_trace(given, number) for number in range(len(found))]
+    tokens = [own for number, (_, places) in enumerate(traced) for own in _image_tokens(given, number, places)]
+    return replace(given, image_tokens=tuple(tokens), reader=traced[0][0])
 
 
 def _prompt_text(processor: Any, prompt: Prompt, token: str, images: int) -> str:
@@ -280,17 +265,11 @@ def _recognised(processor: Any, text: str, image: Image.Image) -> Views:
 
 def _image_token_id(model: nn.Module, processor: Any) -> int:
     """Return the id of the tokens that the features of an image replace. Raises ModelError if it is not known."""
-    config: Any = getattr(model, "config", None)
-    known = [getattr(processor, "image_token_id", None)]
-    known += [getattr(config, name, None) for name in ("image_token_id", "image_token_index")]
-    found = next((token for token in known if isinstance(token, int)), None)
-    if found is None:
-        raise ModelError(f"{type(processor).__name__} has no image_token_id, so the tokens of an image are not known")
-    return found
-
-
-def _token_ids(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    for owner in (processor, getattr(model, "config", None)):
+        found = getattr(owner, "image_token_id", None)
+        if isinstance(found, int):
+            return found
+    raise ModelError(f"{type(processor).__name__} has no image_token_id, so the tokens of an image are not known")
 
 
 def _token_texts(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
@@ -307,13 +286,12 @@ def _answer_ids(
     Raises:
         ModelError: The answer is empty.
     """
-    inputs = _on_device(model, inputs)
     prompt: list[int] = inputs["input_ids"][0].tolist()
     config = getattr(model, "generation_config", None)
     ends = getattr(config, "eos_token_id", None) or getattr(tokenizer, "eos_token_id", None)
     stop = set(ends if isinstance(ends, list) else [ends])
     if answer is not None:
-        ids = _token_ids(tokenizer, answer) if isinstance(answer, str) else [int(token) for token in answer]
+        ids = [*map(int, encode(tokenizer, answer) if isinstance(answer, str) else answer)]
     elif hasattr(model, "generate"):
         ids = model.generate(**inputs, max_new_tokens=longest, do_sample=False)[0].tolist()
         ids = ids[len(prompt) :] if ids[: len(prompt)] == prompt else ids
@@ -326,14 +304,6 @@ def _answer_ids(
     if not ids:
         raise ModelError("the answer is empty; pass the one to explain as answer=")
     return ids
-
-
-def _on_device(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors on the device of a model, and floating-point ones in its dtype."""
-    like = reference_tensor(model)
-    if like is None:
-        return dict(inputs)
-    return {name: value.to(like if value.is_floating_point() else like.device) for name, value in inputs.items()}
 
 
 def _continued(inputs: Mapping[str, Tensor], ids: Sequence[int]) -> dict[str, Tensor]:
@@ -350,7 +320,7 @@ def _continued(inputs: Mapping[str, Tensor], ids: Sequence[int]) -> dict[str, Te
     }
 
 
-class _Arguments:
+class ImageArguments:
     """Arguments of a model for an answer, as a function of canvases of its images.
 
     Attributes:
@@ -359,7 +329,7 @@ class _Arguments:
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Tensor], views: Sequence[Views], ids: Sequence[int]):
-        self.fixed = _on_device(model, _continued(inputs, ids[:-1]))
+        self.fixed = _continued(inputs, ids[:-1])
         self.views = views
         parameters = inspect.signature(model.forward).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -369,58 +339,50 @@ class _Arguments:
         height, width = (max(own.canvas.shape[axis] for own in views) for axis in (1, 2))
         padded = [F.pad(v.canvas, (0, width - v.canvas.shape[2], 0, height - v.canvas.shape[1])) for v in views]
         self.canvases = torch.stack(padded).to(pixels)
-        self.own = [self._pixels(number, self.canvases[number, None]) for number in range(len(views))]
-        self.rows = pixels.reshape(-1, *self.own[0].shape[2:])
-        self.starts = self._find_starts()
+        parts = [self._pixels(number, canvas[None])[0] for number, canvas in enumerate(self.canvases)]
+        self.rows = pixels.reshape(-1, *parts[0].shape[1:]).clone()  # of all images
+        self.spans = list[slice]()  # the rows of each image
+        end = 0
+        for number, own in enumerate(parts):
+            spans = [slice(at, at + len(own)) for at in range(end, len(self.rows) - len(own) + 1)]
+            errors = [float((self.rows[span] - own).abs().mean()) for span in spans]
+            if min(errors, default=math.inf) > TOLERANCE:
+                problem = f"the views of image {number} differ from the processor's pixel values"
+                raise ImageError(f"{problem} by {min(errors, default=math.nan):.2g}; pass views=, see saliency.Views")
+            self.spans.append(spans[errors.index(min(errors))])
+            end = self.spans[-1].stop
+            self.rows[self.spans[-1]] = own
 
     def _pixels(self, number: int, x: Tensor) -> Tensor:
         """Return the rows of one image, from canvases (k, C, H, W)."""
         height, width = self.views[number].canvas.shape[1:]
-        return self.views[number].pixels(x[:, :, :height, :width])
-
-    def _find_starts(self) -> list[int]:
-        """Return the first row of each image. Raises ImageError if the views do not reproduce the pixel values."""
-        starts, end = [], 0
-        for number, own in enumerate(self.own):
-            far = (self.rows[at : at + own.shape[1]] for at in range(end, len(self.rows) - own.shape[1] + 1))
-            errors = [float((rows - own[0]).abs().mean()) for rows in far]
-            if min(errors, default=math.inf) > TOLERANCE:
-                problem = f"the views of image {number} differ from the processor's pixel values"
-                raise ImageError(f"{problem} by {min(errors, default=math.nan):.2g}; pass views=, see saliency.Views")
-            starts.append(end + errors.index(min(errors)))
-            end = starts[-1] + own.shape[1]
-        return starts
+        rows = self.views[number].pixels(x[:, :, :height, :width])
+        # Idefics3 takes a tile of zeros for padding.
+        return rows + torch.finfo(rows.dtype).tiny if "pixel_attention_mask" in self.fixed else rows
 
     def __call__(self, x: Tensor, numbers: Sequence[int]) -> dict[str, Any]:
-        parts, end, count = [], 0, len(x)
-        for number, (start, own) in enumerate(zip(self.starts, self.own, strict=True)):
-            shown = torch.tensor([shown == number for shown in numbers], device=x.device)
-            fixed = own.to(x).expand(count, *own.shape[1:])
-            rows = self._pixels(number, x) if shown.any() else fixed
-            if not shown.all():
-                rows = torch.where(shown.view(-1, *[1] * (rows.dim() - 1)), rows, fixed)
-            if "pixel_attention_mask" in self.fixed:  # Idefics3 takes a tile of zeros for padding
-                rows = rows + torch.finfo(rows.dtype).tiny
-            between = self.rows[end:start]  # padding
-            parts += [between.to(x).expand(count, *between.shape), rows]
-            end = start + own.shape[1]
-        rest = self.rows[end:]
-        pixels = torch.cat([*parts, rest.to(x).expand(count, *rest.shape)], 1)
-        shape = self.fixed["pixel_values"].shape
+        """Return the arguments for canvases (k, C, H, W), given the number of the image that each row shows."""
+        pixels = self.rows.to(x).expand(len(x), *self.rows.shape)
+        for number in {*numbers}:
+            span, own = self.spans[number], self._pixels(number, x)
+            if len({*numbers}) > 1:
+                shown = torch.tensor([shown == number for shown in numbers], device=x.device)
+                own = torch.where(along_rows(shown, own), own, pixels[:, span])
+            pixels = torch.cat([pixels[:, : span.start], own, pixels[:, span.stop :]], 1)
         others = {
-            name: value.to(x.device).repeat(count, *[1] * (value.dim() - 1)) for name, value in self.fixed.items()
+            name: value.to(x.device).repeat(len(x), *[1] * (value.dim() - 1)) for name, value in self.fixed.items()
         }
-        return {**others, "pixel_values": pixels.reshape(count * shape[0], *shape[1:]), **self.options}
+        return {**others, "pixel_values": pixels.reshape(others["pixel_values"].shape), **self.options}
 
 
-def _padded_box(views: Views, size: tuple[int, int]) -> Box:
+def _padded_box(views: Views, size: Sequence[int]) -> Box:
     """Return the box on the image of a canvas that is padded to (h, w) at the right and at the bottom."""
     left, top, right, bottom = views.box
     height, width = views.canvas.shape[1:]
     return left, top, left + (right - left) * size[1] / width, top + (bottom - top) * size[0] / height
 
 
-def _trace(model: nn.Module, canvases: Tensor, number: int, forward: AnswerForward) -> tuple[str | None, Tensor]:
+def _trace(answer: Answer, number: int) -> tuple[str | None, Tensor]:
     """Find the module that reads the embeddings of all tokens, and the place of each token in an image.
 
     Returns:
@@ -428,42 +390,39 @@ def _trace(model: nn.Module, canvases: Tensor, number: int, forward: AnswerForwa
         tokens without a place.
     """
     found: list[tuple[str, Tensor]] = []
-    x, is_image = canvases[number, None], forward.is_image
+    x, length = answer.inputs[number, None], len(answer.is_image)
 
     def begin(name: str, args: Any, kwargs: Any) -> None:
         for tensor in tree_tensors((args, kwargs)):
-            if found or tensor.dim() != 3 or tensor.shape[:2] != (1, len(is_image)) or not tensor.is_floating_point():
-                continue
-            positions = trace.positions(tensor)
-            if positions is not None:
-                places = positions.expand(2, *tensor.shape).nanmean(-1)[:, 0]
-                if not (~places[0].isnan() & ~is_image).any():  # tokens of text have no place
-                    found.append((name, places))
+            is_read = not found and tensor.shape[:-1] == (1, length) and tensor.is_floating_point()
+            positions = trace.positions(tensor) if is_read else None
+            places = None if positions is None else positions.nanmean(-1).expand(2, 1, length)[:, 0]
+            if places is not None and (places[0].isnan() | answer.is_image).all():  # tokens of text have no place
+                found.append((name, places))
 
     with PositionTrace(x, follows_values=True) as trace, HookManager(exclusive=True) as hooks:
-        for name, module in model.named_modules():
+        for name, module in answer.model.named_modules():
             if name:
                 hooks.around(module, partial(begin, name), lambda token, output: None)
-        with bind_forward_args((), len(canvases), None, forward), bind_image(number):
-            run_model(model, x)
-    return found[0] if found else (None, torch.full((2, len(is_image)), math.nan, device=x.device, dtype=torch.float32))
+        with bind_forward_args((), answer), bind_image(number):
+            run_model(answer.model, x)
+    return found[0] if found else (None, torch.full((2, length), math.nan, device=x.device, dtype=torch.float32))
 
 
-def _image_tokens(number: int, places: Tensor, is_image: Tensor, images: int) -> list[ImageTokens]:
+def _image_tokens(answer: Answer, number: int, places: Tensor) -> list[ImageTokens]:
     """Return the tokens of each view of an image, from the row and the column of each token."""
     placed = (~places[0].isnan()).nonzero()[:, 0]
     if not len(placed):  # queries
-        if images > 1:
+        if len(answer.inputs) > 1:
             problem = f"the tokens of image {number} are not in the prompt, or have no place in the image"
             raise ModelError(f"{problem}; explain one image at a time")
-        return [ImageTokens(number, is_image.nonzero().T, None)]
+        return [ImageTokens(number, answer.is_image.nonzero().T, None)]
     rows, columns = places[:, placed].tolist()
     starts = [0]
     for at in range(1, len(placed)):
-        is_next_row = rows[at] > rows[at - 1] + SAME
-        is_first = abs(columns[at] - columns[starts[-1]]) < SAME
-        is_next = abs(rows[at] - rows[at - 1]) < SAME and columns[at] > columns[at - 1]
-        if not is_next and not (is_next_row and is_first):
+        down, right = rows[at] - rows[at - 1], columns[at] - columns[at - 1]
+        begins_row = down > SAME and abs(columns[at] - columns[starts[-1]]) < SAME
+        if not begins_row and not abs(down) < SAME < right:
             starts.append(at)
     return [_view_tokens(number, placed[a:b], rows[a:b], columns[a:b]) for a, b in pairwise([*starts, len(placed)])]
 

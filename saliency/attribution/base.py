@@ -23,16 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MethodError, NonFiniteError, TargetError, plural, warn
-from ..hooks.forward_args import ForwardArgs
+from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
-from ..io.inputs import Batch, ImagesLike, Prepare, read
+from ..io.inputs import Batch, ImagesLike, Prepare
 from ..io.preprocess import WHOLE, Frame, PreprocessLike, Whole, as_preprocess, without_crop
 from ..layers.find import find
 from ..layers.layout import LayoutFunction, as_layout, bind_layout
 from ..targets.targets import Neuron, TargetLike, as_categories
 from ..validation import Registry, check_choice
 from .aliases import refuse_unknown_keywords
-from .answer import Answer, bind_batch, read_answer
+from .answer import Answer, read_inputs
 from .explanation import BatchAttribution, Explanation, Setting, Sign
 from .forward import Needs, SharedForward, TargetGradients
 from .heatmap import rounding_errors
@@ -238,7 +238,7 @@ class Attribution(HasOptions, ABC):
         """Explain several targets of a batch, or one target of an image in tiles."""
         images = len(batch.inputs)
         method = self if baselines is None else self._with_baselines(baselines, images)
-        bound = bind_batch(batch, args, neuron_layer(self.model, targets))
+        bound = bind_forward_args(args, batch, neuron_layer(self.model, targets))
         with prepared_for_attribution(self.model), bound, bind_layout(self.layout):
             if isinstance(batch, TiledImage):
                 progress, like = getattr(self, "progress", None), reference_tensor(self.model)
@@ -294,9 +294,7 @@ class Attribution(HasOptions, ABC):
 
     def read(self, inputs: ImagesLike | Answer) -> Batch:
         """Read the image or images as the model's input, on the model's device."""
-        if isinstance(inputs, Answer):
-            return read_answer(inputs, self.model)
-        return read(inputs, self.preprocess, like=reference_tensor(self.model))
+        return read_inputs(inputs, self.model, self.preprocess)
 
     def explanation(self, result: BatchAttribution, target: ResolvedTarget, batch: Batch) -> Explanation:
         """Return a checked result as an explanation, with its notes.
@@ -470,7 +468,7 @@ def explain_together(
             "explain_together: the methods must have the same model, preprocessing, class names and layout"
         )
     batch = first.read(inputs)
-    bound = bind_batch(batch, forward_args, neuron_layer(first.model, [target]))
+    bound = bind_forward_args(forward_args, batch, neuron_layer(first.model, [target]))
     with prepared_for_attribution(first.model), bound, bind_layout(first.layout):
         resolved = first.resolve(target, batch.inputs, batch.frames)
         pairs = [(method, method.explained_target(resolved)) for method in methods]

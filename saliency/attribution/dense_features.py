@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..axes import along_rows, require_two_axes
+from ..axes import along_rows, at_least_float32, require_two_axes
 from ..errors import LayerError, NonFiniteError, TargetError, plural
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.manager import HookManager
@@ -21,7 +21,7 @@ from ..layers.find import feature_layer, find
 from ..layers.layout import LayoutFunction, bind_layout
 from ..targets.box import as_place, as_text
 from .explanation import Explanation
-from .forward import Needs, SharedForward, at_least_float32
+from .forward import Needs, SharedForward
 
 COMPONENTS = 3  # red, green and blue
 
@@ -78,10 +78,8 @@ class Features:
             layer=self.layer,
             outliers=self.outliers,
             method="feature_similarity",
-            settings={},
             target=(None,) * images,
             target_names=(name,) * images,
-            probabilities=None,
             input_size=self.input_size,
             frames=self.frames,
             sign="positive",
@@ -192,7 +190,7 @@ def features(
     batch = read(images, preprocess, like=reference_tensor(network))
     require_two_axes(batch.inputs, "saliency.features")
     x, lengths = batch.inputs, dict[tuple[int, ...], Tensor]()  # norms of tokens, by (N, tokens)
-    bound = bind_forward_args(forward_args, len(x))
+    bound = bind_forward_args(forward_args, batch)
     with prepared_for_attribution(network), bound, bind_layout(layout):
         name = feature_layer(network, x) if layer is None else find(network, layer)[0]
         with HookManager(persistent=True) as hooks:  # the forward has a manager of its own

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -114,10 +114,10 @@ class Explanation(BatchAttribution):
     """
 
     method: str
-    settings: Mapping[str, Setting]
+    settings: Mapping[str, Setting] = field(default_factory=dict)
     target: tuple[int | None, ...]
     target_names: tuple[str, ...]
-    probabilities: Tensor | None
+    probabilities: Tensor | None = None
     input_size: tuple[int, ...]
     frames: tuple[Frame | None, ...]
     sign: Sign

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from ..axes import at_least_float32
 from ..errors import LayerError, MethodError, TargetError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
-from ..hooks.forward_args import AnswerForward, bound_answer
 from ..hooks.manager import HookManager, Rule
 from ..hooks.model_state import leaf, run_model
 from ..hooks.operations import OperationRecord, SavedValues
@@ -38,6 +38,7 @@ from ..layers.find import find, layout_of
 from ..layers.layout import Layout
 from ..targets.candidates import Readings, shared_readings
 from ..validation import check_choice, check_integer
+from .answer import explained_answer
 from .resolved_target import ResolvedTarget
 
 T = TypeVar("T")
@@ -125,11 +126,10 @@ class SharedForward:
             self.operations.trace(hooks, model, needs.modules)
             starts = needs.gradients == "layers"
             captured = {n: hooks.capture(_submodule(model, n), record=starts) for n in dict.fromkeys(needs.layers)}
-            embeddings = _capture_embeddings(hooks, model, self.x) if needs.gradients == "input" else []
+            self.embeddings = _capture_embeddings(hooks, model, self.x) if needs.gradients == "input" else []
             with torch.set_grad_enabled(needs.gradients == "input"), self.recording():
                 self.output: Any = run_model(model, self.x)
         self.layers = {name: _last_call(name, calls) for name, calls in captured.items()}
-        self.embeddings = next(iter(embeddings), None)  # (N, L, D) of an answer
         self._layouts: dict[str, Layout] = {}
 
     @contextmanager
@@ -221,7 +221,7 @@ class TargetGradients:
         self.x = forward.x.detach()  # (N, C, H, W)
         self.scores = self.scores_in_graph.detach()  # (N,)
         self._shared: list[tuple[Any, Any]] = []
-        self._embedding_gradient: Tensor | None = None
+        self._embedding_gradients: list[Tensor | None] = []
         self.attention: list[AttentionCall] = []
         self.unread_softmaxes: list[Node] = []
         if forward.needs.attention:  # before a backward pass frees the graph
@@ -309,14 +309,12 @@ class TargetGradients:
 
         It takes part in the backward pass of `input_gradient`.
         """
-        gradient, embeddings = self._embedding_gradient, self.forward.embeddings
-        return None if gradient is None or embeddings is None else (gradient * embeddings.detach()).sum(-1)
+        pairs = zip(self.forward.embeddings, self._embedding_gradients, strict=False)
+        return next(((tokens.detach() * grad).sum(-1) for tokens, grad in pairs if grad is not None), None)
 
     def _backward_to_input(self) -> Tensor:
         self._require_recorded("input")
-        embeddings = self.forward.embeddings
-        gradient, *more = self._gradients([self.forward.x, *([] if embeddings is None else [embeddings])])
-        self._embedding_gradient = next(iter(more), None)
+        gradient, *self._embedding_gradients = self._gradients([self.forward.x, *self.forward.embeddings])
         if gradient is None:
             raise TargetError(INDEPENDENT)
         return gradient
@@ -361,11 +359,6 @@ def no_gradient_message(*layers: str) -> str:
     )
 
 
-def at_least_float32(maps: Tensor) -> Tensor:
-    """Convert half precision to float32, because sums over a map in half precision overflow or lose digits."""
-    return maps.float() if maps.dtype in (torch.float16, torch.bfloat16) else maps
-
-
 def _submodule(model: nn.Module, name: str) -> nn.Module:
     """Return a layer by its name. Raises LayerError if there is none, which a user's `Needs` may ask for."""
     try:
@@ -376,15 +369,16 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
 
 def _capture_embeddings(hooks: HookManager, model: nn.Module, x: Tensor) -> list[Tensor]:
     """Return a list that receives the embeddings (N, L, D) of all tokens of an answer; it stays empty for an image."""
-    answer, captured = bound_answer(), list[Tensor]()
+    answer, captured = explained_answer(), list[Tensor]()
+    if answer is None or answer.reader is None:
+        return captured
+    shape = (len(x), len(answer.is_image))
 
     def begin(*arguments: Any) -> None:
-        shape = (len(x), len(cast("AnswerForward", answer).is_image))
         found = (tensor for tensor in tree_tensors(arguments) if tensor.requires_grad and tensor.shape[:-1] == shape)
-        captured.extend(islice(found, 1))
+        captured[:] = captured or islice(found, 1)
 
-    if answer is not None and answer.reader is not None:
-        hooks.around(model.get_submodule(answer.reader), begin, lambda token, output: None)
+    hooks.around(model.get_submodule(answer.reader), begin, lambda token, output: None)
     return captured
 
 

@@ -15,11 +15,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ..axes import along_rows, resize
+from ..axes import along_rows, at_least_float32, resize
 from ..errors import NonFiniteError, RenderError
 from ..validation import check_choice, check_number, is_integer
 from .explanation import Explanation, Sign
-from .forward import at_least_float32
 
 SIGNS: tuple[Sign, ...] = get_args(Sign)
 PER_UNIT = "score per unit of normalised input"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import NonFiniteError, TargetError, warn
 from ..hooks.autograd_graph import ends_in_probability, forward_hook_ids, tensor_version
 from ..hooks.dual_encoder import DualEncoder
-from ..hooks.forward_args import bind_forward_args, bind_image, bound_answer, cache_of
+from ..hooks.forward_args import bind_image, cache_of, unbind_forward_args
 from ..hooks.model_state import leaf, run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
 from ..hooks.tracing import is_tracing
@@ -32,7 +32,8 @@ from ..targets.targets import (
     one_score_each,
     output_tensor,
 )
-from ..targets.words import in_answer, words
+from ..targets.words import words
+from .answer import explained_answer
 
 _COUPLED = "one pass at a time: the images of a batch affect each other in this model"
 _UNDIVIDED = "one pass at a time: the output does not show which part of it belongs to which image"
@@ -50,13 +51,10 @@ class ResolvedTarget:
     def __init__(self, target: TargetLike, images: int, categories: Categories = None) -> None:
         self.images = images
         self.categories = categories
-        answer = bound_answer()
-        if answer is not None and isinstance(target, int | str):
+        self._answer = explained_answer()
+        if self._answer is not None and isinstance(target, int | str):
             raise TargetError(f'an answer has words and no classes, got {target!r}; pass saliency.words("red")')
-        target = words() if target is None and answer is not None else target
-        self.target = as_target(target, images, categories)
-        if answer is not None:
-            self.target = in_answer(self.target, answer.text)
+        self.target = as_target(words() if target is None and self._answer else target, images, categories)
         self.probabilities: Tensor | None = None
         self._is_resolved = False
         self._ends_in_probability: Callable[[], bool] | None = None
@@ -82,7 +80,7 @@ class ResolvedTarget:
             return model.encode_text(texts), model.logit_scale if len(texts) > 1 else 1.0
 
         def encode_image(image: Any) -> Any:
-            with bind_forward_args((), 1), torch.no_grad():
+            with unbind_forward_args(), torch.no_grad():
                 return run_model(model, read(image))
 
         self.target = self.target.bind(encode_text, encode_image)
@@ -109,7 +107,8 @@ class ResolvedTarget:
             NonFiniteError: A score is NaN or infinite.
         """
         if not self._is_resolved:
-            self.target = self.target.resolve_from(output, OutputFacts(self.categories, self._is_probability))
+            answer = None if self._answer is None else self._answer.written
+            self.target = self.target.resolve_from(output, OutputFacts(self.categories, self._is_probability, answer))
             self.probabilities = self.target.probabilities(output)
             self._is_resolved = True
         before = _versions(output)

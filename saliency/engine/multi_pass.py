@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ..attribution.base import Attribution
 from ..attribution.explanation import BatchAttribution
-from ..attribution.forward import at_least_float32
 from ..attribution.options import Budget, Chunk, Option, PerImage, Precision, RunStats, Stopped
 from ..attribution.passes import chunk_size, current_listener, listening, progress_bar
 from ..attribution.resolved_target import OutputRows, ResolvedTarget, output_rows
+from ..axes import at_least_float32
 from ..errors import MethodError, TargetError
 from ..hooks.forward_args import bind_image
 from ..hooks.manager import HookManager

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..attribution.answer import Answer, bind_batch, explained_answer, read_answer
+from ..attribution.answer import Answer, explained_answer, read_inputs
 from ..attribution.dense_features import cell_at
 from ..attribution.forward import Needs, SharedForward, TargetGradients
 from ..attribution.resolved_target import ResolvedTarget
@@ -20,10 +20,10 @@ from ..axes import require_two_axes
 from ..errors import LayerError, NotApplicableError, RenderError, TargetError, plural, warn
 from ..hooks.attention import AttentionCall, fuse_heads
 from ..hooks.autograd_graph import sequence_nr
-from ..hooks.forward_args import ForwardArgs
+from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.manager import HookManager, is_hookable
-from ..hooks.model_state import categories_of, model_attribute, prepared_for_attribution, reference_tensor, unwrap
-from ..io.inputs import Batch, ImagesLike, read
+from ..hooks.model_state import categories_of, model_attribute, prepared_for_attribution, unwrap
+from ..io.inputs import Batch, ImagesLike
 from ..io.preprocess import Frame
 from ..layers.layout import Layout, token_layout
 from ..layers.positions import PositionTrace
@@ -180,12 +180,12 @@ def attention(
     if reduce is not None:
         check_choice("reduce", reduce, get_args(Reduce))
     model = unwrap(model)
-    read_images = partial(read, preprocess=model_attribute("preprocess", model), like=reference_tensor(model))
-    read_batch = read_answer(image, model) if isinstance(image, Answer) else read_images(image)
+    read_images = partial(read_inputs, model=model, preprocess=model_attribute("preprocess", model))
+    read_batch = read_images(image)
     batch = read_batch.inputs
     names = tuple(name for name, module in model.named_modules() if is_hookable(model, name, module))
     needs = Needs(backwards=int(target is not None), modules=names, attention=True)
-    with prepared_for_attribution(model), bind_batch(read_batch, forward_args, None):
+    with prepared_for_attribution(model), bind_forward_args(forward_args, read_batch):
         resolved = ResolvedTarget(target, len(batch), categories_of(model))
         resolved.bind(model, batch, lambda reference: read_images(reference).inputs, read_batch.frames)
         forward = SharedForward(model, batch, needs)
@@ -201,7 +201,7 @@ def attention(
 
     @cache
     def layouts() -> list[_Layouts]:
-        with prepared_for_attribution(model), bind_batch(read_batch, forward_args, None):
+        with prepared_for_attribution(model), bind_forward_args(forward_args, read_batch):
             return _trace_layouts(model, batch, resolved, [*layers.values()])
 
     def layouts_of(number: int) -> _Layouts:
@@ -228,7 +228,7 @@ def _trace_layouts(model: nn.Module, x: Tensor, target: ResolvedTarget, names: S
 
     answer, layouts = explained_answer(), list[_Layouts]()
     for call, name in zip(calls, names, strict=True):
-        if answer is not None and f"{name}.".startswith(f"{answer.forward.reader}."):  # the language model
+        if answer is not None and f"{name}.".startswith(f"{answer.reader}."):  # the language model
             has_positions = all(tokens.box is not None for tokens in answer.image_tokens)
             layouts.append((None, answer.layout(range(len(x))) if has_positions else None))
         else:

@@ -8,8 +8,8 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeGuard
 
@@ -221,12 +221,17 @@ def _tensor_to_array(image: Tensor) -> np.ndarray[Any, Any]:
 # Batches
 
 
+Arguments = Callable[[Tensor, Sequence[int]], dict[str, Any]]
+"""A function from a batch (k, C, H, W), and the number of the image of each row, to all arguments of the model."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """Inputs of the model, with the position of each on its original image."""
 
     inputs: Tensor  # (N, C, H, W), or (N, C, D, H, W) for volumes and videos; normalised
     frames: tuple[Frame | None, ...]  # None for an image that was given as a float tensor
+    arguments: Arguments | None = field(default=None, kw_only=True)
 
 
 def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: Tensor | None = None) -> Batch:

@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -493,9 +493,7 @@ class TransformPreprocess:
             if (image_size, highest) not in self._boxes:
                 _require_repeatable(self, image_size, highest)
                 # In transformed grey ramps, each output pixel gives a coordinate of the image.
-                probe = _Probe(self, image_size, highest)
-                (left, right), (top, bottom) = probe.span(axis=2), probe.span(axis=1)
-                self._boxes[image_size, highest] = (left, top, right, bottom)
+                self._boxes[image_size, highest] = _Probe(self, image_size, highest).box()
             return self._boxes[image_size, highest]
 
 
@@ -642,18 +640,17 @@ def boxes_of_views(views: Callable[[Image.Image], Tensor], image_size: tuple[int
     Raises:
         ImageError: A view is flipped, rotated or warped.
     """
-    known: dict[int, Tensor] = {}
+
+    @cache
+    def known(pixels: bytes) -> Tensor:
+        return views(Image.frombytes("RGB", image_size, pixels))
 
     def view(number: int, image: Image.Image) -> Tensor:
-        key = hash(image.tobytes())
-        if key not in known:
-            known[key] = views(image)
-        return known[key][number]
+        return known(image.tobytes())[number]
 
     count = len(views(Image.new("RGB", image_size)))
-    probes = [_Probe(TransformPreprocess(partial(view, number)), image_size, None) for number in range(count)]
-    spans = [(*probe.span(axis=2), *probe.span(axis=1)) for probe in probes]
-    return [(left, top, right, bottom) for left, right, top, bottom in spans]
+    functions = [TransformPreprocess(partial(view, number)) for number in range(count)]
+    return [_Probe(function, image_size, None).box() for function in functions]
 
 
 class _Probe:
@@ -676,6 +673,11 @@ class _Probe:
 
     def _transformed(self, values: Any) -> _Array:
         return _transform_grey(self.preprocess, values, self.image_size, self.highest)
+
+    def box(self) -> Box:
+        """Return the box of the output on the image."""
+        (left, right), (top, bottom) = self.span(axis=2), self.span(axis=1)
+        return left, top, right, bottom
 
     def span(self, axis: int) -> tuple[float, float]:
         """Return the start and end of the output on the image, along one axis of (C, h, w)."""

@@ -5,15 +5,16 @@ They are found by running the processor on ramps, so that no class of processors
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from ..axes import at_least_float32
 from ..errors import ImageError
 from .preprocess import Box, boxes_of_views
 
@@ -55,90 +56,64 @@ def find_views(encode: Encode, image: Image.Image, sizes: Mapping[str, Any]) -> 
         ImageError: The pixel values are divided in another way.
     """
     known = encode(image)
+    values: Tensor = known["pixel_values"]
     if "image_grid_thw" in known:
-        _, height, width = known["image_grid_thw"][0].tolist()
-        grid = _PatchGrid(height, width, sizes["patch_size"], sizes["merge_size"])
-        (box,) = boxes_of_views(lambda own: grid.joined(encode(own)["pixel_values"])[None], image.size)
-        repeats = known["pixel_values"].shape[1] // (3 * grid.size**2)
-        return Views(grid.joined(known["pixel_values"]), box, lambda x: grid.divided(x, repeats))
-    views = _views(known)
-    boxes = boxes_of_views(lambda own: _views(encode(own)), image.size)
-    whole = [number for number, box in enumerate(boxes) if _covers(box, image.size)] if len(boxes) > 1 else []
-    tiles = [number for number in range(len(boxes)) if number not in whole]
-    lefts, tops, rights, bottoms = zip(*(boxes[number] for number in tiles), strict=True)
-    box = (min(lefts), min(tops), max(rights), max(bottoms))
-    width, height = rights[0] - lefts[0], bottoms[0] - tops[0]
-    columns, rows = round((box[2] - box[0]) / width), round((box[3] - box[1]) / height)
-    starts = [(box[0] + column * width, box[1] + row * height) for row in range(rows) for column in range(columns)]
-    far = [max(abs(x - a) / width, abs(y - b) / height) for x, y, (a, b) in zip(lefts, tops, starts, strict=False)]
-    if len(starts) != len(tiles) or max(far) > 0.1:  # of a tile
-        raise ImageError(f"{len(tiles)} tiles of an image are not the rows of a grid")
-    canvas = _joined(views[tiles], rows)
-    crops = {number: _on_canvas(boxes[number], box, canvas) for number in whole}
-
-    def pixels(x: Tensor) -> Tensor:
-        parts = {number: resize(x[..., top:bottom, left:right]) for number, (left, top, right, bottom) in crops.items()}
-        parts |= dict(zip(tiles, _split(x, rows, columns), strict=True))
-        return torch.stack([parts[number] for number in range(len(boxes))], 1)
-
-    def resize(x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # CPUs do not resize in half precision
-        return F.interpolate(wide, views.shape[2:], mode="bicubic", antialias=True).to(x.dtype)
-
-    return Views(canvas, box, pixels)
-
-
-class _PatchGrid(NamedTuple):
-    """Grid of flattened patches, in the order of blocks of `merged` x `merged` patches, as in Qwen-VL."""
-
-    height: int
-    width: int
-    size: int
-    merged: int
-
-    def joined(self, patches: Tensor) -> Tensor:
-        """Return patches (n, 3 * repeats * size * size) as one image (3, H, W). Repetitions in time are equal."""
-        height, width, size, merged = self
-        blocks = patches.view(height // merged, width // merged, merged, merged, 3, -1, size, size)[..., 0, :, :]
-        return blocks.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, height * size, width * size)
-
-    def divided(self, x: Tensor, repeats: int) -> Tensor:
-        """Return images (N, 3, H, W) as patches (N, n, 3 * repeats * size * size)."""
-        height, width, size, merged = self
-        blocks = x.reshape(len(x), 3, height // merged, merged, size, width // merged, merged, size)
-        patches = blocks.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(len(x), height * width, 3, 1, size, size)
-        return patches.expand(-1, -1, -1, repeats, -1, -1).flatten(2)
-
-
-def _views(encoded: Mapping[str, Any]) -> Tensor:
-    """Return the pixel values of one image as views (V, C, h, w)."""
-    values: Tensor = encoded["pixel_values"]
+        _, *grid = known["image_grid_thw"][0].tolist()
+        return _divided_in_patches(encode, image, values.shape[1], grid, sizes["patch_size"], sizes["merge_size"])
     if values.dim() < 4:
         raise ImageError(f"pixel_values {tuple(values.shape)} are neither views (..., C, h, w) nor patches of a grid")
-    return values.flatten(0, -4)
+    views = values.flatten(0, -4)  # (V, C, h, w)
+    found = boxes_of_views(lambda own: encode(own)["pixel_values"].flatten(0, -4), image.size)
+    boxes = torch.tensor(found, dtype=torch.float64, device="cpu")  # (V, 4)
+    inside = torch.tensor([*image.size], device="cpu") - 0.01 * max(image.size)
+    is_whole = ((boxes[:, :2] < 0.01 * max(image.size)) & (boxes[:, 2:] > inside)).all(1)
+    is_tile = ~is_whole | is_whole.all()
+    tiles, size = boxes[is_tile], torch.tensor(views.shape[:1:-1], device="cpu")  # (w, h)
+    box = torch.cat([tiles[:, :2].amin(0), tiles[:, 2:].amax(0)])
+    extent = box[2:] - box[:2]
+    whole = (extent / (tiles[0, 2:] - tiles[0, :2])).round().long() * size  # of the canvas, (w, h)
+    scale = whole / extent  # pixels of the canvas per pixel of the image, (x, y)
+    unit = torch.where(is_tile[:, None], size, 1).repeat(1, 2)  # tiles lie on a grid
+    edges = ((boxes - box[:2].repeat(2)) * scale.repeat(2) / unit).round().clamp(min=0).long() * unit
+    crops = [(..., slice(top, bottom), slice(left, right)) for left, top, right, bottom in edges.tolist()]
+    canvas = values.new_zeros(views.shape[1], *whole.tolist()[::-1])
+    for number in is_tile.nonzero()[:, 0].tolist():
+        canvas[crops[number]] = views[number]
+
+    def pixels(x: Tensor) -> Tensor:
+        return torch.stack([resize(x[crop]) for crop in crops], 1)
+
+    def resize(x: Tensor) -> Tensor:
+        if x.shape[2:] == views.shape[2:]:
+            return x
+        wide = at_least_float32(x)  # CPUs do not resize in half precision
+        return F.interpolate(wide, views.shape[2:], mode="bicubic", antialias=True).to(x.dtype)
+
+    left, top, right, bottom = box.tolist()
+    return Views(canvas, (left, top, right, bottom), pixels)
 
 
-def _covers(box: Box, size: tuple[int, int]) -> bool:
-    """Return whether a view covers the image."""
-    left, top, right, bottom = box
-    edge = max(1.0, *size) / 100
-    return left < edge and top < edge and right > size[0] - edge and bottom > size[1] - edge
+def _divided_in_patches(
+    encode: Encode, image: Image.Image, numbers: int, grid: Sequence[int], size: int, merged: int
+) -> Views:
+    """Return the views of flattened patches (n, numbers), in the order of blocks of `merged` x `merged` patches.
 
+    The numbers of a patch are its pixels (3, repeats, size, size), with equal repetitions in time, as in Qwen-VL.
+    """
+    rows, columns = grid
+    repeats = numbers // (3 * size**2)
 
-def _on_canvas(own: Box, canvas_box: Box, canvas: Tensor) -> tuple[int, int, int, int]:
-    """Return a box of the image in pixels of the canvas."""
-    left, top, right, bottom = canvas_box
-    x, y = canvas.shape[2] / (right - left), canvas.shape[1] / (bottom - top)
-    edges = ((own[0] - left) * x, (own[1] - top) * y, (own[2] - left) * x, (own[3] - top) * y)
-    first, second, third, fourth = (max(round(edge), 0) for edge in edges)
-    return first, second, third, fourth
+    def pixels(x: Tensor) -> Tensor:
+        blocks = x.reshape(len(x), 3, rows // merged, merged, size, columns // merged, merged, size)
+        patches = blocks.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(len(x), rows * columns, 3, 1, size, size)
+        return patches.expand(-1, -1, -1, repeats, -1, -1).flatten(2)
 
+    places = torch.arange(3 * rows * columns * size**2, device="cpu").view(3, rows * size, columns * size)
+    order = pixels(places[None]).flatten()  # the number of the pixel that each value shows
 
-def _joined(tiles: Tensor, rows: int) -> Tensor:
-    """Return tiles (V, C, h, w), in rows, as one image (C, H, W)."""
-    return torch.cat([torch.cat([*row], 2) for row in tiles.chunk(rows)], 1)
+    def canvas(own: Image.Image) -> Tensor:
+        values: Tensor = encode(own)["pixel_values"]
+        return values.new_empty(places.shape).put_(order, values.flatten())
 
-
-def _split(x: Tensor, rows: int, columns: int) -> list[Tensor]:
-    """Return the tiles (N, C, h, w) of images (N, C, H, W), in rows."""
-    return [tile for row in x.chunk(rows, 2) for tile in row.chunk(columns, 3)]
+    (box,) = boxes_of_views(lambda own: canvas(own)[None], image.size)
+    return Views(canvas(image), box, pixels)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..attribution.base import TracedAttribution
 from ..attribution.explanation import BatchAttribution
-from ..attribution.forward import Needs, TargetGradients, at_least_float32
+from ..attribution.forward import Needs, TargetGradients
 from ..attribution.options import Option, PerImage
 from ..attribution.resolved_target import ResolvedTarget
+from ..axes import at_least_float32
 from ..engine.estimates import Estimate, normal
 from ..errors import warn
 from ..hooks.operations import SavedValues

@@ -15,10 +15,10 @@ from torch.autograd.graph import Node
 
 from ..attribution.base import Attribution
 from ..attribution.explanation import BatchAttribution
-from ..attribution.forward import Needs, SharedForward, TargetGradients, at_least_float32
+from ..attribution.forward import Needs, SharedForward, TargetGradients
 from ..attribution.options import RunStats
 from ..attribution.resolved_target import ResolvedTarget, output_rows
-from ..axes import resize
+from ..axes import at_least_float32, resize
 from ..engine.multi_pass import ImageAttribution, stack_images
 from ..errors import warn
 from ..hooks.autograd_graph import Gradients, next_functions, result_shape

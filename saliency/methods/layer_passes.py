@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..attribution.forward import Needs, SharedForward, at_least_float32
+from ..attribution.forward import Needs, SharedForward
 from ..attribution.options import PositionalOption
-from ..axes import spatial
+from ..axes import at_least_float32, spatial
 from ..engine.multi_pass import MultiPassAttribution, PassRunner
 from ..engine.recording import TailForward
 from ..layers.find import LayerLike, default_layer

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from ..attribution.answer import Answer, explained_answer
 from ..attribution.base import TracedAttribution
 from ..attribution.explanation import BatchAttribution, Sign
-from ..attribution.forward import Needs, TargetGradients, at_least_float32, no_gradient_message
+from ..attribution.forward import Needs, TargetGradients, no_gradient_message
 from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
-from ..axes import along_rows
+from ..axes import along_rows, at_least_float32
 from ..errors import LayerError, MethodError, warn
 from ..hooks.autograd_graph import Gradients, own_parameters
-from ..hooks.forward_args import AnswerForward, bound_answer
 from ..hooks.operations import LINEAR, SOFTMAX, SavedValues
 from ..hooks.rectifiers import Coverage, require_visible
 from ..hooks.tracing import is_tracing
@@ -124,7 +124,7 @@ class RelevancePropagation(TracedAttribution):
         coverage = Coverage(handled=dict(walk.handled), rules=_rules_of_modules(self.model, walk))
         tokens = walk.at[EMBEDDINGS].sum(-1) if EMBEDDINGS in walk.at else None
         if tokens is not None and "tokens" in ledger and (patches is not None or layer is None):
-            text = (tokens * ~cast("AnswerForward", bound_answer()).is_image.to(tokens.device)).sum(1)
+            text = (tokens * ~cast("Answer", explained_answer()).is_image.to(tokens.device)).sum(1)
             ledger = {**ledger, "text": text, "tokens": ledger["tokens"] - text}
         return BatchAttribution(
             values,
@@ -151,8 +151,7 @@ class RelevancePropagation(TracedAttribution):
         """Return a walk, and warn if its ledger does not hold the whole score."""
         rules = self.propagation(composite, composite.layers(self.model), self.unknown, first)
         changes = {name: partial(_restricted, grads, name, channels) for name, channels in self._through.items()}
-        embeddings, watched = grads.forward.embeddings, grads.forward.layers
-        watched = watched if embeddings is None else {**watched, EMBEDDINGS: embeddings}
+        watched = {**grads.forward.layers, **dict(zip([EMBEDDINGS], grads.forward.embeddings, strict=False))}
         walk = Walk(grads, rules, watched, changes, frees=grads.forward.count_backward()).run()
         rules.check_layers()
         if is_tracing():

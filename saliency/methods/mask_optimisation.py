@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attribution.forward import at_least_float32
 from ..attribution.options import ConvertedOption, Option
-from ..axes import along_axes, require_two_axes, spatial
+from ..axes import along_axes, at_least_float32, require_two_axes, spatial
 from ..engine.estimates import generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, SteppedAttribution
 from ..errors import MethodError

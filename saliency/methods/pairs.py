@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..attribution.base import Attribution
 from ..attribution.explanation import Explanation
-from ..attribution.forward import at_least_float32
 from ..attribution.passes import chunk_size
+from ..axes import at_least_float32
 from ..engine.estimates import normal
 from ..errors import MethodError, TargetError, plural
-from ..hooks.forward_args import bind_forward_args
+from ..hooks.forward_args import unbind_forward_args
 from ..hooks.model_state import prepared_for_attribution, run_model
 from ..io.inputs import Batch, ImagesLike
 from ..io.preprocess import Frame
@@ -150,7 +150,7 @@ def explain_matches(
     if not isinstance(method, LINEAR):
         names = ", ".join(cls.__name__ for cls in LINEAR)
         raise MethodError(f"{method.name}: the maps of matches must be linear in the score, as those of {names}")
-    with prepared_for_attribution(method.model), bind_forward_args((), 1), bind_layout(method.layout):
+    with prepared_for_attribution(method.model), unbind_forward_args(), bind_layout(method.layout):
         with torch.no_grad():
             first, second = (at_least_float32(embedding(run_model(method.model, own.inputs)))[0] for own in batches)
         rows, chunk = _directions(first, second, directions, seed), chunk_size(batches[0].inputs)

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from ..attribution.base import Attribution, get_method
 from ..attribution.explanation import BatchAttribution, Explanation, Setting
-from ..attribution.forward import at_least_float32
 from ..attribution.options import Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
-from ..axes import along_rows
+from ..axes import along_rows, at_least_float32
 from ..engine.estimates import Estimate, generator, precise_type
 from ..engine.multi_pass import (
     ImageAttribution,

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attribution.forward import at_least_float32
 from ..attribution.options import Budget, Option
-from ..axes import resize
+from ..axes import at_least_float32, resize
 from ..engine.estimates import ScoreEstimate, generator
 from ..engine.multi_pass import ChunkResult, ImageAttribution, PassRunner, SampledAttribution
 from ..errors import MethodError, optional_import

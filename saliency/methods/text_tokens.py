@@ -13,15 +13,14 @@ from torch import Tensor, nn
 
 from ..attribution.base import get_method
 from ..attribution.explanation import Explanation
-from ..attribution.forward import at_least_float32
-from ..errors import ImageError, LayerError, MethodError, ModelError
+from ..axes import at_least_float32
+from ..errors import ImageError, MethodError, ModelError
 from ..hooks.dual_encoder import DualEncoder, LateInteraction
 from ..hooks.manager import HookManager
 from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, run_model, unwrap
 from ..io.atomic_write import atomic_write
 from ..io.inputs import ImageLike, read
-from ..layers.layout import token_layout
-from ..layers.positions import PositionTrace
+from ..layers.find import attention_layout
 from ..targets.embedding import similarity
 from ..validation import check_choice
 
@@ -154,22 +153,16 @@ def match_words(model: nn.Module, image: ImageLike, text: str) -> Explanation:
     x, words = batch.inputs, model.words(text)
     if len(x) > 1:
         raise ImageError(f"expected one image, got {len(x)}")
-    with prepared_for_attribution(model), torch.no_grad(), PositionTrace(x) as trace:
-        tokens = run_model(model, x)["image_embeds"]  # (1, tokens, D)
-        positions = trace.positions(tokens)
-    layout = None if positions is None else token_layout(positions.nanmean(-1).expand(-1, *tokens.shape[:2]), x)
-    if layout is None:
-        raise LayerError(f"the tokens of {type(model.model).__name__} are not one for each patch of the image")
-    tokens = at_least_float32(tokens)
+    with prepared_for_attribution(model), torch.no_grad():
+        tokens = at_least_float32(run_model(model, x)["image_embeds"])  # (1, tokens, D)
+        layout = attention_layout(model, tokens.shape[1], x)
     similarities = tokens @ model.encode_text([text]).to(tokens).T  # (1, tokens, L)
     return Explanation(
         layout(similarities).movedim(1, 0),
         similarities[0].amax(0),
         method="match_words",
-        settings={},
         target=(None,) * len(words),
         target_names=words,
-        probabilities=None,
         input_size=tuple(x.shape[2:]),
         frames=batch.frames * len(words),
         sign="positive",

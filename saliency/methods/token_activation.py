@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ..attribution.answer import Answer, explained_answer
 from ..attribution.base import Attribution
 from ..attribution.explanation import BatchAttribution, Sign
-from ..attribution.forward import at_least_float32
 from ..attribution.resolved_target import ResolvedTarget
+from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.forward_args import shown_images
 from ..hooks.manager import HookManager
@@ -66,8 +66,9 @@ class TAM(Attribution):
         output, logits = self._logits(answer, text, x)
         results = []
         for target in targets:
+            scores = target(output)  # finds the words in the answer
             maps = layout(_activation(answer, text, logits, _words_of(target))[..., None])
-            results.append(BatchAttribution(rank_gaussian(maps), target(output)))
+            results.append(BatchAttribution(rank_gaussian(maps), scores))
         return results
 
     def _logits(self, answer: Answer, text: Tensor, x: Tensor) -> tuple[Any, Tensor]:
@@ -76,7 +77,7 @@ class TAM(Attribution):
         The model computes the logits of the whole vocabulary at the positions of the answer only.
         """
         head, hidden, count = _output_layer(self.model), list[Tensor](), len(answer.tokens)
-        arguments = answer.forward.arguments(x, shown_images(x))
+        arguments = answer.arguments(x, shown_images(x))
         if "logits_to_keep" in arguments:
             arguments["logits_to_keep"] = 0
 
@@ -100,7 +101,7 @@ class TAM(Attribution):
 
 def _text_after_image(answer: Answer) -> Tensor:
     """Return the positions (T,) of the text after the first token of an image, up to the end of the answer."""
-    is_image = answer.forward.is_image
+    is_image = answer.is_image
     after = torch.arange(len(answer.ids), device=is_image.device) > is_image.nonzero()[0, 0]
     after[:-1] &= ~is_image
     return after.nonzero()[:, 0]
@@ -108,7 +109,7 @@ def _text_after_image(answer: Answer) -> Tensor:
 
 def _activation(answer: Answer, text: Tensor, logits: Tensor, words: Words) -> Tensor:
     """Return the activation (N, L) of words at image tokens, from the positive logits (N, L, T) of a text."""
-    is_image, total = answer.forward.is_image, torch.zeros_like(logits[..., 0])
+    is_image, total = answer.is_image, torch.zeros_like(logits[..., 0])
     for row, token in words.pairs:
         position = answer.queries[row] + 1
         earlier = (text < position) & (answer.ids[text] != token)

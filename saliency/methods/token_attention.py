@@ -19,9 +19,10 @@ from ..attribution.answer import Answer, explained_answer
 from ..attribution.base import TracedAttribution
 from ..attribution.dense_features import outlying
 from ..attribution.explanation import BatchAttribution, Sign
-from ..attribution.forward import Needs, TargetGradients, at_least_float32
+from ..attribution.forward import Needs, TargetGradients
 from ..attribution.options import Option
 from ..attribution.resolved_target import ResolvedTarget
+from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_passages, fuse_heads, is_chain
 from ..hooks.autograd_graph import result_shape, saved
@@ -153,7 +154,7 @@ class TokenAttention:
 
 def _split(grads: TargetGradients, answer: Answer) -> tuple[list[AttentionCall], list[AttentionCall]]:
     """Return the calls of attention in the module that reads the tokens of an answer, and those of a bridge to them."""
-    modules, reader = grads.forward.operations.modules, answer.forward.reader
+    modules, reader = grads.forward.operations.modules, answer.reader
     calls = [call for call in grads.attention if reader in modules(call.node)]
     before = [call for call in grads.attention if call not in calls]
     bridge = list(dropwhile(lambda call: call.reads_image, before))  # from the learned queries on
@@ -181,7 +182,7 @@ class AttentionMap(TracedAttribution):
     def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
         """Return the needs. For an answer, they name the language model, to find its calls of attention."""
         answer = explained_answer()
-        reader = None if answer is None else answer.forward.reader
+        reader = None if answer is None else answer.reader
         return self.needs if reader is None else replace(self.needs, modules=(reader,))
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:

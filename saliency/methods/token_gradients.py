@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from ..attribution.forward import Needs, at_least_float32
+from ..attribution.forward import Needs
+from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
 from ..hooks.autograd_graph import DispatchMode, next_functions, result_shape

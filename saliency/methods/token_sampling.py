@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attribution.forward import Needs, SharedForward, TargetGradients, at_least_float32
+from ..attribution.forward import Needs, SharedForward, TargetGradients
 from ..attribution.options import Option
-from ..axes import along_rows, resize
+from ..axes import along_rows, at_least_float32, resize
 from ..engine.estimates import generator, normal, precise_type
 from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
 from ..errors import ModelError, NotApplicableError, optional_import

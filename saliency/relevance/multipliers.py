@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ..attribution.forward import TargetGradients, at_least_float32
+from ..attribution.forward import TargetGradients
+from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.attention import grouped
 from ..hooks.autograd_graph import Gradients

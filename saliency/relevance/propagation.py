@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from ..attribution.forward import at_least_float32
+from ..axes import at_least_float32
 from ..errors import MethodError, NotApplicableError
 from ..hooks.attention import masked_logits
 from ..hooks.autograd_graph import CHECKPOINT_NODE, Gradients, next_functions, result_spec, saved, sequence_nr

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from ..attribution.forward import TargetGradients, at_least_float32
+from ..attribution.forward import TargetGradients
+from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_specs, source_edge
 from ..hooks.operations import (

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..axes import at_least_float32
 from ..errors import TargetError, plural
 from ..validation import check_choice
 from .targets import Categories, EncodeImage, EncodeText, OutputFacts, OutputTarget, Prompt, Target, embedding
@@ -31,21 +32,24 @@ class _EmbeddingTarget(OutputTarget):
     def resolve_from(self, output: Any, facts: OutputFacts) -> OutputTarget:
         """Return the target unchanged. Raises TargetError unless all embeddings have one length."""
         own, others = self.pair(output)
-        if own.shape[1] != others.shape[1]:
-            raise TargetError(f"the reference has {others.shape[1]} numbers; the model's embedding has {own.shape[1]}")
+        if own.shape[-1] != others.shape[1]:
+            raise TargetError(f"the reference has {others.shape[1]} numbers; the model's embedding has {own.shape[-1]}")
         return self
 
     def pair(self, output: Any) -> tuple[Tensor, Tensor]:
         """Return the embeddings (N, D) of an output, and those to compare with (K, D), in float32 or wider."""
         if self.embeddings is None:
             raise TargetError("only methods and `saliency.attention` take a text or a reference as the target")
-        own = embedding(output)
-        own = own.to(torch.promote_types(own.dtype, torch.float32))
+        own = at_least_float32(self.own(output))
         return own, self.embeddings.to(own)
+
+    def own(self, output: Any) -> Tensor:
+        """Return the embeddings (N, D) of an output."""
+        return embedding(output)
 
     def part(self, output: Any, image: int) -> Tensor:
         """Return the embedding (1, D) of one image."""
-        return embedding(output)[image : image + 1]
+        return self.own(output)[image : image + 1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,22 +161,17 @@ class MaxSimilarity(_EmbeddingTarget):
             raise TargetError(f"word {self.word} is outside 0..{len(words) - 1}")
         return replace(self, embeddings=words if self.word is None else words[self.word][None])
 
-    def pair(self, output: Any) -> tuple[Tensor, Tensor]:
-        """Return the embeddings (N, D, tokens) of an output, and those of the words (K, D), in float32 or wider."""
+    def own(self, output: Any) -> Tensor:
+        """Return the embeddings (N, tokens, D) of an output."""
         own = output["image_embeds"] if isinstance(output, Mapping) else output
-        if self.embeddings is None or not isinstance(own, Tensor) or own.dim() != 3:
+        if not isinstance(own, Tensor) or own.dim() != 3:
             raise TargetError("max_sim is a target of methods for a model that is wrapped in saliency.LateInteraction")
-        own = own.to(torch.promote_types(own.dtype, torch.float32))
-        return own.mT, self.embeddings.to(own)
-
-    def part(self, output: Any, image: int) -> Any:
-        """Return the output of one image."""
-        return {"image_embeds": output["image_embeds"][image : image + 1]}
+        return own
 
     def __call__(self, output: Any) -> Tensor:
         """Return the sum over the words of the largest similarity (N,)."""
         own, words = self.pair(output)
-        return (words @ own).amax(2).sum(1)
+        return (own @ words.T).amax(1).sum(1)
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return names such as `total revenue` and `word 2 of total revenue`."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..errors import TargetError, did_you_mean, plural
 from ..io.preprocess import Box, Geometry
 from ..validation import is_integer
+from .answer_text import AnswerText
 
 Categories = Sequence[str] | None
 """Class names in the order of the output; None if the model has none."""
@@ -56,10 +57,12 @@ class OutputFacts:
     Attributes:
         categories: The class names.
         is_probability: Returns whether the last operation of an output with values of 0 to 1 is a sigmoid or softmax.
+        answer: The answer that is explained; None for an image.
     """
 
     categories: Categories = None
     is_probability: Callable[[Any], bool] = lambda output: False
+    answer: AnswerText | None = None
 
     def class_count(self, outputs: int) -> int:
         """Return the number of classes of an output with this many scores: two for a single one with two names.

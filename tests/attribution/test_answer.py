@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import saliency
 from saliency.io.preprocess import Geometry
 from saliency.testing.unchanged import Snapshot
 from tests.reference import error
-from tests.vision_language import FAMILIES, build, scene
+from tests.vision_language import FAMILIES, QUESTION, answered, build, scene
 
 pytest.importorskip("transformers")
 pytestmark = [
@@ -26,20 +25,12 @@ pytestmark = [
 ]
 
 SIZE = (140, 90)
-QUESTION = "what color is the car"
 RESIZED = {"llava_next", "internvl", "idefics3", "smolvlm"}  # families with a resized view of the whole image
-
-
-@cache
-def case(family: str) -> tuple[nn.Module, Any, saliency.Answer]:
-    """A model, its processor, and an answer."""
-    model, processor = build(family)
-    return model, processor, saliency.generate(model, processor, scene(), QUESTION, answer="a red car")
 
 
 def logits(model: nn.Module, answer: saliency.Answer, x: Tensor) -> Tensor:
     """The logits of the answer's tokens for canvases of its first image."""
-    values: Tensor = model(**answer.forward.arguments(x, [0] * len(x))).logits
+    values: Tensor = model(**answer.arguments(x, [0] * len(x))).logits
     return values
 
 
@@ -51,8 +42,8 @@ def odds(rows: Tensor, token: int) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_canvas_gives_the_pixel_values_of_the_processor(family: str) -> None:
-    _, _, answer = case(family)
-    forward: Any = answer.forward.arguments
+    _, _, answer = answered(family)
+    forward: Any = answer.arguments
     expected, found = forward.fixed["pixel_values"], forward(answer.inputs, [0])["pixel_values"]
     assert found.shape == expected.shape
     views = (
@@ -67,7 +58,7 @@ def test_the_canvas_gives_the_pixel_values_of_the_processor(family: str) -> None
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_change_of_the_image_is_where_the_frame_says(family: str) -> None:
-    model, processor, answer = case(family)
+    model, processor, answer = answered(family)
     changed = scene()
     changed.paste((255, 255, 255), (88, 14, 108, 34))  # right of the middle, above it
     other = saliency.generate(model, processor, changed, QUESTION, answer="a red car")
@@ -81,8 +72,8 @@ def test_a_change_of_the_image_is_where_the_frame_says(family: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"blip_2"}))
 def test_a_change_of_a_cell_changes_its_token_most(family: str) -> None:
-    model, _, answer = case(family)
-    reader = model.get_submodule(str(answer.forward.reader))
+    model, _, answer = answered(family)
+    reader = model.get_submodule(str(answer.reader))
 
     def embeddings(x: Tensor) -> Tensor:
         kept: list[Tensor] = []
@@ -96,7 +87,7 @@ def test_a_change_of_a_cell_changes_its_token_most(family: str) -> None:
     before = embeddings(answer.inputs)
     positions = torch.cat([tokens.positions.flatten() for tokens in answer.image_tokens])
     assert len(set(positions.tolist())) == len(positions)
-    assert answer.forward.is_image[positions].all()
+    assert answer.is_image[positions].all()
     for tokens in answer.image_tokens:
         assert tokens.box is not None
         (height, width), (left, top, right, bottom) = tokens.positions.shape, tokens.box
@@ -118,14 +109,14 @@ def test_a_change_of_a_cell_changes_its_token_most(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gradient_is_that_of_the_bare_model(family: str) -> None:
-    model, _, answer = case(family)
-    arguments = answer.forward.arguments(answer.inputs, [0])
+    model, _, answer = answered(family)
+    arguments = answer.arguments(answer.inputs, [0])
     pixels = arguments["pixel_values"].clone().requires_grad_()
     rows = model(**{**arguments, "pixel_values": pixels}).logits[:, 1]
-    score = odds(rows, answer.forward.text.ids[1])
+    score = odds(rows, answer.written.ids[1])
     (gradient,) = torch.autograd.grad(score.sum(), pixels)
     x = answer.inputs.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(answer.forward.arguments(x, [0])["pixel_values"], x, gradient)
+    (expected,) = torch.autograd.grad(answer.arguments(x, [0])["pixel_values"], x, gradient)
     explanation = saliency.VanillaGradient(model).attribute(answer, saliency.words("red"))
     torch.testing.assert_close(explanation.scores, score, rtol=1e-4, atol=1e-4)
     assert error(explanation.values, expected) < 1e-4
@@ -134,7 +125,7 @@ def test_the_gradient_is_that_of_the_bare_model(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_rows_of_a_batch_do_not_affect_each_other(family: str) -> None:
-    model, _, answer = case(family)
+    model, _, answer = answered(family)
     x = answer.inputs + torch.randn(3, *answer.inputs.shape[1:], generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         alone = torch.cat([logits(model, answer, row[None]) for row in x])
@@ -144,12 +135,12 @@ def test_the_rows_of_a_batch_do_not_affect_each_other(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_model_would_give_the_answer_that_it_generated(family: str) -> None:
-    model, processor, _ = case(family)
+    model, processor, _ = answered(family)
     answer = saliency.generate(model, processor, scene(), QUESTION, max_new_tokens=4)
-    forward: Any = answer.forward.arguments
+    forward: Any = answer.arguments
     with torch.no_grad():
         rows = model(**{**forward.fixed, **forward.options}).logits[0]
-    assert tuple(rows.argmax(1).tolist()) == answer.forward.text.ids
+    assert tuple(rows.argmax(1).tolist()) == answer.written.ids
     assert len(answer.tokens) == len(answer.queries) == rows.shape[0] <= 4
 
 
@@ -167,10 +158,10 @@ def test_fused_attention_gives_the_maps_of_eager_attention() -> None:
 
 
 def test_methods_of_many_passes_explain_an_answer() -> None:
-    model, _, answer = case("llava")
+    model, _, answer = answered("llava")
     with torch.no_grad():
         scores = [
-            odds(logits(model, answer, x)[:, 1], answer.forward.text.ids[1]) for x in (answer.inputs, 0 * answer.inputs)
+            odds(logits(model, answer, x)[:, 1], answer.written.ids[1]) for x in (answer.inputs, 0 * answer.inputs)
         ]
     path = saliency.IntegratedGradients(model, steps=32).attribute(answer, saliency.words("red"))
     torch.testing.assert_close(path.values.sum(), (scores[0] - scores[1])[0], rtol=1e-2, atol=1e-3)
@@ -178,7 +169,7 @@ def test_methods_of_many_passes_explain_an_answer() -> None:
     changed = answer.inputs.clone()
     changed[..., :14, 14:] = 0
     with torch.no_grad():
-        drop = scores[0] - odds(logits(model, answer, changed)[:, 1], answer.forward.text.ids[1])
+        drop = scores[0] - odds(logits(model, answer, changed)[:, 1], answer.written.ids[1])
     assert float(hidden.values[0, 0, 7, 21]) == pytest.approx(float(drop), abs=1e-4)
     shown = saliency.RISE(model, passes=16, grid=4).attribute(answer, saliency.words("red"))
     assert shown.values.shape[2:] == answer.inputs.shape[2:]
@@ -187,7 +178,7 @@ def test_methods_of_many_passes_explain_an_answer() -> None:
 
 
 def test_all_words_share_one_forward() -> None:
-    model, _, answer = case("llava")
+    model, _, answer = answered("llava")
     assert [word for word, _ in answer.words] == ["a", "red", "car"]
     maps = saliency.AttnLRP(model).attribute_classes(answer, [saliency.words(at=at) for _, at in answer.words])
     assert [own.target_names[0] for own in maps] == ["a", "red", "car"]
@@ -198,13 +189,13 @@ def test_all_words_share_one_forward() -> None:
 
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl", "blip_2"])
 def test_the_ledger_has_the_share_of_the_text(family: str) -> None:
-    model, _, answer = case(family)
+    model, _, answer = answered(family)
     explanation = saliency.AttnLRP(model).attribute(answer, saliency.words("red"))
     assert explanation.ledger is not None
     assert explanation.residual is not None
     assert explanation.token_shares is not None
     assert float(explanation.residual.abs()) < 1e-4
-    is_image = answer.forward.is_image
+    is_image = answer.is_image
     assert tuple(token is None for token in explanation.tokens) == tuple(is_image.tolist())
     text = float(explanation.token_shares[0, ~is_image].sum())
     assert float(explanation.ledger[0, explanation.ledger_names.index("text")]) == pytest.approx(text, abs=1e-6)
@@ -217,15 +208,15 @@ def test_the_ledger_has_the_share_of_the_text(family: str) -> None:
 
 
 def test_shares_are_the_gradient_times_the_embeddings() -> None:
-    model, _, answer = case("llava")
+    model, _, answer = answered("llava")
     explanation = saliency.InputXGradient(model).attribute(answer, saliency.words("red"))
     language: Any = model
-    arguments = answer.forward.arguments(answer.inputs, [0])
+    arguments = answer.arguments(answer.inputs, [0])
     ids, pixels = arguments.pop("input_ids"), arguments.pop("pixel_values")
     embeddings = language.get_input_embeddings()(ids)
     features = torch.cat(language.get_image_features(pixels).pooler_output)
-    embeddings = embeddings.masked_scatter(answer.forward.is_image[None, :, None], features).detach().requires_grad_()
-    score = odds(model(inputs_embeds=embeddings, **arguments).logits[:, 1], answer.forward.text.ids[1])
+    embeddings = embeddings.masked_scatter(answer.is_image[None, :, None], features).detach().requires_grad_()
+    score = odds(model(inputs_embeds=embeddings, **arguments).logits[:, 1], answer.written.ids[1])
     (gradient,) = torch.autograd.grad(score.sum(), embeddings)
     assert explanation.token_shares is not None
     assert error(explanation.token_shares, (gradient * embeddings).sum(-1)) < 1e-4
@@ -244,26 +235,26 @@ def test_an_answer_from_the_text_warns() -> None:
 
 @pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_vl", "internvl", "idefics3"])
 def test_each_of_several_images_has_a_map(family: str) -> None:
-    model, processor, _ = case(family)
+    model, processor, _ = answered(family)
     images = [scene(1), scene(2, (80, 120))]
     answer = saliency.generate(model, processor, images, QUESTION, answer="a red car")
     assert [len(answer.inputs), len(answer.frames)] == [2, 2]
     assert {tokens.image for tokens in answer.image_tokens} == {0, 1}
     explanation = saliency.VanillaGradient(model).attribute(answer, saliency.words("red"))
     torch.testing.assert_close(explanation.scores[0], explanation.scores[1])
-    forward: Any = answer.forward.arguments
+    forward: Any = answer.arguments
     assert forward(answer.inputs, [0, 1])["pixel_values"].shape[0] == 2 * forward.fixed["pixel_values"].shape[0]
     for number in (0, 1):
         x = answer.inputs[number, None].clone().requires_grad_()
         rows = model(**forward(x, [number])).logits[:, 1]
-        (expected,) = torch.autograd.grad(odds(rows, answer.forward.text.ids[1]).sum(), x)
+        (expected,) = torch.autograd.grad(odds(rows, answer.written.ids[1]).sum(), x)
         assert error(explanation.values[number, None], expected) < 1e-4
         assert saliency.overlay(explanation[number]).size == images[number].size
         assert expected.abs().sum() > 0
 
 
 def test_a_chat_of_several_turns_is_continued() -> None:
-    model, processor, _ = case("llava")
+    model, processor, _ = answered("llava")
     image = {"type": "image"}
     turns: list[dict[str, Any]] = [
         {"role": "user", "content": [image, {"type": "text", "text": "what is left"}]},
@@ -324,7 +315,7 @@ def test_a_model_of_ones_own_is_decoded_by_plain_forwards() -> None:
         saliency.generate(model, _Processor(), scene(), "3 4")
     answer = saliency.generate(model, _Processor(), scene(), "3 4", max_new_tokens=3, views=_halves)
     ids = torch.tensor([[1, 1, 3, 4]])
-    for token in answer.forward.text.ids:
+    for token in answer.written.ids:
         pixels = _Processor()([scene()], ["3"], "pt")["pixel_values"]
         assert int(model(ids, pixels, torch.ones_like(ids))["logits"][0, -1].argmax()) == token
         ids = torch.cat([ids, torch.tensor([[token]])], 1)
@@ -335,21 +326,21 @@ def test_a_model_of_ones_own_is_decoded_by_plain_forwards() -> None:
 
 
 def test_wrong_views_are_refused() -> None:
-    model, processor, _ = case("llava")
+    model, processor, _ = answered("llava")
     views = saliency.Views(torch.zeros(3, 28, 28), (0, 0, 1, 1), lambda x: x[:, None])
     with pytest.raises(saliency.ImageError, match="views of image 0 differ from the processor's pixel values"):
         saliency.generate(model, processor, scene(), QUESTION, answer="a", views=lambda image: views)
 
 
 def test_an_answer_belongs_to_its_model() -> None:
-    _, _, answer = case("llava")
+    _, _, answer = answered("llava")
     other, _ = build("llava")
     with pytest.raises(saliency.ModelError, match="from another model than the method's"):
         saliency.VanillaGradient(other).attribute(answer)
 
 
 def test_a_prompt_without_an_image_is_refused() -> None:
-    model, processor, _ = case("llava")
+    model, processor, _ = answered("llava")
     processor = type(processor)(processor.image_processor, processor.tokenizer, patch_size=7)
     with pytest.raises(saliency.ModelError, match="<image>"):
         saliency.generate(model, processor, scene(), "what color is the car", answer="red")
@@ -358,7 +349,7 @@ def test_a_prompt_without_an_image_is_refused() -> None:
 
 
 def test_an_empty_answer_is_refused() -> None:
-    model, processor, _ = case("llava")
+    model, processor, _ = answered("llava")
     with pytest.raises(saliency.ModelError, match="the answer is empty"):
         saliency.generate(model, processor, scene(), QUESTION, answer="")
 
@@ -374,7 +365,7 @@ def test_the_model_is_left_as_found() -> None:
 
 
 def test_shares_are_saved(tmp_path: Path) -> None:
-    model, _, answer = case("llava")
+    model, _, answer = answered("llava")
     explanation = saliency.InputXGradient(model).attribute(answer, saliency.words("red"))
     loaded = saliency.Explanation.load(explanation.save(tmp_path / "red.safetensors"))
     assert loaded.tokens == explanation.tokens
@@ -385,7 +376,7 @@ def test_shares_are_saved(tmp_path: Path) -> None:
 
 
 def test_features_of_an_image_hide_no_relu() -> None:
-    model, _, answer = case("llava")
+    model, _, answer = answered("llava")
     with pytest.raises(saliency.NotApplicableError, match="no ReLU was called") as caught:
         saliency.GuidedBackprop(model).attribute(answer, saliency.words("red"))
     assert "masked_scatter" not in str(caught.value)
@@ -396,13 +387,13 @@ def test_views_are_resized_in_half_precision() -> None:
     expected = saliency.generate(model, processor, scene(), QUESTION, answer="a red car")
     answer = saliency.generate(model.bfloat16(), processor, scene(), QUESTION, answer="a red car")
     assert answer.inputs.dtype == torch.bfloat16
-    pixels = [own.forward.arguments(own.inputs, [0])["pixel_values"] for own in (answer, expected)]
+    pixels = [own.arguments(own.inputs, [0])["pixel_values"] for own in (answer, expected)]
     torch.testing.assert_close(pixels[0].float(), pixels[1], rtol=0, atol=0.02)
     saliency.AttnLRP(model).attribute(answer, saliency.words("red"))
 
 
 def test_images_that_the_prompt_does_not_show_are_refused() -> None:
-    model, processor, _ = case("blip_2")
+    model, processor, _ = answered("blip_2")
     with pytest.raises(saliency.ModelError, match="the tokens of image 0 are not in the prompt, or have no place"):
         saliency.generate(model, processor, [scene(1), scene(2)], QUESTION, answer="red")
     model, processor = saliency.load("shapes_caption"), saliency.testbed.CaptionProcessor()
@@ -413,13 +404,13 @@ def test_images_that_the_prompt_does_not_show_are_refused() -> None:
 
 @pytest.mark.parametrize("target", [3, "red"])
 def test_classes_of_an_answer_are_refused(target: int | str) -> None:
-    model, _, answer = case("llava")
+    model, _, answer = answered("llava")
     with pytest.raises(saliency.TargetError, match="an answer has words and no classes"):
         saliency.VanillaGradient(model).attribute(answer, target)
 
 
 def test_an_image_without_a_prompt_and_metrics_of_answers_are_refused() -> None:
-    model, _, answer = case("llava")
+    model, _, answer = answered("llava")
     method, target = saliency.AttnLRP(model), saliency.words(at=0)
     with pytest.raises(saliency.ModelError, match=r"pass an answer of saliency\.generate"):
         method.attribute(answer.inputs, target)
@@ -430,7 +421,7 @@ def test_an_image_without_a_prompt_and_metrics_of_answers_are_refused() -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    model, processor, _ = case("llava")
+    model, processor, _ = answered("llava")
     with pytest.raises(saliency.ImageError, match="there is no image"):
         saliency.generate(model, processor, [], QUESTION)
     with pytest.raises(saliency.MethodError, match="max_new_tokens=0"):

@@ -5,16 +5,14 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 import saliency
 from saliency import METHODS, LayerError, NotApplicableError
 from saliency.testbed import CaptionProcessor
-from tests.vision_language import build, scene
+from tests.vision_language import answered, build, scene
 
 
 @cache
@@ -27,19 +25,11 @@ def captioned(caption: str) -> Any:
 FAMILIES = ["llava", "qwen2_vl"]  # one crop; merged patches of any size, and grouped keys
 
 
-@cache
-def answered(family: str) -> tuple[Any, Any]:
-    """A model, and its answer "a red circle"."""
-    model, processor = build(family)
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8))
-    return model, saliency.generate(model, processor, image, "what color is the car", answer="a red circle")
-
-
 def explicit(model: Any, answer: Any) -> tuple[list[Tensor], list[Tensor], int]:
     """The attention of each layer (heads, L, L), its gradient for the log-odds of "red", and the query of "red"."""
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
-    arguments = answer.forward.arguments(answer.inputs, [0]) | {"output_attentions": True, "logits_to_keep": 0}
+    arguments = answer.arguments(answer.inputs, [0]) | {"output_attentions": True, "logits_to_keep": 0}
     output = model(**arguments)
     model.set_attn_implementation(implementation)
     query = answer.queries[1]
@@ -57,7 +47,7 @@ def on_image(answer: Any, row: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_attention_of_an_answer_is_that_of_the_eager_model(family: str) -> None:
-    model, answer = answered(family)
+    model, _, answer = answered(family)
     probabilities, gradients, query = explicit(model, answer)
     layers = saliency.attention(model, answer, saliency.words("red"))[-len(probabilities) :]
     for layer, own, grad in zip(layers, probabilities, gradients, strict=True):
@@ -69,7 +59,7 @@ def test_the_attention_of_an_answer_is_that_of_the_eager_model(family: str) -> N
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rollout_and_relevance_start_at_the_position_that_predicts_the_word(family: str) -> None:
-    model, answer = answered(family)
+    model, _, answer = answered(family)
     probabilities, gradients, query = explicit(model, answer)
     share = relevance = torch.eye(len(probabilities[0][0]))
     weighted = [(own * grad).clamp(min=0).mean(0) for own, grad in zip(probabilities, gradients, strict=True)]
@@ -105,21 +95,21 @@ ATTENTION = [name for name, method in METHODS.items() if method.needs.attention]
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_each_method_of_attention_explains_an_answer_or_states_the_reason(name: str) -> None:
-    model, answer = answered("llava")
+    model, _, answer = answered("llava")
     method = METHODS[name](model)
     if name in REFUSED:
         with pytest.raises(NotApplicableError, match=REFUSED[name]):
             method.attribute(answer, saliency.words("red"))
         return
-    red, circle = method.attribute_classes(answer, [saliency.words("red"), saliency.words("circle")])
+    red, car = method.attribute_classes(answer, [saliency.words("red"), saliency.words("car")])
     assert red.values.shape == (1, 1, 4, 4)
     assert red.values.any()
-    assert not torch.equal(red.values, circle.values)
-    torch.testing.assert_close(method.attribute(answer, saliency.words("circle")).values, circle.values)
+    assert not torch.equal(red.values, car.values)
+    torch.testing.assert_close(method.attribute(answer, saliency.words("car")).values, car.values)
 
 
 def test_tiles_and_a_view_of_the_whole_image_share_one_map() -> None:
-    _, answer = answered("internvl")
+    *_, answer = answered("internvl")
     *tiles, thumbnail = answer.image_tokens
     values = torch.zeros(1, len(answer.ids) - 1, 2)
     values[0, tiles[-1].positions[1, 1], 0] = 3.0
@@ -145,7 +135,7 @@ def bridged() -> tuple[Any, Any, list[Tensor], list[Tensor]]:
     layers = [own for name, own in model.named_modules() if name.startswith(names) and hasattr(own, "num_heads")]
     layers += [own for own in model.qformer.modules() if hasattr(own, "num_attention_heads")]
     handles = [layer.register_forward_hook(keep) for layer in layers]
-    logits = model(**answer.forward.arguments(answer.inputs, [0]) | {"logits_to_keep": 0}).logits[0, answer.queries[1]]
+    logits = model(**answer.arguments(answer.inputs, [0]) | {"logits_to_keep": 0}).logits[0, answer.queries[1]]
     for handle in handles:
         handle.remove()
     model.set_attn_implementation("sdpa")
@@ -206,16 +196,16 @@ BRIDGED = [name for name in ATTENTION if name not in REFUSED]
 
 
 @pytest.mark.parametrize("name", BRIDGED)
-def test_methods_of_attention_have_a_map_for_each_word_and_image_of_blip_2(name: str) -> None:
-    model, answer = answered("blip_2")
+def test_methods_of_attention_have_a_map_for_each_word_of_blip_2(name: str) -> None:
+    model, _, answer = answered("blip_2")
     method = METHODS[name](model)
-    red, circle = method.attribute_classes(answer, [saliency.words("red"), saliency.words("circle")])
+    red, car = method.attribute_classes(answer, [saliency.words("red"), saliency.words("car")])
     assert red.values.shape == (1, 1, 4, 4)
-    assert not torch.equal(red.values, circle.values)
+    assert not torch.equal(red.values, car.values)
 
 
 def test_what_queries_do_not_define_is_refused() -> None:
-    model, answer = answered("blip_2")
+    model, _, answer = answered("blip_2")
     with pytest.raises(NotApplicableError, match="no position in the image"):
         saliency.TAM(model).attribute(answer, saliency.words("red"))
     with pytest.raises(LayerError, match="not one for each patch"):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
 import saliency
-from saliency.targets.targets import Target
-from saliency.targets.words import AnswerText, Words, in_answer
+from saliency.targets.answer_text import AnswerText
+from saliency.targets.targets import OutputFacts, Target
+from saliency.targets.words import Words
 
 PIECES = [
     "a",
@@ -29,7 +32,7 @@ PIECES = [
 ]
 
 
-def encode(text: str) -> list[int]:
+def encode(text: str, *, add_special_tokens: bool) -> list[int]:
     """Take the longest piece first, as tokenizers of byte pairs do."""
     ids = []
     while text:
@@ -40,14 +43,20 @@ def encode(text: str) -> list[int]:
 
 
 IDS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)
-ANSWER = AnswerText(IDS, tuple(PIECES[:10]), encode, lambda ids: "".join(PIECES[token] for token in ids))
+TOKENIZER = SimpleNamespace(encode=encode, decode=lambda ids: "".join(PIECES[token] for token in ids))
+ANSWER = AnswerText(IDS, tuple(PIECES[:10]), TOKENIZER)
 LOGITS = torch.randn(2, 12, len(PIECES), generator=torch.Generator().manual_seed(0))  # two rows are before the answer
+
+
+def resolved(target: Target) -> Words:
+    """A target with its tokens."""
+    assert isinstance(target, Words)
+    return target.resolve_from(LOGITS, OutputFacts(answer=ANSWER))
 
 
 def score(target: Target) -> Tensor:
     """The scores of a target, as in a call."""
-    assert isinstance(target, Words)
-    return in_answer(target, ANSWER)(LOGITS)
+    return resolved(target)(LOGITS)
 
 
 def odds(row: int, token: int) -> Tensor:
@@ -67,14 +76,13 @@ def test_a_word_is_the_sum_of_the_log_odds_of_its_tokens() -> None:
 
 
 def test_the_probability_is_the_product_over_the_tokens() -> None:
-    target = in_answer(Words("circle"), ANSWER)
+    target = resolved(saliency.words("circle"))
     p = LOGITS.softmax(2)
     torch.testing.assert_close(target.probabilities(LOGITS), p[:, 4, 2] * p[:, 5, 3])
 
 
 def test_another_word_is_compared_at_the_first_token_that_differs() -> None:
-    target = in_answer(Words("red", against="blue"), ANSWER)
-    assert isinstance(target, Words)
+    target = resolved(saliency.words("red", against="blue"))
     assert target.other == PIECES.index(" blue")  # with the space of the place
     torch.testing.assert_close(target(LOGITS), LOGITS[:, 3, 1] - LOGITS[:, 3, target.other])
     assert target.names(2, None) == ("red rather than blue",) * 2
@@ -85,7 +93,7 @@ def test_the_gradient_does_not_vanish_if_the_model_is_certain() -> None:
     logits = torch.zeros(1, 10, len(PIECES))
     logits[0, 1, 1] = 40.0
     logits.requires_grad_()
-    (gradient,) = torch.autograd.grad(in_answer(Words("red"), ANSWER)(logits).sum(), logits)
+    (gradient,) = torch.autograd.grad(resolved(saliency.words("red"))(logits).sum(), logits)
     assert float(gradient[0, 1, 1]) == pytest.approx(1)
     assert float(gradient[0, 1].sum()) == pytest.approx(0, abs=1e-6)
 
@@ -101,14 +109,14 @@ def test_words_are_listed_with_their_tokens() -> None:
     [
         (saliency.words("green"), '"green" is not in the answer; its words are a, red, circle, left, of, square'),
         (saliency.words("red", at=4), r'"red" is not in the answer at=4, but at \[1, 7\]'),
-        (saliency.words(at=10), "at=10: the answer has 10 tokens"),
+        (saliency.words(at=10), "at=10 selects none of the 10 tokens"),
         (saliency.words(at=slice(10, 12)), "selects none of the 10 tokens"),
         (saliency.words("red", against="red"), '"red" and "red" begin with the same tokens'),
     ],
 )
 def test_words_that_are_not_in_the_answer_are_refused(target: Words, message: str) -> None:
     with pytest.raises(saliency.TargetError, match=message):
-        in_answer(target, ANSWER)
+        resolved(target)
 
 
 def test_arguments_of_other_types_are_refused() -> None:

@@ -1,0 +1,58 @@
+"""Text of an answer of a vision-language model, and its tokens."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text, without special tokens."""
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerText:
+    """Tokens of an answer, and the tokenizer.
+
+    Attributes:
+        ids: The ids of its T tokens.
+        tokens: Their texts, which form the answer together.
+        tokenizer: A tokenizer with `encode` and `decode`.
+    """
+
+    ids: tuple[int, ...]
+    tokens: tuple[str, ...]
+    tokenizer: Any
+
+    @property
+    def text(self) -> str:
+        """The whole answer."""
+        return "".join(self.tokens)
+
+    def words(self) -> list[tuple[str, slice]]:
+        """Return the words of the answer in order, without punctuation, and the tokens of each."""
+        return [(match[0], self._tokens(match)) for match in re.finditer(r"\w+(?:['’-]\w+)*", self.text)]
+
+    def find(self, text: str) -> list[slice]:
+        """Return the tokens of each occurrence of a text, regardless of case: as whole words, or else inside words."""
+        for pattern in (rf"(?<!\w){re.escape(text)}(?!\w)", re.escape(text)):
+            if found := [self._tokens(match) for match in re.finditer(pattern, self.text, re.IGNORECASE)]:
+                return found
+        return []
+
+    def _tokens(self, match: re.Match[str]) -> slice:
+        ends = list(accumulate(map(len, self.tokens)))
+        first = next(number for number, end in enumerate(ends) if end > match.start())
+        return slice(first, 1 + next(number for number, end in enumerate(ends) if end >= match.end()))
+
+    def encode_at(self, text: str, start: int) -> list[int]:
+        """Return the ids of a text that replaces the answer from a token on: with a space before it where one is."""
+        space = " " if self.tokens[start][:1].isspace() else ""
+        before, decode = [*self.ids[:start]], self.tokenizer.decode
+        wanted = decode(before).strip() + space + text
+        tried = [encode(self.tokenizer, text), encode(self.tokenizer, f" {text}")]
+        right = [ids for ids in tried if ids and decode([*before, *ids]).strip() == wanted.strip()]
+        return min(right or filter(None, tried), key=len)
