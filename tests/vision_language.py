@@ -179,7 +179,9 @@ def blip_2() -> tuple[nn.Module, Any]:
     words = tokenizer("<image>")
     config = t.Blip2Config(
         vision_config=t.Blip2VisionConfig(**TOWER, image_size=28, patch_size=7),
-        qformer_config=t.Blip2QFormerConfig(**TOWER, encoder_hidden_size=16, vocab_size=len(words)),
+        qformer_config=t.Blip2QFormerConfig(
+            **{**TOWER, "num_hidden_layers": 3}, encoder_hidden_size=16, vocab_size=len(words)
+        ),
         text_config=t.OPTConfig(
             hidden_size=16,
             ffn_dim=24,
@@ -189,11 +191,11 @@ def blip_2() -> tuple[nn.Module, Any]:
             vocab_size=len(words),
             max_position_embeddings=64,
         ),
-        num_query_tokens=4,
+        num_query_tokens=8,
         image_token_index=words.convert_tokens_to_ids("<image>"),
     )
     images = t.BlipImageProcessor(size={"height": 28, "width": 28})
-    return t.Blip2ForConditionalGeneration(config), t.Blip2Processor(images, words, num_query_tokens=4)
+    return t.Blip2ForConditionalGeneration(config), t.Blip2Processor(images, words, num_query_tokens=8)
 
 
 def paligemma() -> tuple[nn.Module, Any]:

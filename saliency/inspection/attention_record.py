@@ -229,7 +229,8 @@ def _trace_layouts(model: nn.Module, x: Tensor, target: ResolvedTarget, names: S
     answer, layouts = explained_answer(), list[_Layouts]()
     for call, name in zip(calls, names, strict=True):
         if answer is not None and f"{name}.".startswith(f"{answer.reader}."):  # the language model
-            layouts.append((None, answer.layout(range(len(x)))))
+            has_positions = all(tokens.box is not None for tokens in answer.image_tokens)
+            layouts.append((None, answer.layout(range(len(x))) if has_positions else None))
         else:
             layouts.append(
                 (layout(call.query if call.weights is None else call.weights, call), layout(call.value, call))

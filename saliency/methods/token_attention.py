@@ -6,11 +6,11 @@ A new method is a subclass of `AttentionMap` with a `name` and `relevance`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import takewhile
-from typing import ClassVar, Literal, get_args
+from itertools import dropwhile, takewhile
+from typing import ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -52,6 +52,8 @@ class TokenAttention:
         blocks: The calls of self-attention, in order.
         crosses: The calls whose queries are not the tokens, in order.
         pooling: The only call of attention in a pooling head after the blocks; else None.
+        bridge: The calls between the image tower and the image tokens of an answer, if these are learned queries that
+            attend to the tower, as in the Q-former of BLIP-2; else empty.
         tokens: The number of tokens.
 
     Raises:
@@ -62,7 +64,8 @@ class TokenAttention:
         self.grads, self.answer = grads, explained_answer()
         self._means: dict[AttentionCall, Tensor] = {}
         model = type(grads.forward.model).__name__
-        self.calls = calls = grads.attention if self.answer is None else _in_language_model(grads, self.answer)
+        self.calls, self.bridge = (grads.attention, []) if self.answer is None else _split(grads, self.answer)
+        calls = self.calls
         if not calls:
             raise NotApplicableError(f"{method}: {model} has no attention that can be read; use grad_cam or lrp")
         if grads.unread_softmaxes:
@@ -96,11 +99,15 @@ class TokenAttention:
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of the tokens: the grid of patches, and the token of each cell.
+        """The layout of the tokens: the grid of patches, and the token of each cell; or one row of queries of a bridge.
 
         Raises:
             LayerError: The tokens are not a grid of patches that covers the image.
+            NotApplicableError: The image tokens of an answer have no position, and there is no bridge to the patches.
         """
+        if self.answer is not None and self.bridge:
+            (queries,) = self.answer.image_tokens
+            return Layout("NTC", tuple(queries.positions.shape), queries.positions.flatten().tolist())
         if self.answer is not None:
             return self.answer.layout(shown_images(self.grads.x))
         return attention_layout(self.grads.forward.model, self.tokens, self.grads.x)
@@ -145,10 +152,17 @@ class TokenAttention:
         return shares / shares.sum(-1, keepdim=True).clamp(min=1)
 
 
-def _in_language_model(grads: TargetGradients, answer: Answer) -> list[AttentionCall]:
-    """Return the calls of attention in the module that reads the tokens of an answer."""
+def _split(grads: TargetGradients, answer: Answer) -> tuple[list[AttentionCall], list[AttentionCall]]:
+    """Return the calls of attention in the module that reads the tokens of an answer, and those of a bridge to them."""
     modules, reader = grads.forward.operations.modules, answer.reader
-    return [call for call in grads.attention if reader in modules(call.node)]
+    calls = [call for call in grads.attention if reader in modules(call.node)]
+    before = [call for call in grads.attention if call not in calls]
+    bridge = list(dropwhile(lambda call: call.reads_image, before))  # from the learned queries on
+    count = sum(tokens.positions.numel() for tokens in answer.image_tokens if tokens.box is None)
+    keys = bridge[0].shape[3] if bridge else count
+    forms = {(len(grads.x), count, keys), (len(grads.x), count, count)}
+    is_known = keys != count and all((call.shape[0], *call.shape[2:]) in forms for call in bridge)
+    return calls, bridge if is_known else []
 
 
 class AttentionMap(TracedAttribution):
@@ -178,12 +192,32 @@ class AttentionMap(TracedAttribution):
         outliers = attention.outliers
         count = 0 if outliers is None else int(outliers.sum())
         values = attention.layout(self.relevance(attention)[:, :, None])
+        if attention.bridge:
+            tokens = values[:, 0] @ self.query_relevance(attention)  # (N, 1, tokens of the image tower)
+            values = attention_layout(grads.forward.model, tokens.shape[2], grads.x)(tokens.mT)
         coverage = Coverage(handled={"outlier tokens (hatched)": count}) if count else None
         return BatchAttribution(values, grads.scores, coverage, outliers=outliers)
 
     @abstractmethod
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the relevance of all tokens (N, tokens), given the attention of one forward."""
+
+    def fused(self, attention: TokenAttention, call: AttentionCall) -> Tensor:
+        """Return the attention of a call, averaged over its heads (N, queries, keys)."""
+        return attention.mean_heads(call)
+
+    def query_relevance(self, attention: TokenAttention) -> Tensor:
+        """Return the relevance of the tokens of the image tower to the queries of a bridge (N, queries, tokens).
+
+        By default, it is the rollout of the attention, with the identity for the residual connection of a query. The
+        rest of a sum of 1 belongs to the queries that the model has learned.
+        """
+        shares: Tensor | None = None
+        for call in attention.bridge:
+            fused = self.fused(attention, call)
+            added = fused if call.shape[3] != call.shape[2] else fused @ cast("Tensor", shares)
+            shares = (added if shares is None else shares + added) / (fused.sum(-1, keepdim=True) + 1)
+        return cast("Tensor", shares)
 
 
 class AttentionRollout(AttentionMap):
@@ -291,11 +325,15 @@ class CheferAttention(AttentionMap):
         """Return the relevance of all tokens to those that the head reads."""
         read, weights = attention.read_queries, self.weights(attention)
         if attention.crosses:
-            return (read @ _decoded(attention, weights))[:, 0]
+            return (read @ _decoded(attention.calls, weights))[:, 0]
         relevance = torch.zeros_like(read)  # without the share that is read, which may be many orders larger
         for call in attention.blocks[::-1]:
             relevance = torch.baddbmm(relevance, relevance + read, weights(call))
         return relevance[:, 0]
+
+    def query_relevance(self, attention: TokenAttention) -> Tensor:
+        """Return the relevance of the tokens of the image tower to the queries of a bridge, as in a decoder."""
+        return _decoded(attention.bridge, self.weights(attention))
 
     def weights(self, attention: TokenAttention) -> Callable[[AttentionCall], Tensor]:
         """Return the weighted attention of a call (N, queries, keys), as a function of the call."""
@@ -344,10 +382,10 @@ class GradECLIP(AttentionMap):
         return weighted.sum(1).clamp(min=0)
 
 
-def _decoded(attention: TokenAttention, weighted: Callable[[AttentionCall], Tensor]) -> Tensor:
-    """Return the relevance of the tokens to the queries of the last call (N, queries, tokens)."""
+def _decoded(calls: Sequence[AttentionCall], weighted: Callable[[AttentionCall], Tensor]) -> Tensor:
+    """Return the relevance of the keys of the first call to the queries of the last call (N, queries, tokens)."""
     relevance: dict[tuple[int, int], Tensor] = {}  # by the numbers of queries and tokens
-    for call in attention.calls:
+    for call in calls:
         weights, (images, _, queries, keys) = weighted(call), call.shape
         for count in (queries, keys):
             own = torch.eye(count, dtype=weights.dtype, device=weights.device).expand(images, -1, -1)
@@ -360,7 +398,7 @@ def _decoded(attention: TokenAttention, weighted: Callable[[AttentionCall], Tens
         else:
             added = _normalised(relevance[queries, queries]).mT @ weights @ _normalised(relevance[keys, keys])
             relevance[queries, keys] = added + relevance.get((queries, keys), 0)
-    return relevance[queries, attention.tokens]
+    return relevance[calls[-1].shape[2], calls[0].shape[3]]
 
 
 def _normalised(relevance: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 import saliency
 from saliency import METHODS, LayerError, NotApplicableError
 from saliency.testbed import CaptionProcessor
-from tests.vision_language import answered
+from tests.vision_language import answered, build, scene
 
 
 @cache
@@ -120,11 +120,98 @@ def test_tiles_and_a_view_of_the_whole_image_share_one_map() -> None:
     torch.testing.assert_close(maps[1], torch.full_like(maps[1], 4 / maps[1].numel()))
 
 
-def test_queries_without_a_place_in_the_image_are_refused() -> None:
+def bridged() -> tuple[Any, Any, list[Tensor], list[Tensor]]:
+    """BLIP-2, its answer, the attention (heads, queries, keys) from the Q-former on, and its gradient for "red"."""
+    model, processor = build("blip_2")
+    model = model.double()
+    answer = saliency.generate(model, processor, scene(), "what color is the car", answer="a red circle")
+    probabilities: list[Tensor] = []
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        probabilities.append(output[1])
+
+    model.set_attn_implementation("eager")
+    names = ("qformer", "language_model")
+    layers = [own for name, own in model.named_modules() if name.startswith(names) and hasattr(own, "num_heads")]
+    layers += [own for own in model.qformer.modules() if hasattr(own, "num_attention_heads")]
+    handles = [layer.register_forward_hook(keep) for layer in layers]
+    logits = model(**answer.arguments(answer.inputs, [0]) | {"logits_to_keep": 0}).logits[0, answer.queries[1]]
+    for handle in handles:
+        handle.remove()
+    model.set_attn_implementation("sdpa")
+    probabilities = probabilities[1:]  # the first is among learned queries, before they see the image
+    token = int(answer.ids[answer.queries[1] + 1])
+    score = logits[token] - torch.cat([logits[:token], logits[token + 1 :]]).logsumexp(0)
+    grads = torch.autograd.grad(score, probabilities)
+    return model, answer, [own[0].detach() for own in probabilities], [own[0] for own in grads]
+
+
+def mixed(weights: Tensor, size: int) -> Tensor:
+    """The attention of a call with its residual connection, among the 8 queries and 17 tokens of the image, or all."""
+    whole = torch.eye(size, dtype=weights.dtype)
+    columns = slice(8, 25) if weights.shape == (8, 17) else slice(len(weights))
+    whole[: len(weights), columns] += weights
+    return whole / whole.sum(1, keepdim=True)
+
+
+def test_attention_continues_from_the_queries_of_blip_2_to_the_patches() -> None:
+    model, answer, probabilities, gradients = bridged()
+    assert [own.shape[1:] for own in probabilities[:4]] == [(8, 17), (8, 8), (8, 8), (8, 17)]
+    products = [own * grad for own, grad in zip(probabilities, gradients, strict=True)]
+    means, positive = [own.mean(0) for own in probabilities], [own.mean(0).clamp(min=0) for own in products]
+    size, query = len(means[-1]), answer.queries[1]
+
+    def rolled(weights: list[Tensor]) -> Tensor:
+        text, patches = torch.eye(size).double(), torch.eye(25).double()
+        for own in weights[4:]:
+            text = mixed(own, size) @ text
+        for own in weights[:4]:
+            patches = mixed(own, 25) @ patches
+        return text[query, :8] @ patches[:8, 8:]
+
+    weighted = [own.clamp(min=0).mean(0) for own in products]
+    among, seen, text = torch.eye(8).double(), torch.zeros(8, 17).double(), torch.eye(size).double()
+    for own in weighted[:4]:
+        if own.shape == (8, 17):
+            others = among - torch.eye(8)
+            seen = seen + (others / others.sum(1, keepdim=True).clamp(min=1e-300) + torch.eye(8)).T @ own
+        else:
+            among, seen = among + own @ among, seen + own @ seen
+    for own in weighted[4:]:
+        text = text + own @ text
+    for method, wanted in (
+        (saliency.AttentionRollout, rolled(means)),
+        (saliency.GradientRollout, rolled(positive)),
+        (saliency.CheferAttention, text[query, :8] @ seen),
+    ):
+        found = method(model).attribute(answer, saliency.words("red")).values
+        torch.testing.assert_close(found, wanted[1:].view(1, 1, 4, 4), rtol=1e-5, atol=0)
+
+    read = [layer for layer in saliency.attention(model, answer) if "crossattention" in layer.layer]
+    for layer, own in zip(read, [probabilities[0], probabilities[3]], strict=True):
+        torch.testing.assert_close(layer.maps(5)[0], own[:, 5, 1:].reshape(2, 4, 4))
+
+
+BRIDGED = [name for name in ATTENTION if name not in REFUSED]
+
+
+@pytest.mark.parametrize("name", BRIDGED)
+def test_methods_of_attention_have_a_map_for_each_word_of_blip_2(name: str) -> None:
     model, _, answer = answered("blip_2")
-    for method in (saliency.AttentionRollout, saliency.TAM):
-        with pytest.raises(NotApplicableError, match="no position in the image"):
-            method(model).attribute(answer, saliency.words("red"))
+    method = METHODS[name](model)
+    red, car = method.attribute_classes(answer, [saliency.words("red"), saliency.words("car")])
+    assert red.values.shape == (1, 1, 4, 4)
+    assert not torch.equal(red.values, car.values)
+
+
+def test_what_queries_do_not_define_is_refused() -> None:
+    model, _, answer = answered("blip_2")
+    with pytest.raises(NotApplicableError, match="no position in the image"):
+        saliency.TAM(model).attribute(answer, saliency.words("red"))
+    with pytest.raises(LayerError, match="not one for each patch"):
+        saliency.attention(model, answer)[-1].maps(0)
+    queries: Any = answer.image_tokens[0].positions
+    assert queries.shape == (1, 8)
 
 
 @pytest.mark.filterwarnings("ignore:the image has only")
