@@ -251,10 +251,8 @@ def _encode(processor: Any, images: Sequence[Image.Image], text: str) -> dict[st
 
 def _recognised(processor: Any, text: str, image: Image.Image) -> Views:
     """Return the views of an image. Raises ImageError if they are not recognised."""
-    own: Any = getattr(processor, "image_processor", None)
-    sizes = {name: getattr(own, name, None) for name in ("patch_size", "merge_size")}
     try:
-        return find_views(lambda image: _encode(processor, [image], text), image, sizes)
+        return find_views(lambda image: _encode(processor, [image], text), image, processor)
     except (ImageError, RuntimeError) as error:
         wanted = "pass views=, a function from a PIL image to saliency.Views(canvas, box, pixels)"
         name = type(processor).__name__
