@@ -55,7 +55,7 @@ class SavedValues(IntEnum):
     LINEAR = 3
     """Also the results of convolutions and matrix products."""
     CHANGES = 4
-    """The operands of nonlinear operations, and the constants of others. The graph saves no values."""
+    """Operands of nonlinear operations, indices of their results, constants of others. The graph saves no values."""
     ALL = 5
     """The operands and results of all operations. Those that the graph does not save are computed again when read."""
 
@@ -457,10 +457,11 @@ class OperationRecord(DispatchMode):
         self._clone = (current_sequence_nr() - 1, args[0], result) if is_clone else None
 
     def _kept_result(self, operation: Operation, result: Any) -> Any:
-        """Return the part of a result that rules read: of a normalisation, only its statistics."""
+        """Return the part of a result that rules read: of a normalisation, only its statistics; of a pool, indices."""
         if operation.is_weak:
             return result if is_fixed(operation.op) else _weak_result(operation, result)
-        if operation.name in NORMS or is_batch_norm(operation.op):
+        is_part = self.keep == SavedValues.CHANGES or operation.name in NORMS or is_batch_norm(operation.op)
+        if is_part and isinstance(result, _LISTS):
             return (None, *result[1:])
         is_read = self.keep == SavedValues.LINEAR or (
             self.keep <= SavedValues.CONSTANTS and operation.name not in LINEAR

@@ -200,18 +200,18 @@ def _winners(step: MultiplierStep) -> Gradients:
     gains = _gradients(step, x, (torch.where(is_gain, share, 0),))
     losses = _gradients(step, x0, (torch.where(is_gain, 0, share),))
     operands = zip(gains, losses, x, x0, strict=True)
-    return tuple(gain.add_(loss).div_(a - b).masked_fill_(a == b, 0) for gain, loss, a, b in operands)
+    return tuple(gain.add_(loss).div_(a - b).nan_to_num_(0, 0, 0) for gain, loss, a, b in operands)
 
 
 def _max_pool(step: MultiplierStep) -> Gradients:
     """Pass gains and losses of the windows of a max pool by the places of their winners."""
     start = -3 if "3d" in step.operation.name else -2
     x, x0 = (value.flatten(start) for value in step.pair("self"))
-    at, at0 = (each.repeat()[1].flatten(start) for each in step[1:])
+    at, at0 = (each.result[1].flatten(start) for each in step[1:])
     change = x.gather(-1, at) - x0.gather(-1, at0)
     share = step.grad.flatten(start) * change
     passed = torch.zeros_like(x).scatter_add_(-1, at, share.where(change > 0, 0))
-    passed = passed.scatter_add_(-1, at0, share.where(change <= 0, 0)).div_(x - x0).masked_fill_(x == x0, 0)
+    passed = passed.scatter_add_(-1, at0, share.where(change <= 0, 0)).div_(x - x0).nan_to_num_(0, 0, 0)
     return (passed.view_as(step.operation.args["self"]),)
 
 

@@ -202,6 +202,11 @@ def test_only_operands_of_nonlinear_operations_are_kept() -> None:
     assert operations[1] is not None
     assert operations[1].args["input"] is None
     assert operations[0].result is operations[1].result is None
+    pooled = forward.operations.operation(pool)
+    assert pooled is not None
+    values, indices = pooled.result
+    assert values is None
+    assert torch.equal(indices, F.max_pool2d_with_indices(norm(conv(x)).relu(), 2)[1])
 
 
 # What cannot be shared.
