@@ -235,15 +235,13 @@ def _prompt_text(processor: Any, prompt: Prompt, token: str, images: int) -> str
         prompt = [{"role": "user", "content": content}]
     if not has_template:
         raise ModelError("the processor has no chat template; pass the prompt as one text, with its image tokens")
-    text: str = processor.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-    return text
+    return str(processor.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
 
 
 def _encode(processor: Any, images: Sequence[Image.Image], text: str) -> dict[str, Tensor]:
     """Return the tensors that a processor gives for a text and its images."""
     start = getattr(getattr(processor, "tokenizer", None), "bos_token", None)
-    has_start = isinstance(start, str) and text.startswith(start)  # by a chat template
-    options = {"add_special_tokens": False} if has_start else {}
+    options = {"add_special_tokens": False} if start and text.startswith(start) else {}  # of a chat template
     try:
         inputs = processor(images=list(images), text=[text], return_tensors="pt", **options)
     except ValueError as error:
@@ -253,10 +251,8 @@ def _encode(processor: Any, images: Sequence[Image.Image], text: str) -> dict[st
 
 def _recognised(processor: Any, text: str, image: Image.Image) -> Views:
     """Return the views of an image. Raises ImageError if they are not recognised."""
-    own: Any = getattr(processor, "image_processor", None)
-    sizes = {name: getattr(own, name, None) for name in ("patch_size", "merge_size")}
     try:
-        return find_views(lambda image: _encode(processor, [image], text), image, sizes)
+        return find_views(lambda image: _encode(processor, [image], text), image, processor)
     except (ImageError, RuntimeError) as error:
         wanted = "pass views=, a function from a PIL image to saliency.Views(canvas, box, pixels)"
         name = type(processor).__name__
@@ -309,15 +305,11 @@ def _answer_ids(
 def _continued(inputs: Mapping[str, Tensor], ids: Sequence[int]) -> dict[str, Tensor]:
     """Return the arguments of a prompt with further tokens of text."""
     prompt = inputs["input_ids"]
-    more = prompt.new_tensor([ids])
-    new = {name: torch.zeros_like(more) for name, value in inputs.items() if value.shape == prompt.shape}
-    new |= {"input_ids": more, "attention_mask": torch.ones_like(more)}
     # PaliGemma marks a prompt, which attends both ways, by 0, and the answer by 1. Gemma 3 marks images by 1.
-    if "token_type_ids" in new and not inputs["token_type_ids"].any():
-        new["token_type_ids"] = torch.ones_like(more)
-    return {
-        name: torch.cat([value, new[name].to(value)], 1) if name in new else value for name, value in inputs.items()
-    }
+    fill = {"attention_mask": 1, "token_type_ids": int(not inputs.get("token_type_ids", prompt).any())}
+    by_token = [name for name, value in inputs.items() if value.shape == prompt.shape]
+    longer = {name: F.pad(inputs[name], (0, len(ids)), value=fill.get(name, 0)) for name in by_token}
+    return {**inputs, **longer, "input_ids": torch.cat([prompt, prompt.new_tensor([ids])], 1)}
 
 
 class ImageArguments:
@@ -369,9 +361,7 @@ class ImageArguments:
                 shown = torch.tensor([shown == number for shown in numbers], device=x.device)
                 own = torch.where(along_rows(shown, own), own, pixels[:, span])
             pixels = torch.cat([pixels[:, : span.start], own, pixels[:, span.stop :]], 1)
-        others = {
-            name: value.to(x.device).repeat(len(x), *[1] * (value.dim() - 1)) for name, value in self.fixed.items()
-        }
+        others = {name: torch.cat([value.to(x.device)] * len(x)) for name, value in self.fixed.items()}
         return {**others, "pixel_values": pixels.reshape(others["pixel_values"].shape), **self.options}
 
 

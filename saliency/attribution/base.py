@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 from functools import reduce
 from itertools import chain
 from operator import or_
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, cast
 
 import numpy as np
 import torch
@@ -208,8 +208,8 @@ class Attribution(HasOptions, ABC):
         Warns:
             SaliencyWarning: A float tensor looks like an image that was not normalised.
         """
-        large: Any = inputs
-        batch = self.read(inputs) if tiles is None else read_tiles(large, self.preprocess, tiles, overlap)
+        image = cast("ImagesLike", inputs)
+        batch = self.read(inputs) if tiles is None else read_tiles(image, self.preprocess, tiles, overlap)
         return self.attribute_batch(batch, [target], baselines, forward_args)[0]
 
     def attribute_classes(
@@ -473,11 +473,8 @@ def explain_together(
         resolved = first.resolve(target, batch.inputs, batch.frames)
         pairs = [(method, method.explained_target(resolved)) for method in methods]
         traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is resolved]
-        shared = read_one_forward(traced, batch.inputs, [resolved])[0] if traced else []
-        by_id = dict(zip(map(id, traced), shared, strict=True))
-        results = [
-            by_id[id(method)] if id(method) in by_id else method.explain(batch.inputs, own) for method, own in pairs
-        ]
+        shared = iter(read_one_forward(traced, batch.inputs, [resolved])[0] if traced else [])
+        results = [next(shared) if method in traced else method.explain(batch.inputs, own) for method, own in pairs]
     return [method.explanation(result, own, batch) for result, (method, own) in zip(results, pairs, strict=True)]
 
 

@@ -41,16 +41,16 @@ class Views:
     pixels: Callable[[Tensor], Tensor]
 
 
-def find_views(encode: Encode, image: Image.Image, sizes: Mapping[str, Any]) -> Views:
+def find_views(encode: Encode, image: Image.Image, processor: Any) -> Views:
     """Recognise how a processor divides an image into views.
 
     It may resize, crop and pad the image; cut it into tiles, in rows, with a resized view of the whole image before or
     after them; or cut it into patches with `image_grid_thw`, as Qwen-VL does.
 
     Args:
-        encode: The processor.
+        encode: The processor, for one image.
         image: The image.
-        sizes: The sizes of patches: "patch_size" and "merge_size".
+        processor: The processor itself. If it cuts patches, its `image_processor` has `patch_size` and `merge_size`.
 
     Raises:
         ImageError: The pixel values are divided in another way.
@@ -59,7 +59,8 @@ def find_views(encode: Encode, image: Image.Image, sizes: Mapping[str, Any]) -> 
     values: Tensor = known["pixel_values"]
     if "image_grid_thw" in known:
         _, *grid = known["image_grid_thw"][0].tolist()
-        return _divided_in_patches(encode, image, values.shape[1], grid, sizes["patch_size"], sizes["merge_size"])
+        sizes = processor.image_processor.patch_size, processor.image_processor.merge_size
+        return _divided_in_patches(encode, image, values.shape[1], grid, *sizes)
     if values.dim() < 4:
         raise ImageError(f"pixel_values {tuple(values.shape)} are neither views (..., C, h, w) nor patches of a grid")
     views = values.flatten(0, -4)  # (V, C, h, w)

@@ -37,14 +37,15 @@ class TokenStream:
 
     def __init__(self, attention: TokenAttention, method: str) -> None:
         self._attention, self._method = attention, method
+        self._model = type(attention.grads.forward.model).__name__
         self.nodes = attention.grads.nodes
         self._order = {node: at for at, node in enumerate(self.nodes)}
         self._passages = find_passages(self.nodes)
         before = dict(zip(attention.grads.attention, attention.grads.token_nodes, strict=True))
         self.inputs = [before[call] for call in attention.blocks]
         if attention.tokens not in result_shape(self.inputs[0])[:2] or len({*self.inputs}) < len(self.inputs):
-            model = type(attention.grads.forward.model).__name__
-            raise NotApplicableError(f"{method}: other layers of {model} bypass its blocks; attn_lrp reads them too")
+            problem = f"other layers of {self._model} bypass its blocks"
+            raise NotApplicableError(f"{method}: {problem}; attn_lrp reads them too")
 
     @cached_property
     def outputs(self) -> list[Node]:
@@ -69,8 +70,7 @@ class TokenStream:
         return [after[node] for node in self.inputs]
 
     def _last_block_error(self) -> NotApplicableError:
-        model = type(self._attention.grads.forward.model).__name__
-        problem = f"{model} does not end in two equal blocks, so the tokens after the last one are unknown"
+        problem = f"{self._model} does not end in two equal blocks, so the tokens after the last one are unknown"
         return NotApplicableError(f"{self._method}: {problem}; use chefer_attention")
 
     def skip_gradients(self) -> dict[AttentionCall, Tensor]:
@@ -100,8 +100,7 @@ class TokenStream:
                 gradients |= cast("dict[AttentionCall, Tensor]", dict(zip(calls, passed, strict=False)))
                 grad = grad if calls else passed[0]
         if len(gradients) < len(self._attention.blocks):
-            model = type(self._attention.grads.forward.model).__name__
-            problem = f"not every block of {model} adds its attention to the tokens before it"
+            problem = f"not every block of {self._model} adds its attention to the tokens before it"
             raise NotApplicableError(f"{self._method}: {problem}; use chefer_attention")
         return gradients
 
