@@ -178,9 +178,9 @@ def blip_2() -> tuple[nn.Module, Any]:
 
     words = tokenizer("<image>")
     config = t.Blip2Config(
-        vision_config=t.Blip2VisionConfig(**TOWER, image_size=28, patch_size=7),
+        vision_config=t.Blip2VisionConfig(**TOWER, image_size=28, patch_size=7, initializer_range=0.3),
         qformer_config=t.Blip2QFormerConfig(
-            **{**TOWER, "num_hidden_layers": 3}, encoder_hidden_size=16, vocab_size=len(words)
+            **{**TOWER, "num_hidden_layers": 3}, encoder_hidden_size=16, vocab_size=len(words), initializer_range=0.3
         ),
         text_config=t.OPTConfig(
             hidden_size=16,
@@ -195,7 +195,9 @@ def blip_2() -> tuple[nn.Module, Any]:
         image_token_index=words.convert_tokens_to_ids("<image>"),
     )
     images = t.BlipImageProcessor(size={"height": 28, "width": 28})
-    return t.Blip2ForConditionalGeneration(config), t.Blip2Processor(images, words, num_query_tokens=8)
+    model = t.Blip2ForConditionalGeneration(config)
+    nn.init.normal_(model.query_tokens)  # they are zeros, and patches and queries are equal, without training
+    return model, t.Blip2Processor(images, words, num_query_tokens=8)
 
 
 def paligemma() -> tuple[nn.Module, Any]:

@@ -356,7 +356,7 @@ def draw_panels(
     heights = [width * min(ratio, TALLEST) + space for ratio in ratios]
     drawing = new_figure(columns * width, sum(heights) + TITLE_HEIGHT * bool(title) + below, crop="tight")
     drawing.suptitle(title, fontsize=TITLE_SIZE + 2, parse_math=False)
-    part = drawing.subfigures(2, 1, height_ratios=(sum(heights), below))[0] if below else drawing
+    part = drawing.subfigures(2, 1, squeeze=False, height_ratios=(sum(heights), below))[0, 0] if below else drawing
     grid = part.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
     for axes in grid.flat:
         axes.set_axis_off()

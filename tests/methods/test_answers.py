@@ -122,8 +122,8 @@ def test_tiles_and_a_view_of_the_whole_image_share_one_map() -> None:
 
 def bridged() -> tuple[Any, Any, list[Tensor], list[Tensor]]:
     """BLIP-2, its answer, the attention (heads, queries, keys) from the Q-former on, and its gradient for "red"."""
-    model, processor = build("blip_2")
-    model = model.double()
+    built, processor = build("blip_2")
+    model: Any = built.double()
     answer = saliency.generate(model, processor, scene(), "what color is the car", answer="a red circle")
     probabilities: list[Tensor] = []
 
