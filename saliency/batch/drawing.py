@@ -218,10 +218,10 @@ def _write(
         file.parent.mkdir(parents=True, exist_ok=True)
     if callable(content):
         content(file)
-        return {column: names[column], f"{column}_bytes": file.stat().st_size}
-    with atomic_write(file) as temporary:
-        temporary.write_bytes(content)
-    return {column: names[column], f"{column}_bytes": len(content)}
+    else:
+        with atomic_write(file) as temporary:
+            temporary.write_bytes(content)
+    return {column: names[column], f"{column}_bytes": file.stat().st_size}
 
 
 def _encode_map(explanation: Explanation, frame: Frame, range: list[float] | None) -> bytes:

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import compress, islice
 from operator import itemgetter
 from pathlib import Path
@@ -140,13 +141,11 @@ def read_rows(path: Path) -> Iterator[tuple[Row, bytes]]:
 
 def _decode(lines: Sequence[bytes]) -> list[Row]:
     """Return the rows of the lines before the first damaged one. One call of the parser for all takes least time."""
-    try:
+    with suppress(ValueError):
         rows: list[Row] = json.loads(f"[{b','.join(lines).decode()}]")
-    except ValueError:
-        rows = []
-    is_row = [isinstance(row, dict) and tuple(row) == COLUMNS for row in rows]
-    if len(rows) == len(lines) and all(is_row) and lines[-1].endswith(b"\n"):
-        return rows
+        is_row = [isinstance(row, dict) and tuple(row) == COLUMNS for row in rows]
+        if len(rows) == len(lines) and all(is_row) and lines[-1].endswith(b"\n"):
+            return rows
     half = len(lines) // 2
     first = _decode(lines[:half]) if half else []
     return [*first, *_decode(lines[half:])] if 0 < half == len(first) else first
