@@ -5,8 +5,6 @@ The ratios of methods without a backward pass are to a forward pass without grad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -65,7 +63,7 @@ def memory_limits(name: str) -> dict[str, float]:
     return dict.fromkeys(methods(), MEMORY_LIMIT)
 
 
-def main(arguments: Sequence[str] = ()) -> None:
+def main() -> None:
     """Print the tables."""
     print_tables(NETWORKS, measure, memory_limits)
 

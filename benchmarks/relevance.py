@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
@@ -42,6 +41,7 @@ SEVERAL = f"lrp epsilon_plus, {CLASSES} classes"
 SHARES = {FAST: 0.85, SEVERAL: (2 + CLASSES) / 2}  # targets, relative to one exact call
 # DeepLIFT sums to the difference of the scores. LRP sums to the score minus the relevance that biases absorb.
 MAX_MISSES = {"deep_lift": 0.01, "lrp epsilon": 10.0, "lrp epsilon_plus": 10.0}
+
 
 def plain(model: nn.Module, x: Tensor) -> Contender:
     """Return a function that runs one forward pass and one backward pass to the input."""
@@ -218,11 +218,11 @@ def print_tables(
         print_memory(name, 4, limits_of(name))
 
 
-def main(arguments: Sequence[str] = ()) -> None:
+def main() -> None:
     """Print the tables, or the times of our methods at batch 1 alone."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ours", nargs="+", metavar="NETWORK", help="time our methods at batch 1 on these networks")
-    if chosen := parser.parse_args(arguments).ours:
+    if chosen := parser.parse_args().ours:
         print("| network | batch | method | CPU ratio | wall ratio | target |\n|---|---|---|---|---|---|")
         for name in chosen:
             measure(name, 1, with_peers=False)
@@ -231,4 +231,4 @@ def main(arguments: Sequence[str] = ()) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

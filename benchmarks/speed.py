@@ -6,9 +6,14 @@ pass and a backward pass to the layer only; for Eigen-CAM, one forward pass. Par
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -175,13 +180,59 @@ def measure(case: Case, batch: int) -> list[str]:
     return rows
 
 
-def main(arguments: Sequence[str] = ()) -> None:
+def shares(run: Contender, calls: int = 30) -> Counter[str]:
+    """Return the percentages of the time of calls outside the network, by file of this package.
+
+    The time of other code, such as operations of PyTorch, belongs to the files that called it.
+    """
+    run()
+    profile = cProfile.Profile()
+    for _ in range(calls):
+        profile.runcall(run)
+    stats: dict[Any, Any] = vars(pstats.Stats(profile))["stats"]
+    package = Path(saliency.__file__).parent
+
+    def files(function: tuple[str, int, str], inner: tuple[object, ...] = ()) -> Mapping[str, float]:
+        path = Path(function[0])
+        if path.is_relative_to(package):
+            return {str(path.relative_to(package)): 1.0}
+        if {"timm", "modules"} & set(path.parts) or "run_backward" in function[2]:
+            return {"network": 1.0}
+        callers = {each: row[3] for each, row in stats[function][4].items() if each not in (function, *inner)}
+        found: Counter[str] = Counter()
+        for caller, seconds in callers.items():
+            for file, share in files(caller, (function, *inner)).items():
+                found[file] += share * seconds / max(sum(callers.values()), 1e-12)
+        return found
+
+    totals: Counter[str] = Counter()
+    for function, (_, _, seconds, _, _) in stats.items():
+        for file, share in files(function).items():
+            totals[file] += share * seconds
+    del totals["network"]
+    return Counter({file: 100 * seconds / totals.total() for file, seconds in totals.items()})
+
+
+def print_shares(case: Case) -> None:
+    """Print where a call spends its time outside the network."""
+    names = ("grad_cam", "guided_backprop", "vanilla_gradient")
+    x = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    found = [shares(partial(saliency.METHODS[name](case.model).attribute, x, 0)) for name in names]
+    print(f"\n### {case.name}, batch 1: percentages of the time outside the network, by a profiler\n")
+    print(f"| file | {' | '.join(names)} |\n|---|---|---|---|")
+    for file, total in sum(found, Counter[str]()).most_common():
+        if total >= 3 * len(names):
+            print(f"| saliency/{file} | {' | '.join(f'{column[file]:.0f}' for column in found)} |")
+
+
+def main() -> None:
     """Print the tables."""
     warnings.simplefilter("ignore")
     print("## Speed: one thread, contenders in turn, median of the ratios per round")
     for case in cases():
         for batch in (1, 16):
             print("\n".join(measure(case, batch)), flush=True)
+    print_shares(cases()[1])
 
 
 if __name__ == "__main__":
