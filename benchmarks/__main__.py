@@ -63,7 +63,8 @@ def machine() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     where = f"{processor}, {os.cpu_count()} cores, no accelerator" if not torch.cuda.is_available() else processor
-    return f"Measured on {time.strftime('%-d %B %Y')}, {where}, Python {platform.python_version()}, {', '.join(versions)}.\n"
+    versions.insert(0, f"Python {platform.python_version()}")
+    return f"Measured on {time.strftime('%-d %B %Y')}, {where}, {', '.join(versions)}.\n"
 
 
 def run_and_save(name: str) -> bool:

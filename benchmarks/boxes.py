@@ -97,7 +97,7 @@ def measure(name: str, case: tuple[nn.Module, Tensor, Callable[[Any], Tensor], i
             contenders[f"{method} {count}"] = partial(explainer.attribute_classes, x, boxes[:count])
         for method, ends in (("cam", layers), ("gradient", ())):
             contenders[f"bare {method} {count}"] = partial(forward_and_backwards, model, x, scores, count, ends)
-    timings = interleaved(contenders)
+    timings = interleaved(contenders, 30)
 
     def row(text: str, one: str, other: str, goal: float, bare: str = "") -> None:
         measured = wall_ratio(timings[one], timings[other])

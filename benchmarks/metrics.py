@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import saliency
-from benchmarks.timing import Contender, interleaved, ratio
+from benchmarks.timing import Contender, interleaved, ratio, verdict
 from saliency import Attribution, GradCAM, VanillaGradient
 from saliency.attribution.heatmap import heatmap
 from saliency.evaluation.metrics.faithfulness import Deletion, Infidelity
@@ -105,11 +105,13 @@ def main() -> None:
         pairs = (("ours", "floor"), *([("theirs", "floor"), ("theirs", "ours")] if theirs else []))
         cells += [f"{ratio(timings[one], timings[other]):.2f}" for one, other in pairs]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
-    print(f"\n{mprt(VanillaGradient(model), paths[0])}\n{mprt(method, paths[0])}\n")
+    print("\n| MPRT of | calls of the method | ratio to them | target |\n|---|---|---|---|")
+    for each in (VanillaGradient(model), method):
+        print(mprt(each, paths[0]), flush=True)
 
 
 def mprt(method: Attribution, path: str) -> str:
-    """Return a line with the time of MPRT over all layers, against as many calls of the method and one more."""
+    """Return the row of the time of MPRT over all layers, against as many calls of the method and one more."""
     explanation = method.attribute(path)
     x, calls = method.read(path).inputs, 1 + len(layers_from_the_top(method, method.read(path).inputs))
 
@@ -120,7 +122,7 @@ def mprt(method: Attribution, path: str) -> str:
     measured = partial(MPRT().measure, explanation, method=method, progress=False)
     timings = interleaved({"plain": plain, "measured": measured})
     share = ratio(timings["measured"], timings["plain"])
-    return f"MPRT of {method.name}: {share:.2f} of {calls} calls of the method; target <= 1.05."
+    return f"| {method.name} | {calls} | {share:.2f} | {verdict(share, 1.05)} |"
 
 
 if __name__ == "__main__":

@@ -77,17 +77,17 @@ def seconds(run: Contender) -> float:
 
 
 @cache
-def best_chunk(name: str, *, backward: bool) -> int:
-    """Return the chunk size with the fastest plain passes of a network."""
+def plain_times(name: str, *, backward: bool) -> dict[int, float]:
+    """Return the CPU milliseconds of a plain pass of a network by chunk size."""
     case = load_case(name)
     plain(case, 4, 4, backward=backward)
-    times = {size: seconds(partial(plain, case, 16, size, backward=backward)) for size in SIZES}
-    return min(times, key=times.__getitem__)
+    return {size: 1e3 / 16 * seconds(partial(plain, case, 16, size, backward=backward)) for size in SIZES}
 
 
 def plain_passes(case: Case, count: int, *, backward: bool) -> Contender:
     """Return a function that runs plain passes in chunks of the best size."""
-    return partial(plain, case, count, best_chunk(case.name, backward=backward), backward=backward)
+    times = plain_times(case.name, backward=backward)
+    return partial(plain, case, count, min(times, key=times.__getitem__), backward=backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,15 @@ def engine() -> Iterator[str]:
                     f"{verdict(measured, entry.targets[precision])} | "
                     f"{agreement(explanation.values, maps['exact'].values)} | {explanation.run_stats[0].precision} |"
                 )
-            size = best_chunk(name, backward=entry.backward)
-            yield f"| {name} | {entry.label} | plain, chunks of {size} | {timings['plain'].seconds:.2f} s | | | | |"
+
+
+def chunks() -> Iterator[str]:
+    """Yield the time of a plain forward and backward pass by chunk size, one of which is used for the ratios above."""
+    yield "\n### A plain forward and backward pass by chunk size, ms\n"
+    yield header("network", *map(str, SIZES))
+    for name in NETWORKS:
+        times = plain_times(name, backward=True)
+        yield f"| {name} | {' | '.join(f'{milliseconds:.0f}' for milliseconds in times.values())} |"
 
 
 def score_cam() -> Iterator[str]:
@@ -303,7 +310,7 @@ def peers() -> Iterator[str]:
         yield f"| {name} | {ratio(timings['theirs'], timings['plain']):.2f} |"
 
 
-PARTS = {part.__name__: part for part in (engine, score_cam, ablation_cam, occlusion, tolerance, peers)}
+PARTS = {part.__name__: part for part in (engine, chunks, score_cam, ablation_cam, occlusion, tolerance, peers)}
 
 
 def main() -> None:

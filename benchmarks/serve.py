@@ -111,11 +111,11 @@ def main() -> None:
         worst = times[round(0.95 * (PHOTOS - 1))]
         print(f"\nFirst picture after the drop: {PHOTOS} photos of 12 MP, {MODEL}, one core. Goal: {PICTURE:g} s.\n")
         print(f"median {statistics.median(times):.2f} s, 95th percentile {worst:.2f} s, largest {times[-1]:.2f} s")
-        image = client.post("image/0").json()["image"]
         idle = min(_seconds(client) for _ in range(5))
         print(f"\nFirst map of each method of many passes (goal {FIRST_MAP:g} s), and the delay of a newer question\n")
         print("| method | first map, s | from | cancelled after, s |\n|---|---|---|---|")
         for name in (name for name, cls in METHODS.items() if issubclass(cls, MultiPassAttribution)):
+            image = client.post("image/0").json()["image"]  # the session keeps only the images that were opened last
             seconds, cancelled, how = first_map(client, image, name)
             mark = "**" * (seconds > FIRST_MAP)
             print(f"| {name} | {mark}{seconds:.2f}{mark} | {how} | {max(0, cancelled - idle):.2f} |")
