@@ -19,17 +19,20 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from PIL import Image
 from torch import nn
 
 import saliency
+from benchmarks.ray_faults import write_photos
 from benchmarks.timing import Timing, verdict
-from saliency.batch import OverlayStyle, batch
+from saliency.batch import OverlayStyle, Progress, batch
 from saliency.batch.drawing import write_results
 from saliency.batch.engines import count_cores
 from saliency.batch.listing import with_names
@@ -42,6 +45,8 @@ from saliency.io.inputs import open_image
 
 ASSETS = Path(__file__).parent.parent / "assets"
 SIZE = (1000, 750)
+RATE, RESUME_LARGE, OPEN = 250, 2.0, 2.0
+DISTINCT, WARM_UP = 1000, 200  # photos; of the others each is a link to one of them
 OVERLAP, FIVE_OVER_ONE, GRAD_CAM, TORCHCAM, MEMORY, RESUME = 1.2, 1.6, 0.30, 0.20, 1.10, 3.0
 FIVE = ("grad_cam", "grad_cam_plus_plus", "xgrad_cam", "hires_cam", "layer_cam")
 MODELS = {"efficientnet_lite0": "default", "resnet50": None}
@@ -253,9 +258,8 @@ def finished(folder: Path, count: int) -> list[str]:
     return words
 
 
-def resuming(folder: Path, count: int) -> None:
-    """Print how long `saliency batch` takes on a finished run, including the start of the process."""
-    words = finished(folder, count)
+def seconds_to_resume(words: list[str]) -> float:
+    """Return the median seconds that `saliency batch` takes on a finished run, including the start of the process."""
     code = "import sys\nfrom saliency.cli import main\nsys.exit(main(['batch', *sys.argv[1:]]))"
     seconds = []
     for _ in range(4):
@@ -264,9 +268,60 @@ def resuming(folder: Path, count: int) -> None:
         seconds.append(time.perf_counter() - start)
         if "nothing to do" not in done.stdout:
             raise RuntimeError(done.stdout + done.stderr)
-    best = sorted(seconds[1:])[1]
+    return sorted(seconds[1:])[1]
+
+
+def resuming(folder: Path, count: int) -> None:
+    """Print how long `saliency batch` takes on a finished run of links to one image."""
+    best = seconds_to_resume(finished(folder, count))
     print(f"## Resume: a finished run of {count} entries, including the start of the process\n")
     print(f"| seconds | target |\n|---|---|\n| {best:.2f} | {verdict(best, RESUME)} |\n")
+
+
+def seconds_to_open(page: Path, browser: str) -> float:
+    """Return the median seconds until a browser shows the first images of a page."""
+    from playwright.sync_api import sync_playwright
+
+    seconds = []
+    with sync_playwright() as playwright:
+        window = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"]).new_page()
+        for _ in range(3):
+            window.goto("about:blank")
+            start = time.perf_counter()
+            window.goto(page.as_uri())
+            window.wait_for_selector("html[data-ready] .card img")
+            seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[1]
+
+
+def large(folder: Path, count: int) -> None:
+    """Print rates and memory of a new run over small photos, every tenth part, and how long it takes to resume it."""
+    source, out, model = folder / "large", folder / "large-out", "benchmarks.ray_faults:Small"
+    write_photos(source, min(count, DISTINCT))
+    for number in range(DISTINCT, count):
+        link(source / f"{number % DISTINCT:05d}.jpg", source / f"{number:05d}.jpg")
+    marks: list[tuple[int, float, float]] = []
+
+    def mark(progress: Progress) -> None:
+        if progress.fresh in (WARM_UP, WARM_UP + 1000, count - 1000) or progress.fresh % (count // 10) == 0:
+            marks.append((progress.fresh, time.perf_counter(), psutil.Process().memory_info().rss / 2**20))
+
+    batch(source, out, model, device="cpu", on_progress=mark)
+    print(f"## A run: {count} photos of 120x90, a network of two convolutions, {count_cores()} cores\n")
+    print("| rows | rows per second | memory, MiB |\n|---|---|---|")
+    for (first, start, _), (last, end, memory) in pairwise(sorted(marks)):
+        print(f"| {first + 1} to {last} | {(last - first) / (end - start):.0f} | {memory:.0f} |")
+    (first, start, _), (last, end, _) = marks[0], marks[-1]
+    rate = (last - first) / (end - start)
+    print(f"| all | {rate:.0f} (>= {RATE}: {'holds' if rate >= RATE else 'MISSED'}) | |\n")
+    best = seconds_to_resume([str(source), "--out", str(out), "--model", model, "--device", "cpu"])
+    print("| measured | value | target |\n|---|---|---|")
+    print(f"| resume, seconds | {best:.2f} | {verdict(best, RESUME_LARGE)} |")
+    print(f"| page, MB | {(out / 'index.html').stat().st_size / 1e6:.1f} | |")
+    if browser := shutil.which("chromium"):
+        opened = seconds_to_open(out / "index.html", browser)
+        print(f"| page, seconds until Chromium has drawn it | {opened:.2f} | {verdict(opened, OPEN)} |")
+    print(f"| subfolders of overlays | {sum(path.is_dir() for path in (out / 'overlays').iterdir())} | |\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -276,6 +331,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--photos", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--entries", type=int, default=10_000)
+    parser.add_argument("--large", type=int, help="run only a new run of that many small photos")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     if options.child:
@@ -283,6 +339,9 @@ def main(arguments: list[str] | None = None) -> None:
         return
     keep_memory()
     with tempfile.TemporaryDirectory() as folder:
+        if options.large:
+            large(Path(folder), options.large)
+            return
         overlapping(Path(folder), options.photos, options.rounds)
         peaks(Path(folder), (options.photos, 8 * options.photos))
         resuming(Path(folder), options.entries)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .failures import BatchError, StoppedError, writing_to
 from .output_folder import locked
-from .run import BatchRun
+from .run import BatchRun, uncollected
 from .run_options import FORMATS, SIGNS, OverlayStyle, Progress, RunOptions, Summary
 from .sources import find_images
 
@@ -128,9 +128,10 @@ def batch(
             the command line. Finished images are kept.
     """
     run_options = RunOptions.of(locals())
-    entries, left_out = find_images(sources, recursive=recursive, targets=targets)
+    with uncollected():
+        entries, left_out = find_images(sources, recursive=recursive, targets=targets)
     with locked(Path(out)):
-        with writing_to(out):
+        with writing_to(out), uncollected():
             run = BatchRun(run_options, Path(out), entries)
         run.complete()
         return replace(run.finish(), left_out=left_out)

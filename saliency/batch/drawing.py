@@ -32,6 +32,8 @@ from ..render.blending import (
     ScaledMap,
     blend,
     box_pixels,
+    colorize,
+    corners,
     hatching,
     outline,
     paint,
@@ -212,7 +214,8 @@ def _write(
 ) -> dict[str, Any]:
     """Write a file, given its bytes or a function that saves it, and return its name and size for the row."""
     file = out / names[column]
-    file.parent.mkdir(parents=True, exist_ok=True)
+    if not file.parent.is_dir():
+        file.parent.mkdir(parents=True, exist_ok=True)
     if callable(content):
         content(file)
     else:
@@ -251,17 +254,18 @@ def _heat_image(scaled: ScaledMap, frame: Frame, thumbnail: tuple[int, int], sty
 
     The image has the proportions of the thumbnail, and a half or a third of its size if the map cells are large enough.
     """
-    scaled = replace(scaled, target_box=None)  # the page draws it
     left, top, right, bottom = frame.box
     cells = (right - left) / scaled.values.shape[1], (bottom - top) / scaled.values.shape[0]
     pitch = min(cells) * thumbnail[0] / frame.image.width
     coarseness = max(1, min(MAX_COARSENESS, int(pitch / CELL_PIXELS)))
     size = math.ceil(thumbnail[0] / coarseness), math.ceil(thumbnail[1] / coarseness)
     plane = Frame(Image.new("RGB", size), resize_box(frame.box, frame.image.size, size))
-    heat = paint(plane, scaled, style.colormap, 1.0)
     area = box_pixels(plane)
+    values = resize_to_pixels(scaled.values, plane, area)
+    heat = plane.image
+    heat.paste(colorize(values, scaled, style.colormap), corners(area))
     alpha = Image.new("L", size)
-    visibility = np.round(np.abs(resize_to_pixels(scaled.values, plane, area)) * ALPHA_LEVELS) / ALPHA_LEVELS
+    visibility = np.round(np.abs(values) * ALPHA_LEVELS) / ALPHA_LEVELS
     blend(alpha, (255,), area, visibility if style.opacity == "map" else np.ones_like(visibility))
     heat.putalpha(alpha)
     for tone, share, pixels in hatching(scaled, plane, area):

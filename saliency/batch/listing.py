@@ -10,8 +10,8 @@ import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..io.atomic_write import is_volume
 from ..io.remote import file_stamp, is_remote, read_bytes
@@ -31,8 +31,7 @@ MOST_PER_FOLDER = 10_000
 _FORBIDDEN = frozenset('\\/:*?"<>|')
 
 
-@dataclass(frozen=True, slots=True)
-class ImageEntry:
+class ImageEntry(NamedTuple):
     """One image of the listing.
 
     Attributes:
@@ -75,16 +74,16 @@ class ImageEntry:
 
     def to_json(self) -> str:
         """Return the entry as one line of ASCII, including undecodable bytes of file names."""
-        return json.dumps({name: value for name, value in asdict(self).items() if value not in ("", None, ())})
+        return json.dumps({name: value for name, value in self._asdict().items() if value not in ("", None, ())})
 
     @classmethod
-    def from_json(cls, line: str) -> ImageEntry:
-        """Parse the output of `to_json`. Raises ValueError, TypeError or AttributeError for other text."""
-        fields = json.loads(line)
+    def from_fields(cls, fields: dict[str, Any]) -> ImageEntry:
+        """Create an entry from a line of `to_json`. Raises ValueError, TypeError or AttributeError for another."""
         name = fields.get("name", "")
         if name.startswith("/") or ".." in name.split("/"):
             raise ValueError(f"an entry outside the folder: {name}")
-        return cls(**fields | {name: tuple(fields.get(name, ())) for name in ("folder", "stamp")})
+        folder, stamp = tuple(fields.pop("folder", ())), tuple(fields.pop("stamp", ()))
+        return cls(**fields, folder=folder, stamp=stamp)
 
     def open(self) -> Image.Image:
         """Open the image as `saliency.io.inputs.open_image` does.
@@ -168,9 +167,10 @@ def merge_listing(
     new: list[ImageEntry] = []
     for entry, key in zip(entries, _keys(entries), strict=True):
         earlier = known.get(key)
-        if earlier is not None and str(earlier.target) != str(entry.target):  # 281 and "281" are one class
+        target = entry.target if earlier is None else earlier.target
+        if target != entry.target and str(target) != str(entry.target):  # 281 and "281" are one class
             raise BatchError(
-                f"the target of {entry.source} was {earlier.target!r} and is now {entry.target!r}; choose another "
+                f"the target of {entry.source} was {target!r} and is now {entry.target!r}; choose another "
                 "folder, or start again with --restart (restart=True)"
             )
         if earlier is None and (entry.exists() or not listed):
@@ -183,7 +183,7 @@ def merge_listing(
     stamps = [entry.current_stamp() for entry in listed]
     changed = frozenset(index for index, entry in enumerate(listed) if stamps[index] and stamps[index] != entry.stamp)
     removed = frozenset(index for index, entry in enumerate(listed) if entry.stamp and not stamps[index])
-    current = [replace(entry, stamp=stamps[index]) if index in changed else entry for index, entry in enumerate(listed)]
+    current = [entry._replace(stamp=stamps[index]) if index in changed else entry for index, entry in enumerate(listed)]
     return Listing([*current, *with_names(new, listed, most_per_folder)], changed, removed)
 
 
@@ -230,7 +230,7 @@ def with_names(
             numbers[base] += 1
             unique = f"{name}-{numbers[base] + 1}"
         used.add(_normalized(unique))
-        named.append(replace(entry, name=unique, stamp=entry.current_stamp()))
+        named.append(entry._replace(name=unique, stamp=entry.current_stamp()))
     return named
 
 

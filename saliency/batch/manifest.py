@@ -6,7 +6,9 @@ import csv
 import json
 import os
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import compress
+from contextlib import suppress
+from itertools import compress, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,16 @@ Row = dict[str, Any]
 
 MANIFEST = "manifest.jsonl"
 CSV = "manifest.csv"
+LINES = 100  # decoded at once
 _ERRORS = "backslashreplace"  # for undecodable bytes of paths
 
 FILES = ("overlay", "thumbnail", "heat", "map", "card", "card_json")
-_SIZES = {name: f"{name}_bytes" for name in FILES}
+_SIZES = tuple(f"{name}_bytes" for name in FILES)
 COLUMNS = (
     *("index", "source", "id", "method", "target", "target_box", "name", "probability", "score", "layer"),
     *("width", "height", "input_width", "input_height", "box", "range", "settings", "coverage", "residual"),
     *("ledger", "trust", "sign", "units", "floor", "limit", *FILES, "colormap", "seconds", "error", "error_kind"),
-    *_SIZES.values(),
+    *_SIZES,
 )
 """The columns. The boxes and `range` are lists, `settings`, `ledger` and `trust` objects; every value may be None."""
 
@@ -75,12 +78,12 @@ class Manifest:
         self.rows = {}
         keep = bytearray()
         end = 0
-        out = str(self.path.parent)
+        out, files, sizes = str(self.path.parent), itemgetter(*FILES), itemgetter(*_SIZES)
         for row, line in read_rows(self.path):
             end += len(line)
             is_kept = row["index"] not in changed and (row["error"] is None or row["method"] not in retry)
-            for name, size in _SIZES.items():
-                if row[name] is not None and _size(f"{out}/{row[name]}") != row[size]:
+            for file, size in zip(files(row), sizes(row), strict=True):
+                if file is not None and _size(f"{out}/{file}") != size:
                     is_kept = False
             keep.append(is_kept)
             if is_kept:
@@ -128,17 +131,24 @@ def read_rows(path: Path) -> Iterator[tuple[Row, bytes]]:
     """Yield the rows before the first damaged line, each with its line; none if there is no file."""
     if not path.is_file():
         return
-    decode = json.JSONDecoder().raw_decode  # unlike `json.loads`, does not search each row for spaces
     with path.open("rb") as file:
-        for line in file:
-            try:
-                text = line.decode().lstrip()
-                row, end = decode(text)
-            except ValueError:
+        while lines := list(islice(file, LINES)):
+            rows = _decode(lines)
+            yield from zip(rows, lines, strict=False)
+            if len(rows) < len(lines):
                 return
-            if not isinstance(row, dict) or tuple(row) != COLUMNS or text[end:].strip(" \t\r") != "\n":
-                return
-            yield row, line
+
+
+def _decode(lines: Sequence[bytes]) -> list[Row]:
+    """Return the rows of the lines before the first damaged one. One call of the parser for all takes least time."""
+    with suppress(ValueError):
+        rows: list[Row] = json.loads(f"[{b','.join(lines).decode()}]")
+        is_row = [isinstance(row, dict) and tuple(row) == COLUMNS for row in rows]
+        if len(rows) == len(lines) and all(is_row) and lines[-1].endswith(b"\n"):
+            return rows
+    half = len(lines) // 2
+    first = _decode(lines[:half]) if half else []
+    return [*first, *_decode(lines[half:])] if 0 < half == len(first) else first
 
 
 def encode(row: Row) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -126,7 +126,7 @@ class Network:
 
     def count_detections(self, entry: ImageEntry) -> int:
         """Return the number of detections of an image; 0 if the image cannot be explained."""
-        loaded = self.load(Slot(0, replace(entry, detection=0), ()))
+        loaded = self.load(Slot(0, entry._replace(detection=0), ()))
         if loaded.input is None:
             return 0
         method, target = self.methods[0], cast("BoxScore", loaded.target)

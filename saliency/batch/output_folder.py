@@ -131,7 +131,8 @@ class OutputFolder:
     def read_listing(self) -> list[ImageEntry]:
         """Return the numbered images of earlier runs. Raises BatchError if the file is damaged."""
         try:
-            return [ImageEntry.from_json(line) for line in (self.path / LISTING).read_text("ascii").splitlines()]
+            lines = (self.path / LISTING).read_text("ascii").splitlines()
+            return [ImageEntry.from_fields(fields) for fields in json.loads(f"[{','.join(lines)}]")]
         except FileNotFoundError:
             return []
         except (AttributeError, TypeError, ValueError) as error:

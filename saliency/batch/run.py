@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -11,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -279,7 +279,7 @@ class BatchRun(Run):
         for entry in new:
             stem, suffix = os.path.splitext(entry.label)  # noqa: PTH122
             ranks = range(max(1, min(network.count_detections(entry), most)))
-            found += [replace(entry, label=f"{stem}.{rank}{suffix}", detection=rank) for rank in ranks]
+            found += [entry._replace(label=f"{stem}.{rank}{suffix}", detection=rank) for rank in ranks]
         listed, rest = self.entries[:first], self.entries[self.total :]
         self.entries = [*listed, *with_names(found, [*listed, *rest], MOST_PER_FOLDER), *rest]
         self.total = self._count_entries()
@@ -345,6 +345,21 @@ def require_sensible_options(options: RunOptions, rows: Sequence[Row]) -> None:
         raise BatchError(rows[kinds.index("LayerError")]["error"])
     if all(kind in ("MethodError", "TargetError") for kind in kinds):
         raise BatchError(rows[0]["error"])
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause the garbage collector, which would visit all entries of a large folder again and again.
+
+    It takes a third of the time of resuming a run over 100,000 images.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import posixpath
 import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -67,7 +66,7 @@ def find_images(sources: Paths, *, recursive: bool = False, targets: str | os.Pa
     for source in map(os.fsdecode, [sources] if isinstance(sources, str | os.PathLike) else sources):
         is_list = Path(source).suffix.lower() in LISTS
         for number, entry in enumerate(_images_of_source(source, recursive)):
-            found.setdefault((*entry.key, *((source, number) if is_list else ())), entry)
+            found.setdefault((*entry.key, source, number) if is_list else entry.key, entry)
     own = [entry for entry in found.values() if entry.problem == _OWN]
     entries = [entry for entry in found.values() if entry.problem != _OWN] or own[:1]
     return Found(entries if targets is None else _with_targets(entries, os.fsdecode(targets)), len(own))
@@ -141,12 +140,16 @@ def _images_of_folder(root: str, recursive: bool) -> Iterator[ImageEntry]:
             yield _entry(folder, below, f"the folder cannot be listed: {error.strerror}")
             continue
         subfolders, is_own = [], is_output(folder)
-        prefix = os.path.join(folder, "")  # noqa: PTH118 - keeps surrogates
+        prefix, whole = (os.path.join(root, "") for root in (folder, os.path.abspath(folder)))  # noqa: PTH100, PTH118
         for name in names:
             path = prefix + name
             if is_image(name):
                 is_empty = False
-                yield _entry(path, below, _OWN if is_own or is_drawing(path) else "")
+                problem = _OWN if is_own or is_drawing(path) else ""
+                if is_volume(name, (".dcm",)):
+                    yield _entry(path, below, problem)
+                else:  # as `_entry` does, in a fraction of its time
+                    yield ImageEntry(whole + name, path, folder=below, label=name, problem=problem)
             if recursive and os.path.isdir(path):  # noqa: PTH112
                 subfolders.append((path, (*below, name)))
         waiting += reversed(subfolders)
@@ -171,12 +174,11 @@ def read_shard(file: str) -> Iterator[ImageEntry]:
                 folder, label = posixpath.split(member.name)
                 name, _, suffix = label.partition(".")
                 if (folder, name) != key:
-                    yield from (replace(entry, target=target) for entry in waiting)
+                    yield from (entry._replace(target=target) for entry in waiting)
                     key, waiting, target = (folder, name), [], None
                 kind = suffix.rpartition(".")[2].lower()
                 if f".{kind}" in IMAGE_SUFFIXES:
-                    entry = replace(
-                        whole,
+                    entry = whole._replace(
                         source=f"{file}/{member.name}",
                         folder=(Path(file).stem, *filter(None, folder.split("/"))),
                         label=label,
@@ -189,9 +191,9 @@ def read_shard(file: str) -> Iterator[ImageEntry]:
                     target = _shard_target(target_file.read() if target_file else b"", kind)
     except (OSError, tarfile.TarError, ValueError) as error:
         problem = f"the shard cannot be read to its end: {error}"
-    yield from (replace(entry, target=target) for entry in waiting)
+    yield from (entry._replace(target=target) for entry in waiting)
     if problem:
-        yield replace(whole, problem=problem)
+        yield whole._replace(problem=problem)
 
 
 def _shard_target(data: bytes, kind: str) -> int | str | None:
@@ -223,10 +225,10 @@ def read_list(file: str) -> Iterator[ImageEntry]:
                 if isinstance(path, str) and path:
                     folder = "" if is_remote(path) else os.path.dirname(file)  # noqa: PTH120
                     whole = os.path.join(folder, path)  # noqa: PTH118 - keeps surrogates
-                    yield replace(_entry(whole), source=path, target=parse_target(_first(fields, _TARGETS)))
+                    yield _entry(whole)._replace(source=path, target=parse_target(_first(fields, _TARGETS)))
                 else:
                     label = f"line {number}"
-                    yield replace(_entry(file, (), "the line has no path"), source=f"{file}:{number}", label=label)
+                    yield _entry(file, (), "the line has no path")._replace(source=f"{file}:{number}", label=label)
     except (OSError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
         raise BatchError(f"the list {file} cannot be read: {reason}") from error
@@ -298,4 +300,4 @@ def _with_targets(entries: list[ImageEntry], file: str) -> list[ImageEntry]:
     targets = {label: next(iter(by_name[label])) for label in by_name if len(by_name[label]) == labels[label] == 1}
     if not any(entry.path in by_path or entry.label in targets for entry in entries):
         raise BatchError(f"{file} matches none of the {len(entries)} images; expected the columns path and target")
-    return [replace(entry, target=by_path.get(entry.path, targets.get(entry.label, entry.target))) for entry in entries]
+    return [entry._replace(target=by_path.get(entry.path, targets.get(entry.label, entry.target))) for entry in entries]

@@ -102,7 +102,7 @@ def _find_images(arguments: argparse.Namespace, more: Sequence[str], scratch: Pa
         (scratch / "stdin").write_bytes(sys.stdin.buffer.read())
     files = [str(scratch / "stdin") if name == "-" else name for name in names]
     entries, left_out = find_images(files, recursive=arguments.recursive)
-    entries = [replace(entry, source=entry.source.removeprefix(f"{scratch}/")) for entry in entries]
+    entries = [entry._replace(source=entry.source.removeprefix(f"{scratch}/")) for entry in entries]
     return Found(with_names([one for entry in entries for one in _once_per_text(entry, arguments.texts)]), left_out)
 
 
@@ -111,7 +111,7 @@ def _once_per_text(entry: ImageEntry, texts: Sequence[str]) -> list[ImageEntry]:
     stem, suffix = os.path.splitext(entry.label)  # noqa: PTH122
     targets = {one: text(one, against=[other for other in texts if other != one]) for one in texts}
     return [
-        replace(entry, label=f"{stem}-{one.replace(' ', '_')}{suffix}", target=target)
+        entry._replace(label=f"{stem}-{one.replace(' ', '_')}{suffix}", target=target)
         for one, target in targets.items()
     ] or [entry]
 

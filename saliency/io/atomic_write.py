@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # an error. A file that is given by its path is read regardless of its suffix.
 _SUFFIXES = ".avif .bmp .gif .heic .heif .j2k .jp2 .jpeg .jpg .jxl .pbm .pgm .png .pnm .ppm .tif .tiff .webp"
 IMAGE_SUFFIXES = frozenset(_SUFFIXES.split())
+_VOLUME_SUFFIXES = (".nii", ".nii.gz", ".dcm")
+_ENDINGS = (*IMAGE_SUFFIXES, *_VOLUME_SUFFIXES)
 
 ADDRESS = "is an address, not a file; download it first, as in: curl -s URL | saliency explain -"
 
@@ -26,14 +28,14 @@ SOFTWARE = "saliency-toolkit drawing"
 _REACH = 1024  # bytes at the start of a file (PNG, JPEG) or at its end (WebP) that contain the metadata
 
 
-def is_volume(name: str, suffixes: tuple[str, ...] = (".nii", ".nii.gz", ".dcm")) -> bool:
+def is_volume(name: str, suffixes: tuple[str, ...] = _VOLUME_SUFFIXES) -> bool:
     """Return whether a file is a volume, or a slice of one, from its name."""
     return name.lower().endswith(suffixes)
 
 
 def is_image(name: str) -> bool:
     """Return whether a file in a folder counts as an image or a volume, from its name."""
-    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES or is_volume(name)  # noqa: PTH122 - called for every file
+    return name.lower().endswith(_ENDINGS)
 
 
 def is_address(name: str) -> bool:
@@ -45,7 +47,7 @@ def is_address(name: str) -> bool:
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`; its file replaces `path` if the block raises no error.
 
-    If `path` is a symbolic link, its target is replaced.
+    If `path` is a symbolic link, its target is replaced. The block creates the temporary file.
 
     Raises:
         FileExistsError: `path` is a device or a pipe.
@@ -57,8 +59,6 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{uuid4().hex}.part")
     try:
-        # Create the file first, with the usual permissions: some writers would set narrower ones.
-        temporary.touch()
         yield temporary
         temporary.replace(path)
     except BaseException:
@@ -100,6 +100,7 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], me
     from safetensors.torch import save_file
 
     with atomic_write(path) as temporary:
+        temporary.touch()
         permissions = temporary.stat().st_mode
         try:
             save_file(dict(tensors), temporary, metadata)

@@ -291,10 +291,8 @@ def paint(
     stripes = list(hatching(scaled, frame, area))
     for *_, pixels in stripes:
         weight[pixels] = 0
-    colors = Image.fromarray(table_entries(values, scaled.sign))
-    colors.putpalette(scaled.colors(colormap).tobytes())
     drawing = as_drawing(frame.image.copy())
-    blend(drawing, colors.convert("RGB"), area, weight)
+    blend(drawing, colorize(values, scaled, colormap), area, weight)
     for tone, share, pixels in stripes:
         blend(drawing, (tone,) * 3, area, most * share * pixels)
     if follows_map:
@@ -306,6 +304,13 @@ def paint(
     if levels := check_levels(contours):
         draw_contours(drawing, values, area, levels)
     return drawing
+
+
+def colorize(values: Plane, scaled: ScaledMap, colormap: str | None) -> Image.Image:
+    """Return the colours of resized values of a scaled map, in RGB."""
+    colors = Image.fromarray(table_entries(values, scaled.sign))
+    colors.putpalette(scaled.colors(colormap).tobytes())
+    return colors.convert("RGB")
 
 
 def cut_out(frame: Frame, scaled: ScaledMap, keep: float | None, background: str) -> Image.Image:
@@ -330,7 +335,7 @@ def cut_out(frame: Frame, scaled: ScaledMap, keep: float | None, background: str
     except ValueError as error:
         raise RenderError(f'background "{background}" is not a colour; write a name or "#rrggbb"') from error
     drawing = as_drawing(Image.new("RGB", frame.image.size, color))
-    blend(drawing, frame.image.crop(_corners(area)), area, weight)
+    blend(drawing, frame.image.crop(corners(area)), area, weight)
     return drawing
 
 
@@ -356,7 +361,7 @@ def outline(image: Image.Image, area: Area, width: float | None = None, colors: 
 
     One of them is visible on any image. Nothing is drawn if the area covers the image.
     """
-    left, top, right, bottom = _corners(area)
+    left, top, right, bottom = corners(area)
     right, bottom = min(right, image.width), min(bottom, image.height)
     if (left, top, right, bottom) == (0, 0, *image.size):
         return
@@ -390,10 +395,10 @@ def blend(image: Image.Image, colors: Image.Image | Color, area: Area, weight: P
     The result is at most one level from the rounded mean, and equals it at 0 and 1.
     """
     mask = Image.fromarray((weight * np.float32(255) + np.float32(0.5)).astype(np.uint8))
-    image.paste(colors, _corners(area), mask)
+    image.paste(colors, corners(area), mask)
 
 
-def _corners(area: Area) -> tuple[int, int, int, int]:
+def corners(area: Area) -> tuple[int, int, int, int]:
     """Return the left, upper, right and lower edge of an area."""
     rows, columns = area
     return columns.start, rows.start, columns.stop, rows.stop

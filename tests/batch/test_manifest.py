@@ -46,6 +46,15 @@ def test_rows_come_back_as_they_were(manifest: Manifest) -> None:
     assert manifest.failures(METHODS) == {(1, -1): "None"}
 
 
+@pytest.mark.parametrize("damaged", [0, 1, 99, 100, 149])
+@pytest.mark.parametrize("line", [b"{}\n", b"\xff\n", b"1, 2\n", b"{\n"])
+def test_rows_end_before_the_first_damaged_line(manifest: Manifest, damaged: int, line: bytes) -> None:
+    manifest.append([of(index) for index in range(150)])
+    written = manifest.path.read_bytes().splitlines(keepends=True)
+    manifest.path.write_bytes(b"".join([*written[:damaged], line, *written[damaged + 1 :]]))
+    assert [row["index"] for row in stored(manifest)] == list(range(damaged))
+
+
 @pytest.mark.parametrize("lost", [1, 5, 100])
 def test_a_truncated_row_is_dropped_and_overwritten(manifest: Manifest, tmp_path: Path, lost: int) -> None:
     manifest.append([of(0), of(0, "two"), of(1)])
