@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
@@ -167,9 +166,9 @@ def measure(name: str, batch: int, *, with_peers: bool = True) -> None:
                 print(f"| {name} | {batch} | captum {method} | | | {notes[f'captum {method}']} |", flush=True)
     if batch == 1 and name in ("resnet50", "efficientnet_lite0"):
         contenders[SEVERAL] = ours(model, x, SEVERAL)
-        if "precision" in inspect.signature(saliency.LRP).parameters:
+        if "precision" in saliency.LRP.parameters():
             contenders[FAST] = ours(model, x, FAST)
-    times = interleaved(contenders, 40 if batch == 1 else 20)
+    times = interleaved(contenders, 60 if batch == 1 else 20)
     for own in times.keys() & SHARES.keys():
         share = ratio(times[own], times["lrp epsilon_plus"])
         notes[own] = f"{share:.2f} of one exact call, {verdict(share, SHARES[own])}"
