@@ -1,41 +1,41 @@
 """Run benchmarks: `python -m benchmarks [NAME ...]` prints the tables and writes them to benchmarks/results/.
 
-Without names, all benchmarks run, which takes about two hours. Run nothing else on the machine meanwhile: other
-processes change all results.
+Without names, all benchmarks run, which takes about an hour on two cores. Run nothing else on the machine meanwhile:
+other processes change all results. Each file is written when its benchmark ends, so an interrupted run is resumed by
+the names that are left.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import os
 import platform
+import subprocess
 import sys
-from collections.abc import Callable
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-from benchmarks import (
-    boxes,
-    claims,
-    export,
-    folder,
-    imports,
-    layer_table,
-    memory,
-    metrics,
-    passes,
-    passes_memory,
-    recording,
-    relevance,
-    render,
-    serve,
-    speed,
+BENCHMARKS = (
+    "relevance",
+    "attention",
+    "speed",
+    "passes",
+    "metrics",
+    "folder",
+    "boxes",
+    "memory",
+    "export",
+    "serve",
+    "render",
+    "imports",
+    "recording",
+    "layer_table",
+    "claims",
 )
-
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
     "torch",
@@ -48,20 +48,12 @@ PACKAGES = (
     "torchcam",
     "quantus",
     "matplotlib",
-    "opencv-python",
+    "opencv-python-headless",
 )
 
 
-class Tee(io.StringIO):
-    """Stream that stores the printed text and also prints it."""
-
-    def write(self, text: str) -> int:
-        sys.__stdout__.write(text) if sys.__stdout__ else None
-        return super().write(text)
-
-
 def machine() -> str:
-    """Return one line on the machine and the versions of the packages."""
+    """Return one line on the date, the machine and the versions of the packages."""
     versions = []
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -71,44 +63,34 @@ def machine() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     where = f"{processor}, {os.cpu_count()} cores, no accelerator" if not torch.cuda.is_available() else processor
-    return f"Measured on {where}, Python {platform.python_version()}, {', '.join(versions)}.\n"
+    versions.insert(0, f"Python {platform.python_version()}")
+    return f"Measured on {time.strftime('%-d %B %Y')}, {where}, {', '.join(versions)}.\n"
 
 
-def run_and_save(name: str, benchmark: Callable[[], None]) -> None:
-    """Run a benchmark and write its output to a file in `RESULTS`."""
-    output = Tee()
-    with contextlib.redirect_stdout(output):
-        benchmark()
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.md").write_text(f"{machine()}\n{output.getvalue().strip()}\n")
-
-
-BENCHMARKS: dict[str, Callable[[], None]] = {
-    "imports": imports.main,
-    "render": render.main,
-    "memory": lambda: memory.main([]),
-    "speed": lambda: speed.main([]),
-    "relevance": lambda: relevance.main([]),
-    "recording": lambda: recording.main([]),
-    "layer_table": lambda: layer_table.main([]),
-    "passes": lambda: passes.main([]),
-    "passes_memory": lambda: passes_memory.main([]),
-    "boxes": lambda: boxes.main([]),
-    "folder": lambda: folder.main([]),
-    "metrics": lambda: metrics.main([]),
-    "serve": serve.main,
-    "export": lambda: export.main([]),
-    "claims": claims.main,
-}
+def run_and_save(name: str) -> bool:
+    """Run a benchmark in a new process, print its output and write it to a file in `RESULTS`, unless it failed."""
+    lines = []
+    command = [sys.executable, "-u", "-W", "ignore", "-m", f"benchmarks.{name}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            lines.append(line)
+    if process.returncode == 0:
+        (RESULTS / f"{name}.md").write_text(f"{machine()}\n{''.join(lines).strip()}\n")
+    return process.returncode == 0
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"benchmark to run (default: all): {', '.join(BENCHMARKS)}"
-    )
-    named = parser.parse_args().names or list(BENCHMARKS)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"benchmark to run: {', '.join(BENCHMARKS)}")
+    named = parser.parse_args().names or BENCHMARKS
     if unknown := [name for name in named if name not in BENCHMARKS]:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    failed = []
     for name in named:
-        run_and_save(name, BENCHMARKS[name])
+        start = time.perf_counter()
+        if not run_and_save(name):
+            failed.append(name)
+        print(f"\n{name}: {time.perf_counter() - start:.0f} s\n", flush=True)
+    if failed:
+        parser.exit(1, f"failed: {' '.join(failed)}\n")

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import saliency
 from benchmarks.relevance import network, ours, plain, print_tables
-from benchmarks.speed import Contender
-from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
+from benchmarks.timing import Contender, interleaved, ratio, verdict, wall_ratio
 
 NETWORKS = ("vit_b_16", "timm/vit_small_patch16_224")
 FORWARD_ONLY = ("attention_rollout",)
@@ -42,7 +41,7 @@ def together(model: nn.Module, x: Tensor) -> Contender:
     return lambda: saliency.explain_together(explainers, x, 3)
 
 
-def measure(name: str, batch: int, rounds: int) -> None:
+def measure(name: str, batch: int) -> None:
     """Print the time ratios of all methods on one network."""
     model = network(name)
     torch.manual_seed(0)
@@ -50,7 +49,7 @@ def measure(name: str, batch: int, rounds: int) -> None:
     contenders: dict[str, Contender] = {"forward": forward(model, x), "plain": plain(model, x)}
     contenders |= {method: ours(model, x, method) for method in methods()}
     contenders["all but chefer_lrp together"] = together(model, x)
-    times = interleaved(contenders, rounds)
+    times = interleaved(contenders)
     bases = {True: times.pop("forward"), False: times.pop("plain")}
     for contender, timing in times.items():
         base = bases[contender in FORWARD_ONLY]
@@ -64,9 +63,9 @@ def memory_limits(name: str) -> dict[str, float]:
     return dict.fromkeys(methods(), MEMORY_LIMIT)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the benchmark."""
-    print_tables(__doc__, NETWORKS, measure, memory_limits, argv)
+def main() -> None:
+    """Print the tables."""
+    print_tables(NETWORKS, measure, memory_limits)
 
 
 if __name__ == "__main__":

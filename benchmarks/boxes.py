@@ -6,7 +6,6 @@ that a backward pass for each box allows.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from benchmarks.timing import interleaved, verdict, wall_ratio
+from benchmarks.timing import Contender, interleaved, verdict, wall_ratio
 from benchmarks.zoo import make_usable
 
 BOXES = 10
@@ -85,22 +84,20 @@ def over_its_forwards(model: nn.Module, run: Callable[[], object]) -> float:
     return total / sum(spent)
 
 
-def measure(name: str, case: tuple[nn.Module, Tensor, Callable[[Any], Tensor], int], rounds: int) -> None:
+def measure(name: str, case: tuple[nn.Module, Tensor, Callable[[Any], Tensor], int]) -> None:
     """Print the rows of one detector."""
     model, x, scores, passes = case
     boxes = [saliency.box(index=index) for index in range(BOXES)]
     methods: dict[str, Any] = {"cam": saliency.GradCAM(model), "gradient": saliency.VanillaGradient(model)}
     methods |= {"d-rise": saliency.DRISE(model, passes=passes)}
     layers = tuple(str(methods["cam"].attribute(x, boxes[0]).layer).split(", "))
-    contenders: dict[str, Callable[[], object]] = {}
+    contenders: dict[str, Contender] = {}
     for count in (1, BOXES):
         for method, explainer in methods.items():
             contenders[f"{method} {count}"] = partial(explainer.attribute_classes, x, boxes[:count])
         for method, ends in (("cam", layers), ("gradient", ())):
             contenders[f"bare {method} {count}"] = partial(forward_and_backwards, model, x, scores, count, ends)
-    slow = {name: run for name, run in contenders.items() if name.startswith("d-rise")}
-    timings = interleaved({name: run for name, run in contenders.items() if name not in slow}, rounds)
-    timings |= interleaved(slow, max(2, rounds // 3))
+    timings = interleaved(contenders, 30)
 
     def row(text: str, one: str, other: str, goal: float, bare: str = "") -> None:
         measured = wall_ratio(timings[one], timings[other])
@@ -111,24 +108,20 @@ def measure(name: str, case: tuple[nn.Module, Tensor, Callable[[Any], Tensor], i
     row("Grad-CAM of a box, over one forward and backward to the input", "cam 1", "bare gradient 1", 1.1)
     row("Grad-CAM, ten boxes over one", f"cam {BOXES}", "cam 1", 1.5, "bare")
     row("gradient at the input, ten boxes over one", f"gradient {BOXES}", "gradient 1", (1 + BOXES) / 2, "bare")
-    share = statistics.median(over_its_forwards(model, slow["d-rise 1"]) for _ in range(3))
+    share = statistics.median(over_its_forwards(model, contenders["d-rise 1"]) for _ in range(3))
     print(f"| {name} | D-RISE of a box, over its forwards | | {share:.2f} | | {verdict(share, 1.1)} |", flush=True)
     row("D-RISE, ten boxes over one", f"d-rise {BOXES}", "d-rise 1", 1.2)
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args(arguments)
     torch.set_flush_denormal(True)  # gradients of random weights are so small that their arithmetic is slow
     print("One thread. The bare loop runs one forward, and a backward pass for each box, without this package.\n")
     print("| detector | ratio | times | measured | of the bare loop | goal |\n|---|---|---|---|---|---|")
-    measure("shapes_detector, 128 x 128", shapes(), options.rounds)
-    measure("FCOS of torchvision, random weights, 128 x 192", fcos(), max(3, options.rounds // 2))
+    measure("shapes_detector, 128 x 128", shapes())
+    measure("FCOS of torchvision, random weights, 128 x 192", fcos())
+    torch.set_flush_denormal(False)
 
 
 if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])
+    main()

@@ -1,12 +1,7 @@
-"""Speed of exported programs, on one thread: `attribute`, the program in PyTorch, and the ONNX file in ONNX Runtime.
-
-python -m benchmarks.export           measure all networks
-python -m benchmarks.export resnet50  measure some
-"""
+"""Speed of exported programs, on one thread: `attribute`, the program in PyTorch, and the ONNX file in ONNX Runtime."""
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -19,11 +14,9 @@ import torchvision
 from torch import Tensor, nn
 
 import saliency
-from benchmarks.timing import Timing, interleaved, wall_ratio
+from benchmarks.timing import Contender, Timing, interleaved, wall_ratio
 from saliency.program.export import captured
 from saliency.program.onnx import write_onnx
-
-ROUNDS = 5
 
 
 def vit_b_16() -> nn.Module:
@@ -57,26 +50,24 @@ def measure(method: saliency.Attribution, x: Tensor) -> dict[str, Timing]:
         with torch.no_grad():
             run(x)
 
-    contenders: dict[str, Callable[[], object]] = {
+    contenders: dict[str, Contender] = {
         "attribute": lambda: saliency.heatmap(method.attribute(x)),
         "pt2": in_pytorch,
         "onnx": lambda: session.run(None, {"image": x.numpy()}),
     }
-    return interleaved(contenders, ROUNDS)
+    return interleaved(contenders, 5)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=list(NETWORKS), help="networks (default: all)")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     x = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     print("\nOne image of 224 px, one thread: the score and the map\n")
     print("| network | method | attribute, ms | .pt2, ms | ratio | .onnx, ms | ratio |\n|---|---|---|---|---|---|---|")
-    for name in parser.parse_args(arguments).names:
+    for name, network in NETWORKS.items():
         torch.manual_seed(0)
-        model = NETWORKS[name]().eval()
+        model = network().eval()
         for cls in METHODS:
             try:
                 times = measure(cls(model), x)

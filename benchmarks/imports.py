@@ -29,9 +29,9 @@ def measure(rounds: int) -> dict[str, Timing]:
     return {name: Timing(tuple(seconds), tuple(seconds)) for name, seconds in times.items()}
 
 
-def main(rounds: int = 7) -> None:
+def main() -> None:
     """Print the table."""
-    timings = measure(rounds)
+    timings = measure(5)
     print("## Imports: new interpreters in turn\n\n| | seconds | over `import torch` | target |\n|---|---|---|---|")
     for name, timing in timings.items():
         over = ratio(timing, timings["import torch"])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-
 import torch
 
 import saliency
-from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
+from benchmarks.timing import Contender, interleaved, ratio, verdict, wall_ratio
 from saliency.inspection.layer_table import layer_table
 
 MODELS = ("resnet50", "efficientnet_lite0")
@@ -18,15 +15,13 @@ LIMIT = {
 }  # ratio to one forward pass; the rest is the overhead of the hooks
 
 
-def table_rows(rounds: int = 5, batches: tuple[int, ...] = (1, 10)) -> list[str]:
-    """Return the lines of this benchmark's Markdown table."""
-    rows = [
-        "| layer table without times | forward | ratio to forward (CPU) | (wall) | overhead per layer, ms | target |",
-        "|---|---|---|---|---|---|",
-    ]
+def main() -> None:
+    """Print the table."""
+    print("| layer table without times | forward | ratio to forward (CPU) | (wall) | overhead per layer, ms | target |")
+    print("|---|---|---|---|---|---|")
     for name in MODELS:
         model = saliency.load(name, weights=None if name == "resnet50" else "default").eval()
-        for batch in batches:
+        for batch in (1, 10):
             x = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
 
             def forward(model: torch.nn.Module = model, x: torch.Tensor = x) -> object:
@@ -36,24 +31,16 @@ def table_rows(rounds: int = 5, batches: tuple[int, ...] = (1, 10)) -> list[str]
             def table(model: torch.nn.Module = model, x: torch.Tensor = x) -> object:
                 return layer_table(model, x, times=False)
 
-            contenders: dict[str, Callable[[], object]] = {"forward": forward, "table": table}
-            timings = interleaved(contenders, rounds if batch > 1 else 3 * rounds)
+            contenders: dict[str, Contender] = {"forward": forward, "table": table}
+            timings = interleaved(contenders, 10)
             measured = ratio(timings["table"], timings["forward"])
             layers = sum(1 for _ in model.modules())
             overhead = 1000 * (timings["table"].seconds - timings["forward"].seconds) / layers
-            rows.append(
+            print(
                 f"| {name}, batch {batch} | {timings['forward'].seconds * 1000:.0f} ms | {measured:.3f} | "
                 f"{wall_ratio(timings['table'], timings['forward']):.3f} | {overhead:.3f} | "
                 f"{verdict(measured, LIMIT.get((name, batch)))} |"
             )
-    return rows
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    print("\n".join(table_rows(parser.parse_args(arguments).rounds)))
 
 
 if __name__ == "__main__":

@@ -1,45 +1,93 @@
-"""Measure the peak memory of Grad-CAM against a plain forward pass and against recording the whole graph.
+"""Measure the peak memory of calls: CAMs, gradients of volumes and of large images, words of answers, many passes.
 
-The gradient of a volume of 96 voxels along each edge is measured against a forward and a backward by hand. A third
-table has the peak of a gradient of a large image in tiles, with a network that needs almost nothing itself; a fourth
-one has the peak of a map of a word of a vision-language model.
+Grad-CAM is measured against a plain forward pass and against recording the whole graph; a gradient of a volume, and the
+map of a word of a vision-language model, against a forward and a backward by hand. The network of the large image in
+tiles needs almost nothing itself. A method of many passes must need as much memory for 500 passes as for 50.
 
-Each contender runs in its own process. The result is the peak of the resident set during the call, minus the resident
-set before it. Linux only, since it reads /proc.
+Each call runs in its own process. The result is the peak of the resident set during the call, minus the resident set
+before it. Linux only, since it reads /proc.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
+import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 import saliency
 from benchmarks.timing import verdict
+from saliency.attribution.base import Attribution
 
-TARGET, VOLUME_TARGET, ANSWER_TARGET = 0.25, 1.15, 1.15
-ANSWERS = ("backward by hand", "vanilla_gradient", "input_x_gradient", "attn_lrp", "cp_lrp")
+TARGET, WHOLE_TARGET, PASSES_TARGET = 0.25, 1.15, 1.10
 TILED_TARGET = 1536  # MiB for an image of 10,000 x 10,000 pixels
+FEW, MANY = 50, 500
+ANSWERS = ("backward by hand", "vanilla_gradient", "input_x_gradient", "attn_lrp", "cp_lrp")
+MANY_PASSES: dict[str, Callable[[nn.Module, int], Attribution]] = {
+    "integrated_gradients": lambda model, count: saliency.IntegratedGradients(model, steps=count),
+    "smooth_grad": lambda model, count: saliency.SmoothGrad(model, passes=count),
+    "rise": lambda model, count: saliency.RISE(model, passes=count),
+    "kernel_shap": lambda model, count: saliency.KernelSHAP(model, passes=count),
+}
 
 
-def plain(model: torch.nn.Module, x: Tensor) -> None:
+def status(field: str) -> int:
+    """Return a field of /proc/self/status, in KiB."""
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1])
+
+
+def growth(run: Callable[[], object]) -> float:
+    """Return how much a call increases the peak memory of this process, in MiB."""
+    gc.collect()
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    run()
+    return (status("VmHWM") - before) / 1024
+
+
+def in_new_processes(
+    function: Callable[..., float], calls: Sequence[tuple[object, ...]], threshold: int = 2**20
+) -> Iterator[float]:
+    """Yield the result of each call of a function of a benchmark, as many at a time as there are cores.
+
+    A fixed threshold makes glibc return each larger block when it is freed, so holes in the heap, which differ by a
+    third from run to run, do not count.
+    """
+    module, name = Path(function.__code__.co_filename).stem, function.__name__
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(threshold)}
+
+    def run(arguments: tuple[object, ...]) -> float:
+        code = f"from benchmarks.{module} import {name}; print({name}(*{arguments!r}))"
+        command = [sys.executable, "-W", "ignore", "-c", code]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)  # noqa: S603
+        return float(done.stdout.split()[-1])
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(run, calls)
+
+
+def plain(model: nn.Module, x: Tensor) -> None:
     """Run one forward pass without a graph."""
     with torch.no_grad():
         model(x)
 
 
-def full_graph(model: torch.nn.Module, x: Tensor) -> None:
+def full_graph(model: nn.Module, x: Tensor) -> None:
     """Run Grad-CAM in the usual way: with a hook on the layer, and a graph that starts at the input."""
     activations: list[Tensor] = []
     handle = model.get_submodule("layer4").register_forward_hook(
@@ -51,19 +99,19 @@ def full_graph(model: torch.nn.Module, x: Tensor) -> None:
     (gradient.mean((2, 3), keepdim=True) * activations[0]).sum(1)
 
 
-def ours(model: torch.nn.Module, x: Tensor) -> None:
+def ours(model: nn.Module, x: Tensor) -> None:
     """Run this project's Grad-CAM on the default layer, for the first time on this model."""
     saliency.GradCAM(model).attribute(x, 0)
 
 
-def captum(model: torch.nn.Module, x: Tensor) -> None:
+def captum(model: nn.Module, x: Tensor) -> None:
     """Run captum's Grad-CAM."""
     from captum.attr import LayerGradCam
 
     LayerGradCam(model, model.get_submodule("layer4")).attribute(x, 0)
 
 
-def grad_cam(model: torch.nn.Module, x: Tensor) -> None:
+def grad_cam(model: nn.Module, x: Tensor) -> None:
     """Run pytorch-grad-cam's Grad-CAM."""
     from pytorch_grad_cam import GradCAM
     from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
@@ -72,7 +120,7 @@ def grad_cam(model: torch.nn.Module, x: Tensor) -> None:
         cam(input_tensor=x, targets=[ClassifierOutputTarget(0)] * len(x))
 
 
-def torchcam(model: torch.nn.Module, x: Tensor) -> None:
+def torchcam(model: nn.Module, x: Tensor) -> None:
     """Run torchcam's Grad-CAM."""
     from torchcam.methods import GradCAM
 
@@ -80,35 +128,35 @@ def torchcam(model: torch.nn.Module, x: Tensor) -> None:
         cam(0, model(x.detach().requires_grad_()))
 
 
-def backward(model: torch.nn.Module, x: Tensor) -> None:
+def backward(model: nn.Module, x: Tensor) -> None:
     """Run a forward and a backward to the input by hand."""
     x = x.detach().requires_grad_()
     torch.autograd.grad(model(x)[:, 0].mean(), x)
 
 
-def gradient(model: torch.nn.Module, x: Tensor) -> None:
+def gradient(model: nn.Module, x: Tensor) -> None:
     """Run this project's gradient of the mean of a class over all voxels."""
     saliency.VanillaGradient(model).attribute(x, lambda output: output[:, 0].flatten(1).mean(1))
 
 
-def unet() -> torch.nn.Module:
+def unet() -> nn.Module:
     """Return a 3-D U-Net of MONAI."""
     import monai.networks.nets
 
     networks: Any = monai.networks.nets
-    model: torch.nn.Module = networks.BasicUNet(3, in_channels=1, out_channels=2, features=(8, 8, 16, 32, 64, 8))
+    model: nn.Module = networks.BasicUNet(3, in_channels=1, out_channels=2, features=(8, 8, 16, 32, 64, 8))
     return model.eval()
 
 
 VOLUMES = {contender.__name__: contender for contender in (backward, gradient)}
-CONTENDERS: dict[str, Callable[[torch.nn.Module, Tensor], None]] = {
+CONTENDERS: dict[str, Callable[[nn.Module, Tensor], None]] = {
     contender.__name__: contender for contender in (plain, full_graph, ours, captum, grad_cam, torchcam)
 }
+PACKAGES = {"captum": "captum", "grad_cam": "pytorch_grad_cam", "torchcam": "torchcam"}
 
 
-def child(name: str, batch: int, size: int) -> None:
-    """Print the peak memory of one contender, in MiB."""
-    torch.set_num_threads(1)
+def cam_peak(name: str, batch: int, size: int) -> float:
+    """Return the peak memory of a contender for Grad-CAM, or for the gradient of a volume, in MiB."""
     is_volume = name in VOLUMES
     model = unet() if is_volume else saliency.load("resnet50", weights=None)
     contender = (CONTENDERS | VOLUMES)[name]
@@ -118,17 +166,12 @@ def child(name: str, batch: int, size: int) -> None:
     if name == "ours":
         model = saliency.load("resnet50", weights=None)
     x = torch.randn(batch, *shape)
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
-    contender(model, x)
-    print(f"{(status('VmHWM') - before) / 1024:.1f}")
+    return growth(lambda: contender(model, x))
 
 
-def tiled_child(kind: str, size: int) -> None:
-    """Print the peak memory of a gradient of an image of size x size in tiles, in MiB."""
-    torch.set_num_threads(1)
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, 8), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+def tiled_peak(kind: str, size: int) -> float:
+    """Return the peak memory of a gradient of an image of size x size in tiles, in MiB."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     method = saliency.VanillaGradient(model, preprocess=saliency.Preprocess((224, 224)))
     method.attribute(np.zeros((600, 600, 3), np.uint8), 0, tiles=512)
     with tempfile.TemporaryDirectory() as folder:
@@ -139,124 +182,83 @@ def tiled_child(kind: str, size: int) -> None:
             Image.fromarray(pixels).save(path, "PNG", compress_level=1)
         image = path if kind == "path" else np.memmap(path, np.uint8, "r", shape=(size, size, 3))
         del pixels
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")
-        before = status("VmRSS")
-        method.attribute(image, 0, tiles=512)
-        print(f"{(status('VmHWM') - before) / 1024:.1f}")
+        return growth(lambda: method.attribute(image, 0, tiles=512))
 
 
-def answer_child(name: str) -> None:
-    """Print the peak memory of a map of a word of LLaVA with random weights, 576 patches and 8 layers, in MiB."""
+def answer_peak(name: str) -> float:
+    """Return the peak memory of a map of a word of LLaVA with random weights, 576 patches and 8 layers, in MiB."""
     from tests.vision_language import llava, scene
 
-    torch.set_num_threads(1)
-
-    def run(edge: int, patch: int, **sizes: int) -> float:
+    def explained(edge: int, patch: int, **sizes: int) -> float:
         model, processor = llava(edge, patch, **sizes)
         answer = saliency.generate(model.eval(), processor, scene(), "what color is the car", answer="a red car")
         token = answer.written.ids[1]
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")
-        before = status("VmRSS")
-        if name == ANSWERS[0]:
+
+        def by_hand() -> None:
             arguments = answer.arguments(answer.inputs, [0])
             pixels = arguments["pixel_values"].detach().requires_grad_()
             row = model(**{**arguments, "pixel_values": pixels}).logits[:, 1]
             torch.autograd.grad((row[:, token] - row.logsumexp(1)).sum(), pixels)
-        else:
-            saliency.METHODS[name](model).attribute(answer, saliency.words("red"))
-        return (status("VmHWM") - before) / 1024
 
-    run(28, 7)  # loads libraries and kernels
-    print(f"{run(336, 14, hidden_size=256, intermediate_size=1024, num_hidden_layers=8):.1f}")
+        if name == ANSWERS[0]:
+            return growth(by_hand)
+        return growth(lambda: saliency.METHODS[name](model).attribute(answer, saliency.words("red")))
 
-
-def answer_table() -> None:
-    """Print the peaks of maps of a word."""
-    print(
-        "### a word of an answer, LLaVA with 576 patches and 8 layers\n\n| | MiB | share | target |\n|---|---|---|---|"
-    )
-    peaks = {}
-    for name in ANSWERS:
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.memory", "--answer", name]
-        runs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(3)]  # noqa: S603
-        peaks[name] = min(float(run.split()[-1]) for run in runs)
-        share = peaks[name] / peaks[ANSWERS[0]]
-        goal = "" if name == ANSWERS[0] else verdict(share, ANSWER_TARGET)
-        print(f"| {name} | {peaks[name]:.0f} | {share:.3f} | {goal} |", flush=True)
+    explained(28, 7)  # loads libraries and kernels
+    return explained(336, 14, hidden_size=256, intermediate_size=1024, num_hidden_layers=8)
 
 
-def status(field: str) -> int:
-    """Return a field of /proc/self/status, in KiB."""
-    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return int(match[1])
+def passes_peak(name: str, count: int) -> float:
+    """Return the peak memory of a method of many passes, in MiB."""
+    method = MANY_PASSES[name](saliency.load("efficientnet_lite0"), count)
+    x = method.read("assets/chelsea.jpg").inputs
+    return growth(lambda: method.attribute(x, 285))
 
 
-def measure(batch: int, size: int, contenders: Iterable[str] = CONTENDERS) -> dict[str, float]:
-    """Return the peak memory of each installed contender, in MiB."""
-    peaks = {}
-    for name in contenders:
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.memory", "--child", name, str(batch), str(size)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
-        if done.returncode == 0:
-            peaks[name] = float(done.stdout.split()[-1])
-        elif "ModuleNotFoundError" not in done.stderr:
-            raise RuntimeError(done.stderr)
-    return peaks
+def print_shares(title: str, peaks: dict[str, float]) -> None:
+    """Print the peaks, and their ratios to the first one."""
+    print(f"### {title}\n\n| | MiB | ratio | target |\n|---|---|---|---|")
+    first = next(iter(peaks.values()))
+    for name, peak in peaks.items():
+        goal = verdict(peak / first, WHOLE_TARGET) if peak is not first else ""
+        print(f"| {name} | {peak:.0f} | {peak / first:.3f} | {goal} |")
+    print(flush=True)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--tiled", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--answer", help=argparse.SUPPRESS)
-    parser.add_argument("--answers", action="store_true", help="print the table of answers alone")
-    options = parser.parse_args(arguments)
-    if options.answer:
-        answer_child(options.answer)
-        return
-    if options.answers:
-        answer_table()
-        return
-    if options.tiled:
-        tiled_child(options.tiled[0], int(options.tiled[1]))
-        return
-    if options.child:
-        child(options.child[0], int(options.child[1]), int(options.child[2]))
-        return
+def main() -> None:
+    """Print the tables."""
     print("## Memory: peak beyond the loaded model, Grad-CAM on resnet50\n")
+    names = [name for name in CONTENDERS if find_spec(PACKAGES.get(name, "torch"))]
     for batch, size in ((16, 224), (1, 896)):
-        peaks = measure(batch, size)
+        peaks = dict(zip(names, in_new_processes(cam_peak, [(name, batch, size) for name in names]), strict=True))
         print(
             f"### batch {batch} at {size} px\n\n| | MiB | over a forward | share of the full graph's growth | target |"
         )
         print("|---|---|---|---|---|")
-        growth = peaks["full_graph"] - peaks["plain"]
+        extra = peaks["full_graph"] - peaks["plain"]
         for name, peak in peaks.items():
-            share = (peak - peaks["plain"]) / growth
+            share = (peak - peaks["plain"]) / extra
             whole = peak / peaks["full_graph"]
             goal = verdict(whole, TARGET) if name == "ours" else ""
             print(f"| {name} | {peak:.0f} | {peak - peaks['plain']:+.0f} | {share:.3f} (peak: {whole:.3f}) | {goal} |")
-        print()
-    runs = [measure(1, 96, VOLUMES) for _ in range(3)]
-    peaks = {name: min(run[name] for run in runs) for name in VOLUMES}
-    share = peaks["gradient"] / peaks["backward"]
-    print(
-        "### gradient of a volume of 96 x 96 x 96, BasicUNet of MONAI\n\n| | MiB | share | target |\n|---|---|---|---|"
-    )
-    print(f"| backward by hand | {peaks['backward']:.0f} | | |")
-    print(f"| saliency | {peaks['gradient']:.0f} | {share:.3f} | {verdict(share, VOLUME_TARGET)} |")
-    print()
+        print(flush=True)
+    volumes = in_new_processes(cam_peak, [(name, 1, 96) for name in VOLUMES])
+    titles = ("backward by hand", "vanilla_gradient")
+    print_shares("gradient of a volume of 96 x 96 x 96, BasicUNet of MONAI", dict(zip(titles, volumes, strict=True)))
     print("### a gradient of 10,000 x 10,000 px in tiles of 512\n\n| image | MiB | target |\n|---|---|---|")
-    for kind in ("path", "memmap"):
-        command = [sys.executable, "-m", "benchmarks.memory", "--tiled", kind, "10000"]
-        peak = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)  # noqa: S603
+    kinds = ("path", "memmap")
+    for kind, peak in zip(kinds, in_new_processes(tiled_peak, [(kind, 10_000) for kind in kinds]), strict=True):
         print(f"| {kind} | {peak:.0f} | {verdict(peak, TILED_TARGET)} |")
     print()
-    answer_table()
+    answers = in_new_processes(answer_peak, [(name,) for name in ANSWERS])
+    print_shares("a word of an answer, LLaVA with 576 patches and 8 layers", dict(zip(ANSWERS, answers, strict=True)))
+    print("### many passes, EfficientNet-Lite0, one image\n")
+    print(f"| | {FEW} passes, MiB | {MANY} passes, MiB | ratio | target |\n|---|---|---|---|---|")
+    found = in_new_processes(passes_peak, list(product(MANY_PASSES, (FEW, MANY))), 2**25)
+    for name, few, many in zip(MANY_PASSES, found, found, strict=True):
+        print(
+            f"| {name} | {few:.0f} | {many:.0f} | {many / few:.2f} | {verdict(many / few, PASSES_TARGET)} |", flush=True
+        )
 
 
 if __name__ == "__main__":

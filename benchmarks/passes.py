@@ -13,7 +13,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,14 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
-from benchmarks.timing import Timing, interleaved, ratio, verdict, wall_ratio
+from benchmarks.timing import Contender, interleaved, ratio, verdict, wall_ratio
 from saliency.attribution.base import Attribution
 from saliency.engine.estimates import rank_correlation
 
 SIZES = (1, 2, 4, 8, 16)
 PHOTOS = ("astronaut", "camera", "chelsea", "coffee", "rocket")
-
-Contender = Callable[[], object]
+NETWORKS = ("resnet50", "efficientnet_lite0")
+MASKS = 128
+WINDOWS = 169  # the forwards of an occlusion with window 32 and stride 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +43,10 @@ class Case:
     target: int
 
 
-def load_case(name: str, *, weights: str | None = None, photo: str = "chelsea") -> Case:
-    """Load a network and a photo. Only the bundled network has trained weights by default."""
-    model = saliency.load(name, weights="default" if name == "efficientnet_lite0" else weights)
+@cache
+def load_case(name: str, photo: str = "chelsea") -> Case:
+    """Load a network and a photo. Only the bundled network has trained weights."""
+    model = saliency.load(name, weights="default" if name == "efficientnet_lite0" else None)
     x = saliency.VanillaGradient(model).read(f"assets/{photo}.jpg").inputs
     with torch.no_grad():
         return Case(name, model, x, int(model(x).argmax()))
@@ -73,23 +76,18 @@ def seconds(run: Contender) -> float:
     return time.process_time() - start
 
 
-def once(contenders: dict[str, Contender]) -> dict[str, Timing]:
-    """Run each contender once, without warm-up, for runs so long that warm-up does not matter."""
-    timings = {}
-    for name, run in contenders.items():
-        wall = time.perf_counter()
-        cpu = seconds(run)
-        timings[name] = Timing((cpu,), (time.perf_counter() - wall,))
-    return timings
+@cache
+def plain_times(name: str, *, backward: bool) -> dict[int, float]:
+    """Return the CPU milliseconds of a plain pass of a network by chunk size."""
+    case = load_case(name)
+    plain(case, 4, 4, backward=backward)
+    return {size: 1e3 / 16 * seconds(partial(plain, case, 16, size, backward=backward)) for size in SIZES}
 
 
-def best_chunk(case: Case, *, backward: bool, passes: int = 16, rounds: int = 3) -> int:
-    """Return the chunk size with the fastest plain passes, by the minimum over `rounds`."""
-    times = {
-        size: min(seconds(lambda size=size: plain(case, passes, size, backward=backward)) for _ in range(rounds))  # type: ignore[misc]
-        for size in SIZES
-    }
-    return min(times, key=times.__getitem__)
+def plain_passes(case: Case, count: int, *, backward: bool) -> Contender:
+    """Return a function that runs plain passes in chunks of the best size."""
+    times = plain_times(case.name, backward=backward)
+    return partial(plain, case, count, min(times, key=times.__getitem__), backward=backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,20 +101,14 @@ class MethodCase:
     targets: Mapping[str, float]
 
 
-def method_cases(passes_of_rise: int) -> list[MethodCase]:
+def method_cases() -> list[MethodCase]:
     """Return the methods to measure, with targets for each precision."""
     forwards = {"exact": 1.08, "fast": 0.85}
     backwards = {"exact": 1.08, "fast": 0.92}
     return [
         MethodCase("IG-50", lambda m, p: saliency.IntegratedGradients(m, steps=50, precision=p), 50, True, backwards),  # type: ignore[arg-type]
         MethodCase("SmoothGrad-50", lambda m, p: saliency.SmoothGrad(m, passes=50, precision=p), 50, True, backwards),  # type: ignore[arg-type]
-        MethodCase(
-            f"RISE-{passes_of_rise}",
-            lambda m, p: saliency.RISE(m, passes=passes_of_rise, precision=p),  # type: ignore[arg-type]
-            passes_of_rise,
-            False,
-            forwards,
-        ),
+        MethodCase("RISE", lambda m, p: saliency.RISE(m, passes=MASKS, precision=p), MASKS, False, forwards),  # type: ignore[arg-type]
     ]
 
 
@@ -127,7 +119,7 @@ def agreement(values: Tensor, exact: Tensor) -> str:
     return f"{cosine:.4f} / {rank_correlation(values.sum(1), exact.sum(1)):.4f}"
 
 
-def engine(names: list[str], rounds: int, passes_of_rise: int) -> Iterator[str]:
+def engine() -> Iterator[str]:
     """Yield the rows of three methods at each precision."""
     yield header(
         "network",
@@ -139,93 +131,98 @@ def engine(names: list[str], rounds: int, passes_of_rise: int) -> Iterator[str]:
         "cosine / rank",
         "precision used",
     )
-    for name in names:
+    for name in NETWORKS:
         case = load_case(name)
-        for entry in method_cases(passes_of_rise):
-            size = best_chunk(case, backward=entry.backward, rounds=min(3, rounds))
-            methods = {p: entry.build(case.model, p) for p in ("exact", "fast")}
-            contenders: dict[str, Contender] = {
-                "plain": lambda case=case, entry=entry, size=size: plain(
-                    case, entry.passes, size, backward=entry.backward
-                )  # type: ignore[misc]
-            }
-            contenders |= {p: lambda m=m, case=case: m.attribute(case.x, case.target) for p, m in methods.items()}  # type: ignore[misc]
-            timings = interleaved(contenders, rounds)
-            exact = methods["exact"].attribute(case.x, case.target)
-            for precision, method in methods.items():
-                explanation = method.attribute(case.x, case.target)
+        for entry in method_cases():
+            maps: dict[str, saliency.Explanation] = {}
+
+            def explain(precision: str, method: Attribution, case: Case = case, maps: Any = maps) -> None:
+                maps[precision] = method.attribute(case.x, case.target)
+
+            contenders = {"plain": plain_passes(case, entry.passes, backward=entry.backward)}
+            contenders |= {p: partial(explain, p, entry.build(case.model, p)) for p in ("exact", "fast")}
+            timings = interleaved(contenders, warm_up=False)
+            for precision, explanation in maps.items():
                 measured = ratio(timings[precision], timings["plain"])
                 walls = wall_ratio(timings[precision], timings["plain"])
                 yield (
                     f"| {name} | {entry.label} | {precision} | {measured:.3f} | {walls:.3f} | "
-                    f"{verdict(measured, entry.targets.get(precision))} | "
-                    f"{agreement(explanation.values, exact.values)} | {explanation.run_stats[0].precision} |"
+                    f"{verdict(measured, entry.targets[precision])} | "
+                    f"{agreement(explanation.values, maps['exact'].values)} | {explanation.run_stats[0].precision} |"
                 )
-            yield f"| {name} | {entry.label} | plain, chunks of {size} | {timings['plain'].seconds:.2f} s | | | | |"
 
 
-def score_cam(photos: list[str]) -> Iterator[str]:
-    """Yield the rows of Score-CAM against grad-cam and torchcam on photos."""
-    yield "\n### Score-CAM, bundled network, photos\n"
-    yield header(
-        "photo", "ratio to grad-cam", "target", "ratio to torchcam", "target", "largest difference from grad-cam"
-    )
-    try:
+def chunks() -> Iterator[str]:
+    """Yield the time of a plain forward and backward pass by chunk size, one of which is used for the ratios above."""
+    yield "\n### A plain forward and backward pass by chunk size, ms\n"
+    yield header("network", *map(str, SIZES))
+    for name in NETWORKS:
+        times = plain_times(name, backward=True)
+        yield f"| {name} | {' | '.join(f'{milliseconds:.0f}' for milliseconds in times.values())} |"
+
+
+def score_cam() -> Iterator[str]:
+    """Yield the rows of Score-CAM against grad-cam and torchcam on a photo."""
+    yield "\n### Score-CAM, bundled network, one photo\n"
+    yield header("ratio to", "ratio", "target", "largest difference")
+    case = load_case("efficientnet_lite0", "coffee")
+    net: Any = case.model
+    # grad-cam puts the centres of the corner cells at the image corners; `align_corners` does the same.
+    method = saliency.ScoreCAM(case.model, "bn2", align_corners=True)
+    maps: dict[str, Tensor] = {}
+
+    def ours() -> None:
+        maps["ours"] = method.attribute(case.x, case.target).values
+
+    def grad_cam() -> None:
         from pytorch_grad_cam import ScoreCAM
         from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
-        from torchcam.methods import ScoreCAM as TorchcamScoreCAM
-    except ImportError:
-        yield "| grad-cam and torchcam are not installed | | | | | |"
-        return
-    for photo in photos:
-        case = load_case("efficientnet_lite0", photo=photo)
-        net: Any = case.model
-        # grad-cam puts the centres of the corner cells at the image corners; `align_corners` does the same.
-        method = saliency.ScoreCAM(case.model, "bn2", align_corners=True)
-        maps: dict[str, Tensor] = {}
 
-        def theirs(case: Case = case, net: Any = net, maps: dict[str, Tensor] = maps) -> None:
-            with contextlib.redirect_stderr(io.StringIO()), ScoreCAM(model=case.model, target_layers=[net.bn2]) as cam:
-                maps["grad-cam"] = torch.tensor(cam(case.x, [ClassifierOutputTarget(case.target)])[0])
+        with contextlib.redirect_stderr(io.StringIO()), ScoreCAM(model=case.model, target_layers=[net.bn2]) as cam:
+            maps["grad-cam"] = torch.tensor(cam(case.x, [ClassifierOutputTarget(case.target)])[0])
 
-        def torchcam(case: Case = case) -> None:
-            with TorchcamScoreCAM(case.model, "bn2") as cam, torch.no_grad():
-                cam(case.target, case.model(case.x))
+    def torchcam() -> None:
+        from torchcam.methods import ScoreCAM
 
-        contenders: dict[str, Contender] = {
-            "ours": partial(method.attribute, case.x, case.target),
-            "grad-cam": theirs,
-            "torchcam": torchcam,
-        }
-        timings = once(contenders)
-        values = method.attribute(case.x, case.target).values.clamp(min=0)
-        heatmap = F.interpolate(values, case.x.shape[-2:], mode="bilinear", align_corners=False)[0, 0]
-        heatmap = (heatmap - heatmap.min()) / (heatmap.max() - heatmap.min()).clamp(min=1e-12)
-        difference = float((heatmap - maps["grad-cam"]).abs().max())
-        a, b = ratio(timings["ours"], timings["grad-cam"]), ratio(timings["ours"], timings["torchcam"])
-        yield f"| {photo} | {a:.3f} | {verdict(a, 0.35)} | {b:.3f} | {verdict(b, 0.20)} | {difference:.1e} |"
+        with ScoreCAM(case.model, "bn2") as cam, torch.no_grad():
+            cam(case.target, case.model(case.x))
+
+    contenders: dict[str, Contender] = {"ours": ours}
+    contenders |= {"grad-cam": grad_cam} if find_spec("pytorch_grad_cam") else {}
+    contenders |= {"torchcam": torchcam} if find_spec("torchcam") else {}
+    timings = interleaved(contenders, warm_up=False)
+    for name, goal in (("grad-cam", 0.35), ("torchcam", 0.20)):
+        if name not in timings:
+            yield f"| {name} | not installed | | |"
+            continue
+        measured, difference = ratio(timings["ours"], timings[name]), ""
+        if name in maps:
+            values = F.interpolate(maps["ours"].clamp(min=0), case.x.shape[-2:], mode="bilinear", align_corners=False)
+            heatmap = (values - values.min()) / (values.max() - values.min()).clamp(min=1e-12)
+            difference = f"{float((heatmap[0, 0] - maps[name]).abs().max()):.1e}"
+        yield f"| {name} | {measured:.3f} | {verdict(measured, goal)} | {difference} |"
 
 
-def ablation_cam(rounds: int) -> Iterator[str]:
+def ablation_cam() -> Iterator[str]:
     """Yield the rows of Ablation-CAM over all channels against a loop over the layers after the CAM layer."""
     yield "\n### Ablation-CAM, all channels: ratio to a loop over the layers after the CAM layer\n"
-    yield header("network", "layer", "ratio", "target")
-    resnet: Any = load_case("resnet50")
+    yield header("network", "layer", "times", "ratio", "target")
+    resnet, lite = (load_case(name) for name in NETWORKS)
     net: Any = resnet.model
-    lite: Any = load_case("efficientnet_lite0")
-    tails: list[tuple[Any, str, Callable[[Tensor], Tensor]]] = [
+    head: Any = lite.model.forward_head
+    tails: list[tuple[Case, str, Callable[[Tensor], Tensor]]] = [
         (resnet, "layer4", lambda a: net.fc(torch.flatten(net.avgpool(a), 1))),
-        (resnet, "layer3", lambda a: net.fc(torch.flatten(net.avgpool(net.layer4(a)), 1))),
-        (lite, "bn2", lite.model.forward_head),
+        (lite, "bn2", head),
     ]
     for case, layer, tail in tails:
         outputs: list[Tensor] = []
-        handle = case.model.get_submodule(layer).register_forward_hook(
-            lambda m, i, o, outputs=outputs: outputs.append(o)
-        )
-        with torch.no_grad():
+        with (
+            torch.no_grad(),
+            case.model.get_submodule(layer).register_forward_hook(
+                lambda m, i, o, outputs=outputs: outputs.append(o)  # the output
+            ),
+        ):
             case.model(case.x)
-        handle.remove()
         activation = outputs[0].detach()
 
         def by_hand(size: int, activation: Tensor = activation, tail: Callable[[Tensor], Tensor] = tail) -> None:
@@ -237,18 +234,17 @@ def ablation_cam(rounds: int) -> Iterator[str]:
                     rows[torch.arange(stop - start), torch.arange(start, stop)] = 0
                     tail(rows)
 
-        times = {size: seconds(lambda size=size: by_hand(size)) for size in (4, 8, 16, 32)}  # type: ignore[misc]
-        size = min(times, key=times.__getitem__)
+        times = {size: seconds(partial(by_hand, size)) for size in (4, 8, 16, 32)}
         method = saliency.AblationCAM(case.model, layer)
         timings = interleaved(
             {
-                "hand": lambda size=size: by_hand(size),  # type: ignore[misc]
-                "ours": lambda m=method, case=case: m.attribute(case.x, case.target),  # type: ignore[misc]
-            },
-            rounds,
+                "hand": partial(by_hand, min(times, key=times.__getitem__)),
+                "ours": partial(method.attribute, case.x, case.target),
+            }
         )
         measured = ratio(timings["ours"], timings["hand"])
-        yield f"| {case.name} | {layer} | {measured:.3f} | {verdict(measured, 1.3)} |"
+        both = f"{1e3 * timings['ours'].seconds:.0f} / {1e3 * timings['hand'].seconds:.0f} ms"
+        yield f"| {case.name} | {layer} | {both} | {measured:.3f} | {verdict(measured, 1.3)} |"
 
 
 def occlusion() -> Iterator[str]:
@@ -258,16 +254,13 @@ def occlusion() -> Iterator[str]:
     for name, goal in (("vgg16", 0.40), ("resnet50", 0.70), ("efficientnet_lite0", None)):
         case = load_case(name)
         method = saliency.Occlusion(case.model, window=32, stride=16)
-        count = method.attribute(case.x, case.target).run_stats[0].passes
-        size = best_chunk(case, backward=False, rounds=1)
-        timings = once(
-            {
-                "plain": lambda case=case, count=count, size=size: plain(case, count, size, backward=False),  # type: ignore[misc]
-                "ours": lambda m=method, case=case: m.attribute(case.x, case.target),  # type: ignore[misc]
-            }
-        )
+        contenders: dict[str, Contender] = {
+            "plain": plain_passes(case, WINDOWS, backward=False),
+            "ours": partial(method.attribute, case.x, case.target),
+        }
+        timings = interleaved(contenders, warm_up=False)
         measured = ratio(timings["ours"], timings["plain"])
-        yield f"| {name} | {count} | {measured:.3f} | {verdict(measured, goal)} |"
+        yield f"| {name} | {WINDOWS} | {measured:.3f} | {verdict(measured, goal)} |"
 
 
 def tolerance() -> Iterator[str]:
@@ -275,7 +268,7 @@ def tolerance() -> Iterator[str]:
     yield "\n### Integrated gradients with tolerance 1 %, bundled network\n"
     yield header("photo", "passes", "relative residual", "ratio to 50 passes", "target")
     for photo in PHOTOS:
-        case = load_case("efficientnet_lite0", photo=photo)
+        case = load_case("efficientnet_lite0", photo)
         explanation = saliency.IntegratedGradients(case.model, tolerance=0.01).attribute(case.x, case.target)
         assert explanation.residual is not None
         total = float(explanation.values.sum())
@@ -284,84 +277,52 @@ def tolerance() -> Iterator[str]:
         yield f"| {photo} | {passes} | {share:.2e} | {passes / 50:.2f} | {verdict(passes / 50, 0.5)} |"
 
 
-def peers(rounds: int) -> Iterator[str]:
+def peers() -> Iterator[str]:
     """Yield the time of other toolkits against the same number of plain passes."""
     yield "\n### Other toolkits: ratio to plain passes (bundled network, one image)\n"
     yield header("", "ratio")
     case = load_case("efficientnet_lite0")
-    with contextlib.suppress(ImportError):
+    jobs: dict[str, tuple[Contender, int, bool]] = {}
+    if find_spec("captum"):
         from captum.attr import IntegratedGradients, NoiseTunnel, Occlusion, Saliency
 
-        tunnel, saliency_map = NoiseTunnel(Saliency(case.model)), IntegratedGradients(case.model)
-        windows = Occlusion(case.model)
-        jobs: dict[str, tuple[Contender, int, bool]] = {
-            "captum IntegratedGradients, 50 steps, default": (
-                lambda: saliency_map.attribute(case.x, target=case.target),
-                50,
-                True,
-            ),
-            "captum NoiseTunnel, 50 samples, default": (
-                lambda: tunnel.attribute(case.x, target=case.target, nt_samples=50, stdevs=0.3, abs=False),
-                50,
-                True,
-            ),
-            "captum Occlusion 32/16, default": (
-                lambda: windows.attribute(case.x, (3, 32, 32), strides=(3, 16, 16), target=case.target),
-                169,
-                False,
-            ),
-        }
-        for name, (run, count, backward) in jobs.items():
-            size = best_chunk(case, backward=backward, rounds=1)
-            timings = interleaved(
-                {"plain": lambda c=count, s=size, b=backward: plain(case, c, s, backward=b), "theirs": run},  # type: ignore[misc]
-                rounds,
-            )
-            yield f"| {name} | {ratio(timings['theirs'], timings['plain']):.2f} |"
-    with contextlib.suppress(ImportError):
+        tunnel, integrated, windows = (
+            method(case.model)
+            for method in (lambda model: NoiseTunnel(Saliency(model)), IntegratedGradients, Occlusion)
+        )
+        image = {"inputs": case.x, "target": case.target}
+        jobs["captum IntegratedGradients, 50 steps"] = partial(integrated.attribute, **image), 50, True
+        noise = {"nt_samples": 50, "stdevs": 0.3, "abs": False}
+        jobs["captum NoiseTunnel, 50 samples"] = partial(tunnel.attribute, **image, **noise), 50, True
+        sizes = {"sliding_window_shapes": (3, 32, 32), "strides": (3, 16, 16)}
+        jobs["captum Occlusion 32/16"] = partial(windows.attribute, **image, **sizes), WINDOWS, False
+    if find_spec("zennit"):
         from zennit.attribution import IntegratedGradients as ZennitIG
         from zennit.attribution import SmoothGrad as ZennitSmoothGrad
 
-        eye = torch.eye(1000)[[case.target]]
-        for label, attributor in (
-            ("zennit IntegratedGradients, 50", ZennitIG(case.model, n_iter=50)),
-            ("zennit SmoothGrad, 50", ZennitSmoothGrad(case.model, n_iter=50, noise_level=0.15)),
-        ):
-            size = best_chunk(case, backward=True, rounds=1)
-            timings = interleaved(
-                {
-                    "plain": lambda s=size: plain(case, 50, s, backward=True),  # type: ignore[misc]
-                    "theirs": lambda a=attributor: a(case.x.clone(), eye),  # type: ignore[misc]
-                },
-                rounds,
-            )
-            yield f"| {label} | {ratio(timings['theirs'], timings['plain']):.2f} |"
+        one = torch.eye(1000)[[case.target]]
+        jobs["zennit IntegratedGradients, 50"] = partial(ZennitIG(case.model, n_iter=50), case.x, one), 50, True
+        smooth = ZennitSmoothGrad(case.model, n_iter=50, noise_level=0.15)
+        jobs["zennit SmoothGrad, 50"] = partial(smooth, case.x, one), 50, True
+    for name, (run, count, backward) in jobs.items():
+        contenders = {"plain": plain_passes(case, count, backward=backward), "theirs": run}
+        timings = interleaved(contenders, 10, warm_up=False)
+        yield f"| {name} | {ratio(timings['theirs'], timings['plain']):.2f} |"
 
 
-def main(arguments: list[str] | None = None) -> None:
+PARTS = {part.__name__: part for part in (engine, chunks, score_cam, ablation_cam, occlusion, tolerance, peers)}
+
+
+def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--networks", nargs="+", default=["resnet50", "efficientnet_lite0"])
-    parser.add_argument("--rise", type=int, default=512, help="number of passes of RISE")
-    parser.add_argument("--photos", nargs="+", default=list(PHOTOS), help="photos for Score-CAM")
-    parser.add_argument(
-        "--parts", nargs="+", default=["engine", "score", "ablation", "occlusion", "tolerance", "peers"]
-    )
-    options = parser.parse_args(arguments)
+    parser.add_argument("parts", nargs="*", help=f"parts to measure (default: all): {', '.join(PARTS)}")
+    names = parser.parse_args().parts or list(PARTS)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    parts: dict[str, Callable[[], Iterator[str]]] = {
-        "engine": lambda: engine(options.networks, options.rounds, options.rise),
-        "score": lambda: score_cam(options.photos),
-        "ablation": lambda: ablation_cam(options.rounds),
-        "occlusion": occlusion,
-        "tolerance": tolerance,
-        "peers": lambda: peers(1),
-    }
     print("## Methods of many passes: one thread, contenders in turn, median of the ratios per round\n")
-    for part in options.parts:
-        for line in parts[part]():
+    for name in names:
+        for line in PARTS[name]():
             print(line, flush=True)
 
 

@@ -7,6 +7,7 @@ interpolation, and `savefig` at full size.
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -66,7 +67,7 @@ def explained(values: torch.Tensor, frame: Frame) -> Explanation:
     )
 
 
-def main(rounds: int = 15) -> None:
+def main() -> None:
     """Print the table."""
     print("## Drawing: a 1600x1066 JPEG to an overlay PNG on disk, one thread\n")
     print("| map | ours, ms | matplotlib, ms | ratio (CPU) | (wall) | target |\n|---|---|---|---|---|---|")
@@ -75,13 +76,8 @@ def main(rounds: int = 15) -> None:
         open_image(PHOTO).resize(SIZE, Image.Resampling.BICUBIC).save(photo, quality=90)
         for name, shape in SHAPES.items():
             values = torch.rand(shape, generator=torch.Generator().manual_seed(0))
-            timings = interleaved(
-                {
-                    "ours": lambda values=values: draw(photo, values, png),  # type: ignore[misc]
-                    "matplotlib": lambda values=values: draw_with_matplotlib(photo, values, png),  # type: ignore[misc]
-                },
-                rounds,
-            )
+            contenders = {"ours": draw, "matplotlib": draw_with_matplotlib}
+            timings = interleaved({name: partial(run, photo, values, png) for name, run in contenders.items()}, 10)
             ours, theirs = timings["ours"], timings["matplotlib"]
             cells = [f"{ours.seconds * 1000:.0f}", f"{theirs.seconds * 1000:.0f}", f"{ratio(ours, theirs):.3f}"]
             print(

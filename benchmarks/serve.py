@@ -28,7 +28,6 @@ from saliency.explorer.session import Session
 MODEL, PHOTOS, SIZE = "efficientnet_lite0", 20, (4000, 3000)
 ASSETS = Path(__file__).parent.parent / "assets"
 PICTURE, FIRST_MAP, MORE = 1.0, 2.0, 1.05  # seconds, seconds, share of CPU time
-ROUNDS = 3
 
 
 def photos() -> list[bytes]:
@@ -97,7 +96,7 @@ def more_time(session: Session) -> float:
         held.results.clear()
         session.explain({"image": image, "methods": ["smooth_grad"]}, lambda answer: None, lambda: None)
 
-    timings = interleaved({"plain": lambda: plain.attribute(held.image), "streamed": streamed}, ROUNDS)
+    timings = interleaved({"plain": lambda: plain.attribute(held.image), "streamed": streamed}, 15)
     return ratio(timings["streamed"], timings["plain"])
 
 
@@ -106,16 +105,17 @@ def main() -> None:
     torch.set_num_threads(1)
     session = Session(RunOptions(model=MODEL))
     with served(session) as client:
-        first_picture(client, photos()[0])
-        times = sorted(first_picture(client, photo) for photo in photos())
+        images = photos()
+        first_picture(client, images[0])
+        times = sorted(first_picture(client, image) for image in images)
         worst = times[round(0.95 * (PHOTOS - 1))]
         print(f"\nFirst picture after the drop: {PHOTOS} photos of 12 MP, {MODEL}, one core. Goal: {PICTURE:g} s.\n")
         print(f"median {statistics.median(times):.2f} s, 95th percentile {worst:.2f} s, largest {times[-1]:.2f} s")
-        image = client.post("image/0").json()["image"]
         idle = min(_seconds(client) for _ in range(5))
         print(f"\nFirst map of each method of many passes (goal {FIRST_MAP:g} s), and the delay of a newer question\n")
         print("| method | first map, s | from | cancelled after, s |\n|---|---|---|---|")
         for name in (name for name, cls in METHODS.items() if issubclass(cls, MultiPassAttribution)):
+            image = client.post("image/0").json()["image"]  # the session keeps only the images that were opened last
             seconds, cancelled, how = first_map(client, image, name)
             mark = "**" * (seconds > FIRST_MAP)
             print(f"| {name} | {mark}{seconds:.2f}{mark} | {how} | {max(0, cancelled - idle):.2f} |")
@@ -126,3 +126,7 @@ def _seconds(client: httpx.Client) -> float:
     began = time.perf_counter()
     client.post("image/0")
     return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()

@@ -6,19 +6,21 @@ pass and a backward pass to the layer only; for Eigen-CAM, one forward pass. Par
 
 from __future__ import annotations
 
-import argparse
+import cProfile
+import pstats
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import saliency
-from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
-
-Contender = Callable[[], object]
+from benchmarks.timing import Contender, interleaved, ratio, verdict, wall_ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +94,12 @@ def forward_limit(case: Case, x: Tensor) -> Contender:
 FIVE = ("grad_cam", "grad_cam_plus_plus", "xgrad_cam", "hires_cam", "layer_cam")
 
 # Measured methods, each with its limit and the target ratio to it.
-OURS: dict[str, tuple[str, float | None]] = {
+OURS = {
     "vanilla_gradient": ("gradient", 1.03),
-    "input_x_gradient": ("gradient", None),
-    "guided_backprop": ("gradient", 1.05),
+    "guided_backprop": ("gradient", 1.06),
     "guided_grad_cam": ("gradient", 1.08),
-    "deconvnet": ("gradient", None),
-    "rectgrad": ("gradient", None),
     "grad_cam": ("cam", 1.05),
     "eigen_cam": ("forward", 1.05),
-    "fused_cam": ("cam", None),
 }
 
 
@@ -157,7 +155,7 @@ def peers(case: Case, x: Tensor, target: Tensor) -> Iterator[tuple[str, str, Con
         pass
 
 
-def measure(case: Case, batch: int, rounds: int) -> list[str]:
+def measure(case: Case, batch: int) -> list[str]:
     """Return the lines of the table of one network at one batch size."""
     x = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     target = torch.arange(batch) % 1000
@@ -168,11 +166,10 @@ def measure(case: Case, batch: int, rounds: int) -> list[str]:
     }
     others = list(peers(case, x, target))
     contenders = limits | ours(case, x, target) | {name: contender for name, _, contender in others}
-    timings = interleaved(contenders, rounds)
+    timings = interleaved(contenders)
     rows = [f"\n### {case.name}, batch {batch}\n", "| method | limit | ratio to limit (CPU) | (wall) | target |"]
     rows.append("|---|---|---|---|---|")
-    baselines = {name: (limit, goal) for name, (limit, goal) in OURS.items()}
-    baselines["five CAMs together"] = ("grad_cam", 1.08)
+    baselines: dict[str, tuple[str, float | None]] = {**OURS, "five CAMs together": ("grad_cam", 1.08)}
     baselines |= {name: (limit, None) for name, limit, _ in others}
     for name, (limit, goal) in baselines.items():
         measured = ratio(timings[name], timings[limit])
@@ -183,18 +180,59 @@ def measure(case: Case, batch: int, rounds: int) -> list[str]:
     return rows
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
-    options = parser.parse_args(arguments)
+def shares(run: Contender, calls: int = 30) -> Counter[str]:
+    """Return the percentages of the time of calls outside the network, by file of this package.
+
+    The time of other code, such as operations of PyTorch, belongs to the files that called it.
+    """
+    run()
+    profile = cProfile.Profile()
+    for _ in range(calls):
+        profile.runcall(run)
+    stats: dict[Any, Any] = vars(pstats.Stats(profile))["stats"]
+    package = Path(saliency.__file__).parent
+
+    def files(function: tuple[str, int, str], inner: tuple[object, ...] = ()) -> Mapping[str, float]:
+        path = Path(function[0])
+        if path.is_relative_to(package):
+            return {str(path.relative_to(package)): 1.0}
+        if {"timm", "modules"} & set(path.parts) or "run_backward" in function[2]:
+            return {"network": 1.0}
+        callers = {each: row[3] for each, row in stats[function][4].items() if each not in (function, *inner)}
+        found: Counter[str] = Counter()
+        for caller, seconds in callers.items():
+            for file, share in files(caller, (function, *inner)).items():
+                found[file] += share * seconds / max(sum(callers.values()), 1e-12)
+        return found
+
+    totals: Counter[str] = Counter()
+    for function, (_, _, seconds, _, _) in stats.items():
+        for file, share in files(function).items():
+            totals[file] += share * seconds
+    del totals["network"]
+    return Counter({file: 100 * seconds / totals.total() for file, seconds in totals.items()})
+
+
+def print_shares(case: Case) -> None:
+    """Print where a call spends its time outside the network."""
+    names = ("grad_cam", "guided_backprop", "vanilla_gradient")
+    x = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    found = [shares(partial(saliency.METHODS[name](case.model).attribute, x, 0)) for name in names]
+    print(f"\n### {case.name}, batch 1: percentages of the time outside the network, by a profiler\n")
+    print(f"| file | {' | '.join(names)} |\n|---|---|---|---|")
+    for file, total in sum(found, Counter[str]()).most_common():
+        if total >= 3 * len(names):
+            print(f"| saliency/{file} | {' | '.join(f'{column[file]:.0f}' for column in found)} |")
+
+
+def main() -> None:
+    """Print the tables."""
     warnings.simplefilter("ignore")
     print("## Speed: one thread, contenders in turn, median of the ratios per round")
     for case in cases():
-        for batch in options.batches:
-            rounds = options.rounds if batch > 1 else 3 * options.rounds
-            print("\n".join(measure(case, batch, rounds)), flush=True)
+        for batch in (1, 16):
+            print("\n".join(measure(case, batch)), flush=True)
+    print_shares(cases()[1])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+ROUNDS = 15
+Contender = Callable[[], object]
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -23,23 +26,29 @@ class Timing:
         return statistics.median(self.wall)
 
 
-def interleaved(
-    contenders: Mapping[str, Callable[[], object]], rounds: int, *, warm_up: bool = True
-) -> dict[str, Timing]:
-    """Run every contender once per round, in rotating order, after a round of warm-up that is ignored."""
+def interleaved(contenders: Mapping[str, Contender], seconds: float = 20, *, warm_up: bool = True) -> dict[str, Timing]:
+    """Run every contender once per round, in rotating order, after a round of warm-up that is ignored.
+
+    There are 1 to 15 rounds: another one runs if it is expected to end within `seconds`.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     cpu: dict[str, list[float]] = {name: [] for name in contenders}
     wall: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
+    spent = 0.0
     try:
-        for turn in range(0 if warm_up else 1, rounds + 1):
+        for turn in range(0 if warm_up else 1, ROUNDS + 1):
+            start = time.perf_counter()
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 cpu_start, wall_start = time.process_time(), time.perf_counter()
                 contenders[name]()
                 if turn:
                     cpu[name].append(time.process_time() - cpu_start)
                     wall[name].append(time.perf_counter() - wall_start)
+            spent += time.perf_counter() - start if turn else 0
+            if turn and spent * (turn + 1) / turn > seconds:
+                break
     finally:
         torch.set_num_threads(threads)
     return {name: Timing(tuple(cpu[name]), tuple(wall[name])) for name in names}
