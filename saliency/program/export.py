@@ -25,7 +25,6 @@ from ..hooks.tracing import tracing
 from ..io.atomic_write import atomic_write
 from ..io.inputs import ImagesLike
 from ..io.preprocess import Preprocess
-from ..layers.find import scan_layers
 from ..layers.layout import bind_layout
 from ..targets.targets import ClassScore, OutputFacts, as_target, class_scores, threshold
 from .capture import capture
@@ -102,9 +101,11 @@ def captured(
     wanted = as_target(target, 1, method.categories)
     if type(wanted) is not ClassScore:
         raise TargetError(f"export: expected a class index, a class name or None as the target, got {target!r}")
-    inputs = method.read(example).inputs.detach()
+    inputs = method.read(example).inputs
+    # Before the capture: the call fills caches, such as the default layer, whose operations are no part of a program.
+    explanation = method.attribute(inputs, target)
     try:
-        program = _program(method, inputs[:1], wanted)
+        program = _program(method, inputs[:1].detach(), wanted)
     except SaliencyError as error:
         reason = str(error).removeprefix(f"{method.name}: ")
         raise type(error)(f"export: {method.name} cannot be a program: {reason}") from error
@@ -113,7 +114,6 @@ def captured(
         raise NotApplicableError(f"export: torch.export refuses {method.name} on this model: {reason}") from error
     for node in program.graph.nodes:
         node.meta = {"val": node.meta.get("val")}  # not its origin: names of files of this machine
-    explanation = method.attribute(inputs, target)
     _require_equal(program, inputs, explanation)
     return program, export_metadata(method, explanation, target)
 
@@ -177,7 +177,6 @@ def _program(method: Attribution, image: Tensor, wanted: ClassScore) -> Exported
         method = copy.copy(method)
         method.chunk = MOST_PASSES  # each chunk repeats the operations of the model in the program
     with prepared_for_attribution(method.model), bind_layout(method.layout):
-        scan_layers(method.model, image)  # before the capture: it finds and keeps the default layer by random images
         resolved = ResolvedTarget(wanted, 1, method.categories)
         resolved(run_model(method.model, image))
         score = cast("ClassScore", resolved.target)

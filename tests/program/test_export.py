@@ -96,6 +96,20 @@ def test_every_method_is_exact_or_refused_by_name(name: str) -> None:
         assert name in str(refusal)  # noqa: PT017
 
 
+def writes_in_place(x: Tensor) -> Tensor:
+    mask = torch.zeros(x.shape[2:])
+    mask[1:-1, :-3] = 1
+    shifted = torch.zeros_like(x)
+    shifted[..., :-2] = x[..., 2:]
+    pooled = torch.nn.functional.adaptive_avg_pool2d(shifted.contiguous(memory_format=torch.channels_last), 1)
+    return (x * mask).tanh().mean((1, 2, 3)) + (pooled.flatten(1) ** 2).sum(1)
+
+
+def test_passes_over_a_model_that_writes_in_place_are_mapped_over_the_batch() -> None:
+    method = saliency.IntegratedGradients(FunctionModel(writes_in_place), steps=2)
+    assert largest_difference(method, 16) <= 1e-5
+
+
 def test_a_method_that_no_program_can_run_is_refused_before_the_model_runs(tmp_path: Path) -> None:
     model = PooledNet().eval()
     model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))

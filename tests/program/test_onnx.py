@@ -141,9 +141,15 @@ def one_block() -> nn.Module:
     return model
 
 
+def tiny_summand() -> nn.Module:
+    """A network whose gradient is NaN without a summand that the optimizer of onnxscript takes for 0."""
+    return FunctionModel(lambda x: (x.relu() / (x.relu() + 1e-15) + x).mean((1, 2, 3)))
+
+
 CELLS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], saliency.Attribution]]] = {
     "guided_backprop": (mixed_network, saliency.GuidedBackprop),
     "vanilla_gradient": (one_block, saliency.VanillaGradient),
+    "input_x_gradient": (tiny_summand, saliency.InputXGradient),
 }
 
 
