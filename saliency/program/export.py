@@ -26,7 +26,7 @@ from ..io.atomic_write import atomic_write
 from ..io.inputs import ImagesLike
 from ..io.preprocess import Preprocess
 from ..layers.layout import bind_layout
-from ..targets.targets import ClassScore, OutputFacts, as_target, class_scores, threshold
+from ..targets.targets import Categories, ClassScore, OutputFacts, as_target, class_scores, threshold
 from .capture import capture
 
 _BY_VALUES = "it decides by values that depend on the image which operations run; in a program they are fixed"
@@ -140,17 +140,23 @@ def export_metadata(method: Attribution, explanation: Explanation, target: int |
 class ProgramClass(ClassScore):
     """Class of each image as a tensor (N,), which the program computes.
 
+    Until it is resolved, `classes` is the class index, or None for the top class.
+
     Attributes:
         scores: (N, classes) the scores of the first output.
     """
 
     scores: Tensor | None = None
 
+    def resolve(self, images: int, categories: Categories) -> ProgramClass:
+        """Return the target unchanged."""
+        return self
+
     def resolve_from(self, output: Any, facts: OutputFacts) -> ProgramClass:
         """Return the target with the class of each image."""
         scores = class_scores(output).detach()
-        if self.classes[0] is not None:
-            classes = torch.full_like(scores[:, 0], self.classes[0], dtype=torch.int64)
+        if self.classes is not None:
+            classes = torch.full_like(scores[:, 0], self.classes, dtype=torch.int64)
         else:
             classes = (scores[:, 0] > threshold(self.link)).long() if self.is_binary else scores.argmax(1)
         return replace(self, classes=classes, scores=scores)
