@@ -127,6 +127,12 @@ class ResolvedTarget:
         """Class indices, one per image; None if the target is not a class."""
         return self.target.indices(self.images)
 
+    def class_index(self, like: Tensor) -> Tensor | None:
+        """Return the class indices (N,) on the device of a tensor; None if the target is not a class."""
+        if is_tracing():
+            return getattr(self.target, "classes", None)
+        return None if None in self.indices else torch.tensor(self.indices, device=like.device)
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the target, one per image."""

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import NotApplicableError
 from .autograd_graph import DispatchMode, OpOverload
 from .forward_args import bound_value
-from .operations import is_attention, named_arguments, operator_name, written
+from .operations import operator_name, written
 from .pytree import tree_tensors
 
 _tracing: ContextVar[bool] = ContextVar("tracing", default=False)
@@ -50,9 +50,7 @@ class _Dependent(DispatchMode):
         is_dependent = self.depends((args, kwargs))
         if is_dependent and torch.Tag.data_dependent_output in func.tags:
             refuse_read(func)
-        # Fused attention draws only for a dropout, by default 0.
-        draws = named_arguments(func, args, kwargs or {}).get("dropout_p", not is_attention(func))
-        if torch.Tag.nondeterministic_seeded in func.tags and draws:
+        if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotApplicableError(f"it draws random numbers ({func}), and a program would repeat one draw")
         result = func(*args, **(kwargs or {}))
         if is_dependent and operator_name(func) not in _CONSTANT:

@@ -420,11 +420,11 @@ class CAM(LayerAttribution):
         """Weight the activations by the head's weights for the class."""
         (layer,) = layers
         activation = grads.activation(layer)
-        if None in grads.target.indices:
+        classes = grads.target.class_index(activation)
+        if classes is None:
             raise NotApplicableError("cam explains classes; use grad_cam, which equals cam for a logit")
         weight = linear_head(self.model, activation, grads.forward.output, layer)
-        class_weight = weight[torch.tensor(grads.target.indices, device=weight.device)]  # (N, K)
-        return BatchAttribution(weighted_sum(class_weight, activation), grads.scores, layer=layer)
+        return BatchAttribution(weighted_sum(weight[classes], activation), grads.scores, layer=layer)
 
 
 def linear_head(model: nn.Module, activation: Tensor, output: Any, layer: str) -> Tensor:
@@ -441,7 +441,7 @@ def linear_head(model: nn.Module, activation: Tensor, output: Any, layer: str) -
         if scores.dim() == 2 and weight.shape == (scores.shape[1], pooled.shape[1]):
             weight = weight.to(pooled)
             expected = F.linear(pooled, weight, None if module.bias is None else module.bias.detach().to(pooled))
-            if is_close(scores, expected):
+            if is_tracing() or is_close(scores, expected):
                 return weight
     raise NotApplicableError(
         f'cam: no linear layer maps the mean activations of "{layer}" to the output of {type(model).__name__}; use '

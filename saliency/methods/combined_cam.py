@@ -220,12 +220,11 @@ class FinerCAM(LayerAttribution):
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Compute the CAM of the contrast with the references."""
-        classes = grads.target.indices
-        if not isinstance(grads.target.target, ClassScore) or None in classes:
+        classes = grads.target.class_index(grads.scores)
+        if not isinstance(grads.target.target, ClassScore) or classes is None:
             raise NotApplicableError("finer_cam compares classes; the target must be a class, by index or name")
-        scores = class_scores(grads.forward.output)
-        own = torch.tensor(classes, device=scores.device)[:, None]
-        shares = self._reference_shares(scores.detach(), own)
+        own = classes[:, None]
+        shares = self._reference_shares(class_scores(grads.forward.output).detach(), own)
 
         def contrast(output: Any) -> Tensor:
             scores = class_scores(output)

@@ -42,13 +42,12 @@ def capture(function: Function, image: Tensor, model: nn.Module, *, one_by_one: 
         NotApplicableError: The operations depend on the batch size in another way.
     """
     mode = "real"
-    if one_by_one:
-        # Neither with operations in place, which cannot write one row for each image into a constant, nor with fused
-        # attention, which cannot be mapped.
-        with sdpa_kernel(SDPBackend.MATH):
-            single = torch.func.functionalize(_traced(function, image, mode))
-        function, mode = torch.vmap(lambda row: tuple(part[0] for part in single(row[None]))), "fake"
-    graph, other = (_traced(function, image.repeat(size, *[1] * (image.dim() - 1)), mode) for size in BATCHES)
+    with sdpa_kernel(SDPBackend.MATH):  # fused attention is bound to one kind of device, and cannot be mapped
+        if one_by_one:
+            # Without operations in place, which cannot write one row for each image into a constant.
+            single = _traced(torch.func.functionalize(_traced(function, image, mode)), image, mode)
+            function, mode = torch.vmap(lambda row: tuple(part[0] for part in single(row[None]))), "fake"
+        graph, other = (_traced(function, image.repeat(size, *[1] * (image.dim() - 1)), mode) for size in BATCHES)
     _free_batch_size(graph, other)
     return _with_names(graph, model)
 
@@ -66,6 +65,7 @@ def _traced(function: Function, x: Tensor, mode: str) -> GraphModule:
     program.graph.eliminate_dead_code()
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default  # mapped over a batch, tensors have other strides
+    program.recompile()
     return program
 
 

@@ -29,6 +29,17 @@ from ..layers.layout import bind_layout
 from ..targets.targets import Categories, ClassScore, OutputFacts, as_target, class_scores, threshold
 from .capture import capture
 
+_BY_VALUES = "it decides by values that depend on the image which operations run; in a program they are fixed"
+_NAMES = {
+    _BY_VALUES: "deep_lift full_grad score_cam gscore_cam is_cam ablation_cam idgi guided_ig meaningful_perturbation "
+    "extremal_perturbation tis vit_cx vx_code xrai",
+    "it reads the attention of one image at a time": "attention_rollout gradient_rollout chefer_attention grad_eclip "
+    "chefer_lrp le_grad ag_cam",
+    "it draws random numbers": "deep_shap occlusion",
+}
+NO_PROGRAM = {name: reason for reason, names in _NAMES.items() for name in names.split()}
+"""The methods that cannot be a program of any model, with the reason. Others are refused while they are traced."""
+
 MOST_DIFFERENCE = 1e-4
 """The largest difference between the map of a program and the map of `attribute`, as a share of its maximum; but at
 least the rounding of the input's type."""
@@ -77,31 +88,27 @@ def export(method: Attribution, path: str | Path, example: ImagesLike, *, target
     return path
 
 
-def exported_program(method: Attribution, example: ImagesLike, target: int | str | None = None) -> ExportedProgram:
-    """Return the program that `export` writes. The arguments and errors are the same."""
-    return captured(method, example, target)[0]
-
-
 def captured(
-    method: Attribution, example: ImagesLike, target: int | str | None
+    method: Attribution, example: ImagesLike, target: int | str | None = None
 ) -> tuple[ExportedProgram, dict[str, str]]:
-    """Return the program and the metadata that `export` writes."""
+    """Return the program and the metadata that `export` writes. The arguments and errors are the same."""
     if not isinstance(method, Attribution):
         raise MethodError(f"export: expected a method, such as GradCAM(model), got {type(method).__name__}")
-    if isinstance(method, SampledAttribution):
-        raise NotApplicableError(f"export: {method.name} draws random samples, and a program would repeat one draw")
+    if reason := "it draws random samples" if isinstance(method, SampledAttribution) else NO_PROGRAM.get(method.name):
+        raise NotApplicableError(f"export: {method.name} cannot be a program: {reason}")
     if isinstance(method, MultiPassAttribution) and method.limits() != Budget():
         raise MethodError(f"export: a program has no time limit; create {method.name} without seconds=")
     wanted = as_target(target, 1, method.categories)
     if type(wanted) is not ClassScore:
         raise TargetError(f"export: expected a class index, a class name or None as the target, got {target!r}")
     inputs = method.read(example).inputs
-    # Before the capture: the default layer is found with random images, and then remembered.
+    # Before the capture: the call fills caches, such as the default layer, whose operations are no part of a program.
     explanation = method.attribute(inputs, target)
     try:
         program = _program(method, inputs[:1].detach(), wanted)
     except SaliencyError as error:
-        raise type(error)(f"export: {method.name} cannot be a program: {error}") from error
+        reason = str(error).removeprefix(f"{method.name}: ")
+        raise type(error)(f"export: {method.name} cannot be a program: {reason}") from error
     except Exception as error:  # the compiler of PyTorch raises many types
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise NotApplicableError(f"export: torch.export refuses {method.name} on this model: {reason}") from error
@@ -158,11 +165,8 @@ class ProgramClass(ClassScore):
         """Return the scores (N,)."""
         scores = class_scores(output)
         if self.is_binary:
-            return scores[:, 0] * (2 * self._index(scores) - 1)
-        return scores.gather(1, self._index(scores)[:, None]).squeeze(1)
-
-    def _index(self, scores: Tensor) -> Tensor:
-        return cast("Tensor", self.classes)
+            return scores[:, 0] * (2 * self.classes - 1)
+        return scores.gather(1, self.classes[:, None]).squeeze(1)
 
     def repeated(self, image: int, count: int) -> ProgramClass:
         """Return the target for the class of one image."""
@@ -170,10 +174,6 @@ class ProgramClass(ClassScore):
 
     def probabilities(self, output: Any) -> None:
         """Return None: a program returns all scores."""
-
-    def indices(self, images: int) -> tuple[int | None, ...]:
-        """Raise NotApplicableError: a program computes the classes."""
-        raise NotApplicableError("it reads the number of the class, which a program computes only when it runs")
 
 
 def _program(method: Attribution, image: Tensor, wanted: ClassScore) -> ExportedProgram:

@@ -1,12 +1,11 @@
 """ONNX files of exported programs.
 
-The exporter of PyTorch translates or decomposes most operations. `DECOMPOSITIONS` has the rest as forward operations:
+The exporter of PyTorch translates or decomposes most operations. The tables here have the rest as forward operations:
 backward operations without a decomposition, and changes of strides.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
@@ -15,8 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch._decomp import get_decompositions
 from torch.export import ExportedProgram
 
 from ..errors import NotApplicableError
@@ -33,11 +32,13 @@ def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, str]
     Raises:
         NotApplicableError: ONNX has no translation of an operation, which the message names.
     """
+    # The optimizer of onnxscript takes x + 1e-30 for x; ONNX Runtime optimizes the graph when it loads the file.
+    options: dict[str, Any] = {"dynamo": True, "optimize": False, "verbose": False}
     try:
         forward = program.run_decompositions(dict(DECOMPOSITIONS))
-        translated = torch.onnx.export(forward, input_names=["image"], output_names=OUTPUTS, dynamo=True, verbose=False)
-    except (torch.onnx.OnnxExporterError, NotImplementedError) as error:
-        named = re.search(r"(aten|prims)\.\w+|as_strided.*", str(error))
+        translated = torch.onnx.export(forward, input_names=["image"], output_names=OUTPUTS, **options)
+    except torch.onnx.OnnxExporterError as error:
+        named = re.search(r"(aten|prims)\.\w+", str(error))
         raise NotApplicableError(f"export: ONNX cannot express {named[0] if named else error}") from error
     written = cast("torch.onnx.ONNXProgram", translated)
     model = written.model
@@ -76,42 +77,58 @@ def convolution_backward(
     return into if mask[0] else None, None, None
 
 
-def attention_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    normalizer: Tensor,
-    dropout: float,
-    is_causal: bool,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients at query, key and value (N, heads, tokens, dimension)."""
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    logits = query @ key.mT * scale
-    if is_causal:
-        future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
-        logits = logits.masked_fill(future, -math.inf)
-    if attn_mask is not None:
-        logits = logits + attn_mask
-    attention = logits.softmax(-1)
-    at_logits = attention * (gradient @ value.mT - (gradient * output).sum(-1, keepdim=True)) * scale
-    return at_logits @ key, at_logits.mT @ query, attention.mT @ gradient
+def separable_backward(gradient: Tensor, size: Sequence[int], forward: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the gradient (N, C, H, W) at the input of a linear operation that acts along each axis alone.
+
+    Args:
+        gradient: (N, C, h, w) the gradient at the output.
+        size: H and W.
+        forward: The operation. It is applied to images with a row of ones, and with a column of ones.
+    """
+    height, width = size
+    units = [torch.eye(edge, dtype=gradient.dtype, device=gradient.device) for edge in size]
+    rows = forward(units[0][:, None, :, None].expand(-1, -1, -1, width))[:, 0, :, 0]  # (H, h)
+    columns = forward(units[1][:, None, None, :].expand(-1, -1, height, -1))[:, 0, 0, :]  # (W, w)
+    result: Tensor = rows @ gradient @ columns.mT / rows[:, 0].sum()  # the corner of the output for an image of ones
+    return result
 
 
-def silu_backward(gradient: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient at the input of SiLU."""
-    gate = x.sigmoid()
-    return gradient * gate * (1 + x * (1 - gate))
+def avg_pool2d_backward(gradient: Tensor, x: Tensor, *options: Any) -> Tensor:
+    """Return the gradient at the input of average pooling."""
+    return separable_backward(gradient, x.shape[2:], lambda units: torch.ops.aten.avg_pool2d.default(units, *options))
 
 
-def mish_backward(gradient: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient at the input of Mish."""
-    gate = F.softplus(x).tanh()
-    return gradient * (gate + x * x.sigmoid() * (1 - gate * gate))
+def adaptive_avg_pool2d_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient at the input of adaptive average pooling."""
+    forward = torch.nn.AdaptiveAvgPool2d(tuple(gradient.shape[2:]))
+    return separable_backward(gradient, x.shape[2:], forward)
+
+
+def upsample_backward(name: str) -> Callable[..., Tensor]:
+    """Return the function that gives the gradient at the input of an operation that resizes images."""
+    resize = getattr(torch.ops.aten, name).default
+
+    def backward(gradient: Tensor, output_size: Sequence[int], input_size: Sequence[int], *options: Any) -> Tensor:
+        return separable_backward(gradient, input_size[2:], lambda units: resize(units, output_size, *options))
+
+    return backward
+
+
+def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
+    """Return all elements in their order as a tensor of another shape.
+
+    `adaptive_avg_pool2d` sets the strides of axes of size 1, and its gradient does.
+
+    Raises:
+        NotApplicableError: The size and the strides repeat, omit or reorder elements.
+    """
+    step, in_order = 1, x.is_contiguous()
+    for length, distance in reversed([*zip(size, stride, strict=True)]):
+        in_order &= length == 1 or distance == step
+        step *= length
+    if not in_order or step != x.numel():
+        raise NotApplicableError(f"as_strided: sizes {size} and strides {stride} of a tensor {tuple(x.shape)}")
+    return x.reshape(size)
 
 
 def copysign(x: Tensor, other: Tensor) -> Tensor:
@@ -119,105 +136,20 @@ def copysign(x: Tensor, other: Tensor) -> Tensor:
     return torch.where(other < 0, -x.abs(), x.abs())
 
 
-def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
-    """Return all elements in their order as a tensor of another shape, or refuse.
-
-    `adaptive_avg_pool2d` sets the strides of axes of size 1, and its gradient does.
-    """
-    _require_whole(x, size, stride)
-    return x.reshape(size)
+def copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Return the source in the shape and type of `x`, for a batch."""
+    return source.to(x.dtype).expand_as(x)
 
 
-def as_strided_scatter(
-    x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+def slice_scatter(
+    x: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Tensor:
-    """Return `source`, which replaces all elements of `x`, in the shape of `x`, or refuse."""
-    _require_whole(x, size, stride)
-    return source.reshape(x.shape)
-
-
-def _require_whole(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> None:
-    """Raise NotImplementedError unless a size with strides has all elements of `x` in their order."""
-    step = 1
-    in_order = x.is_contiguous()
-    for length, distance in reversed([*zip(size, stride, strict=True)]):
-        in_order &= length == 1 or distance == step
-        step = step * length
-    if not in_order or step != x.numel():
-        raise NotImplementedError(f"as_strided: sizes {size} and strides {stride} of a tensor {tuple(x.shape)}")
-
-
-def separable_backward(gradient: Tensor, sizes: Sequence[int], along: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Return the gradient at the input of a linear operation that acts along each spatial axis alone.
-
-    Args:
-        gradient: (N, C, *output sizes).
-        sizes: The spatial sizes of the input.
-        along: The operation along one axis, applied to the unit vectors (size, 1, ..., size, ..., 1).
-    """
-    for axis, size in enumerate(sizes):
-        shape = [1] * len(sizes)
-        shape[axis] = size
-        units = torch.eye(size, dtype=gradient.dtype, device=gradient.device).reshape(size, 1, *shape)
-        matrix = along(units, axis).reshape(size, gradient.shape[2 + axis])
-        gradient = (gradient.movedim(2 + axis, -1) @ matrix.mT).movedim(-1, 2 + axis)
-    return gradient
-
-
-def only(values: Sequence[Any], axis: int, other: Any) -> list[Any]:
-    """Return `values` of one axis, and another value for all other axes."""
-    return [value if number == axis else other for number, value in enumerate(values)]
-
-
-def avg_pool2d_backward(
-    gradient: Tensor,
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor: int | None,
-) -> Tensor:
-    """Return the gradient at the input of average pooling."""
-
-    def along(units: Tensor, axis: int) -> Tensor:
-        options = ceil_mode, count_include_pad, divisor if divisor is None or axis == 0 else 1
-        steps = only(stride or kernel, axis, 1)
-        pads = only(padding, axis, 0)
-        result: Tensor = torch.ops.aten.avg_pool2d.default(units, only(kernel, axis, 1), steps, pads, *options)
-        return result
-
-    return separable_backward(gradient, x.shape[2:], along)
-
-
-def adaptive_avg_pool2d_backward(gradient: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient at the input of adaptive average pooling."""
-
-    def along(units: Tensor, axis: int) -> Tensor:
-        return F.adaptive_avg_pool2d(units, tuple(only(gradient.shape[2:], axis, 1)))
-
-    return separable_backward(gradient, x.shape[2:], along)
-
-
-def upsample_backward(name: str) -> Callable[..., Tensor]:
-    """Return the function that gives the gradient at the input of an operation that resizes images."""
-    resize = getattr(torch.ops.aten, name).default
-    flags = 0 if "nearest" in name else 1  # align_corners
-
-    def backward(gradient: Tensor, output_size: Sequence[int], input_size: Sequence[int], *options: Any) -> Tensor:
-        scales = (*options[flags:], None, None)
-
-        def along(units: Tensor, axis: int) -> Tensor:
-            result: Tensor = resize(units, only(output_size, axis, 1), *options[:flags], *only(scales[:2], axis, None))
-            return result
-
-        return separable_backward(gradient, input_size[2:], along)
-
-    return backward
-
-
-RESIZING = "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d"
+    """Return `slice_scatter` with positions counted from the start, because PyTorch cannot map negative ones."""
+    first, last, _ = slice(start, end, step).indices(x.shape[dim])
+    if (first, last) == (start, end):
+        return NotImplemented
+    result: Tensor = torch.ops.aten.slice_scatter.default(x, source, dim, first, last, step)
+    return result
 
 
 def by_operator(functions: Mapping[str, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
@@ -225,24 +157,23 @@ def by_operator(functions: Mapping[str, Callable[..., Any]]) -> dict[Any, Callab
     return {attrgetter(name)(torch.ops.aten): function for name, function in functions.items()}
 
 
+RESIZING = "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d"
 BEFORE_EXPORT = by_operator(
     {
-        "silu_backward.default": silu_backward,
-        "mish_backward.default": mish_backward,
+        "as_strided.default": as_strided,
+        "copy.default": copy,
+        "slice_scatter.default": slice_scatter,
         **{f"{name}_backward.default": upsample_backward(name) for name in RESIZING},
     }
-)
+) | get_decompositions([torch.ops.aten.silu_backward, torch.ops.aten.mish_backward])
 """Decompositions for `capture`, because `torch.export` fails on resizing if the batch size varies, and ignores
 decompositions of operations that PyTorch can also decompose, such as `silu_backward`."""
 
 DECOMPOSITIONS = by_operator(
     {
         "convolution_backward.default": convolution_backward,
-        "_scaled_dot_product_flash_attention_for_cpu_backward.default": attention_backward,
         "avg_pool2d_backward.default": avg_pool2d_backward,
         "_adaptive_avg_pool2d_backward.default": adaptive_avg_pool2d_backward,
         "copysign.Tensor": copysign,
-        "as_strided.default": as_strided,
-        "as_strided_scatter.default": as_strided_scatter,
     }
 )

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import METHODS, MethodError, NotApplicableError, SaliencyError, TargetError
-from saliency.program.export import captured, exported_program
+from saliency.engine.multi_pass import SampledAttribution
+from saliency.program.export import NO_PROGRAM, captured
 from tests.models import FunctionModel, PooledNet
 
 
@@ -25,7 +26,7 @@ def images(count: int, size: int = 32) -> Tensor:
 
 def largest_difference(method: saliency.Attribution, size: int, target: int | None = None) -> float:
     """The largest difference of the maps and scores of a program and `attribute`, as a share of the maximum."""
-    program = exported_program(method, images(2, size), target).module()
+    program = captured(method, images(2, size), target)[0].module()
     worst = 0.0
     for count in (1, 3):
         x = images(count, size)
@@ -64,14 +65,24 @@ def test_programs_of_networks_equal_attribute_for_one_and_three_images(cell: str
 
 EXPORTED = {
     *("grad_cam", "grad_cam_plus_plus", "xgrad_cam", "hires_cam", "layer_cam", "eigen_cam", "eigen_grad_cam"),
-    *("shapley_cam", "fused_cam", "refine_cam", "guided_grad_cam", "integrated_gradients", "blur_ig", "augmented"),
+    *(
+        "cam",
+        "finer_cam",
+        "shapley_cam",
+        "fused_cam",
+        "refine_cam",
+        "guided_grad_cam",
+        "integrated_gradients",
+        "blur_ig",
+        "augmented",
+    ),
     *("vanilla_gradient", "input_x_gradient", "guided_backprop", "deconvnet", "rectgrad"),
     *("lrp", "attn_lrp", "cp_lrp", "excitation_backprop"),
 }
 
 
 # Mapping the 50 passes of recipro_cam over the batch takes 20 seconds.
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "recipro_cam"])
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"recipro_cam"} - NO_PROGRAM.keys()))
 def test_every_method_is_exact_or_refused_by_name(name: str) -> None:
     cls = METHODS[name]
     torch.manual_seed(0)
@@ -85,6 +96,31 @@ def test_every_method_is_exact_or_refused_by_name(name: str) -> None:
         assert name in str(refusal)  # noqa: PT017
 
 
+def writes_in_place(x: Tensor) -> Tensor:
+    mask = torch.zeros(x.shape[2:])
+    mask[1:-1, :-3] = 1
+    shifted = torch.zeros_like(x)
+    shifted[..., :-2] = x[..., 2:]
+    pooled = torch.nn.functional.adaptive_avg_pool2d(shifted.contiguous(memory_format=torch.channels_last), 1)
+    return (x * mask).tanh().mean((1, 2, 3)) + (pooled.flatten(1) ** 2).sum(1)
+
+
+def test_passes_over_a_model_that_writes_in_place_are_mapped_over_the_batch() -> None:
+    method = saliency.IntegratedGradients(FunctionModel(writes_in_place), steps=2)
+    assert largest_difference(method, 16) <= 1e-5
+
+
+def test_a_method_that_no_program_can_run_is_refused_before_the_model_runs(tmp_path: Path) -> None:
+    model = PooledNet().eval()
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    sampled = {name for name, cls in METHODS.items() if issubclass(cls, SampledAttribution)}
+    assert not (EXPORTED & NO_PROGRAM.keys())
+    for name in sampled | NO_PROGRAM.keys():
+        method = METHODS[name](model, **METHODS[name].preview_options)
+        with pytest.raises(NotApplicableError, match=f"export: {name} cannot be a program: it "):
+            saliency.export(method, tmp_path / "model.pt2", images(1))
+
+
 def test_a_fixed_class_is_explained_whatever_the_scores() -> None:
     assert largest_difference(saliency.GradCAM(PooledNet().eval()), 32, target=3) <= 1e-6
 
@@ -95,7 +131,7 @@ def test_one_number_per_image_explains_the_class_of_its_sign() -> None:
         model[1].bias -= model(images(8)).mean()
     method = saliency.VanillaGradient(model, categories=["no", "yes"])
     assert largest_difference(method, 32) <= 1e-6
-    assert exported_program(method, images(1)).module()(images(8))[1].unique().tolist() == [0, 1]
+    assert captured(method, images(1))[0].module()(images(8))[1].unique().tolist() == [0, 1]
 
 
 def test_parameters_are_stored_once_under_their_own_names(tmp_path: Path) -> None:
@@ -176,12 +212,12 @@ def grows(x: Tensor) -> Tensor:
 )
 def test_a_model_that_no_program_can_run_is_refused(function: Callable[[Tensor], Tensor], reason: str) -> None:
     with pytest.raises(NotApplicableError, match=rf"export: vanilla_gradient .*{reason}"):
-        exported_program(saliency.VanillaGradient(FunctionModel(function)), images(1))
+        captured(saliency.VanillaGradient(FunctionModel(function)), images(1))
 
 
 def test_bfloat16_may_differ_by_its_rounding() -> None:
     torch.manual_seed(0)
-    exported_program(saliency.LRP(PooledNet().eval().bfloat16()), images(1).bfloat16())
+    captured(saliency.LRP(PooledNet().eval().bfloat16()), images(1).bfloat16())
 
 
 def test_wrong_calls_are_refused(tmp_path: Path) -> None:
@@ -193,6 +229,6 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MethodError, match="expected a method"):
         saliency.export(model, tmp_path / "model.pt2", images(1))  # type: ignore[arg-type]
     with pytest.raises(TargetError, match="class"):
-        exported_program(saliency.GradCAM(model), images(1), saliency.contrast(0, 1))  # type: ignore[arg-type]
+        captured(saliency.GradCAM(model), images(1), saliency.contrast(0, 1))  # type: ignore[arg-type]
     with pytest.raises(MethodError, match="seconds"):
-        exported_program(saliency.IntegratedGradients(model, seconds=1.0), images(1))
+        captured(saliency.IntegratedGradients(model, seconds=1.0), images(1))
