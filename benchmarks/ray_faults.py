@@ -82,13 +82,14 @@ def main(arguments: list[str] | None = None) -> None:
         rows = [row for row, _ in read_rows(there / MANIFEST)]
         names = [row[name] for row in rows for name in FILES if row[name]]
         lost = options.photos - sum(row["error"] is None for row in rows)
-        different = sum((there / name).read_bytes() != (here / name).read_bytes() for name in names)
+        different = [name for name in names if (there / name).read_bytes() != (here / name).read_bytes()]
     print(
         "| photos | workers | killed | rows lost | files | files that differ | seconds |\n|---|---|---|---|---|---|---|"
     )
     print(
-        f"| {options.photos} | {WORKERS} | {len(killed)} | {lost} | {len(names)} | {different} | {seconds:.0f} |",
+        f"| {options.photos} | {WORKERS} | {len(killed)} | {lost} | {len(names)} | {len(different)} | {seconds:.0f} |",
     )
+    print("\n".join(different))
     if lost or different or len(rows) != options.photos:
         raise SystemExit(1)
 

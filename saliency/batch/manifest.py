@@ -142,7 +142,7 @@ def read_rows(path: Path) -> Iterator[tuple[Row, bytes]]:
 def _decode(lines: Sequence[bytes]) -> list[Row]:
     """Return the rows of the lines before the first damaged one. One call of the parser for all takes least time."""
     with suppress(ValueError):
-        rows: list[Row] = json.loads(f"[{b','.join(lines).decode()}]")
+        rows: list[Any] = json.loads(f"[{b','.join(lines).decode()}]")
         is_row = [isinstance(row, dict) and tuple(row) == COLUMNS for row in rows]
         if len(rows) == len(lines) and all(is_row) and lines[-1].endswith(b"\n"):
             return rows
