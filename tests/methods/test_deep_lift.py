@@ -206,7 +206,7 @@ def test_only_operands_of_nonlinear_operations_are_kept() -> None:
     assert pooled is not None
     values, indices = pooled.result
     assert values is None
-    assert torch.equal(indices, F.max_pool2d_with_indices(norm(conv(x)).relu(), 2)[1])
+    assert torch.equal(indices, F.max_pool2d_with_indices(norm(conv(x)).relu(), [2, 2])[1])
 
 
 # What cannot be shared.
