@@ -164,9 +164,10 @@ class ProgramClass(ClassScore):
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,)."""
         scores = class_scores(output)
+        classes = cast("Tensor", self.classes)
         if self.is_binary:
-            return scores[:, 0] * (2 * self.classes - 1)
-        return scores.gather(1, self.classes[:, None]).squeeze(1)
+            return scores[:, 0] * (2 * classes - 1)
+        return scores.gather(1, classes[:, None]).squeeze(1)
 
     def repeated(self, image: int, count: int) -> ProgramClass:
         """Return the target for the class of one image."""

@@ -114,7 +114,7 @@ def upsample_backward(name: str) -> Callable[..., Tensor]:
     return backward
 
 
-def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
+def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
     """Return all elements in their order as a tensor of another shape; other strides stay as they are.
 
     `adaptive_avg_pool2d` sets the strides of axes of size 1, and its gradient does.
@@ -140,13 +140,12 @@ def copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 def slice_scatter(
     x: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Tensor:
+) -> Any:
     """Return `slice_scatter` with positions counted from the start, because PyTorch cannot map negative ones."""
     first, last, _ = slice(start, end, step).indices(x.shape[dim])
     if (first, last) == (start, end):
         return NotImplemented
-    result: Tensor = torch.ops.aten.slice_scatter.default(x, source, dim, first, last, step)
-    return result
+    return torch.ops.aten.slice_scatter.default(x, source, dim, first, last, step)
 
 
 def by_operator(functions: Mapping[str, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
