@@ -36,6 +36,7 @@ def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, str]
     options: dict[str, Any] = {"dynamo": True, "optimize": False, "verbose": False}
     try:
         forward = program.run_decompositions(dict(DECOMPOSITIONS))
+        _require_contiguous(forward)
         translated = torch.onnx.export(forward, input_names=["image"], output_names=OUTPUTS, **options)
     except torch.onnx.OnnxExporterError as error:
         named = re.search(r"(aten|prims)\.\w+", str(error))
@@ -50,6 +51,13 @@ def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, str]
         written.save(Path(folder) / path.name)
         for file in Path(folder).iterdir():
             file.replace(path.with_name(file.name))
+
+
+def _require_contiguous(program: ExportedProgram) -> None:
+    """Raise NotApplicableError if a view depends on strides, which the translation to ONNX ignores."""
+    for node in program.graph.nodes:
+        if node.target is torch.ops.aten.as_strided.default and not node.args[0].meta["val"].is_contiguous():
+            raise NotApplicableError("export: ONNX cannot express aten.as_strided of a tensor that is not contiguous")
 
 
 def convolution_backward(
@@ -108,8 +116,14 @@ def upsample_backward(name: str) -> Callable[..., Tensor]:
     """Return the function that gives the gradient at the input of an operation that resizes images."""
     resize = getattr(torch.ops.aten, name).default
 
+    flags = 0 if "nearest" in name else 1  # align_corners
+
     def backward(gradient: Tensor, output_size: Sequence[int], input_size: Sequence[int], *options: Any) -> Tensor:
-        return separable_backward(gradient, input_size[2:], lambda units: resize(units, output_size, *options))
+        scales = (*options[flags:], None, None)
+        rows, columns = (torch.eye(edge, dtype=gradient.dtype, device=gradient.device) for edge in input_size[2:])
+        rows = resize(rows[:, None, :, None], (output_size[0], 1), *options[:flags], scales[0], None)[:, 0, :, 0]
+        columns = resize(columns[:, None, None], (1, output_size[1]), *options[:flags], None, scales[1])[:, 0, 0]
+        return rows @ gradient @ columns.mT
 
     return backward
 
@@ -119,7 +133,7 @@ def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: in
 
     `adaptive_avg_pool2d` sets the strides of axes of size 1, and its gradient does.
     """
-    step, in_order = 1, x.is_contiguous()
+    step, in_order = 1, x.is_contiguous() and offset in (None, x.storage_offset())
     for length, distance in reversed([*zip(size, stride, strict=True)]):
         in_order &= length == 1 or distance == step
         step *= length
@@ -134,8 +148,8 @@ def copysign(x: Tensor, other: Tensor) -> Tensor:
 
 
 def copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Return the source in the shape and type of `x`, for a batch."""
-    return source.to(x.dtype).expand_as(x)
+    """Return the source in the shape and type of `x`."""
+    return source.to(x).expand_as(x)
 
 
 def slice_scatter(

@@ -127,6 +127,7 @@ class Multipliers:
         if self._frees:
             operation.args.clear()
             base.args.clear()
+            base.kept_result = None
         return passed
 
 
@@ -200,7 +201,7 @@ def _winners(step: MultiplierStep) -> Gradients:
     gains = _gradients(step, x, (torch.where(is_gain, share, 0),))
     losses = _gradients(step, x0, (torch.where(is_gain, 0, share),))
     operands = zip(gains, losses, x, x0, strict=True)
-    return tuple(gain.add_(loss).div_(a - b).nan_to_num_(0, 0, 0) for gain, loss, a, b in operands)
+    return tuple(_per_change(gain.add_(loss), a, b) for gain, loss, a, b in operands)
 
 
 def _max_pool(step: MultiplierStep) -> Gradients:
@@ -211,8 +212,14 @@ def _max_pool(step: MultiplierStep) -> Gradients:
     change = x.gather(-1, at) - x0.gather(-1, at0)
     share = step.grad.flatten(start) * change
     passed = torch.zeros_like(x).scatter_add_(-1, at, share.where(change > 0, 0))
-    passed = passed.scatter_add_(-1, at0, share.where(change <= 0, 0)).div_(x - x0).nan_to_num_(0, 0, 0)
-    return (passed.view_as(step.operation.args["self"]),)
+    passed = passed.scatter_add_(-1, at0, share.where(change <= 0, 0))
+    return (_per_change(passed, x, x0).view_as(step.operation.args["self"]),)
+
+
+def _per_change(share: Tensor, x: Tensor, x0: Tensor) -> Tensor:
+    """Divide shares by the change of an operand, in place. The share of an operand that does not change is 0."""
+    change = x - x0
+    return share.div_(change.add_(change == 0))
 
 
 def _mul(step: MultiplierStep) -> Gradients:
