@@ -59,7 +59,9 @@ def find_views(encode: Encode, image: Image.Image, processor: Any) -> Views:
     values: Tensor = known["pixel_values"]
     if "image_grid_thw" in known:
         _, *grid = known["image_grid_thw"][0].tolist()
-        sizes = processor.image_processor.patch_size, processor.image_processor.merge_size
+        sizes = [getattr(processor.image_processor, name, None) for name in ("patch_size", "merge_size")]
+        if None in sizes:
+            raise ImageError("image_grid_thw without patch_size and merge_size of the image processor")
         return _divided_in_patches(encode, image, values.shape[1], grid, *sizes)
     if values.dim() < 4:
         raise ImageError(f"pixel_values {tuple(values.shape)} are neither views (..., C, h, w) nor patches of a grid")
@@ -72,12 +74,17 @@ def find_views(encode: Encode, image: Image.Image, processor: Any) -> Views:
     tiles, size = boxes[is_tile], torch.tensor(views.shape[:1:-1], device="cpu")  # (w, h)
     box = torch.cat([tiles[:, :2].amin(0), tiles[:, 2:].amax(0)])
     extent = box[2:] - box[:2]
-    whole = (extent / (tiles[0, 2:] - tiles[0, :2])).round().long() * size  # of the canvas, (w, h)
-    scale = whole / extent  # pixels of the canvas per pixel of the image, (x, y)
+    cell = tiles[0, 2:] - tiles[0, :2]
+    steps = (tiles - box[:2].repeat(2)) / cell.repeat(2)  # edges of the tiles on a grid of such cells
+    counts = (extent / cell).round().long()  # of columns and rows
+    if (steps - steps.round()).abs().max() > 0.1 or len(steps.round().unique(dim=0)) != counts.prod():
+        raise ImageError(f"{len(tiles)} tiles of an image are not the rows of a grid")
+    canvas_size = counts * size  # (w, h)
+    scale = canvas_size / extent  # pixels of the canvas per pixel of the image, (x, y)
     unit = torch.where(is_tile[:, None], size, 1).repeat(1, 2)  # tiles lie on a grid
     edges = ((boxes - box[:2].repeat(2)) * scale.repeat(2) / unit).round().clamp(min=0).long() * unit
     crops = [(..., slice(top, bottom), slice(left, right)) for left, top, right, bottom in edges.tolist()]
-    canvas = values.new_zeros(views.shape[1], *whole.tolist()[::-1])
+    canvas = values.new_zeros(views.shape[1], *canvas_size.tolist()[::-1])
     for number in is_tile.nonzero()[:, 0].tolist():
         canvas[crops[number]] = views[number]
 

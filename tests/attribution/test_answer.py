@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import saliency
 from saliency.io.preprocess import Geometry
+from saliency.io.views import find_views
 from saliency.testing.unchanged import Snapshot
 from tests.reference import error
 from tests.vision_language import FAMILIES, QUESTION, answered, build, scene
@@ -330,6 +331,19 @@ def test_wrong_views_are_refused() -> None:
     views = saliency.Views(torch.zeros(3, 28, 28), (0, 0, 1, 1), lambda x: x[:, None])
     with pytest.raises(saliency.ImageError, match="views of image 0 differ from the processor's pixel values"):
         saliency.generate(model, processor, scene(), QUESTION, answer="a", views=lambda image: views)
+
+
+@pytest.mark.parametrize("lefts", [(0, 80), (0, 50, 150), (0, 160)])
+def test_tiles_that_are_not_the_rows_of_a_grid_are_refused(lefts: tuple[int, ...]) -> None:
+    image = scene(size=(lefts[-1] + 100, 90))
+
+    def encode(own: Image.Image) -> dict[str, Tensor]:
+        tiles = [own.crop((left, 0, left + 100, 90)).resize((28, 28)) for left in lefts]
+        arrays = [np.asarray(tile, dtype=np.float32).transpose(2, 0, 1) for tile in tiles]
+        return {"pixel_values": torch.tensor(np.stack(arrays))}
+
+    with pytest.raises(saliency.ImageError, match=f"{len(lefts)} tiles of an image are not the rows of a grid"):
+        find_views(encode, image, None)
 
 
 def test_an_answer_belongs_to_its_model() -> None:
