@@ -15,10 +15,10 @@ from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.resolved_target import ResolvedTarget
 from ..axes import at_least_float32
 from ..errors import NotApplicableError
-from ..hooks.forward_args import shown_images
+from ..hooks.forward_args import forward_args, shown_images
 from ..hooks.manager import HookManager
 from ..hooks.model_state import call
-from ..targets.targets import output_tensor
+from ..targets.targets import TargetList, output_tensor
 from ..targets.words import Words
 
 
@@ -40,9 +40,8 @@ class TAM(Attribution):
     Values: (N, 1, h, w), at least 0, logits.
 
     Raises:
-        NotApplicableError: An image is explained; the target is not one `saliency.words` for all images, or is a
-            contrast of words; the logits are not a linear layer of the hidden states; or the image tokens have no
-            position in the image.
+        NotApplicableError: An image is explained; the target is not `saliency.words`, or is a contrast of words; the
+            logits are not a linear layer of the hidden states; or the image tokens have no position in the image.
 
     Source: Li et al., "Token Activation Map to Visually Explain Multimodal LLMs" (2025),
         https://arxiv.org/abs/2506.23270.
@@ -67,8 +66,9 @@ class TAM(Attribution):
         results = []
         for target in targets:
             scores = target(output)  # finds the words in the answer
-            maps = layout(_activation(answer, text, logits, _words_of(target))[..., None])
-            results.append(BatchAttribution(rank_gaussian(maps), scores))
+            words = _words_of(target, len(x))
+            maps = torch.stack([_activation(answer, text, logits[row], own) for row, own in enumerate(words)])
+            results.append(BatchAttribution(rank_gaussian(layout(maps[..., None])), scores))
         return results
 
     def _logits(self, answer: Answer, text: Tensor, x: Tensor) -> tuple[Any, Tensor]:
@@ -77,7 +77,7 @@ class TAM(Attribution):
         The model computes the logits of the whole vocabulary at the positions of the answer only.
         """
         head, hidden, count = _output_layer(self.model), list[Tensor](), len(answer.tokens)
-        arguments = answer.arguments(x, shown_images(x))
+        positional, arguments = forward_args(x)
         if "logits_to_keep" in arguments:
             arguments["logits_to_keep"] = 0
 
@@ -87,15 +87,18 @@ class TAM(Attribution):
 
         with torch.no_grad(), HookManager() as hooks:
             hooks.revise_input(head, keep)
-            output = call(self.model, (), arguments)
+            output = call(self.model, tuple(positional), arguments)
+        problem = f"the logits of {type(self.model).__name__} are not a linear layer of its hidden states"
+        refusal = NotApplicableError(f"TAM: {problem}; use attn_lrp or chefer_attention")
+        if not hidden:
+            raise refusal
         ids = answer.ids[text]
         offsets: Tensor | None = head.bias
         bias = None if offsets is None else at_least_float32(offsets.detach()[ids])
         logits = F.linear(at_least_float32(hidden[-1]), at_least_float32(head.weight.detach()[ids]), bias)
         own, read = at_least_float32(output_tensor(output))[:, -count:, ids], logits[:, -count:]
         if own.shape != read.shape or not torch.allclose(own, read, rtol=1e-2, atol=1e-2 * float(own.abs().max())):
-            problem = f"the logits of {type(self.model).__name__} are not a linear layer of its hidden states"
-            raise NotApplicableError(f"TAM: {problem}; use attn_lrp or chefer_attention")
+            raise refusal
         return output, logits.clamp_(min=0)
 
 
@@ -108,16 +111,15 @@ def _text_after_image(answer: Answer) -> Tensor:
 
 
 def _activation(answer: Answer, text: Tensor, logits: Tensor, words: Words) -> Tensor:
-    """Return the activation (N, L) of words at image tokens, from the positive logits (N, L, T) of a text."""
-    is_image, total = answer.is_image, torch.zeros_like(logits[..., 0])
+    """Return the activation (L,) of words at image tokens, from the positive logits (L, T) of a text."""
+    is_image, total = answer.is_image, torch.zeros_like(logits[:, 0])
     for row, token in words.pairs:
         position = answer.queries[row] + 1
         earlier = (text < position) & (answer.ids[text] != token)
-        column = logits[..., text == position]  # (N, L, 1)
-        context = (logits[..., earlier] @ column[:, text[earlier]])[..., 0] * is_image
-        own = column[..., 0] * is_image
-        norm = context.square().sum(1, keepdim=True).clamp(min=torch.finfo(own.dtype).tiny)
-        factor = (own * context).sum(1, keepdim=True) / norm  # least squares
+        column = logits[:, text == position][:, 0]
+        context = (logits[:, earlier] @ column[text[earlier]]) * is_image
+        own = column * is_image
+        factor = (own @ context) / (context @ context).clamp(min=torch.finfo(own.dtype).tiny)  # least squares
         total += (own - factor * context).clamp(min=0)
     return total
 
@@ -133,10 +135,12 @@ def rank_gaussian(maps: Tensor) -> Tensor:
     return ((windows * weights).sum(1) / weights.sum(1)).view_as(maps)
 
 
-def _words_of(target: ResolvedTarget) -> Words:
-    """Return the words of a target. Raises NotApplicableError for other targets, and for contrasts."""
-    words = target.target
-    if not isinstance(words, Words) or words.other is not None:
+def _words_of(target: ResolvedTarget, rows: int) -> list[Words]:
+    """Return the words of each row. Raises NotApplicableError for other targets, and for contrasts."""
+    own = target.target
+    targets = own.targets if isinstance(own, TargetList) else (own,) * rows
+    words = [own for own in targets if isinstance(own, Words) and own.other is None]
+    if len(words) < len(targets):
         raise NotApplicableError("TAM explains saliency.words(...) without against=; use attn_lrp for other targets")
     return words
 

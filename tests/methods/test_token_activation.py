@@ -14,6 +14,8 @@ from saliency import NotApplicableError
 from saliency.methods.token_activation import rank_gaussian
 from saliency.testbed import CaptionProcessor
 from saliency.testing import images, tiny_model
+from tests.vision_language import answered
+from tests.vision_language import scene as smooth
 
 
 def captioner() -> nn.Module:
@@ -52,6 +54,29 @@ def test_the_map_of_each_word_is_the_formula_after_the_filter() -> None:
     whole = saliency.TAM(model).attribute(answer, saliency.words(at=slice(1, 3)))
     torch.testing.assert_close(whole.values, rank_gaussian(maps[0] + maps[1]), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(whole.scores, found[0].scores + found[1].scores)
+
+
+def test_arguments_of_the_forward_reach_the_model() -> None:
+    model, _, answer = answered("llava")
+    mask = torch.ones(1, len(answer.ids) - 1, dtype=torch.long)
+    mask[0, -4:-2] = 0
+    given: Any = {"forward_args": {"attention_mask": mask}}
+    hidden, whole = (saliency.TAM(model).attribute(answer, saliency.words("car"), **own) for own in (given, {}))
+    wanted = saliency.VanillaGradient(model).attribute(answer, saliency.words("car"), **given)
+    torch.testing.assert_close(hidden.scores, wanted.scores)
+    assert not torch.allclose(hidden.scores, whole.scores)
+
+
+def test_each_image_may_have_words_of_its_own() -> None:
+    model, processor, one = answered("llava")
+    targets = [saliency.words("red"), saliency.words("car")]
+    two = saliency.generate(model, processor, [smooth(0), smooth(1)], "<image> <image>", answer="a red car")
+    for answer, own in ((one, targets[:1]), (two, targets)):
+        found = saliency.TAM(model).attribute(answer, own)
+        for row, target in enumerate(own):
+            alone = saliency.TAM(model).attribute(answer, target)
+            torch.testing.assert_close(found.values[row], alone.values[row])
+            assert found.target_names[row] == alone.target_names[row]
 
 
 def test_the_filter_is_a_gaussian_over_ranks() -> None:
