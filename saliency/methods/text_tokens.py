@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..attribution.base import get_method
 from ..attribution.explanation import Explanation
 from ..axes import at_least_float32
-from ..errors import ImageError, MethodError, ModelError
+from ..errors import ImageError, LayerError, MethodError, ModelError
 from ..hooks.dual_encoder import DualEncoder, LateInteraction
 from ..hooks.manager import HookManager
 from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, run_model, unwrap
@@ -155,7 +155,11 @@ def match_words(model: nn.Module, image: ImageLike, text: str) -> Explanation:
         raise ImageError(f"expected one image, got {len(x)}")
     with prepared_for_attribution(model), torch.no_grad():
         tokens = at_least_float32(run_model(model, x)["image_embeds"])  # (1, tokens, D)
-        layout = attention_layout(model, tokens.shape[1], x)
+        try:
+            layout = attention_layout(model, tokens.shape[1], x)
+        except LayerError as error:
+            problem = f"the tokens of {type(model.model).__name__} are not one for each patch of the image"
+            raise LayerError(problem) from error
     similarities = tokens @ model.encode_text([text]).to(tokens).T  # (1, tokens, L)
     return Explanation(
         layout(similarities).movedim(1, 0),

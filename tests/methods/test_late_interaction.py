@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import saliency
-from saliency import LateInteraction, ModelError, TargetError
+from saliency import LateInteraction, LayerError, ModelError, TargetError
 from tests.dual_encoders import tokenizer
 from tests.models import PooledNet
 
@@ -59,6 +59,16 @@ def test_the_map_of_a_word_is_its_similarity_to_each_patch() -> None:
     matrix = words @ tokens.T
     torch.testing.assert_close(found.values[:, 0].flatten(1), matrix[:, :16])
     torch.testing.assert_close(found.scores, matrix.amax(1))
+
+
+def test_tokens_that_are_not_patches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = colpali()
+    known = LateInteraction.forward
+    monkeypatch.setattr(
+        LateInteraction, "forward", lambda self, x: {"image_embeds": known(self, x)["image_embeds"][:, 3:]}
+    )
+    with pytest.raises(LayerError, match="tokens of ColPaliForRetrieval are not one for each patch of the image"):
+        saliency.match_words(model, torch.randn(1, 3, 32, 32, dtype=torch.float64), "a red bus")
 
 
 def test_methods_of_several_kinds_explain_a_batch_with_a_text_each() -> None:
