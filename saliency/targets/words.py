@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..axes import at_least_float32
@@ -69,25 +69,27 @@ class Words(OutputTarget):
             raise TargetError(f'"{self.text}" is not in the answer{where}; its words are {known}')
         return inside[0]
 
-    def _logits(self, output: Any) -> tuple[Tensor, Tensor]:
-        """Return the logits (N, T, V) of T explained tokens, in float32 or wider, and which one is theirs (T, V)."""
-        logits = output_tensor(output)
-        rows, tokens = torch.tensor(self.pairs, device=logits.device).T
-        return at_least_float32(logits[:, rows]), F.one_hot(tokens, logits.shape[2]).bool()
+    def _logits(self, output: Any) -> Tensor:
+        """Return the logits (N, T, V) that predict T explained tokens, in float32 or wider."""
+        return at_least_float32(output_tensor(output)[:, [row for row, _ in self.pairs]])
 
     def __call__(self, output: Any) -> Tensor:
         """Return the log-odds (N,) of the words, in the units of the model's logits."""
-        logits, is_own = self._logits(output)
-        own = logits[:, is_own]  # (N, T)
+        logits = self._logits(output)
         if self.other is not None:
-            return own[:, 0] - logits[:, 0, self.other]
-        others = logits[:, ~is_own].reshape(*own.shape, -1)
-        return (own - others.logsumexp(2)).sum(1)
+            return logits[:, 0, self.pairs[0][1]] - logits[:, 0, self.other]
+        images, explained, size = logits.shape
+        chosen = [number * size + token for number, (_, token) in enumerate(self.pairs)]  # of all rows in one
+        gaps = [end - start - 1 for start, end in pairwise([-1, *chosen, explained * size])]
+        parts = logits.flatten(1).split([*chain.from_iterable((gap, 1) for gap in gaps)][:-1], 1)
+        own, others = torch.cat(parts[1::2], 1), torch.cat(parts[::2], 1)
+        return (own - others.view(images, explained, size - 1).logsumexp(2)).sum(1)
 
     def probabilities(self, output: Any) -> Tensor:
         """Return the probability (N,) of the words: the product over their tokens."""
-        logits, is_own = self._logits(output)
-        return logits.detach().log_softmax(2)[:, is_own].sum(1).exp()
+        tokens = [token for _, token in self.pairs]
+        logits = self._logits(output).detach()
+        return logits.log_softmax(2)[:, range(len(tokens)), tokens].sum(1).exp()
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return names such as `red rather than blue`."""
