@@ -64,7 +64,9 @@ class TokenAttention:
         self.grads, self.answer = grads, explained_answer()
         self._means: dict[AttentionCall, Tensor] = {}
         model = type(grads.forward.model).__name__
-        self.calls, self.bridge = (grads.attention, []) if self.answer is None else _split(grads, self.answer)
+        self.calls, self.bridge = (
+            (grads.attention, []) if self.answer is None else _language_model_and_bridge(grads, self.answer)
+        )
         calls = self.calls
         if not calls:
             raise NotApplicableError(f"{method}: {model} has no attention that can be read; use grad_cam or lrp")
@@ -152,7 +154,9 @@ class TokenAttention:
         return shares / shares.sum(-1, keepdim=True).clamp(min=1)
 
 
-def _split(grads: TargetGradients, answer: Answer) -> tuple[list[AttentionCall], list[AttentionCall]]:
+def _language_model_and_bridge(
+    grads: TargetGradients, answer: Answer
+) -> tuple[list[AttentionCall], list[AttentionCall]]:
     """Return the calls of attention in the module that reads the tokens of an answer, and those of a bridge to them."""
     modules, reader = grads.forward.operations.modules, answer.reader
     calls = [call for call in grads.attention if reader in modules(call.node)]
@@ -161,7 +165,9 @@ def _split(grads: TargetGradients, answer: Answer) -> tuple[list[AttentionCall],
     count = sum(tokens.positions.numel() for tokens in answer.image_tokens if tokens.box is None)
     keys = bridge[0].shape[3] if bridge else count
     forms = {(len(grads.x), count, keys), (len(grads.x), count, count)}
-    is_known = keys != count and all((call.shape[0], *call.shape[2:]) in forms for call in bridge)
+    tower = before[: len(before) - len(bridge)]
+    reads_tower = keys != count and bool(tower) and tower[-1].shape[2] == keys
+    is_known = reads_tower and all((call.shape[0], *call.shape[2:]) in forms for call in bridge)
     return calls, bridge if is_known else []
 
 
@@ -233,7 +239,8 @@ class AttentionRollout(AttentionMap):
         discard_ratio: The fraction of the smallest attention values of each image that are set to 0, except from a
             token to itself; from 0 to less than 1.
 
-    Values: (N, 1, h, w), fractions. With the values of the class token and other tokens, they sum to 1.
+    Values: (N, 1, h, w), fractions. With the values of the class token and other tokens, they sum to 1; in
+        BLIP-2, a part stays with the queries that it has learned.
 
     Source: Abnar and Zuidema, "Quantifying Attention Flow in Transformers" (2020), https://arxiv.org/abs/2005.00928.
     """
@@ -250,19 +257,26 @@ class AttentionRollout(AttentionMap):
         """Return the shares of all tokens in those that the head reads."""
         shares = attention.read_queries
         if attention.pooling is not None:
-            fused = self.fused(attention, attention.pooling)
+            fused = self.over_heads(attention, attention.pooling)
             shares = (shares / fused.sum(-1).unsqueeze(1).clamp(min=torch.finfo(fused.dtype).tiny)) @ fused
         for call in attention.blocks[::-1]:
             fused = self.fused(attention, call)
-            diagonal = fused.diagonal(dim1=-2, dim2=-1).clone()
-            if self.discard_ratio:
-                _discard_smallest(fused, self.discard_ratio)
-            fused.diagonal(dim1=-2, dim2=-1).copy_(diagonal + 1)
+            fused.diagonal(dim1=-2, dim2=-1).add_(1)
             shares = (shares / fused.sum(-1).unsqueeze(1)) @ fused
         return shares[:, 0]
 
     def fused(self, attention: TokenAttention, call: AttentionCall) -> Tensor:
-        """Return the attention of a block, fused over its heads (N, queries, keys)."""
+        """Return the attention of a call, fused over its heads (N, queries, keys), without its smallest values."""
+        fused = self.over_heads(attention, call)
+        if self.discard_ratio:
+            diagonal = fused.diagonal(dim1=-2, dim2=-1).clone()
+            _discard_smallest(fused, self.discard_ratio)
+            if call.shape[2] == call.shape[3]:
+                fused.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+        return fused
+
+    def over_heads(self, attention: TokenAttention, call: AttentionCall) -> Tensor:
+        """Return the attention of a call, fused over its heads (N, queries, keys)."""
         is_mean = self.head_fusion == "mean"
         return attention.mean_heads(call).clone() if is_mean else fuse_heads(call.probabilities(), self.head_fusion)
 
@@ -274,7 +288,8 @@ class GradientRollout(AttentionRollout):
 
     The products are averaged over the heads, and negative means count as 0.
 
-    Values: (N, 1, h, w), fractions. With the values of the class token and other tokens, they sum to 1.
+    Values: (N, 1, h, w), fractions. With the values of the class token and other tokens, they sum to 1; in
+        BLIP-2, a part stays with the queries that it has learned.
 
     Source: Gildenblat, "Exploring Explainability for Vision Transformers" (2020),
         https://jacobgil.github.io/deeplearning/vision-transformer-explainability.
@@ -285,8 +300,8 @@ class GradientRollout(AttentionRollout):
     cost = "1 forward, 1 backward"
     needs = Needs(backwards=2, attention=True)
 
-    def fused(self, attention: TokenAttention, call: AttentionCall) -> Tensor:
-        """Return attention times gradient of a block, averaged over its heads (N, queries, keys)."""
+    def over_heads(self, attention: TokenAttention, call: AttentionCall) -> Tensor:
+        """Return attention times gradient of a call, averaged over its heads (N, queries, keys)."""
         return attention.gradient(call).mul_(call.probabilities()).mean(1).clamp_(min=0)
 
 
@@ -347,8 +362,8 @@ class GradECLIP(AttentionMap):
     attention, v_i the value of patch i, and λ_qi the cosine of query q and key i, stretched to 0..1 over i.
 
     The relevance of a patch is the gradient at the output for the tokens that the head reads, times the value of the
-    patch, times the cosine of query and key, scaled to 0..1 over the patches. The cosine replaces the softmax,
-    which is too sparse in CLIP.
+    patch, times the cosine of query and key, scaled to 0..1 over the patches (in BLIP-2, over its queries). The cosine
+    replaces the softmax, which is too sparse in CLIP.
 
     The authors' code for CLIP computes the last attention again with a single head, and takes the cosine of query and
     key after the output projection. Here the attention, query and key are the model's own, per head.
@@ -376,7 +391,7 @@ class GradECLIP(AttentionMap):
                 "scaled_dot_product_attention, leave sdpa_kernel(SDPBackend.MATH) or turn on a fused kernel"
             )
         cosines = call.cosines()
-        low, high = attention.layout(cosines.mT).flatten(2).aminmax(dim=-1, keepdim=True)  # over the patches
+        low, high = attention.layout(cosines.mT).flatten(2).aminmax(dim=-1, keepdim=True)  # over the cells
         similar = (cosines - low) / (high - low).clamp(min=torch.finfo(cosines.dtype).tiny)
         weighted = attention.gradient(call).sum(1) * similar * (attention.read_queries > 0).mT
         return weighted.sum(1).clamp(min=0)

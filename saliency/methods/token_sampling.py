@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..attribution.answer import explained_answer
 from ..attribution.forward import Needs, SharedForward, TargetGradients
 from ..attribution.options import Option
 from ..axes import along_rows, at_least_float32, resize
@@ -66,7 +67,7 @@ class TIS(TimedAttribution):
 
     Raises:
         NotApplicableError: The network has no attention among all tokens in each block, or needs all of its tokens:
-            windows, relative position biases, rotary positions.
+            windows, relative position biases, rotary positions. Answers of vision-language models are refused.
         LayerError: The tokens are not a grid of patches.
         DependencyError: SciPy is not installed.
 
@@ -102,9 +103,12 @@ class TIS(TimedAttribution):
         The activations have the channels of all blocks.
 
         Raises:
-            NotApplicableError: The network has no attention among all tokens in each block, or no module for a block.
+            NotApplicableError: An answer is explained; or the network has no attention among all tokens in each block,
+                or no module for a block.
             LayerError: The tokens are not a grid of patches.
         """
+        if explained_answer() is not None:  # language models need all of their tokens
+            raise NotApplicableError(f"{self.name} explains images, not answers; {_INSTEAD}")
         named = self.model.named_modules()
         names = tuple(name for name, module in named if name and is_hookable(self.model, name, module))
         with torch.enable_grad():

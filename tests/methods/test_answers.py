@@ -89,7 +89,7 @@ def test_an_image_tower_with_as_many_tokens_as_the_language_model_has_its_own_gr
         decoder.maps((20, 30))
 
 
-REFUSED = {"chefer_lrp": "relevance starts with both signs", "tis": "has no module for each block"}
+REFUSED = {"chefer_lrp": "relevance starts with both signs", "tis": "explains images, not answers"}
 ATTENTION = [name for name, method in METHODS.items() if method.needs.attention]
 
 
@@ -192,6 +192,33 @@ def test_attention_continues_from_the_queries_of_blip_2_to_the_patches() -> None
         torch.testing.assert_close(layer.maps(5)[0], own[:, 5, 1:].reshape(2, 4, 4))
 
 
+@pytest.mark.parametrize("method", [saliency.AttentionRollout, saliency.GradientRollout])
+def test_rollout_discards_the_smallest_attention_of_the_queries_of_blip_2(method: Any) -> None:
+    model, answer, probabilities, gradients = bridged()
+    seen: list[Tensor] = []
+    for own, grad in zip(probabilities[:4], gradients[:4], strict=True):
+        fused = own.mean(0) if method is saliency.AttentionRollout else (own * grad).mean(0).clamp(min=0)
+        kept = fused.flatten().scatter(0, fused.flatten().topk(int(fused.numel() / 2), largest=False).indices, 0)
+        kept = kept.view_as(fused)
+        if len(kept) == kept.shape[1]:
+            kept.diagonal().copy_(fused.diagonal())
+        added = kept @ seen[-1] if len(kept) == kept.shape[1] else kept
+        seen.append((added + (seen[-1] if seen else 0)) / (kept.sum(1, keepdim=True) + 1))
+
+    def of_queries(ratio: float) -> Tensor:
+        found: list[Tensor] = []
+
+        class Kept(method):
+            def query_relevance(self, attention: Any) -> Tensor:
+                found.append(super().query_relevance(attention))
+                return found[0]
+
+        Kept(model, discard_ratio=ratio).attribute(answer, saliency.words("red"))
+        return found[0][0]
+
+    torch.testing.assert_close(of_queries(0.5), seen[-1], rtol=1e-5, atol=1e-12)
+
+
 BRIDGED = [name for name in ATTENTION if name not in REFUSED]
 
 
@@ -208,6 +235,8 @@ def test_what_queries_do_not_define_is_refused() -> None:
     model, _, answer = answered("blip_2")
     with pytest.raises(NotApplicableError, match="no position in the image"):
         saliency.TAM(model).attribute(answer, saliency.words("red"))
+    with pytest.raises(NotApplicableError, match="explains images, not answers"):
+        saliency.TIS(model).attribute(answer, saliency.words("red"))
     with pytest.raises(LayerError, match="not one for each patch"):
         saliency.attention(model, answer)[-1].maps(0)
     queries: Any = answer.image_tokens[0].positions
