@@ -204,6 +204,7 @@ def generate(
     token = str(getattr(processor, "image_token", "<image>"))
     text = _prompt_text(processor, prompt, token, len(opened))
     like: Any = reference_tensor(network)
+    like = torch.empty(0, device="cpu") if like is None else like  # a model without weights
     tensors = _encode(processor, opened, text).items()
     inputs = {name: own.to(like if own.is_floating_point() else like.device) for name, own in tensors}
     recognise = views or partial(_recognised, processor, text if len(opened) == 1 else token)
@@ -361,8 +362,10 @@ class ImageArguments:
                 shown = torch.tensor([shown == number for shown in numbers], device=x.device)
                 own = torch.where(along_rows(shown, own), own, pixels[:, span])
             pixels = torch.cat([pixels[:, : span.start], own, pixels[:, span.stop :]], 1)
-        others = {name: torch.cat([value.to(x.device)] * len(x)) for name, value in self.fixed.items()}
-        return {**others, "pixel_values": pixels.reshape(others["pixel_values"].shape), **self.options}
+        values = {name: value.to(x.device) for name, value in self.fixed.items() if name != "pixel_values"}
+        others = {name: torch.cat([value] * len(x)) for name, value in values.items()}
+        shape = self.fixed["pixel_values"].shape[1:]
+        return {**others, "pixel_values": pixels.reshape(-1, *shape), **self.options}
 
 
 def _padded_box(views: Views, size: Sequence[int]) -> Box:

@@ -40,7 +40,7 @@ Reduce = Literal["mean_heads", "max_heads", "min_heads"]
 Query = int | Sequence[float] | None
 """A query: the number of its token, the point (x, y) of its patch on the image, or None for the mean of all."""
 
-_PANEL, _TITLE = 1.1, 0.2  # of `draw_attention`, in inches: the width of an image, and the height of its title
+_PANEL, _TITLE = 1.1, 0.4  # of `draw_attention`, in inches: the width of an image, and the height of its title
 _LONGEST_LABEL = 24  # characters of a layer's name
 
 _Layouts = tuple[Layout | None, Layout | None]
@@ -204,11 +204,8 @@ def attention(
         with prepared_for_attribution(model), bind_forward_args(forward_args, read_batch):
             return _trace_layouts(model, batch, resolved, [*layers.values()])
 
-    def layouts_of(number: int) -> _Layouts:
-        return layouts()[number]
-
     return [
-        LayerAttention(layers[call], read_batch, call, grad[call], reduce, partial(layouts_of, number))
+        LayerAttention(layers[call], read_batch, call, grad[call], reduce, lambda number=number: layouts()[number])
         for number, call in enumerate(grads.attention)
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -25,7 +25,7 @@ class AnswerText:
 
     ids: tuple[int, ...]
     tokens: tuple[str, ...]
-    tokenizer: Any
+    tokenizer: Any = field(repr=False)
 
     @property
     def text(self) -> str:
