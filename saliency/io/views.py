@@ -59,9 +59,10 @@ def find_views(encode: Encode, image: Image.Image, processor: Any) -> Views:
     values: Tensor = known["pixel_values"]
     if "image_grid_thw" in known:
         _, *grid = known["image_grid_thw"][0].tolist()
-        sizes = [getattr(processor.image_processor, name, None) for name in ("patch_size", "merge_size")]
-        if None in sizes:
-            raise ImageError("image_grid_thw without patch_size and merge_size of the image processor")
+        try:
+            sizes = processor.image_processor.patch_size, processor.image_processor.merge_size
+        except AttributeError as error:
+            raise ImageError("image_grid_thw without patch_size and merge_size of the image processor") from error
         return _divided_in_patches(encode, image, values.shape[1], grid, *sizes)
     if values.dim() < 4:
         raise ImageError(f"pixel_values {tuple(values.shape)} are neither views (..., C, h, w) nor patches of a grid")
@@ -77,7 +78,7 @@ def find_views(encode: Encode, image: Image.Image, processor: Any) -> Views:
     cell = tiles[0, 2:] - tiles[0, :2]
     steps = (tiles - box[:2].repeat(2)) / cell.repeat(2)  # edges of the tiles on a grid of such cells
     counts = (extent / cell).round().long()  # of columns and rows
-    if (steps - steps.round()).abs().max() > 0.1 or len(steps.round().unique(dim=0)) != counts.prod():
+    if (steps - steps.round()).abs().max() > 0.1 or len({*map(tuple, steps.round().tolist())}) != counts.prod():
         raise ImageError(f"{len(tiles)} tiles of an image are not the rows of a grid")
     canvas_size = counts * size  # (w, h)
     scale = canvas_size / extent  # pixels of the canvas per pixel of the image, (x, y)

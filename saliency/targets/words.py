@@ -81,7 +81,7 @@ class Words(OutputTarget):
         images, explained, size = logits.shape
         chosen = [number * size + token for number, (_, token) in enumerate(self.pairs)]  # of all rows in one
         gaps = [end - start - 1 for start, end in pairwise([-1, *chosen, explained * size])]
-        parts = logits.flatten(1).split([*chain.from_iterable((gap, 1) for gap in gaps)][:-1], 1)
+        parts = logits.flatten(1).split_with_sizes([*chain.from_iterable((gap, 1) for gap in gaps)][:-1], 1)
         own, others = torch.cat(parts[1::2], 1), torch.cat(parts[::2], 1)
         return (own - others.view(images, explained, size - 1).logsumexp(2)).sum(1)
 

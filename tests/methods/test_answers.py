@@ -193,7 +193,9 @@ def test_attention_continues_from_the_queries_of_blip_2_to_the_patches() -> None
 
 
 @pytest.mark.parametrize("method", [saliency.AttentionRollout, saliency.GradientRollout])
-def test_rollout_discards_the_smallest_attention_of_the_queries_of_blip_2(method: Any) -> None:
+def test_rollout_discards_the_smallest_attention_of_the_queries_of_blip_2(
+    method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, answer, probabilities, gradients = bridged()
     seen: list[Tensor] = []
     for own, grad in zip(probabilities[:4], gradients[:4], strict=True):
@@ -205,18 +207,15 @@ def test_rollout_discards_the_smallest_attention_of_the_queries_of_blip_2(method
         added = kept @ seen[-1] if len(kept) == kept.shape[1] else kept
         seen.append((added + (seen[-1] if seen else 0)) / (kept.sum(1, keepdim=True) + 1))
 
-    def of_queries(ratio: float) -> Tensor:
-        found: list[Tensor] = []
+    known, found = method.query_relevance, list[Tensor]()
 
-        class Kept(method):
-            def query_relevance(self, attention: Any) -> Tensor:
-                found.append(super().query_relevance(attention))
-                return found[0]
+    def keep(self: Any, attention: Any) -> Tensor:
+        found.append(known(self, attention))
+        return found[0]
 
-        Kept(model, discard_ratio=ratio).attribute(answer, saliency.words("red"))
-        return found[0][0]
-
-    torch.testing.assert_close(of_queries(0.5), seen[-1], rtol=1e-5, atol=1e-12)
+    monkeypatch.setattr(method, "query_relevance", keep)
+    method(model, discard_ratio=0.5).attribute(answer, saliency.words("red"))
+    torch.testing.assert_close(found[0][0], seen[-1], rtol=1e-5, atol=1e-12)
 
 
 BRIDGED = [name for name in ATTENTION if name not in REFUSED]

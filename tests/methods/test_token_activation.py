@@ -60,8 +60,9 @@ def test_arguments_of_the_forward_reach_the_model() -> None:
     model, _, answer = answered("llava")
     mask = torch.ones(1, len(answer.ids) - 1, dtype=torch.long)
     mask[0, -4:-2] = 0
-    given: Any = {"forward_args": {"attention_mask": mask}}
-    hidden, whole = (saliency.TAM(model).attribute(answer, saliency.words("car"), **own) for own in (given, {}))
+    given: dict[str, Any] = {"forward_args": {"attention_mask": mask}}
+    whole = saliency.TAM(model).attribute(answer, saliency.words("car"))
+    hidden = saliency.TAM(model).attribute(answer, saliency.words("car"), **given)
     wanted = saliency.VanillaGradient(model).attribute(answer, saliency.words("car"), **given)
     torch.testing.assert_close(hidden.scores, wanted.scores)
     assert not torch.allclose(hidden.scores, whole.scores)
