@@ -96,6 +96,25 @@ def test_every_method_is_exact_or_refused_by_name(name: str) -> None:
         assert name in str(refusal)  # noqa: PT017
 
 
+def small_vit() -> nn.Module:
+    """A vision transformer of two blocks."""
+    from timm.models import VisionTransformer
+
+    torch.manual_seed(0)
+    model: nn.Module = VisionTransformer(32, 16, num_classes=5, embed_dim=16, depth=2, num_heads=2)
+    return model.eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NO_PROGRAM)
+def test_tracing_refuses_each_method_that_is_listed_as_no_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_vit() if name == "tis" or "attention" in NO_PROGRAM[name] else PooledNet().eval()
+    monkeypatch.delitem(NO_PROGRAM, name)
+    method = METHODS[name](model, **METHODS[name].preview_options)
+    with pytest.raises(NotApplicableError, match=r"cannot be a program: it (decides by a value|draws random)"):
+        captured(method, images(1))
+
+
 def writes_in_place(x: Tensor) -> Tensor:
     mask = torch.zeros(x.shape[2:])
     mask[1:-1, :-3] = 1
