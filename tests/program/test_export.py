@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import saliency
 from saliency import METHODS, MethodError, NotApplicableError, SaliencyError, TargetError
@@ -212,6 +213,11 @@ def draws(x: Tensor) -> Tensor:
     return (x * torch.rand_like(x)).sum((1, 2, 3))
 
 
+def chooses_a_kernel(x: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return nn.functional.scaled_dot_product_attention(x, x, x).mean((1, 2, 3))
+
+
 def grows(x: Tensor) -> Tensor:
     return sum((x[i : i + 1].sum() * torch.eye(len(x))[i] for i in range(len(x))), torch.zeros(len(x)))
 
@@ -224,6 +230,7 @@ def grows(x: Tensor) -> Tensor:
         (reads_an_array, "array"),
         (reads_what_it_wrote, "decides by a value"),
         (draws, "random"),
+        (chooses_a_kernel, r"chooses a fused attention .*remove its sdpa_kernel"),
         (grows, "other operations"),
     ],
 )
