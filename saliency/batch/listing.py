@@ -78,7 +78,11 @@ class ImageEntry(NamedTuple):
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> ImageEntry:
-        """Create an entry from a line of `to_json`. Raises ValueError, TypeError or AttributeError for another."""
+        """Create an entry from the object that `to_json` wrote, parsed. The entry takes over the dictionary.
+
+        Raises:
+            ValueError, TypeError, AttributeError: The object is not an entry.
+        """
         name = fields.get("name", "")
         if name.startswith("/") or ".." in name.split("/"):
             raise ValueError(f"an entry outside the folder: {name}")

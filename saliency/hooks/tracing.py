@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import NotApplicableError
 from .autograd_graph import DispatchMode, OpOverload
 from .forward_args import bound_value
-from .operations import operator_name, written
+from .operations import is_attention, operator_name, written
 from .pytree import tree_tensors
 
 _tracing: ContextVar[bool] = ContextVar("tracing", default=False)
@@ -50,6 +50,8 @@ class _Dependent(DispatchMode):
         is_dependent = self.depends((args, kwargs))
         if is_dependent and torch.Tag.data_dependent_output in func.tags:
             refuse_read(func)
+        if is_attention(func):  # its tags say that it draws random numbers, whatever its dropout
+            raise NotApplicableError(f"the model chooses a fused attention ({func}); remove its sdpa_kernel")
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotApplicableError(f"it draws random numbers ({func}), and a program would repeat one draw")
         result = func(*args, **(kwargs or {}))

@@ -37,6 +37,8 @@ def _connect(address: str) -> tuple[Any, str]:
 def list_files(address: str, *, recursive: bool = False) -> list[tuple[str, tuple[str, ...]]]:
     """Return the addresses of the files in a folder, or of a file or pattern, sorted, with the folders between.
 
+    Hidden files of a folder, and files of its hidden folders, are left out.
+
     Args:
         address: The address.
         recursive: Whether subfolders are searched.
@@ -51,6 +53,7 @@ def list_files(address: str, *, recursive: bool = False) -> list[tuple[str, tupl
         found = files.find(root, maxdepth=None if recursive else 1) if is_folder else files.glob(root)
     except Exception as error:  # each store raises errors of its own
         raise ImageError(f"cannot be listed: {error}") from error
+    found = [path for path in found if not (is_folder and "/." in f"/{path.removeprefix(root)}")]
     below = len(root.strip("/").split("/"))
     parts = [tuple(path.strip("/").split("/"))[below:-1] if is_folder else () for path in found]
     return sorted(zip(map(files.unstrip_protocol, found), parts, strict=True))

@@ -30,14 +30,14 @@ from ..targets.targets import Categories, ClassScore, OutputFacts, as_target, cl
 from .capture import capture
 
 _BY_VALUES = "it decides by values that depend on the image which operations run; in a program they are fixed"
-_NAMES = {
-    _BY_VALUES: "deep_lift full_grad score_cam gscore_cam is_cam ablation_cam idgi guided_ig meaningful_perturbation "
-    "extremal_perturbation tis vit_cx vx_code xrai",
+_METHODS_BY_REASON = {
+    _BY_VALUES: "deep_lift deep_shap full_grad score_cam gscore_cam is_cam ablation_cam idgi guided_ig "
+    "meaningful_perturbation extremal_perturbation tis vit_cx vx_code xrai",
     "it reads the attention of one image at a time": "attention_rollout gradient_rollout chefer_attention grad_eclip "
     "chefer_lrp le_grad ag_cam",
-    "it draws random numbers": "deep_shap occlusion",
+    "it runs its windows in a random order": "occlusion",
 }
-NO_PROGRAM = {name: reason for reason, names in _NAMES.items() for name in names.split()}
+NO_PROGRAM = {name: reason for reason, names in _METHODS_BY_REASON.items() for name in names.split()}
 """The methods that cannot be a program of any model, with the reason. Others are refused while they are traced."""
 
 MOST_DIFFERENCE = 1e-4
@@ -102,7 +102,7 @@ def captured(
     if type(wanted) is not ClassScore:
         raise TargetError(f"export: expected a class index, a class name or None as the target, got {target!r}")
     inputs = method.read(example).inputs
-    # Before the capture: the call fills caches, such as the default layer, whose operations are no part of a program.
+    # Before the capture: the call fills caches, such as the default layer, whose operations are not part of a program.
     explanation = method.attribute(inputs, target)
     try:
         program = _program(method, inputs[:1].detach(), wanted)

@@ -19,6 +19,7 @@ from saliency import (
     DeepLIFT,
     DeepSHAP,
     MethodError,
+    NonFiniteError,
     NotApplicableError,
     SaliencyWarning,
     VanillaGradient,
@@ -266,6 +267,13 @@ def test_saved_tensors_on_the_cpu_change_nothing() -> None:
     plain = DeepLIFT(model).attribute(x, 0)
     with torch.autograd.graph.save_on_cpu():
         assert torch.equal(DeepLIFT(model).attribute(x, 0).values, plain.values)
+
+
+@pytest.mark.filterwarnings("ignore:deep_lift. the values miss nan")
+@pytest.mark.parametrize("pool", [lambda x: F.max_pool2d(x, 2), lambda x: x.amax((2, 3))])
+def test_an_infinite_gradient_behind_a_pool_is_an_error(pool: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(NonFiniteError):
+        DeepLIFT(summed(lambda x: pool(x).sqrt())).attribute(torch.zeros(1, 3, 8, 8), 0)
 
 
 def test_options_are_checked() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import saliency
 from saliency import METHODS, MethodError, NotApplicableError, SaliencyError, TargetError
@@ -94,6 +95,25 @@ def test_every_method_is_exact_or_refused_by_name(name: str) -> None:
     except SaliencyError as refusal:
         assert name not in EXPORTED
         assert name in str(refusal)  # noqa: PT017
+
+
+def small_vit() -> nn.Module:
+    """A vision transformer of two blocks."""
+    from timm.models import VisionTransformer
+
+    torch.manual_seed(0)
+    model: nn.Module = VisionTransformer(32, 16, num_classes=5, embed_dim=16, depth=2, num_heads=2)
+    return model.eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NO_PROGRAM)
+def test_tracing_refuses_each_method_that_is_listed_as_no_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_vit() if name == "tis" or "attention" in NO_PROGRAM[name] else PooledNet().eval()
+    monkeypatch.delitem(NO_PROGRAM, name)
+    method = METHODS[name](model, **METHODS[name].preview_options)
+    with pytest.raises(NotApplicableError, match=r"cannot be a program: it (decides by a value|draws random)"):
+        captured(method, images(1))
 
 
 def writes_in_place(x: Tensor) -> Tensor:
@@ -193,6 +213,11 @@ def draws(x: Tensor) -> Tensor:
     return (x * torch.rand_like(x)).sum((1, 2, 3))
 
 
+def chooses_a_kernel(x: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return nn.functional.scaled_dot_product_attention(x, x, x).mean((1, 2, 3))
+
+
 def grows(x: Tensor) -> Tensor:
     return sum((x[i : i + 1].sum() * torch.eye(len(x))[i] for i in range(len(x))), torch.zeros(len(x)))
 
@@ -205,6 +230,7 @@ def grows(x: Tensor) -> Tensor:
         (reads_an_array, "array"),
         (reads_what_it_wrote, "decides by a value"),
         (draws, "random"),
+        (chooses_a_kernel, r"chooses a fused attention .*remove its sdpa_kernel"),
         (grows, "other operations"),
     ],
 )

@@ -193,6 +193,14 @@ def test_an_operation_that_onnx_cannot_express_is_named_and_the_old_file_stays(t
 
 
 @pytest.mark.slow
+def test_a_view_by_strides_of_a_permuted_tensor_is_refused_in_an_onnx_file(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    model = FunctionModel(lambda x: x.permute(0, 2, 3, 1).as_strided((len(x), 4), (192, 3)).sum(1)).eval()
+    with pytest.raises(NotApplicableError, match=r"aten\.as_strided of a tensor that is not contiguous"):
+        saliency.export(saliency.VanillaGradient(model), tmp_path / "model.onnx", images(1, 8))
+
+
+@pytest.mark.slow
 def test_the_example_of_the_page_draws_without_torch_and_this_package(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     code = next(block for block in PAGE.read_text().split("```python") if "InferenceSession" in block).split("```")[0]
