@@ -204,7 +204,6 @@ def generate(
     token = str(getattr(processor, "image_token", "<image>"))
     text = _prompt_text(processor, prompt, token, len(opened))
     like: Any = reference_tensor(network)
-    like = torch.empty(0, device="cpu") if like is None else like  # a model without weights
     tensors = _encode(processor, opened, text).items()
     inputs = {name: own.to(like if own.is_floating_point() else like.device) for name, own in tensors}
     recognise = views or partial(_recognised, processor, text if len(opened) == 1 else token)
