@@ -303,7 +303,7 @@ def large(folder: Path, count: int) -> None:
     marks: list[tuple[int, float, float]] = []
 
     def mark(progress: Progress) -> None:
-        if progress.fresh in (WARM_UP, WARM_UP + 1000, count - 1000) or progress.fresh % (count // 10) == 0:
+        if progress.fresh in (WARM_UP, WARM_UP + 1000, count - 1000) or progress.fresh % max(1, count // 10) == 0:
             marks.append((progress.fresh, time.perf_counter(), psutil.Process().memory_info().rss / 2**20))
 
     batch(source, out, model, device="cpu", on_progress=mark)

@@ -4,7 +4,8 @@ The networks have random weights and small images. A program must give the map o
 three, within 1e-5 of its largest value. Or the method is refused with the reason.
 
     python -m benchmarks.zoo_export             check all, and write benchmarks/results/zoo_export.md; re-run to resume
-    python -m benchmarks.zoo_export resnet lrp  check the cells with such a network or method, and print the table
+    python -m benchmarks.zoo_export resnet vit lrp  check methods on networks with such a part in their name, and
+                                                print the table
 """
 
 from __future__ import annotations
@@ -211,11 +212,13 @@ def page(cells: list[dict[str, Any]]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Check the networks, and write or print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="parts of names of networks and methods (default: all)")
+    parser.add_argument("parts", nargs="*", help="parts of names of networks, and names of methods (default: all)")
     parts = parser.parse_args(arguments).parts
     warnings.simplefilter("ignore")
     cells = []
-    chosen = [pair for pair in pairs() if all(part in " ".join(pair) for part in parts)]
+    methods = METHODS.keys() & parts or METHODS.keys()
+    networks = [part for part in parts if part not in METHODS] or [""]
+    chosen = [(name, own) for name, own in pairs() if own in methods and any(part in name for part in networks)]
     for cell in itertools.starmap(judge, chosen) if parts else resumed(chosen):
         cells.append(cell)
         print(*cell.values(), sep=" | ", flush=True)

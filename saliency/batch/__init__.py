@@ -16,15 +16,17 @@ The output folder contains:
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .failures import BatchError, StoppedError, writing_to
 from .output_folder import locked
-from .run import BatchRun, uncollected
+from .run import BatchRun
 from .run_options import FORMATS, SIGNS, OverlayStyle, Progress, RunOptions, Summary
 from .sources import find_images
 
@@ -135,3 +137,18 @@ def batch(
             run = BatchRun(run_options, Path(out), entries)
         run.complete()
         return replace(run.finish(), left_out=left_out)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause the garbage collector of the process, which would visit all entries of a large folder again and again.
+
+    The collector takes a third of the time of resuming a run over 100,000 images.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -345,21 +344,6 @@ def require_sensible_options(options: RunOptions, rows: Sequence[Row]) -> None:
         raise BatchError(rows[kinds.index("LayerError")]["error"])
     if all(kind in ("MethodError", "TargetError") for kind in kinds):
         raise BatchError(rows[0]["error"])
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Pause the garbage collector, which would visit all entries of a large folder again and again.
-
-    It takes a third of the time of resuming a run over 100,000 images.
-    """
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_enabled:
-            gc.enable()
 
 
 @contextmanager

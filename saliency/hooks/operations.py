@@ -55,7 +55,7 @@ class SavedValues(IntEnum):
     LINEAR = 3
     """Also the results of convolutions and matrix products."""
     CHANGES = 4
-    """Operands of nonlinear operations, indices of their results, constants of others. The graph saves no values."""
+    """Operands of nonlinear operations, and results other than the first; constants of others. The graph saves none."""
     ALL = 5
     """The operands and results of all operations. Those that the graph does not save are computed again when read."""
 
@@ -457,7 +457,7 @@ class OperationRecord(DispatchMode):
         self._clone = (current_sequence_nr() - 1, args[0], result) if is_clone else None
 
     def _kept_result(self, operation: Operation, result: Any) -> Any:
-        """Return the part of a result that rules read: of a normalisation, only its statistics; of a pool, indices."""
+        """Return the part of a result that rules read: of some, the results other than the first."""
         if operation.is_weak:
             return result if is_fixed(operation.op) else _weak_result(operation, result)
         is_part = self.keep == SavedValues.CHANGES or operation.name in NORMS or is_batch_norm(operation.op)
@@ -479,7 +479,7 @@ class OperationRecord(DispatchMode):
         )
 
     def _is_unread(self, tensor: Tensor) -> bool:
-        """Return whether no rule reads a tensor that the running operation saves, such as the indices of a max pool."""
+        """Return whether no rule reads a tensor from the graph: it depends on the image, or the record has it."""
         running = self._operations.get(current_sequence_nr() - 1)  # None until its results are saved
         return self._depends(tensor) or (running is not None and bool(running.args))
 

@@ -31,7 +31,7 @@ def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, str]
     Raises:
         NotApplicableError: ONNX has no translation of an operation, which the message names.
     """
-    # The optimizer of onnxscript takes x + 1e-30 for x; ONNX Runtime optimizes the graph when it loads the file.
+    # The optimizer of onnxscript takes x + 1e-15 for x; ONNX Runtime optimizes the graph when it loads the file.
     options: dict[str, Any] = {"dynamo": True, "optimize": False, "verbose": False}
     try:
         forward = program.run_decompositions(dict(DECOMPOSITIONS))

@@ -122,6 +122,8 @@ def figure(
     Warns:
         SaliencyWarning: A map is nearly even, or below the rounding error, and is drawn as zero.
     """
+    if columns is not None:
+        check_integer("columns", columns, least=1, error=RenderError)
     listed: list[Any] = list(explanations) if isinstance(explanations, list | tuple) else []
     if not listed or not all(isinstance(row, list | tuple) for row in listed):
         listed = [explanations]
@@ -210,6 +212,8 @@ def draw_answer(answer: Answer, method: Attribution, *, columns: int | None = No
     Warns:
         SaliencyWarning: As for `figure`, once for all words; the image has little of the relevance of a word.
     """
+    if columns is not None:
+        check_integer("columns", columns, least=1, error=RenderError)
     names = [word for word, _ in answer.words]
     with each_warning_once():  # many words, such as "of", follow from the text
         explanations = method.attribute_classes(answer, [words(at=place) for _, place in answer.words])
@@ -293,9 +297,9 @@ def draw_features(features: Features, *, foreground: bool = True) -> Figure:
         image = Image.new("RGB", frame.image.size)
         image.paste(Image.fromarray(cells).resize((right - left, bottom - top), NEAREST), (left, top))
         components.append(Panel(image))
-    return draw_panels([[Panel(frame.image) for frame in frames], components], min(LARGEST_PANEL, WIDTH / len(frames)))[
-        0
-    ]
+    rows = [[Panel(frame.image) for frame in frames], components]
+    drawing, _ = draw_panels(rows, min(LARGEST_PANEL, WIDTH / len(frames)))
+    return drawing
 
 
 def _centre(frame: Frame, cell: Sequence[int], cells: Sequence[int]) -> tuple[float, float]:
@@ -330,11 +334,11 @@ def class_title(explanation: Explanation) -> str:
 
 
 def _in_rows(groups: Sequence[Sequence[Panel]], columns: int | None) -> tuple[list[Sequence[Panel]], float]:
-    """Return groups of panels in rows of equal length, and the width of a panel. Raises RenderError for the columns."""
+    """Return groups of panels in rows of equal length, and the width of a panel."""
     most = max(map(len, groups))
     if columns is None:
         columns = math.ceil(most / math.ceil(most / COLUMNS))
-    columns = min(most, check_integer("columns", columns, least=1, error=RenderError))
+    columns = min(most, columns)
     rows = [group[at : at + columns] for group in groups for at in range(0, len(group), columns)]
     return rows, min(LARGEST_PANEL, max(SMALLEST_PANEL, WIDTH / columns))
 

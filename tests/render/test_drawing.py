@@ -153,7 +153,8 @@ OPTIONS: dict[str, Callable[[Explanation, Any], object]] = {
     "percentile": lambda explanation, given: overlay(explanation, percentile=given),
     "limit": lambda explanation, given: overlay(explanation, limit=given),
     "smoothing": lambda explanation, given: overlay(explanation, smoothing=given),
-    "columns": lambda explanation, given: figure(explanation, columns=given),
+    # Before the map is painted, which is not finite.
+    "columns": lambda explanation, given: figure(replace(explanation, values=explanation.values / 0), columns=given),
     "min_significance": lambda explanation, given: overlay(
         replace(explanation, error=explanation.values), min_significance=given
     ),
