@@ -15,8 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._decomp import get_decompositions
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, default_decompositions
 
 from ..errors import NotApplicableError
 
@@ -115,7 +114,6 @@ def adaptive_avg_pool2d_backward(gradient: Tensor, x: Tensor) -> Tensor:
 def upsample_backward(name: str) -> Callable[..., Tensor]:
     """Return the function that gives the gradient at the input of an operation that resizes images."""
     resize = getattr(torch.ops.aten, name).default
-
     flags = 0 if "nearest" in name else 1  # align_corners
 
     def backward(gradient: Tensor, output_size: Sequence[int], input_size: Sequence[int], *options: Any) -> Tensor:
@@ -123,7 +121,8 @@ def upsample_backward(name: str) -> Callable[..., Tensor]:
         rows, columns = (torch.eye(edge, dtype=gradient.dtype, device=gradient.device) for edge in input_size[2:])
         rows = resize(rows[:, None, :, None], (output_size[0], 1), *options[:flags], scales[0], None)[:, 0, :, 0]
         columns = resize(columns[:, None, None], (1, output_size[1]), *options[:flags], None, scales[1])[:, 0, 0]
-        return rows @ gradient @ columns.mT
+        result: Tensor = rows @ gradient @ columns.mT
+        return result
 
     return backward
 
@@ -168,6 +167,7 @@ def by_operator(functions: Mapping[str, Callable[..., Any]]) -> dict[Any, Callab
 
 
 RESIZING = "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d"
+_SMOOTH = torch.ops.aten.silu_backward.default, torch.ops.aten.mish_backward.default
 BEFORE_EXPORT = by_operator(
     {
         "as_strided.default": as_strided,
@@ -175,7 +175,7 @@ BEFORE_EXPORT = by_operator(
         "slice_scatter.default": slice_scatter,
         **{f"{name}_backward.default": upsample_backward(name) for name in RESIZING},
     }
-) | get_decompositions([torch.ops.aten.silu_backward, torch.ops.aten.mish_backward])
+) | {operator: default_decompositions()[operator] for operator in _SMOOTH}
 """Decompositions for `capture`, because `torch.export` fails on resizing if the batch size varies, and ignores
 decompositions of operations that PyTorch can also decompose, such as `silu_backward`."""
 
