@@ -14,8 +14,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.export import ExportedProgram, default_decompositions
+from torch.export import ExportedProgram
 
 from ..errors import NotApplicableError
 
@@ -127,6 +128,18 @@ def upsample_backward(name: str) -> Callable[..., Tensor]:
     return backward
 
 
+def silu_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient at the input of SiLU."""
+    gate = x.sigmoid()
+    return gradient * gate * (1 + x * (1 - gate))
+
+
+def mish_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient at the input of Mish."""
+    gate = F.softplus(x).tanh()
+    return gradient * (gate + x * x.sigmoid() * (1 - gate * gate))
+
+
 def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
     """Return all elements in their order as a tensor of another shape; other strides stay as they are.
 
@@ -167,15 +180,16 @@ def by_operator(functions: Mapping[str, Callable[..., Any]]) -> dict[Any, Callab
 
 
 RESIZING = "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d"
-ACTIVATIONS = torch.ops.aten.silu_backward.default, torch.ops.aten.mish_backward.default
 BEFORE_EXPORT = by_operator(
     {
         "as_strided.default": as_strided,
         "copy.default": copy,
         "slice_scatter.default": slice_scatter,
+        "silu_backward.default": silu_backward,
+        "mish_backward.default": mish_backward,
         **{f"{name}_backward.default": upsample_backward(name) for name in RESIZING},
     }
-) | {op: default_decompositions()[op] for op in ACTIVATIONS}
+)
 """Decompositions for `capture`, because `torch.export` fails on resizing if the batch size varies, and ignores
 decompositions of operations that PyTorch can also decompose, such as `silu_backward`."""
 
