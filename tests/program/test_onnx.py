@@ -98,7 +98,8 @@ def test_decomposed_gradients_equal_those_of_autograd(name: str) -> None:
 
     graph = make_fx(gradients)(*inputs)
     table = DECOMPOSITIONS | BEFORE_EXPORT
-    assert {node.target for node in graph.graph.nodes} & set(table)
+    if name != "SiLU":  # PyTorch 2.6 decomposes it while it traces
+        assert {node.target for node in graph.graph.nodes} & set(table)
     decomposed = make_fx(torch.func.functionalize(graph), decomposition_table=table)(*inputs)
     assert not {node.target for node in decomposed.graph.nodes} & set(table)
     for found, expected in zip(decomposed(*inputs), gradients(*inputs), strict=True):
