@@ -130,17 +130,17 @@ def batch(
             the command line. Finished images are kept.
     """
     run_options = RunOptions.of(locals())
-    with uncollected():
+    with without_garbage_collection():
         entries, left_out = find_images(sources, recursive=recursive, targets=targets)
     with locked(Path(out)):
-        with writing_to(out), uncollected():
+        with writing_to(out), without_garbage_collection():
             run = BatchRun(run_options, Path(out), entries)
         run.complete()
         return replace(run.finish(), left_out=left_out)
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Pause the garbage collector of the process, which would visit all entries of a large folder again and again.
 
     The collector takes a third of the time of resuming a run over 100,000 images.

@@ -105,7 +105,7 @@ class TokenAttention:
 
         Raises:
             LayerError: The tokens are not a grid of patches that covers the image.
-            NotApplicableError: The image tokens of an answer have no position, and there is no bridge to the patches.
+            NotApplicableError: The image tokens of an answer have no position in the image, and `bridge` is empty.
         """
         if self.answer is not None and self.bridge:
             (queries,) = self.answer.image_tokens
