@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import saliency
 from saliency import METHODS, MethodError, NotApplicableError, SaliencyError, TargetError
+from saliency.attribution.heatmap import resized
 from saliency.engine.multi_pass import SampledAttribution
 from saliency.program.export import NO_PROGRAM, captured
 from tests.models import FunctionModel, PooledNet
@@ -242,6 +243,17 @@ def test_a_model_that_no_program_can_run_is_refused(function: Callable[[Tensor],
 def test_bfloat16_may_differ_by_its_rounding() -> None:
     torch.manual_seed(0)
     captured(saliency.LRP(PooledNet().eval().bfloat16()), images(1).bfloat16())
+
+
+def test_a_difference_beyond_rounding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = PooledNet().eval()
+    captured(saliency.VanillaGradient(model), images(1))
+    monkeypatch.setattr("saliency.program.export.resized", lambda maps, size: 1.001 * resized(maps, size))
+    with pytest.raises(
+        NotApplicableError, match=r"by 0\.001 of its maximum; other last digits of the image change it by"
+    ):
+        captured(saliency.VanillaGradient(model), images(1))
 
 
 def test_wrong_calls_are_refused(tmp_path: Path) -> None:
