@@ -205,7 +205,8 @@ class PassRunner(ExitStack):
                 gradients = gradient_at(scores, at) if backward else inputs[:0]
             return ChunkResult(start, inputs, scores.detach(), gradients)
 
-        yield from self.chunks(compute, count)
+        is_automatic = self._method.chunk == "auto" and run is None
+        yield from self.chunks(compute, count, chunk_size(self.x, backward=backward) if is_automatic else None)
 
     def _faster(self, backward: bool) -> FasterModel:
         """Return the model that runs one kind of pass, copied once. A copy for gradients also runs forwards."""
@@ -229,19 +230,20 @@ class PassRunner(ExitStack):
                 )
             return inputs.to(self.x)
 
-    def chunks(self, compute: Callable[[int, int], _T], count: int) -> Iterator[_T]:
+    def chunks(self, compute: Callable[[int, int], _T], count: int, largest: int | None = None) -> Iterator[_T]:
         """Yield the results of `compute(start, stop)` for the passes 0 to `count` - 1, until a limit is met.
 
         Args:
             compute: Runs the passes from `start` to `stop`. It may be called again with a smaller chunk.
             count: The number of passes.
+            largest: The largest chunk, if it is smaller than `chunk`.
         """
         limit, tolerance = self._budget.passes, self._budget.tolerance
         most = count if limit is None else min(count, limit - self.used)
         self._extend_bar(most)
         at = 0
         while at < most and not self.is_over(at):
-            size = min(most - at, self.chunk, self._in_time())
+            size = min(most - at, self.chunk, largest or self.chunk, self._in_time())
             if tolerance is not None:
                 size = min(size, CHECK_INTERVAL - at % CHECK_INTERVAL)
             if size > 1 and self._is_single:

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -181,6 +181,17 @@ def _end_eager(holder: int) -> None:
             _eager_stance.clear()
 
 
+@cache
+def keep_small_heap() -> None:
+    """Let glibc keep 64 MiB of free memory at the end of its heap, as it does once a block of 32 MiB is freed.
+
+    By default, glibc keeps twice the largest mapped block that was freed (M_MMAP_THRESHOLD in mallopt(3)). The
+    activations of small networks exceed this, so the system clears their pages again at each pass: a forward of
+    EfficientNet-Lite0 without gradients takes 20 ms instead of 29. The block here is not written, so it takes no memory.
+    """
+    torch.empty(2**25 - 2**16, dtype=torch.uint8, device="cpu")
+
+
 @contextmanager
 def prepared_for_attribution(model: nn.Module) -> Iterator[None]:
     """Prepare the model: evaluation mode, eager execution and gradients, regardless of the caller's own modes.
@@ -194,6 +205,7 @@ def prepared_for_attribution(model: nn.Module) -> Iterator[None]:
     kinds = set(map(type, modules))
     if any(issubclass(kind, LazyModuleMixin) for kind in kinds):
         raise ModelError("the model has lazy parameters, which have no shape yet; run it once on an input first")
+    keep_small_heap()
     is_scripted = any(issubclass(kind, torch.jit.ScriptModule) for kind in kinds)
     # The optimised executor of TorchScript fuses operations into nodes that hide their ReLUs.
     executor = torch.jit.optimized_execution(False) if is_scripted else nullcontext()  # type: ignore[attr-defined]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import platform
+import subprocess
 import sys
 import threading
 import weakref
@@ -584,3 +586,32 @@ def test_a_model_without_preprocessing_is_offered_no_constants() -> None:
     with pytest.raises(ImageError, match="the preprocessing of its training") as caught:
         GradCAM(PooledNet()).attribute(np.zeros((16, 16, 3), np.uint8))
     assert "mean=..., std=..." in str(caught.value)
+
+
+FAULTS = """
+import resource
+import torch
+from saliency.hooks.model_state import prepared_for_attribution
+
+def count():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        blocks = [torch.ones(2**21) for _ in range(6)]
+        del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+count()
+faults = count()
+with prepared_for_attribution(torch.nn.ReLU()):
+    count()
+    print(faults, count())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep memory by other rules")
+def test_the_activations_of_small_networks_stay_in_the_process() -> None:
+    result = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)  # noqa: S603
+    before, after = map(int, result.stdout.split())
+    assert before >= 4 * 6 * 4  # pages may be as large as 2 MiB
+    assert after <= 8
