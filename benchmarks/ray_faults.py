@@ -1,19 +1,23 @@
 """Kill workers of a run on Ray at random, and check that nothing is lost: `python -m benchmarks.ray_faults`.
 
 Four workers on this machine explain small photos. After every share of the photos, a random worker gets SIGKILL. Every
-photo must have one row without an error, and every file must equal the file of a run on this machine alone.
+photo must have one row without an error, and every file must equal the file of a run on this machine alone. If a file
+differs, a second run on this machine shows which of the two runs is the exception.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import random
 import tempfile
 import time
 import warnings
+from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 from PIL import Image
@@ -59,6 +63,17 @@ def kill_worker() -> int:
     return 0
 
 
+def describe(name: str, runs: dict[str, Path]) -> str:
+    """Return which runs have equal files of a name, and the largest difference of a pixel between the first two."""
+    files = {run: (folder / name).read_bytes() for run, folder in runs.items()}
+    equal = [f"{one} = {two}" for one, two in combinations(files, 2) if files[one] == files[two]]
+    one, two = (np.asarray(Image.open(io.BytesIO(file)).convert("RGBA"), int) for file in list(files.values())[:2])
+    size = abs(one - two) if one.shape == two.shape else np.array([255])
+    return (
+        f"{name}: {', '.join(equal) or 'all differ'}; {(size > 0).sum()} values differ, by at most {size.max()} of 255"
+    )
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Print the number of killed workers, and of lost or different files."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -73,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
             killed.extend(filter(None, [kill_worker()]))
 
     with tempfile.TemporaryDirectory() as folder:
-        source, here, there = (Path(folder, name) for name in ("in", "local", "ray"))
+        source, here, there, again = (Path(folder, name) for name in ("in", "local", "ray", "again"))
         write_photos(source, options.photos)
         batch(source, here, Small(), batch_size=8)
         start = time.perf_counter()
@@ -83,13 +98,17 @@ def main(arguments: list[str] | None = None) -> None:
         names = [row[name] for row in rows for name in FILES if row[name]]
         lost = options.photos - sum(row["error"] is None for row in rows)
         different = [name for name in names if (there / name).read_bytes() != (here / name).read_bytes()]
+        if different:
+            batch(source, again, Small(), batch_size=8)
+        runs = {"local": here, "ray": there, "local again": again}
+        descriptions = [describe(name, runs) for name in different]
     print(
         "| photos | workers | killed | rows lost | files | files that differ | seconds |\n|---|---|---|---|---|---|---|"
     )
     print(
         f"| {options.photos} | {WORKERS} | {len(killed)} | {lost} | {len(names)} | {len(different)} | {seconds:.0f} |",
     )
-    print("\n".join(different))
+    print("\n".join(descriptions))
     if lost or different or len(rows) != options.photos:
         raise SystemExit(1)
 

@@ -1,7 +1,9 @@
 """Engines that run the batches of a run: on this machine, or on a Ray cluster.
 
 On CPUs several networks run in parallel with one thread each, instead of one network with many threads. Threads then
-do not wait for each other at the end of each layer, and loading and drawing use the idle time.
+do not wait for each other at the end of each layer, and loading and drawing use the idle time. The number of threads
+changes the last bits of a result, so it is one for all engines and any number of workers. (A thread of PyTorch also
+takes over the number that another thread sets before its first operation, so different numbers would mix.)
 
 On a cluster, Ray Data maps the batches over actors that hold the model. The actors write the files into a folder that
 all machines share. The rows return to the calling process, which writes the manifest. Ray restarts an actor that has
@@ -152,13 +154,12 @@ class LocalEngine:
         """
         replicas = replicate(context.options, context.model, self.devices)
         networks = [replicas[index % len(replicas)] for index in range(self.parallel)]
-        threads = max(1, count_cores() // self.parallel)
         with ExitStack() as undo:
             undo.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(threads)
+            torch.set_num_threads(1)
             worker = Worker(context, networks, max(2, self.workers))
             # One more thread than networks, to load the next batch.
-            pool = ThreadPoolExecutor(self.parallel + 1, "saliency-batch", torch.set_num_threads, (threads,))
+            pool = ThreadPoolExecutor(self.parallel + 1, "saliency-batch", torch.set_num_threads, (1,))
             undo.callback(pool.shutdown, cancel_futures=True)
             undo.callback(worker.io.shutdown, cancel_futures=True)
             pending: deque[Future[list[Future[list[Row]]]]] = deque()
@@ -371,7 +372,6 @@ class Actor:
     def __init__(self, context: Any, holder: bytes, resources: Resources, max_tries: int) -> None:
         ray = importlib.import_module("ray")
         self._pickle, self._holder, self._max_tries = ray.cloudpickle, holder, max_tries
-        self._threads = 1 if resources.gpus else resources.cpus
         self._error: Exception | None = None
         # No other code uses this process, so process-wide settings are safe.
         keep_memory()
@@ -414,7 +414,7 @@ class Actor:
                 "the memory of the workers, use a smaller --batch-size, or leave these images out, and re-run to resume"
             )
         try:
-            torch.set_num_threads(self._threads)
+            torch.set_num_threads(1)
             return list(_rows(self._worker.run(group)))
         finally:
             attempts.unlink(missing_ok=True)

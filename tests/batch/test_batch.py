@@ -19,7 +19,7 @@ from torch import Tensor
 
 import saliency
 from saliency import BatchAttribution, GradCAM, ImageError, LayerError, TargetError, overlay
-from saliency.batch import BatchError, OverlayStyle, Progress, StoppedError, batch
+from saliency.batch import BatchError, OverlayStyle, Progress, StoppedError, batch, engines
 from saliency.batch import run as running
 from saliency.batch.drawing import write_results
 from saliency.batch.engines import LocalEngine, RunContext
@@ -634,6 +634,17 @@ def test_the_model_and_the_threads_of_pytorch_are_unchanged(source: Path, tmp_pa
     assert torch.get_num_threads() == threads
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_networks_have_one_thread_whatever_the_number_of_workers(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of threads changes the last bits of a result."""
+    set_numbers: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", set_numbers.append)
+    monkeypatch.setattr(engines, "count_cores", lambda: 4)
+    quick(source, tmp_path / "out", workers=1)
+    assert set(set_numbers) == {1}
 
 
 def test_progress_counts_done_and_failed_images(source: Path, tmp_path: Path) -> None:
