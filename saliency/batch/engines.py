@@ -1,9 +1,7 @@
 """Engines that run the batches of a run: on this machine, or on a Ray cluster.
 
 On CPUs several networks run in parallel with one thread each, instead of one network with many threads. Threads then
-do not wait for each other at the end of each layer, and loading and drawing use the idle time. The number of threads
-changes the last bits of a result, so it is one for all engines and any number of workers. (A thread of PyTorch also
-takes over the number that another thread sets before its first operation, so different numbers would mix.)
+do not wait for each other at the end of each layer, and loading and drawing use the idle time.
 
 On a cluster, Ray Data maps the batches over actors that hold the model. The actors write the files into a folder that
 all machines share. The rows return to the calling process, which writes the manifest. Ray restarts an actor that has
@@ -57,6 +55,12 @@ OBJECT_STORE = 256 << 20
 """Shared memory of a Ray cluster that this process starts, in bytes. A larger model is spilled to disk."""
 
 
+def set_threads(count: int) -> None:
+    """Set the number of threads of PyTorch for operations of the calling thread."""
+    torch.get_num_threads()  # otherwise, the first operation takes over the number that any other thread set last
+    torch.set_num_threads(count)
+
+
 def count_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -108,7 +112,7 @@ class Worker:
         self._free: queue.SimpleQueue[Network] = queue.SimpleQueue()
         for network in networks:
             self._free.put(network)
-        self.io = ThreadPoolExecutor(threads, "saliency-io", torch.set_num_threads, (1,))
+        self.io = ThreadPoolExecutor(threads, "saliency-io", set_threads, (1,))
 
     def run(self, batch: Sequence[Slot]) -> list[Future[list[Row]]]:
         """Compute a batch, and start to finish its images. Return the future rows of every image."""
@@ -156,10 +160,11 @@ class LocalEngine:
         networks = [replicas[index % len(replicas)] for index in range(self.parallel)]
         with ExitStack() as undo:
             undo.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(1)
+            # The number changes the last bits of a map. It is 1, whatever `workers` is, unless cores would be idle.
+            threads = max(1, self.workers // self.parallel)
             worker = Worker(context, networks, max(2, self.workers))
             # One more thread than networks, to load the next batch.
-            pool = ThreadPoolExecutor(self.parallel + 1, "saliency-batch", torch.set_num_threads, (1,))
+            pool = ThreadPoolExecutor(self.parallel + 1, "saliency-batch", set_threads, (threads,))
             undo.callback(pool.shutdown, cancel_futures=True)
             undo.callback(worker.io.shutdown, cancel_futures=True)
             pending: deque[Future[list[Future[list[Row]]]]] = deque()
@@ -414,7 +419,7 @@ class Actor:
                 "the memory of the workers, use a smaller --batch-size, or leave these images out, and re-run to resume"
             )
         try:
-            torch.set_num_threads(1)
+            set_threads(1)
             return list(_rows(self._worker.run(group)))
         finally:
             attempts.unlink(missing_ok=True)

@@ -25,7 +25,7 @@ from saliency.batch.drawing import write_results
 from saliency.batch.engines import LocalEngine, RunContext
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import COLUMNS, Row, make_row
-from saliency.batch.network import Slot, replicate
+from saliency.batch.network import Network, Slot, replicate
 from saliency.batch.report import report
 from saliency.batch.run_options import RunOptions
 from saliency.hooks.rectifiers import Coverage
@@ -636,15 +636,22 @@ def test_the_model_and_the_threads_of_pytorch_are_unchanged(source: Path, tmp_pa
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_networks_have_one_thread_whatever_the_number_of_workers(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("cores", "workers", "threads"), [(4, 1, 1), (4, None, 1), (16, None, 2), (16, 2, 1)])
+def test_networks_use_all_workers_with_the_same_number_of_threads(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, workers: int | None, threads: int
 ) -> None:
-    """The number of threads changes the last bits of a result."""
-    set_numbers: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", set_numbers.append)
-    monkeypatch.setattr(engines, "count_cores", lambda: 4)
-    quick(source, tmp_path / "out", workers=1)
-    assert set(set_numbers) == {1}
+    """The number of threads changes the last bits of a map."""
+    seen: set[int] = set()
+    monkeypatch.setattr(engines, "count_cores", lambda: cores)
+    explain = Network.explain
+
+    def watched(self: Network, *args: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return explain(self, *args)
+
+    monkeypatch.setattr(Network, "explain", watched)
+    quick(source, tmp_path / "out", workers=workers, batch_size=1)
+    assert seen == {threads}
 
 
 def test_progress_counts_done_and_failed_images(source: Path, tmp_path: Path) -> None:
