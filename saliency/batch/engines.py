@@ -160,8 +160,7 @@ class LocalEngine:
         networks = [replicas[index % len(replicas)] for index in range(self.parallel)]
         with ExitStack() as undo:
             undo.callback(torch.set_num_threads, torch.get_num_threads())
-            # The number changes the last bits of a map. It is 1, whatever `workers` is, unless cores would be idle.
-            threads = max(1, self.workers // self.parallel)
+            threads = max(1, min(self.workers, count_cores()) // self.parallel)
             worker = Worker(context, networks, max(2, self.workers))
             # One more thread than networks, to load the next batch.
             pool = ThreadPoolExecutor(self.parallel + 1, "saliency-batch", set_threads, (threads,))

@@ -23,7 +23,8 @@ def keep_memory() -> bool:
     The cost: the process keeps up to 1 GiB of free memory at the end of its heap, and all free memory below a block
     that is in use. Peak memory grew by 0 to 30 %.
 
-    The gain, in ms of CPU time per image, before and after (one thread, AMD EPYC, glibc 2.36; fresh processes):
+    The gain, in ms of CPU time per image, before and after (one thread, AMD EPYC, glibc 2.36; fresh processes
+    that called no method before, see `keep_small_heap`):
 
     | batch | EfficientNet-Lite0 forward | forward and backward | resnet50 forward | forward and backward |
     |---|---|---|---|---|

@@ -636,8 +636,10 @@ def test_the_model_and_the_threads_of_pytorch_are_unchanged(source: Path, tmp_pa
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("cores", "workers", "threads"), [(4, 1, 1), (4, None, 1), (16, None, 2), (16, 2, 1)])
-def test_networks_use_all_workers_with_the_same_number_of_threads(
+@pytest.mark.parametrize(
+    ("cores", "workers", "threads"), [(4, 1, 1), (4, None, 1), (16, None, 2), (16, 2, 1), (8, 32, 1)]
+)
+def test_networks_have_the_same_number_of_threads_and_at_most_one_per_core_and_worker(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, workers: int | None, threads: int
 ) -> None:
     """The number of threads changes the last bits of a map."""

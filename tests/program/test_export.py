@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import saliency
 from saliency import METHODS, MethodError, NotApplicableError, SaliencyError, TargetError
 from saliency.attribution.heatmap import resized
 from saliency.engine.multi_pass import SampledAttribution
-from saliency.program.export import NO_PROGRAM, captured
+from saliency.program.export import NO_PROGRAM, _require_equal, captured
 from tests.models import FunctionModel, PooledNet
 
 
@@ -245,14 +246,30 @@ def test_bfloat16_may_differ_by_its_rounding() -> None:
     captured(saliency.LRP(PooledNet().eval().bfloat16()), images(1).bfloat16())
 
 
+def test_a_difference_of_an_image_is_accepted_up_to_the_effect_of_its_last_digits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    method, x = saliency.VanillaGradient(PooledNet().eval()), images(2)
+    program, _ = captured(method, x)
+    exact = method.attribute(x)
+
+    def scaled(*factors: float) -> saliency.Explanation:
+        return replace(exact, values=exact.values * torch.tensor(factors)[:, None, None, None])
+
+    monkeypatch.setattr(saliency.VanillaGradient, "attribute", lambda self, *_: scaled(1.02, 1.0))
+    _require_equal(program, x, method, scaled(1.01, 1.0))
+    monkeypatch.setattr(saliency.VanillaGradient, "attribute", lambda self, *_: scaled(1.01, 1.02))
+    with pytest.raises(NotApplicableError, match=r"by 0\.01 of its maximum"):
+        _require_equal(program, x, method, scaled(1.01, 1.0))
+
+
 def test_a_difference_beyond_rounding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = PooledNet().eval()
     captured(saliency.VanillaGradient(model), images(1))
     monkeypatch.setattr("saliency.program.export.resized", lambda maps, size: 1.001 * resized(maps, size))
-    with pytest.raises(
-        NotApplicableError, match=r"by 0\.001 of its maximum; other last digits of the image change it by"
-    ):
+    with pytest.raises(NotApplicableError, match=r"by 0\.001 of its maximum; other last digits of the image explain"):
         captured(saliency.VanillaGradient(model), images(1))
 
 
