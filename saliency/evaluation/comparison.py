@@ -23,12 +23,11 @@ from ..attribution.base import Attribution, require_methods
 from ..attribution.explanation import Explanation
 from ..engine.estimates import tied_ranks
 from ..errors import ImageError, MethodError, plural
-from ..io.atomic_write import atomic_write
+from ..io.atomic_write import write_by_suffix
 from ..io.inputs import ImageLike, open_image
 from ..io.preprocess import drawable
 from ..tables import Column, Table, number
 from ..targets.targets import TargetLike
-from ..validation import check_choice
 from .metrics.base import ABSOLUTE, RELATIVE, Measurement, Metric, SharedResults, measure, resolve_metrics
 
 LEVEL = 0.05
@@ -209,14 +208,9 @@ class Comparison(Table[ComparisonRow]):
             MethodError: The suffix is not supported.
             OSError: The file cannot be written.
         """
-        path = Path(path)
-        writers = {".json": self._json, ".html": self._page}
-        check_choice("suffix", path.suffix, tuple(writers))
-        with atomic_write(path) as temporary:
-            temporary.write_text(writers[path.suffix](), "utf-8", newline="")
-        return path
+        return write_by_suffix(path, {".json": self._json, ".html": self._page})
 
-    def _json(self) -> str:
+    def _json(self) -> bytes:
         results = [asdict(result) for result in self.results]
         for result in results:
             del result["curves"]
@@ -228,12 +222,12 @@ class Comparison(Table[ComparisonRow]):
             "agreement": self.agreement,
             "results": results,
         }
-        return json.dumps(content, indent=1) + "\n"
+        return (json.dumps(content, indent=1) + "\n").encode()
 
-    def _page(self) -> str:
+    def _page(self) -> bytes:
         page = files(__package__).joinpath("comparison.html").read_text("utf-8")
         tables = Table(self.rows, self.columns, notes=self.notes).to_html(), self.differences.to_html()
-        return page.replace("<!-- tables -->", "\n".join(tables))
+        return page.replace("<!-- tables -->", "\n".join(tables)).encode()
 
 
 class _MetricValues:

@@ -19,7 +19,7 @@ import torch
 from ..attribution.base import METHODS, Attribution, explain_together
 from ..attribution.explanation import Explanation
 from ..errors import LayerError, MethodError, NotApplicableError
-from ..io.atomic_write import SOFTWARE, atomic_write
+from ..io.atomic_write import SOFTWARE, write_by_suffix
 from ..io.inputs import ImagesLike
 from ..render.figure import SCREEN_DPI, TEXT_SIZE, TITLE_SIZE, new_figure
 from ..render.notebook import framed
@@ -48,24 +48,25 @@ OTHERS = ("grad_cam", "layer_cam", "input_x_gradient")
 GRADIENTS = ("input_x_gradient", "vanilla_gradient")
 """The methods with which a map is compared; on a model without a layer for CAMs, the first other one of `GRADIENTS`."""
 
-PROPERTIES = {
-    "mprt": ("depends on the weights (MPRT)", "the map changes when the weights are randomised"),
-    "random_logit": ("depends on the class (random logit)", "the map changes with the explained class"),
-    "random_box": ("depends on the box (random logit)", "the map changes with the explained box"),
-    "noise_margin": ("stable under noise (noise margin)", "noise changes the map less than random weights do"),
-    "deletion": ("needed for the score (deletion)", "deleting the marked pixels lowers the score faster"),
-    "insertion": ("enough for the score (insertion)", "inserting the marked pixels raises the score faster"),
-    "road": ("needed, with imputation (ROAD)", "imputing the marked pixels lowers the score faster"),
-    "infidelity": ("predicts the score (infidelity)", "the map predicts how far hidden squares lower the score"),
-    "rank_correlation": ("agrees with others (rank correlation)", "other methods mark the same pixels"),
-}
-"""The title and the verdict of each metric of a card."""
-
 GROUPS = {
-    "depends on the model": ("mprt", "random_logit", "random_box", "noise_margin"),
-    "marks what matters": ("deletion", "insertion", "road", "infidelity", "rank_correlation"),
+    "depends on the model": {
+        "mprt": ("depends on the weights (MPRT)", "the map changes when the weights are randomised"),
+        "random_logit": ("depends on the class (random logit)", "the map changes with the explained class"),
+        "random_box": ("depends on the box (random logit)", "the map changes with the explained box"),
+        "noise_margin": ("stable under noise (noise margin)", "noise changes the map less than random weights do"),
+    },
+    "marks what matters": {
+        "deletion": ("needed for the score (deletion)", "deleting the marked pixels lowers the score faster"),
+        "insertion": ("enough for the score (insertion)", "inserting the marked pixels raises the score faster"),
+        "road": ("needed, with imputation (ROAD)", "imputing the marked pixels lowers the score faster"),
+        "infidelity": ("predicts the score (infidelity)", "the map predicts how far hidden squares lower the score"),
+        "rank_correlation": ("agrees with others (rank correlation)", "other methods mark the same pixels"),
+    },
 }
-"""The metrics of each group of a card. A map of the right model can still be at the wrong position."""
+"""The groups of a card: the title and the verdict of each metric.
+
+A map of the right model can still be at the wrong position.
+"""
 
 CONTROLS = ("centre", "edges", "random")
 """The controls of the second group. A constant map gives pixels no order; by ties, it would mark half of the image."""
@@ -177,13 +178,7 @@ class TrustCard(Table[Property]):
             MethodError: The suffix is not supported.
             OSError: The file cannot be written.
         """
-        path = Path(path)
-        writers = {".json": lambda: self.to_json().encode(), ".html": lambda: self._page().encode(), ".png": self._png}
-        if path.suffix not in writers:
-            raise MethodError(f'cannot save a trust card to "{path.name}": the suffix must be .json, .html or .png')
-        with atomic_write(path) as temporary:
-            temporary.write_bytes(writers[path.suffix]())
-        return path
+        return write_by_suffix(path, {".json": lambda: self.to_json().encode(), ".html": self._page, ".png": self._png})
 
     def to_json(self) -> str:
         """Return the card as JSON, with the settings of each metric. NaN and infinite numbers are null."""
@@ -204,10 +199,10 @@ class TrustCard(Table[Property]):
         draw_trust(self).savefig(png, format="png", dpi=1.5 * SCREEN_DPI, metadata={"Software": SOFTWARE})
         return png.getvalue()
 
-    def _page(self) -> str:
+    def _page(self) -> bytes:
         style = "<style>body { font-family: sans-serif; margin: 2em }</style>"
         head = f'<meta charset="utf-8"><title>{escaped(self.title)}</title>{style}'
-        return f"<!doctype html>\n<html lang=en><head>{head}</head><body>{self._repr_html_()}</body></html>\n"
+        return f"<!doctype html>\n<html lang=en><head>{head}</head><body>{self._repr_html_()}</body></html>\n".encode()
 
 
 def _without_nan(value: Any) -> Any:
@@ -258,9 +253,8 @@ def trust(
     context["inputs"] = subject.images
     metrics = _metrics(subject, None if seconds is None else check_number("seconds", seconds, above=0))
     measurements = measure(metrics, explanation, shared=shared, **context)
-    is_box = [each.settings.get("of") == "box" for each in measurements]
     measurements = [
-        replace(each, metric="random_box") if box else each for each, box in zip(measurements, is_box, strict=True)
+        replace(each, metric="random_box") if each.settings.get("of") == "box" else each for each in measurements
     ]
     if explanation.target_names[0] != ITSELF:  # where the gradients of the other methods are zero
         measurements.append(_agreement(subject, context))
@@ -319,12 +313,12 @@ def _agreement(subject: Subject, context: dict[str, Any]) -> Measurement:
 
 def property_of(measured: Measurement) -> Property:
     """Return the property that a measurement of one image shows."""
-    title, verdict = PROPERTIES[measured.metric]
+    group = next(group for group, metrics in GROUPS.items() if measured.metric in metrics)
+    title, verdict = GROUPS[group][measured.metric]
     if not measured.beats_controls:
         verdict = WORSE if measured.loses_to_controls else UNCLEAR
     elif measured.metric in (*GROUPS["depends on the model"], "rank_correlation") and measured.values < SLIGHT:
         verdict += ", but only slightly"
-    group = next(group for group, metrics in GROUPS.items() if measured.metric in metrics)
     value, error = float(measured.values), math.nan if measured.error is None else float(measured.error)
     controls = {name: float(control.values) for name, control in measured.controls.items()}
     ranges = {name: (float(control.low), float(control.high)) for name, control in measured.controls.items()}
@@ -334,7 +328,8 @@ def property_of(measured: Measurement) -> Property:
 
 def missing_properties(measured: Collection[str]) -> dict[str, str]:
     """Return the titles, by metric, of the properties that were not measured; only boxes have other boxes."""
-    return {name: title for name, (title, _) in PROPERTIES.items() if name not in (*measured, "random_box")}
+    titles = {name: title for metrics in GROUPS.values() for name, (title, _) in metrics.items()}
+    return {name: title for name, title in titles.items() if name not in (*measured, "random_box")}
 
 
 def _notes(explanation: Explanation, measured: Collection[str]) -> list[str]:

@@ -204,11 +204,8 @@ def attention(
         with prepared_for_attribution(model), bind_forward_args(forward_args, read_batch):
             return _trace_layouts(model, batch, resolved, [*layers.values()])
 
-    def layouts_of(number: int) -> _Layouts:
-        return layouts()[number]
-
     return [
-        LayerAttention(layers[call], read_batch, call, grad[call], reduce, partial(layouts_of, number))
+        LayerAttention(layers[call], read_batch, call, grad[call], reduce, lambda number=number: layouts()[number])
         for number, call in enumerate(grads.attention)
     ]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
+
+from ..validation import check_choice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +66,24 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_by_suffix(path: str | os.PathLike[str], writers: Mapping[str, Callable[[], bytes]]) -> Path:
+    """Write a file atomically, in the format of its suffix, and return its path.
+
+    Args:
+        path: The file.
+        writers: Functions that return the content, by suffix.
+
+    Raises:
+        MethodError: The suffix is not supported.
+        OSError: The file cannot be written.
+    """
+    path = Path(path)
+    check_choice("suffix", path.suffix, tuple(writers))
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(writers[path.suffix]())
+    return path
 
 
 def is_stream(path: Path) -> bool:

@@ -87,11 +87,8 @@ class Coalitions(ScoreEstimate):
 
     def run(self, passes: PassRunner, count: int) -> None:
         """Run up to `count` passes, until a limit is met."""
-
-        def make(start: int, stop: int) -> Tensor:
-            return self._filler(self.segments.hidden(self._rows(start, stop)))
-
-        for done in passes.until_precise(self, passes.forwards(make, count)):
+        forwards = passes.forwards(lambda i, j: self._filler(self.segments.hidden(self._rows(i, j))), count)
+        for done in passes.until_precise(self, forwards):
             self.rows = torch.cat([self.rows, self._rows(self.count, self.count + len(done.scores))])
             self.add(done.scores)
 

@@ -89,14 +89,12 @@ class Occlusion(TimedAttribution):
         filler = Filler(passes.x, self.fill)
         total, covered = torch.zeros(2, *size, dtype=torch.float64, device="cpu")
 
-        def make(start: int, stop: int) -> Tensor:
-            return self._hidden(filler, corners[start:stop], window)
-
         def mean() -> ImageAttribution | None:
             return ImageAttribution((total / covered)[None].to(passes.x)) if covered.all() else None
 
         passes.partial = mean
-        for done in passes.forwards(make, len(corners), local=True):
+        forwards = passes.forwards(lambda i, j: self._hidden(filler, corners[i:j], window), len(corners), local=True)
+        for done in forwards:
             for corner, fall in zip(corners[done.start :], (score - done.scores).tolist(), strict=False):
                 hidden = _slices(corner, window)
                 total[hidden] += fall

@@ -129,10 +129,7 @@ class NoisyAttribution(WrappingAttribution, SampledAttribution):
 
     def noisy(self, passes: PassRunner) -> Iterator[BatchAttribution]:
         """Yield the wrapped method's results for noisy copies of an image, chunk by chunk."""
-
-        def make(start: int, stop: int) -> Tensor:
-            return noisy_copies(passes.x, self.noise, self.seed, start, stop)
-
+        make = partial(noisy_copies, passes.x, self.noise, self.seed)
         if type(self._wrapped) is VanillaGradient:
             for done in passes.gradients(make, self.most_passes):
                 yield BatchAttribution(done.gradients, done.scores)

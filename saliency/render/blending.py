@@ -20,7 +20,6 @@ from ..errors import RenderError, did_you_mean, warn
 from ..io.inputs import ImageLike, open_image
 from ..io.preprocess import Box, Frame, drawable, resize_box, scaled_size
 from ..validation import check_number
-from .contours import check_levels, draw_contours
 from .scaling import Percentile, drawn_maps, resolve_percentile, smoothed
 
 Opacity = float | Literal["map"]
@@ -45,6 +44,8 @@ MOST_OPACITY = 0.8  # of opacity="map"; the image stays visible under the strong
 LINES_PER_CROP = 240  # thickness of the lines around the crop: one of so many parts of its shorter edge
 STRIPES_PER_EDGE = 400  # thickness of stripes: one of so many parts of the image's longer edge
 STRIPES = 6  # widths of a stripe from one to the next
+CONTOURS_PER_EDGE = 250  # thickness of contours: one of so many parts of the image's longer edge
+CONTOUR_TONES = ((3, "black"), (1, "white"))  # widths in lines: white between black is visible on any image
 
 
 @cache
@@ -301,8 +302,8 @@ def paint(
         left, top, right, bottom = (max(0, round(edge)) for edge in box)
         width = max(drawing.size) / STRIPES_PER_EDGE
         outline(drawing, (slice(top, bottom), slice(left, right)), width, ((0, 0, 0, 255), BOX_COLOR))
-    if levels := check_levels(contours):
-        draw_contours(drawing, values, area, levels)
+    if contours:
+        draw_contours(drawing, values, area, contours)
     return drawing
 
 
@@ -372,6 +373,35 @@ def outline(image: Image.Image, area: Area, width: float | None = None, colors: 
         if thickness > 0:
             draw.rectangle((left, top, right - 1, bottom - 1), outline=color, width=thickness)
         left, top, right, bottom = left + width, top + width, right - width, bottom - width
+
+
+def draw_contours(image: Image.Image, values: Plane, area: Area, levels: Sequence[float]) -> None:
+    """Draw the lines at which the magnitude of a scaled map crosses some levels, on an RGB image in place.
+
+    Args:
+        image: The image.
+        values: (h, w) the scaled map, at the pixels of the area.
+        area: The rows and columns of the image that the map covers.
+        levels: The magnitudes, above 0 and below 1.
+
+    Raises:
+        RenderError: The levels are not such numbers.
+    """
+    from contourpy import contour_generator  # a part of matplotlib, which loads where it is used
+
+    if isinstance(levels, str) or not isinstance(levels, Sequence):
+        raise RenderError(f"contours={levels!r} is not a list of levels, such as (0.5, 0.8)")
+    # A margin of zeros closes the lines of regions at the edge of the map.
+    contours = contour_generator(z=np.pad(np.abs(values), 1))
+    draw, width = ImageDraw.Draw(image), max(1, round(max(image.size) / CONTOURS_PER_EDGE))
+    corner = np.array(corners(area)[:2]) - 1
+    hint = ", a fraction of the value at full colour"
+    for level in levels:
+        magnitude = check_number("contours", level, above=0, below=1, hint=hint, error=RenderError)
+        lines = [np.asarray(line) + corner for line in contours.lines(magnitude)]
+        for times, tone in CONTOUR_TONES:
+            for line in lines:
+                draw.line([(x, y) for x, y in line.tolist()], fill=tone, width=times * width, joint="curve")
 
 
 class Drawing(Image.Image):

@@ -144,11 +144,10 @@ class Measurement:
         """Return whether the values are above, or below, all controls by more than rounding."""
         if self.higher_is_better is None or not self.controls:
             return torch.zeros_like(self.values, dtype=torch.bool)
-        if above:
-            limit = torch.stack([control.high for control in self.controls.values()]).amax(0)
-            return (self.values > limit) & ~torch.isclose(self.values, limit, rtol=RELATIVE, atol=ABSOLUTE)
-        limit = torch.stack([control.low for control in self.controls.values()]).amin(0)
-        return (self.values < limit) & ~torch.isclose(self.values, limit, rtol=RELATIVE, atol=ABSOLUTE)
+        limits = torch.stack([control.high if above else control.low for control in self.controls.values()])
+        limit = limits.amax(0) if above else limits.amin(0)
+        is_beyond = self.values > limit if above else self.values < limit
+        return is_beyond & ~torch.isclose(self.values, limit, rtol=RELATIVE, atol=ABSOLUTE)
 
     def __repr__(self) -> str:
         """Return one line: the mean over the images, and the means of the controls."""

@@ -251,12 +251,9 @@ class Infidelity(PerturbationMetric):
             draws = torch.rand(2, generator=generator(image.seed, number), dtype=torch.float64, device="cpu").tolist()
             top, left = int(draws[0] * (height - side + 1)), int(draws[1] * (width - side + 1))
             square[top : top + side, left : left + side] = True
-
-        def hidden(start: int, stop: int) -> Tensor:
-            return squares[start:stop]
-
         key = ("square", side, self.samples)
-        falls = image.full - image.masked_scores(key, self.samples, self.fill, hidden, local=True)
+        scores = image.masked_scores(key, self.samples, self.fill, lambda i, j: squares[i:j], local=True)
+        falls = image.full - scores
         sums = torch.stack([image.contributions(self.fill)[:, square].sum(1) for square in squares], 1).cpu().double()
 
         def errors(chosen: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -166,7 +165,7 @@ def layers_from_the_top(method: Attribution, x: Tensor) -> list[str]:
     model, began = method.model, list[str]()
     with prepared_for_attribution(model), torch.no_grad(), HookManager() as hooks:
         for name, module in model.named_modules():
-            hooks.around(module, partial(_note, began, name), lambda begun, output: None)
+            hooks.around(module, lambda *_, name=name: began.append(name), lambda *_: None)
         run_model(model, x)
     places = {name: place for place, name in reversed(list(enumerate(began)))}
     own = [name for name, module in model.named_modules() if _tensors(module)]
@@ -179,10 +178,6 @@ def layers_from_the_top(method: Attribution, x: Tensor) -> list[str]:
         return places.get(name, 0)
 
     return sorted(own, key=place, reverse=True)
-
-
-def _note(began: list[str], name: str, args: object, kwargs: object) -> None:
-    began.append(name)
 
 
 def randomise(model: nn.Module, names: list[str], *seed: int) -> None:
@@ -204,14 +199,10 @@ def randomise(model: nn.Module, names: list[str], *seed: int) -> None:
 def restore(copied: nn.Module, model: nn.Module) -> None:
     """Copy the values of a model back into its copy, including buffers that are not saved."""
     with torch.no_grad():
-        for tensor, value in zip(_all_tensors(copied), _all_tensors(model), strict=True):
+        for tensor, value in zip(_tensors(copied, recurse=True), _tensors(model, recurse=True), strict=True):
             tensor.copy_(value)
 
 
-def _all_tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    """Return the parameters and buffers that a module itself holds."""
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+def _tensors(module: nn.Module, *, recurse: bool = False) -> list[Tensor]:
+    """Return the parameters and buffers of a module itself, or also of its children."""
+    return [*module.parameters(recurse), *module.buffers(recurse)]
