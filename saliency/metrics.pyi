@@ -17,6 +17,7 @@ from .evaluation.metrics.complexity import Gini as Gini
 from .evaluation.metrics.faithfulness import ABPC as ABPC
 from .evaluation.metrics.faithfulness import AOPC as AOPC
 from .evaluation.metrics.faithfulness import IROF as IROF
+from .evaluation.metrics.faithfulness import PIC as PIC
 from .evaluation.metrics.faithfulness import AverageDrop as AverageDrop
 from .evaluation.metrics.faithfulness import Completeness as Completeness
 from .evaluation.metrics.faithfulness import Deletion as Deletion
@@ -25,7 +26,6 @@ from .evaluation.metrics.faithfulness import Increase as Increase
 from .evaluation.metrics.faithfulness import Infidelity as Infidelity
 from .evaluation.metrics.faithfulness import Insertion as Insertion
 from .evaluation.metrics.faithfulness import SensitivityN as SensitivityN
-from .evaluation.metrics.information_curve import PIC as PIC
 from .evaluation.metrics.localisation import EnergyPointingGame as EnergyPointingGame
 from .evaluation.metrics.localisation import IoU as IoU
 from .evaluation.metrics.localisation import PointingGame as PointingGame

@@ -118,7 +118,8 @@ def segmented(x: Tensor, by: ResolvedSegments, preprocess: object = None) -> Seg
         for edge, cells in zip(size, by, strict=True):
             labels = labels[..., None] * cells + torch.arange(edge, device="cpu") * min(cells, edge) // edge
     else:
-        image = _image(x, preprocess)
+        pixels = x[0].detach().cpu().double()
+        image = in_unit_range(pixels, pixels, preprocess).movedim(0, -1).contiguous().numpy()
         labels = _checked(_superpixels(image, by) if isinstance(by, int) else by(image))
     if tuple(labels.shape) != size:
         raise MethodError(
@@ -128,16 +129,15 @@ def segmented(x: Tensor, by: ResolvedSegments, preprocess: object = None) -> Seg
     return Segments(labels.to(x.device))
 
 
-def _image(x: Tensor, preprocess: object) -> NDArray[np.float64]:
-    """Return the image as the model sees it, (H, W, C), in 0..1."""
-    image = x[0].detach().cpu().double()
-    if isinstance(preprocess, Preprocess) and len(image) == len(preprocess.mean):
-        image = preprocess.denormalise(image)
-    else:
-        low, high = float(image.min()), float(image.max())
-        image = (image - low) / (high - low) if high > low else torch.full_like(image, 0.5)
-    array: NDArray[np.float64] = image.clamp(0, 1).movedim(0, -1).contiguous().numpy()
-    return array
+def in_unit_range(values: Tensor, x: Tensor, preprocess: object) -> Tensor:
+    """Return values (C, H, W) of the model's input as pixels in 0..1.
+
+    They are denormalised if the preprocessing is a `Preprocess`, and otherwise scaled by the extremes of an input `x`.
+    """
+    if isinstance(preprocess, Preprocess) and len(values) == len(preprocess.mean):
+        return preprocess.denormalise(values).clamp(0, 1)
+    low, high = x.aminmax()
+    return ((values - low) / (high - low)).clamp(0, 1) if high > low else torch.full_like(values, 0.5)
 
 
 def _superpixels(image: NDArray[np.float64], count: int) -> Any:

@@ -16,6 +16,7 @@ from saliency.evaluation.metrics.faithfulness import (
     ABPC,
     AOPC,
     IROF,
+    PIC,
     AverageDrop,
     Deletion,
     FaithfulnessCorrelation,
@@ -24,7 +25,6 @@ from saliency.evaluation.metrics.faithfulness import (
     Insertion,
     SensitivityN,
 )
-from saliency.evaluation.metrics.information_curve import PIC
 from saliency.evaluation.metrics.road import ROAD, CombinedROAD, imputed
 from saliency.metrics import METRICS, Measurement, PerturbationMetric, measure
 from saliency.testing import Snapshot
