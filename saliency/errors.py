@@ -83,6 +83,18 @@ class SaliencyWarning(UserWarning):
     """The result is correct, but has a limitation that the user should know."""
 
 
+@contextmanager
+def errors_as(kind: type[SaliencyError], problem: str) -> Iterator[None]:
+    """Raise any error of a block as an error of this kind: the problem, then the reason. Errors of `saliency` pass."""
+    try:
+        yield
+    except SaliencyError:
+        raise
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise kind(f"{problem}: {reason}") from error
+
+
 _warned_from: ContextVar[set[tuple[str, int]] | None] = ContextVar("_warned_from", default=None)
 
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import numpy as np
 import torch
 from PIL import Image
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from .. import notebook
-from ..errors import ExplanationError
+from ..errors import ExplanationError, errors_as
 from ..hooks.rectifiers import Coverage
 from ..io.atomic_write import atomic_write, save_tensors
 from ..io.inputs import decode, encode
@@ -225,17 +225,13 @@ class Explanation(BatchAttribution):
         Raises:
             ExplanationError: The file is missing, damaged, or of another kind.
         """
-        try:
+        with errors_as(ExplanationError, f"{path}: not a readable explanation"):
             with safe_open(str(path), framework="pt") as file:
                 header = json.loads((file.metadata() or {}).get("saliency", "null"))
                 if not isinstance(header, dict) or header.get("format") != _FORMAT:
                     raise ExplanationError(f"{path}: a safetensors file, but not one that Explanation.save wrote")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return cls(**_fields_from(header, tensors))
-        except (OSError, SafetensorError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:
-            if isinstance(error, ExplanationError):
-                raise
-            raise ExplanationError(f"{path}: not a readable explanation: {error}") from error
 
     def _header(self) -> dict[str, Any]:
         names = [field.name for field in fields(self) if not isinstance(getattr(self, field.name), Tensor)]

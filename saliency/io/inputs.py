@@ -18,7 +18,7 @@ import torch
 from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
-from ..errors import ImageError, NonFiniteError, warn
+from ..errors import ImageError, NonFiniteError, errors_as, warn
 from .atomic_write import ADDRESS, is_address, is_volume
 from .preprocess import (
     Frame,
@@ -82,7 +82,7 @@ def open_image(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image
 
 def _open_path(path: str | os.PathLike[str], max_pixels: int) -> Image.Image:
     name = os.fsdecode(path)
-    try:
+    with errors_as(ImageError, f"{name!r} cannot be read"):
         # Check before opening, since a FIFO would block and a device may have side effects.
         path = Path(name)
         if is_address(name):
@@ -93,23 +93,17 @@ def _open_path(path: str | os.PathLike[str], max_pixels: int) -> Image.Image:
             raise ImageError(f"{name!r} is {kind}; expected an image file")
         with path.open("rb") as file:
             return decode(file, name, max_pixels)
-    except (OSError, ValueError) as error:
-        if isinstance(error, ImageError):
-            raise
-        raise ImageError(f"{name!r} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _open_file(file: IO[bytes], max_pixels: int) -> Image.Image:
     name = str(getattr(file, "name", type(file).__name__))
-    try:
+    with errors_as(ImageError, f"{name!r} cannot be read, expected a file open in binary mode"):
         position = file.tell() if file.seekable() else None
         if position is not None:
             file.seek(0)
         content = io.BytesIO(file.read())
         if position is not None:
             file.seek(position)
-    except (OSError, ValueError, TypeError) as error:
-        raise ImageError(f"{name!r} cannot be read: {error}; expected a file open in binary mode") from error
     return decode(content, name, max_pixels)
 
 
@@ -131,10 +125,8 @@ def decode(file: IO[bytes], name: str, max_pixels: int = MAX_PIXELS) -> Image.Im
         hint = " but XML, as SVG drawings are; save it as PNG" if _XML.match(head) else hint
         raise ImageError(f"{name!r} {problem}{hint}")
     file.seek(0)
-    try:
+    with errors_as(ImageError, f"{name!r} is damaged"):
         image = accepting[0](file, name)
-    except Exception as error:
-        raise ImageError(f"{name!r} is damaged: {str(error) or type(error).__name__}") from error
     return _decode_checked(image, repr(name), max_pixels)
 
 
@@ -152,12 +144,8 @@ def _decode_checked(image: Image.Image, name: str, max_pixels: int) -> Image.Ima
         raise ImageError(f"{name} has no pixels: it is {width} x {height}")
     if width * height > max_pixels:
         raise ImageError(f"{name} has {width} x {height} pixels, more than the limit of {max_pixels}; resize it first")
-    try:
+    with errors_as(ImageError, f"{name} is damaged"):
         return _without_metadata(_apply_orientation(image))
-    except ImageError as error:
-        raise ImageError(f"{name}: {error}") from error
-    except Exception as error:
-        raise ImageError(f"{name} is damaged: {str(error) or type(error).__name__}") from error
 
 
 # Orientation and colour

@@ -6,7 +6,7 @@ import re
 import zlib
 from typing import Any
 
-from ..errors import ImageError, optional_import
+from ..errors import ImageError, errors_as, optional_import
 
 # Facts of a file that change with its content, in the names of several stores; the first known one is used.
 _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "updated", "created")
@@ -27,10 +27,8 @@ def _connect(address: str) -> tuple[Any, str]:
         ImageError: fsspec does not know the file system, or lacks its package.
     """
     fsspec = optional_import("fsspec", "remote", f"the address {address}")
-    try:
+    with errors_as(ImageError, "cannot be read"):
         files, path = fsspec.core.url_to_fs(address)
-    except (ImportError, ValueError) as error:
-        raise ImageError(f"cannot be read: {error}") from error
     return files, path
 
 
@@ -48,11 +46,9 @@ def list_files(address: str, *, recursive: bool = False) -> list[tuple[str, tupl
         ImageError: The address cannot be listed.
     """
     files, root = _connect(address)
-    try:
+    with errors_as(ImageError, "cannot be listed"):
         is_folder = files.isdir(root)
         found = files.find(root, maxdepth=None if recursive else 1) if is_folder else files.glob(root)
-    except Exception as error:  # each store raises errors of its own
-        raise ImageError(f"cannot be listed: {error}") from error
     found = [path for path in found if not (is_folder and "/." in f"/{path.removeprefix(root)}")]
     below = len(root.strip("/").split("/"))
     parts = [tuple(path.strip("/").split("/"))[below:-1] if is_folder else () for path in found]
@@ -62,10 +58,8 @@ def list_files(address: str, *, recursive: bool = False) -> list[tuple[str, tupl
 def read_bytes(address: str) -> bytes:
     """Return the content of a file. Raises ImageError if it cannot be read."""
     files, path = _connect(address)
-    try:
+    with errors_as(ImageError, "cannot be read"):
         content: bytes = files.cat_file(path)
-    except Exception as error:  # each store raises errors of its own
-        raise ImageError(f"cannot be read: {error}") from error
     return content
 
 
@@ -76,11 +70,10 @@ def file_stamp(address: str) -> tuple[int, ...]:
         ImageError: The file system cannot be reached.
     """
     files, path = _connect(address)
-    try:
-        facts = files.info(path)
-    except FileNotFoundError:
-        return ()
-    except Exception as error:  # each store raises errors of its own
-        raise ImageError(f"{address} cannot be read: {error}") from error
+    with errors_as(ImageError, f"{address} cannot be read"):
+        try:
+            facts = files.info(path)
+        except FileNotFoundError:
+            return ()
     version = next((facts[name] for name in _VERSIONS if facts.get(name) is not None), None)
     return int(facts["size"] or 0), zlib.crc32(str(version).encode())

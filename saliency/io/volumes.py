@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import ImageError, SaliencyError, optional_import
+from ..errors import ImageError, errors_as, optional_import
 from .atomic_write import SOFTWARE, is_volume
 from .preprocess import Preprocess, TransformPreprocess
 
@@ -54,12 +54,8 @@ def read_volume(path: str | os.PathLike[str]) -> Volume:
             slices differ in shape, pixel size or direction, or are not evenly spaced.
     """
     name = os.fsdecode(path)
-    try:
+    with errors_as(ImageError, f"{name!r} cannot be read"):
         return _read_nifti(name) if is_volume(name, (".nii", ".nii.gz")) else _read_series(Path(name))
-    except SaliencyError:
-        raise
-    except Exception as error:
-        raise ImageError(f"{name!r} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def preprocess_volume(volume: Tensor, prepare: Preprocess | TransformPreprocess | None) -> Tensor:

@@ -12,7 +12,7 @@ from textwrap import shorten
 import torch
 from torch import Tensor, nn
 
-from ..errors import ModelError
+from ..errors import ModelError, errors_as
 
 SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar"})
 Build = Callable[[int | None], nn.Module]  # number of classes, None for the default -> a model with random weights
@@ -73,13 +73,10 @@ def load_checkpoint(build: Build, path: Path) -> tuple[nn.Module, int | None]:
 
 
 def _read_safetensors(path: Path) -> object:
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
+    with errors_as(ModelError, f"{path} is damaged or not a safetensors file"):
         return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} is damaged or not a safetensors file: {error}") from error
 
 
 def _read_pickle(path: Path) -> object:
