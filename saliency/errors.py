@@ -85,10 +85,13 @@ class SaliencyWarning(UserWarning):
 
 @contextmanager
 def errors_as(kind: type[SaliencyError], problem: str) -> Iterator[None]:
-    """Raise any error of a block as an error of this kind: the problem, then the reason. Errors of `saliency` pass."""
+    """Raise any error of a block as an error of this kind: the problem, then the reason.
+
+    Errors that are of this kind already, and of missing packages, are not changed.
+    """
     try:
         yield
-    except SaliencyError:
+    except (kind, DependencyError):
         raise
     except Exception as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__

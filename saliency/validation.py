@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import NoReturn, SupportsFloat, SupportsInt, TypeGuard, TypeVar
+from typing import Any, NoReturn, SupportsFloat, SupportsInt, TypeGuard, TypeVar
 
 from .errors import MethodError, SaliencyError, did_you_mean
 
@@ -84,6 +84,13 @@ def check_number(
         wanted = " and ".join(f"{words} {bound:g}" for words, bound, _ in bounds if bound is not None)
         raise error(f"{option}={value!r} is not a finite number {wanted}".rstrip() + hint)
     return number
+
+
+def check_numbers(option: str, values: object, **bounds: Any) -> tuple[float, ...]:
+    """Return a list of numbers, each checked as in `check_number`. Raises MethodError if it is none, or is empty."""
+    if not isinstance(values, list | tuple) or not values:
+        raise MethodError(f"{option}={values!r}: expected a list of numbers, such as (0.1, 0.2)")
+    return tuple(check_number(option, value, **bounds) for value in values)
 
 
 def check_flag(option: str, value: object) -> bool:

@@ -19,6 +19,7 @@ from ..hooks import autograd_graph as graph
 from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
+from ..validation import check_choice
 from .arguments import LayersLike, is_pattern, require_hookable, select_layers
 from .edit_rules import Rule, RuleLike, apply_rules, as_rules
 from .record import HookBlock
@@ -275,8 +276,7 @@ def edit_gradients(
     Warns:
         SaliencyWarning: The block ended without an exception, and a named target was not edited.
     """
-    if at not in ("input", "output"):
-        raise MethodError(f'gradients are edited at "input" or at "output"; got {at!r}')
+    check_choice("at", at, ("input", "output"))
     return Editing(find_targets(unwrap(model), layers), rule, _attach_to_input if at == "input" else _attach_to_output)
 
 

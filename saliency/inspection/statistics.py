@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import ImageError, LayerError, MethodError, RenderError, TargetError, plural
+from ..errors import ImageError, LayerError, RenderError, TargetError, plural
 from ..hooks.autograd_graph import ends_in_probability, this_backward
 from ..hooks.manager import HookManager
 from ..hooks.model_state import categories_of, leaf, prepared_for_attribution
@@ -25,6 +25,7 @@ from ..hooks.rectifiers import differentiate
 from ..render.figure import new_figure
 from ..tables import Column, Table, number, share
 from ..targets.targets import Categories, OutputFacts, OutputTarget, TargetLike, as_target, output_tensor
+from ..validation import check_choice
 from .arguments import Batches, LayersLike, ModelCall, select_layers
 from .moments import Moments, moments, real_values
 from .record import ModuleCall, Recording
@@ -182,8 +183,7 @@ def activation_statistics(
         ModelError: The model has parameters without values.
         NotApplicableError: A layer returns a nested or quantised tensor.
     """
-    if channel_axis not in (1, -1):
-        raise MethodError(f"channels are on axis 1 or on axis -1; got channel_axis={channel_axis!r}")
+    check_choice("channel_axis", channel_axis, (1, -1))
     collector = _ActivationCollector(Batches(model, data), layers, channel_axis)
     for batch in collector.batches:
         collector.run(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,8 @@ from ..attribution.options import ConvertedOption, Option
 from ..axes import along_axes, at_least_float32, require_two_axes, spatial
 from ..engine.estimates import generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, SteppedAttribution
-from ..errors import MethodError
 from ..hooks.model_state import leaf
-from ..validation import check_choice, check_integer, check_number
+from ..validation import check_choice, check_integer, check_number, check_numbers
 from .baselines import Diffusion, Filler, FillOption
 
 Render = Callable[[Tensor, tuple[int, ...]], Tensor]
@@ -195,13 +194,6 @@ _TEMPERATURE = 1 / 20
 _GROWTH = 1.0035**800
 
 
-def _checked_areas(option: str, areas: Any) -> list[float]:
-    shares = areas if isinstance(areas, list | tuple) else (areas,)
-    if not shares:
-        raise MethodError(f"{option} is empty; expected at least one share of the image, such as 0.1")
-    return [check_number(option, share, above=0, below=1) for share in shares]
-
-
 class ExtremalPerturbation(OptimisedMask):
     """The part of the image, of a given area, that keeps the score highest while the rest is blurred.
 
@@ -239,7 +231,9 @@ class ExtremalPerturbation(OptimisedMask):
     rate = 0.02
     cost = "802 forwards, 800 backwards, for each area"
 
-    areas: ConvertedOption[Sequence[float], list[float]] = ConvertedOption((0.1,), _checked_areas)
+    areas: ConvertedOption[Sequence[float], tuple[float, ...]] = ConvertedOption(
+        (0.1,), check_numbers, above=0, below=1
+    )
     steps: Option[int] = Option(800, check_integer)
     weight: Option[float] = Option(10.0, check_number, above=0)
     keep: Option[Keep] = Option("best", check_choice, get_args(Keep))

@@ -28,16 +28,10 @@ from ..engine.multi_pass import (
 from ..errors import MethodError
 from ..hooks.model_state import unwrap
 from ..io.inputs import Batch
-from ..validation import check_flag, check_number
+from ..validation import check_flag, check_number, check_numbers
 from .gradient import VanillaGradient
 
 NOISE_HINT = "; 0.1 to 0.2 of the range is usual"
-
-
-def _check_scales(name: str, scales: Any) -> tuple[float, ...]:
-    if not isinstance(scales, list | tuple) or not scales:
-        raise MethodError(f"{name}={scales!r}: expected a list of positive numbers, such as (0.9, 1, 1.1)")
-    return tuple(check_number(name, scale, above=0) for scale in scales)
 
 
 class WrappingAttribution(MultiPassAttribution):
@@ -174,7 +168,7 @@ class Augmented(WrappingAttribution):
     cost = "6 times the wrapped method: 6 forwards, 6 backwards"
 
     flips: Option[bool] = Option(True, check_flag)
-    scales: Option[tuple[float, ...]] = Option((0.9, 1.0, 1.1), _check_scales)
+    scales: Option[tuple[float, ...]] = Option((0.9, 1.0, 1.1), check_numbers, above=0)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Return the mean over the copies."""

@@ -16,10 +16,8 @@ from ...attribution.base import METHODS
 from ...attribution.heatmap import reduced_maps
 from ...engine.estimates import generator, tied_ranks
 from ...engine.multi_pass import ImageAttribution, MakeInputs, MultiPassAttribution, PassRunner
-from ...errors import MethodError
 from ...methods.baselines import Fill, Filler, GivenImages
 from ...methods.segments import ResolvedSegments, Segments, segmented
-from ...validation import check_number
 from .base import Metric, Outcome, SharedResults, Subject, stacked
 
 GROUPS = 50
@@ -267,13 +265,6 @@ def ranks_of(values: Tensor) -> Tensor:
 def digest(values: Tensor) -> bytes:
     """Return a digest of the values of a tensor. It distinguishes tensors of one shape and type."""
     return hashlib.sha256(values.contiguous().view(torch.uint8).cpu().numpy().data).digest()
-
-
-def check_shares(option: str, shares: object) -> tuple[float, ...]:
-    """Return shares of the pixels, each above 0 and at most 1. Raises MethodError for others, or for none."""
-    if not isinstance(shares, list | tuple) or not shares:
-        raise MethodError(f"{option}={shares!r} is invalid; expected shares of the pixels, such as (0.1, 0.2)")
-    return tuple(check_number(option, share, above=0, most=1) for share in shares)
 
 
 def fill_name(fill: Fill) -> Hashable:

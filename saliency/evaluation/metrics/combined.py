@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...attribution.options import Option
-from ...validation import check_number
+from ...validation import check_number, check_numbers
 from .base import Outcome, Subject
-from .changed_images import check_shares, correlation, ranks_of, scaled_to_one
+from .changed_images import correlation, ranks_of, scaled_to_one
 from .repeated_maps import Maps, MethodMetric
 from .road import NOISE, removed
 
@@ -81,7 +81,7 @@ class ARCC(CombinedMetric):
 
     name = "arcc"
 
-    shares: Option[tuple[float, ...]] = Option((0.2, 0.4, 0.6, 0.8), check_shares)
+    shares: Option[tuple[float, ...]] = Option((0.2, 0.4, 0.6, 0.8), check_numbers, above=0, most=1)
     noise: Option[float] = Option(NOISE, check_number, least=0)
 
     def effect(self, subject: Subject, maps: Tensor, masked: Tensor) -> Tensor:

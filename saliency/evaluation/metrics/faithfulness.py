@@ -16,9 +16,9 @@ from ...engine.estimates import generator
 from ...io.inputs import encode
 from ...methods.baselines import Filler, FillOption
 from ...methods.segments import ResolvedSegments, SegmentsLike, in_unit_range, resolve_segments
-from ...validation import check_choice, check_integer, check_number
+from ...validation import check_choice, check_integer, check_number, check_numbers
 from .base import Outcome
-from .changed_images import PerturbationMetric, PerturbedImage, area, check_shares, correlation, digest, jackknife
+from .changed_images import PerturbationMetric, PerturbedImage, area, correlation, digest, jackknife
 
 POINTS = 1001
 """The number of equally spaced sizes at which a performance information curve is computed."""
@@ -429,7 +429,7 @@ class PIC(PerturbationMetric):
     higher_is_better = True
 
     shares: Option[tuple[float, ...]] = Option(
-        (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.13, 0.21, 0.34, 0.5, 0.75), check_shares
+        (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.13, 0.21, 0.34, 0.5, 0.75), check_numbers, above=0, most=1
     )
     fill: FillOption = FillOption("blur")
 

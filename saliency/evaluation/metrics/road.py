@@ -10,9 +10,9 @@ from torch.nn.functional import conv2d, interpolate, max_pool2d
 
 from ...attribution.options import Option
 from ...engine.estimates import generator
-from ...validation import check_number
+from ...validation import check_number, check_numbers
 from .base import Outcome
-from .changed_images import PerturbationMetric, PerturbedImage, check_shares, digest
+from .changed_images import PerturbationMetric, PerturbedImage, digest
 from .faithfulness import Order, OrderedMetric
 
 TOLERANCE = 1e-4
@@ -50,7 +50,7 @@ class ROAD(OrderedMetric):
 
     name = "road"
 
-    shares: Option[tuple[float, ...]] = Option(SHARES, check_shares)
+    shares: Option[tuple[float, ...]] = Option(SHARES, check_numbers, above=0, most=1)
     noise: Option[float] = Option(NOISE, check_number, least=0)
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
@@ -74,7 +74,7 @@ class CombinedROAD(PerturbationMetric):
     name = "combined_road"
     higher_is_better = True
 
-    shares: Option[tuple[float, ...]] = Option(SHARES, check_shares)
+    shares: Option[tuple[float, ...]] = Option(SHARES, check_numbers, above=0, most=1)
     noise: Option[float] = Option(NOISE, check_number, least=0)
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
