@@ -37,6 +37,12 @@ def along_axes(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     return rows @ x @ columns.mT
 
 
+def gaussian(length: int, sigma: float, like: Tensor) -> Tensor:
+    """Return the weights of all cells of a line in a Gaussian average at each of them: (length, length)."""
+    cells = torch.arange(length, dtype=like.dtype, device=like.device)
+    return (-0.5 * ((cells - cells[:, None]) / sigma) ** 2).softmax(dim=1)
+
+
 def require_two_axes(x: Tensor, name: str) -> None:
     """Raise NotApplicableError unless an input (N, C, ...) is a batch of images. `name` is the method or option."""
     if x.dim() != 4:

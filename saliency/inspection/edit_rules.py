@@ -88,13 +88,11 @@ def rule_name(rule: Rule) -> str:
     return getattr(rule, "__name__", type(rule).__name__)
 
 
-def clip_norm(limit: float, *, per_image: bool = False) -> Rule:
+def clip_norm(limit: float) -> Rule:
     """Scale a tensor down to a norm of at most the limit. Its direction is unchanged.
 
     Args:
-        limit: The largest Euclidean norm.
-        per_image: Whether each image is clipped to the limit. By default, the norm of the whole tensor with all images
-            is clipped. Tensors are clipped independently of each other.
+        limit: The largest Euclidean norm of the whole tensor, with all images.
 
     Raises:
         MethodError: The limit is negative or not a finite number.
@@ -103,11 +101,7 @@ def clip_norm(limit: float, *, per_image: bool = False) -> Rule:
 
     def clip(tensor: Tensor) -> Tensor:
         wide = torch.promote_types(tensor.dtype, torch.float32)
-        axes = tuple(range(1, tensor.dim())) if per_image else None
-        if axes == ():
-            norm = tensor.to(wide).abs()
-        else:
-            norm = torch.linalg.vector_norm(tensor, dim=axes, keepdim=per_image, dtype=wide)
+        norm = torch.linalg.vector_norm(tensor, dtype=wide)
         # A tensor within the limit is multiplied by exactly 1.
         return tensor * torch.where(norm > limit, limit / norm, 1.0).to(tensor.dtype)
 

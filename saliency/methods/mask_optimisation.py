@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attribution.options import ConvertedOption, Option
-from ..axes import along_axes, at_least_float32, require_two_axes, spatial
+from ..axes import along_axes, at_least_float32, gaussian, require_two_axes, spatial
 from ..engine.estimates import generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, SteppedAttribution
 from ..hooks.model_state import leaf
@@ -165,14 +165,7 @@ class MeaningfulPerturbation(OptimisedMask):
 def enlarging(cells: int, pixels: int, like: Tensor) -> Tensor:
     """Return the matrix (pixels, cells) that interpolates a row of cells to a row of pixels and blurs it slightly."""
     rows = F.interpolate(torch.eye(cells, dtype=like.dtype, device=like.device)[None], pixels, mode="linear")[0].T
-    return blurring(pixels, 5 * pixels / REFERENCE_EDGE, like) @ rows
-
-
-def blurring(pixels: int, sigma: float, like: Tensor) -> Tensor:
-    """Return the matrix (pixels, pixels) of a Gaussian blur; at the border it averages the pixels inside."""
-    at = torch.arange(pixels, dtype=like.dtype, device=like.device)
-    weights = torch.exp(-((at[:, None] - at) / sigma).square() / 2)
-    return weights / weights.sum(1, keepdim=True)
+    return gaussian(pixels, 5 * pixels / REFERENCE_EDGE, like) @ rows
 
 
 def shifted(image: Tensor, by: tuple[int, ...]) -> Tensor:

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from ..attribution.explanation import Explanation, Sign
 from ..attribution.heatmap import limits, reduced_maps, several
-from ..axes import along_axes
+from ..axes import along_axes, gaussian
 from ..errors import RenderError
 from ..validation import check_choice, check_number
 
@@ -72,13 +71,7 @@ def smoothed(maps: Tensor, smoothing: float) -> Tensor:
     sigma = smoothing * max(maps.shape[1:])
     if sigma < LEAST_SIGMA:
         return maps
-    return along_axes(maps, [_gaussian(length, sigma, maps) for length in maps.shape[1:]])
-
-
-def _gaussian(length: int, sigma: float, like: Tensor) -> Tensor:
-    """Return the weights of all cells of a line in the average at each of them: (length, length)."""
-    cells = torch.arange(length, dtype=like.dtype, device=like.device)
-    return (-0.5 * ((cells - cells[:, None]) / sigma) ** 2).softmax(dim=1)
+    return along_axes(maps, [gaussian(length, sigma, maps) for length in maps.shape[1:]])
 
 
 def resolve_percentile(explanation: Explanation, percentile: Percentile, floor: float = 0.0) -> float | None:

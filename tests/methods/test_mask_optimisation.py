@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from saliency import MethodError, TargetError
+from saliency.axes import gaussian
 from saliency.methods.baselines import FILL_BLUR
 from saliency.methods.mask_optimisation import (
     ExtremalPerturbation,
@@ -16,7 +17,6 @@ from saliency.methods.mask_optimisation import (
     OptimisedMask,
     adam_step,
     blurred_where,
-    blurring,
     enlarging,
     pyramid,
     shifted,
@@ -164,11 +164,11 @@ def test_what_makes_no_sense_is_refused(make: Any) -> None:
 def test_a_blur_keeps_constants_and_is_a_gaussian_inside() -> None:
     x = torch.zeros(41, dtype=torch.float64)
     x[20] = 1
-    spread = blurring(41, 2.5, x) @ x
+    spread = gaussian(41, 2.5, x) @ x
     at = torch.arange(41, dtype=torch.float64) - 20
     assert float(spread.sum()) == pytest.approx(1, abs=1e-6)
     assert float((spread * at.square()).sum()) == pytest.approx(2.5**2, rel=1e-2)
-    assert torch.allclose(blurring(7, 3.0, x) @ torch.ones_like(x[:7]), torch.ones_like(x[:7]))
+    assert torch.allclose(gaussian(7, 3.0, x) @ torch.ones_like(x[:7]), torch.ones_like(x[:7]))
 
 
 def test_a_mask_of_ones_stays_one_when_it_is_enlarged() -> None:
