@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from .autograd_graph import next_functions, saved, sequence_nr
 from .rectifiers import require_visible
@@ -75,7 +76,7 @@ class AttentionCall:
 
     def probabilities(self) -> Tensor:
         """Return the attention probabilities (N, heads, queries, keys). For windows, N counts windows."""
-        return self.softmax_of(self.logits()) if self.weights is None else self.by_head(_precise(self.weights))
+        return self.softmax_of(self.logits()) if self.weights is None else self.by_head(at_least_float32(self.weights))
 
     def mean_heads(self) -> Tensor:
         """Return the mean over the heads of the probabilities (N, queries, keys)."""
@@ -101,17 +102,17 @@ class AttentionCall:
         """Return the gradients at query, key and value of a fused kernel, given those at the logits and the result."""
         query, key = cast("Tensor", self.query), cast("Tensor", self.key)
         at_query = at_logits @ (grouped(key, query) * self.scale)
-        at_keys = (at_logits.mT @ (_precise(query) * self.scale), probabilities.mT @ _precise(grad))
+        at_keys = (at_logits.mT @ (at_least_float32(query) * self.scale), probabilities.mT @ at_least_float32(grad))
         # Several heads share grouped keys and values.
         return [at_query, *(part.reshape(len(key), key.shape[1], -1, *part.shape[2:]).sum(2) for part in at_keys)]
 
     def gradient(self, grad: Tensor) -> Tensor:
         """Return the gradient at the probabilities (N, heads, queries, keys), given that at the node's result."""
-        return self.by_head(_precise(self.by_query(grad)) @ grouped(self.value, grad).mT)
+        return self.by_head(at_least_float32(self.by_query(grad)) @ grouped(self.value, grad).mT)
 
     def cosines(self) -> Tensor:
         """Return the cosine of each query and key of a fused kernel, over all heads (N, queries, keys)."""
-        query = _precise(cast("Tensor", self.query))
+        query = at_least_float32(cast("Tensor", self.query))
         both = (query, grouped(cast("Tensor", self.key), query))
         queries, keys = (F.normalize(part.transpose(1, 2).flatten(2), dim=-1) for part in both)
         return queries @ keys.mT
@@ -135,7 +136,7 @@ def masked_logits(query: Tensor, key: Tensor, scale: float, mask: Tensor | None,
         mask: The tensor that is added to the logits, or a mask of bool; None without one.
         is_causal: Whether a query sees only keys up to its own position.
     """
-    query = _precise(query)
+    query = at_least_float32(query)
     logits = (query * scale) @ grouped(key, query).mT
     if is_causal:
         logits.masked_fill_(logits.new_ones(logits.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
@@ -261,12 +262,8 @@ def _product_before(softmax: Node) -> Node | None:
     return None
 
 
-def _precise(values: Tensor) -> Tensor:
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-
-
 def grouped(values: Tensor, query: Tensor) -> Tensor:
     """Return keys or values with as many heads as the queries."""
-    values = _precise(values)
+    values = at_least_float32(values)
     heads = query.shape[1] // values.shape[1] if query.dim() == 4 else 1
     return values if heads == 1 else values.repeat_interleave(heads, 1)
