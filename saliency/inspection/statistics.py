@@ -113,10 +113,10 @@ class GradientStatistics(Table[LayerGradients]):
 
 @dataclass
 class _RunningStats:
-    """Statistics of one call of one layer over the batches so far."""
+    """Statistics of one call of one layer, of one batch or over the batches so far."""
 
     moments: Moments = field(default_factory=Moments)
-    alive: Tensor | None = None  # (channels,), whether a channel was ever above zero
+    alive: Tensor | None = None  # (channels,), whether a channel was ever above zero or NaN
 
 
 class _Collector:
@@ -190,17 +190,13 @@ def activation_statistics(
     return collector.table()
 
 
-class _Measured:
-    """Moments of a tensor, and whether each of its channels has a value above zero or NaN."""
-
-    def __init__(self, channel_axis: int, tensor: Tensor) -> None:
-        self.moments = moments(tensor)
-        self.alive: Tensor | None = None  # (channels,)
-        values = real_values(tensor)
-        dims = values.dim()
-        if dims > 1 and values.numel():
-            other_axes = [axis for axis in range(dims) if axis != channel_axis % dims]
-            self.alive = ~(values.amax(other_axes) <= 0)  # also true for NaN
+def _measured(channel_axis: int, tensor: Tensor) -> _RunningStats:
+    """Return the statistics of one output."""
+    stats, values, dims = _RunningStats(moments(tensor)), real_values(tensor), tensor.dim()
+    if dims > 1 and values.numel():
+        other_axes = [axis for axis in range(dims) if axis != channel_axis % dims]
+        stats.alive = ~(values.amax(other_axes) <= 0)  # also true for NaN
+    return stats
 
 
 class _ActivationCollector(_Collector):
@@ -209,7 +205,7 @@ class _ActivationCollector(_Collector):
         self._channel_axis = channel_axis
 
     def run(self, batch: ModelCall) -> None:
-        recording = Recording(self.modules, partial(_Measured, self._channel_axis), ("outputs",))
+        recording = Recording(self.modules, partial(_measured, self._channel_axis), ("outputs",))
         with prepared_for_attribution(self.batches.model), HookManager() as hooks, torch.no_grad():
             recording.attach(hooks, hooks)
             output = batch.run(self.batches.model)
@@ -238,7 +234,7 @@ class _ActivationCollector(_Collector):
         return table
 
 
-def _add(output: _Measured, stats: _RunningStats) -> None:
+def _add(output: _RunningStats, stats: _RunningStats) -> None:
     """Add one output to the statistics. Without the same number of channels each time, none is alive or dead."""
     before = stats.alive if stats.moments.count else output.alive
     stats.alive = None

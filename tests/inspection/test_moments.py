@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from saliency.inspection.moments import Moments, moments, moments_later
+from saliency.inspection.moments import Moments, TensorStatistics, moments
 
 Numbers = NDArray[np.float64]
 
@@ -196,7 +196,7 @@ def test_scaled_moments_are_those_of_the_scaled_numbers() -> None:
 def test_the_tensor_is_left_as_it_is_and_not_kept() -> None:
     tensor = noise(3, 5).t()
     before, version, strides = tensor.clone(), tensor._version, tensor.stride()
-    later = moments_later(tensor)
+    later = TensorStatistics(tensor)
     moments(tensor)
     assert torch.equal(tensor, before)
     assert (tensor._version, tensor.stride()) == (version, strides)
@@ -204,7 +204,7 @@ def test_the_tensor_is_left_as_it_is_and_not_kept() -> None:
     del tensor
     gc.collect()
     assert gone() is None
-    assert_same(later(), expected(before))
+    assert_same(later.moments, expected(before))
 
 
 def test_the_callers_modes_make_no_difference() -> None:
