@@ -311,7 +311,7 @@ def fold_batch_norms(features: nn.Sequential) -> None:
 def train_network(name: str, watermarked: Sequence[float] = MARKED) -> Any:
     """Return a trained network; the watermark is for `shapes_shortcut`."""
     torch.manual_seed(0)
-    model: Any = NETWORKS[name]()
+    model: Any = NETWORKS[name].build()
     steps, rate, tasks = SCHEDULES[name]
     loss_of: Callable[..., Tensor] = LOSSES.get(name, class_loss)
     if isinstance(model, TwoTower | Captioner):

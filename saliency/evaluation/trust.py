@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import math
 import os
@@ -21,7 +20,7 @@ from ..attribution.explanation import Explanation
 from ..errors import LayerError, MethodError, NotApplicableError
 from ..io.atomic_write import SOFTWARE, write_by_suffix
 from ..io.inputs import ImagesLike
-from ..render.figure import SCREEN_DPI, TEXT_SIZE, TITLE_SIZE, new_figure
+from ..render.figure import SCREEN_DPI, TEXT_SIZE, TITLE_SIZE, as_png, new_figure
 from ..render.notebook import framed
 from ..render.overlay import overlay
 from ..tables import Column, Table, escaped, number
@@ -195,9 +194,7 @@ class TrustCard(Table[Property]):
         return f"{image}\n{self.to_html()}"
 
     def _png(self) -> bytes:
-        png = io.BytesIO()
-        draw_trust(self).savefig(png, format="png", dpi=1.5 * SCREEN_DPI, metadata={"Software": SOFTWARE})
-        return png.getvalue()
+        return as_png(draw_trust(self), 1.5 * SCREEN_DPI, metadata={"Software": SOFTWARE})
 
     def _page(self) -> bytes:
         style = "<style>body { font-family: sans-serif; margin: 2em }</style>"

@@ -56,7 +56,7 @@ from ..io.preprocess import Frame, Geometry, Preprocess, drawable, scaled_size
 from ..layers.find import scan_layers
 from ..layers.layout import bind_layout
 from ..render.blending import DIVERGING, MOST_OPACITY, SEQUENTIAL, color_table, scale_map
-from ..render.figure import figure
+from ..render.figure import as_png, figure
 from ..render.overlay import overlay
 from ..targets.box import BoxScore, as_place, box
 from ..targets.embedding import text
@@ -507,9 +507,7 @@ class Session:
         if explanation is None:
             explanation = self._keep(question, self._explanation(question, {}, lambda answer: None, check))
         if form == "figure":
-            file = io.BytesIO()
-            figure(explanation).savefig(file, format="png", dpi=FIGURE_DPI)
-            return file.getvalue()
+            return as_png(figure(explanation), FIGURE_DPI)
         drawing = overlay(explanation, **style)
         if share is not None:
             drawing = Image.blend(question.held.frame.image, drawing, share)

@@ -61,7 +61,8 @@ class LayerAttention:
     _call: AttentionCall
     _grad: Tensor | None
     _reduce: Reduce | None
-    _layouts: Callable[[], _Layouts]
+    _layouts: Callable[[], list[_Layouts]]  # of all calls
+    _number: int  # of the call
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,7 +102,7 @@ class LayerAttention:
                 language model of an answer.
             TargetError: The query does not exist, or is a number for attention in windows.
         """
-        images, (query_layout, key_layout) = len(self.batch.inputs), self._layouts()
+        images, (query_layout, key_layout) = len(self.batch.inputs), self._layouts()[self._number]
         if key_layout is None:
             raise LayerError(f'the keys of "{self.layer}" are not one for each patch of the image')
         heads = self.probabilities if self._reduce is None else self.probabilities[:, None]
@@ -205,7 +206,7 @@ def attention(
             return _trace_layouts(model, batch, resolved, [*layers.values()])
 
     return [
-        LayerAttention(layers[call], read_batch, call, grad[call], reduce, lambda number=number: layouts()[number])
+        LayerAttention(layers[call], read_batch, call, grad[call], reduce, layouts, number)
         for number, call in enumerate(grads.attention)
     ]
 

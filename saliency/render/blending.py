@@ -375,7 +375,7 @@ def outline(image: Image.Image, area: Area, width: float | None = None, colors: 
         left, top, right, bottom = left + width, top + width, right - width, bottom - width
 
 
-def draw_contours(image: Image.Image, values: Plane, area: Area, levels: Sequence[float]) -> None:
+def draw_contours(image: Image.Image, values: Plane, area: Area, levels: object) -> None:
     """Draw the lines at which the magnitude of a scaled map crosses some levels, on an RGB image in place.
 
     Args:

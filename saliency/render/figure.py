@@ -78,11 +78,16 @@ def new_figure(width: float, height: float, crop: str | None = None) -> Figure:
                 super().savefig(fname, **{"dpi": PRINT_DPI, "bbox_inches": crop, **kwargs})
 
         def _repr_png_(self) -> bytes:
-            png = io.BytesIO()
-            self.savefig(png, format="png", dpi=SCREEN_DPI, bbox_inches="tight")
-            return png.getvalue()
+            return as_png(self, SCREEN_DPI, bbox_inches="tight")
 
     return NotebookFigure(figsize=(width, height), layout="constrained", dpi=SCREEN_DPI)
+
+
+def as_png(drawing: Figure, dpi: float, **options: Any) -> bytes:
+    """Return a figure as the content of a PNG file, with options of `savefig`."""
+    png = io.BytesIO()
+    drawing.savefig(png, format="png", dpi=dpi, **options)
+    return png.getvalue()
 
 
 def figure(

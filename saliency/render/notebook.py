@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
 
 from PIL import Image
 
 from ..attribution.explanation import Explanation
 from ..io.inputs import encode
 from ..io.preprocess import Frame
+from .figure import SCREEN_DPI, as_png
 from .overlay import overlay
 from .sheet import contact_sheet
 from .volume import slices
@@ -27,8 +27,7 @@ def notebook_png(explanation: Explanation) -> bytes | None:
     """
     try:
         if len(explanation.input_size) > 2:
-            drawing: Any = slices(explanation)
-            return cast("bytes", drawing._repr_png_())
+            return as_png(slices(explanation), SCREEN_DPI, bbox_inches="tight")
         shown = [framed(one) for one in explanation[:MOST_ROWS]]
         image = overlay(shown[0], size=SIDE) if len(shown) == 1 else contact_sheet([[one] for one in shown])
         return encode(image, "PNG")

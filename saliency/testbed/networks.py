@@ -297,32 +297,29 @@ def resnet(outputs: int = len(CLASSES)) -> nn.Sequential:
     return nn.Sequential(OrderedDict(stem | layers | head))
 
 
-NETWORKS: dict[str, Callable[..., nn.Module]] = {
-    "shapes_cnn": cnn,
-    "shapes_resnet": resnet,
-    "shapes_shortcut": cnn,
-    "shapes_xor": partial(cnn, 2, hidden=32),
-    "shapes_order": partial(cnn, 2),
-    "shapes_vit": ViT,
-    "shapes_window": window_transformer,
-    "shapes_two_tower": TwoTower,
-    "shapes_caption": Captioner,
-    "shapes_unet": UNet,
-    "shapes_circles": partial(UNet, 1),
-    "shapes_detector": Detector,
-    "shapes_queries": QueryDetector,
-    "shapes_keypoints": keypoint_network,
-    "shapes_volume": volume_cnn,
-}
-CATEGORIES = {  # of the others: CLASSES
-    "shapes_xor": ("same", "different"),
-    "shapes_order": ("light", "heavy"),
-    "shapes_unet": ("background", *OBJECTS),
-    "shapes_circles": ("circle",),
-    "shapes_detector": OBJECTS,
-    "shapes_queries": OBJECTS,
-    "shapes_keypoints": KEYPOINTS,
-    "shapes_volume": SOLIDS,
+class DrawnNetwork(NamedTuple):
+    """Network for drawn images: the function that builds it, and the names of its classes."""
+
+    build: Callable[..., nn.Module]
+    categories: tuple[str, ...] = CLASSES
+
+
+NETWORKS = {
+    "shapes_cnn": DrawnNetwork(cnn),
+    "shapes_resnet": DrawnNetwork(resnet),
+    "shapes_shortcut": DrawnNetwork(cnn),
+    "shapes_xor": DrawnNetwork(partial(cnn, 2, hidden=32), ("same", "different")),
+    "shapes_order": DrawnNetwork(partial(cnn, 2), ("light", "heavy")),
+    "shapes_vit": DrawnNetwork(ViT),
+    "shapes_window": DrawnNetwork(window_transformer),
+    "shapes_two_tower": DrawnNetwork(TwoTower),
+    "shapes_caption": DrawnNetwork(Captioner),
+    "shapes_unet": DrawnNetwork(UNet, ("background", *OBJECTS)),
+    "shapes_circles": DrawnNetwork(partial(UNet, 1), ("circle",)),
+    "shapes_detector": DrawnNetwork(Detector, OBJECTS),
+    "shapes_queries": DrawnNetwork(QueryDetector, OBJECTS),
+    "shapes_keypoints": DrawnNetwork(keypoint_network, KEYPOINTS),
+    "shapes_volume": DrawnNetwork(volume_cnn, SOLIDS),
 }
 
 

@@ -23,8 +23,7 @@ from torch import nn
 from ..errors import DependencyError, ModelError, did_you_mean, optional_import
 from ..hooks.model_state import categories_of, model_attribute
 from ..io.preprocess import PreprocessLike
-from ..testbed.networks import CATEGORIES, NETWORKS, PREPROCESS, Captioner, Tokenizer, TwoTower, weights_file
-from ..testbed.shapes import CLASSES
+from ..testbed.networks import NETWORKS, PREPROCESS, Captioner, Tokenizer, TwoTower, weights_file
 from .checkpoints import load_checkpoint
 
 Source = Literal["bundled", "torchvision", "timm", "open_clip", "hf", "python"]
@@ -169,7 +168,7 @@ class Shapes:
     def build(self, name: str, classes: int | None = None) -> nn.Module:
         """Return the network with random weights."""
         options = {} if classes is None else {"outputs": classes}
-        return NETWORKS[name](**options)
+        return NETWORKS[name].build(**options)
 
     def pretrained(self, name: str, weights: str) -> nn.Module:
         """Return the network with its trained weights, in float32."""
@@ -183,7 +182,7 @@ class Shapes:
             return ModelInfo(PREPROCESS, None, None, Tokenizer())
         if isinstance(model, Captioner):
             return ModelInfo(PREPROCESS, None, None)
-        categories = CATEGORIES.get(name, CLASSES)
+        categories = NETWORKS[name].categories
         return ModelInfo(None if name == "shapes_volume" else PREPROCESS, categories, len(categories))
 
 

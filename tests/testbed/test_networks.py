@@ -20,8 +20,8 @@ from benchmarks.train_testbed import (
     word_falls,
 )
 from saliency import DualEncoder, ModelError, TargetError
-from saliency.testbed import CLASSES, CaptionProcessor, Task, draw_scenes
-from saliency.testbed.networks import CATEGORIES, NETWORKS, Tokenizer, weights_file
+from saliency.testbed import CaptionProcessor, Task, draw_scenes
+from saliency.testbed.networks import NETWORKS, Tokenizer, weights_file
 
 SCENES = draw_scenes(2, seed=1_000_007)
 DETECTORS = ("shapes_detector", "shapes_queries")
@@ -77,14 +77,14 @@ def test_the_outputs_have_the_formats_of_the_libraries() -> None:
         "logits": (2, 16),
         "pred_boxes": (2, 16),
     }
-    assert outputs["shapes_queries"]["logits"].shape[2] == len(CATEGORIES["shapes_queries"]) + 1
+    assert outputs["shapes_queries"]["logits"].shape[2] == len(NETWORKS["shapes_queries"].categories) + 1
     for name, shape in {
         "shapes_unet": (2, 4, 64, 64),
         "shapes_circles": (2, 1, 64, 64),
         "shapes_keypoints": (2, 3, 32, 32),
     }.items():
         assert outputs[name].shape == shape
-        assert len(CATEGORIES[name]) == shape[1]
+        assert len(NETWORKS[name].categories) == shape[1]
 
 
 def test_the_attention_of_the_queries_has_the_grid_of_the_image() -> None:
@@ -113,7 +113,7 @@ def test_weights_are_small_and_read_without_running_code(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(NAMERS - {"shapes_two_tower"}))
 def test_an_explanation_needs_neither_a_download_nor_preprocessing_by_hand(name: str) -> None:
     model: Any = saliency.load(name)
-    assert model.categories == CATEGORIES.get(name, CLASSES)
+    assert model.categories == NETWORKS[name].categories
     explanation = saliency.GradCAM(model).attribute(SCENES.images)
     assert explanation.values.shape[-2:] == (8, 8)
     assert saliency.heatmap(explanation).shape == (2, 64, 64)
@@ -194,7 +194,7 @@ def test_the_processor_of_the_captioner_reads_its_own_text_and_names_a_word_that
 def test_random_weights_and_other_numbers_of_classes_load_as_of_any_model(tmp_path: Any) -> None:
     random: Any = saliency.load("shapes_vit", weights=None)
     assert not torch.equal(random.head.weight, saliency.load("shapes_vit").get_parameter("head.weight"))
-    torch.save(NETWORKS["shapes_vit"](3).state_dict(), tmp_path / "three.pt")
+    torch.save(NETWORKS["shapes_vit"].build(3).state_dict(), tmp_path / "three.pt")
     three: Any = saliency.load("shapes_vit", weights=tmp_path / "three.pt", categories=list("abc"))
     assert three.head.out_features == 3
     with pytest.raises(ModelError, match='shapes_vit has only the weights "default", not "best"'):
