@@ -22,7 +22,7 @@ from torch import Tensor
 from ..attribution.base import Attribution, require_methods
 from ..attribution.explanation import Explanation
 from ..engine.estimates import tied_ranks
-from ..errors import ImageError, MethodError, plural
+from ..errors import ImageError, MethodError, errors_as, plural
 from ..io.atomic_write import write_by_suffix
 from ..io.inputs import ImageLike, open_image
 from ..io.preprocess import drawable
@@ -577,10 +577,8 @@ def _box_mask(boxes: Any, explanation: Explanation) -> Image.Image | Tensor:
     """
     frame, (height, width) = explanation.frames[0], explanation.input_size
     mask = Image.new("L", (width, height) if frame is None else frame.image.size)
-    try:
+    with errors_as(ImageError, f"got the box {boxes!r}; expected (x0, y0, x1, y1), or several"):
         rows = torch.as_tensor(boxes, dtype=torch.float64, device="cpu")
-    except (TypeError, ValueError):  # no numbers, or rows of several lengths
-        rows = torch.empty(0, 0, dtype=torch.float64, device="cpu")
     rows = rows if rows.dim() > 1 else rows.view(1, -1)
     first, last = rows[:, :2], rows[:, 2:]
     size = torch.tensor(mask.size, dtype=torch.float64, device="cpu")

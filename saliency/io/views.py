@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..axes import at_least_float32
-from ..errors import ImageError
+from ..errors import ImageError, errors_as
 from .preprocess import Box, boxes_of_views
 
 Encode = Callable[[Image.Image], Mapping[str, Any]]
@@ -59,10 +59,8 @@ def find_views(encode: Encode, image: Image.Image, processor: Any) -> Views:
     values: Tensor = known["pixel_values"]
     if "image_grid_thw" in known:
         _, *grid = known["image_grid_thw"][0].tolist()
-        try:
+        with errors_as(ImageError, "image_grid_thw without patch_size and merge_size of the image processor"):
             sizes = processor.image_processor.patch_size, processor.image_processor.merge_size
-        except AttributeError as error:
-            raise ImageError("image_grid_thw without patch_size and merge_size of the image processor") from error
         return _divided_in_patches(encode, image, values.shape[1], grid, *sizes)
     if values.dim() < 4:
         raise ImageError(f"pixel_values {tuple(values.shape)} are neither views (..., C, h, w) nor patches of a grid")

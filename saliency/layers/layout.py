@@ -18,11 +18,9 @@ from .positions import Grid, grid_of
 LayoutFunction = Callable[[Tensor], Tensor]
 """A function from the output of a layer to maps (N, K, h, w), which only selects and rearranges its values."""
 
-_CONVOLUTIONS_AND_NORMS = (
+_CHANNELS_FIRST = (  # by definition
     *(nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d, nn.InstanceNorm2d),
     *(nn.Conv3d, nn.ConvTranspose3d, nn.BatchNorm3d, nn.InstanceNorm3d),
-)
-_POOLING = (
     *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
     *(nn.MaxPool3d, nn.AvgPool3d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool3d),
 )
@@ -137,7 +135,7 @@ def token_layout(positions: Tensor, x: Tensor) -> Layout | None:
 
 def is_channels_first(module: nn.Module) -> bool:
     """Return whether a layer returns channels first by definition, like convolutions, their norms and pooling."""
-    return isinstance(module, (*_CONVOLUTIONS_AND_NORMS, *_POOLING))
+    return isinstance(module, _CHANNELS_FIRST)
 
 
 def _misfit(grid: tuple[int, ...], size: Grid) -> float:

@@ -16,7 +16,7 @@ from PIL import Image, ImageColor, ImageDraw
 
 from ..attribution.explanation import Explanation, Sign
 from ..attribution.heatmap import PER_UNIT, limits, reduced_maps, require_explanation, rounding_errors
-from ..errors import RenderError, did_you_mean, warn
+from ..errors import RenderError, did_you_mean, errors_as, warn
 from ..io.inputs import ImageLike, open_image
 from ..io.preprocess import Box, Frame, drawable, resize_box, scaled_size
 from ..validation import check_number
@@ -331,10 +331,8 @@ def cut_out(frame: Frame, scaled: ScaledMap, keep: float | None, background: str
     if keep is not None:
         hidden = weight.size - max(1, round(weight.size * keep))
         weight = ((weight >= np.partition(weight, hidden, axis=None)[hidden]) & (weight > 0)).astype(np.float32)
-    try:
+    with errors_as(RenderError, f'background "{background}" is not a colour, as a name or "#rrggbb"'):
         color = ImageColor.getcolor(str(background), "RGB")
-    except ValueError as error:
-        raise RenderError(f'background "{background}" is not a colour; write a name or "#rrggbb"') from error
     drawing = as_drawing(Image.new("RGB", frame.image.size, color))
     blend(drawing, frame.image.crop(corners(area)), area, weight)
     return drawing

@@ -17,7 +17,7 @@ from ...attribution.explanation import Explanation, Setting
 from ...attribution.heatmap import reduced_maps, require_explanation, resized
 from ...attribution.options import Chunk, HasOptions, Precision, declared_options
 from ...engine.estimates import generator
-from ...errors import MethodError, did_you_mean
+from ...errors import MethodError, did_you_mean, errors_as
 from ...hooks.model_state import prepared_for_attribution, run_model
 from ...io.inputs import ImagesLike
 from ...io.preprocess import Geometry
@@ -336,11 +336,9 @@ class Subject(SharedResults):
             )
             raise MethodError(f"this metric needs to know where the object is: {hint}{own}")
         size = self.explanation.input_size
-        try:
+        kind = "a tensor or an array (N, H, W) of bool (saliency evaluate --masks reads files)"
+        with errors_as(MethodError, f"masks={self._masks!r}: expected {kind}"):
             masks = torch.as_tensor(self._masks, device=self.explanation.values.device).bool()
-        except (TypeError, ValueError, RuntimeError) as error:
-            kind = "a tensor or an array (N, H, W) of bool; saliency evaluate --masks reads files"
-            raise MethodError(f"masks={self._masks!r}: expected {kind}") from error
         if masks.shape[-2:] != size or masks.numel() != len(self.explanation) * size[0] * size[1]:
             expected = (len(self.explanation), *size)
             raise MethodError(f"the masks have shape {tuple(masks.shape)}; expected {expected}, as the model sees them")
