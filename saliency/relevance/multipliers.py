@@ -34,7 +34,7 @@ from .propagation import (
     without_rule,
     writes_part,
 )
-from .rules import divided
+from .rules import TINY, divided, where_above
 from .walk import Edge, Visit
 
 _WINNERS = {
@@ -185,8 +185,8 @@ def _pointwise(step: MultiplierStep) -> Gradients:
     change = x.change
     y, y0 = (operation.repeat(**{name: value}) for value in x)
     slope = y.sub_(y0).div_(change)
-    if not math.isfinite(float(slope.sum())):
-        slope = torch.where(change == 0, derivative(operation, x.x), slope)
+    if not math.isfinite(float(slope.sum())):  # the derivative where the operand does not change
+        slope.nan_to_num_(0, math.inf, -math.inf).addcdiv_(derivative(operation, x.x), change.add_(TINY), value=TINY)
     return (slope.mul_(step.grad), *[None] * (len(visit.on_path) - 1))
 
 
@@ -201,7 +201,7 @@ def _winners(step: MultiplierStep) -> Gradients:
     gains = _gradients(step, x, (torch.where(is_gain, share, 0),))
     losses = _gradients(step, x0, (torch.where(is_gain, 0, share),))
     operands = zip(gains, losses, x, x0, strict=True)
-    return tuple(_per_change(gain.add_(loss), a, b) for gain, loss, a, b in operands)
+    return tuple(divided(gain.add_(loss), a - b) for gain, loss, a, b in operands)
 
 
 def _max_pool(step: MultiplierStep) -> Gradients:
@@ -211,15 +211,9 @@ def _max_pool(step: MultiplierStep) -> Gradients:
     at, at0 = (each.result[1].flatten(start) for each in step[1:])
     change = x.gather(-1, at) - x0.gather(-1, at0)
     share = step.grad.flatten(start) * change
-    passed = torch.zeros_like(x).scatter_add_(-1, at, share.where(change > 0, 0))
-    passed = passed.scatter_add_(-1, at0, share.where(change <= 0, 0))
-    return (_per_change(passed, x, x0).view_as(step.operation.args["self"]),)
-
-
-def _per_change(share: Tensor, x: Tensor, x0: Tensor) -> Tensor:
-    """Divide shares by the change of an operand, in place. The share of an operand that does not change is 0."""
-    change = x - x0
-    return share.div_(change.add_(change == 0))
+    passed = torch.zeros_like(x).scatter_add_(-1, at, where_above(share, change, 0))
+    passed = passed.scatter_add_(-1, at0, where_above(share, change.neg_(), 0))
+    return (divided(passed, x - x0).view_as(step.operation.args["self"]),)
 
 
 def _mul(step: MultiplierStep) -> Gradients:
@@ -265,8 +259,8 @@ def _through_softmax(z: Pair, grad: Tensor, dim: int) -> Tensor:
     """
     logs = Pair(z.x.log_softmax(dim), z.x0.log_softmax(dim))
     larger = torch.maximum(*logs).exp().nan_to_num_(0)
-    change = logs.change.abs().nan_to_num_(0, torch.inf)  # hidden positions are infinite for both
-    slope = larger * torch.where(change == 0, 1, -torch.expm1(-change) / change)
+    change = logs.change.abs().nan_to_num_(0, torch.inf).add_(TINY)  # hidden positions are infinite for both
+    slope = larger * torch.expm1(-change).div_(change.neg_())
     total = slope.sum(dim, keepdim=True)
     for _ in range(2):  # the second removes the rounding error of the first, which all logits multiply
         grad = grad - divided((slope * grad).sum(dim, keepdim=True), total)
