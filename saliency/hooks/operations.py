@@ -276,6 +276,11 @@ def _kept(op: Op, keep: SavedValues) -> bool:
     return keep == SavedValues.ALL or not (is_view(op) or operator_name(op) in others)
 
 
+def _saves_for_weights(node: Node) -> bool:
+    """Return whether a node is a convolution or a constant batch norm: only the weights' gradient reads its input."""
+    return node.name() == "ConvolutionBackward0" or not saved(node, "training", True)
+
+
 def _is_linear(op: Op, args: Sequence[Any], dependent: Sequence[bool]) -> bool:
     """Return whether an operation is linear in the only operand that depends on the image."""
     name = operator_name(op)
@@ -314,6 +319,10 @@ _SELF_CONTAINED: dict[str, Op] = {
     "SumBackward1": _aten.sum.dim_IntList,
     "ViewBackward0": _aten.view.default,
 }
+
+
+# Nodes that save the places of the operand's numbers that pass the gradient, but not the operand.
+_SAVE_NO_OPERAND = {"MaxPool2DWithIndicesBackward0", "ReluBackward0"}
 
 
 @cache
@@ -380,8 +389,12 @@ class OperationRecord(DispatchMode):
             replaces: Whether nothing was recorded, so that the operations of the nodes are taken from the graph.
         """
         on_path = {*nodes, next_functions(nodes[-1])[0][0]}
-        normalised = set()
+        normalised, is_of_changes = set(), self.keep == SavedValues.CHANGES
         for node in nodes:
+            if is_of_changes and node.name() in _SAVE_NO_OPERAND:
+                return False
+            if is_of_changes and replaces and _saves_for_weights(node):
+                free_saved(node, _shape, _unread)
             own, operation = operation_of(node, on_path), self.operation(node)
             # The value of a padding is in a record only. The result of a convolution is the input of its batch norm.
             is_result = self.keep == SavedValues.LINEAR and node.name() == "ConvolutionBackward0"
@@ -474,8 +487,8 @@ class OperationRecord(DispatchMode):
             return nullcontext()
         record = weakref.proxy(self)  # the graph holds the hooks: it would never be freed if these held its tensors
         return saved_tensors_hooks(
-            lambda tensor: (tensor.shape, tensor.dtype, tensor.device) if record._is_unread(tensor) else tensor,
-            lambda packed: packed if isinstance(packed, Tensor) else _unread(*packed),
+            lambda tensor: _shape(tensor) if record._is_unread(tensor) else tensor,
+            lambda packed: packed if isinstance(packed, Tensor) else _unread(packed),
         )
 
     def _is_unread(self, tensor: Tensor) -> bool:
@@ -547,8 +560,13 @@ def norms_over(values: Tensor, dims: tuple[int, ...]) -> Tensor:
     return cast("Tensor", torch.linalg.vector_norm(values, dim=dims, keepdim=True))
 
 
-def _unread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _shape(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _unread(of: tuple[torch.Size, torch.dtype, torch.device]) -> Tensor:
     """Return a placeholder for a tensor that should not be read, with NaN so that a mistake shows."""
+    shape, dtype, device = of
     return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
 
 
