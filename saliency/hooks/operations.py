@@ -276,11 +276,6 @@ def _kept(op: Op, keep: SavedValues) -> bool:
     return keep == SavedValues.ALL or not (is_view(op) or operator_name(op) in others)
 
 
-def _saves_for_weights(node: Node) -> bool:
-    """Return whether a node is a convolution or a constant batch norm: only the weights' gradient reads its input."""
-    return node.name() == "ConvolutionBackward0" or not saved(node, "training", True)
-
-
 def _is_linear(op: Op, args: Sequence[Any], dependent: Sequence[bool]) -> bool:
     """Return whether an operation is linear in the only operand that depends on the image."""
     name = operator_name(op)
@@ -389,13 +384,11 @@ class OperationRecord(DispatchMode):
             replaces: Whether nothing was recorded, so that the operations of the nodes are taken from the graph.
         """
         on_path = {*nodes, next_functions(nodes[-1])[0][0]}
-        normalised, is_of_changes = set(), self.keep == SavedValues.CHANGES
+        normalised, of_changes = set(), self.keep == SavedValues.CHANGES
         for node in nodes:
-            if is_of_changes and node.name() in _SAVE_NO_OPERAND:
-                return False
-            if is_of_changes and replaces and _saves_for_weights(node):
-                free_saved(node, _shape, _unread)
             own, operation = operation_of(node, on_path), self.operation(node)
+            if of_changes and node.name() in _SAVE_NO_OPERAND:
+                return False
             # The value of a padding is in a record only. The result of a convolution is the input of its batch norm.
             is_result = self.keep == SavedValues.LINEAR and node.name() == "ConvolutionBackward0"
             if own is None or (operation and operation.args.get("value")) or (is_result and node not in normalised):
@@ -404,6 +397,9 @@ class OperationRecord(DispatchMode):
                 normalised.add(next_functions(node)[0][0])
             if replaces:
                 self._operations.setdefault(sequence_nr(node), own)
+            if of_changes and replaces and (own.name == "convolution" or own.args.get("training") is False):
+                own.kept_args["input"] = None  # only gradients of weights read it
+                free_saved(node, _shape, _unread)
         return True
 
     def free(self, node: Node) -> None:

@@ -19,10 +19,11 @@ from ..attribution.forward import TargetGradients
 from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.attention import grouped
-from ..hooks.autograd_graph import Gradients
+from ..hooks.autograd_graph import Gradients, saved
 from ..hooks.operations import Op, Operation, is_pointwise, operator_name
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .propagation import (
+    CONVOLUTION_OPTIONS,
     OF_DEGREE_ONE,
     Unknown,
     attention_logits,
@@ -149,6 +150,11 @@ def _linear(step: MultiplierStep) -> Gradients:
     if sum(visit.on_path) > 1:
         return _integrated(step)
     at = visit.on_path.index(True)
+    if visit.node.name() == "ConvolutionBackward0":
+        weight, *options = (saved(visit.node, name) for name in ("weight", *CONVOLUTION_OPTIONS))
+        node, result = cast("Edge", visit.walk.next[visit.node][0])
+        like, mask = visit.grad.new_empty(visit.walk.specs[node][result].shape), [True, False, False]
+        return torch.ops.aten.convolution_backward.default(visit.grad, like, weight, None, *options, mask)
     # Unlike the node as a function, the engine computes no gradients of weights.
     edges = [GradientEdge(visit.node, 0)], [GradientEdge(*cast("Edge", visit.node.next_functions[at]))]
     return (*[None] * at, *torch.autograd.grad(*edges, [visit.grad], retain_graph=True))
@@ -184,9 +190,10 @@ def _pointwise(step: MultiplierStep) -> Gradients:
     x = step.pair(name)
     change = x.change
     y, y0 = (operation.repeat(**{name: value}) for value in x)
-    slope = y.sub_(y0).div_(change)
-    if not math.isfinite(float(slope.sum())):  # the derivative where the operand does not change
-        slope.nan_to_num_(0, math.inf, -math.inf).addcdiv_(derivative(operation, x.x), change.add_(TINY), value=TINY)
+    rise = y.sub_(y0)
+    slope = rise / change
+    if not math.isfinite(float(slope.sum())):  # 0 / 0 becomes the derivative
+        slope = rise.add_(derivative(operation, x.x), alpha=TINY).div_(change.add_(TINY))
     return (slope.mul_(step.grad), *[None] * (len(visit.on_path) - 1))
 
 
