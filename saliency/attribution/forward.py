@@ -43,7 +43,7 @@ from .resolved_target import ResolvedTarget
 
 T = TypeVar("T")
 
-_READABLE_VALUES = (SavedValues.ACTIVATIONS, SavedValues.LINEAR)
+_READABLE_VALUES = (SavedValues.ACTIVATIONS, SavedValues.LINEAR, SavedValues.CHANGES)
 # By model: the values whose record its graph makes superfluous.
 _NEEDS_NO_RECORD: WeakKeyDictionary[nn.Module, set[SavedValues]] = WeakKeyDictionary()
 
@@ -137,7 +137,7 @@ class SharedForward:
         """Open a context that records operations, if a method needs them, and reads the boxes of an output once."""
         with (
             self.operations if self._records else nullcontext(),
-            self.operations.saved_tensors(),
+            self.operations.saved_tensors() if self._records else nullcontext(),
             shared_readings(self._readings),
         ):
             yield

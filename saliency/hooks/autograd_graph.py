@@ -167,13 +167,21 @@ def _saved_names(node_class: type) -> list[str]:
     return [name for name in dir(node_class) if name.startswith("_raw_saved_") and name not in constants]
 
 
-def free_saved(node: Any) -> None:
-    """Free the tensors that an operation saved for its gradient. The gradient can then no longer be computed."""
+def free_saved(
+    node: Any, pack: Callable[[Tensor], Any] = lambda _: None, unpack: Callable[[Any], Any] = lambda _: None
+) -> None:
+    """Free the tensors that an operation saved for its gradient, except for parameters and numbers per channel.
+
+    Args:
+        node: The operation.
+        pack: The function from each tensor to the value that is stored instead.
+        unpack: The function from that value to the tensor that is read. Without it, no gradient can be computed.
+    """
     for name in _saved_names(node.__class__):
         saved = getattr(node, name)
         for tensor in saved if isinstance(saved, tuple) else (saved,):
             with suppress(RuntimeError):  # there is no tensor, or hooks hold it
-                tensor.register_hooks(lambda _: None, lambda _: None)
+                tensor.register_hooks(pack, unpack)
 
 
 def is_python_function(node: Any) -> bool:

@@ -316,6 +316,10 @@ _SELF_CONTAINED: dict[str, Op] = {
 }
 
 
+# Nodes that save the places of the operand's numbers that pass the gradient, but not the operand.
+_SAVE_NO_OPERAND = {"MaxPool2DWithIndicesBackward0", "ReluBackward0"}
+
+
 @cache
 def _parts(op: Op) -> list[tuple[str, bool]]:
     """Return the names of the arguments of an operation, and whether each is a tensor."""
@@ -380,9 +384,11 @@ class OperationRecord(DispatchMode):
             replaces: Whether nothing was recorded, so that the operations of the nodes are taken from the graph.
         """
         on_path = {*nodes, next_functions(nodes[-1])[0][0]}
-        normalised = set()
+        normalised, of_changes = set(), self.keep == SavedValues.CHANGES
         for node in nodes:
             own, operation = operation_of(node, on_path), self.operation(node)
+            if of_changes and node.name() in _SAVE_NO_OPERAND:
+                return False
             # The value of a padding is in a record only. The result of a convolution is the input of its batch norm.
             is_result = self.keep == SavedValues.LINEAR and node.name() == "ConvolutionBackward0"
             if own is None or (operation and operation.args.get("value")) or (is_result and node not in normalised):
@@ -391,6 +397,9 @@ class OperationRecord(DispatchMode):
                 normalised.add(next_functions(node)[0][0])
             if replaces:
                 self._operations.setdefault(sequence_nr(node), own)
+            if of_changes and replaces and (own.name == "convolution" or own.args.get("training") is False):
+                own.kept_args["input"] = None  # only gradients of weights read it
+                free_saved(node, _shape, _unread)
         return True
 
     def free(self, node: Node) -> None:
@@ -474,8 +483,8 @@ class OperationRecord(DispatchMode):
             return nullcontext()
         record = weakref.proxy(self)  # the graph holds the hooks: it would never be freed if these held its tensors
         return saved_tensors_hooks(
-            lambda tensor: (tensor.shape, tensor.dtype, tensor.device) if record._is_unread(tensor) else tensor,
-            lambda packed: packed if isinstance(packed, Tensor) else _unread(*packed),
+            lambda tensor: _shape(tensor) if record._is_unread(tensor) else tensor,
+            lambda packed: packed if isinstance(packed, Tensor) else _unread(packed),
         )
 
     def _is_unread(self, tensor: Tensor) -> bool:
@@ -547,8 +556,13 @@ def norms_over(values: Tensor, dims: tuple[int, ...]) -> Tensor:
     return cast("Tensor", torch.linalg.vector_norm(values, dim=dims, keepdim=True))
 
 
-def _unread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _shape(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _unread(of: tuple[torch.Size, torch.dtype, torch.device]) -> Tensor:
     """Return a placeholder for a tensor that should not be read, with NaN so that a mistake shows."""
+    shape, dtype, device = of
     return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
 
 

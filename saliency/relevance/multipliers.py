@@ -19,10 +19,11 @@ from ..attribution.forward import TargetGradients
 from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.attention import grouped
-from ..hooks.autograd_graph import Gradients
+from ..hooks.autograd_graph import Gradients, saved
 from ..hooks.operations import Op, Operation, is_pointwise, operator_name
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .propagation import (
+    CONVOLUTION_OPTIONS,
     OF_DEGREE_ONE,
     Unknown,
     attention_logits,
@@ -34,7 +35,7 @@ from .propagation import (
     without_rule,
     writes_part,
 )
-from .rules import divided
+from .rules import TINY, divided, where_above
 from .walk import Edge, Visit
 
 _WINNERS = {
@@ -149,6 +150,11 @@ def _linear(step: MultiplierStep) -> Gradients:
     if sum(visit.on_path) > 1:
         return _integrated(step)
     at = visit.on_path.index(True)
+    if visit.node.name() == "ConvolutionBackward0":
+        weight, *options = (saved(visit.node, name) for name in ("weight", *CONVOLUTION_OPTIONS))
+        node, result = cast("Edge", visit.walk.next[visit.node][0])
+        like, mask = visit.grad.new_empty(visit.walk.specs[node][result].shape), [True, False, False]
+        return torch.ops.aten.convolution_backward.default(visit.grad, like, weight, None, *options, mask)
     # Unlike the node as a function, the engine computes no gradients of weights.
     edges = [GradientEdge(visit.node, 0)], [GradientEdge(*cast("Edge", visit.node.next_functions[at]))]
     return (*[None] * at, *torch.autograd.grad(*edges, [visit.grad], retain_graph=True))
@@ -184,9 +190,10 @@ def _pointwise(step: MultiplierStep) -> Gradients:
     x = step.pair(name)
     change = x.change
     y, y0 = (operation.repeat(**{name: value}) for value in x)
-    slope = y.sub_(y0).div_(change)
-    if not math.isfinite(float(slope.sum())):
-        slope = torch.where(change == 0, derivative(operation, x.x), slope)
+    rise = y.sub_(y0)
+    slope = rise / change
+    if not math.isfinite(float(slope.sum())):  # 0 / 0 becomes the derivative
+        slope = rise.add_(derivative(operation, x.x), alpha=TINY).div_(change.add_(TINY))
     return (slope.mul_(step.grad), *[None] * (len(visit.on_path) - 1))
 
 
@@ -201,7 +208,7 @@ def _winners(step: MultiplierStep) -> Gradients:
     gains = _gradients(step, x, (torch.where(is_gain, share, 0),))
     losses = _gradients(step, x0, (torch.where(is_gain, 0, share),))
     operands = zip(gains, losses, x, x0, strict=True)
-    return tuple(_per_change(gain.add_(loss), a, b) for gain, loss, a, b in operands)
+    return tuple(divided(gain.add_(loss), a - b) for gain, loss, a, b in operands)
 
 
 def _max_pool(step: MultiplierStep) -> Gradients:
@@ -211,15 +218,9 @@ def _max_pool(step: MultiplierStep) -> Gradients:
     at, at0 = (each.result[1].flatten(start) for each in step[1:])
     change = x.gather(-1, at) - x0.gather(-1, at0)
     share = step.grad.flatten(start) * change
-    passed = torch.zeros_like(x).scatter_add_(-1, at, share.where(change > 0, 0))
-    passed = passed.scatter_add_(-1, at0, share.where(change <= 0, 0))
-    return (_per_change(passed, x, x0).view_as(step.operation.args["self"]),)
-
-
-def _per_change(share: Tensor, x: Tensor, x0: Tensor) -> Tensor:
-    """Divide shares by the change of an operand, in place. The share of an operand that does not change is 0."""
-    change = x - x0
-    return share.div_(change.add_(change == 0))
+    passed = torch.zeros_like(x).scatter_add_(-1, at, where_above(share, change, 0))
+    passed = passed.scatter_add_(-1, at0, where_above(share, change.neg_(), 0))
+    return (divided(passed, x - x0).view_as(step.operation.args["self"]),)
 
 
 def _mul(step: MultiplierStep) -> Gradients:
@@ -265,8 +266,8 @@ def _through_softmax(z: Pair, grad: Tensor, dim: int) -> Tensor:
     """
     logs = Pair(z.x.log_softmax(dim), z.x0.log_softmax(dim))
     larger = torch.maximum(*logs).exp().nan_to_num_(0)
-    change = logs.change.abs().nan_to_num_(0, torch.inf)  # hidden positions are infinite for both
-    slope = larger * torch.where(change == 0, 1, -torch.expm1(-change) / change)
+    change = logs.change.abs().nan_to_num_(0, torch.inf).add_(TINY)  # hidden positions are infinite for both
+    slope = larger * torch.expm1(-change).div_(change.neg_())
     total = slope.sum(dim, keepdim=True)
     for _ in range(2):  # the second removes the rounding error of the first, which all logits multiply
         grad = grad - divided((slope * grad).sum(dim, keepdim=True), total)

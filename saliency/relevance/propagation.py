@@ -54,6 +54,7 @@ from .rules import (
     ZBox,
     divided,
     per_channel,
+    where_above,
 )
 from .walk import ChannelFactors, Edge, Visit, Walk
 
@@ -70,6 +71,7 @@ _DEVIATIONS = frozenset({"rsqrt", "reciprocal"})
 _GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *SOFTMAX})
 # The two factors of a matrix product.
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
+CONVOLUTION_OPTIONS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 _GRADIENT = Epsilon(0)
 NONLINEAR = ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
 _OF_RECTIFIED = frozenset({"constant_pad_nd", "max_pool2d_with_indices", "max_pool3d_with_indices"})
@@ -455,7 +457,7 @@ class Propagation:
         passed = torch.zeros_like(s) if is_weight else cast("Tensor", visit.plain()[0])
         visit.walk.handled["softmax as a constant" if is_weight else "softmax by gradient"] += 1
         # The passed G sums to zero, so log(s), which differs from the logits by a constant, can replace them.
-        visit.absorb("softmax", s * visit.grad - torch.where(s > 0, s.log().mul_(passed), 0))
+        visit.absorb("softmax", s * visit.grad - s.clamp(min=torch.finfo(s.dtype).tiny).log().mul_(passed))
         return (passed,)
 
     def _logsumexp(self, visit: Visit) -> Gradients:
@@ -752,7 +754,11 @@ def attention_logits(operation: Operation) -> Tensor:
 
 def derivative(operation: Operation, point: Tensor) -> Tensor:
     """Return the derivative of a pointwise operation."""
-    name = _operand(operation)
+    name, args, one = _operand(operation), operation.kept_args, point.new_ones(())
+    if operation.name == "relu":
+        return where_above(one, point, 0)
+    if operation.name == "hardtanh":
+        return cast("Tensor", aten.hardtanh_backward(one.expand_as(point), point, args.get("min_val", -1), args.get("max_val", 1)))
     with torch.enable_grad():
         point = point.detach().requires_grad_()
         (slope,) = torch.autograd.grad(operation.repeat(**{name: point}).sum(), point)
@@ -786,7 +792,7 @@ _Function = Callable[..., Tensor]
 
 def _convolution(args: Mapping[str, Any]) -> tuple[_Function, _Function]:
     """Return a convolution, and its transpose in the input, as functions of a tensor and the weights."""
-    options = [args[name] for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")]
+    options = [args[name] for name in CONVOLUTION_OPTIONS]
 
     def transposed(grad: Tensor, weight: Tensor) -> Tensor:
         mask = [True, False, False]
