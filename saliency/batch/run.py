@@ -52,6 +52,7 @@ class Run:
         done: Numbers of the images with results of all methods.
         failed: Numbers of the images with an error.
         failures: The rows of errors of this run.
+        repeated: Number of images whose batch was repeated in parts, by the error.
         batch_sizes: Pairs of the first image and the size of its batch and of the following ones.
     """
 
@@ -66,6 +67,7 @@ class Run:
         self.done: set[int] = set()
         self.failed: set[int] = set()
         self.failures: list[Row] = []
+        self.repeated: Counter[str] = Counter()
         self._context = context
         self._start, self._fresh = time.monotonic(), 0
 
@@ -167,6 +169,7 @@ class Run:
         self._fresh += 1
         self.failed |= {index} if failed else set()
         self.failures += failed
+        self.repeated.update({row["repeated"] for row in rows if row.get("repeated")})
         if options.on_progress is not None:
             options.on_progress(Progress(len(self.done), self.total, self._fresh, len(self.failed)))
 
@@ -329,6 +332,7 @@ class BatchRun(Run):
             changed=len(self.listing.changed),
             removed=tuple(self.listing.entries[index].source for index in sorted(self.listing.removed)),
             unfinished=lacking,
+            repeated=self.repeated,
         )
 
 
