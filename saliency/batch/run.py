@@ -187,7 +187,6 @@ class BatchRun(Run):
 
     def __init__(self, options: RunOptions, out: Path, entries: Sequence[ImageEntry]) -> None:
         self.folder = OutputFolder(out)
-        self.folder.remove_temporary_files()
         head = self.folder.read_head()
         if head is not None and (options.restart or next(read_rows(out / MANIFEST), None) is None):
             self.folder.clear(self.folder.read_listing(), head["methods"])
@@ -252,7 +251,8 @@ class BatchRun(Run):
         return index not in self._kept and not self.manifest.is_done(index, method)
 
     def prepare(self, network: Network, engine: Engine) -> None:
-        """Store the description of the run, its batch sizes and its images."""
+        """Remove files of killed runs, and store the description of the run, its batch sizes and its images."""
+        self.folder.remove_temporary_files()
         self.head["methods"] = self.methods
         self.head["preprocess"] = without_address(network.preprocess)
         if self.options.detections is not None:
