@@ -82,7 +82,7 @@ def stages(source: Path, out: Path, model: nn.Module, size: int) -> dict[str, fl
     loaded = [network.load(slot) for slot in slots]
     times.append(time.process_time())
     results = [
-        result for start in range(0, len(loaded), size) for result in network.explain(loaded[start : start + size])
+        result for start in range(0, len(loaded), size) for result, _ in network.explain(loaded[start : start + size])
     ]
     times.append(time.process_time())
     for image, result in zip(loaded, results, strict=True):

@@ -35,7 +35,7 @@ class Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(9)
         self.features = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.Conv2d(8, 8, 3, 2), nn.ReLU())
         self.head = nn.Linear(8, 5)
         self.preprocess = Preprocess(size=(64, 64), resize=64, mean=(0.5,) * 3, std=(0.5,) * 3)

@@ -136,7 +136,8 @@ def batch(
         with writing_to(out), without_garbage_collection():
             run = BatchRun(run_options, Path(out), entries)
         run.complete()
-        return replace(run.finish(), left_out=left_out)
+        with without_garbage_collection():
+            return replace(run.finish(), left_out=left_out)
 
 
 @contextmanager

@@ -67,6 +67,7 @@ def write_results(
     results: Results,
     cards: Cards,
     seconds: float = 0.0,
+    repeated: str | None = None,
 ) -> Iterator[Row]:
     """Write the files of one image, and yield one row per method, or a single row if the image could not be read.
 
@@ -77,12 +78,14 @@ def write_results(
         results: Results of the methods.
         cards: Trust cards of the methods, if the run has them.
         seconds: Seconds that the network took per method.
+        repeated: Error after which the batch of the image was repeated in parts.
 
     Raises:
         StoppedError: The folder cannot be written to.
     """
     slot = loaded.slot
     facts: dict[str, Any] = {"index": slot.index, "source": printable(slot.entry.source), "id": slot.entry.name}
+    facts["repeated"] = repeated
 
     def failed(error: Exception, method: str | None, *, is_writing: bool = False) -> Row:
         if is_writing and stops_run(error):

@@ -85,10 +85,12 @@ class RunContext:
     def compute(self, network: Network, batch: Sequence[LoadedImage]) -> Sequence[Any]:
         """Run a network, which no other thread uses, on a batch. Return the input of `finish` for each image."""
         start = time.perf_counter()
-        results = network.explain(batch)
+        explained = network.explain(batch)
         seconds = (time.perf_counter() - start) / (len(batch) * len(network.methods))
-        cards = map(network.trust, batch, results)
-        return [(*of_image, seconds) for of_image in zip(results, cards, strict=True)]
+        return [
+            (results, network.trust(loaded, results), seconds, repeated)
+            for loaded, (results, repeated) in zip(batch, explained, strict=True)
+        ]
 
     def finish(self, loaded: LoadedImage, results: Any) -> list[Row]:
         """Return the rows of one image, during the passes of other batches."""

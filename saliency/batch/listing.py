@@ -193,11 +193,12 @@ def merge_listing(
 
 def _keys(entries: Sequence[ImageEntry]) -> list[tuple[object, ...]]:
     """Return a unique key per image. An image that a list contains several times gets several keys."""
-    times: Counter[tuple[object, ...]] = Counter()
+    times: dict[tuple[object, ...], int] = {}
     keys: list[tuple[object, ...]] = []
     for entry in entries:
-        times[entry.key] += 1
-        keys.append((*entry.key, times[entry.key]))
+        key = entry.path, entry.offset
+        times[key] = number = times.get(key, 0) + 1
+        keys.append((*key, number))
     return keys
 
 
@@ -215,6 +216,8 @@ def with_names(
         most_per_folder: Number of images of a folder above which their names are in numbered subfolders, such as
             "SUB/0001/cat". A folder of earlier runs is split if its listed images are.
     """
+    if not entries:
+        return []
     sizes, counts = Counter(entry.folder for entry in entries), Counter(entry.folder for entry in listed)
     split = {entry.folder for entry in listed if entry.name.count("/") > len(entry.folder)}
     split |= {folder for folder, size in sizes.items() if size > most_per_folder and not counts[folder]}

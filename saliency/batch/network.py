@@ -26,7 +26,7 @@ from ..layers.layout import bind_layout
 from ..targets.box import BoxScore, box
 from ..targets.targets import OutputTarget, Target, class_index, located
 from ..zoo import load
-from .failures import BatchError
+from .failures import BatchError, Failure
 from .listing import ImageEntry
 from .run_options import RunOptions
 
@@ -155,11 +155,12 @@ class Network:
         except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
             return LoadedImage(slot, error, self._target)
 
-    def explain(self, batch: Sequence[LoadedImage]) -> list[Results]:
+    def explain(self, batch: Sequence[LoadedImage]) -> list[tuple[Results, str | None]]:
         """Run all methods on a batch, and return the results of each image, in order.
 
         An image that could not be loaded is replaced by zeros, so that the others keep their positions. After an error,
-        the batch is repeated in parts, down to one method on one image.
+        the batch is repeated in parts, down to one method on one image. The error is returned next to the results of
+        its images, None without an error or if a method does not apply.
 
         Args:
             batch: The images.
@@ -167,7 +168,7 @@ class Network:
         Raises:
             BatchTooLargeError: The batch does not fit into memory, and has several images.
         """
-        results: list[Results] = [{} for _ in batch]
+        results: list[tuple[Results, str | None]] = [({}, None) for _ in batch]
         # The images that can be explained.
         inputs = {index: loaded.input for index, loaded in enumerate(batch) if loaded.input is not None}
         shapes = {x.shape for x in inputs.values()}
@@ -179,12 +180,14 @@ class Network:
             # Methods that failed on every image of an earlier batch run separately.
             shared = [method for method in self.methods if method.name not in self._separate]
             outcomes: _Outcomes = {}
+            errors: list[str] = []
             for methods in [shared, *([method] for method in self.methods if method not in shared)]:
                 if methods:
-                    outcomes |= self._attempt(methods, x, [batch[index].target for index in same])
+                    outcomes |= self._attempt(methods, x, [batch[index].target for index in same], errors)
             for position, index in enumerate(same):
                 if index in inputs:
-                    results[index] = {name: of_batch[position] for name, of_batch in outcomes.items()}
+                    of_image = {name: of_batch[position] for name, of_batch in outcomes.items()}
+                    results[index] = of_image, next(iter(errors), None)
         return results
 
     def trust(self, loaded: LoadedImage, results: Results) -> Cards:
@@ -199,8 +202,8 @@ class Network:
         shared = SharedResults()
         return {one.name: trust_card(one, loaded, self._seconds, shared=shared) for one in explained}
 
-    def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any]) -> _Outcomes:
-        """Run methods on a batch. If that fails, run parts of it."""
+    def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any], errors: list[str]) -> _Outcomes:
+        """Run methods on a batch. If that fails, append the reason to `errors`, and run parts of the batch."""
         error = None
         try:
             explanations = explain_together(methods, x, targets)
@@ -216,14 +219,17 @@ class Network:
             torch.cuda.empty_cache()
         if is_out_of_memory(error) and len(x) > 1:
             raise BatchTooLargeError(f"a batch of {len(x)} images does not fit into memory")
+        applies = not isinstance(error, NotApplicableError | LayerError | MethodError)
+        if applies and len(methods) * len(x) > 1:
+            errors.append(Failure.of(error).reason)
         if len(methods) > 1:
-            return {k: v for method in methods for k, v in self._attempt([method], x, targets).items()}
-        if isinstance(error, NotApplicableError | LayerError | MethodError):
+            return {k: v for method in methods for k, v in self._attempt([method], x, targets, errors).items()}
+        if not applies:
             self._separate.add(methods[0].name)
             return {methods[0].name: [error] * len(x)}
         if len(x) == 1:
             return {method.name: [error] for method in methods}
-        parts = [self._attempt(methods, x[i : i + 1], targets[i : i + 1]) for i in range(len(x))]
+        parts = [self._attempt(methods, x[i : i + 1], targets[i : i + 1], errors) for i in range(len(x))]
         return {method.name: [result for part in parts for result in part[method.name]] for method in methods}
 
 

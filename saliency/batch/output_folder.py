@@ -110,6 +110,7 @@ class OutputFolder:
         try:
             head = json.loads((self.path / ABOUT).read_bytes())
         except FileNotFoundError:
+            self.remove_temporary_files()
             self._require_free()
             return None
         except ValueError:

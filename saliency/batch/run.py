@@ -52,6 +52,7 @@ class Run:
         done: Numbers of the images with results of all methods.
         failed: Numbers of the images with an error.
         failures: The rows of errors of this run.
+        repeated: Number of images whose batch was repeated in parts, by the error.
         batch_sizes: Pairs of the first image and the size of its batch and of the following ones.
     """
 
@@ -66,6 +67,7 @@ class Run:
         self.done: set[int] = set()
         self.failed: set[int] = set()
         self.failures: list[Row] = []
+        self.repeated: Counter[str] = Counter()
         self._context = context
         self._start, self._fresh = time.monotonic(), 0
 
@@ -167,6 +169,7 @@ class Run:
         self._fresh += 1
         self.failed |= {index} if failed else set()
         self.failures += failed
+        self.repeated.update({row["repeated"] for row in rows if row.get("repeated")})
         if options.on_progress is not None:
             options.on_progress(Progress(len(self.done), self.total, self._fresh, len(self.failed)))
 
@@ -184,7 +187,6 @@ class BatchRun(Run):
 
     def __init__(self, options: RunOptions, out: Path, entries: Sequence[ImageEntry]) -> None:
         self.folder = OutputFolder(out)
-        self.folder.remove_temporary_files()
         head = self.folder.read_head()
         if head is not None and (options.restart or next(read_rows(out / MANIFEST), None) is None):
             self.folder.clear(self.folder.read_listing(), head["methods"])
@@ -249,7 +251,8 @@ class BatchRun(Run):
         return index not in self._kept and not self.manifest.is_done(index, method)
 
     def prepare(self, network: Network, engine: Engine) -> None:
-        """Store the description of the run, its batch sizes and its images."""
+        """Remove files of killed runs, and store the description of the run, its batch sizes and its images."""
+        self.folder.remove_temporary_files()
         self.head["methods"] = self.methods
         self.head["preprocess"] = without_address(network.preprocess)
         if self.options.detections is not None:
@@ -329,6 +332,7 @@ class BatchRun(Run):
             changed=len(self.listing.changed),
             removed=tuple(self.listing.entries[index].source for index in sorted(self.listing.removed)),
             unfinished=lacking,
+            repeated=self.repeated,
         )
 
 

@@ -63,6 +63,7 @@ class Summary:
         removed: Sources of the images that no longer exist; their overlays are kept.
         unfinished: Number of images without results, by method; only methods of earlier runs in the same folder.
         left_out: Number of images in the sources that the toolkit wrote, such as overlays.
+        repeated: Number of images of this run whose batch failed and was repeated in parts, by the error.
     """
 
     folder: Path
@@ -78,6 +79,7 @@ class Summary:
     removed: tuple[str, ...] = ()
     unfinished: Counter[str] = field(default_factory=Counter)
     left_out: int = 0
+    repeated: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

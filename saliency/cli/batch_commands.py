@@ -20,7 +20,7 @@ from ..batch.failures import sentence
 from ..batch.manifest import write_csv
 from ..errors import plural, visible
 from .arguments import ALL, METHOD, arguments_of, overlay_style
-from .console import Screen, UsageError
+from .console import Screen, UsageError, one_line
 
 _DETECTION = ("box", "point", "index")
 _TOGETHER = (
@@ -126,6 +126,9 @@ def _print_summary(summary: Summary, screen: Screen, counted: str, expected: set
         named = ", ".join(map(visible, summary.removed[:3])) + (", ..." if len(summary.removed) > 3 else "")
         screen.say(f"removed since the last run, overlays kept: {plural(len(summary.removed), 'image')}, {named}")
     screen.say_left_out(summary.left_out)
+    if summary.repeated:
+        images, error = plural(summary.repeated.total(), "image"), one_line(next(iter(summary.repeated)))
+        screen.say(f"batches repeated in parts after an error: {images} (column repeated of manifest.jsonl), {error}")
     for method, lacking in summary.unfinished.items():
         screen.say(f"{plural(lacking, 'image')} without {method}; to complete: --method {method}")
     if summary.failed:

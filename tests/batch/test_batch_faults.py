@@ -16,7 +16,7 @@ import threading
 import time
 import unicodedata
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -25,13 +25,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torch import Tensor
 
 from saliency import Explanation
 from saliency.batch import BatchError, Progress, StoppedError
+from saliency.batch.listing import ImageEntry
+from saliency.batch.network import LoadedImage, Network, Slot
+from saliency.batch.run_options import RunOptions
 from tests.batchwork import (
     BLACK,
     WHITE,
+    FailsOnce,
     Tiny,
     assert_same,
     contents,
@@ -388,6 +394,42 @@ def test_an_error_in_a_batch_fails_only_the_image_that_caused_it(tmp_path: Path)
     assert rows(tmp_path / "out")[6]["error"].endswith("on cpu): a black photo is more than this model can bear")
     # The batch with the photo was run again one by one, the other one was not.
     assert [size for size in model.sizes if size > 1] == [4, 4]
+
+
+def test_an_error_that_no_image_causes_is_in_the_rows_of_its_batch_and_in_the_summary(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 9)
+    options: dict[str, Any] = {"methods": METHODS, "workers": 1, "maps": True}
+    summary = quick(tmp_path / "in", tmp_path / "out", model=FailsOnce(), **options)
+    (reason,) = summary.repeated
+    assert reason.endswith("the driver was restarted")
+    assert (summary.failed, summary.repeated[reason]) == (0, 4)
+    marks = [row["repeated"] for row in rows(tmp_path / "out")]
+    assert marks in ([reason] * 8 + [None] * 10, [None] * 8 + [reason] * 8 + [None] * 2)  # batches run in parallel
+    again = quick(tmp_path / "in", tmp_path / "out", model=FailsOnce(), **options)
+    assert (again.fresh, again.repeated) == (0, {})
+
+
+def test_a_map_depends_on_its_position_in_the_batch_but_not_on_the_other_images(tmp_path: Path) -> None:
+    """So a resumed run, whose images keep their batch and position, makes equal files; see docs/batch.md."""
+    paths = photos(tmp_path / "in", 15)
+    model = Tiny()
+    network = Network(RunOptions(model=model), model)
+    loaded = [network.load(Slot(0, ImageEntry(str(path), path.name), ())) for path in paths]
+
+    def values(batch: Sequence[LoadedImage]) -> list[Tensor]:
+        found = []
+        for results, _ in network.explain(batch):
+            explanation = results["grad_cam"]
+            assert isinstance(explanation, Explanation)
+            found.append(explanation.values)
+        return found
+
+    expected = values(loaded[:8])
+    others = values([*loaded[8:], loaded[7]])
+    assert torch.equal(others[7], expected[7])
+    for position, image in enumerate(loaded[:8]):
+        alone, largest = values([image])[0], float(expected[position].abs().max())
+        torch.testing.assert_close(alone, expected[position], rtol=0, atol=2e-6 * largest)
 
 
 def test_a_first_batch_that_does_not_fit_is_halved(tmp_path: Path) -> None:

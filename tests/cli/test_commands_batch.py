@@ -28,7 +28,7 @@ from saliency.cli import batch_commands as batching
 from saliency.cli import command_parser, main
 from saliency.cli.console import Screen
 from saliency.evaluation.trust import TrustCard
-from tests.batchwork import Tiny, assert_same, noise, photos, quick, rows
+from tests.batchwork import FailsOnce, Tiny, assert_same, noise, photos, quick, rows
 from tests.commandline import forked_command
 from tests.dual_encoders import for_photos
 
@@ -113,6 +113,17 @@ def test_photos_that_changed_or_were_removed_are_told(run: Run, source: Path, tm
     assert "changed since the last run and explained again: 1 image" in out
     assert f"removed since the last run, overlays kept: 1 image, {source}/03.png" in out
     assert "changed since" not in run(source, "--out", tmp_path / "out")[1]
+
+
+def test_a_batch_that_was_repeated_is_one_line_with_the_error(
+    run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = FailsOnce()
+    monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: model)
+    out = run(source, "--out", tmp_path / "out", "--batch-size", "4", "--workers", "1")[1]
+    (line,) = [line for line in out.splitlines() if "batches repeated" in line]
+    assert line.startswith("batches repeated in parts after an error: 4 images (column repeated of manifest.jsonl), ")
+    assert line.endswith("the driver was restarted")
 
 
 def test_options_reach_the_library(run: Run, source: Path, tmp_path: Path) -> None:
