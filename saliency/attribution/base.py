@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import reduce
+from functools import cache, reduce
 from itertools import chain
 from operator import or_
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, cast
@@ -146,12 +146,13 @@ class Attribution(HasOptions, ABC):
         return [name for name in cls.parameters() if name not in about_the_model]
 
     @classmethod
-    def parameters(cls) -> list[str]:
+    @cache
+    def parameters(cls) -> tuple[str, ...]:
         """Return the names of the constructor's parameters, with the declared options instead of `**keywords`."""
         parameters = inspect.signature(cls).parameters.values()
         own = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         passed_on = declared_options(cls) if any(p.kind == p.VAR_KEYWORD for p in parameters) else ()
-        return list(dict.fromkeys([*own, *passed_on]))
+        return tuple(dict.fromkeys([*own, *passed_on]))
 
     def __call__(self, *arguments: object, **keywords: object) -> NoReturn:
         """Raise TypeError: the call is `attribute`."""

@@ -3,8 +3,8 @@
 This is the only file with private names of PyTorch (`tests/test_architecture.py` checks it). Why each is needed, and
 the test that fails first when PyTorch changes it:
 
-- `Node._saved_*`, `_input_metadata`, `_wrapped_node`, `Function._backward_cls` distinguish a ReLU from other
-  operations: `methods/test_gradient.py`. PyTorch before 2.14 has no `_wrapped_node`.
+- `Node._saved_*`, `_input_metadata`, `_wrapped_node`, `Function._backward_cls`, `torch._C._functions` distinguish a
+  ReLU from other operations and from leaves: `methods/test_gradient.py`. PyTorch before 2.14 has no `_wrapped_node`.
 - `Node._raw_saved_*` free the saved tensors of a node: `relevance/test_walk.py`.
 - `Node._sequence_nr`, `_get_sequence_nr` limit a traversal to the operations of one call;
   `_will_engine_execute_node` and `_current_graph_task_id` show when all parts of one gradient are summed:
@@ -125,6 +125,8 @@ def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
 
 # Class of the node of a part that is checkpointed with `use_reentrant=True`.
 CHECKPOINT_NODE: type = CheckpointFunction._backward_cls
+# Class of the nodes of leaf tensors, such as parameters.
+LEAF_NODE: type = torch._C._functions.AccumulateGrad
 # Class of a node that only calls the full backward hooks of a module, and passes on the gradient of each tensor.
 _HOOK_NODE: type = BackwardHookFunction._backward_cls
 

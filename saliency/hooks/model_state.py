@@ -131,6 +131,7 @@ def evaluating(model: nn.Module, modules: list[nn.Module] | None = None) -> Abst
 
 
 def _evaluate(modules: list[nn.Module], holder: int) -> None:
+    others = {kind for kind in set(map(type, modules)) if not kind.__module__.startswith("torch.nn.")}
     with _lock:
         _held[holder] = modules
         for module in modules:
@@ -139,9 +140,9 @@ def _evaluate(modules: list[nn.Module], holder: int) -> None:
                 _was_training.add(module)
                 module.training = False
             # Heads of YOLO cache anchors under inference_mode, and no gradient can pass such tensors.
-            if type(module).__module__.startswith("torch.nn."):
+            if type(module) not in others or Tensor not in map(type, vars(module).values()):
                 continue
-            tensors = [(name, own) for name, own in vars(module).items() if isinstance(own, Tensor)]
+            tensors = [(name, own) for name, own in vars(module).items() if type(own) is Tensor]
             cached = {name: tensor.clone() for name, tensor in tensors if tensor.is_inference()}
             if cached and module not in _attributes:
                 _attributes[module] = {name: own for name, own in vars(module).items() if name != "training"}

@@ -225,7 +225,7 @@ def nodes_between(score: Tensor, x: Tensor) -> list[Node]:
 
 
 def _postorder(score: Tensor) -> Iterator[tuple[Node, list[Node]]]:
-    """Yield every node reachable from `score`, with its successors; the successors come first."""
+    """Yield the nodes reachable from `score`, with their successors, which come first; leaves are not yielded."""
     if score.grad_fn is None:
         return
     entered: set[Node] = set()
@@ -238,7 +238,7 @@ def _postorder(score: Tensor) -> Iterator[tuple[Node, list[Node]]]:
             entered.add(node)
             successors = [function for function, _ in graph.next_functions(node) if function is not None]
             stack.append((node, successors))
-            stack += [(function, None) for function in successors if function not in entered]
+            stack += [(f, None) for f in successors if type(f) is not graph.LEAF_NODE and f not in entered]
 
 
 def find_nonlinearities(score: Tensor, x: Tensor) -> Nonlinearities:
