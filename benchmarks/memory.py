@@ -195,7 +195,7 @@ def answer_peak(name: str) -> float:
         token = answer.written.ids[1]
 
         def by_hand() -> None:
-            arguments = answer.arguments(answer.inputs, [0])
+            arguments = answer.arguments(answer.inputs, 0)
             pixels = arguments["pixel_values"].detach().requires_grad_()
             row = model(**{**arguments, "pixel_values": pixels}).logits[:, 1]
             torch.autograd.grad((row[:, token] - row.logsumexp(1)).sum(), pixels)

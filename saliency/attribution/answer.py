@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from ..axes import along_rows
 from ..errors import ImageError, ModelError, NotApplicableError
 from ..hooks.forward_args import bind_forward_args, bind_image, bound_batch
 from ..hooks.manager import HookManager
@@ -29,6 +28,8 @@ from ..layers.positions import SAME, PositionTrace
 from ..targets.answer_text import AnswerText, encode
 from ..targets.targets import output_tensor
 from ..validation import check_integer
+
+T = TypeVar("T")
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """A question, or the messages of a chat, as `apply_chat_template` of transformers takes them."""
@@ -111,8 +112,22 @@ class Answer(Batch):
         """The positions in the sequence whose outputs predict the T tokens of the answer."""
         return range(len(self.ids) - 1 - len(self.tokens), len(self.ids) - 1)
 
-    def layout(self, images: Sequence[int]) -> Layout:
-        """Return the layout of the L tokens that the language model reads, for rows that show some images.
+    def by_image(self, compute: Callable[[Answer, int], T]) -> list[T]:
+        """Return the results of a function for each image alone, because the model reads all of them for each.
+
+        Args:
+            compute: Takes the answer with the input and the frame of one image, and its number. The model then runs
+                variants of this image only.
+        """
+        results = []
+        for image in range(len(self.inputs)):
+            rows = slice(image, image + 1)
+            with bind_image(image):
+                results.append(compute(replace(self, inputs=self.inputs[rows], frames=self.frames[rows]), image))
+        return results
+
+    def layout(self, image: int) -> Layout:
+        """Return the layout of the L tokens that the language model reads on one of the images.
 
         The cells have the size of the smallest token. A token of a coarser view is divided among the cells that it
         covers, so the sum stays.
@@ -132,12 +147,13 @@ class Answer(Batch):
         def placed(tokens: Tensor) -> Tensor:
             maps = tokens.new_zeros(len(tokens), tokens.shape[2], rows, columns)
             for own, (left, top, right, bottom), _ in views:
-                shown = [row for row, image in enumerate(images) if image == own.image]
+                if own.image != image:
+                    continue
                 y = slice(round(top * rows / height), round(bottom * rows / height))
                 x = slice(round(left * columns / width), round(right * columns / width))
-                cells = tokens[shown][:, own.positions].movedim(-1, 1)  # (k, K, h, w)
+                cells = tokens[:, own.positions].movedim(-1, 1)  # (k, K, h, w)
                 size = (y.stop - y.start, x.stop - x.start)
-                maps[shown, :, y, x] += F.interpolate(cells, size) * (own.positions.numel() / math.prod(size))
+                maps[..., y, x] += F.interpolate(cells, size) * (own.positions.numel() / math.prod(size))
             return maps
 
         return Layout("given", (rows, columns), function=placed)
@@ -331,7 +347,7 @@ class ImageArguments:
         height, width = (max(own.canvas.shape[axis] for own in views) for axis in (1, 2))
         padded = [F.pad(v.canvas, (0, width - v.canvas.shape[2], 0, height - v.canvas.shape[1])) for v in views]
         self.canvases = torch.stack(padded).to(pixels)
-        parts = [self._pixels(number, canvas[None])[0] for number, canvas in enumerate(self.canvases)]
+        parts = [self._pixels(image, canvas[None])[0] for image, canvas in enumerate(self.canvases)]
         self.rows = pixels.reshape(-1, *parts[0].shape[1:]).clone()  # of all images
         self.spans = list[slice]()  # the rows of each image
         end = 0
@@ -345,22 +361,17 @@ class ImageArguments:
             end = self.spans[-1].stop
             self.rows[self.spans[-1]] = own
 
-    def _pixels(self, number: int, x: Tensor) -> Tensor:
+    def _pixels(self, image: int, x: Tensor) -> Tensor:
         """Return the rows of one image, from canvases (k, C, H, W)."""
-        height, width = self.views[number].canvas.shape[1:]
-        rows = self.views[number].pixels(x[:, :, :height, :width])
+        height, width = self.views[image].canvas.shape[1:]
+        rows = self.views[image].pixels(x[:, :, :height, :width])
         # Idefics3 takes a tile of zeros for padding.
         return rows + torch.finfo(rows.dtype).tiny if "pixel_attention_mask" in self.fixed else rows
 
-    def __call__(self, x: Tensor, numbers: Sequence[int]) -> dict[str, Any]:
-        """Return the arguments for canvases (k, C, H, W), given the number of the image that each row shows."""
-        pixels = self.rows.to(x).expand(len(x), *self.rows.shape)
-        for number in {*numbers}:
-            span, own = self.spans[number], self._pixels(number, x)
-            if len({*numbers}) > 1:
-                shown = torch.tensor([shown == number for shown in numbers], device=x.device)
-                own = torch.where(along_rows(shown, own), own, pixels[:, span])
-            pixels = torch.cat([pixels[:, : span.start], own, pixels[:, span.stop :]], 1)
+    def __call__(self, x: Tensor, image: int) -> dict[str, Any]:
+        """Return the arguments for canvases (k, C, H, W) of one of the images."""
+        span, pixels = self.spans[image], self.rows.to(x).expand(len(x), *self.rows.shape)
+        pixels = torch.cat([pixels[:, : span.start], self._pixels(image, x), pixels[:, span.stop :]], 1)
         values = {name: value.to(x.device) for name, value in self.fixed.items() if name != "pixel_values"}
         others = {name: torch.cat([value] * len(x)) for name, value in values.items()}
         shape = self.fixed["pixel_values"].shape[1:]

@@ -11,9 +11,9 @@ import inspect
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from itertools import chain
 from operator import or_
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, cast
@@ -29,11 +29,11 @@ from ..io.inputs import Batch, ImagesLike, Prepare
 from ..io.preprocess import WHOLE, Frame, PreprocessLike, Whole, as_preprocess, without_crop
 from ..layers.find import find
 from ..layers.layout import LayoutFunction, as_layout, bind_layout
-from ..targets.targets import Neuron, TargetLike, as_categories
+from ..targets.targets import Neuron, TargetLike, as_categories, per_image
 from ..validation import Registry, check_choice
 from .aliases import refuse_unknown_keywords
 from .answer import Answer, read_inputs
-from .explanation import BatchAttribution, Explanation, Setting, Sign
+from .explanation import BatchAttribution, Explanation, Setting, Sign, joined
 from .forward import Needs, SharedForward, TargetGradients
 from .heatmap import rounding_errors
 from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOption, declared_options
@@ -244,9 +244,12 @@ class Attribution(HasOptions, ABC):
             if isinstance(batch, TiledImage):
                 progress, like = getattr(self, "progress", None), reference_tensor(self.model)
                 pairs = [explain_tiles(batch, targets[0], method._explain_batch, self.sign, like, progress)]
-            else:
-                pairs = method._explain_batch(batch, targets)
-        return [method.explanation(*pair, batch) for pair in pairs]
+                return [method.explanation(*pair, batch) for pair in pairs]
+            return explain_by_image(
+                batch,
+                targets,
+                lambda part, own: [method.explanation(*pair, part) for pair in method._explain_batch(part, own)],
+            )
 
     def _explain_batch(self, batch: Batch, targets: Sequence[Any]) -> list[tuple[BatchAttribution, ResolvedTarget]]:
         """Explain several targets of a batch on a prepared model."""
@@ -471,12 +474,34 @@ def explain_together(
     batch = first.read(inputs)
     bound = bind_forward_args(forward_args, batch, neuron_layer(first.model, [target]))
     with prepared_for_attribution(first.model), bound, bind_layout(first.layout):
-        resolved = first.resolve(target, batch.inputs, batch.frames)
-        pairs = [(method, method.explained_target(resolved)) for method in methods]
-        traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is resolved]
-        shared = iter(read_one_forward(traced, batch.inputs, [resolved])[0] if traced else [])
-        results = [next(shared) if method in traced else method.explain(batch.inputs, own) for method, own in pairs]
+        return explain_by_image(batch, [target], partial(_explain_by_all, methods))
+
+
+def _explain_by_all(methods: Sequence[Attribution], batch: Batch, targets: Sequence[Any]) -> list[Explanation]:
+    """Explain a batch and one target by several methods on a prepared model."""
+    resolved = methods[0].resolve(targets[0], batch.inputs, batch.frames)
+    pairs = [(method, method.explained_target(resolved)) for method in methods]
+    traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is resolved]
+    shared = iter(read_one_forward(traced, batch.inputs, [resolved])[0] if traced else [])
+    results = [next(shared) if method in traced else method.explain(batch.inputs, own) for method, own in pairs]
     return [method.explanation(result, own, batch) for result, (method, own) in zip(results, pairs, strict=True)]
+
+
+def explain_by_image(
+    batch: Batch, targets: Sequence[Any], explain: Callable[[Batch, Sequence[Any]], list[Explanation]]
+) -> list[Explanation]:
+    """Explain each image of an answer alone, because the model reads all of them for each; other batches as a whole.
+
+    Args:
+        batch: The images, whose arguments are bound.
+        targets: The targets, each for all images, or with one for each image.
+        explain: Returns the explanations of a batch and its targets.
+    """
+    if not isinstance(batch, Answer):
+        return explain(batch, targets)
+    by_image = [*zip(*(per_image(target, len(batch.inputs)) for target in targets), strict=True)]
+    parts = batch.by_image(lambda part, image: explain(part, by_image[image]))
+    return [joined(explanations) for explanations in zip(*parts, strict=True)]
 
 
 def neuron_layer(model: nn.Module, targets: Sequence[TargetLike]) -> str | None:

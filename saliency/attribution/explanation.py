@@ -7,9 +7,10 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -239,6 +240,16 @@ class Explanation(BatchAttribution):
         plain["settings"] = dict(self.settings)
         plain["frames"] = [None if frame is None else list(frame.box) for frame in self.frames]
         return {"format": _FORMAT, **plain}
+
+
+def joined(explanations: Sequence[Explanation]) -> Explanation:
+    """Return explanations of single images as one."""
+    first = explanations[0]
+    tensors = {name: torch.cat([getattr(own, name) for own in explanations]) for name in first.tensors()}
+    rows = {
+        name: [*chain.from_iterable(getattr(own, name) for own in explanations)] for name in _LISTS + _OPTIONAL_LISTS
+    }
+    return replace(first, **tensors, **{name: tuple(own) for name, own in rows.items()})
 
 
 def pack_explanation(

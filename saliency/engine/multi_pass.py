@@ -27,7 +27,7 @@ from ..attribution.passes import chunk_size, current_listener, listening, progre
 from ..attribution.resolved_target import OutputRows, ResolvedTarget, output_rows
 from ..axes import at_least_float32
 from ..errors import MethodError, TargetError
-from ..hooks.forward_args import bind_image
+from ..hooks.forward_args import bind_image, shown_images
 from ..hooks.manager import HookManager
 from ..hooks.model_state import is_out_of_memory, leaf, run_model
 from ..hooks.rectifiers import INDEPENDENT, NO_GRADIENT, Coverage, differentiate
@@ -418,7 +418,7 @@ class MultiPassAttribution(Attribution):
             scores = target(run_model(self.model, x))
             spent = (time.perf_counter() - began) / len(x)
             for image in range(len(x)):
-                method = self._for_image(image)
+                method = self._for_image(shown_images(x)[image])
                 with PassRunner(method, x[image : image + 1], target, image) as passes, no_autocast(x):
                     passes.began -= spent
                     passes.score = scores[image]

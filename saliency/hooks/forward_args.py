@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -113,7 +113,7 @@ def forward_args(x: Tensor) -> tuple[list[Any], dict[str, Any]]:
     """Return the extra arguments for a batch (k, C, H, W), by position and by name; of an answer, all arguments."""
     bound = _bound.get()
     arguments = bound.batch and bound.batch.arguments
-    values: dict[Any, Any] = arguments(x, bound.numbers(x)) if arguments else {}
+    values: dict[Any, Any] = arguments(x, cast("int", bound.image)) if arguments else {}
     values |= {key: bound.rows(value, x) for key, value in bound.values.items()}
     positional = [values.pop(key) for key in list(values) if isinstance(key, int)]
     return positional, values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Literal, get_args
@@ -20,7 +21,7 @@ from ..axes import require_two_axes
 from ..errors import LayerError, NotApplicableError, RenderError, TargetError, plural, warn
 from ..hooks.attention import AttentionCall, fuse_heads
 from ..hooks.autograd_graph import sequence_nr
-from ..hooks.forward_args import ForwardArgs, bind_forward_args
+from ..hooks.forward_args import ForwardArgs, bind_forward_args, bind_image, shown_images
 from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import categories_of, model_attribute, prepared_for_attribution, unwrap
 from ..io.inputs import Batch, ImagesLike
@@ -61,14 +62,14 @@ class LayerAttention:
     _call: AttentionCall
     _grad: Tensor | None
     _reduce: Reduce | None
-    _layouts: Callable[[], list[_Layouts]]  # of all calls
-    _number: int  # of the call
+    _layouts: Callable[[], list[tuple[Batch, _Layouts]]]  # of all images, or of each image of an answer
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the probabilities: (N, heads, queries, keys), without the heads if they are reduced.
 
-        For attention in windows, N counts the windows of all images.
+        For attention in windows, N counts the windows of all images. For an answer, N is 1, and in an image tower the
+        number of images or tiles.
         """
         images, heads, queries, keys = self._call.shape
         return (images, heads, queries, keys) if self._reduce is None else (images, queries, keys)
@@ -102,7 +103,10 @@ class LayerAttention:
                 language model of an answer.
             TargetError: The query does not exist, or is a number for attention in windows.
         """
-        images, (query_layout, key_layout) = len(self.batch.inputs), self._layouts()[self._number]
+        return torch.cat([self._maps(query, batch, *layouts) for batch, layouts in self._layouts()])
+
+    def _maps(self, query: Query, batch: Batch, query_layout: Layout | None, key_layout: Layout | None) -> Tensor:
+        images = len(batch.inputs)
         if key_layout is None:
             raise LayerError(f'the keys of "{self.layer}" are not one for each patch of the image')
         heads = self.probabilities if self._reduce is None else self.probabilities[:, None]
@@ -119,18 +123,18 @@ class LayerAttention:
         else:
             rows = torch.zeros_like(heads[..., 0, :])
             for image in range(images):
-                window, number = divmod(self._query_at(query, query_layout, image), queries)
+                window, number = divmod(self._query_at(query, query_layout, batch, image), queries)
                 rows[image, window] = heads[image, window, :, number]
         maps = key_layout(rows.transpose(2, 3).flatten(1, 2))
         return maps if self._reduce is None else maps[:, 0]
 
-    def _query_at(self, point: Query, layout: Layout | None, image: int) -> int:
+    def _query_at(self, point: Query, layout: Layout | None, batch: Batch, image: int) -> int:
         """Return the number of the query of an image at a point."""
-        x, place = self.batch.inputs, as_place("query", point, 2)
+        x, place = batch.inputs, as_place("query", point, 2)
         require_two_axes(x, "the query at a point")
         if layout is None or place is None:
             raise LayerError(f'the queries of "{self.layer}" have no position; pass the number of a query')
-        row, column = cell_at(place, self.batch.frames[image], (x.shape[2], x.shape[3]), layout.grid, image)
+        row, column = cell_at(place, batch.frames[image], (x.shape[2], x.shape[3]), layout.grid, image)
         return layout.tokens[row * layout.grid[1] + column]
 
     def _reduced(self, maps: Tensor) -> Tensor:
@@ -183,12 +187,17 @@ def attention(
     model = unwrap(model)
     read_images = partial(read_inputs, model=model, preprocess=model_attribute("preprocess", model))
     read_batch = read_images(image)
-    batch = read_batch.inputs
+    is_answer = isinstance(read_batch, Answer)
+    batch = read_batch.inputs[:1] if is_answer else read_batch.inputs  # all images of an answer are in one row
     names = tuple(name for name, module in model.named_modules() if is_hookable(model, name, module))
     needs = Needs(backwards=int(target is not None), modules=names, attention=True)
-    with prepared_for_attribution(model), bind_forward_args(forward_args, read_batch):
+    with (
+        prepared_for_attribution(model),
+        bind_forward_args(forward_args, read_batch),
+        bind_image(0) if is_answer else nullcontext(),
+    ):
         resolved = ResolvedTarget(target, len(batch), categories_of(model))
-        resolved.bind(model, batch, lambda reference: read_images(reference).inputs, read_batch.frames)
+        resolved.bind(model, batch, lambda reference: read_images(reference).inputs, read_batch.frames[: len(batch)])
         forward = SharedForward(model, batch, needs)
         grads = TargetGradients(forward, resolved)
         if not grads.attention:
@@ -201,12 +210,18 @@ def attention(
         _warn_of_others(model, forward, grads)
 
     @cache
-    def layouts() -> list[_Layouts]:
+    def layouts() -> list[tuple[Batch, list[_Layouts]]]:
+        def trace(part: Batch, image: int | None = None) -> tuple[Batch, list[_Layouts]]:
+            return part, _trace_layouts(model, part.inputs, resolved, [*layers.values()])
+
         with prepared_for_attribution(model), bind_forward_args(forward_args, read_batch):
-            return _trace_layouts(model, batch, resolved, [*layers.values()])
+            return read_batch.by_image(trace) if isinstance(read_batch, Answer) else [trace(read_batch)]
+
+    def layouts_of(number: int) -> list[tuple[Batch, _Layouts]]:
+        return [(part, own[number]) for part, own in layouts()]
 
     return [
-        LayerAttention(layers[call], read_batch, call, grad[call], reduce, layouts, number)
+        LayerAttention(layers[call], read_batch, call, grad[call], reduce, partial(layouts_of, number))
         for number, call in enumerate(grads.attention)
     ]
 
@@ -228,7 +243,7 @@ def _trace_layouts(model: nn.Module, x: Tensor, target: ResolvedTarget, names: S
     for call, name in zip(calls, names, strict=True):
         if answer is not None and f"{name}.".startswith(f"{answer.reader}."):  # the language model
             has_positions = all(tokens.box is not None for tokens in answer.image_tokens)
-            layouts.append((None, answer.layout(range(len(x))) if has_positions else None))
+            layouts.append((None, answer.layout(shown_images(x)[0]) if has_positions else None))
         else:
             layouts.append(
                 (layout(call.query if call.weights is None else call.weights, call), layout(call.value, call))

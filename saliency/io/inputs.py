@@ -209,8 +209,8 @@ def _tensor_to_array(image: Tensor) -> np.ndarray[Any, Any]:
 # Batches
 
 
-Arguments = Callable[[Tensor, Sequence[int]], dict[str, Any]]
-"""A function from a batch (k, C, H, W), and the number of the image of each row, to all arguments of the model."""
+Arguments = Callable[[Tensor, int], dict[str, Any]]
+"""A function from variants (k, C, H, W) of one image, and its number, to all arguments of the model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,6 +17,7 @@ from ..attribution.resolved_target import ResolvedTarget
 from ..axes import at_least_float32
 from ..engine.estimates import Estimate, normal
 from ..errors import warn
+from ..hooks.forward_args import shown_images
 from ..hooks.operations import SavedValues
 from ..hooks.rectifiers import Coverage
 from ..relevance.multipliers import Multipliers
@@ -78,7 +79,7 @@ class DeepLIFT(TracedAttribution):
     def references(self, x: Tensor) -> Tensor:
         """Return the baselines (K, N, C, H, W) of a batch."""
         given: Any = self.baseline
-        options = given if isinstance(given, PerImage) else [given] * len(x)
+        options = [given[image] for image in shown_images(x)] if isinstance(given, PerImage) else [given] * len(x)
         per_image = [baselines(option, x[i : i + 1], self.preprocess) for i, option in enumerate(options)]
         count = math.lcm(*map(len, per_image))
         return torch.stack([own.repeat(count // len(own), *[1] * (x.dim() - 1)) for own in per_image], 1)

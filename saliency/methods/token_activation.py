@@ -61,7 +61,7 @@ class TAM(Attribution):
         answer = explained_answer()
         if answer is None:
             raise NotApplicableError("TAM explains words of an answer; pass saliency.generate(...) instead of an image")
-        layout, text = answer.layout(shown_images(x)), _text_after_image(answer)
+        layout, text = answer.layout(shown_images(x)[0]), _text_after_image(answer)
         output, logits = self._logits(answer, text, x)
         results = []
         for target in targets:

@@ -111,7 +111,7 @@ class TokenAttention:
             (queries,) = self.answer.image_tokens
             return Layout("NTC", tuple(queries.positions.shape), queries.positions.flatten().tolist())
         if self.answer is not None:
-            return self.answer.layout(shown_images(self.grads.x))
+            return self.answer.layout(shown_images(self.grads.x)[0])
         return attention_layout(self.grads.forward.model, self.tokens, self.grads.x)
 
     @cached_property

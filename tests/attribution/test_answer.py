@@ -31,7 +31,7 @@ RESIZED = {"llava_next", "internvl", "idefics3", "smolvlm"}  # families with a r
 
 def logits(model: nn.Module, answer: saliency.Answer, x: Tensor) -> Tensor:
     """The logits of the answer's tokens for canvases of its first image."""
-    values: Tensor = model(**answer.arguments(x, [0] * len(x))).logits
+    values: Tensor = model(**answer.arguments(x, 0)).logits
     return values
 
 
@@ -45,7 +45,7 @@ def odds(rows: Tensor, token: int) -> Tensor:
 def test_the_canvas_gives_the_pixel_values_of_the_processor(family: str) -> None:
     _, _, answer = answered(family)
     forward: Any = answer.arguments
-    expected, found = forward.fixed["pixel_values"], forward(answer.inputs, [0])["pixel_values"]
+    expected, found = forward.fixed["pixel_values"], forward(answer.inputs, 0)["pixel_values"]
     assert found.shape == expected.shape
     views = (
         (found - expected)
@@ -111,13 +111,13 @@ def test_a_change_of_a_cell_changes_its_token_most(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gradient_is_that_of_the_bare_model(family: str) -> None:
     model, _, answer = answered(family)
-    arguments = answer.arguments(answer.inputs, [0])
+    arguments = answer.arguments(answer.inputs, 0)
     pixels = arguments["pixel_values"].clone().requires_grad_()
     rows = model(**{**arguments, "pixel_values": pixels}).logits[:, 1]
     score = odds(rows, answer.written.ids[1])
     (gradient,) = torch.autograd.grad(score.sum(), pixels)
     x = answer.inputs.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(answer.arguments(x, [0])["pixel_values"], x, gradient)
+    (expected,) = torch.autograd.grad(answer.arguments(x, 0)["pixel_values"], x, gradient)
     explanation = saliency.VanillaGradient(model).attribute(answer, saliency.words("red"))
     torch.testing.assert_close(explanation.scores, score, rtol=1e-4, atol=1e-4)
     assert error(explanation.values, expected) < 1e-4
@@ -212,7 +212,7 @@ def test_shares_are_the_gradient_times_the_embeddings() -> None:
     model, _, answer = answered("llava")
     explanation = saliency.InputXGradient(model).attribute(answer, saliency.words("red"))
     language: Any = model
-    arguments = answer.arguments(answer.inputs, [0])
+    arguments = answer.arguments(answer.inputs, 0)
     ids, pixels = arguments.pop("input_ids"), arguments.pop("pixel_values")
     embeddings = language.get_input_embeddings()(ids)
     features = torch.cat(language.get_image_features(pixels).pooler_output)
@@ -244,14 +244,42 @@ def test_each_of_several_images_has_a_map(family: str) -> None:
     explanation = saliency.VanillaGradient(model).attribute(answer, saliency.words("red"))
     torch.testing.assert_close(explanation.scores[0], explanation.scores[1])
     forward: Any = answer.arguments
-    assert forward(answer.inputs, [0, 1])["pixel_values"].shape[0] == 2 * forward.fixed["pixel_values"].shape[0]
     for number in (0, 1):
         x = answer.inputs[number, None].clone().requires_grad_()
-        rows = model(**forward(x, [number])).logits[:, 1]
+        rows = model(**forward(x, number)).logits[:, 1]
         (expected,) = torch.autograd.grad(odds(rows, answer.written.ids[1]).sum(), x)
         assert error(explanation.values[number, None], expected) < 1e-4
         assert saliency.overlay(explanation[number]).size == images[number].size
         assert expected.abs().sum() > 0
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_5_vl", "internvl", "idefics3"])
+def test_each_of_several_images_has_its_ledger_and_its_attention(family: str) -> None:
+    model, processor, _ = answered(family)
+    answer = saliency.generate(model, processor, [scene(1), scene(2, (80, 120))], QUESTION, answer="a red car")
+    relevance = saliency.AttnLRP(model).attribute(answer, [saliency.words("red"), saliency.words("car")])
+    assert relevance.target_names == ("red", "car")
+    assert relevance.residual is not None
+    assert float(relevance.residual.abs().max()) < 1e-5
+    attention = saliency.CheferAttention(model).attribute(answer, saliency.words("red"))
+    assert attention.values.flatten(1).any(1).all()
+    both = saliency.explain_together([saliency.CheferAttention(model), saliency.VanillaGradient(model)], answer)
+    assert [len(explanation) for explanation in both] == [2, 2]
+    maps = saliency.attention(model, answer)[-1].maps(answer.queries[1])
+    assert maps.shape[0] == 2
+    assert not torch.equal(maps[0], maps[1])
+
+
+def test_each_of_several_images_may_have_a_baseline_and_a_layer() -> None:
+    model, processor, _ = answered("llava")
+    answer = saliency.generate(model, processor, [scene(1), scene(2)], QUESTION, answer="a red car")
+    for method in (saliency.DeepLIFT(model), saliency.Occlusion(model, window=14, stride=14)):
+        one, other = (method.attribute(answer, baselines=colour).values for colour in (0.0, 1.0))
+        both = method.attribute(answer, baselines=[0.0, 1.0]).values
+        torch.testing.assert_close(both, torch.stack([one[0], other[1]]))
+    cells = saliency.GradCAM(model).attribute(answer, saliency.words("red")).values
+    assert cells.shape == (2, 1, 4, 4)
+    assert not torch.equal(cells[0], cells[1])
 
 
 def test_a_chat_of_several_turns_is_continued() -> None:
@@ -401,7 +429,7 @@ def test_views_are_resized_in_half_precision() -> None:
     expected = saliency.generate(model, processor, scene(), QUESTION, answer="a red car")
     answer = saliency.generate(model.bfloat16(), processor, scene(), QUESTION, answer="a red car")
     assert answer.inputs.dtype == torch.bfloat16
-    pixels = [own.arguments(own.inputs, [0])["pixel_values"] for own in (answer, expected)]
+    pixels = [own.arguments(own.inputs, 0)["pixel_values"] for own in (answer, expected)]
     torch.testing.assert_close(pixels[0].float(), pixels[1], rtol=0, atol=0.02)
     saliency.AttnLRP(model).attribute(answer, saliency.words("red"))
 

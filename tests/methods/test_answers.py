@@ -29,7 +29,7 @@ def explicit(model: Any, answer: Any) -> tuple[list[Tensor], list[Tensor], int]:
     """The attention of each layer (heads, L, L), its gradient for the log-odds of "red", and the query of "red"."""
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
-    arguments = answer.arguments(answer.inputs, [0]) | {"output_attentions": True, "logits_to_keep": 0}
+    arguments = answer.arguments(answer.inputs, 0) | {"output_attentions": True, "logits_to_keep": 0}
     output = model(**arguments)
     model.set_attn_implementation(implementation)
     query = answer.queries[1]
@@ -114,7 +114,7 @@ def test_tiles_and_a_view_of_the_whole_image_share_one_map() -> None:
     values = torch.zeros(1, len(answer.ids) - 1, 2)
     values[0, tiles[-1].positions[1, 1], 0] = 3.0
     values[0, thumbnail.positions, 1] = 1.0
-    maps = answer.layout([0])(values)[0]
+    maps = answer.layout(0)(values)[0]
     assert maps[0].nonzero().tolist() == [[side - 1 for side in maps[0].shape]]  # the last cell
     assert float(maps[0].sum()) == 3.0
     torch.testing.assert_close(maps[1], torch.full_like(maps[1], 4 / maps[1].numel()))
@@ -135,7 +135,7 @@ def bridged() -> tuple[Any, Any, list[Tensor], list[Tensor]]:
     layers = [own for name, own in model.named_modules() if name.startswith(names) and hasattr(own, "num_heads")]
     layers += [own for own in model.qformer.modules() if hasattr(own, "num_attention_heads")]
     handles = [layer.register_forward_hook(keep) for layer in layers]
-    logits = model(**answer.arguments(answer.inputs, [0]) | {"logits_to_keep": 0}).logits[0, answer.queries[1]]
+    logits = model(**answer.arguments(answer.inputs, 0) | {"logits_to_keep": 0}).logits[0, answer.queries[1]]
     for handle in handles:
         handle.remove()
     model.set_attn_implementation("sdpa")
