@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+from ..axes import at_least_float32
 from ..hooks.autograd_graph import has_global_module_hooks, module_hooks, own_parameters
 from ..hooks.manager import HookManager
 from ..hooks.model_state import leaf, reference_tensor, run_model, unique_modules
@@ -244,7 +245,7 @@ def error_and_cosine(output: Any, expected: Any) -> tuple[float, float]:
         return math.inf, -1.0
     errors, cosines = [0.0], [1.0]
     for pair in zip(first, second, strict=True):
-        a, b = (value.flatten().to(torch.promote_types(value.dtype, torch.float32)) for value in pair)
+        a, b = (at_least_float32(value.flatten()) for value in pair)
         if not torch.equal(a, b):
             errors.append(float((a - b).norm() / b.norm()))
             cosines.append(float(F.cosine_similarity(a, b, dim=0)))

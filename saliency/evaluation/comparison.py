@@ -577,14 +577,15 @@ def _box_mask(boxes: Any, explanation: Explanation) -> Image.Image | Tensor:
     """
     frame, (height, width) = explanation.frames[0], explanation.input_size
     mask = Image.new("L", (width, height) if frame is None else frame.image.size)
-    with errors_as(ImageError, f"got the box {boxes!r}; expected (x0, y0, x1, y1), or several"):
+    within = f"0 <= x0 < x1 <= {mask.width} and 0 <= y0 < y1 <= {mask.height}, the size of the image"
+    problem = f"got the box {boxes!r}; expected (x0, y0, x1, y1), or several, with {within}"
+    with errors_as(ImageError, problem):
         rows = torch.as_tensor(boxes, dtype=torch.float64, device="cpu")
     rows = rows if rows.dim() > 1 else rows.view(1, -1)
     first, last = rows[:, :2], rows[:, 2:]
     size = torch.tensor(mask.size, dtype=torch.float64, device="cpu")
     if rows.shape[1:] != (4,) or not len(rows) or not ((first >= 0) & (first < last) & (last <= size)).all():
-        within = f"0 <= x0 < x1 <= {mask.width} and 0 <= y0 < y1 <= {mask.height}, the size of the image"
-        raise ImageError(f"got the box {boxes!r}; expected (x0, y0, x1, y1), or several, with {within}")
+        raise ImageError(problem)
     for left, top, right, bottom in rows.tolist():
         mask.paste(255, (math.floor(left), math.floor(top), math.ceil(right), math.ceil(bottom)))
     return mask if frame is not None else torch.as_tensor(np.array(mask), device="cpu")

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..attribution.options import ConvertedOption
-from ..axes import along_axes, require_two_axes, spatial
+from ..axes import along_axes, at_least_float32, require_two_axes, spatial
 from ..engine.estimates import normal
 from ..errors import MethodError, did_you_mean, optional_import
 from ..io.inputs import ImageLike, Prepare, read
@@ -262,7 +262,7 @@ class Diffusion:
 
     def __init__(self, x: Tensor, axes: int = 2) -> None:
         self._like = x
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = at_least_float32(x)
         self._bases = [_cosine_basis(size).to(wide) for size in x.shape[-axes:]]
         self._coefficients = along_axes(wide, self._bases)
         self._decay = torch.zeros((), dtype=torch.float64, device="cpu")  # (H, W) or (D, H, W)

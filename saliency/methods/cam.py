@@ -21,7 +21,7 @@ from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.forward import Needs, TargetGradients
 from ..attribution.options import PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
-from ..axes import along_rows, on_finest_grid, spatial
+from ..axes import along_rows, at_least_float32, on_finest_grid, spatial
 from ..errors import LayerError, MethodError, NotApplicableError, warn
 from ..hooks.tracing import is_tracing
 from ..layers.find import LayerLike, default_layer, default_layers, find
@@ -379,8 +379,7 @@ def principal_map(features: Tensor, reference: Tensor) -> Tensor:
         features: (N, K, h, w), of which each image is a matrix (h * w, K).
         reference: (N, h, w) a map that decides the sign: its product with the result sums to at least 0.
     """
-    exact = features if features.dtype in (torch.float32, torch.float64) else features.float()
-    places = exact.flatten(2).transpose(1, 2)  # (N, hw, K)
+    places = at_least_float32(features).flatten(2).transpose(1, 2)  # (N, hw, K)
     # A Gram matrix squares its entries. Scaled entries neither overflow nor underflow.
     scale = places.abs().amax((1, 2), keepdim=True)
     places = places / torch.where(scale == 0, torch.ones_like(scale), scale)

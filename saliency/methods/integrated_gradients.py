@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attribution.options import Option
 from ..attribution.resolved_target import ResolvedTarget
-from ..axes import along_rows, spatial
+from ..axes import along_rows, at_least_float32, spatial
 from ..engine.estimates import Estimate, generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, SteppedAttribution, from_estimate
 from ..errors import warn
@@ -154,7 +154,7 @@ class IDGI(SteppedAttribution):
         """Divide the rise of each step in proportion to the squared gradient at its start."""
         references = baselines(self.baseline, passes.x, self.preprocess, self.seed)
         nodes = self.steps + 1
-        values = torch.zeros_like(passes.x[0], dtype=wide(passes.x))
+        values = torch.zeros_like(at_least_float32(passes.x[0]))
         rise = 0.0
         last_shares, last_score = torch.zeros_like(values), 0.0
         at = torch.linspace(0, 1, nodes, dtype=torch.float64, device="cpu")
@@ -237,8 +237,8 @@ class ExpectedGradients(SampledAttribution):
 
         for done in passes.until_precise(estimate, passes.gradients(make, self.most_passes)):
             references = torch.stack([draw(done.start + row)[0] for row in range(len(done.scores))])
-            estimate.add((x - references).to(wide(x)) * done.gradients)
-        return from_estimate(estimate, x.to(wide(x)))
+            estimate.add(at_least_float32(x - references) * done.gradients)
+        return from_estimate(estimate, at_least_float32(x))
 
 
 class GuidedIG(SteppedAttribution):
@@ -286,7 +286,7 @@ class GuidedIG(SteppedAttribution):
 
     def _path_values(self, passes: PassRunner, reference: Tensor) -> Tensor:
         """Return the path's values (C, H, W) from one baseline (1, C, H, W)."""
-        start, end = reference.to(wide(passes.x)), passes.x.to(wide(passes.x))
+        start, end = at_least_float32(reference), at_least_float32(passes.x)
         # The position of each value on its path, from 0 at the baseline to 1 at the image, and the path's length.
         position, length = torch.zeros_like(start), (end - start).abs()
         values = torch.zeros_like(start)
@@ -359,7 +359,7 @@ class BlurIG(SteppedAttribution):
         """Compute minus the integral, over the standard deviation, of gradient times change of the image."""
         nodes, weights = quadrature("gauss_legendre", self.steps)
         sigmas, image = nodes * self.max_sigma, Diffusion(passes.x[0], passes.x.dim() - 2)
-        values = torch.zeros_like(passes.x[0], dtype=wide(passes.x))
+        values = torch.zeros_like(at_least_float32(passes.x[0]))
         for done in passes.gradients(lambda start, stop: image(sigmas[start:stop]), self.steps):
             rows = slice(done.start, done.start + len(done.scores))
             change = image.derivative(sigmas[rows]).to(values.dtype)  # (k, C, H, W)
@@ -390,7 +390,7 @@ def mean_gradients(passes: PassRunner, references: Tensor, rule: QuadratureRule,
     """Return the mean gradients (K, C, H, W) on the paths from K baselines to the image, by a rule."""
     nodes, of_path = quadrature(rule, steps)
     repeated = torch.kron(torch.eye(len(references), dtype=torch.float64, device="cpu"), of_path)  # (K, K * n)
-    weights = repeated.to(passes.x.device, wide(passes.x))
+    weights = repeated.to(at_least_float32(passes.x))
     total = torch.zeros(len(references), *passes.x.shape[1:], dtype=weights.dtype, device=weights.device)
     for done in passes.gradients(on_paths(passes.x, references, nodes), weights.shape[1]):
         of_chunk = weights[:, done.start : done.start + len(done.scores)]
@@ -404,11 +404,6 @@ def residual_of(passes: PassRunner, values: Tensor, score: Tensor, references: T
         return math.nan
     scores = [done.scores for done in passes.forwards(lambda start, stop: references[start:stop], len(references))]
     return float(score) - float(torch.cat(scores).double().mean()) - float(values.sum(dtype=torch.float64))
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """Return the dtype for sums: the dtype of the input, but at least float32."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def quadrature(rule: QuadratureRule, count: int) -> tuple[Tensor, Tensor]:
@@ -517,7 +512,7 @@ class AdaptiveIntegral:
 def _adaptively_integrated(passes: PassRunner, references: Tensor, tolerance: float) -> ImageAttribution:
     """Return the mean over the baselines, with as many nodes on each path as the tolerance needs."""
     x = passes.x
-    differences = (x - references).to(wide(x))  # (K, C, H, W)
+    differences = at_least_float32(x - references)  # (K, C, H, W)
     paths = [AdaptiveIntegral() for _ in references]
     gradients: list[list[Tensor]] = [[] for _ in references]  # of each path, (C, H, W) at each node
     while not _is_met(paths, tolerance) and not passes.is_over(passes.used):

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attribution.options import Option
-from ..axes import require_two_axes
+from ..axes import at_least_float32, require_two_axes
 from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
 from ..errors import optional_import
 from ..validation import check_integer
-from .integrated_gradients import mean_gradients, wide
+from .integrated_gradients import mean_gradients
 
 AREA = 224 * 224
 """The number of pixels for which the authors give areas, scales and lengths. Areas and scales are proportional to the
@@ -72,7 +72,7 @@ class XRAI(TimedAttribution):
         pixels = ((x - references) * gradients).mean(0).amax(0)  # (H, W)
         least = LEAST_GAIN * pixels.numel() / AREA
         values = ranked(pixels.to("cpu", torch.float64).numpy(), regions, least)
-        return ImageAttribution(torch.from_numpy(values)[None].to(x.device, wide(x)))
+        return ImageAttribution(torch.from_numpy(values)[None].to(at_least_float32(x)))
 
 
 class Regions(NamedTuple):

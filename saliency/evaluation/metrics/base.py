@@ -309,8 +309,7 @@ class Subject(SharedResults):
     @cached_property
     def output(self) -> Any:
         """The output of the model for the images."""
-        with prepared_for_attribution(self.reader.model), torch.no_grad():
-            return run_model(self.reader.model, self.images)
+        return outputs(self.reader, self.images)
 
     def others(self, of: Literal["class", "box"] = "class") -> list[Sequence[OutputTarget]]:
         """Return the targets of other classes, or other boxes, of each image; none if the target has no place."""
@@ -353,6 +352,12 @@ class Subject(SharedResults):
             counts = f"{len(self._reference)} images, and the explanation {len(self.explanation)}"
             raise MethodError(f"the reference has {counts}; expected the same images")
         return self._reference
+
+
+def outputs(method: Attribution, images: Tensor) -> Any:
+    """Return the output of a method's model for images (N, C, H, W)."""
+    with prepared_for_attribution(method.model), torch.no_grad():
+        return run_model(method.model, images)
 
 
 def resized_within(maps: Tensor, size: tuple[int, ...]) -> Tensor:

@@ -22,8 +22,8 @@ from ...hooks.manager import HookManager
 from ...hooks.model_state import prepared_for_attribution, run_model
 from ...targets.targets import OutputFacts, TargetLike, TargetList, class_scores
 from ...validation import check_choice, check_integer
-from .base import Outcome, Subject
-from .repeated_maps import SIMILARITIES, Maps, MethodMetric, Similarity, outputs, similarities
+from .base import Outcome, Subject, outputs
+from .repeated_maps import SIMILARITIES, Maps, MethodMetric, Similarity, similarities
 
 Randomised = Literal["cascading", "independent"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch import Tensor
 from ...attribution.base import Attribution
 from ...attribution.heatmap import resized
 from ...engine.estimates import generator
-from ...hooks.model_state import prepared_for_attribution, run_model
 from ...targets.targets import TargetLike
 from .agreement import WINDOW, ssim
 from .base import Metric, Outcome, SharedResults, Subject, edges, stacked
@@ -131,9 +130,3 @@ def _comparable(values: Tensor, kind: Similarity) -> Tensor:
     if kind == "ssim":
         return resized(maps, (max(WINDOW, maps.shape[1]), max(WINDOW, maps.shape[2])))
     return row_ranks((maps.abs() if kind == "absolute" else maps).flatten(1))
-
-
-def outputs(method: Attribution, images: Tensor) -> Any:
-    """Return the output of a method's model for images (N, C, H, W)."""
-    with prepared_for_attribution(method.model), torch.no_grad():
-        return run_model(method.model, images)

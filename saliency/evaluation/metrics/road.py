@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d, interpolate, max_pool2d
 
 from ...attribution.options import Option
+from ...axes import at_least_float32
 from ...engine.estimates import generator
 from ...validation import check_number, check_numbers
 from .base import Outcome
@@ -127,7 +128,7 @@ def imputed(x: Tensor, missing: Tensor) -> Tensor:
     Source: Tatebe, "The Multigrid Preconditioned Conjugate Gradient Method" (1993),
         https://ntrs.nasa.gov/citations/19940017002.
     """
-    grid = _Grid(missing.to(torch.promote_types(x.dtype, torch.float32)))
+    grid = _Grid(missing.to(at_least_float32(x)))
     known = torch.where(missing, 0, x).to(grid.missing)  # (k, C, H, W)
     residual = grid.missing * _neighbours(known)
     goal = TOLERANCE * residual.norm(dim=(2, 3), keepdim=True)

@@ -17,9 +17,9 @@ from ...hooks.model_state import prepared_for_attribution
 from ...layers.find import default_layer, find
 from ...targets.targets import class_scores
 from ...validation import check_integer, check_number
-from .base import Outcome, Subject
+from .base import Outcome, Subject, outputs
 from .randomisation import MPRT, standard_error
-from .repeated_maps import Maps, MethodMetric, outputs, similarities
+from .repeated_maps import Maps, MethodMetric, similarities
 
 SMALLEST = 1e-6
 """Relative changes are divided by at least this number."""
@@ -132,8 +132,14 @@ class RelativeStability(RobustnessMetric):
     """
 
     @abstractmethod
-    def model_change(self, subject: Subject, images: Tensor) -> Tensor:
-        """Return the change in the model between the images and noisy images (N, C, H, W): (N,)."""
+    def model_change(self, subject: Subject, images: Tensor, rises: Tensor) -> Tensor:
+        """Return the change in the model between the images and noisy images (N, C, H, W): (N,).
+
+        Args:
+            subject: The explanation to measure.
+            images: The noisy images.
+            rises: (N, classes) the scores of the noisy images minus the scores of the images.
+        """
 
     def measure_maps(self, maps: Maps) -> Outcome:
         """Compute the largest ratios."""
@@ -149,7 +155,7 @@ class RelativeStability(RobustnessMetric):
         """Return the change in the model; NaN if the predicted class changes."""
         before, after = (class_scores(outputs(subject.method, each)) for each in (subject.images, images))
         is_same = before.argmax(1) == after.argmax(1)
-        return torch.where(is_same, self.model_change(subject, images).clamp(min=SMALLEST), torch.nan)
+        return torch.where(is_same, self.model_change(subject, images, after - before).clamp(min=SMALLEST), torch.nan)
 
 
 class RelativeInputStability(RelativeStability):
@@ -163,7 +169,7 @@ class RelativeInputStability(RelativeStability):
 
     name = "relative_input_stability"
 
-    def model_change(self, subject: Subject, images: Tensor) -> Tensor:
+    def model_change(self, subject: Subject, images: Tensor, rises: Tensor) -> Tensor:
         """Return the relative change of the images."""
         return norm(_each_relative(images - subject.images, subject.images))
 
@@ -179,10 +185,9 @@ class RelativeOutputStability(RelativeStability):
 
     name = "relative_output_stability"
 
-    def model_change(self, subject: Subject, images: Tensor) -> Tensor:
+    def model_change(self, subject: Subject, images: Tensor, rises: Tensor) -> Tensor:
         """Return the change of all scores."""
-        before, after = (class_scores(outputs(subject.method, each)) for each in (subject.images, images))
-        return norm(after - before)
+        return norm(rises)
 
 
 class RelativeRepresentationStability(RelativeStability):
@@ -201,7 +206,7 @@ class RelativeRepresentationStability(RelativeStability):
 
     layer: Option[str | None] = Option(None)
 
-    def model_change(self, subject: Subject, images: Tensor) -> Tensor:
+    def model_change(self, subject: Subject, images: Tensor, rises: Tensor) -> Tensor:
         """Return the relative change of the layer's output."""
         model = subject.method.model
         with prepared_for_attribution(model):
