@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from ..errors import ImageError, ModelError, NotApplicableError
+from ..errors import ImageError, MethodError, ModelError, NotApplicableError
 from ..hooks.forward_args import bind_forward_args, bind_image, bound_batch
 from ..hooks.manager import HookManager
 from ..hooks.model_state import call, prepared_for_attribution, reference_tensor, run_model, unwrap
@@ -208,7 +208,7 @@ def generate(
 
     Raises:
         ImageError: An image cannot be read, or the views of the processor are not recognised.
-        MethodError: `max_new_tokens` is not a positive integer.
+        MethodError: `max_new_tokens` is not a positive integer, or the prompt is neither a text nor a list of messages.
         ModelError: The prompt has no token of an image, the answer is empty, or the model refused its arguments.
     """
     network, tokenizer = unwrap(model), getattr(processor, "tokenizer", processor)
@@ -244,6 +244,10 @@ def generate(
 def _prompt_text(processor: Any, prompt: Prompt, token: str, images: int) -> str:
     """Return the text of a prompt, by the chat template of the processor unless it has image tokens already."""
     has_template = getattr(processor, "chat_template", None) is not None
+    is_chat = isinstance(prompt, list | tuple) and prompt and all(isinstance(turn, Mapping) for turn in prompt)
+    if not isinstance(prompt, str) and not is_chat:
+        kind = f"a {type(prompt).__name__}"
+        raise MethodError(f"the prompt is {kind}; expected one question, or the messages of one chat, for one answer")
     if isinstance(prompt, str):
         if not has_template or token in prompt:
             return prompt
@@ -305,7 +309,8 @@ def _answer_ids(
     if answer is not None:
         ids = [*map(int, encode(tokenizer, answer) if isinstance(answer, str) else answer)]
     elif hasattr(model, "generate"):
-        ids = model.generate(**inputs, max_new_tokens=longest, do_sample=False)[0].tolist()
+        greedy = {"do_sample": False, "num_beams": 1, "return_dict_in_generate": False}
+        ids = model.generate(**inputs, max_new_tokens=longest, **greedy)[0].tolist()
         ids = ids[len(prompt) :] if ids[: len(prompt)] == prompt else ids
     else:
         ids = []

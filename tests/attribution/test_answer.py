@@ -451,19 +451,61 @@ def test_classes_of_an_answer_are_refused(target: int | str) -> None:
         saliency.VanillaGradient(model).attribute(answer, target)
 
 
-def test_an_image_without_a_prompt_and_metrics_of_answers_are_refused() -> None:
+def test_metrics_change_the_image_of_an_answer() -> None:
+    model, processor, answer = answered("llava")
+    red, steps, method = saliency.words("red"), 4, saliency.InputXGradient(model)
+    explanation = method.attribute(answer, red)
+    options: dict[str, Any] = {"inputs": answer, "target": red, "controls": False}
+    metric = saliency.metrics.Deletion(steps=steps, fill=0.0)
+    (measured,) = saliency.metrics.measure(metric, explanation, model=model, **options)
+    order = explanation.values.sum(1).flatten().argsort(descending=True, stable=True)
+    scores = []
+    for step in range(steps + 1):
+        x = answer.inputs.clone()
+        x.flatten(2)[:, :, order[: step * len(order) // steps]] = 0
+        with torch.no_grad():
+            scores.append(float(odds(logits(model, answer, x)[:, 1], answer.written.ids[1])))
+    assert measured.curve is not None
+    assert measured.curve[0].tolist() == pytest.approx(scores, abs=1e-4)
+    several = saliency.generate(model, processor, [scene(1), scene(2)], QUESTION, answer="a red car")
+    explanation, options["inputs"] = method.attribute(several, red), several
+    names = ["deletion", "insertion", "mprt"]
+    assert [m.values.shape for m in saliency.metrics.measure(names, explanation, method=method, **options)] == [
+        (2,)
+    ] * 3
+    with pytest.raises(saliency.MethodError, match="answers about one image"):
+        saliency.metrics.measure("adcc", explanation, method=method, **options)
+    with pytest.raises(saliency.MethodError, match="does not keep it: pass it as inputs="):
+        saliency.metrics.measure("deletion", explanation, method=method, target=red)
+
+
+def test_a_word_has_a_trust_card() -> None:
     model, _, answer = answered("llava")
-    method, target = saliency.AttnLRP(model), saliency.words(at=0)
+    card = saliency.trust(saliency.InputXGradient(model), answer, saliency.words("red"), seconds=3)
+    assert {"mprt", "deletion", "insertion", "rank_correlation"} <= set(card.measurements)
+    assert card.title == "Trust card of input_x_gradient for red"
+
+
+def test_an_image_without_a_prompt_is_refused() -> None:
+    model, _, answer = answered("llava")
     with pytest.raises(saliency.ModelError, match=r"pass an answer of saliency\.generate"):
-        method.attribute(answer.inputs, target)
-    with pytest.raises(saliency.ModelError, match="Metrics and export do not take one"):
-        saliency.metrics.measure(
-            "deletion", method.attribute(answer, target), method=method, inputs=answer, target=target
-        )
+        saliency.AttnLRP(model).attribute(answer.inputs, saliency.words(at=0))
+
+
+def test_decoding_is_greedy_whatever_the_model_prefers() -> None:
+    model: Any
+    model, processor = build("llava")
+    expected = saliency.generate(model, processor, scene(), QUESTION, max_new_tokens=3)
+    for name, value in {"num_beams": 3, "do_sample": True, "return_dict_in_generate": True}.items():
+        setattr(model.generation_config, name, value)
+    assert saliency.generate(model, processor, scene(), QUESTION, max_new_tokens=3).tokens == expected.tokens
 
 
 def test_wrong_arguments_are_refused() -> None:
     model, processor, _ = answered("llava")
+    for prompts in ([QUESTION, QUESTION], [], {"input_ids": [1]}):
+        with pytest.raises(saliency.MethodError, match="expected one question, or the messages of one chat"):
+            saliency.generate(model, processor, scene(), prompts)  # type: ignore[arg-type]
     with pytest.raises(saliency.ImageError, match="there is no image"):
         saliency.generate(model, processor, [], QUESTION)
     with pytest.raises(saliency.MethodError, match="max_new_tokens=0"):
