@@ -273,7 +273,7 @@ def _recognised(processor: Any, text: str, image: Image.Image) -> Views:
     """Return the views of an image. Raises ImageError if they are not recognised."""
     try:
         return find_views(lambda image: _encode(processor, [image], text), image, processor)
-    except (ImageError, RuntimeError) as error:
+    except (AttributeError, ImageError, RuntimeError) as error:
         wanted = "pass views=, a function from a PIL image to saliency.Views(canvas, box, pixels)"
         name = type(processor).__name__
         raise ImageError(f"how {name} divides an image is not recognised ({error}); {wanted}") from error

@@ -59,11 +59,8 @@ def find_views(encode: Encode, image: Image.Image, processor: Any) -> Views:
     values: Tensor = known["pixel_values"]
     if "image_grid_thw" in known:
         _, *grid = known["image_grid_thw"][0].tolist()
-        try:
-            sizes = processor.image_processor.patch_size, processor.image_processor.merge_size
-        except AttributeError as error:
-            raise ImageError("image_grid_thw without patch_size and merge_size of the image processor") from error
-        return _divided_in_patches(encode, image, values.shape[1], grid, *sizes)
+        own = processor.image_processor
+        return _divided_in_patches(encode, image, values.shape[1], grid, own.patch_size, own.merge_size)
     if values.dim() < 4:
         raise ImageError(f"pixel_values {tuple(values.shape)} are neither views (..., C, h, w) nor patches of a grid")
     views = values.flatten(0, -4)  # (V, C, h, w)
