@@ -117,7 +117,7 @@ def _activation(answer: Answer, text: Tensor, logits: Tensor, words: Words) -> T
     """Return the activation (L,) of words at image tokens, from the positive logits (L, T) of a text."""
     is_image, total = answer.is_image, torch.zeros_like(logits[:, 0])
     for row, token in words.pairs:
-        position = answer.queries[row] + 1
+        position = answer.output_positions[row] + 1
         earlier = (text < position) & (answer.ids[text] != token)
         column = logits[:, text == position][:, 0]
         context = (logits[:, earlier] @ column[text[earlier]]) * is_image
