@@ -192,7 +192,7 @@ def answer_peak(name: str) -> float:
     def explained(edge: int, patch: int, **sizes: int) -> float:
         model, processor = llava(edge, patch, **sizes)
         answer = saliency.generate(model.eval(), processor, scene(), "what color is the car", answer="a red car")
-        token = answer.written.ids[1]
+        token = answer.answer_text.ids[1]
 
         def by_hand() -> None:
             arguments = answer.arguments(answer.inputs, 0)

@@ -135,7 +135,7 @@ chosen = (1, 2, 3, -2, -1)  # without "a"
 explanations = method.attribute_classes(answer, [saliency.words(at=answer.words[at][1]) for at in chosen])
 figure, axes = plt.subplots(4, 5, figsize=(7.2, 6.2), layout="constrained")
 for column, at, explanation in zip(axes.T, chosen, explanations, strict=True):
-    query = answer.queries[at]
+    query = answer.output_positions[at]
     column[0].set_title(answer.words[at][0], fontsize=10)
     maps = [layer.maps(query)[0] for layer in layers]
     maps.append(saliency.heatmap(explanation, sign="positive", percentile=99.5)[0])
@@ -162,7 +162,7 @@ plt.show()
 # %%
 def rows(answer):
     """Return the attention of the tokens that write five words, (3 layers, 5 words, keys)."""
-    queries = [answer.queries[at] for at in chosen]
+    queries = [answer.output_positions[at] for at in chosen]
     layers = saliency.attention(model, answer, reduce="mean_heads")[-3:]
     return torch.stack([layer.probabilities[0, queries] for layer in layers])
 

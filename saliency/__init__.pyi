@@ -62,8 +62,8 @@ from .inspection.attention_record import LayerAttention as LayerAttention
 from .inspection.attention_record import attention as attention
 from .inspection.attention_record import draw_attention as draw_attention
 from .inspection.statistics import gradient_flow as gradient_flow
+from .io.canvas import Canvas as Canvas
 from .io.preprocess import Preprocess as Preprocess
-from .io.views import Views as Views
 from .methods import METHODS as METHODS
 from .methods.baselines import BaselineOption as BaselineOption
 from .methods.baselines import baselines as baselines
@@ -135,7 +135,7 @@ from .methods.sobol_hsic import HSIC as HSIC
 from .methods.sobol_hsic import Sobol as Sobol
 from .methods.text_tokens import TextExplanation as TextExplanation
 from .methods.text_tokens import explain_text as explain_text
-from .methods.text_tokens import match_words as match_words
+from .methods.text_tokens import word_similarity as word_similarity
 from .methods.token_activation import TAM as TAM
 from .methods.token_attention import AttentionMap as AttentionMap
 from .methods.token_attention import AttentionRollout as AttentionRollout

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from ..errors import ImageError, ModelError, NotApplicableError
+from ..errors import ImageError, MethodError, ModelError, NotApplicableError
 from ..hooks.forward_args import bind_forward_args, bind_image, bound_batch
 from ..hooks.manager import HookManager
 from ..hooks.model_state import call, prepared_for_attribution, reference_tensor, run_model, unwrap
 from ..hooks.pytree import tree_tensors
+from ..io.canvas import TOLERANCE, Canvas, find_canvas
 from ..io.inputs import Batch, ImageLike, ImagesLike, open_image, read
 from ..io.preprocess import Box, Frame, PreprocessLike
-from ..io.views import TOLERANCE, Views, find_views
 from ..layers.layout import Layout
 from ..layers.positions import SAME, PositionTrace
 from ..targets.answer_text import AnswerText, encode
@@ -69,7 +69,7 @@ class Answer(Batch):
         prompt: The text before the answer, with special tokens.
         ids: (L + 1,) the token ids of the prompt and the answer; the model reads the first L.
         is_image: (L,) of bool: whether each token is a part of an image.
-        written: The tokens of the answer, and the tokenizer.
+        answer_text: The tokens of the answer, and the tokenizer.
         image_tokens: The tokens of each view of each image, in the order of the sequence.
         reader: The name of the module that reads the embeddings (N, L, D) of all tokens; None if it is not known.
     """
@@ -79,24 +79,24 @@ class Answer(Batch):
     prompt: str
     ids: Tensor
     is_image: Tensor
-    written: AnswerText
+    answer_text: AnswerText
     image_tokens: tuple[ImageTokens, ...] = ()
     reader: str | None = None
 
     @property
     def text(self) -> str:
         """The answer."""
-        return self.written.text.strip()
+        return self.answer_text.text.strip()
 
     @property
     def tokens(self) -> tuple[str, ...]:
         """The texts of the T tokens of the answer."""
-        return self.written.tokens
+        return self.answer_text.tokens
 
     @property
     def words(self) -> list[tuple[str, slice]]:
         """The words of the answer in order, and the tokens of each: `saliency.words(at=tokens)` explains them."""
-        return self.written.words()
+        return self.answer_text.words()
 
     @property
     def sequence(self) -> tuple[str | None, ...]:
@@ -105,10 +105,10 @@ class Answer(Batch):
         None stands for the tokens of images.
         """
         pairs = zip(self.ids.tolist(), self.is_image.tolist(), strict=False)
-        return tuple(None if of_image else self.written.tokenizer.decode([token]) for token, of_image in pairs)
+        return tuple(None if of_image else self.answer_text.tokenizer.decode([token]) for token, of_image in pairs)
 
     @property
-    def queries(self) -> range:
+    def output_positions(self) -> range:
         """The positions in the sequence whose outputs predict the T tokens of the answer."""
         return range(len(self.ids) - 1 - len(self.tokens), len(self.ids) - 1)
 
@@ -187,7 +187,7 @@ def generate(
     *,
     answer: str | Sequence[int] | None = None,
     max_new_tokens: int = 32,
-    views: Callable[[Image.Image], Views] | None = None,
+    canvas: Callable[[Image.Image], Canvas] | None = None,
 ) -> Answer:
     """Let a vision-language model answer a prompt about images, for methods to explain.
 
@@ -204,11 +204,11 @@ def generate(
             formatted by `processor.apply_chat_template`, if there is one; a text with image tokens is used as it is.
         answer: The answer to explain, as a text or token ids; None lets the model answer.
         max_new_tokens: The largest number of tokens that the model writes. A given `answer` is not cut.
-        views: A function from an image to its `Views`, for processors that are not recognised.
+        canvas: A function from an image to its `Canvas`, for processors that are not recognised.
 
     Raises:
-        ImageError: An image cannot be read, or the views of the processor are not recognised.
-        MethodError: `max_new_tokens` is not a positive integer.
+        ImageError: An image cannot be read, or how the processor divides images is not recognised.
+        MethodError: `max_new_tokens` is not a positive integer, or the prompt is neither a text nor a list of messages.
         ModelError: The prompt has no token of an image, the answer is empty, or the model refused its arguments.
     """
     network, tokenizer = unwrap(model), getattr(processor, "tokenizer", processor)
@@ -222,21 +222,21 @@ def generate(
     like: Any = reference_tensor(network)
     tensors = _encode(processor, opened, text).items()
     inputs = {name: own.to(like if own.is_floating_point() else like.device) for name, own in tensors}
-    recognise = views or partial(_recognised, processor, text if len(opened) == 1 else token)
-    found = [recognise(image) for image in opened]
+    recognise = canvas or partial(_recognised, processor, text if len(opened) == 1 else token)
+    canvases = [recognise(image) for image in opened]
     with prepared_for_attribution(network), torch.no_grad():
         ids = _answer_ids(network, tokenizer, inputs, answer, max_new_tokens)
-        arguments = ImageArguments(network, inputs, found, ids)
+        arguments = ImageArguments(network, inputs, canvases, ids)
         before = arguments.fixed["input_ids"][0]
         is_image = before == _image_token_id(network, processor)
         if not is_image.any():
             raise ModelError(f"the prompt has no image token; write {token} into it, once for each image")
         written = AnswerText(tuple(ids), _token_texts(tokenizer, ids), tokenizer)
         sequence = torch.cat([before, before.new_tensor(ids[-1:])])
-        size = arguments.canvases.shape[2:]
-        frames = tuple(Frame(image, _padded_box(own, size)) for image, own in zip(opened, found, strict=True))
-        given = Answer(arguments.canvases, frames, arguments, network, text, sequence, is_image, written)
-        traced = [_trace(given, number) for number in range(len(found))]
+        size = arguments.inputs.shape[2:]
+        frames = tuple(Frame(image, _padded_box(own, size)) for image, own in zip(opened, canvases, strict=True))
+        given = Answer(arguments.inputs, frames, arguments, network, text, sequence, is_image, written)
+        traced = [_trace(given, number) for number in range(len(opened))]
     tokens = [own for number, (_, places) in enumerate(traced) for own in _image_tokens(given, number, places)]
     return replace(given, image_tokens=tuple(tokens), reader=traced[0][0])
 
@@ -244,6 +244,10 @@ def generate(
 def _prompt_text(processor: Any, prompt: Prompt, token: str, images: int) -> str:
     """Return the text of a prompt, by the chat template of the processor unless it has image tokens already."""
     has_template = getattr(processor, "chat_template", None) is not None
+    is_chat = isinstance(prompt, list | tuple) and prompt and all(isinstance(turn, Mapping) for turn in prompt)
+    if not isinstance(prompt, str) and not is_chat:
+        kind = f"a {type(prompt).__name__}"
+        raise MethodError(f"the prompt is {kind}; expected one question, or the messages of one chat, for one answer")
     if isinstance(prompt, str):
         if not has_template or token in prompt:
             return prompt
@@ -265,12 +269,12 @@ def _encode(processor: Any, images: Sequence[Image.Image], text: str) -> dict[st
     return {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name != "labels"}
 
 
-def _recognised(processor: Any, text: str, image: Image.Image) -> Views:
-    """Return the views of an image. Raises ImageError if they are not recognised."""
+def _recognised(processor: Any, text: str, image: Image.Image) -> Canvas:
+    """Return the canvas of an image. Raises ImageError if the processor divides it in an unknown way."""
     try:
-        return find_views(lambda image: _encode(processor, [image], text), image, processor)
-    except (ImageError, RuntimeError) as error:
-        wanted = "pass views=, a function from a PIL image to saliency.Views(canvas, box, pixels)"
+        return find_canvas(lambda image: _encode(processor, [image], text), image, processor)
+    except (AttributeError, ImageError, RuntimeError) as error:
+        wanted = "pass canvas=, a function from a PIL image to saliency.Canvas(values, box, pixels)"
         name = type(processor).__name__
         raise ImageError(f"how {name} divides an image is not recognised ({error}); {wanted}") from error
 
@@ -305,7 +309,8 @@ def _answer_ids(
     if answer is not None:
         ids = [*map(int, encode(tokenizer, answer) if isinstance(answer, str) else answer)]
     elif hasattr(model, "generate"):
-        ids = model.generate(**inputs, max_new_tokens=longest, do_sample=False)[0].tolist()
+        greedy = {"do_sample": False, "num_beams": 1, "return_dict_in_generate": False}
+        ids = model.generate(**inputs, max_new_tokens=longest, **greedy)[0].tolist()
         ids = ids[len(prompt) :] if ids[: len(prompt)] == prompt else ids
     else:
         ids = []
@@ -333,21 +338,21 @@ class ImageArguments:
 
     Attributes:
         fixed: The arguments with the images as they are.
-        canvases: (N, C, H, W) the canvases.
+        inputs: (N, C, H, W) the canvases, padded to one size.
     """
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Tensor], views: Sequence[Views], ids: Sequence[int]):
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Tensor], canvases: Sequence[Canvas], ids: Sequence[int]):
         self.fixed = _continued(inputs, ids[:-1])
-        self.views = views
+        self.canvases = canvases
         parameters = inspect.signature(model.forward).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         options = {"logits_to_keep": len(ids), "use_cache": False}
         self.options = {name: value for name, value in options.items() if takes_all or name in parameters}
         pixels = self.fixed["pixel_values"]
-        height, width = (max(own.canvas.shape[axis] for own in views) for axis in (1, 2))
-        padded = [F.pad(v.canvas, (0, width - v.canvas.shape[2], 0, height - v.canvas.shape[1])) for v in views]
-        self.canvases = torch.stack(padded).to(pixels)
-        parts = [self._pixels(image, canvas[None])[0] for image, canvas in enumerate(self.canvases)]
+        height, width = (max(own.values.shape[axis] for own in canvases) for axis in (1, 2))
+        padded = [F.pad(c.values, (0, width - c.values.shape[2], 0, height - c.values.shape[1])) for c in canvases]
+        self.inputs = torch.stack(padded).to(pixels)
+        parts = [self._pixels(image, canvas[None])[0] for image, canvas in enumerate(self.inputs)]
         self.rows = pixels.reshape(-1, *parts[0].shape[1:]).clone()  # of all images
         self.spans = list[slice]()  # the rows of each image
         end = 0
@@ -355,16 +360,16 @@ class ImageArguments:
             spans = [slice(at, at + len(own)) for at in range(end, len(self.rows) - len(own) + 1)]
             errors = [float((self.rows[span] - own).abs().mean()) for span in spans]
             if min(errors, default=math.inf) > TOLERANCE:
-                problem = f"the views of image {number} differ from the processor's pixel values"
-                raise ImageError(f"{problem} by {min(errors, default=math.nan):.2g}; pass views=, see saliency.Views")
+                problem = f"the canvas of image {number} does not give the processor's pixel values: they differ"
+                raise ImageError(f"{problem} by {min(errors, default=math.nan):.2g}; pass canvas=, see saliency.Canvas")
             self.spans.append(spans[errors.index(min(errors))])
             end = self.spans[-1].stop
             self.rows[self.spans[-1]] = own
 
     def _pixels(self, image: int, x: Tensor) -> Tensor:
         """Return the rows of one image, from canvases (k, C, H, W)."""
-        height, width = self.views[image].canvas.shape[1:]
-        rows = self.views[image].pixels(x[:, :, :height, :width])
+        height, width = self.canvases[image].values.shape[1:]
+        rows = self.canvases[image].pixels(x[:, :, :height, :width])
         # Idefics3 takes a tile of zeros for padding.
         return rows + torch.finfo(rows.dtype).tiny if "pixel_attention_mask" in self.fixed else rows
 
@@ -378,10 +383,10 @@ class ImageArguments:
         return {**others, "pixel_values": pixels.reshape(-1, *shape), **self.options}
 
 
-def _padded_box(views: Views, size: Sequence[int]) -> Box:
+def _padded_box(canvas: Canvas, size: Sequence[int]) -> Box:
     """Return the box on the image of a canvas that is padded to (h, w) at the right and at the bottom."""
-    left, top, right, bottom = views.box
-    height, width = views.canvas.shape[1:]
+    left, top, right, bottom = canvas.box
+    height, width = canvas.values.shape[1:]
     return left, top, left + (right - left) * size[1] / width, top + (bottom - top) * size[0] / height
 
 

@@ -107,7 +107,7 @@ class ResolvedTarget:
             NonFiniteError: A score is NaN or infinite.
         """
         if not self._is_resolved:
-            answer = None if self._answer is None else self._answer.written
+            answer = None if self._answer is None else self._answer.answer_text
             self.target = self.target.resolve_from(output, OutputFacts(self.categories, self._is_probability, answer))
             self.probabilities = self.target.probabilities(output)
             self._is_resolved = True

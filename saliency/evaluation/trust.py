@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..attribution.answer import Answer
 from ..attribution.base import METHODS, Attribution, explain_together
 from ..attribution.explanation import Explanation
 from ..errors import LayerError, MethodError, NotApplicableError
@@ -213,7 +214,7 @@ def _without_nan(value: Any) -> Any:
 
 def trust(
     method: Attribution,
-    image: ImagesLike,
+    image: ImagesLike | Answer,
     target: TargetLike = None,
     *,
     seconds: float | None = None,
@@ -247,7 +248,7 @@ def trust(
         raise MethodError(f"a trust card is of one image, got {len(explanation)}")
     context: dict[str, Any] = {"method": method, "target": target, "seed": seed, "controls": CONTROLS}
     subject = Subject(explanation, inputs=image, **context)
-    context["inputs"] = subject.images
+    context["inputs"] = subject.inputs_for(method, subject.images)
     metrics = _metrics(subject, None if seconds is None else check_number("seconds", seconds, above=0))
     measurements = measure(metrics, explanation, shared=shared, **context)
     measurements = [
@@ -268,7 +269,8 @@ def _metrics(subject: Subject, seconds: float | None) -> list[Metric]:
     """Return the metrics of a card, with as many samples as fit into the time."""
     draws, steps, samples = 5, 2, 60
     if seconds is not None:
-        call = _seconds_of(lambda: subject.method.attribute(subject.images, subject.explained_target))
+        inputs = subject.inputs_for(subject.method, subject.images)
+        call = _seconds_of(lambda: subject.method.attribute(inputs, subject.explained_target))
         forward = _seconds_of(lambda: subject.scores_of(subject.images))
         draws = min(draws, int(0.4 * seconds / call / 5))
         steps = max(1, min(steps, int(0.4 * seconds / forward / (2 * RANDOM_CONTROLS))))
@@ -295,7 +297,7 @@ def _agreement(subject: Subject, context: dict[str, Any]) -> Measurement:
 
     def explained(names: Sequence[str]) -> list[Explanation]:
         others = [METHODS[name](method.model, preprocess=method.preprocess, layout=method.layout) for name in names]
-        return explain_together(others, subject.images, subject.explained_target)
+        return explain_together(others, subject.inputs_for(method, subject.images), subject.explained_target)
 
     others, gradients = ([name for name in names if name != method.name] for names in (OTHERS, GRADIENTS))
     try:

@@ -145,7 +145,7 @@ class LateInteraction(DualEncoder):
     """Model with an embedding for each token of an image and of a text, such as ColPali, wrapped as an image model.
 
     Its forward takes images (N, C, H, W) and returns {"image_embeds": (N, tokens, D)}. `saliency.max_sim` is the score
-    of a text, and `saliency.match_words` shows which patches match which word.
+    of a text, and `saliency.word_similarity` shows which patches match which word.
 
     Args:
         model: `ColPaliForRetrieval` of transformers, or a model with the same forward. It is not changed.

@@ -276,7 +276,7 @@ def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
             if axes == [4] and any(parameter.dim() == 5 for parameter in model.parameters()):
                 reason += "; a batch of volumes or videos has five axes, so pass one as x[None]"
             if "input_ids" in reason:
-                reason += "; pass an answer of saliency.generate to a method. Metrics and export do not take one"
+                reason += "; pass an answer of saliency.generate. Export and metrics of the predicted class take none"
             raise ModelError(f"the model ({type(model).__name__}) refused an input of {given}: {reason}") from error
         error.add_note(f"saliency ran {type(model).__name__} on an input of {given}")
         raise

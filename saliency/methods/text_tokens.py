@@ -127,7 +127,7 @@ def explain_text(
     return TextExplanation(text, *_tokens(model, ids, result.values.sum((0, 1, 3))), float(result.scores), method)
 
 
-def match_words(model: nn.Module, image: ImageLike, text: str) -> Explanation:
+def word_similarity(model: nn.Module, image: ImageLike, text: str) -> Explanation:
     """Return the similarity of each word of a text to each patch of an image, as one map per word.
 
     The maximum over all tokens of the image, also those without a position, is the word's part of `saliency.max_sim`.
@@ -164,13 +164,13 @@ def match_words(model: nn.Module, image: ImageLike, text: str) -> Explanation:
     return Explanation(
         layout(similarities).movedim(1, 0),
         similarities[0].amax(0),
-        method="match_words",
+        method="word_similarity",
         target=(None,) * len(words),
         target_names=words,
         input_size=tuple(x.shape[2:]),
         frames=batch.frames * len(words),
         sign="positive",
-        title="MatchWords",
+        title="WordSimilarity",
         units="similarity",
     )
 

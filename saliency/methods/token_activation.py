@@ -18,7 +18,7 @@ from ..errors import NotApplicableError
 from ..hooks.forward_args import forward_args, shown_images
 from ..hooks.manager import HookManager
 from ..hooks.model_state import call
-from ..targets.targets import TargetList, output_tensor
+from ..targets.targets import output_tensor
 from ..targets.words import Words
 
 
@@ -66,8 +66,11 @@ class TAM(Attribution):
         results = []
         for target in targets:
             scores = target(output)  # finds the words in the answer
-            words = _words_of(target, len(x))
-            maps = torch.stack([_activation(answer, text, logits[row], own) for row, own in enumerate(words)])
+            words = target.target
+            if not isinstance(words, Words) or words.other is not None:
+                problem = "TAM explains saliency.words(...) without against="
+                raise NotApplicableError(f"{problem}; use attn_lrp for other targets")
+            maps = torch.stack([_activation(answer, text, row, words) for row in logits])
             results.append(BatchAttribution(rank_gaussian(layout(maps[..., None])), scores))
         return results
 
@@ -114,7 +117,7 @@ def _activation(answer: Answer, text: Tensor, logits: Tensor, words: Words) -> T
     """Return the activation (L,) of words at image tokens, from the positive logits (L, T) of a text."""
     is_image, total = answer.is_image, torch.zeros_like(logits[:, 0])
     for row, token in words.pairs:
-        position = answer.queries[row] + 1
+        position = answer.output_positions[row] + 1
         earlier = (text < position) & (answer.ids[text] != token)
         column = logits[:, text == position][:, 0]
         context = (logits[:, earlier] @ column[text[earlier]]) * is_image
@@ -133,16 +136,6 @@ def rank_gaussian(maps: Tensor) -> Tensor:
     width = windows.std(1, correction=0, keepdim=True) / windows.mean(1, keepdim=True).clamp(min=tiny)
     weights = torch.exp(-ranks.square() / (2 * width.square()).clamp(min=tiny))
     return ((windows * weights).sum(1) / weights.sum(1)).view_as(maps)
-
-
-def _words_of(target: ResolvedTarget, rows: int) -> list[Words]:
-    """Return the words of each row. Raises NotApplicableError for other targets, and for contrasts."""
-    own = target.target
-    targets = own.targets if isinstance(own, TargetList) else (own,) * rows
-    words = [own for own in targets if isinstance(own, Words) and own.other is None]
-    if len(words) < len(targets):
-        raise NotApplicableError("TAM explains saliency.words(...) without against=; use attn_lrp for other targets")
-    return words
 
 
 def _output_layer(model: nn.Module) -> nn.Linear:

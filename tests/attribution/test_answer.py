@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import saliency
+from saliency.io.canvas import find_canvas
 from saliency.io.preprocess import Geometry
-from saliency.io.views import find_views
 from saliency.testing.unchanged import Snapshot
 from tests.reference import error
 from tests.vision_language import FAMILIES, QUESTION, answered, build, scene
@@ -114,7 +114,7 @@ def test_the_gradient_is_that_of_the_bare_model(family: str) -> None:
     arguments = answer.arguments(answer.inputs, 0)
     pixels = arguments["pixel_values"].clone().requires_grad_()
     rows = model(**{**arguments, "pixel_values": pixels}).logits[:, 1]
-    score = odds(rows, answer.written.ids[1])
+    score = odds(rows, answer.answer_text.ids[1])
     (gradient,) = torch.autograd.grad(score.sum(), pixels)
     x = answer.inputs.clone().requires_grad_()
     (expected,) = torch.autograd.grad(answer.arguments(x, 0)["pixel_values"], x, gradient)
@@ -141,8 +141,8 @@ def test_the_model_would_give_the_answer_that_it_generated(family: str) -> None:
     forward: Any = answer.arguments
     with torch.no_grad():
         rows = model(**{**forward.fixed, **forward.options}).logits[0]
-    assert tuple(rows.argmax(1).tolist()) == answer.written.ids
-    assert len(answer.tokens) == len(answer.queries) == rows.shape[0] <= 4
+    assert tuple(rows.argmax(1).tolist()) == answer.answer_text.ids
+    assert len(answer.tokens) == len(answer.output_positions) == rows.shape[0] <= 4
 
 
 def test_fused_attention_gives_the_maps_of_eager_attention() -> None:
@@ -162,7 +162,7 @@ def test_methods_of_many_passes_explain_an_answer() -> None:
     model, _, answer = answered("llava")
     with torch.no_grad():
         scores = [
-            odds(logits(model, answer, x)[:, 1], answer.written.ids[1]) for x in (answer.inputs, 0 * answer.inputs)
+            odds(logits(model, answer, x)[:, 1], answer.answer_text.ids[1]) for x in (answer.inputs, 0 * answer.inputs)
         ]
     path = saliency.IntegratedGradients(model, steps=32).attribute(answer, saliency.words("red"))
     torch.testing.assert_close(path.values.sum(), (scores[0] - scores[1])[0], rtol=1e-2, atol=1e-3)
@@ -170,7 +170,7 @@ def test_methods_of_many_passes_explain_an_answer() -> None:
     changed = answer.inputs.clone()
     changed[..., :14, 14:] = 0
     with torch.no_grad():
-        drop = scores[0] - odds(logits(model, answer, changed)[:, 1], answer.written.ids[1])
+        drop = scores[0] - odds(logits(model, answer, changed)[:, 1], answer.answer_text.ids[1])
     assert float(hidden.values[0, 0, 7, 21]) == pytest.approx(float(drop), abs=1e-4)
     shown = saliency.RISE(model, passes=16, grid=4).attribute(answer, saliency.words("red"))
     assert shown.values.shape[2:] == answer.inputs.shape[2:]
@@ -217,7 +217,7 @@ def test_shares_are_the_gradient_times_the_embeddings() -> None:
     embeddings = language.get_input_embeddings()(ids)
     features = torch.cat(language.get_image_features(pixels).pooler_output)
     embeddings = embeddings.masked_scatter(answer.is_image[None, :, None], features).detach().requires_grad_()
-    score = odds(model(inputs_embeds=embeddings, **arguments).logits[:, 1], answer.written.ids[1])
+    score = odds(model(inputs_embeds=embeddings, **arguments).logits[:, 1], answer.answer_text.ids[1])
     (gradient,) = torch.autograd.grad(score.sum(), embeddings)
     assert explanation.token_shares is not None
     assert error(explanation.token_shares, (gradient * embeddings).sum(-1)) < 1e-4
@@ -247,7 +247,7 @@ def test_each_of_several_images_has_a_map(family: str) -> None:
     for number in (0, 1):
         x = answer.inputs[number, None].clone().requires_grad_()
         rows = model(**forward(x, number)).logits[:, 1]
-        (expected,) = torch.autograd.grad(odds(rows, answer.written.ids[1]).sum(), x)
+        (expected,) = torch.autograd.grad(odds(rows, answer.answer_text.ids[1]).sum(), x)
         assert error(explanation.values[number, None], expected) < 1e-4
         assert saliency.overlay(explanation[number]).size == images[number].size
         assert expected.abs().sum() > 0
@@ -265,7 +265,7 @@ def test_each_of_several_images_has_its_ledger_and_its_attention(family: str) ->
     assert attention.values.flatten(1).any(1).all()
     both = saliency.explain_together([saliency.CheferAttention(model), saliency.VanillaGradient(model)], answer)
     assert [len(explanation) for explanation in both] == [2, 2]
-    maps = saliency.attention(model, answer)[-1].maps(answer.queries[1])
+    maps = saliency.attention(model, answer)[-1].maps(answer.output_positions[1])
     assert maps.shape[0] == 2
     assert not torch.equal(maps[0], maps[1])
 
@@ -330,9 +330,9 @@ class _Processor:
         return " ".join(map(str, ids))
 
 
-def _halves(image: Image.Image) -> saliency.Views:
+def _halves(image: Image.Image) -> saliency.Canvas:
     canvas = _Processor()([image], ["3"], "pt")["pixel_values"][0].flip(-1).movedim(0, 2).reshape(3, 8, 8)
-    return saliency.Views(
+    return saliency.Canvas(
         canvas, (0, 0, *image.size), lambda x: x.reshape(-1, 3, 8, 2, 4).movedim(3, 1).flip(-1).flatten(1, 1)
     )
 
@@ -340,11 +340,11 @@ def _halves(image: Image.Image) -> saliency.Views:
 def test_a_model_of_ones_own_is_decoded_by_plain_forwards() -> None:
     torch.manual_seed(0)
     model = _Plain()
-    with pytest.raises(saliency.ImageError, match=r"how _Processor divides an image is not recognised .*; pass views="):
+    with pytest.raises(saliency.ImageError, match=r"how _Processor divides an image is not recog.*; pass canvas="):
         saliency.generate(model, _Processor(), scene(), "3 4")
-    answer = saliency.generate(model, _Processor(), scene(), "3 4", max_new_tokens=3, views=_halves)
+    answer = saliency.generate(model, _Processor(), scene(), "3 4", max_new_tokens=3, canvas=_halves)
     ids = torch.tensor([[1, 1, 3, 4]])
-    for token in answer.written.ids:
+    for token in answer.answer_text.ids:
         pixels = _Processor()([scene()], ["3"], "pt")["pixel_values"]
         assert int(model(ids, pixels, torch.ones_like(ids))["logits"][0, -1].argmax()) == token
         ids = torch.cat([ids, torch.tensor([[token]])], 1)
@@ -354,11 +354,11 @@ def test_a_model_of_ones_own_is_decoded_by_plain_forwards() -> None:
     assert float(explanation.residual.abs()) < 1e-4
 
 
-def test_wrong_views_are_refused() -> None:
+def test_a_wrong_canvas_is_refused() -> None:
     model, processor, _ = answered("llava")
-    views = saliency.Views(torch.zeros(3, 28, 28), (0, 0, 1, 1), lambda x: x[:, None])
-    with pytest.raises(saliency.ImageError, match="views of image 0 differ from the processor's pixel values"):
-        saliency.generate(model, processor, scene(), QUESTION, answer="a", views=lambda image: views)
+    canvas = saliency.Canvas(torch.zeros(3, 28, 28), (0, 0, 1, 1), lambda x: x[:, None])
+    with pytest.raises(saliency.ImageError, match="canvas of image 0 does not give the processor's pixel values"):
+        saliency.generate(model, processor, scene(), QUESTION, answer="a", canvas=lambda image: canvas)
 
 
 @pytest.mark.parametrize("lefts", [(0, 80), (0, 50, 150), (0, 160)])
@@ -371,7 +371,7 @@ def test_tiles_that_are_not_the_rows_of_a_grid_are_refused(lefts: tuple[int, ...
         return {"pixel_values": torch.tensor(np.stack(arrays))}
 
     with pytest.raises(saliency.ImageError, match=f"{len(lefts)} tiles of an image are not the rows of a grid"):
-        find_views(encode, image, None)
+        find_canvas(encode, image, None)
 
 
 def test_an_answer_belongs_to_its_model() -> None:
@@ -451,19 +451,61 @@ def test_classes_of_an_answer_are_refused(target: int | str) -> None:
         saliency.VanillaGradient(model).attribute(answer, target)
 
 
-def test_an_image_without_a_prompt_and_metrics_of_answers_are_refused() -> None:
+def test_metrics_change_the_image_of_an_answer() -> None:
+    model, processor, answer = answered("llava")
+    red, steps, method = saliency.words("red"), 4, saliency.InputXGradient(model)
+    explanation = method.attribute(answer, red)
+    options: dict[str, Any] = {"inputs": answer, "target": red, "controls": False}
+    metric = saliency.metrics.Deletion(steps=steps, fill=0.0)
+    (measured,) = saliency.metrics.measure(metric, explanation, model=model, **options)
+    order = explanation.values.sum(1).flatten().argsort(descending=True, stable=True)
+    scores = []
+    for step in range(steps + 1):
+        x = answer.inputs.clone()
+        x.flatten(2)[:, :, order[: step * len(order) // steps]] = 0
+        with torch.no_grad():
+            scores.append(float(odds(logits(model, answer, x)[:, 1], answer.answer_text.ids[1])))
+    assert measured.curve is not None
+    assert measured.curve[0].tolist() == pytest.approx(scores, abs=1e-4)
+    several = saliency.generate(model, processor, [scene(1), scene(2)], QUESTION, answer="a red car")
+    explanation, options["inputs"] = method.attribute(several, red), several
+    names = ["deletion", "insertion", "mprt"]
+    assert [m.values.shape for m in saliency.metrics.measure(names, explanation, method=method, **options)] == [
+        (2,)
+    ] * 3
+    with pytest.raises(saliency.MethodError, match="answers about one image"):
+        saliency.metrics.measure("adcc", explanation, method=method, **options)
+    with pytest.raises(saliency.MethodError, match="does not keep it: pass it as inputs="):
+        saliency.metrics.measure("deletion", explanation, method=method, target=red)
+
+
+def test_a_word_has_a_trust_card() -> None:
     model, _, answer = answered("llava")
-    method, target = saliency.AttnLRP(model), saliency.words(at=0)
+    card = saliency.trust(saliency.InputXGradient(model), answer, saliency.words("red"), seconds=3)
+    assert {"mprt", "deletion", "insertion", "rank_correlation"} <= set(card.measurements)
+    assert card.title == "Trust card of input_x_gradient for red"
+
+
+def test_an_image_without_a_prompt_is_refused() -> None:
+    model, _, answer = answered("llava")
     with pytest.raises(saliency.ModelError, match=r"pass an answer of saliency\.generate"):
-        method.attribute(answer.inputs, target)
-    with pytest.raises(saliency.ModelError, match="Metrics and export do not take one"):
-        saliency.metrics.measure(
-            "deletion", method.attribute(answer, target), method=method, inputs=answer, target=target
-        )
+        saliency.AttnLRP(model).attribute(answer.inputs, saliency.words(at=0))
+
+
+def test_decoding_is_greedy_whatever_the_model_prefers() -> None:
+    model: Any
+    model, processor = build("llava")
+    expected = saliency.generate(model, processor, scene(), QUESTION, max_new_tokens=3)
+    for name, value in {"num_beams": 3, "do_sample": True, "return_dict_in_generate": True}.items():
+        setattr(model.generation_config, name, value)
+    assert saliency.generate(model, processor, scene(), QUESTION, max_new_tokens=3).tokens == expected.tokens
 
 
 def test_wrong_arguments_are_refused() -> None:
     model, processor, _ = answered("llava")
+    for prompts in ([QUESTION, QUESTION], [], {"input_ids": [1]}):
+        with pytest.raises(saliency.MethodError, match="expected one question, or the messages of one chat"):
+            saliency.generate(model, processor, scene(), prompts)  # type: ignore[arg-type]
     with pytest.raises(saliency.ImageError, match="there is no image"):
         saliency.generate(model, processor, [], QUESTION)
     with pytest.raises(saliency.MethodError, match="max_new_tokens=0"):

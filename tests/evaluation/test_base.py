@@ -112,7 +112,7 @@ def test_errors_name_what_is_missing(model: nn.Module, x: Tensor) -> None:
     explanation = VanillaGradient(model).attribute(x, 0)
     with pytest.raises(MethodError, match=r"pass method=\.\.\. or model=\.\.\."):
         measure("deletion", explanation, inputs=x)
-    with pytest.raises(MethodError, match=r"does not keep it: pass the images as inputs=\.\.\."):
+    with pytest.raises(MethodError, match=r"does not keep it: pass it as inputs=\.\.\."):
         measure("deletion", explanation, model=model)
     with pytest.raises(MethodError, match='no metric "delet"; did you mean "deletion"'):
         measure("delet", explanation, model=model, inputs=x)

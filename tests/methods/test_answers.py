@@ -32,7 +32,7 @@ def explicit(model: Any, answer: Any) -> tuple[list[Tensor], list[Tensor], int]:
     arguments = answer.arguments(answer.inputs, 0) | {"output_attentions": True, "logits_to_keep": 0}
     output = model(**arguments)
     model.set_attn_implementation(implementation)
-    query = answer.queries[1]
+    query = answer.output_positions[1]
     logits, token = output.logits[0, query], int(answer.ids[query + 1])
     others = torch.cat([logits[:token], logits[token + 1 :]])
     grads = torch.autograd.grad(logits[token] - others.logsumexp(0), output.attentions)
@@ -135,12 +135,12 @@ def bridged() -> tuple[Any, Any, list[Tensor], list[Tensor]]:
     layers = [own for name, own in model.named_modules() if name.startswith(names) and hasattr(own, "num_heads")]
     layers += [own for own in model.qformer.modules() if hasattr(own, "num_attention_heads")]
     handles = [layer.register_forward_hook(keep) for layer in layers]
-    logits = model(**answer.arguments(answer.inputs, 0) | {"logits_to_keep": 0}).logits[0, answer.queries[1]]
+    logits = model(**answer.arguments(answer.inputs, 0) | {"logits_to_keep": 0}).logits[0, answer.output_positions[1]]
     for handle in handles:
         handle.remove()
     model.set_attn_implementation("sdpa")
     probabilities = probabilities[1:]  # the first is among learned queries, before they see the image
-    token = int(answer.ids[answer.queries[1] + 1])
+    token = int(answer.ids[answer.output_positions[1] + 1])
     score = logits[token] - torch.cat([logits[:token], logits[token + 1 :]]).logsumexp(0)
     grads = torch.autograd.grad(score, probabilities)
     return model, answer, [own[0].detach() for own in probabilities], [own[0] for own in grads]
@@ -159,7 +159,7 @@ def test_attention_continues_from_the_queries_of_blip_2_to_the_patches() -> None
     assert [own.shape[1:] for own in probabilities[:4]] == [(8, 17), (8, 8), (8, 8), (8, 17)]
     products = [own * grad for own, grad in zip(probabilities, gradients, strict=True)]
     means, positive = [own.mean(0) for own in probabilities], [own.mean(0).clamp(min=0) for own in products]
-    size, query = len(means[-1]), answer.queries[1]
+    size, query = len(means[-1]), answer.output_positions[1]
 
     def rolled(weights: list[Tensor]) -> Tensor:
         text, patches = torch.eye(size).double(), torch.eye(25).double()

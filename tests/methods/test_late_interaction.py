@@ -52,7 +52,7 @@ def test_the_score_and_its_gradient_are_the_closed_form() -> None:
 
 def test_the_map_of_a_word_is_its_similarity_to_each_patch() -> None:
     model, x = colpali(), torch.randn(1, 3, 32, 32, dtype=torch.float64)
-    found = saliency.match_words(model, x, "a red bus")
+    found = saliency.word_similarity(model, x, "a red bus")
     words, tokens = model.encode_text(["a red bus"]), model(x)["image_embeds"].detach()[0]
     assert found.target_names == model.words("a red bus")
     assert " a red bus " in " ".join(found.target_names)
@@ -68,7 +68,7 @@ def test_tokens_that_are_not_patches_are_refused(monkeypatch: pytest.MonkeyPatch
         LateInteraction, "forward", lambda self, x: {"image_embeds": known(self, x)["image_embeds"][:, 3:]}
     )
     with pytest.raises(LayerError, match="tokens of ColPaliForRetrieval are not one for each patch of the image"):
-        saliency.match_words(model, torch.randn(1, 3, 32, 32, dtype=torch.float64), "a red bus")
+        saliency.word_similarity(model, torch.randn(1, 3, 32, 32, dtype=torch.float64), "a red bus")
 
 
 def test_methods_of_several_kinds_explain_a_batch_with_a_text_each() -> None:
@@ -86,6 +86,6 @@ def test_words_and_models_that_do_not_fit_are_refused() -> None:
     with pytest.raises(TargetError, match=r"word 99 is outside 0\.\.\d+"):
         saliency.VanillaGradient(model).attribute(x, saliency.max_sim("a red bus", 99))
     with pytest.raises(ModelError, match="no embedding per word"):
-        saliency.match_words(PooledNet(), x, "a red bus")
+        saliency.word_similarity(PooledNet(), x, "a red bus")
     with pytest.raises(ModelError, match="one embedding per text"):
         saliency.explain_text(model, x, "a red bus")

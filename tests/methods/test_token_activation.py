@@ -32,7 +32,7 @@ def spelled_out(model: nn.Module, answer: saliency.Answer, word: int) -> Tensor:
     """The map (64,) of a token of an answer about one image, by the paper's formula, without the filter."""
     logits = model(answer.ids[None, :-1], answer.inputs)[0][0].detach().double().clamp(min=0)  # (L, V)
     ids, cells = answer.ids.tolist(), answer.image_tokens[0].positions.flatten()
-    position = answer.queries[word] + 1
+    position = answer.output_positions[word] + 1
     earlier = [p for p in range(int(cells[-1]) + 1, position) if ids[p] != ids[position]]
     own = logits[cells, ids[position]]
     shares = [float(logits[p, ids[position]]) for p in earlier]

@@ -5,19 +5,22 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
+from ...attribution.answer import Answer
 from ...attribution.base import Attribution, as_setting
 from ...attribution.explanation import Explanation, Setting
 from ...attribution.heatmap import reduced_maps, require_explanation, resized
 from ...attribution.options import Chunk, HasOptions, Precision, declared_options
 from ...engine.estimates import generator
 from ...errors import MethodError, did_you_mean, errors_as
+from ...hooks.forward_args import bind_forward_args
 from ...hooks.model_state import prepared_for_attribution, run_model
 from ...io.inputs import ImagesLike
 from ...io.preprocess import Geometry
@@ -25,6 +28,7 @@ from ...methods.gradient import VanillaGradient
 from ...targets.box import LocatedTarget
 from ...targets.embedding import ITSELF, SelfSimilarity, similarity
 from ...targets.targets import OutputTarget, TargetLike, located, probability
+from ...targets.words import Words
 from ...validation import Registry, check_choice, check_integer
 
 Score = Literal["probability", "explained"]
@@ -181,7 +185,7 @@ class Subject(SharedResults):
         explanation: The explanation of N images.
         method: The method of the explanation, for metrics that call it.
         model: The model, if there is no method.
-        inputs: The images, for explanations of tensors, which do not keep them.
+        inputs: The images, for explanations of tensors, which do not keep them; or the answer, for words of an answer.
         target: The target, if it is not a class.
         masks: (N, H, W) of bool, the pixels of the object, for metrics of localisation.
         reference: Another explanation of the same images, for metrics of agreement.
@@ -200,7 +204,7 @@ class Subject(SharedResults):
         *,
         method: Attribution | None = None,
         model: nn.Module | None = None,
-        inputs: ImagesLike | None = None,
+        inputs: ImagesLike | Answer | None = None,
         target: TargetLike = None,
         masks: Any = None,
         reference: Explanation | None = None,
@@ -248,11 +252,27 @@ class Subject(SharedResults):
     def scores_of(self, images: Tensor) -> Tensor:
         """Return the scores of other images (N, C, H, W) for the explained targets: (N,)."""
         reader = self.reader
-        with prepared_for_attribution(reader.model), torch.no_grad():
+        with prepared_for_attribution(reader.model), torch.no_grad(), self.bound(images):
             target = reader.resolve(self.scored_target, images)
             if isinstance(target.target, SelfSimilarity):  # to the images of the explanation
                 target(self.output)
             return target(run_model(reader.model, images))
+
+    def inputs_for(self, method: Attribution, images: Tensor) -> Tensor | Answer:
+        """Return images (N, C, H, W) as inputs of a method, with the words of an answer if one is explained."""
+        answer = self._inputs
+        return replace(answer, inputs=images, model=method.model) if isinstance(answer, Answer) else images
+
+    def bound(self, images: Tensor) -> AbstractContextManager[None]:
+        """Bind the words of an answer, if one is explained, in a block that runs the model on images.
+
+        Raises:
+            MethodError: The answer is about several images.
+        """
+        inputs = self.inputs_for(self.reader, images)
+        if isinstance(inputs, Answer) and len(images) > 1:
+            raise MethodError("this metric measures answers about one image; deletion and insertion take several")
+        return bind_forward_args((), inputs) if isinstance(inputs, Answer) else nullcontext()
 
     @property
     def method(self) -> Attribution:
@@ -274,8 +294,8 @@ class Subject(SharedResults):
         if self.explanation.tile_scores is not None:
             raise MethodError("metrics that run the model measure one input; this explanation is of an image in tiles")
         frames = [frame for frame in self.explanation.frames if frame is not None]
-        if self._inputs is None and len(frames) < len(self.explanation):
-            raise MethodError("the explanation of a tensor does not keep it: pass the images as inputs=...")
+        if self._inputs is None and (len(frames) < len(self.explanation) or isinstance(self._target, Words)):
+            raise MethodError("the explanation of a tensor, or of an answer, does not keep it: pass it as inputs=...")
         given = [frame.image for frame in frames] if self._inputs is None else self._inputs
         images = self.reader.read(given).inputs
         if (len(images), *images.shape[2:]) != (len(self.explanation), *self.explanation.input_size):

@@ -54,7 +54,8 @@ class PerturbationMetric(Metric):
         reader = subject.reader
         runner = _MetricPasses(reader.model, layout=reader.layout, **passes)
         runner.metrics, runner.subject, runner.measured = sharing, subject, []
-        runner.attribute(subject.images, subject.explained_target if self.of_explained_score else subject.scored_target)
+        target = subject.explained_target if self.of_explained_score else subject.scored_target
+        runner.attribute(subject.inputs_for(reader, subject.images), target)
         return {metric: stacked(own, 1) for metric, *own in zip(sharing, *runner.measured, strict=True)}
 
 

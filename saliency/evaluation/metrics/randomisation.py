@@ -74,7 +74,8 @@ class MPRT(MethodMetric):
     def _randomised(self, maps: Maps, draw: int) -> Iterator[Attribution]:
         """Yield the method on a copy of the model with randomised layers; each is valid until the next one."""
         subject = maps.subject
-        names = subject.once("layers", layers_from_the_top, subject.method, subject.images[:1])
+        with subject.bound(subject.images[:1]):
+            names = subject.once("layers", layers_from_the_top, subject.method, subject.images[:1])
         count = min(self.layers or len(names), len(names))
         if maps.control:
             yield from [subject.method] * count

@@ -59,7 +59,8 @@ class Maps(SharedResults):
             is_own = images is self.subject.images and self.control != "random"
             return self.own if is_own else self._control_maps(images, self.calls)
         target = self.subject.explained_target if target is None else target
-        return (method or self.subject.method).attribute(images, target).values
+        method = method or self.subject.method
+        return method.attribute(self.subject.inputs_for(method, images), target).values
 
     def again(self) -> Tensor:
         """Return the maps of the explained images, computed again."""

@@ -1,6 +1,6 @@
-"""Views of an image: the tiles, resized copies and patches in which the processors of vision-language models cut it.
+"""The canvas of an image, from which the processors of vision-language models cut tiles, resized views and patches.
 
-They are found by running the processor on ramps, so that no class of processors needs to be known.
+It is found by running the processor on ramps, so that no class of processors needs to be known.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ TOLERANCE = 0.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Views:
-    """Pixel values of one image, as a differentiable function of one canvas.
+class Canvas:
+    """Normalised image in its finest resolution, of which the model's pixel values are a differentiable function.
 
     Attributes:
-        canvas: (C, H, W) the normalised image in its finest resolution.
-        box: The part of the image that the canvas covers: left, top, right and bottom in pixels of the image.
+        values: (C, H, W) the numbers of the canvas.
+        box: The part of the image that it covers: left, top, right and bottom in pixels of the image.
         pixels: A function from canvases (N, C, H, W) to the pixel values of N images (N, rows, ...), where `rows` are
             the rows of `pixel_values` that belong to one image: views (C, h, w), or patches.
     """
 
-    canvas: Tensor
+    values: Tensor
     box: Box
     pixels: Callable[[Tensor], Tensor]
 
 
-def find_views(encode: Encode, image: Image.Image, processor: Any) -> Views:
-    """Recognise how a processor divides an image into views.
+def find_canvas(encode: Encode, image: Image.Image, processor: Any) -> Canvas:
+    """Return the canvas of an image, by recognising how a processor divides it.
 
     It may resize, crop and pad the image; cut it into tiles, in rows, with a resized view of the whole image before or
     after them; or cut it into patches with `image_grid_thw`, as Qwen-VL does.
@@ -59,9 +59,8 @@ def find_views(encode: Encode, image: Image.Image, processor: Any) -> Views:
     values: Tensor = known["pixel_values"]
     if "image_grid_thw" in known:
         _, *grid = known["image_grid_thw"][0].tolist()
-        with errors_as(ImageError, "image_grid_thw without patch_size and merge_size of the image processor"):
-            sizes = processor.image_processor.patch_size, processor.image_processor.merge_size
-        return _divided_in_patches(encode, image, values.shape[1], grid, *sizes)
+        own = processor.image_processor
+        return _divided_in_patches(encode, image, values.shape[1], grid, own.patch_size, own.merge_size)
     if values.dim() < 4:
         raise ImageError(f"pixel_values {tuple(values.shape)} are neither views (..., C, h, w) nor patches of a grid")
     views = values.flatten(0, -4)  # (V, C, h, w)
@@ -97,13 +96,13 @@ def find_views(encode: Encode, image: Image.Image, processor: Any) -> Views:
         return F.interpolate(wide, views.shape[2:], mode="bicubic", antialias=True).to(x.dtype)
 
     left, top, right, bottom = box.tolist()
-    return Views(canvas, (left, top, right, bottom), pixels)
+    return Canvas(canvas, (left, top, right, bottom), pixels)
 
 
 def _divided_in_patches(
     encode: Encode, image: Image.Image, numbers: int, grid: Sequence[int], size: int, merged: int
-) -> Views:
-    """Return the views of flattened patches (n, numbers), in the order of blocks of `merged` x `merged` patches.
+) -> Canvas:
+    """Return the canvas of flattened patches (n, numbers), in the order of blocks of `merged` x `merged` patches.
 
     The numbers of a patch are its pixels (3, repeats, size, size), with equal repetitions in time, as in Qwen-VL.
     """
@@ -123,4 +122,4 @@ def _divided_in_patches(
         return values.new_empty(places.shape).put_(order, values.flatten())
 
     (box,) = boxes_of_views(lambda own: canvas(own)[None], image.size)
-    return Views(canvas(image), box, pixels)
+    return Canvas(canvas(image), box, pixels)
