@@ -8,6 +8,7 @@ the shares of its results.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -188,6 +189,8 @@ def _pointwise(step: MultiplierStep) -> Gradients:
     if not visit.on_path[0] or any(visit.on_path[1:]) or not isinstance(operation.args[name], Tensor):
         return _integrated(step)
     x = step.pair(name)
+    if x.x.dtype != visit.grad.dtype:  # the weights of a PReLU too
+        operation = replace(operation, kept_args=tree_map_tensors(operation.args, at_least_float32))
     change = x.change
     y, y0 = (operation.repeat(**{name: value}) for value in x)
     rise = y.sub_(y0)

@@ -758,7 +758,10 @@ def derivative(operation: Operation, point: Tensor) -> Tensor:
     if operation.name == "relu":
         return where_above(one, point, 0)
     if operation.name == "hardtanh":
-        return cast("Tensor", aten.hardtanh_backward(one.expand_as(point), point, args.get("min_val", -1), args.get("max_val", 1)))
+        return cast(
+            "Tensor",
+            aten.hardtanh_backward(one.expand_as(point), point, args.get("min_val", -1), args.get("max_val", 1)),
+        )
     with torch.enable_grad():
         point = point.detach().requires_grad_()
         (slope,) = torch.autograd.grad(operation.repeat(**{name: point}).sum(), point)

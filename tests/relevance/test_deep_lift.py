@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from tests.games import shapley_values
 from tests.models import Checkpointed, FunctionModel, OwnForward, Packed, PooledNet, small_vit
 from tests.relevance import differences
 from tests.relevance.differences import Pair
+from tests.relevance.test_lrp import Dispatches
 
 SIZE = (6, 7)
 
@@ -112,6 +114,33 @@ def test_pixels_equal_to_the_baseline_get_nothing() -> None:
 def test_an_image_equal_to_the_baseline_has_values_of_zero() -> None:
     net, x0 = chain(nn.GELU), baseline()
     assert not lifted(net, x0[None], x0).any()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_value_that_does_not_change_has_its_derivative(activation: Callable[[], nn.Module]) -> None:
+    function = activation()
+    # In eighths, sums are exact.
+    x, step = (images() * 16).round() / 8, torch.rand(SIZE, dtype=torch.float64).mul(8).ceil() / 8
+    x0 = x[0].clone()
+    x0[:2] += step  # the difference of both does not change
+    found = lifted(FunctionModel(lambda x: function(x[:, 2] + x[:, 0] - x[:, 1]).sum((1, 2))), x[:1], x0)
+    point = (x0[2] + x0[0] - x0[1]).requires_grad_()
+    (slope,) = torch.autograd.grad(function(point).sum(), point)
+    torch.testing.assert_close(found[0, 0], -step * slope)
+    torch.testing.assert_close(found[0, 1], step * slope)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights", [1, 4])
+def test_a_prelu_in_half_precision_is_near_that_in_single(weights: int, dtype: torch.dtype) -> None:
+    slopes, x, x0 = torch.rand(weights), images().to(dtype), baseline().to(dtype)
+
+    def model(x: Tensor) -> Tensor:
+        return F.prelu(F.conv2d(x, weight.to(x), padding=1), slopes.to(x)).square().mean((1, 2, 3))
+
+    weight = torch.randn(4, 3, 3, 3)
+    expected = lifted(FunctionModel(model), x.float(), x0.float())
+    assert_same(lifted(FunctionModel(model), x, x0).float(), expected, 0.05)
 
 
 # --- parts
@@ -311,6 +340,22 @@ def test_a_network_has_the_same_contributions_however_it_is_spelled() -> None:
     assert_same(lifted(net.float(), x.float(), x0.float(), [1, 2]).double(), expected, 1e-4)
     half = lifted(net.bfloat16(), x.bfloat16(), x0.bfloat16(), [1, 2]).double()
     assert float(torch.corrcoef(torch.stack([half.flatten(), expected.flatten()]))[0, 1]) > 0.98
+
+
+def test_a_graph_that_saves_all_operands_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU6(True), nn.Conv2d(4, 3, 2), nn.Flatten()
+    ).double()
+    head = nn.Linear(36, 3).double()
+    net, x, x0, dispatches = net.append(head).eval(), images(), baseline(), Dispatches(monkeypatch)
+    first = lifted(net, x, x0, [1, 2])
+    assert dispatches.count > 0
+    assert dispatches.of(lambda: torch.testing.assert_close(lifted(net, x, x0, [1, 2]), first)) == 0
+    together = DeepLIFT(net, baseline=x0).attribute_classes(x, [1, 2])
+    assert_same(torch.stack([single.values[i] for i, single in enumerate(together)]), first)
+    net[2] = nn.ReLU()  # its node saves no operand
+    expected = lifted(copy.deepcopy(net), x, x0, [1, 2])
+    assert_same(lifted(net, x, x0, [1, 2]), expected)
 
 
 def functional(net: Any, x: Tensor) -> Tensor:
