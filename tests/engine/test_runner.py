@@ -367,9 +367,10 @@ def test_passes_of_a_part_of_the_model_run_in_chunks_of_their_own(width: int, ow
     model = nn.Sequential(*layers)
     model(x := images(1, (224, 224)))
     options: dict[str, Any] = {} if own is None else {"chunk": own}
+    shares: list[float] = []
     for name, part in (("ablation_cam", {"layer": "1"}), ("occlusion", {"window": 32, "stride": 32})):
+        shares.clear()
         with listening(lambda share, partial: shares.append(share)):
-            shares: list[float] = []
             passes = METHODS[name](model, **part, **options).attribute(x, 0).run_stats[0].passes
         assert round(shares[0] * passes) == (expected if name == "ablation_cam" else own or 16)
 
