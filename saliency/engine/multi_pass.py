@@ -22,8 +22,17 @@ from torch import Tensor
 
 from ..attribution.base import Attribution
 from ..attribution.explanation import BatchAttribution
+from ..attribution.forward import Needs, SharedForward
 from ..attribution.options import Budget, Chunk, Option, PerImage, Precision, RunStats, Stopped
-from ..attribution.passes import chunk_size, current_listener, listening, progress_bar
+from ..attribution.passes import (
+    CHUNK_CPU,
+    CHUNK_FORWARD_CPU,
+    CHUNK_WINDOW_CPU,
+    chunk_size,
+    current_listener,
+    listening,
+    progress_bar,
+)
 from ..attribution.resolved_target import OutputRows, ResolvedTarget, output_rows
 from ..axes import at_least_float32
 from ..errors import MethodError, TargetError
@@ -80,6 +89,7 @@ class PassRunner(ExitStack):
         x: The image.
         chunk: The number of passes that run at once.
         began: The start of the time limit, as returned by `time.perf_counter`.
+        layer_forward: The forward that gave the score, if it kept the layers of `layers_for`.
         used: The number of passes so far.
         stopped: The reason why the passes ended; "complete" until a limit is met.
         precisions: How the passes were run: see `RunStats.precision`.
@@ -102,6 +112,7 @@ class PassRunner(ExitStack):
         self._copies: dict[bool, FasterModel] = {}  # by whether gradients are computed
         self._bar: Any = None
         self.score = x.new_zeros(())
+        self.layer_forward: SharedForward | None = None
         self.began = time.perf_counter()
         self._next_check = 2 * CHECK_INTERVAL  # the number of samples at which a tolerance is checked next
         device = x.device.type
@@ -148,6 +159,11 @@ class PassRunner(ExitStack):
             self.notes.append(reason)
         return bool(reason)
 
+    def set_chunk(self, passes: int) -> None:
+        """Set the number of passes that run at once, unless the option `chunk` is set."""
+        if self._method.chunk == "auto":
+            self.chunk = passes
+
     def _extend_bar(self, passes: int) -> None:
         if self._bar is not None:
             self._bar.total += passes
@@ -177,6 +193,7 @@ class PassRunner(ExitStack):
         windows = WindowForward(self._model, self.x)
         if windows.how == windows.part:
             self.notes.append(windows.how)
+            self.set_chunk(chunk_size(self.x, CHUNK_WINDOW_CPU))
         return windows
 
     def gradients(self, make: MakeInputs, count: int) -> Iterator[ChunkResult]:
@@ -206,7 +223,8 @@ class PassRunner(ExitStack):
             return ChunkResult(start, inputs, scores.detach(), gradients)
 
         is_automatic = self._method.chunk == "auto" and run is None
-        yield from self.chunks(compute, count, chunk_size(self.x, backward=backward) if is_automatic else None)
+        largest = chunk_size(self.x, CHUNK_CPU if backward else CHUNK_FORWARD_CPU)
+        yield from self.chunks(compute, count, largest if is_automatic else None)
 
     def _faster(self, backward: bool) -> FasterModel:
         """Return the model that runs one kind of pass, copied once. A copy for gradients also runs forwards."""
@@ -415,16 +433,22 @@ class MultiPassAttribution(Attribution):
         stats: list[RunStats] = []
         with HookManager(), torch.no_grad():  # a separate manager: hooks of an outer call do not act on this one
             began = time.perf_counter()
-            scores = target(run_model(self.model, x))
+            forward = SharedForward(self.model, x, Needs("none", layers=self.layers_for(x, target)))
+            scores = target(forward.output)
             spent = (time.perf_counter() - began) / len(x)
             for image in range(len(x)):
                 method = self._for_image(shown_images(x)[image])
                 with PassRunner(method, x[image : image + 1], target, image) as passes, no_autocast(x):
                     passes.began -= spent
                     passes.score = scores[image]
+                    passes.layer_forward = forward if forward.layers else None
                     images.append(method.explain_image(passes, scores[image]))
                     stats.append(passes.run_stats)
         return stack_images(images, scores, tuple(stats))
+
+    def layers_for(self, x: Tensor, target: ResolvedTarget) -> tuple[str, ...]:
+        """Return the names of the layers to keep from the forward of the batch; none by default."""
+        return ()
 
     def _for_image(self, image: int) -> Self:
         """Return the method with the options of one image; the method itself if all images have the same."""

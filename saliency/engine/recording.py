@@ -7,6 +7,7 @@ Operations are recorded by a dispatch mode of the calling thread; nothing is att
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, MutableMapping
@@ -279,6 +280,7 @@ class Program:
         aliased: As for `Tape`.
         slots: The number of slots.
         output: The forward's output, with empty tensors.
+        largest: The number of values of the largest result for one row.
 
     Raises:
         ReplayMismatch: The two forwards do not run the same operations, or one of them cannot be replayed.
@@ -293,6 +295,7 @@ class Program:
         self.outputs, self.shapes = first.outputs, _merged(first.shapes, second.shapes, rows)
         self.aliased = first.aliased or second.aliased
         self.slots, self.output = first.slots, first.output
+        self.largest = max((math.prod(step.shape) for step in first.steps), default=0) // rows
         pairs = enumerate(zip(first.external, second.external, strict=True))
         changed = first.overwritten
         self._external = [_merged_external(one, two, rows, overwritten=at in changed) for at, (one, two) in pairs]
@@ -497,6 +500,11 @@ class TailForward(PartialForward):
             rows, program = self._laid_out(activations.detach()), self._program
             output = program and self._attempt(lambda: self._try(program, rows))
             return self._run(rows) if output is None else output
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of the largest result of an operation for one row; 0 if whole forwards are run."""
+        return self._program.largest * self.activation.element_size() if self._program else 0
 
     def _laid_out(self, rows: Tensor) -> Tensor:
         """Return rows of the type, on the device and with the memory layout of the layer's output."""

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..axes import at_least_float32
-from ..errors import ImageError, errors_as
+from ..errors import ImageError
 from .preprocess import Box, boxes_of_views
 
 Encode = Callable[[Image.Image], Mapping[str, Any]]

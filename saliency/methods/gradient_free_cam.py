@@ -129,7 +129,7 @@ class ScoreCAM(LayerPasses, TimedAttribution):
 
     name = "score_cam"
     units = "activation"
-    cost = "2 forwards, 1 forward for each channel that is not constant"
+    cost = "1 forward, 1 forward for each channel that is not constant"
     draft_options: ClassVar[Mapping[str, Any]] = {}
 
     channels: Option[int | None] = Option(None, check_integer)
@@ -202,7 +202,7 @@ class GScoreCAM(ScoreCAM):
     """
 
     name = "gscore_cam"
-    cost = "3 forwards, 1 backward, 1 forward for each of 300 channels that are not constant"
+    cost = "2 forwards, 1 backward, 1 forward for each of 300 channels that are not constant"
 
     channels: Option[int | None] = Option(300, check_integer)
 
@@ -235,7 +235,7 @@ class ISCAM(ScoreCAM):
     """
 
     name = "is_cam"
-    cost = "2 forwards, 10 forwards for each channel that is not constant"
+    cost = "1 forward, 10 forwards for each channel that is not constant"
     preview_options: ClassVar = {"steps": 2}
 
     steps: Option[int] = Option(10, check_integer)
@@ -278,7 +278,7 @@ class SSCAM(ScoreCAM, SampledAttribution):
     """
 
     name = "ss_cam"
-    cost = "2 forwards, 10 forwards for each channel that is not constant"
+    cost = "1 forward, 10 forwards for each channel that is not constant"
     preview_options: ClassVar = {"draws": 2}
 
     noise: Option[float] = Option(2.0, check_number, above=0, hint="; without noise it is score_cam")
@@ -354,7 +354,7 @@ class AblationCAM(LayerPasses, TimedAttribution):
     """
 
     name = "ablation_cam"
-    cost = "2 forwards, 1 pass from the layer on for each channel; 3 forwards before pooling and a linear layer"
+    cost = "1 forward, 1 pass from the layer on for each channel; 2 forwards before pooling and a linear layer"
     units = "score times activation"
 
     channels: Option[int | None] = Option(None, check_integer)
@@ -436,7 +436,7 @@ class ReciproCAM(LayerPasses):
     """
 
     name = "recipro_cam"
-    cost = "2 forwards, 1 pass from the layer on for each location"
+    cost = "1 forward, 1 pass from the layer on for each location"
     units = "score"
     preview_options: ClassVar = {"chunk": 16}
     assumes_unsigned = False

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..attribution.forward import Needs, SharedForward
 from ..attribution.options import PositionalOption
+from ..attribution.passes import CHUNK_BYTES_CPU, MAX_CHUNK_CPU
+from ..attribution.resolved_target import ResolvedTarget
 from ..axes import at_least_float32, spatial
 from ..engine.multi_pass import MultiPassAttribution, PassRunner
 from ..engine.recording import TailForward
@@ -21,8 +23,7 @@ class LayerOutput:
     """Output of a layer for one image, and the channel and location of each of its values.
 
     Args:
-        forward: The forward of the image (1, C, H, W).
-        layer: The layer's name.
+        forward: A forward of the image (1, C, H, W), with the layer.
 
     Attributes:
         layer: The layer's name.
@@ -31,9 +32,9 @@ class LayerOutput:
         output: The output of the model.
     """
 
-    def __init__(self, forward: SharedForward, layer: str) -> None:
-        self.layer, self.raw, self.output = layer, forward.layers[layer], forward.output
-        layout = forward.layout(layer)
+    def __init__(self, forward: SharedForward) -> None:
+        ((self.layer, self.raw),) = forward.layers.items()
+        self.output, layout = forward.output, forward.layout(self.layer)
         self.maps = at_least_float32(layout(self.raw)[0])
         positions = torch.arange(self.raw.numel(), device=self.raw.device).view(self.raw.shape)
         self._positions = layout(positions)[0].flatten(1)  # (K, h * w) the index of each value in the raw output
@@ -74,14 +75,22 @@ class LayerPasses(MultiPassAttribution):
 
     layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
 
+    def layers_for(self, x: Tensor, target: ResolvedTarget) -> tuple[str, ...]:
+        """Return the layer of a single image, unless the caller's autocast would round its output."""
+        if len(x) > 1 or torch.is_autocast_enabled(x.device.type):
+            return ()
+        return (self.layer or default_layer(self.model, x, target),)
+
     def read_layer(self, passes: PassRunner) -> LayerOutput:
-        """Read the layer in one forward of the image.
+        """Read the layer, in the forward of the score if possible, else in one forward of the image.
 
         Raises:
             LayerError: The layer is not run, or has no spatial output.
         """
-        name = self.layer or default_layer(self.model, passes.x, passes.target(1))
-        layer = LayerOutput(SharedForward(self.model, passes.x, Needs("none", layers=(name,))), name)
+        if (forward := passes.layer_forward) is None:
+            name = self.layer or default_layer(self.model, passes.x, passes.target(1))
+            forward = SharedForward(self.model, passes.x, Needs("none", layers=(name,)))
+        layer = LayerOutput(forward)
         if self.assumes_unsigned:
             warn_if_signed(self.name, layer.maps[None])
         return layer
@@ -94,6 +103,8 @@ class LayerPasses(MultiPassAttribution):
         Only the part of the model after the layer runs, where that is possible.
         """
         tail = TailForward(self.model, layer.layer, passes.x)
+        if passes.x.device.type == "cpu" and tail.row_bytes:
+            passes.set_chunk(min(MAX_CHUNK_CPU, max(1, CHUNK_BYTES_CPU // tail.row_bytes)))
 
         def compute(start: int, stop: int) -> Tensor:
             with torch.no_grad():

@@ -199,7 +199,7 @@ class ViTCX(LayerPasses, TimedAttribution):
     """
 
     name = "vit_cx"
-    cost = "2 forwards, 2 forwards for each cluster of feature maps"
+    cost = "1 forward, 2 forwards for each cluster of feature maps"
     assumes_unsigned = False
 
     distance: Option[float] = Option(0.1, check_number, above=0, most=1)

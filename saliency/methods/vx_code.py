@@ -48,7 +48,7 @@ class VXCODE(SegmentAttribution, TimedAttribution):
             patches is chosen, all combinations of the 30 that are best alone are tried: 435 of two patches, 4060 of
             three.
         segments: By default a grid of patches, (rows, columns). The number of passes grows with its square.
-        seconds: The maximum time per image, in seconds. A selection that has begun is finished.
+        seconds: The maximum time per image, in seconds. At least one patch is chosen.
 
     Values: (N, 1, H, W), not negative, constant within a patch: similarity (0 to 1) for boxes, otherwise in score
     units. `scores` are the similarities for the whole image.
@@ -85,7 +85,10 @@ class VXCODE(SegmentAttribution, TimedAttribution):
             raise MethodError(f"{count} segments need up to {most} passes, more than {MOST_PASSES}; use fewer segments")
 
         def gains(groups: Sequence[Sequence[int]]) -> Tensor:
-            """Return the scores after each group of patches, in addition to the chosen ones; negative for deletion."""
+            """Return the scores after each group of patches, in addition to the chosen ones; negative for deletion.
+
+            A time limit may leave out the last groups, but not of the first selection.
+            """
 
             def make(start: int, stop: int) -> Tensor:
                 changed = torch.zeros(stop - start, count, dtype=torch.bool, device="cpu")
@@ -93,25 +96,28 @@ class VXCODE(SegmentAttribution, TimedAttribution):
                     row[[*chosen, *group]] = True
                 return filler(segments.hidden(changed == inserts))
 
-            passes.least = passes.used + len(groups)
             return torch.cat([done.scores[:, 0] for done in passes.forwards(make, len(groups))]).cpu().double() * sign
 
         whole, none = sign * float(score), float(gains([[] if inserts else range(count)]))
         start, end = (none, whole) if inserts else (whole, none)
         enough = end - NEGLIGIBLE * (end - start) if end > start else math.inf
+        passes.least = passes.used + count
         best = [start]  # the best score before each chosen patch
         while len(chosen) < count and best[-1] < enough and not passes.is_over(len(chosen)):
             left = [number for number in range(count) if number not in chosen]
             alone = gains([[number] for number in left])
+            if passes.stopped == "seconds":
+                break
             group, reached = [left[int(alone.argmax())]], [float(alone.max())]
             size = min(self.group_size, len(left)) if len(chosen) < COMBINED * count else 1
             if size > 1:
                 first = alone.topk(min(SHORTLIST, len(left))).indices.sort().values.tolist()
                 groups = list(combinations([left[at] for at in first], size))
                 orders = list(permutations(groups[int(gains(groups).argmax())]))
-                steps = gains([own[: stop + 1] for own in orders for stop in range(size)]).view(-1, size)
-                fastest = int(steps.sum(1).argmax())
-                group, reached = list(orders[fastest]), steps[fastest].tolist()
+                steps = gains([own[: stop + 1] for own in orders for stop in range(size)])
+                if passes.stopped != "seconds":
+                    fastest = int(steps.view(-1, size).sum(1).argmax())
+                    group, reached = list(orders[fastest]), steps.view(-1, size)[fastest].tolist()
             chosen += group
             best += [max(best[-1], *reached[: stop + 1]) for stop in range(len(reached))]
         values = torch.zeros(count, dtype=torch.float64, device="cpu")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from saliency import METHODS, MethodError, TargetError, contrast, probability, region, value
 from saliency.attribution.options import Budget, Option
-from saliency.attribution.passes import MAX_CHUNK_CPU, chunk_size
+from saliency.attribution.passes import MAX_CHUNK_CPU, chunk_size, listening
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.engine import multi_pass
 from saliency.engine.estimates import Estimate, generator
@@ -209,6 +209,14 @@ def test_seconds_are_kept_and_used(name: str, monkeypatch: pytest.MonkeyPatch) -
         assert clock.now > 1.2
 
 
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_a_selection_that_does_not_fit_is_left_out(group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, clock = timed("vx_code", monkeypatch, segments=(8, 8), group_size=group_size)
+    assert found.run_stats[0].stopped == "seconds"
+    assert clock.now < 2.2
+    assert 0 < int((found.values != 0).sum()) <= 32 * 32 // 64
+
+
 def test_fewer_windows_cover_the_image_and_the_note_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     (stats,) = timed("occlusion", monkeypatch)[0].run_stats
     assert f"{stats.passes} of 169 windows" in stats.note
@@ -351,6 +359,20 @@ def test_the_chunk_size_follows_from_the_size_of_the_image() -> None:
     assert chunk_size(torch.empty(1, 3, 2000, 2000)) == 1
     assert chunk_size(torch.empty(1, 3, 8, 8)) == MAX_CHUNK_CPU
     assert chunk_size(torch.empty(1, 3, 224, 224, device="meta")) == 64
+
+
+@pytest.mark.parametrize(("width", "own", "expected"), [(16, None, 16), (16, 4, 4), (600, None, 8)])
+def test_passes_of_a_part_of_the_model_run_in_chunks_of_their_own(width: int, own: int | None, expected: int) -> None:
+    layers = nn.Conv2d(3, 20, 8, 8), nn.ReLU(), nn.Conv2d(20, width, 3, 1, 1), nn.Flatten(), nn.LazyLinear(3)
+    model = nn.Sequential(*layers)
+    model(x := images(1, (224, 224)))
+    options: dict[str, Any] = {} if own is None else {"chunk": own}
+    shares: list[float] = []
+    for name, part in (("ablation_cam", {"layer": "1"}), ("occlusion", {"window": 32, "stride": 32})):
+        shares.clear()
+        with listening(lambda share, partial: shares.append(share)):
+            passes = METHODS[name](model, **part, **options).attribute(x, 0).run_stats[0].passes
+        assert round(shares[0] * passes) == (expected if name == "ablation_cam" else own or 16)
 
 
 def test_two_calls_give_the_same_bits() -> None:

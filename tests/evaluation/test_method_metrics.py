@@ -86,6 +86,23 @@ def test_randomisation_costs_one_call_for_each_layer_and_one_more() -> None:
     assert measured("mprt", method, images(2), layers=2, draws=3).passes == 1 + 2 * 3
 
 
+def test_copies_of_the_model_read_the_layer_of_the_explanation_without_a_search() -> None:
+    class Counted(nn.Sequential):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Counted.calls += 1
+            out: Tensor = super().forward(x)
+            return out
+
+    model = Counted(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4))
+    method = GradCAM(model)
+    explanation = method.attribute(images(1), 0)
+    Counted.calls = 0
+    MPRT().measure(explanation, method=method, inputs=images(1), controls=False)
+    assert Counted.calls == 1 + 1 + 2  # the order of the layers, the map computed again, and one for each layer
+
+
 def test_each_draw_begins_with_the_values_of_the_model_also_of_buffers_that_are_not_saved() -> None:
     model = tiny_model()
     model.register_buffer("unsaved", torch.arange(50.0), persistent=False)

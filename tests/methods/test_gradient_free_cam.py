@@ -281,6 +281,17 @@ def test_behind_pooling_and_a_linear_layer_the_drop_is_weight_times_mean_activat
     assert all(each.passes == 1 and "closed form" in each.note for each in found.run_stats)
 
 
+@pytest.mark.parametrize("images", [1, 2])
+def test_the_layer_of_one_image_is_read_in_the_forward_of_its_score(images: int, small: Tensor) -> None:
+    model, calls = PooledNet().double(), list[int]()
+    model.register_forward_hook(lambda module, given, output: calls.append(len(output)))
+    alone = AblationCAM(model, "features").attribute(small[:1], 2)
+    calls.clear()
+    found = AblationCAM(model, "features").attribute(small[:images], 2)
+    assert calls == ([1, 1] if images == 1 else [2, 1, 1, 1, 1])  # the score, the layer, the test of the closed form
+    torch.testing.assert_close(found.values[0], alone.values[0])
+
+
 @pytest.mark.parametrize("target", [2, saliency.probability(1), lambda output: output[:, 0].square()])
 def test_the_closed_form_is_what_running_each_channel_gives(target: Any, small: Tensor) -> None:
     model = PooledNet().double()

@@ -80,7 +80,7 @@ class MPRT(MethodMetric):
         if maps.control:
             yield from [subject.method] * count
             return
-        method = subject.once("copy", copy.deepcopy, subject.method)
+        method = subject.once("copy", _copied, subject)
         restore(method.model, subject.method.model)
         ends = [round(step * len(names) / count) for step in range(count + 1)]
         for begin, end in pairwise(ends):
@@ -147,6 +147,14 @@ class RandomLogit(MethodMetric):
         ranks[torch.arange(len(images), device="cpu"), torch.tensor(classes, dtype=torch.int64, device="cpu")] = 2
         lowest = ranks.argsort(1)[:, : min(self.draws, count - 1)]  # the explained class comes last
         return [column.tolist() for column in lowest.T]
+
+
+def _copied(subject: Subject) -> Attribution:
+    """Return a copy of the method and its model, which reads the layer that the explanation is from."""
+    method, layer = copy.deepcopy(subject.method), subject.explanation.layer
+    if getattr(method, "layer", layer) is None and layer in dict(method.model.named_modules()):
+        vars(method)["layer"] = layer
+    return method
 
 
 def standard_error(samples: Tensor) -> Tensor:
