@@ -37,7 +37,7 @@ METHODS = (saliency.GradCAM, saliency.GuidedBackprop)
 
 def measure(method: saliency.Attribution, x: Tensor) -> dict[str, Timing]:
     """Return the times of the map of one image."""
-    program, metadata = captured(method, x, None)
+    program, metadata, _ = captured(method, x)
     run = program.module()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1

@@ -123,7 +123,7 @@ def verdicts(create: Create, model: nn.Module, x: Tensor, onnx: bool) -> Iterato
     method = create(model)
     maps = {count: saliency.heatmap(method.attribute(x[:count])) for count in (1, 3)}
     rounding = partial(rounding_of, method, x, maps)
-    program, metadata = captured(method, x[:1], None)
+    program, metadata, _ = captured(method, x[:1])
     run = program.module()
     yield "pt2", compared(maps, lambda count: run(x[:count])[2], rounding)
     if onnx:

@@ -19,10 +19,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import NotApplicableError
-from .onnx import BEFORE_EXPORT
+from .decompositions import BEFORE_MAPPING, DECOMPOSITIONS
 
-BATCHES = (5, 11)
-"""The batch sizes of the two runs: neither 1, at which broadcasting differs, nor usual sizes of anything else."""
+BATCHES = (5, 7)
+"""The batch sizes of the two runs: not 1, at which broadcasting differs."""
 
 Function = Callable[[Tensor], tuple[Tensor, ...]]
 
@@ -45,21 +45,22 @@ def capture(function: Function, image: Tensor, model: nn.Module, *, one_by_one: 
     with sdpa_kernel(SDPBackend.MATH):  # fused attention is bound to one kind of device, and cannot be mapped
         if one_by_one:
             # Without operations in place, which cannot write one row for each image into a constant.
-            single = _traced(torch.func.functionalize(_traced(function, image, mode)), image, mode)
+            single = torch.func.functionalize(_traced(function, image, mode))
+            single = _traced(single, image, mode, BEFORE_MAPPING)
             function, mode = torch.vmap(lambda row: tuple(part[0] for part in single(row[None]))), "fake"
         graph, other = (_traced(function, image.repeat(size, *[1] * (image.dim() - 1)), mode) for size in BATCHES)
     _free_batch_size(graph, other)
     return _with_names(graph, model)
 
 
-def _traced(function: Function, x: Tensor, mode: str) -> GraphModule:
+def _traced(function: Function, x: Tensor, mode: str, table: dict[Any, Any] = DECOMPOSITIONS) -> GraphModule:
     """Return the graph of a function for a batch of one size. In the mode "fake", nothing is computed."""
     # Reads of values are checked by `tracing`, which knows the ones that depend on the image.
     options: Any = {
         "tracing_mode": mode,
         "_error_on_data_dependent_ops": False,
         "_allow_non_fake_inputs": True,
-        "decomposition_table": BEFORE_EXPORT,
+        "decomposition_table": table,
     }
     program = make_fx(function, **options)(x)
     program.graph.eliminate_dead_code()
@@ -96,7 +97,7 @@ def _freed(node: Node, own: Any, their: Any, partners: Mapping[Node, Node]) -> A
         return type(own)(_freed(node, *pair, partners) for pair in zip(own, their, strict=True))
     if isinstance(own, dict) and own.keys() == their.keys():
         return {name: _freed(node, value, their[name], partners) for name, value in own.items()}
-    if type(own) is type(their) is int and own != their:
+    if type(own) is type(their) is int and own != their and (their - own) % (BATCHES[1] - BATCHES[0]) == 0:
         return _size(node.graph, own, their)
     if own != (partners[their] if isinstance(their, Node) else their):
         raise NotApplicableError(f"{BATCHES[1]} images run {node} with {their} instead of {own} for {BATCHES[0]}")

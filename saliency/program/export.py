@@ -5,8 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -23,22 +29,26 @@ from ..engine.multi_pass import MOST_PASSES, MultiPassAttribution, SampledAttrib
 from ..errors import MethodError, NotApplicableError, SaliencyError, TargetError, optional_import
 from ..hooks.model_state import prepared_for_attribution, run_model
 from ..hooks.tracing import tracing
-from ..io.atomic_write import atomic_write
 from ..io.inputs import ImagesLike
 from ..io.preprocess import Preprocess
 from ..layers.layout import bind_layout
 from ..targets.targets import Categories, ClassScore, OutputFacts, as_target, class_scores, threshold
 from .capture import capture
+from .onnx import loaded_onnx, write_onnx
 
-_BY_VALUES = "it decides by values that depend on the image which operations run; in a program they are fixed"
-_METHODS_BY_REASON = {
-    _BY_VALUES: "deep_lift deep_shap full_grad score_cam gscore_cam is_cam ablation_cam idgi guided_ig "
-    "meaningful_perturbation extremal_perturbation tis vit_cx vx_code xrai",
-    "it reads the attention of one image at a time": "attention_rollout gradient_rollout chefer_attention grad_eclip "
-    "chefer_lrp le_grad ag_cam",
-    "it runs its windows in a random order": "occlusion",
+Run = Callable[[Tensor], Sequence[Tensor]]
+"""Images (N, C, H, W) -> the outputs of a program."""
+
+_DECIDES = """deep_lift deep_shap full_grad score_cam gscore_cam is_cam ablation_cam idgi guided_ig
+    meaningful_perturbation extremal_perturbation tis vit_cx vx_code xrai"""
+_READS = "attention_rollout gradient_rollout chefer_attention grad_eclip chefer_lrp le_grad ag_cam"
+NO_PROGRAM = {
+    **dict.fromkeys(
+        _DECIDES.split(), "it decides by values of the image which operations run; in a program they are fixed"
+    ),
+    **dict.fromkeys(_READS.split(), "it reads the attention of one image at a time"),
+    "occlusion": "it runs its windows in a random order",
 }
-NO_PROGRAM = {name: reason for reason, names in _METHODS_BY_REASON.items() for name in names.split()}
 """The methods that cannot be a program of any model, with the reason. Others are refused while they are traced."""
 
 MOST_DIFFERENCE, MOST_ROUNDING = 1e-4, 0.05
@@ -61,7 +71,8 @@ def export(method: Attribution, path: str | Path, example: ImagesLike, *, target
         method: The method with its model, which does not change. Methods that draw random numbers, or that decide by
             values which operations run, are refused.
         path: The file: .pt2 for `torch.export.load`, or .onnx for ONNX Runtime and others.
-        example: An image or several, as for `attribute`. The program is compared with `attribute` on them.
+        example: An image or several, as for `attribute`. The program is compared with `attribute` on them and on
+            another number of images; and so is an .onnx file, if ONNX Runtime is installed.
         target: The index or name of the class that is explained; None for the top class of each image.
 
     Returns:
@@ -81,21 +92,30 @@ def export(method: Attribution, path: str | Path, example: ImagesLike, *, target
         raise FileNotFoundError(f"export: cannot write {path.name}: there is no folder {path.parent}")
     if path.suffix == ".onnx":
         optional_import("onnxscript", "export", "writing an ONNX file")
-    program, metadata = captured(method, example, target)
-    if path.suffix == ".onnx":
-        from .onnx import write_onnx
-
-        write_onnx(program, path, metadata)
-    else:
-        with atomic_write(path) as temporary, temporary.open("wb") as file:
+    program, metadata, check = captured(method, example, target)
+    check(program.module(), "the program")
+    with TemporaryDirectory(dir=path.parent) as folder:  # a failed export leaves the old file
+        file = Path(folder, path.name)
+        if path.suffix == ".pt2":
             torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata)})
+        elif find_spec("onnxruntime") is None:
+            write_onnx(program, file, metadata)
+        else:
+            write_onnx(program, file, metadata | {"checked": f"onnxruntime {version('onnxruntime')}"})
+            with _refusing("ONNX Runtime refuses the file"):
+                check(loaded_onnx(file), "the ONNX file")
+        for part in Path(folder).iterdir():
+            part.replace(path.with_name(part.name))
     return path
 
 
 def captured(
     method: Attribution, example: ImagesLike, target: int | str | None = None
-) -> tuple[ExportedProgram, dict[str, str]]:
-    """Return the program and the metadata that `export` writes. The arguments and errors are the same."""
+) -> tuple[ExportedProgram, dict[str, str], Callable[[Run, str], None]]:
+    """Return the program and the metadata that `export` writes, and the check of their map.
+
+    The arguments and errors are the same.
+    """
     if not isinstance(method, Attribution):
         raise MethodError(f"export: expected a method, such as GradCAM(model), got {type(method).__name__}")
     if reason := "it draws random samples" if isinstance(method, SampledAttribution) else NO_PROGRAM.get(method.name):
@@ -104,30 +124,43 @@ def captured(
         raise MethodError(f"export: a program has no time limit; create {method.name} without seconds=")
     wanted = as_target(target, 1, method.categories)
     if type(wanted) is not ClassScore:
-        raise TargetError(f"export: expected a class index, a class name or None as the target, got {target!r}")
+        raise TargetError(
+            f"export: expected a class index, a class name or None as the target, got {type(wanted).__name__}"
+        )
     inputs = method.read(example).inputs
     # Before the capture: the call fills caches, such as the default layer, whose operations are not part of a program.
     explanation = method.attribute(inputs, target)
     try:
-        program = _program(method, inputs[:1].detach(), wanted)
+        with _refusing(f"torch.export refuses {method.name} on this model"):
+            program = _program(method, inputs[:1].detach(), wanted)
     except SaliencyError as error:
-        reason = str(error).removeprefix(f"{method.name}: ")
+        reason = str(error).removeprefix("export: ").removeprefix(f"{method.name}: ")
         raise type(error)(f"export: {method.name} cannot be a program: {reason}") from error
-    except Exception as error:  # the compiler of PyTorch raises many types
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise NotApplicableError(f"export: torch.export refuses {method.name} on this model: {reason}") from error
     for node in program.graph.nodes:
         node.meta = {"val": node.meta.get("val")}  # not its origin: names of files of this machine
-    _require_equal(program, inputs, method, explanation)
-    return program, export_metadata(method, explanation, target)
+    metadata = _metadata(method, explanation, target)
+    return program, metadata, partial(_require_equal, method, explanation, inputs)
 
 
-def export_metadata(method: Attribution, explanation: Explanation, target: int | str | None) -> dict[str, str]:
+@contextmanager
+def _refusing(who: str) -> Iterator[None]:
+    """Raise NotApplicableError instead of the many types of errors that compilers raise."""
+    try:
+        yield
+    except SaliencyError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise NotApplicableError(f"export: {who}: {reason}") from error
+
+
+def _metadata(method: Attribution, explanation: Explanation, target: int | str | None) -> dict[str, str]:
     """Return the metadata of a file: texts, and JSON of the settings, the class names and the preprocessing."""
     preprocess = asdict(method.preprocess) if isinstance(method.preprocess, Preprocess) else None
     return {
         "saliency": __version__,
         "torch": torch.__version__,
+        "checked": "torch",
         "method": explanation.method,
         "title": explanation.title,
         "settings": json.dumps(explanation.settings),
@@ -208,15 +241,20 @@ def _program(method: Attribution, image: Tensor, wanted: ClassScore) -> Exported
         return torch.export.export(graph, (batch,), dynamic_shapes=({0: Dim("batch")},), strict=False)
 
 
-def _require_equal(program: ExportedProgram, inputs: Tensor, method: Attribution, explanation: Explanation) -> None:
-    """Raise NotApplicableError if a program gives another map of an image than `attribute`, by more than rounding."""
+def _require_equal(method: Attribution, explanation: Explanation, inputs: Tensor, run: Run, name: str) -> None:
+    """Raise NotApplicableError if a program gives another map of an image than `attribute`, by more than rounding.
+
+    The program runs on the images of the explanation, and on another number of images.
+    """
     expected = heatmap(explanation)
     largest = expected.abs().flatten(1).amax(1).clamp(min=torch.finfo(expected.dtype).tiny)
 
     def differences(maps: Tensor) -> Tensor:
-        return (maps - expected).abs().flatten(1).amax(1) / largest  # (N,)
+        return (maps.to(expected) - expected).abs().flatten(1).amax(1) / largest  # (N,)
 
-    found, digit = differences(program.module()(inputs)[2]), torch.finfo(inputs.dtype).eps
+    found, digit = differences(run(inputs)[2]), torch.finfo(inputs.dtype).eps
+    others = torch.cat([inputs, inputs]) if len(inputs) == 1 else inputs[:1]
+    found[0] = torch.maximum(found[0], differences(run(others)[2][:1])[0])
     allowed = torch.full_like(found, max(MOST_DIFFERENCE, digit))
     if (found <= allowed).all():
         return
@@ -227,7 +265,8 @@ def _require_equal(program: ExportedProgram, inputs: Tensor, method: Attribution
             rounding = differences(heatmap(method.attribute(x, list(explanation.target))))
             allowed = torch.maximum(allowed, (2 * rounding).clamp(max=MOST_ROUNDING))
     if not (found <= allowed).all():
+        worst = (found - allowed).argmax()
         raise NotApplicableError(
-            f"export: the map of the program differs from attribute by {found.max():.1g} of its maximum; other last "
-            f"digits of the image explain {allowed[found.argmax()]:.1g}"
+            f"export: the map of {name} differs from attribute by {found[worst]:.1g} of its maximum; other last digits "
+            f"of the image explain {allowed[worst]:.1g}"
         )

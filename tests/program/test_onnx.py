@@ -20,7 +20,7 @@ from torchvision.models import VisionTransformer
 
 import saliency
 from saliency import NotApplicableError
-from saliency.program.onnx import BEFORE_EXPORT, DECOMPOSITIONS
+from saliency.program.decompositions import BEFORE_MAPPING, DECOMPOSITIONS
 from tests.models import FunctionModel
 from tests.reference import error
 
@@ -48,6 +48,13 @@ def _transposed_convolution(x: Tensor, weight: Tensor) -> Tensor:
     return F.conv_transpose2d(x, weight, stride=3, padding=1, output_padding=2, groups=2, dilation=2)
 
 
+STATISTICS = randn(3, seed=4), randn(3, seed=5) ** 2
+
+
+def _batch_norm(x: Tensor, **affine: Tensor) -> Tensor:
+    return F.batch_norm(x, *STATISTICS, **affine)
+
+
 CONVOLUTIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "plain": ((2, 4, 7, 9), (6, 4, 3, 3), {}),
     "strides, padding, dilation": ((2, 4, 12, 9), (6, 4, 3, 2), {"stride": (3, 2), "padding": (1, 2), "dilation": 2}),
@@ -68,8 +75,13 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     ),
     "average pooling, divisor": (lambda x: F.avg_pool2d(x, 3, 2, 1, divisor_override=5), (randn(2, 3, 8, 9),)),
     "adaptive average pooling": (lambda x: F.adaptive_avg_pool2d(x, (3, 5)), (randn(2, 3, 7, 8),)),
-    "SiLU": (F.silu, (randn(2, 3),)),
+    "batch norm": (
+        partial(_batch_norm, weight=randn(3, seed=2), bias=randn(3, seed=3)),
+        (randn(2, 3, 5, 4),),
+    ),
+    "batch norm without weights": (_batch_norm, (randn(2, 3, 5),)),
     "Mish": (F.mish, (randn(2, 3),)),
+    "gather": (lambda x: x.gather(1, torch.tensor([[2], [0]])), (randn(2, 3),)),
     "nearest": (resized("nearest"), (randn(2, 3, 5, 7),)),
     "nearest-exact": (resized("nearest-exact"), (randn(2, 3, 5, 7),)),
     "bilinear": (resized("bilinear"), (randn(2, 3, 5, 7),)),
@@ -97,17 +109,15 @@ def test_decomposed_gradients_equal_those_of_autograd(name: str) -> None:
         return torch.autograd.grad(function(*leaves), leaves, at_output)
 
     graph = make_fx(gradients)(*inputs)
-    table = DECOMPOSITIONS | BEFORE_EXPORT
-    if name != "SiLU":  # PyTorch 2.6 decomposes it while it traces
-        assert {node.target for node in graph.graph.nodes} & set(table)
-    decomposed = make_fx(torch.func.functionalize(graph), decomposition_table=table)(*inputs)
-    assert not {node.target for node in decomposed.graph.nodes} & set(table)
+    assert {node.target for node in graph.graph.nodes} & set(BEFORE_MAPPING)
+    decomposed = make_fx(torch.func.functionalize(graph), decomposition_table=BEFORE_MAPPING)(*inputs)
+    assert not {node.target for node in decomposed.graph.nodes} & set(BEFORE_MAPPING)
     for found, expected in zip(decomposed(*inputs), gradients(*inputs), strict=True):
         assert torch.allclose(found, expected, rtol=0, atol=1e-12)
 
 
 def test_strides_that_repeat_elements_stay() -> None:
-    assert BEFORE_EXPORT[ATEN.as_strided.default](randn(4), (3, 2), (1, 1)) is NotImplemented
+    assert DECOMPOSITIONS[ATEN.as_strided.default](randn(4), (3, 2), (1, 1)) is NotImplemented
 
 
 # ONNX Runtime.
@@ -146,7 +156,15 @@ def tiny_summand() -> nn.Module:
     return FunctionModel(lambda x: (x.relu() / (x.relu() + 1e-15) + x).mean((1, 2, 3)))
 
 
+def half_network() -> nn.Module:
+    """A network in half precision."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    ).half()
+
+
 CELLS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], saliency.Attribution]]] = {
+    "lrp": (half_network, saliency.LRP),
     "guided_backprop": (mixed_network, saliency.GuidedBackprop),
     "vanilla_gradient": (one_block, saliency.VanillaGradient),
     "input_x_gradient": (tiny_summand, saliency.InputXGradient),
@@ -166,21 +184,49 @@ def test_onnx_runtime_gives_the_map_of_attribute_for_one_and_three_images(name: 
     torch.manual_seed(0)
     make, create = CELLS[name]
     method = create(make().eval())
-    path = saliency.export(method, tmp_path / "model.onnx", images(2))
+    dtype = next((own.dtype for own in method.model.parameters()), torch.float32)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    path = saliency.export(method, tmp_path / "model.onnx", images(2).to(dtype))
     assert [*tmp_path.iterdir()] == [path]
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     metadata = session.get_modelmeta().custom_metadata_map
     assert (metadata["method"], metadata["torch"]) == (name, torch.__version__)
+    assert metadata["checked"] == f"onnxruntime {onnxruntime.__version__}"
     assert str(Path(torch.__file__).parent).encode() not in path.read_bytes()
     for count in (1, 3):
-        explanation = method.attribute(images(count))
-        scores, classes, maps = session.run(["scores", "classes", "map"], {"image": images(count).numpy()})
+        x = images(count).to(dtype)
+        explanation = method.attribute(x)
+        scores, classes, maps = map(torch.from_numpy, session.run(["scores", "classes", "map"], {"image": x.numpy()}))
         assert tuple(classes.tolist()) == explanation.target
-        assert (
-            error(torch.from_numpy(scores).gather(1, torch.from_numpy(classes)[:, None])[:, 0], explanation.scores)
-            <= 1e-5
-        )
-        assert error(torch.from_numpy(maps), saliency.heatmap(explanation)) <= 1e-5
+        assert error(scores.gather(1, classes[:, None])[:, 0], explanation.scores) <= tolerance
+        assert error(maps, saliency.heatmap(explanation)) <= tolerance
+
+
+@pytest.mark.slow
+def test_an_onnx_file_that_differs_from_attribute_replaces_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxruntime")
+    wrong = DECOMPOSITIONS | {ATEN.sigmoid.default: lambda x: 1.01 / (1 + (-x).exp())}
+    monkeypatch.setattr("saliency.program.onnx.DECOMPOSITIONS", wrong)
+    (tmp_path / "model.onnx").write_text("old")
+    model = FunctionModel(lambda x: x.sigmoid().mean((1, 2, 3))).eval()
+    with pytest.raises(
+        NotApplicableError, match=r"map of the ONNX file differs from attribute by 0\.\d+ of its maximum"
+    ):
+        saliency.export(saliency.VanillaGradient(model), tmp_path / "model.onnx", images(1, 8))
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.mark.slow
+def test_without_onnx_runtime_the_file_says_that_only_pytorch_checked_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    onnx = pytest.importorskip("onnx")
+    monkeypatch.setattr("saliency.program.export.find_spec", lambda name: None)
+    model = FunctionModel(lambda x: x.sigmoid().mean((1, 2, 3))).eval()
+    path = saliency.export(saliency.VanillaGradient(model), tmp_path / "model.onnx", images(1, 8))
+    assert {entry.key: entry.value for entry in onnx.load(path).metadata_props}["checked"] == "torch"
 
 
 @pytest.mark.slow

@@ -1,0 +1,179 @@
+"""Decompositions of operations that ONNX or the export of any batch size cannot express, into forward operations.
+
+They are applied while a program is captured, because `torch.export` fails on resizing if the batch size varies, and
+ignores decompositions of operations that PyTorch can also decompose, such as `silu_backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ATEN: Any = torch.ops.aten
+
+
+def convolution_backward(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, None, None]:
+    """Return the gradient at the input: a convolution transposed once more, which restores the size of the input."""
+    axes = range(len(stride))
+    missing = [0 for axis in axes]
+    if not transposed:
+        reach = [dilation[axis] * (weight.shape[2 + axis] - 1) - 2 * padding[axis] + 1 for axis in axes]
+        missing = [x.shape[2 + axis] - (gradient.shape[2 + axis] - 1) * stride[axis] - reach[axis] for axis in axes]
+    into = ATEN.convolution.default(gradient, weight, None, stride, padding, dilation, not transposed, missing, groups)
+    return into if mask[0] else None, None, None
+
+
+def separable_backward(gradient: Tensor, size: Sequence[int], forward: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the gradient (N, C, H, W) at the input of a linear operation that acts along each axis alone.
+
+    Args:
+        gradient: (N, C, h, w) the gradient at the output.
+        size: H and W.
+        forward: The operation. It is applied to images with a row of ones, and with a column of ones.
+    """
+    height, width = size
+    units = [torch.eye(edge, dtype=gradient.dtype, device=gradient.device) for edge in size]
+    rows = forward(units[0][:, None, :, None].expand(-1, -1, -1, width))[:, 0, :, 0]  # (H, h)
+    columns = forward(units[1][:, None, None, :].expand(-1, -1, height, -1))[:, 0, 0, :]  # (W, w)
+    result: Tensor = rows @ gradient @ columns.mT / rows[:, 0].sum()  # the corner of the output for an image of ones
+    return result
+
+
+def avg_pool2d_backward(gradient: Tensor, x: Tensor, *options: Any) -> Tensor:
+    """Return the gradient at the input of average pooling."""
+    return separable_backward(gradient, x.shape[2:], lambda units: ATEN.avg_pool2d.default(units, *options))
+
+
+def adaptive_avg_pool2d_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient at the input of adaptive average pooling."""
+    forward = torch.nn.AdaptiveAvgPool2d(tuple(gradient.shape[2:]))
+    return separable_backward(gradient, x.shape[2:], forward)
+
+
+def upsample_backward(name: str) -> Callable[..., Tensor]:
+    """Return the function that gives the gradient at the input of an operation that resizes images."""
+    resize = getattr(ATEN, name).default
+
+    def backward(gradient: Tensor, output_size: Sequence[int], input_size: Sequence[int], *options: Any) -> Tensor:
+        return separable_backward(gradient, input_size[2:], lambda units: resize(units, output_size, *options))
+
+    return backward
+
+
+def silu_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient at the input of SiLU."""
+    gate = x.sigmoid()
+    return gradient * gate * (1 + x * (1 - gate))
+
+
+def mish_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient at the input of Mish."""
+    gate = F.softplus(x).tanh()
+    return gradient * (gate + x * x.sigmoid() * (1 - gate * gate))
+
+
+def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+    """Return all elements in their order as a tensor of another shape; other strides stay as they are.
+
+    `adaptive_avg_pool2d` sets the strides of axes of size 1, and its gradient does.
+    """
+    view = torch.empty_strided(size, stride, device="meta")
+    if (
+        x.is_contiguous()
+        and view.is_contiguous()
+        and view.numel() == x.numel()
+        and offset in (None, x.storage_offset())
+    ):
+        return x.reshape(size)
+    return NotImplemented
+
+
+def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
+    """Return `scatter_add` of one value along an axis. ONNX Runtime has none in half precision."""
+    if index.shape[dim] != 1:
+        return NotImplemented
+    positions = torch.arange(x.shape[dim], device=x.device).reshape(-1, *[1] * (x.dim() - 1)).movedim(0, dim)
+    return x + source * (positions == index)
+
+
+def copysign(x: Tensor, other: Tensor) -> Tensor:
+    """Return the magnitudes of `x` with the signs of other values. ONNX cannot read the sign of -0: it is positive."""
+    return torch.where(other < 0, -x.abs(), x.abs())
+
+
+def copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Return the source in the shape and type of `x`."""
+    return source.to(x).expand_as(x)
+
+
+def slice_scatter(
+    x: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    """Return `slice_scatter` with positions counted from the start, because PyTorch cannot map negative ones."""
+    first, last, _ = slice(start, end, step).indices(x.shape[dim])
+    if (first, last) == (start, end):
+        return NotImplemented
+    return ATEN.slice_scatter.default(x, source, dim, first, last, step)
+
+
+def batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *options: float) -> Any:
+    """Return `native_batch_norm` with known statistics."""
+    if training:
+        return NotImplemented
+    scale = _scale(weight, variance, options[1])
+    shift = (0 if bias is None else bias) - mean * scale
+    return _per_channel(scale, x) * x + _per_channel(shift, x), mean[:0], mean[:0]
+
+
+def batch_norm_backward(gradient: Tensor, x: Tensor, weight: Any, mean: Any, variance: Any, *options: Any) -> Any:
+    """Return the gradient at the input of `native_batch_norm` with known statistics."""
+    _, _, training, eps, _ = options
+    return NotImplemented if training else (_per_channel(_scale(weight, variance, eps), x) * gradient, None, None)
+
+
+def _scale(weight: Tensor | None, variance: Tensor, eps: float) -> Tensor:
+    """Return the factor (C,) of a batch norm."""
+    scale = (variance + eps).rsqrt()
+    return scale if weight is None else scale * weight
+
+
+def _per_channel(values: Tensor, x: Tensor) -> Tensor:
+    """Return values (C,) in the shape (C, 1, 1) and the type of (N, C, H, W)."""
+    return values.reshape(-1, *[1] * (x.dim() - 2)).to(x.dtype)
+
+
+RESIZING = "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d"
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    ATEN.as_strided.default: as_strided,
+    ATEN.copy.default: copy,
+    ATEN.copysign.Tensor: copysign,
+    ATEN.silu_backward.default: silu_backward,
+    ATEN.mish_backward.default: mish_backward,
+    ATEN.scatter_add.default: scatter_add,
+    ATEN.slice_scatter.default: slice_scatter,
+    ATEN.convolution_backward.default: convolution_backward,
+    ATEN.avg_pool2d_backward.default: avg_pool2d_backward,
+    ATEN._adaptive_avg_pool2d_backward.default: adaptive_avg_pool2d_backward,
+    **{getattr(ATEN, f"{name}_backward").default: upsample_backward(name) for name in RESIZING},
+}
+BEFORE_MAPPING: dict[Any, Callable[..., Any]] = DECOMPOSITIONS | {
+    ATEN.native_batch_norm.default: batch_norm,
+    ATEN.native_batch_norm_backward.default: batch_norm_backward,
+}
+"""With operations that PyTorch maps over a batch by dozens of operations."""
