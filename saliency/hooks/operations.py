@@ -397,7 +397,8 @@ class OperationRecord(DispatchMode):
                 normalised.add(next_functions(node)[0][0])
             if replaces:
                 self._operations.setdefault(sequence_nr(node), own)
-            if of_changes and replaces and (own.name == "convolution" or own.args.get("training") is False):
+            is_linear = own.name == "convolution" or own.args.get("training") is False
+            if of_changes and replaces and is_linear and sum(edge[0] in on_path for edge in next_functions(node)) == 1:
                 own.kept_args["input"] = None  # only gradients of weights read it
                 free_saved(node, _shape, _unread)
         return True

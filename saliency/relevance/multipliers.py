@@ -211,7 +211,7 @@ def _winners(step: MultiplierStep) -> Gradients:
     gains = _gradients(step, x, (torch.where(is_gain, share, 0),))
     losses = _gradients(step, x0, (torch.where(is_gain, 0, share),))
     operands = zip(gains, losses, x, x0, strict=True)
-    return tuple(divided(gain.add_(loss), a - b) for gain, loss, a, b in operands)
+    return tuple(_per_change(gain.add_(loss), a, b) for gain, loss, a, b in operands)
 
 
 def _max_pool(step: MultiplierStep) -> Gradients:
@@ -221,9 +221,14 @@ def _max_pool(step: MultiplierStep) -> Gradients:
     at, at0 = (each.result[1].flatten(start) for each in step[1:])
     change = x.gather(-1, at) - x0.gather(-1, at0)
     share = step.grad.flatten(start) * change
-    passed = torch.zeros_like(x).scatter_add_(-1, at, where_above(share, change, 0))
-    passed = passed.scatter_add_(-1, at0, where_above(share, change.neg_(), 0))
-    return (divided(passed, x - x0).view_as(step.operation.args["self"]),)
+    gain = where_above(share, change, 0)
+    passed = torch.zeros_like(x).scatter_add_(-1, at, gain).scatter_add_(-1, at0, share.sub_(gain))
+    return (_per_change(passed, x, x0).view_as(step.operation.args["self"]),)
+
+
+def _per_change(share: Tensor, x: Tensor, x0: Tensor) -> Tensor:
+    """Divide shares by the change of an operand, in place. The share of an operand that does not change is 0."""
+    return share.div_((x - x0).add_(TINY))
 
 
 def _mul(step: MultiplierStep) -> Gradients:

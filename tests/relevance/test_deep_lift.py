@@ -353,6 +353,8 @@ def test_a_graph_that_saves_all_operands_is_recorded_once(monkeypatch: pytest.Mo
     assert dispatches.of(lambda: torch.testing.assert_close(lifted(net, x, x0, [1, 2]), first)) == 0
     together = DeepLIFT(net, baseline=x0).attribute_classes(x, [1, 2])
     assert_same(torch.stack([single.values[i] for i, single in enumerate(together)]), first)
+    kernel = FunctionModel(lambda x: F.conv2d(F.relu6(x), x.view(1, 3, *SIZE), padding=1).mean((1, 2, 3)))
+    assert torch.equal(lifted(kernel, x[:1], x0), lifted(kernel, x[:1], x0))  # a convolution of two signals
     net[2] = nn.ReLU()  # its node saves no operand
     expected = lifted(copy.deepcopy(net), x, x0, [1, 2])
     assert_same(lifted(net, x, x0, [1, 2]), expected)
