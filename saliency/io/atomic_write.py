@@ -55,10 +55,11 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         FileExistsError: `path` is a device or a pipe.
     """
     path = Path(path)
-    if is_stream(path):
-        raise FileExistsError(errno.EEXIST, "a device or a pipe has that name", os.fspath(path))
-    if path.is_symlink():
-        path = Path(os.path.realpath(path))
+    if os.path.lexists(path):  # one query for a new file, as most files of a batch are
+        if is_stream(path):
+            raise FileExistsError(errno.EEXIST, "a device or a pipe has that name", os.fspath(path))
+        if path.is_symlink():
+            path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{uuid4().hex}.part")
     try:
         yield temporary

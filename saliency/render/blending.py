@@ -256,7 +256,7 @@ def resize_to_pixels(
     y = [(edge - top) * height / (bottom - top) for edge in (rows.start, rows.stop)]
     # A pixel at the border of the box may extend beyond the map.
     pad = max(0, math.ceil(max(-x[0], x[1] - width, -y[0], y[1] - height)))
-    cells = Image.fromarray(np.pad(values, pad, mode="edge"))
+    cells = Image.fromarray(np.pad(values, pad, mode="edge") if pad else values)
     size = columns.stop - columns.start, rows.stop - rows.start
     box = x[0] + pad, y[0] + pad, x[1] + pad, y[1] + pad
     return np.array(cells.resize(size, method, box=box))
