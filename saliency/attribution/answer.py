@@ -281,11 +281,11 @@ def _recognised(processor: Any, text: str, image: Image.Image) -> Canvas:
 
 def _image_token_id(model: nn.Module, processor: Any) -> int:
     """Return the id of the tokens that the features of an image replace. Raises ModelError if it is not known."""
-    for owner in (processor, getattr(model, "config", None)):
-        found = getattr(owner, "image_token_id", None)
-        if isinstance(found, int):
-            return found
-    raise ModelError(f"{type(processor).__name__} has no image_token_id, so the tokens of an image are not known")
+    by_model = getattr(getattr(model, "config", None), "image_token_id", None)
+    found: int | None = getattr(processor, "image_token_id", by_model)
+    if found is None:
+        raise ModelError(f"{type(processor).__name__} has no image_token_id, so the tokens of an image are not known")
+    return found
 
 
 def _token_texts(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
@@ -377,10 +377,10 @@ class ImageArguments:
         """Return the arguments for canvases (k, C, H, W) of one of the images."""
         span, pixels = self.spans[image], self.rows.to(x).expand(len(x), *self.rows.shape)
         pixels = torch.cat([pixels[:, : span.start], self._pixels(image, x), pixels[:, span.stop :]], 1)
-        values = {name: value.to(x.device) for name, value in self.fixed.items() if name != "pixel_values"}
-        others = {name: torch.cat([value] * len(x)) for name, value in values.items()}
+        others = {name: value.to(x.device) for name, value in self.fixed.items() if name != "pixel_values"}
+        repeated = {name: torch.cat([value] * len(x)) for name, value in others.items()}
         shape = self.fixed["pixel_values"].shape[1:]
-        return {**others, "pixel_values": pixels.reshape(-1, *shape), **self.options}
+        return {**repeated, "pixel_values": pixels.reshape(-1, *shape), **self.options}
 
 
 def _padded_box(canvas: Canvas, size: Sequence[int]) -> Box:

@@ -244,12 +244,10 @@ class Explanation(BatchAttribution):
 
 def joined(explanations: Sequence[Explanation]) -> Explanation:
     """Return explanations of single images as one."""
-    first = explanations[0]
-    tensors = {name: torch.cat([getattr(own, name) for own in explanations]) for name in first.tensors()}
-    rows = {
-        name: [*chain.from_iterable(getattr(own, name) for own in explanations)] for name in _LISTS + _OPTIONAL_LISTS
-    }
-    return replace(first, **tensors, **{name: tuple(own) for name, own in rows.items()})
+    first, lists = explanations[0], _LISTS + _OPTIONAL_LISTS
+    parts: dict[str, Any] = {name: torch.cat([getattr(own, name) for own in explanations]) for name in first.tensors()}
+    parts |= {name: tuple(chain.from_iterable(getattr(own, name) for own in explanations)) for name in lists}
+    return replace(first, **parts)
 
 
 def pack_explanation(
