@@ -44,10 +44,10 @@ def capture(function: Function, image: Tensor, model: nn.Module, *, one_by_one: 
     mode = "real"
     with sdpa_kernel(SDPBackend.MATH):  # fused attention is bound to one kind of device, and cannot be mapped
         if one_by_one:
+            graph, mode = _traced(function, image, mode), "fake"
             # Without operations in place, which cannot write one row for each image into a constant.
-            single = torch.func.functionalize(_traced(function, image, mode))
-            single = _traced(single, image, mode, BEFORE_MAPPING)
-            function, mode = torch.vmap(lambda row: tuple(part[0] for part in single(row[None]))), "fake"
+            single = _traced(torch.func.functionalize(graph), image, mode, BEFORE_MAPPING)
+            function = torch.vmap(lambda row: tuple(part[0] for part in single(row[None])))
         graph, other = (_traced(function, image.repeat(size, *[1] * (image.dim() - 1)), mode) for size in BATCHES)
     _free_batch_size(graph, other)
     return _with_names(graph, model)
