@@ -44,10 +44,10 @@ def capture(function: Function, image: Tensor, model: nn.Module, *, one_by_one: 
     mode = "real"
     with sdpa_kernel(SDPBackend.MATH):  # fused attention is bound to one kind of device, and cannot be mapped
         if one_by_one:
+            graph, mode = _traced(function, image, mode), "fake"
             # Without operations in place, which cannot write one row for each image into a constant.
-            single = torch.func.functionalize(_traced(function, image, mode))
-            single = _traced(single, image, mode, BEFORE_MAPPING)
-            function, mode = torch.vmap(lambda row: tuple(part[0] for part in single(row[None]))), "fake"
+            single = _traced(torch.func.functionalize(graph), image, mode, BEFORE_MAPPING)
+            function = torch.vmap(lambda row: tuple(part[0] for part in single(row[None])))
         graph, other = (_traced(function, image.repeat(size, *[1] * (image.dim() - 1)), mode) for size in BATCHES)
     _free_batch_size(graph, other)
     return _with_names(graph, model)
@@ -81,14 +81,8 @@ def _free_batch_size(program: GraphModule, larger: GraphModule) -> None:
         if node is None or other is None or (node.op, node.target) != (other.op, other.target):
             raise NotApplicableError(f"{BATCHES[1]} images run other operations than {BATCHES[0]}: {other}, not {node}")
         partners[other] = node
-        constants = [getattr(graph, node.target) for graph in (program, larger) if node.op == "get_attr"]
-        if constants and not (constants[0] is constants[1] or torch.equal(*constants)):
-            raise NotApplicableError(f"{BATCHES[1]} images need other constants than {BATCHES[0]}: {node}")
         with program.graph.inserting_before(node):
-            node.args, node.kwargs = (
-                _freed(node, own, their, partners)
-                for own, their in ((node.args, other.args), (node.kwargs, other.kwargs))
-            )
+            node.args, node.kwargs = _freed(node, (node.args, node.kwargs), (other.args, other.kwargs), partners)
 
 
 def _freed(node: Node, own: Any, their: Any, partners: Mapping[Node, Node]) -> Any:

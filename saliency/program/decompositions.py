@@ -17,19 +17,10 @@ ATEN: Any = torch.ops.aten
 
 
 def convolution_backward(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias_sizes: Sequence[int] | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    mask: Sequence[bool],
+    gradient: Tensor, x: Tensor, weight: Tensor, *options: Any
 ) -> tuple[Tensor | None, None, None]:
     """Return the gradient at the input: a convolution transposed once more, which restores the size of the input."""
+    _, stride, padding, dilation, transposed, _, groups, mask = options
     axes = range(len(stride))
     missing = [0 for axis in axes]
     if not transposed:
@@ -168,9 +159,11 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     ATEN.scatter_add.default: scatter_add,
     ATEN.slice_scatter.default: slice_scatter,
     ATEN.convolution_backward.default: convolution_backward,
+    **{getattr(ATEN, f"{name}_backward").default: upsample_backward(name) for name in RESIZING},
+}
+FOR_ONNX: dict[Any, Callable[..., Any]] = DECOMPOSITIONS | {
     ATEN.avg_pool2d_backward.default: avg_pool2d_backward,
     ATEN._adaptive_avg_pool2d_backward.default: adaptive_avg_pool2d_backward,
-    **{getattr(ATEN, f"{name}_backward").default: upsample_backward(name) for name in RESIZING},
 }
 BEFORE_MAPPING: dict[Any, Callable[..., Any]] = DECOMPOSITIONS | {
     ATEN.native_batch_norm.default: batch_norm,

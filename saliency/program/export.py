@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.metadata import version
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,7 +33,7 @@ from ..io.preprocess import Preprocess
 from ..layers.layout import bind_layout
 from ..targets.targets import Categories, ClassScore, OutputFacts, as_target, class_scores, threshold
 from .capture import capture
-from .onnx import loaded_onnx, write_onnx
+from .onnx import run_onnx, write_onnx
 
 Run = Callable[[Tensor], Sequence[Tensor]]
 """Images (N, C, H, W) -> the outputs of a program."""
@@ -98,12 +97,12 @@ def export(method: Attribution, path: str | Path, example: ImagesLike, *, target
         file = Path(folder, path.name)
         if path.suffix == ".pt2":
             torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata)})
-        elif find_spec("onnxruntime") is None:
-            write_onnx(program, file, metadata)
+        elif find_spec("onnxruntime"):
+            runtime = f"onnxruntime {import_module('onnxruntime').__version__}"
+            write_onnx(program, file, metadata | {"checked": runtime})
+            check(partial(run_onnx, file), "the ONNX file")
         else:
-            write_onnx(program, file, metadata | {"checked": f"onnxruntime {version('onnxruntime')}"})
-            with _refusing("ONNX Runtime refuses the file"):
-                check(loaded_onnx(file), "the ONNX file")
+            write_onnx(program, file, metadata)
         for part in Path(folder).iterdir():
             part.replace(path.with_name(part.name))
     return path
@@ -124,34 +123,22 @@ def captured(
         raise MethodError(f"export: a program has no time limit; create {method.name} without seconds=")
     wanted = as_target(target, 1, method.categories)
     if type(wanted) is not ClassScore:
-        raise TargetError(
-            f"export: expected a class index, a class name or None as the target, got {type(wanted).__name__}"
-        )
+        raise TargetError(f"export: expected a class or None as the target, got {type(wanted).__name__}")
     inputs = method.read(example).inputs
     # Before the capture: the call fills caches, such as the default layer, whose operations are not part of a program.
     explanation = method.attribute(inputs, target)
     try:
-        with _refusing(f"torch.export refuses {method.name} on this model"):
-            program = _program(method, inputs[:1].detach(), wanted)
+        program = _program(method, inputs[:1].detach(), wanted)
     except SaliencyError as error:
-        reason = str(error).removeprefix("export: ").removeprefix(f"{method.name}: ")
+        reason = str(error).removeprefix(f"{method.name}: ")
         raise type(error)(f"export: {method.name} cannot be a program: {reason}") from error
+    except Exception as error:  # the compiler of PyTorch raises many types
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise NotApplicableError(f"export: torch.export refuses {method.name} on this model: {reason}") from error
     for node in program.graph.nodes:
         node.meta = {"val": node.meta.get("val")}  # not its origin: names of files of this machine
     metadata = _metadata(method, explanation, target)
     return program, metadata, partial(_require_equal, method, explanation, inputs)
-
-
-@contextmanager
-def _refusing(who: str) -> Iterator[None]:
-    """Raise NotApplicableError instead of the many types of errors that compilers raise."""
-    try:
-        yield
-    except SaliencyError:
-        raise
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise NotApplicableError(f"export: {who}: {reason}") from error
 
 
 def _metadata(method: Attribution, explanation: Explanation, target: int | str | None) -> dict[str, str]:
@@ -216,7 +203,6 @@ class ProgramClass(ClassScore):
 
 def _program(method: Attribution, image: Tensor, wanted: ClassScore) -> ExportedProgram:
     """Return the program of a method, for images like `image` (1, C, H, W)."""
-    one_by_one = isinstance(method, MultiPassAttribution)
     if isinstance(method, MultiPassAttribution) and method.chunk == "auto":
         method = copy.copy(method)
         method.chunk = MOST_PASSES  # each chunk repeats the operations of the model in the program
@@ -235,7 +221,7 @@ def _program(method: Attribution, image: Tensor, wanted: ClassScore) -> Exported
                 known = cast("ProgramClass", own.target)
                 return cast("Tensor", known.scores), known.classes, resized(maps, x.shape[2:])
 
-        graph = capture(explain, image, method.model, one_by_one=one_by_one)
+        graph = capture(explain, image, method.model, one_by_one=isinstance(method, MultiPassAttribution))
     batch = image.repeat(2, *[1] * (image.dim() - 1))
     with torch.no_grad():
         return torch.export.export(graph, (batch,), dynamic_shapes=({0: Dim("batch")},), strict=False)
@@ -253,17 +239,16 @@ def _require_equal(method: Attribution, explanation: Explanation, inputs: Tensor
         return (maps.to(expected) - expected).abs().flatten(1).amax(1) / largest  # (N,)
 
     found, digit = differences(run(inputs)[2]), torch.finfo(inputs.dtype).eps
-    others = torch.cat([inputs, inputs]) if len(inputs) == 1 else inputs[:1]
-    found[0] = torch.maximum(found[0], differences(run(others)[2][:1])[0])
-    allowed = torch.full_like(found, max(MOST_DIFFERENCE, digit))
-    if (found <= allowed).all():
-        return
-    random = torch.Generator().manual_seed(0)
-    noise = torch.randn(COPIES, *inputs.shape, generator=random, dtype=torch.float32, device="cpu").to(inputs)
-    with warnings.catch_warnings(action="ignore"):
-        for x in inputs + digit * inputs.abs().clamp(min=1) * noise:
-            rounding = differences(heatmap(method.attribute(x, list(explanation.target))))
-            allowed = torch.maximum(allowed, (2 * rounding).clamp(max=MOST_ROUNDING))
+    batch = torch.cat([inputs, inputs]) if len(inputs) == 1 else inputs[:1]
+    found[0] = torch.maximum(found[0], differences(run(batch)[2][:1])[0])
+    allowed, random = torch.full_like(found, max(MOST_DIFFERENCE, digit)), torch.Generator().manual_seed(0)
+    for _ in range(COPIES):
+        if (found <= allowed).all():
+            return
+        noise = torch.randn(inputs.shape, generator=random, dtype=torch.float32, device="cpu").to(inputs)
+        with warnings.catch_warnings(action="ignore"):
+            other = method.attribute(inputs + digit * inputs.abs().clamp(min=1) * noise, list(explanation.target))
+        allowed = torch.maximum(allowed, (2 * differences(heatmap(other))).clamp(max=MOST_ROUNDING))
     if not (found <= allowed).all():
         worst = (found - allowed).argmax()
         raise NotApplicableError(

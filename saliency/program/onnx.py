@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from ..errors import NotApplicableError
-from .decompositions import DECOMPOSITIONS
+from .decompositions import FOR_ONNX
 
 OUTPUTS = ("scores", "classes", "map")
 
@@ -33,7 +33,7 @@ def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, str]
     # The optimizer of onnxscript takes x + 1e-15 for x; ONNX Runtime optimizes the graph when it loads the file.
     options: dict[str, Any] = {"dynamo": True, "optimize": False, "verbose": False}
     try:
-        forward = program.run_decompositions(dict(DECOMPOSITIONS))  # also of operations that were in place
+        forward = program.run_decompositions(dict(FOR_ONNX))  # all, because operations in place were left
         translated = torch.onnx.export(forward, input_names=["image"], output_names=OUTPUTS, **options)
     except torch.onnx.OnnxExporterError as error:
         named = re.search(r"(aten|prims)\.\w+", str(error))
@@ -46,10 +46,18 @@ def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, str]
     written.save(path)
 
 
-def loaded_onnx(path: Path) -> Callable[[Tensor], list[Tensor]]:
-    """Return the function that runs an ONNX file in ONNX Runtime, on the CPU. Both raise many types of errors."""
+def run_onnx(path: Path, x: Tensor) -> list[Tensor]:
+    """Return the outputs of an ONNX file for images (N, C, H, W), from ONNX Runtime on the CPU.
+
+    Raises:
+        NotApplicableError: ONNX Runtime cannot run the file.
+    """
     runtime = import_module("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 4  # no warnings: errors are raised
-    session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return lambda x: [torch.from_numpy(part) for part in session.run(OUTPUTS, {"image": x.numpy(force=True)})]
+    try:
+        session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        outputs = session.run(OUTPUTS, {"image": x.numpy(force=True)})
+    except Exception as error:  # of many types
+        raise NotApplicableError(f"export: ONNX Runtime cannot run the file: {error}") from error
+    return [torch.from_numpy(output) for output in outputs]

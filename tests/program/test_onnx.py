@@ -20,11 +20,12 @@ from torchvision.models import VisionTransformer
 
 import saliency
 from saliency import NotApplicableError
-from saliency.program.decompositions import BEFORE_MAPPING, DECOMPOSITIONS
+from saliency.program.decompositions import BEFORE_MAPPING, DECOMPOSITIONS, FOR_ONNX
 from tests.models import FunctionModel
 from tests.reference import error
 
 ATEN = torch.ops.aten
+TABLE = BEFORE_MAPPING | FOR_ONNX
 PAGE = Path(__file__).parents[2] / "docs" / "export.md"
 
 
@@ -51,8 +52,8 @@ def _transposed_convolution(x: Tensor, weight: Tensor) -> Tensor:
 STATISTICS = randn(3, seed=4), randn(3, seed=5) ** 2
 
 
-def _batch_norm(x: Tensor, **affine: Tensor) -> Tensor:
-    return F.batch_norm(x, *STATISTICS, **affine)
+def _batch_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    return F.batch_norm(x, *STATISTICS, weight, bias)
 
 
 CONVOLUTIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
@@ -109,9 +110,9 @@ def test_decomposed_gradients_equal_those_of_autograd(name: str) -> None:
         return torch.autograd.grad(function(*leaves), leaves, at_output)
 
     graph = make_fx(gradients)(*inputs)
-    assert {node.target for node in graph.graph.nodes} & set(BEFORE_MAPPING)
-    decomposed = make_fx(torch.func.functionalize(graph), decomposition_table=BEFORE_MAPPING)(*inputs)
-    assert not {node.target for node in decomposed.graph.nodes} & set(BEFORE_MAPPING)
+    assert {node.target for node in graph.graph.nodes} & TABLE.keys()
+    decomposed = make_fx(torch.func.functionalize(graph), decomposition_table=TABLE)(*inputs)
+    assert not {node.target for node in decomposed.graph.nodes} & TABLE.keys()
     for found, expected in zip(decomposed(*inputs), gradients(*inputs), strict=True):
         assert torch.allclose(found, expected, rtol=0, atol=1e-12)
 
@@ -207,8 +208,8 @@ def test_an_onnx_file_that_differs_from_attribute_replaces_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("onnxruntime")
-    wrong = DECOMPOSITIONS | {ATEN.sigmoid.default: lambda x: 1.01 / (1 + (-x).exp())}
-    monkeypatch.setattr("saliency.program.onnx.DECOMPOSITIONS", wrong)
+    wrong = FOR_ONNX | {ATEN.sigmoid.default: lambda x: 1.01 / (1 + (-x).exp())}
+    monkeypatch.setattr("saliency.program.onnx.FOR_ONNX", wrong)
     (tmp_path / "model.onnx").write_text("old")
     model = FunctionModel(lambda x: x.sigmoid().mean((1, 2, 3))).eval()
     with pytest.raises(
