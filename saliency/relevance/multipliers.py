@@ -155,7 +155,8 @@ def _linear(step: MultiplierStep) -> Gradients:
         weight, *options = (saved(visit.node, name) for name in ("weight", *CONVOLUTION_OPTIONS))
         node, result = cast("Edge", visit.walk.next[visit.node][0])
         like, mask = visit.grad.new_empty(visit.walk.specs[node][result].shape), [True, False, False]
-        return torch.ops.aten.convolution_backward.default(visit.grad, like, weight, None, *options, mask)
+        passed = torch.ops.aten.convolution_backward.default(visit.grad, like, weight, None, *options, mask)
+        return cast("Gradients", passed)
     # Unlike the node as a function, the engine computes no gradients of weights.
     edges = [GradientEdge(visit.node, 0)], [GradientEdge(*cast("Edge", visit.node.next_functions[at]))]
     return (*[None] * at, *torch.autograd.grad(*edges, [visit.grad], retain_graph=True))
@@ -274,8 +275,8 @@ def _through_softmax(z: Pair, grad: Tensor, dim: int) -> Tensor:
     """
     logs = Pair(z.x.log_softmax(dim), z.x0.log_softmax(dim))
     larger = torch.maximum(*logs).exp().nan_to_num_(0)
-    change = logs.change.abs().nan_to_num_(0, torch.inf).add_(TINY)  # hidden positions are infinite for both
-    slope = larger * torch.expm1(-change).div_(change.neg_())
+    change = logs.change.abs().nan_to_num_(0, torch.inf)  # hidden positions are infinite for both
+    slope = larger * torch.where(change == 0, 1, -torch.expm1(-change) / change)
     total = slope.sum(dim, keepdim=True)
     for _ in range(2):  # the second removes the rounding error of the first, which all logits multiply
         grad = grad - divided((slope * grad).sum(dim, keepdim=True), total)
