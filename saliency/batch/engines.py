@@ -402,7 +402,7 @@ class Actor:
     def _explain(self, group: Sequence[Slot], counter: str) -> list[list[Row]]:
         """Explain a batch, unless the run has ended or too many actors have died on the batch.
 
-        The size of the file `counter` is the number of actors that started the batch. The next run removes a
+        The size of the file `counter` is the number of actors that started the batch. The next run with work removes a
         leftover file. Ray Data repeats a batch without limit; its option `max_task_retries` is removed in Ray 2.64.
         That limit also counts batches that only wait for the dead actor, drops finished rows, and names no batch.
         """
