@@ -424,6 +424,16 @@ def test_features_of_an_image_hide_no_relu() -> None:
     assert "masked_scatter" not in str(caught.value)
 
 
+@pytest.mark.parametrize("family", ["llava_next", "qwen2_5_vl", "blip_2"])
+def test_maps_in_bfloat16_are_those_in_float32(family: str) -> None:
+    (half, processor), (model, _) = build(family), build(family)
+    model.load_state_dict({name: own.to(torch.float32) for name, own in half.bfloat16().state_dict().items()})
+    answers = [saliency.generate(own, processor, scene(), QUESTION, answer="a red car") for own in (half, model)]
+    for method in (saliency.VanillaGradient, saliency.AttnLRP, saliency.CheferAttention):
+        maps = [method(own.model).attribute(own, saliency.words("red")).values.float() for own in answers]
+        assert float(torch.corrcoef(torch.stack(maps).flatten(1))[0, 1]) > 0.99, method
+
+
 def test_views_are_resized_in_half_precision() -> None:
     model, processor = build("internvl")
     expected = saliency.generate(model, processor, scene(), QUESTION, answer="a red car")
