@@ -84,7 +84,7 @@ def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: in
 
     `adaptive_avg_pool2d` sets the strides of axes of size 1, and its gradient does.
     """
-    view = torch.empty_strided(size, stride, device="meta")
+    view = torch.empty_strided(size, stride, dtype=x.dtype, device="meta")
     if (
         x.is_contiguous()
         and view.is_contiguous()
