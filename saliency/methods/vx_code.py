@@ -106,7 +106,7 @@ class VXCODE(SegmentAttribution, TimedAttribution):
         while len(chosen) < count and best[-1] < enough and not passes.is_over(len(chosen)):
             left = [number for number in range(count) if number not in chosen]
             alone = gains([[number] for number in left])
-            if passes.stopped == "seconds":
+            if len(alone) < len(left):
                 break
             group, reached = [left[int(alone.argmax())]], [float(alone.max())]
             size = min(self.group_size, len(left)) if len(chosen) < COMBINED * count else 1

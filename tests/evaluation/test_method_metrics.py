@@ -92,8 +92,9 @@ def test_copies_of_the_model_read_the_layer_of_the_explanation_without_a_search(
 
         def forward(self, x: Tensor) -> Tensor:
             Counted.calls += 1
-            out: Tensor = super().forward(x)
-            return out
+            for layer in self:
+                x = layer(x)
+            return x
 
     model = Counted(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4))
     method = GradCAM(model)
