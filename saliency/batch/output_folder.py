@@ -20,7 +20,7 @@ from .manifest import CSV, MANIFEST
 from .run_options import FORMATS
 
 LOCK = ".lock"
-FORMAT = "saliency batch 2"
+FORMAT = "saliency batch 3"
 ABOUT = "manifest.json"
 LISTING = "listing.jsonl"
 PAGE = "index.html"

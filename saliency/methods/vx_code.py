@@ -115,7 +115,7 @@ class VXCODE(SegmentAttribution, TimedAttribution):
                 groups = list(combinations([left[at] for at in first], size))
                 orders = list(permutations(groups[int(gains(groups).argmax())]))
                 steps = gains([own[: stop + 1] for own in orders for stop in range(size)])
-                if passes.stopped != "seconds":
+                if len(steps) == size * len(orders):
                     fastest = int(steps.view(-1, size).sum(1).argmax())
                     group, reached = list(orders[fastest]), steps.view(-1, size)[fastest].tolist()
             chosen += group
