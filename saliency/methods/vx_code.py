@@ -15,7 +15,7 @@ from ..attribution.options import ConvertedOption, Option
 from ..attribution.resolved_target import ResolvedTarget
 from ..engine.multi_pass import MOST_PASSES, ImageAttribution, PassRunner, TimedAttribution
 from ..errors import MethodError
-from ..validation import check_choice
+from ..validation import check_choice, check_integer
 from .rise import JointTarget, target_part
 from .segments import ResolvedSegments, SegmentAttribution, SegmentsLike, resolve_segments
 
@@ -24,6 +24,11 @@ SHORTLIST, COMBINED = 30, 0.1
 """The paper's m, the number of patches to combine, and its gamma, the share of patches that are chosen together."""
 NEGLIGIBLE = 0.01
 """The search ends when this share of the difference between the image and no image is left."""
+
+
+def _checked_number(option: str, value: object) -> int:
+    """Return a number of patches. Raises MethodError if it is not 1, 2 or 3."""
+    return check_choice(option, check_integer(option, value), (1, 2, 3))
 
 
 class VXCODE(SegmentAttribution, TimedAttribution):
@@ -68,7 +73,7 @@ class VXCODE(SegmentAttribution, TimedAttribution):
     preview_options: ClassVar = {"segments": (3, 3), "mode": "deletion"}
 
     mode: Option[Mode] = Option("insertion", check_choice, get_args(Mode))
-    group_size: Option[int] = Option(1, check_choice, (1, 2, 3))
+    group_size: Option[int] = Option(1, _checked_number)
     segments: ConvertedOption[SegmentsLike, ResolvedSegments] = ConvertedOption((8, 8), resolve_segments)
 
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
