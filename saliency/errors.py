@@ -87,11 +87,11 @@ class SaliencyWarning(UserWarning):
 def errors_as(kind: type[SaliencyError], problem: str) -> Iterator[None]:
     """Raise any error of a block as an error of this kind: the problem, then the reason.
 
-    Errors that are of this kind already, and of missing packages, are not changed.
+    Errors that are of this kind already, of missing packages and of memory are not changed.
     """
     try:
         yield
-    except (kind, DependencyError):
+    except (kind, DependencyError, MemoryError):
         raise
     except Exception as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -282,7 +282,8 @@ def _recognised(processor: Any, text: str, image: Image.Image) -> Canvas:
 def _image_token_id(model: nn.Module, processor: Any) -> int:
     """Return the id of the tokens that the features of an image replace. Raises ModelError if it is not known."""
     by_model = getattr(getattr(model, "config", None), "image_token_id", None)
-    found: int | None = getattr(processor, "image_token_id", by_model)
+    own: int | None = getattr(processor, "image_token_id", None)
+    found = by_model if own is None else own
     if found is None:
         raise ModelError(f"{type(processor).__name__} has no image_token_id, so the tokens of an image are not known")
     return found

@@ -245,7 +245,10 @@ class Explanation(BatchAttribution):
 def joined(explanations: Sequence[Explanation]) -> Explanation:
     """Return explanations of single images as one."""
     first, lists = explanations[0], _LISTS + _OPTIONAL_LISTS
-    parts: dict[str, Any] = {name: torch.cat([getattr(own, name) for own in explanations]) for name in first.tensors()}
+    parts: dict[str, Any] = {}
+    for name in first.tensors():  # a standard error may be missing: None if it is for one image
+        tensors = [getattr(own, name) for own in explanations]
+        parts[name] = None if any(tensor is None for tensor in tensors) else torch.cat(tensors)
     parts |= {name: tuple(chain.from_iterable(getattr(own, name) for own in explanations)) for name in lists}
     return replace(first, **parts)
 

@@ -179,6 +179,6 @@ def is_output(path: str) -> bool:
 
 def _is_run(folder: Path) -> bool:
     try:
-        return FORMAT.encode() in (folder / ABOUT).read_bytes()
+        return b'"saliency batch ' in (folder / ABOUT).read_bytes()  # of any version
     except OSError:
         return False

@@ -172,7 +172,7 @@ def _saved_names(node_class: type) -> list[str]:
 def free_saved(
     node: Any, pack: Callable[[Tensor], Any] = lambda _: None, unpack: Callable[[Any], Any] = lambda _: None
 ) -> None:
-    """Free the tensors that an operation saved for its gradient, except for parameters and numbers per channel.
+    """Free the tensors that an operation saved for its gradient, except for weights, biases and statistics.
 
     Args:
         node: The operation.

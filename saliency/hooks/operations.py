@@ -398,7 +398,8 @@ class OperationRecord(DispatchMode):
             if replaces:
                 self._operations.setdefault(sequence_nr(node), own)
             is_linear = own.name == "convolution" or own.args.get("training") is False
-            if of_changes and replaces and is_linear and sum(edge[0] in on_path for edge in next_functions(node)) == 1:
+            reads_path = [successor in on_path for successor, _ in next_functions(node)]
+            if of_changes and replaces and is_linear and reads_path[0] and sum(reads_path) == 1:
                 own.kept_args["input"] = None  # only gradients of weights read it
                 free_saved(node, _shape, _unread)
         return True

@@ -244,6 +244,8 @@ def _trace_layouts(model: nn.Module, x: Tensor, target: ResolvedTarget, names: S
         if answer is not None and f"{name}.".startswith(f"{answer.reader}."):  # the language model
             has_positions = all(tokens.box is not None for tokens in answer.image_tokens)
             layouts.append((None, answer.layout(shown_images(x)[0]) if has_positions else None))
+        elif answer is not None and len(answer.inputs) > 1:  # the rows of each image in the vision model are not known
+            layouts.append((None, None))
         else:
             layouts.append(
                 (layout(call.query if call.weights is None else call.weights, call), layout(call.value, call))

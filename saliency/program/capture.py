@@ -81,6 +81,9 @@ def _free_batch_size(program: GraphModule, larger: GraphModule) -> None:
         if node is None or other is None or (node.op, node.target) != (other.op, other.target):
             raise NotApplicableError(f"{BATCHES[1]} images run other operations than {BATCHES[0]}: {other}, not {node}")
         partners[other] = node
+        constants = [getattr(graph, node.target) for graph in (program, larger) if node.op == "get_attr"]
+        if constants and not (constants[0] is constants[1] or torch.equal(*constants)):
+            raise NotApplicableError(f"{BATCHES[1]} images need other constants than {BATCHES[0]}: {node}")
         with program.graph.inserting_before(node):
             node.args, node.kwargs = _freed(node, (node.args, node.kwargs), (other.args, other.kwargs), partners)
 

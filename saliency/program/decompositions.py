@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..axes import at_least_float32
+
 ATEN: Any = torch.ops.aten
 
 
@@ -60,9 +62,15 @@ def adaptive_avg_pool2d_backward(gradient: Tensor, x: Tensor) -> Tensor:
 def upsample_backward(name: str) -> Callable[..., Tensor]:
     """Return the function that gives the gradient at the input of an operation that resizes images."""
     resize = getattr(ATEN, name).default
+    flags = 0 if "nearest" in name else 1  # align_corners
 
     def backward(gradient: Tensor, output_size: Sequence[int], input_size: Sequence[int], *options: Any) -> Tensor:
-        return separable_backward(gradient, input_size[2:], lambda units: resize(units, output_size, *options))
+        scales = (*options[flags:], None, None)
+        rows, columns = (torch.eye(edge, dtype=gradient.dtype, device=gradient.device) for edge in input_size[2:])
+        rows = resize(rows[:, None, :, None], (output_size[0], 1), *options[:flags], scales[0], None)[:, 0, :, 0]
+        columns = resize(columns[:, None, None], (1, output_size[1]), *options[:flags], None, scales[1])[:, 0, 0]
+        result: Tensor = rows @ gradient @ columns.mT
+        return result
 
     return backward
 
@@ -97,10 +105,10 @@ def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: in
 
 def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
     """Return `scatter_add` of one value along an axis. ONNX Runtime has none in half precision."""
-    if index.shape[dim] != 1:
+    if index.shape[dim] != 1 or source.shape != index.shape or x.select(dim, 0).shape != index.select(dim, 0).shape:
         return NotImplemented
     positions = torch.arange(x.shape[dim], device=x.device).reshape(-1, *[1] * (x.dim() - 1)).movedim(0, dim)
-    return x + source * (positions == index)
+    return x + torch.where(positions == index, source, 0)
 
 
 def copysign(x: Tensor, other: Tensor) -> Tensor:
@@ -127,26 +135,28 @@ def batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, trai
     """Return `native_batch_norm` with known statistics."""
     if training:
         return NotImplemented
-    scale = _scale(weight, variance, options[1])
-    shift = (0 if bias is None else bias) - mean * scale
-    return _per_channel(scale, x) * x + _per_channel(shift, x), mean[:0], mean[:0]
+    result = (at_least_float32(x) - _per_channel(mean, x)) * _per_channel(_scale(weight, variance, options[1]), x)
+    result = result if bias is None else result + _per_channel(bias, x)
+    return result.to(x.dtype), mean[:0], mean[:0]
 
 
 def batch_norm_backward(gradient: Tensor, x: Tensor, weight: Any, mean: Any, variance: Any, *options: Any) -> Any:
     """Return the gradient at the input of `native_batch_norm` with known statistics."""
     _, _, training, eps, _ = options
-    return NotImplemented if training else (_per_channel(_scale(weight, variance, eps), x) * gradient, None, None)
+    if training:
+        return NotImplemented
+    return (_per_channel(_scale(weight, variance, eps), x) * gradient).to(x.dtype), None, None
 
 
 def _scale(weight: Tensor | None, variance: Tensor, eps: float) -> Tensor:
     """Return the factor (C,) of a batch norm."""
-    scale = (variance + eps).rsqrt()
+    scale = (at_least_float32(variance) + eps).rsqrt()
     return scale if weight is None else scale * weight
 
 
 def _per_channel(values: Tensor, x: Tensor) -> Tensor:
-    """Return values (C,) in the shape (C, 1, 1) and the type of (N, C, H, W)."""
-    return values.reshape(-1, *[1] * (x.dim() - 2)).to(x.dtype)
+    """Return values (C,) in the shape (C, 1, 1), for (N, C, H, W)."""
+    return values.reshape(-1, *[1] * (x.dim() - 2))
 
 
 RESIZING = "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d"

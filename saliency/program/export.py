@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +28,7 @@ from ..engine.multi_pass import MOST_PASSES, MultiPassAttribution, SampledAttrib
 from ..errors import MethodError, NotApplicableError, SaliencyError, TargetError, optional_import
 from ..hooks.model_state import prepared_for_attribution, run_model
 from ..hooks.tracing import tracing
+from ..io.atomic_write import is_stream
 from ..io.inputs import ImagesLike
 from ..io.preprocess import Preprocess
 from ..layers.layout import bind_layout
@@ -83,28 +84,34 @@ def export(method: Attribution, path: str | Path, example: ImagesLike, *, target
         TargetError: The target is not a class.
         DependencyError: The extra `export` is not installed, for an .onnx file.
         FileNotFoundError: The folder of the file does not exist.
+        FileExistsError: The path is a folder, a device or a pipe.
     """
     path = Path(path)
     if path.suffix not in (".pt2", ".onnx"):
         raise MethodError(f'export: the file "{path.name}" does not end in .pt2 or .onnx')
     if not path.parent.is_dir():
         raise FileNotFoundError(f"export: cannot write {path.name}: there is no folder {path.parent}")
+    if is_stream(path) or path.is_dir():
+        raise FileExistsError(f"export: cannot write {path.name}: it is no file")
     if path.suffix == ".onnx":
         optional_import("onnxscript", "export", "writing an ONNX file")
+        runtime = (
+            optional_import("onnxruntime", "export", "checking an ONNX file") if find_spec("onnxruntime") else None
+        )
     program, metadata, check = captured(method, example, target)
     check(program.module(), "the program")
-    with TemporaryDirectory(dir=path.parent) as folder:  # a failed export leaves the old file
-        file = Path(folder, path.name)
+    final = Path(os.path.realpath(path))
+    with TemporaryDirectory(dir=final.parent) as folder:  # a failed export leaves the old file
+        file = Path(folder, final.name)
         if path.suffix == ".pt2":
             torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata)})
-        elif find_spec("onnxruntime"):
-            runtime = f"onnxruntime {import_module('onnxruntime').__version__}"
-            write_onnx(program, file, metadata | {"checked": runtime})
+        elif runtime:
+            write_onnx(program, file, metadata | {"checked": f"onnxruntime {runtime.__version__}"})
             check(partial(run_onnx, file), "the ONNX file")
         else:
             write_onnx(program, file, metadata)
         for part in Path(folder).iterdir():
-            part.replace(path.with_name(part.name))
+            part.replace(final.with_name(part.name))
     return path
 
 

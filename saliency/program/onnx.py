@@ -59,5 +59,6 @@ def run_onnx(path: Path, x: Tensor) -> list[Tensor]:
         session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         outputs = session.run(OUTPUTS, {"image": x.numpy(force=True)})
     except Exception as error:  # of many types
-        raise NotApplicableError(f"export: ONNX Runtime cannot run the file: {error}") from error
+        hint = "; convert the model to float32" if x.dtype in (torch.float64, torch.bfloat16) else ""
+        raise NotApplicableError(f"export: ONNX Runtime cannot run the file: {error}{hint}") from error
     return [torch.from_numpy(output) for output in outputs]

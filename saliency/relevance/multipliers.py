@@ -151,7 +151,7 @@ def _linear(step: MultiplierStep) -> Gradients:
     if sum(visit.on_path) > 1:
         return _integrated(step)
     at = visit.on_path.index(True)
-    if visit.node.name() == "ConvolutionBackward0":
+    if at == 0 and visit.node.name() == "ConvolutionBackward0":
         weight, *options = (saved(visit.node, name) for name in ("weight", *CONVOLUTION_OPTIONS))
         node, result = cast("Edge", visit.walk.next[visit.node][0])
         like, mask = visit.grad.new_empty(visit.walk.specs[node][result].shape), [True, False, False]
@@ -229,7 +229,7 @@ def _max_pool(step: MultiplierStep) -> Gradients:
 
 def _per_change(share: Tensor, x: Tensor, x0: Tensor) -> Tensor:
     """Divide shares by the change of an operand, in place. The share of an operand that does not change is 0."""
-    return share.div_((x - x0).add_(TINY))
+    return share.div_(at_least_float32(x - x0).add_(TINY))
 
 
 def _mul(step: MultiplierStep) -> Gradients:

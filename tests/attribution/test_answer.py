@@ -13,9 +13,12 @@ from PIL import Image
 from torch import Tensor, nn
 
 import saliency
+from saliency import LayerError
+from saliency.attribution.explanation import joined
 from saliency.io.canvas import find_canvas
 from saliency.io.preprocess import Geometry
 from saliency.testing.unchanged import Snapshot
+from tests.models import PooledNet
 from tests.reference import error
 from tests.vision_language import FAMILIES, QUESTION, answered, build, scene
 
@@ -265,9 +268,21 @@ def test_each_of_several_images_has_its_ledger_and_its_attention(family: str) ->
     assert attention.values.flatten(1).any(1).all()
     both = saliency.explain_together([saliency.CheferAttention(model), saliency.VanillaGradient(model)], answer)
     assert [len(explanation) for explanation in both] == [2, 2]
-    maps = saliency.attention(model, answer)[-1].maps(answer.output_positions[1])
+    layers = saliency.attention(model, answer)
+    maps = layers[-1].maps(answer.output_positions[1])
     assert maps.shape[0] == 2
+    if not layers[0].layer.startswith(answer.reader):  # the rows of the images in the vision model are not known
+        with pytest.raises(LayerError, match="not one for each patch"):
+            layers[0].maps()
     assert not torch.equal(maps[0], maps[1])
+
+
+def test_images_without_standard_errors_have_none_together() -> None:
+    model, x = PooledNet().eval(), torch.randn(1, 3, 16, 16)
+    many, single = (saliency.SmoothGrad(model, passes=passes).attribute(x, 0) for passes in (4, 1))
+    assert many.error is not None
+    together = joined([many, single])
+    assert (len(together), together.error) == (2, None)
 
 
 def test_each_of_several_images_may_have_a_baseline_and_a_layer() -> None:

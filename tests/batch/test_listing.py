@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saliency.batch.listing import LONGEST, ImageEntry, with_names
+from saliency.batch.output_folder import is_output
 
 
 def photo(name: str, *folder: str) -> ImageEntry:
@@ -101,3 +102,11 @@ def test_any_names_give_unique_names_inside_the_folder(found: list[tuple[list[st
         assert ".." not in parts
         assert all(part.encode("utf-8") and part.isprintable() for part in parts)
         assert all("." not in part for part in parts[:-1])
+
+
+def test_pictures_in_folders_of_earlier_versions_are_no_photos(tmp_path: Path) -> None:
+    (tmp_path / "thumbnails").mkdir()
+    (tmp_path / "manifest.json").write_text('{"format": "saliency batch 2"}')
+    assert is_output(str(tmp_path / "thumbnails" / "a.jpg"))
+    (tmp_path / "manifest.json").write_text('{"format": "photos 2"}')
+    assert not is_output(str(tmp_path / "thumbnails" / "a.jpg"))

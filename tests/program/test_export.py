@@ -285,3 +285,16 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
         captured(saliency.GradCAM(model), images(1), saliency.contrast(0, 1))  # type: ignore[arg-type]
     with pytest.raises(MethodError, match="seconds"):
         captured(saliency.IntegratedGradients(model, seconds=1.0), images(1))
+
+
+def test_a_link_is_followed_and_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    model, x = PooledNet().eval(), torch.randn(1, 3, 16, 16)
+    link, file = tmp_path / "link.pt2", tmp_path / "file.pt2"
+    link.symlink_to(file)
+    assert saliency.export(saliency.VanillaGradient(model), link, x) == link
+    assert link.is_symlink()
+    assert file.stat().st_size > 0
+    folder = tmp_path / "folder.pt2"
+    folder.mkdir()
+    with pytest.raises(FileExistsError, match="it is no file"):
+        saliency.export(saliency.VanillaGradient(model), folder, x)

@@ -20,7 +20,7 @@ from torchvision.models import VisionTransformer
 
 import saliency
 from saliency import NotApplicableError
-from saliency.program.decompositions import BEFORE_MAPPING, DECOMPOSITIONS, FOR_ONNX
+from saliency.program.decompositions import BEFORE_MAPPING, DECOMPOSITIONS, FOR_ONNX, batch_norm
 from tests.models import FunctionModel
 from tests.reference import error
 
@@ -115,6 +115,14 @@ def test_decomposed_gradients_equal_those_of_autograd(name: str) -> None:
     assert not {node.target for node in decomposed.graph.nodes} & TABLE.keys()
     for found, expected in zip(decomposed(*inputs), gradients(*inputs), strict=True):
         assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def test_batch_norms_in_half_precision_are_exact() -> None:
+    x, mean = randn(2, 3, 5, 5).half() + 30, torch.full((3,), 30.0).half()
+    weight, bias = randn(3, seed=2).half(), randn(3, seed=3).half()
+    values, *_ = batch_norm(x, weight, bias, mean, torch.ones_like(mean), False, 0.1, 1e-5)
+    exact = (x.double() - 30) * (weight / (1 + 1e-5) ** 0.5)[:, None, None] + bias.double()[:, None, None]
+    torch.testing.assert_close(values.double(), exact, rtol=1e-3, atol=1e-3)
 
 
 def test_strides_that_repeat_elements_stay() -> None:

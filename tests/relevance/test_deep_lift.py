@@ -143,6 +143,20 @@ def test_a_prelu_in_half_precision_is_near_that_in_single(weights: int, dtype: t
     assert_same(lifted(FunctionModel(model), x, x0).float(), expected, 0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_maximum_in_half_precision_is_near_that_in_single(dtype: torch.dtype) -> None:
+    weight, x, x0 = torch.randn(4, 3, 3, 3), images().to(dtype), baseline().to(dtype)
+    model = FunctionModel(lambda x: F.conv2d(x, weight.to(x), padding=1).relu().amax((2, 3)).sum(1))
+    assert_same(lifted(model, x, x0).float(), lifted(model, x.float(), x0.float()), 0.05)
+
+
+def test_the_kernel_of_a_convolution_may_depend_on_the_image_alone() -> None:
+    z, x, x0 = torch.randn(1, 3, 8, 9, dtype=torch.float64), images(1), baseline()
+    values = lifted(FunctionModel(lambda x: F.conv2d(z, x.sin()).mean((1, 2, 3))), x, x0)
+    expected = (F.conv2d(z, x.sin()) - F.conv2d(z, x0[None].sin())).mean()
+    torch.testing.assert_close(values.sum(), expected)
+
+
 # --- parts
 
 
