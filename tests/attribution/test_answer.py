@@ -271,7 +271,7 @@ def test_each_of_several_images_has_its_ledger_and_its_attention(family: str) ->
     layers = saliency.attention(model, answer)
     maps = layers[-1].maps(answer.output_positions[1])
     assert maps.shape[0] == 2
-    if not layers[0].layer.startswith(answer.reader):  # the rows of the images in the vision model are not known
+    if not layers[0].layer.startswith(str(answer.reader)):  # the rows of the images in the vision model are not known
         with pytest.raises(LayerError, match="not one for each patch"):
             layers[0].maps()
     assert not torch.equal(maps[0], maps[1])
