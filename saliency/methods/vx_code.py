@@ -120,7 +120,7 @@ class VXCODE(SegmentAttribution, TimedAttribution):
                 groups = list(combinations([left[at] for at in first], size))
                 orders = list(permutations(groups[int(gains(groups).argmax())]))
                 steps = gains([own[: stop + 1] for own in orders for stop in range(size)])
-                if len(steps) == size * len(orders):
+                if len(steps) == size * len(orders):  # else the best patch alone
                     fastest = int(steps.view(-1, size).sum(1).argmax())
                     group, reached = list(orders[fastest]), steps.view(-1, size)[fastest].tolist()
             chosen += group
