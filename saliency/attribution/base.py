@@ -29,6 +29,7 @@ from ..io.inputs import Batch, ImagesLike, Prepare
 from ..io.preprocess import WHOLE, Frame, PreprocessLike, Whole, as_preprocess, without_crop
 from ..layers.find import find
 from ..layers.layout import LayoutFunction, as_layout, bind_layout
+from ..targets.question import Target
 from ..targets.targets import Neuron, TargetLike, as_categories, per_image
 from ..validation import Registry, check_choice
 from .aliases import refuse_unknown_keywords
@@ -37,7 +38,7 @@ from .explanation import BatchAttribution, Explanation, Setting, Sign, joined
 from .forward import Needs, SharedForward, TargetGradients
 from .heatmap import rounding_errors
 from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOption, declared_options
-from .resolved_target import ResolvedTarget, has_batch_statistics, warn_of_coupled_images
+from .questions import CallImages, Questions, has_batch_statistics, target_of, warn_of_coupled_images
 from .tiles import TiledImage, explain_tiles, read_tiles
 
 METHODS: Registry[type[Attribution]] = Registry(
@@ -251,10 +252,11 @@ class Attribution(HasOptions, ABC):
                 lambda part, own: [method.explanation(*pair, part) for pair in method._explain_batch(part, own)],
             )
 
-    def _explain_batch(self, batch: Batch, targets: Sequence[Any]) -> list[tuple[BatchAttribution, ResolvedTarget]]:
+    def _explain_batch(self, batch: Batch, targets: Sequence[Any]) -> list[tuple[BatchAttribution, Questions]]:
         """Explain several targets of a batch on a prepared model."""
-        resolved = [self.explained_target(self.resolve(target, batch.inputs, batch.frames)) for target in targets]
-        return list(zip(self.explain_targets(batch.inputs, resolved), resolved, strict=True))
+        images = self.images(batch.inputs, batch.frames)
+        asked = [Questions(self.explained_target(target_of(target, images)), images) for target in targets]
+        return list(zip(self.explain_targets(batch.inputs, asked), asked, strict=True))
 
     def _with_baselines(self, baselines: Any, images: int) -> Self:
         """Return a copy of the method with other baselines."""
@@ -272,7 +274,7 @@ class Attribution(HasOptions, ABC):
         return method
 
     @abstractmethod
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         """Compute the values and scores of a batch. This is all that a method implements.
 
         The model is in evaluation mode, gradients are enabled, and `target(output)` gives the scores.
@@ -282,17 +284,20 @@ class Attribution(HasOptions, ABC):
             target: The function from the model's output to scores (N,).
         """
 
-    def resolve(self, target: TargetLike, x: Tensor, frames: Sequence[Frame | None] = ()) -> ResolvedTarget:
-        """Return the target of a call on a prepared model, with the embeddings of its texts and reference images."""
-        resolved = ResolvedTarget(target, len(x), self.categories)
-        resolved.bind(self.model, x, lambda image: self.read(image).inputs, frames)
-        return resolved
+    def questions(self, target: TargetLike, x: Tensor, frames: Sequence[Frame | None] = ()) -> Questions:
+        """Return the questions of a call on a prepared model, about the target that the method explains."""
+        images = self.images(x, frames)
+        return Questions(self.explained_target(target_of(target, images)), images)
 
-    def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
+    def images(self, x: Tensor, frames: Sequence[Frame | None] = ()) -> CallImages:
+        """Return what targets need of the images of a call on a prepared model."""
+        return CallImages(self.model, x, self.categories, frames, self.read)
+
+    def explained_target(self, target: Target) -> Target:
         """Return the target that the method explains. Methods that do not explain the given target override this."""
         return target
 
-    def explain_targets(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
+    def explain_targets(self, x: Tensor, targets: Sequence[Questions]) -> list[BatchAttribution]:
         """Explain several targets. Methods that explain all of them from one forward override this."""
         return [self.explain(x, target) for target in targets]
 
@@ -300,7 +305,7 @@ class Attribution(HasOptions, ABC):
         """Read the image or images as the model's input, on the model's device."""
         return read_inputs(inputs, self.model, self.preprocess)
 
-    def explanation(self, result: BatchAttribution, target: ResolvedTarget, batch: Batch) -> Explanation:
+    def explanation(self, result: BatchAttribution, target: Questions, batch: Batch) -> Explanation:
         """Return a checked result as an explanation, with its notes.
 
         Raises:
@@ -318,14 +323,16 @@ class Attribution(HasOptions, ABC):
             bad = int((~torch.isfinite(values)).sum())
             raise NonFiniteError(f"{bad} of {values.numel()} values of {label} are NaN or infinite")
         own = {field.name: getattr(result, field.name) for field in fields(BatchAttribution)}
+        asked = [target[image] for image in range(len(values))]
+        boxes = tuple(question.box for question in asked)
         explanation = Explanation(
             **own | {"values": values, "scores": result.scores.detach()},
             method=label,
             settings=self.settings,
             target=target.indices,
-            target_names=target.names,
-            contrasts=target.contrasts,
-            target_boxes=target.boxes,
+            target_names=tuple(question.name for question in asked),
+            contrasts=tuple(question.is_difference for question in asked),
+            target_boxes=boxes if any(boxes) else (),
             probabilities=target.probabilities,
             input_size=tuple(batch.inputs.shape[2:]),
             frames=batch.frames,
@@ -384,7 +391,7 @@ class TracedAttribution(Attribution):
     A subclass declares its `needs` of the forward, and reads them in `explain_gradients`.
     """
 
-    def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
+    def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the needs for the forward of a batch. Override this if they depend on options or layers."""
         return self.needs
 
@@ -397,17 +404,17 @@ class TracedAttribution(Attribution):
             layers: The layers that the method needs.
         """
 
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         """Explain one target."""
         return self.explain_targets(x, [target])[0]
 
-    def explain_targets(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
+    def explain_targets(self, x: Tensor, targets: Sequence[Questions]) -> list[BatchAttribution]:
         """Explain several targets from one forward."""
         return [results[0] for results in read_one_forward([self], x, targets)]
 
 
 def read_one_forward(
-    methods: Sequence[TracedAttribution], x: Tensor, targets: Sequence[ResolvedTarget]
+    methods: Sequence[TracedAttribution], x: Tensor, targets: Sequence[Questions]
 ) -> list[list[BatchAttribution]]:
     """Explain several targets by several methods from one forward; one list per target, in the order of the methods."""
     if len(x) > 1 and has_batch_statistics(methods[0].model):
@@ -479,10 +486,12 @@ def explain_together(
 
 def _explain_by_all(methods: Sequence[Attribution], batch: Batch, targets: Sequence[Any]) -> list[Explanation]:
     """Explain a batch and one target by several methods on a prepared model."""
-    resolved = methods[0].resolve(targets[0], batch.inputs, batch.frames)
-    pairs = [(method, method.explained_target(resolved)) for method in methods]
-    traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is resolved]
-    shared = iter(read_one_forward(traced, batch.inputs, [resolved])[0] if traced else [])
+    images = methods[0].images(batch.inputs, batch.frames)
+    target = target_of(targets[0], images)
+    explained, common = [(method, method.explained_target(target)) for method in methods], Questions(target, images)
+    pairs = [(method, common if own is target else Questions(own, images)) for method, own in explained]
+    traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is common]
+    shared = iter(read_one_forward(traced, batch.inputs, [common])[0] if traced else [])
     results = [next(shared) if method in traced else method.explain(batch.inputs, own) for method, own in pairs]
     return [method.explanation(result, own, batch) for result, (method, own) in zip(results, pairs, strict=True)]
 

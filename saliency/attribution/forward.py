@@ -39,7 +39,7 @@ from ..layers.layout import Layout
 from ..targets.candidates import Readings, shared_readings
 from ..validation import check_choice, check_integer
 from .answer import explained_answer
-from .resolved_target import ResolvedTarget
+from .questions import Questions
 
 T = TypeVar("T")
 
@@ -209,7 +209,7 @@ class TargetGradients:
         unread_softmaxes: Softmaxes before the last of these calls that are not part of one.
     """
 
-    def __init__(self, forward: SharedForward, target: ResolvedTarget) -> None:
+    def __init__(self, forward: SharedForward, target: Questions) -> None:
         self.forward = forward
         self.target = target
         with forward.recording():

@@ -25,17 +25,17 @@ from ..axes import require_two_axes
 from ..errors import ImageError, MethodError, NotFoundError, TargetError, each_warning_once
 from ..io.inputs import MAX_PIXELS, Batch, ImagesLike, Prepare, open_image, read
 from ..io.preprocess import Frame, Geometry, drawable, only_normalised
-from ..targets.box import BoxScore
+from ..targets.box import BoxTarget
 from ..targets.region import Keypoint, Region
-from ..targets.targets import Contrast, Probability, per_image
+from ..targets.targets import Contrast, Located, Probability, per_image
 from ..validation import check_integer
 from .explanation import BatchAttribution, Sign
 from .heatmap import reduce_channels, resized
 from .passes import chunk_size, progress_bar
-from .resolved_target import ResolvedTarget
+from .questions import Questions
 
 Window = tuple[slice, ...]
-Explained = tuple[BatchAttribution, ResolvedTarget]
+Explained = tuple[BatchAttribution, Questions]
 ExplainBatch = Callable[[Batch, list[Any]], list[Explained]]
 
 
@@ -139,9 +139,9 @@ def explain_tiles(
         while at < len(tiles):
             windows, weights = zip(*(zip(*tile, strict=True) for tile in tiles[at : at + count]), strict=True)
             x = torch.cat([image.read(window) for window in windows])
-            x, own = x if like is None else x.to(like), target
-            if isinstance(target, Region):
-                own = target.locate([Geometry(_box(windows[0]), (size[1], size[0]), (x.shape[2], x.shape[3]))])
+            x = x if like is None else x.to(like)
+            place = Geometry(_box(windows[0]), (size[1], size[0]), (x.shape[2], x.shape[3]))
+            own = Located(target, (place,)) if isinstance(target, Region) else target
             try:
                 ((result, resolved),) = explain(Batch(x, (None,) * len(x)), [own])
                 maps = reduce_channels(result.values, sign)
@@ -174,9 +174,11 @@ def _require_mask(where: Any, size: Sequence[int]) -> None:
 
 def _same_in_all_tiles(target: Any) -> Any:
     """Return the target of every tile. Raises TargetError if it would differ from tile to tile."""
-    classes = [score.classes for score in target.scores] if isinstance(target, Probability | Contrast) else [target]
+    classes = [target]
+    if isinstance(target, Probability | Contrast):
+        classes = [own.classes for own in (target.of, getattr(target, "against", target.of))]
     if any(per_image(own, 1)[0] is None for own in classes):
         raise TargetError("with tiles=, pass a class as the target: the top class differs from tile to tile")
-    if isinstance(target, BoxScore | Keypoint):
+    if isinstance(target, BoxTarget | Keypoint):
         raise TargetError("a box or a joint lies in one tile; crop the image around it, and leave tiles= out")
     return replace(target, is_sum=True) if isinstance(target, Region) else target

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..io.preprocess import PreprocessLike, Whole
-    from ..targets.targets import Target
+    from ..targets.question import Target
 
 __all__ = ["FORMATS", "SIGNS", "BatchError", "OverlayStyle", "Progress", "StoppedError", "Summary", "batch"]
 

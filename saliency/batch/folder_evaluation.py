@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..io.preprocess import PreprocessLike, Whole
-    from ..targets.targets import Target
+    from ..targets.question import Target
 
 FORMAT = "saliency evaluate 2"
 

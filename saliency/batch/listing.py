@@ -20,7 +20,7 @@ from .failures import BatchError, sentence
 if TYPE_CHECKING:
     from PIL import Image
 
-    from ..targets.targets import Target
+    from ..targets.question import Target
 
 LONGEST = 160
 """Bytes of an image name in file names. File systems allow 255, including the method, suffix and number."""

@@ -23,8 +23,9 @@ from ..io.inputs import Prepare
 from ..io.preprocess import Box, Frame, Geometry, Preprocess, Range, TransformPreprocess, drawable, locate
 from ..io.volumes import Volume, preprocess_volume, read_volume
 from ..layers.layout import bind_layout
-from ..targets.box import BoxScore, box
-from ..targets.targets import OutputTarget, Target, class_index, located
+from ..targets.box import BoxTarget, box
+from ..targets.question import Target
+from ..targets.targets import Located, class_index
 from ..zoo import load
 from .failures import BatchError, Failure
 from .listing import ImageEntry
@@ -120,19 +121,18 @@ class Network:
 
     def _as_target(self, target: int | str | Target) -> int | Target:
         """Return a target with the index of a class instead of its name."""
-        if isinstance(target, OutputTarget):
-            return target.resolve(1, self.categories)
-        return target if callable(target) else class_index(target, self.categories)
+        return class_index(target, self.categories) if isinstance(target, int | str) else target
 
     def count_detections(self, entry: ImageEntry) -> int:
         """Return the number of detections of an image; 0 if the image cannot be explained."""
         loaded = self.load(Slot(0, entry._replace(detection=0), ()))
         if loaded.input is None:
             return 0
-        method, target = self.methods[0], cast("BoxScore", loaded.target)
+        method, located = self.methods[0], cast("Located", loaded.target)
         x = loaded.input[None].to(self.device, self._dtype)
         with prepared_for_attribution(method.model), bind_layout(method.layout), torch.no_grad():
-            return len(target.found(run_model(method.model, x), self.categories))
+            images = method.images(x).located(located.geometries)
+            return len(cast("BoxTarget", located.target).detections(run_model(method.model, x), images))
 
     def load(self, slot: Slot, most_pixels: float = math.inf) -> LoadedImage:
         """Look up the target of an image, decode and preprocess it, and keep an image of at most `most_pixels`.
@@ -150,7 +150,8 @@ class Network:
             to_draw = image if image.width * image.height <= most_pixels else None
             prepare = cast("Preprocess | TransformPreprocess", self.preprocess)  # `Run.execute` requires it
             x, input_box = prepare(image), locate(prepare, image)
-            target = located(target, [Geometry(input_box, image.size, (x.shape[-2], x.shape[-1]))])
+            if isinstance(target, Target):
+                target = Located(target, (Geometry(input_box, image.size, (x.shape[-2], x.shape[-1])),))
             return LoadedImage(slot, None, target, x, input_box, to_draw, prepare.range)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
             return LoadedImage(slot, error, self._target)

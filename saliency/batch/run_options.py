@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..io.preprocess import PreprocessLike, Whole
-    from ..targets.targets import Target
+    from ..targets.question import Target
 
 Format = Literal["png", "jpg", "webp"]
 Sign = Literal["positive", "signed", "absolute"]
@@ -189,7 +189,7 @@ class RunOptions:
         if len(set(self.methods)) < len(self.methods):
             raise BatchError(f"methods={list(self.methods)}: a method occurs twice")
         check_choice("engine", self.engine, ("local", "ray"), error=BatchError)
-        if callable(self.target) and self.detections is not None:
+        if self.detections is not None and not isinstance(self.target, int | str | None):
             raise BatchError("detections= explains boxes of all detections; target= can only be their class")
         counts = ("workers", "batch_size", "limit", *(("detections",) if self.detections != "all" else ()))
         for name in counts:

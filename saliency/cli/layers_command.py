@@ -16,6 +16,7 @@ from ..inspection.layer_table import LayerRow, LayerTable
 from ..io.inputs import read
 from ..layers.find import LayerScan, scan_layers
 from ..tables import Column, Table
+from ..targets.question import Images
 from ..targets.targets import as_categories, as_target
 from ..validation import check_integer
 from ..zoo import load
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         reads_values = arguments.weights != "default" or arguments.stats or arguments.gradients
         model = load(arguments.model, weights=arguments.weights if reads_values else None)  # a table needs no download
     categories = as_categories(arguments.categories) if arguments.categories else categories_of(model)
-    target = as_target(arguments.target, 1, categories)
+    target = as_target(arguments.target).prepared(Images(categories=categories))
     preprocess = arguments.preprocess or getattr(model, "preprocess", None)
     if preprocess is None:
         raise UsageError(f"{arguments.model} has no preprocessing; pass --preprocess")

@@ -33,7 +33,7 @@ from ..attribution.passes import (
     listening,
     progress_bar,
 )
-from ..attribution.resolved_target import OutputRows, ResolvedTarget, output_rows
+from ..attribution.questions import Questions
 from ..axes import at_least_float32
 from ..errors import MethodError, TargetError
 from ..hooks.forward_args import bind_image, shown_images
@@ -98,7 +98,7 @@ class PassRunner(ExitStack):
         partial: Returns the attribution of the passes so far, for listeners; None if there is none yet.
     """
 
-    def __init__(self, method: MultiPassAttribution, x: Tensor, batch_target: ResolvedTarget, image: int) -> None:
+    def __init__(self, method: MultiPassAttribution, x: Tensor, batch_target: Questions, image: int) -> None:
         super().__init__()
         self.x, self.least, self.used = x, 1, 0
         self.chunk = chunk_size(x) if method.chunk == "auto" else method.chunk
@@ -142,19 +142,15 @@ class PassRunner(ExitStack):
         precision, note = ("; ".join(dict.fromkeys(texts)) for texts in (self.precisions, self.notes))
         return RunStats(self.used, seconds, self.stopped, precision or "exact", note)
 
-    def target(self, count: int) -> ResolvedTarget:
-        """Return the target for an output of `count` passes of the image."""
-        return self._batch_target.repeated(self._image, count, lambda: self._rows)
-
-    @cached_property
-    def _rows(self) -> OutputRows:
-        return output_rows(self._model, self.x)
+    def target(self, count: int, *, mirrored: bool = False) -> Questions:
+        """Return the question for an output of `count` passes of the image, mirrored from left to right or not."""
+        return self._batch_target.variants(self._image, count, mirrored=mirrored)
 
     @cached_property
     def _is_single(self) -> bool:
         """Return whether passes must run one at a time."""
         with torch.no_grad(), torch.autocast(**self._autocast):
-            reason = self._batch_target.serial_reason(self._image, self._model, self.x, lambda: self._rows)
+            reason = self._batch_target.serial_reason(self._image, self._model, self.x)
         if reason:
             self.notes.append(reason)
         return bool(reason)
@@ -427,7 +423,7 @@ class MultiPassAttribution(Attribution):
     progress: Option[bool | None] = Option(None)
     seed: Option[int] = Option(0, check_integer, least=None)
 
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         """Explain the images of a batch one by one."""
         images: list[ImageAttribution] = []
         stats: list[RunStats] = []
@@ -446,7 +442,7 @@ class MultiPassAttribution(Attribution):
                     stats.append(passes.run_stats)
         return stack_images(images, scores, tuple(stats))
 
-    def layers_for(self, x: Tensor, target: ResolvedTarget) -> tuple[str, ...]:
+    def layers_for(self, x: Tensor, target: Questions) -> tuple[str, ...]:
         """Return the names of the layers to keep from the forward of the batch; none by default."""
         return ()
 

@@ -23,7 +23,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 from .._version import __version__
 from ..attribution.base import METHODS, Attribution, get_method, summary
@@ -52,16 +51,17 @@ from ..hooks.model_state import prepared_for_attribution, run_model
 from ..io.atomic_write import SOFTWARE
 from ..io.inputs import Batch, decode, encode, open_image
 from ..io.png import encode_png
-from ..io.preprocess import Frame, Geometry, Preprocess, drawable, scaled_size
+from ..io.preprocess import Frame, Preprocess, drawable, scaled_size
 from ..layers.find import scan_layers
 from ..layers.layout import bind_layout
 from ..render.blending import DIVERGING, MOST_OPACITY, SEQUENTIAL, color_table, scale_map
 from ..render.figure import as_png, figure
 from ..render.overlay import overlay
-from ..targets.box import BoxScore, as_place, box
+from ..targets.box import BoxTarget, as_place, box
 from ..targets.embedding import text
-from ..targets.region import region, score_maps
-from ..targets.targets import Categories, ClassScore, OutputFacts, class_name, class_scores, contrast
+from ..targets.question import Categories, Images
+from ..targets.region import RegionScore, region, score_maps
+from ..targets.targets import ClassTarget, as_target, class_name, class_scores, contrast
 from ..validation import check_choice, check_number
 
 Answer = dict[str, Any]
@@ -298,12 +298,11 @@ class Session:
         }
 
     def _top(self, output: Any, batch: Batch) -> list[Answer]:
-        resolved = self._default.resolve(None, batch.inputs, batch.frames)
-        resolved(output)
-        target, scores = cast("ClassScore", resolved.target), class_scores(output)[0]
-        best = target.classes[0]
-        order = [best, 1 - best] if target.is_binary else scores.topk(min(TOP, len(scores))).indices.tolist()
-        known = [replace(target, classes=(index,)).probabilities(output) for index in order]
+        images = self._default.images(batch.inputs, batch.frames)
+        score, scores = ClassTarget((None,)).find(output, images), class_scores(output)[0]
+        best = score.classes[0]
+        order = [best, 1 - best] if score.is_binary else scores.topk(min(TOP, len(scores))).indices.tolist()
+        known = [score.link and replace(score, classes=(index,)).probability(output) for index in order]
         return [
             {
                 "target": index,
@@ -314,8 +313,7 @@ class Session:
         ]
 
     def _detections(self, output: Any, batch: Batch) -> list[Answer]:
-        geometry = Geometry.of(batch.frames[0], tuple(batch.inputs.shape[2:]))
-        target = cast("BoxScore", box()).locate([geometry])
+        target, images = cast("BoxTarget", box()), self._default.images(batch.inputs, batch.frames)
         return [
             {
                 "index": index,
@@ -324,7 +322,7 @@ class Session:
                 "probability": match.probability,
                 "box": list(match.box),
             }
-            for index, match in enumerate(target.found(output, self._default.categories))
+            for index, match in enumerate(target.detections(output, images))
         ]
 
     def _regions(self, output: Any) -> Answer:
@@ -332,8 +330,8 @@ class Session:
         names, planes = self._default.categories, {}
         for label in _labels(output, names):
             with suppress(NotFoundError):
-                target: Any = cast("Any", region(label)).resolve(1, names).resolve_from(output, OutputFacts(names))
-                planes[label] = cast("Tensor", target.cells)[0] > 0  # (h, w)
+                (question,) = as_target(region(label)).ask(output, Images(categories=names))
+                planes[label] = cast("RegionScore", question.score).cells[0] > 0  # (h, w)
         shares = {label: float(plane.float().mean()) for label, plane in planes.items()}
         order = sorted(shares, key=lambda label: -shares[label])[:MOST_REGIONS]
         found = [{"target": label, "name": class_name(label, names), "share": shares[label]} for label in order]
@@ -450,7 +448,7 @@ class Session:
             due = perf_counter() + PAUSE
 
         with prepared_for_attribution(self.model), bind_layout(method.layout), listening(listener):
-            resolved = method.explained_target(method.resolve(question.target, batch.inputs, batch.frames))
+            resolved = method.questions(question.target, batch.inputs, batch.frames)
             (result,) = method.explain_targets(batch.inputs, [resolved])
         return method.explanation(result, resolved, batch).to("cpu")
 

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..errors import ModelError, plural, warn
-from ..targets.targets import Prompt
+from ..targets.question import Prompt
 from .autograd_graph import tensor_version
 from .model_state import model_attribute, prepared_for_attribution
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..attribution.answer import Answer, explained_answer, read_inputs
 from ..attribution.dense_features import cell_at
 from ..attribution.forward import Needs, SharedForward, TargetGradients
-from ..attribution.resolved_target import ResolvedTarget
+from ..attribution.questions import CallImages, Questions
 from ..axes import require_two_axes
 from ..errors import LayerError, NotApplicableError, RenderError, TargetError, plural, warn
 from ..hooks.attention import AttentionCall, fuse_heads
@@ -196,8 +196,8 @@ def attention(
         bind_forward_args(forward_args, read_batch),
         bind_image(0) if is_answer else nullcontext(),
     ):
-        resolved = ResolvedTarget(target, len(batch), categories_of(model))
-        resolved.bind(model, batch, lambda reference: read_images(reference).inputs, read_batch.frames[: len(batch)])
+        frames = read_batch.frames[: len(batch)]
+        resolved = Questions(target, CallImages(model, batch, categories_of(model), frames, read_images))
         forward = SharedForward(model, batch, needs)
         grads = TargetGradients(forward, resolved)
         if not grads.attention:
@@ -226,7 +226,7 @@ def attention(
     ]
 
 
-def _trace_layouts(model: nn.Module, x: Tensor, target: ResolvedTarget, names: Sequence[str]) -> list[_Layouts]:
+def _trace_layouts(model: nn.Module, x: Tensor, target: Questions, names: Sequence[str]) -> list[_Layouts]:
     """Return the layouts of each call, from one more forward of a prepared model, given the layers of the calls."""
     with HookManager(exclusive=True), PositionTrace(x) as trace:
         calls = TargetGradients(SharedForward(model, x, Needs(attention=True)), target).attention

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..attribution.questions import Questions
 from ..errors import ImageError, LayerError, RenderError, TargetError, plural
 from ..hooks.autograd_graph import ends_in_probability, this_backward
 from ..hooks.manager import HookManager
@@ -24,7 +25,8 @@ from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..hooks.rectifiers import differentiate
 from ..render.figure import new_figure
 from ..tables import Column, Table, number, share
-from ..targets.targets import Categories, OutputFacts, OutputTarget, TargetLike, as_target, output_tensor
+from ..targets.question import Categories, Images
+from ..targets.targets import TargetLike
 from ..validation import check_choice
 from .arguments import Batches, LayersLike, ModelCall, select_layers
 from .moments import Moments, moments, real_values
@@ -292,7 +294,15 @@ def gradient_statistics(
 
 
 def _is_loss(loss_or_target: Any) -> bool:
-    return callable(loss_or_target) and not isinstance(loss_or_target, OutputTarget | Tensor)
+    return callable(loss_or_target) and not isinstance(loss_or_target, Tensor)
+
+
+class _BatchImages(Images):
+    """Images of a batch whose output has a graph."""
+
+    def is_probability(self, scores: Tensor) -> bool:
+        """Return whether the scores end in a sigmoid or softmax."""
+        return ends_in_probability(scores)
 
 
 def _objective(loss_or_target: Any, categories: Categories, output: Any, batch: ModelCall) -> Tensor:
@@ -302,9 +312,7 @@ def _objective(loss_or_target: Any, categories: Categories, output: Any, batch: 
         labels = [] if batch.labels is None else [tree_map_tensors(batch.labels, torch.clone)]
         name, value = "loss", loss_or_target(output, *labels)
     else:
-        target = as_target(loss_or_target, batch.size, categories)
-        facts = OutputFacts(categories, lambda output: ends_in_probability(output_tensor(output)))
-        name, value = "score", target.resolve_from(output, facts)(output)
+        name, value = "score", Questions(loss_or_target, _BatchImages(batch.size, categories))(output)
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape not in ((), (1,), (batch.size,)):
         got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise TargetError(f"the {name} is {got}; expected one float, or one for each of {plural(batch.size, 'image')}")

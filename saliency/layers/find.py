@@ -22,9 +22,9 @@ from ..hooks.manager import HookManager
 from ..hooks.model_state import leaf, run_model
 from ..hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
 from ..hooks.rectifiers import differentiate
-from ..targets.box import BoxScore
+from ..targets.box import BoxTarget
 from ..targets.region import Keypoint
-from ..targets.targets import TargetList, output_tensor
+from ..targets.targets import Located, TargetList, output_tensor
 from .layout import GIVE_LAYOUT, Layout, given_layout, is_channels_first, layout_from, token_layout, traced_layout
 from .positions import Grid, PositionTrace, is_mirrored
 
@@ -256,7 +256,8 @@ def head_inputs(model: nn.Module, x: Tensor, target: _Score | None) -> _Layers:
     question = getattr(target, "target", None)
     if isinstance(question, TargetList):  # one for each image
         question = question.targets[0]
-    if not isinstance(question, BoxScore | Keypoint):
+    question = question.target if isinstance(question, Located) else question
+    if not isinstance(question, BoxTarget | Keypoint):
         return ()
     known, key = cache_of(_head_inputs, model), _key(model, x)
     if key not in known:

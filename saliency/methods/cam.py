@@ -20,7 +20,7 @@ from ..attribution.base import Attribution, TracedAttribution
 from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.forward import Needs, TargetGradients
 from ..attribution.options import PositionalOption
-from ..attribution.resolved_target import ResolvedTarget
+from ..attribution.questions import Questions
 from ..axes import along_rows, at_least_float32, on_finest_grid, spatial
 from ..errors import LayerError, MethodError, NotApplicableError, warn
 from ..hooks.tracing import is_tracing
@@ -73,13 +73,13 @@ class LayerAttribution(TracedAttribution):
     reads_levels: ClassVar[bool] = False
     """Whether the method reads all levels of a detector, and not only the last one."""
 
-    def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
+    def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the named layer, or the default one."""
         if self.layer:
             return replace(self.needs, layers=(self.layer,))
         return replace(self.needs, layers=self.default_layers(x, target))
 
-    def default_layers(self, x: Tensor, target: ResolvedTarget) -> tuple[str, ...]:
+    def default_layers(self, x: Tensor, target: Questions) -> tuple[str, ...]:
         """Return the layers that are read if none is named."""
         if self.reads_levels:
             return default_layers(self.model, x, target)
@@ -419,7 +419,7 @@ class CAM(LayerAttribution):
         """Weight the activations by the head's weights for the class."""
         (layer,) = layers
         activation = grads.activation(layer)
-        classes = grads.target.class_index(activation)
+        classes = grads.target.classes(activation)
         if classes is None:
             raise NotApplicableError("cam explains classes; use grad_cam, which equals cam for a logit")
         weight = linear_head(self.model, activation, grads.forward.output, layer)

@@ -16,14 +16,14 @@ from ..attribution.base import Attribution, TracedAttribution
 from ..attribution.explanation import BatchAttribution
 from ..attribution.forward import Needs, SharedForward, TargetGradients, no_gradient_message
 from ..attribution.options import Option, PositionalOption
-from ..attribution.resolved_target import ResolvedTarget
+from ..attribution.questions import Questions
 from ..axes import on_finest_grid, resize, spatial
 from ..engine.estimates import Estimate
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, from_estimate
 from ..errors import LayerError, NotApplicableError
 from ..hooks.autograd_graph import PlainAttention
 from ..layers.find import head_inputs, scan_layers
-from ..targets.targets import ClassScore, class_scores
+from ..targets.targets import ClassScore, ClassTarget, class_scores
 from ..validation import check_choice, check_integer, check_number
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, XGradCAM, layer_name, weighted_sum
 from .gradient import GuidedBackprop, Smooth
@@ -94,7 +94,7 @@ class _LayerFusion(TracedAttribution):
     def __post_init__(self) -> None:
         self._cam = _CAMS[self.cam](self.model)
 
-    def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
+    def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the named layers, those that enter a detector's head, or the last of each of three resolutions."""
         layers = self.layers or tuple(layer.name for layer in head_inputs(self.model, x, target))
         layers = layers or scan_layers(self.model, x, target).last_per_resolution()
@@ -220,8 +220,8 @@ class FinerCAM(LayerAttribution):
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Compute the CAM of the contrast with the references."""
-        classes = grads.target.class_index(grads.scores)
-        if not isinstance(grads.target.target, ClassScore) or classes is None:
+        classes = grads.target.classes(grads.scores)
+        if classes is None or not isinstance(grads.target.target, ClassTarget):
             raise NotApplicableError("finer_cam compares classes; the target must be a class, by index or name")
         own = classes[:, None]
         shares = self._reference_shares(class_scores(grads.forward.output).detach(), own)
@@ -230,7 +230,7 @@ class FinerCAM(LayerAttribution):
             scores = class_scores(output)
             return scores.gather(1, own)[:, 0] - self.gamma * (scores * shares).sum(1)
 
-        target = ResolvedTarget(contrast, grads.target.images, grads.target.categories)
+        target = Questions(contrast, grads.target.images)
         result = self._cam.explain_gradients(TargetGradients(grads.forward, target), layers)
         return replace(result, scores=grads.scores)
 
@@ -296,7 +296,7 @@ class ShapleyCAM(LayerAttribution):
                     f"shapley_cam needs second derivatives after the layer; {error}. Use grad_cam"
                 ) from error
 
-    def _slopes_of(self, forward: SharedForward, target: ResolvedTarget, layer: str) -> Tensor:
+    def _slopes_of(self, forward: SharedForward, target: Questions, layer: str) -> Tensor:
         at = forward.layers[layer]
         utility = self._utility(forward.output, target).sum()
         gradient: Tensor | None = torch.autograd.grad(utility, at, create_graph=True, allow_unused=True)[0]
@@ -309,11 +309,12 @@ class ShapleyCAM(LayerAttribution):
         product: Tensor | None = torch.autograd.grad(rise, at, retain_graph=True, allow_unused=True)[0]
         return gradient.detach() if product is None else gradient.detach() - product / 2
 
-    def _utility(self, output: Any, target: ResolvedTarget) -> Tensor:
+    def _utility(self, output: Any, target: Questions) -> Tensor:
         """Return the utility of each image (N,)."""
-        score, own = target(output), target.target
-        if not isinstance(own, ClassScore) or own.link is None:
+        score, first = target(output), target[0].score
+        if not isinstance(first, ClassScore) or first.link is None:
             return score
+        own = ClassScore(tuple(index or 0 for index in target.indices), first.link, first.is_binary)
         if own.link == "softmax":
             return score + own(class_scores(output).log_softmax(1))
         return score + own.probability(output).clamp(min=torch.finfo(score.dtype).tiny).log()

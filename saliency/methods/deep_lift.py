@@ -13,7 +13,7 @@ from ..attribution.base import TracedAttribution
 from ..attribution.explanation import BatchAttribution
 from ..attribution.forward import Needs, TargetGradients
 from ..attribution.options import Option, PerImage
-from ..attribution.resolved_target import ResolvedTarget
+from ..attribution.questions import Questions
 from ..axes import at_least_float32
 from ..engine.estimates import Estimate, normal
 from ..errors import warn
@@ -71,7 +71,7 @@ class DeepLIFT(TracedAttribution):
     baseline: BaselineOption = BaselineOption("mean")
     unknown: Option[Unknown] = Option("refuse", check_choice, get_args(Unknown))
 
-    def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
+    def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the values that the rules read."""
         # Only gradients of unknown operations read the values of linear operations.
         return replace(self.needs, values=SavedValues.CHANGES if self.unknown == "refuse" else SavedValues.ALL)

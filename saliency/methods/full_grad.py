@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,7 @@ from ..attribution.base import Attribution
 from ..attribution.explanation import BatchAttribution
 from ..attribution.forward import Needs, SharedForward, TargetGradients
 from ..attribution.options import RunStats
-from ..attribution.resolved_target import ResolvedTarget, output_rows
+from ..attribution.questions import Questions
 from ..axes import at_least_float32, resize
 from ..engine.multi_pass import ImageAttribution, stack_images
 from ..errors import warn
@@ -75,18 +75,17 @@ class FullGrad(Attribution):
     is_complete = False
     """The residual belongs to the unscaled terms, not to the values of the map."""
 
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         """Compute the maps of a batch."""
         return self.explain_targets(x, [target])[0]
 
-    def explain_targets(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
+    def explain_targets(self, x: Tensor, targets: Sequence[Questions]) -> list[BatchAttribution]:
         """Compute the maps for several targets, from one forward of each image."""
         if len(x) > 1:
             with torch.no_grad():
                 output = run_model(self.model, x)
             for target in targets:
                 target(output)
-        rows = cache(lambda: output_rows(self.model, x[:1]))
         results: list[list[tuple[ImageAttribution, Tensor, RunStats]]] = [[] for _ in targets]
         for image in range(len(x)):
             start = time.perf_counter()
@@ -94,7 +93,7 @@ class FullGrad(Attribution):
                 one = x[image : image + 1]
                 forward = SharedForward(self.model, one, self.needs, len(targets))
                 for number, target in enumerate(targets):
-                    own = target if len(x) == 1 else target.repeated(image, 1, rows)
+                    own = target if len(x) == 1 else target.variants(image, 1)
                     grads = TargetGradients(forward, own)
                     terms = _Terms(self.model, grads)
                     stats = RunStats(1, time.perf_counter() - start, "complete", note=terms.note())

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ..attribution.options import Option
-from ..attribution.resolved_target import ResolvedTarget
 from ..axes import along_rows, at_least_float32, spatial
 from ..engine.estimates import Estimate, generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, SteppedAttribution, from_estimate
 from ..errors import warn
 from ..hooks.tracing import is_tracing
 from ..targets.embedding import Similarity, TextSimilarity
-from ..targets.targets import ClassScore, FunctionTarget, OutputFacts, OutputTarget, Probability
+from ..targets.question import Images, Target, Together
+from ..targets.targets import ClassTarget, FunctionTarget, Probability
 from ..validation import check_choice, check_integer, check_number
 from .baselines import BaselineOption, Diffusion, baselines
 
@@ -139,16 +139,14 @@ class IDGI(SteppedAttribution):
 
     baseline: BaselineOption = BaselineOption("mean")
 
-    def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
+    def explained_target(self, target: Target) -> Target:
         """Return the probability of a class instead of its logit."""
-        if isinstance(target.target, FunctionTarget | Similarity | TextSimilarity):
+        if isinstance(target, FunctionTarget | Similarity | TextSimilarity):
             warn(
                 f"{self.name}: only classes are explained by their probability; this map may show stripes at "
                 "the border of the image; use integrated_gradients"
             )
-        if not isinstance(target.target, ClassScore):
-            return target
-        return target.replaced(_ProbabilityIfAny((target.target,)))
+        return _ProbabilityIfAny(target) if isinstance(target, ClassTarget) else target
 
     def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Divide the rise of each step in proportion to the squared gradient at its start."""
@@ -172,10 +170,10 @@ class IDGI(SteppedAttribution):
 class _ProbabilityIfAny(Probability):
     """Probability of a class, or the score itself if the model returns one number per image."""
 
-    def resolve_from(self, output: Any, facts: OutputFacts) -> OutputTarget:
-        """Resolve the top class, if no class was named."""
-        score = self.scores[0].resolve_from(output, facts)
-        return score if score.link is None else Probability((score,))
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the questions about the probability, if there is one."""
+        has_probability = self.of.find(output, images).link is not None
+        return super().ask(output, images) if has_probability else self.of.ask(output, images)
 
 
 def _squared_shares(gradients: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..attribution.forward import Needs, SharedForward
 from ..attribution.options import PositionalOption
 from ..attribution.passes import CHUNK_BYTES_CPU, MAX_CHUNK_CPU
-from ..attribution.resolved_target import ResolvedTarget
+from ..attribution.questions import Questions
 from ..axes import at_least_float32, spatial
 from ..engine.multi_pass import MultiPassAttribution, PassRunner
 from ..engine.recording import TailForward
@@ -75,7 +75,7 @@ class LayerPasses(MultiPassAttribution):
 
     layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
 
-    def layers_for(self, x: Tensor, target: ResolvedTarget) -> tuple[str, ...]:
+    def layers_for(self, x: Tensor, target: Questions) -> tuple[str, ...]:
         """Return the layer of a single image, unless the caller's autocast would round its output."""
         if len(x) > 1 or torch.is_autocast_enabled(x.device.type):
             return ()

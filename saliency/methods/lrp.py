@@ -18,7 +18,7 @@ from ..attribution.base import TracedAttribution
 from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.forward import Needs, TargetGradients, no_gradient_message
 from ..attribution.options import ConvertedOption, Option, PositionalOption
-from ..attribution.resolved_target import ResolvedTarget
+from ..attribution.questions import Questions
 from ..axes import along_rows, at_least_float32
 from ..errors import LayerError, MethodError, warn
 from ..hooks.autograd_graph import Gradients, own_parameters
@@ -94,11 +94,11 @@ class RelevancePropagation(TracedAttribution):
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the rules for a forward and its scores."""
 
-    def read_layer(self, x: Tensor, target: ResolvedTarget) -> str | None:
+    def read_layer(self, x: Tensor, target: Questions) -> str | None:
         """Return the layer whose relevance is read; None for the input."""
         return self.layer
 
-    def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
+    def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the layers whose relevance is restricted, and the one whose relevance is read, if any."""
         layer = self.read_layer(x, target)
         return replace(self.needs, layers=(*self._through, *([] if layer is None else [layer])))
@@ -288,7 +288,7 @@ class LRP(PixelRelevance):
             return ZBox(*(tuple((end - mean) / std for mean, std in pairs) for end in (0, 1)))
         return rule
 
-    def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
+    def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the layers, the modules with their own rules, and all values if activations have a rule."""
         needs = super().needs_for(x, target)
         if self.composite is None:
@@ -343,7 +343,7 @@ class AttnLRP(PixelRelevance):
         rules: dict[RuleKey, AnyRule] = {kind: Gamma(gamma) for kind, gamma in gammas.items() if gamma}
         self._composite = Composite(rules, constant_gates=self.constant_gates)
 
-    def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
+    def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the layers, and the values that the rules read."""
         values = SavedValues.LINEAR if self._composite.rules else SavedValues.ACTIVATIONS
         return replace(super().needs_for(x, target), values=values)
@@ -447,7 +447,7 @@ class ExcitationBackprop(RelevancePropagation):
 
     contrastive: Option[bool] = Option(False, check_flag)
 
-    def read_layer(self, x: Tensor, target: ResolvedTarget) -> str | None:
+    def read_layer(self, x: Tensor, target: Questions) -> str | None:
         """Return the given layer, or the last one of the second-lowest resolution."""
         if self.layer is not None:
             return self.layer

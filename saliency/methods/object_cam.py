@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..attribution.options import Option
-from ..attribution.resolved_target import ResolvedTarget
+from ..attribution.questions import Questions
 from ..axes import max_pool, on_finest_grid, spatial
 from ..layers.find import scan_layers
 from ..validation import check_integer, check_number
@@ -50,7 +50,7 @@ class ODAM(LayerCombination):
 class BottleneckCAM(LayerAttribution):
     """Base class of CAMs at the last layer of the coarsest resolution, the bottleneck of an encoder and decoder."""
 
-    def default_layers(self, x: Tensor, target: ResolvedTarget) -> tuple[str, ...]:
+    def default_layers(self, x: Tensor, target: Questions) -> tuple[str, ...]:
         """Return the last of the outermost layers of the coarsest resolution."""
         layers = scan_layers(self.model, x, target).last_per_resolution()
         return layers[-1:] or super().default_layers(x, target)

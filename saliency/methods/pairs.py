@@ -21,7 +21,8 @@ from ..io.inputs import Batch, ImagesLike
 from ..io.preprocess import Frame
 from ..layers.layout import bind_layout
 from ..targets.embedding import Measure, Similarity, similarity
-from ..targets.targets import EncodeImage, EncodeText, OutputFacts, TargetList, embedding
+from ..targets.question import Images, Together
+from ..targets.targets import TargetList, embedding
 from ..validation import check_choice, check_integer
 from .cam import HiResCAM
 from .deep_lift import DeepLIFT
@@ -72,15 +73,16 @@ def explain_pair(
 class PairSimilarity(Similarity):
     """Similarity of each image of a batch to its partner, half a batch away; `references` are the partners."""
 
-    def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> PairSimilarity:
+    def prepared(self, images: Images) -> PairSimilarity:
         """Return the target unchanged: the first output of the model has all embeddings."""
         return self
 
-    def resolve_from(self, output: Any, facts: OutputFacts) -> TargetList:
+    def ask(self, output: Any, images: Images) -> Together:
         """Return the similarity of each image to the embedding that its partner has in this output."""
         own = embedding(output).detach()
         partners = zip(self.references, own.roll(len(own) // 2, 0)[:, None], strict=True)
-        return TargetList(tuple(Similarity((one,), self.measure, embeddings=row) for one, row in partners))
+        targets = [Similarity((one,), self.measure, embeddings=row) for one, row in partners]
+        return TargetList(tuple(targets)).ask(output, images)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,8 +194,8 @@ def _directions(first: Tensor, second: Tensor, count: int | None, seed: int) -> 
 def _maps(method: Attribution, x: Tensor, rows: Tensor, cells: int) -> Tensor:
     """Return the maps (K, h, w) of an image's embedding along directions (K, D), summed over square cells."""
     batch = x.expand(len(rows), *x.shape[1:])
-    target = method.resolve(lambda output: (embedding(output) * rows).sum(1), batch)
-    maps = method.explain(batch, method.explained_target(target)).values.sum(1, dtype=rows.dtype)
+    target = method.questions(lambda output: (embedding(output) * rows).sum(1), batch)
+    maps = method.explain(batch, target).values.sum(1, dtype=rows.dtype)
     longest = max(maps.shape[1:])
     for axis, length in enumerate(maps.shape[1:], 1):
         count = max(1, round(min(cells, longest) * length / longest))

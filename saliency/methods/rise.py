@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +15,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..attribution.explanation import BatchAttribution, Explanation
 from ..attribution.options import Option
-from ..attribution.resolved_target import OutputRows, ResolvedTarget
+from ..attribution.questions import Questions
 from ..axes import along_rows
 from ..engine.estimates import Estimate, generator, precise_type, rank_correlation
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, from_estimate
 from ..io.inputs import Batch
 from ..targets.box import BoxScore
 from ..targets.embedding import SelfSimilarity
-from ..targets.targets import ClassScore, OutputTarget
+from ..targets.question import Question, Target
+from ..targets.targets import ClassTarget
 from ..validation import check_flag, check_integer, check_number
 from .baselines import Filler, FillOption
 
@@ -98,11 +99,12 @@ class RISE(SampledAttribution):
         return MaskedScores(self.visible, torch.full_like(masks.variance, self.visible), None, score.numel())
 
 
-class JointTarget(ResolvedTarget):
+class JointQuestions(Questions):
     """Several targets of one call, whose scores (N, T) are read from one output; see `DRISE`."""
 
-    def __init__(self, targets: Sequence[ResolvedTarget]) -> None:
-        self.images, self._targets = targets[0].images, targets
+    def __init__(self, targets: Sequence[Questions]) -> None:
+        super().__init__(None, targets[0].images)
+        self._targets = targets
         self._probabilities: dict[tuple[int, int], Tensor] = {}  # (C,) by the number of the target and the image
         self._image: int | None = None  # of which all passes are; None for the batch
 
@@ -111,7 +113,7 @@ class JointTarget(ResolvedTarget):
         numbers = range(len(self._targets))
         if self._image is None:
             return torch.stack([self._of_batch(at, output) for at in numbers], 1)
-        boxes = {at: own for at in numbers if (own := _whole_box(self._targets[at].target))}
+        boxes = {at: own for at in numbers if (own := _whole_box(self._targets[at][0]))}
         scores = {at: self._targets[at](output) for at in numbers if at not in boxes}
         for reading in {own.reading for own in boxes.values()}:
             group = [at for at, own in boxes.items() if own.reading == reading]
@@ -121,24 +123,25 @@ class JointTarget(ResolvedTarget):
 
     def _of_batch(self, at: int, output: Any) -> Tensor:
         """Return the scores (N,) of the images themselves. This call finds the boxes."""
-        scores, target = self._targets[at](output).clone(), self._targets[at].target
-        for image in range(self.images):
-            if (own := _whole_box(target.repeated(image, 1))) is not None:
-                part = own.part(output, image)
-                self._probabilities[at, image] = own.class_probabilities(own.detections(part))
-                scores[image] = self._similarities(image, {at: own}, part)[0, 0]
+        target = self._targets[at]
+        scores = target(output).clone()
+        for image in range(len(target)):
+            if (own := _whole_box(target[image])) is not None:
+                self._probabilities[at, image] = own.class_probabilities(own.detections(output), image)
+                scores[image] = self._similarities(image, {at: own}, output)[image, 0]
         return scores
 
     def _similarities(self, image: int, boxes: Mapping[int, BoxScore], output: Any) -> Tensor:
         """Return the similarities (N, T) to boxes of one image that are read in the same way."""
         found = next(iter(boxes.values())).detections(output)
-        places = found.boxes.new_tensor([own.matches[0].box for own in boxes.values()])
+        places = found.boxes.new_tensor([own.match.box for own in boxes.values()])
         return found.similarity(places, pad_sequence([self._probabilities[at, image] for at in boxes], True))
 
-    def repeated(self, image: int, count: int, rows: Callable[[], OutputRows]) -> JointTarget:
-        """Return the targets of one image, for an output whose rows are `count` passes of that image."""
+    def variants(self, image: int, count: int, *, mirrored: bool = False) -> JointQuestions:
+        """Return the questions of one image, for an output whose rows are variants of that image."""
         joint = copy.copy(self)
-        joint._targets, joint._image = [target.repeated(image, count, rows) for target in self._targets], image
+        joint._targets = [target.variants(image, count, mirrored=mirrored) for target in self._targets]
+        joint._image = image
         return joint
 
     def serial_reason(self, *arguments: Any) -> str:
@@ -146,10 +149,10 @@ class JointTarget(ResolvedTarget):
         return next(filter(None, (target.serial_reason(*arguments) for target in self._targets)), "")
 
 
-def _whole_box(target: OutputTarget) -> BoxScore | None:
-    """Return a target that asks for a box and its class; None for any other, such as an edge of a box."""
-    is_whole = isinstance(target, BoxScore) and target.of == "class" and target.against is None
-    return cast("BoxScore", target) if is_whole else None
+def _whole_box(question: Question) -> BoxScore | None:
+    """Return the score of a box and its class; None for any other question, such as about an edge of a box."""
+    score = question.score
+    return score if isinstance(score, BoxScore) and score.is_whole else None
 
 
 class DRISE(RISE):
@@ -179,18 +182,18 @@ class DRISE(RISE):
 
     grid: Option[int] = Option(16, check_integer)
 
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         """Explain one target."""
         return self.explain_targets(x, [target])[0]
 
-    def explain_targets(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
+    def explain_targets(self, x: Tensor, targets: Sequence[Questions]) -> list[BatchAttribution]:
         """Explain several targets by the same masks."""
-        joint = super().explain(x, JointTarget(targets))  # values (N, T, H, W), scores (N, T)
+        joint = super().explain(x, JointQuestions(targets))  # values (N, T, H, W), scores (N, T)
         return [target_part(joint, at) for at in range(len(targets))]
 
 
 def target_part(joint: BatchAttribution, at: int) -> BatchAttribution:
-    """Return the attribution of one target of a `JointTarget`, by its number."""
+    """Return the attribution of one target of a `JointQuestions`, by its number."""
     own: Any = {name: part[:, at : at + 1] if part.dim() > 2 else part[:, at] for name, part in joint.tensors().items()}
     return replace(joint, **own)
 
@@ -230,16 +233,15 @@ class RELAX(RISE):
 
     uncertainty: Option[bool] = Option(False, check_flag)
 
-    def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
+    def explained_target(self, target: Target) -> Target:
         """Return the similarity to the image itself if no target was given."""
-        is_given = not isinstance(target.target, ClassScore) or set(target.target.classes) != {None}
-        return target if is_given else target.replaced(SelfSimilarity())
+        return SelfSimilarity() if isinstance(target, ClassTarget) and target.classes is None else target
 
     def new_estimate(self, masks: RandomMasks, score: Tensor) -> MaskedScores:
         """Return the estimate of the map, without masks."""
         return WeightedVariance(masks.variance, score) if self.uncertainty else super().new_estimate(masks, score)
 
-    def explanation(self, result: BatchAttribution, target: ResolvedTarget, batch: Batch) -> Explanation:
+    def explanation(self, result: BatchAttribution, target: Questions, batch: Batch) -> Explanation:
         """Return the checked explanation. A variance has the units squared."""
         explanation = super().explanation(result, target, batch)
         return replace(explanation, units="score squared") if self.uncertainty else explanation

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..attribution.base import Attribution, get_method
 from ..attribution.explanation import BatchAttribution, Explanation, Setting
 from ..attribution.options import Option, PositionalOption
-from ..attribution.resolved_target import ResolvedTarget
+from ..attribution.questions import Questions
 from ..axes import along_rows, at_least_float32
 from ..engine.estimates import Estimate, generator, precise_type
 from ..engine.multi_pass import (
@@ -28,6 +28,7 @@ from ..engine.multi_pass import (
 from ..errors import MethodError
 from ..hooks.model_state import unwrap
 from ..io.inputs import Batch
+from ..targets.question import Target
 from ..validation import check_flag, check_number, check_numbers
 from .gradient import VanillaGradient
 
@@ -69,11 +70,11 @@ class WrappingAttribution(MultiPassAttribution):
         values |= {"model": wrapped.model, "inner": _name_of(wrapped), "inner_options": _options_of(wrapped)}
         super().set_options(values)
 
-    def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
+    def explained_target(self, target: Target) -> Target:
         """Return the target that the wrapped method explains."""
         return self._wrapped.explained_target(target)
 
-    def explanation(self, result: BatchAttribution, target: ResolvedTarget, batch: Batch) -> Explanation:
+    def explanation(self, result: BatchAttribution, target: Questions, batch: Batch) -> Explanation:
         """Return the checked explanation. A mean is drawn with the sign of the wrapped method."""
         explanation = super().explanation(result, target, batch)
         return replace(explanation, sign=self._wrapped.sign) if type(self).sign != "positive" else explanation
@@ -98,10 +99,7 @@ class WrappingAttribution(MultiPassAttribution):
         def compute(start: int, stop: int) -> BatchAttribution:
             with torch.no_grad():
                 rows = make(start, stop)
-            target = passes.target(len(rows))
-            if mirrored:
-                target.target = target.target.mirrored()
-            return wrapped.explain(rows, target)
+            return wrapped.explain(rows, passes.target(len(rows), mirrored=mirrored))
 
         for result in passes.chunks(compute, count):
             for stats in result.run_stats:

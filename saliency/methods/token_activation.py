@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from ..attribution.answer import Answer, explained_answer
 from ..attribution.base import Attribution
 from ..attribution.explanation import BatchAttribution, Sign
-from ..attribution.resolved_target import ResolvedTarget
+from ..attribution.questions import Questions
 from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.forward_args import forward_args, shown_images
 from ..hooks.manager import HookManager
 from ..hooks.model_state import call
 from ..targets.targets import output_tensor
-from ..targets.words import Words
+from ..targets.words import WordScore
 
 
 class TAM(Attribution):
@@ -52,11 +52,11 @@ class TAM(Attribution):
     sign: ClassVar[Sign] = "positive"
     is_complete = False
 
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         """Explain one target."""
         return self.explain_targets(x, [target])[0]
 
-    def explain_targets(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
+    def explain_targets(self, x: Tensor, targets: Sequence[Questions]) -> list[BatchAttribution]:
         """Explain several targets from one forward."""
         answer = explained_answer()
         if answer is None:
@@ -66,8 +66,8 @@ class TAM(Attribution):
         results = []
         for target in targets:
             scores = target(output)  # finds the words in the answer
-            words = target.target
-            if not isinstance(words, Words) or words.other is not None:
+            words = target[0].score
+            if not isinstance(words, WordScore) or words.other is not None:
                 problem = "TAM explains saliency.words(...) without against="
                 raise NotApplicableError(f"{problem}; use attn_lrp for other targets")
             maps = torch.stack([_activation(answer, text, row, words) for row in logits])
@@ -113,7 +113,7 @@ def _text_after_image(answer: Answer) -> Tensor:
     return after.nonzero()[:, 0]
 
 
-def _activation(answer: Answer, text: Tensor, logits: Tensor, words: Words) -> Tensor:
+def _activation(answer: Answer, text: Tensor, logits: Tensor, words: WordScore) -> Tensor:
     """Return the activation (L,) of words at image tokens, from the positive logits (L, T) of a text."""
     is_image, total = answer.is_image, torch.zeros_like(logits[:, 0])
     for row, token in words.pairs:

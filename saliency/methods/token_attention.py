@@ -21,7 +21,7 @@ from ..attribution.dense_features import outlying
 from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.forward import Needs, TargetGradients
 from ..attribution.options import Option
-from ..attribution.resolved_target import ResolvedTarget
+from ..attribution.questions import Questions
 from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_passages, fuse_heads, is_chain
@@ -185,7 +185,7 @@ class AttentionMap(TracedAttribution):
     reads_decoders: ClassVar[bool] = False
     """Whether the method supports decoders whose queries attend to the tokens, as in detectors."""
 
-    def needs_for(self, x: Tensor, target: ResolvedTarget) -> Needs:
+    def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the needs. For an answer, they name the language model, to find its calls of attention."""
         answer = explained_answer()
         reader = None if answer is None else answer.reader

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..attribution.explanation import BatchAttribution
 from ..attribution.options import ConvertedOption, Option
-from ..attribution.resolved_target import ResolvedTarget
+from ..attribution.questions import Questions
 from ..engine.multi_pass import MOST_PASSES, ImageAttribution, PassRunner, TimedAttribution
 from ..errors import MethodError
 from ..validation import check_choice, check_integer
-from .rise import JointTarget, target_part
+from .rise import JointQuestions, target_part
 from .segments import ResolvedSegments, SegmentAttribution, SegmentsLike, resolve_segments
 
 Mode = Literal["insertion", "deletion"]
@@ -76,9 +76,9 @@ class VXCODE(SegmentAttribution, TimedAttribution):
     group_size: Option[int] = Option(1, _checked_number)
     segments: ConvertedOption[SegmentsLike, ResolvedSegments] = ConvertedOption((8, 8), resolve_segments)
 
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         """Explain one target."""
-        return target_part(super().explain(x, JointTarget([target])), 0)
+        return target_part(super().explain(x, JointQuestions([target])), 0)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Choose the patches one after the other."""

@@ -7,7 +7,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..attribution.base import Attribution, as_setting
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import heatmap, reduce_channels, resized
 from ..attribution.options import Budget
-from ..attribution.resolved_target import ResolvedTarget
+from ..attribution.questions import Questions
 from ..engine.multi_pass import MOST_PASSES, MultiPassAttribution, SampledAttribution
 from ..errors import MethodError, NotApplicableError, SaliencyError, TargetError, optional_import
 from ..hooks.model_state import prepared_for_attribution, run_model
@@ -32,7 +32,8 @@ from ..io.atomic_write import is_stream
 from ..io.inputs import ImagesLike
 from ..io.preprocess import Preprocess
 from ..layers.layout import bind_layout
-from ..targets.targets import Categories, ClassScore, OutputFacts, as_target, class_scores, threshold
+from ..targets.question import Images
+from ..targets.targets import ClassScore, ClassTarget, as_target, class_scores, threshold
 from .capture import capture
 from .onnx import run_onnx, write_onnx
 
@@ -128,9 +129,10 @@ def captured(
         raise NotApplicableError(f"export: {method.name} cannot be a program: {reason}")
     if isinstance(method, MultiPassAttribution) and method.limits() != Budget():
         raise MethodError(f"export: a program has no time limit; create {method.name} without seconds=")
-    wanted = as_target(target, 1, method.categories)
-    if type(wanted) is not ClassScore:
-        raise TargetError(f"export: expected a class or None as the target, got {type(wanted).__name__}")
+    asked = as_target(target)
+    if not isinstance(asked, ClassTarget):
+        raise TargetError(f"export: expected a class or None as the target, got {type(asked).__name__}")
+    (wanted,) = asked.prepared(Images(1, method.categories)).classes
     inputs = method.read(example).inputs
     # Before the capture: the call fills caches, such as the default layer, whose operations are not part of a program.
     explanation = method.attribute(inputs, target)
@@ -167,66 +169,65 @@ def _metadata(method: Attribution, explanation: Explanation, target: int | str |
     }
 
 
-@dataclass(frozen=True, slots=True)
-class ProgramClass(ClassScore):
-    """Class of each image as a tensor (N,), which the program computes.
+class ProgramQuestions(Questions):
+    """Questions about the class of each image as a tensor (N,), which the program computes.
 
-    Until it is resolved, `classes` is the class index, or None for the top class.
+    Args:
+        wanted: The class index, or None for the top class.
+        score: The score of the class in the first output of the model.
+        images: The images.
 
     Attributes:
         scores: (N, classes) the scores of the first output.
+        index: (N,) the classes.
     """
 
-    scores: Tensor | None = None
-
-    def resolve(self, images: int, categories: Categories) -> ProgramClass:
-        """Return the target unchanged."""
-        return self
-
-    def resolve_from(self, output: Any, facts: OutputFacts) -> ProgramClass:
-        """Return the target with the class of each image."""
-        scores = class_scores(output).detach()
-        if self.classes is not None:
-            classes = torch.full_like(scores[:, 0], self.classes, dtype=torch.int64)
-        else:
-            classes = (scores[:, 0] > threshold(self.link)).long() if self.is_binary else scores.argmax(1)
-        return replace(self, classes=classes, scores=scores)
+    def __init__(self, wanted: int | None, score: ClassScore, images: Images) -> None:
+        super().__init__(wanted, images)
+        self._wanted, self._score = wanted, score
+        self.scores: Tensor | None = None
+        self.index = torch.empty(0, dtype=torch.int64)
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,)."""
         scores = class_scores(output)
-        classes = cast("Tensor", self.classes)
-        if self.is_binary:
-            return scores[:, 0] * (2 * classes - 1)
-        return scores.gather(1, classes[:, None]).squeeze(1)
+        if self.scores is None:
+            first = self.scores = scores.detach()
+            if self._wanted is not None:
+                self.index = torch.full_like(first[:, 0], self._wanted, dtype=torch.int64)
+            else:
+                is_second = first[:, 0] > threshold(self._score.link)
+                self.index = is_second.long() if self._score.is_binary else first.argmax(1)
+        if self._score.is_binary:
+            return scores[:, 0] * (2 * self.index - 1)
+        return scores.gather(1, self.index[:, None]).squeeze(1)
 
-    def repeated(self, image: int, count: int) -> ProgramClass:
-        """Return the target for the class of one image."""
-        return replace(self, classes=self.classes[image : image + 1].expand(count))
+    def classes(self, like: Tensor) -> Tensor:
+        """Return the classes (N,)."""
+        return self.index
 
-    def probabilities(self, output: Any) -> None:
-        """Return None: a program returns all scores."""
+    def variants(self, image: int, count: int, *, mirrored: bool = False) -> ProgramQuestions:
+        """Return the question about the class of one image, for variants of it."""
+        other = copy.copy(self)
+        other.index = self.index[image : image + 1].expand(count)
+        return other
 
 
-def _program(method: Attribution, image: Tensor, wanted: ClassScore) -> ExportedProgram:
+def _program(method: Attribution, image: Tensor, wanted: int | None) -> ExportedProgram:
     """Return the program of a method, for images like `image` (1, C, H, W)."""
     if isinstance(method, MultiPassAttribution) and method.chunk == "auto":
         method = copy.copy(method)
         method.chunk = MOST_PASSES  # each chunk repeats the operations of the model in the program
     with prepared_for_attribution(method.model), bind_layout(method.layout):
-        resolved = ResolvedTarget(wanted, 1, method.categories)
-        resolved(run_model(method.model, image))
-        score = cast("ClassScore", resolved.target)
-        traced = ProgramClass(wanted.classes[0], score.link, score.is_binary)
+        score = ClassTarget((wanted,)).find(run_model(method.model, image), method.images(image))
 
         def explain(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             with tracing(x):
-                own = ResolvedTarget(traced, len(x), method.categories)
+                own = ProgramQuestions(wanted, score, Images(len(x)))
                 result = method.explain(x, own)
                 maps = reduce_channels(result.values, method.sign)
                 maps = maps.clamp(min=0) if method.sign == "positive" else maps
-                known = cast("ProgramClass", own.target)
-                return cast("Tensor", known.scores), known.classes, resized(maps, x.shape[2:])
+                return cast("Tensor", own.scores), own.index, resized(maps, x.shape[2:])
 
         graph = capture(explain, image, method.model, one_by_one=isinstance(method, MultiPassAttribution))
     batch = image.repeat(2, *[1] * (image.dim() - 1))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Self, cast, get_args
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,8 @@ from ..errors import NotFoundError, TargetError
 from ..io.preprocess import Box, Geometry
 from ..validation import check_choice, is_integer, is_real
 from .candidates import ABSENT, BoxLink, Candidates, CandidatesFunction, Detections, candidates, iou
-from .targets import NO_FLIPS, Categories, OutputFacts, OutputTarget, Target, class_index, class_name, require_class
+from .question import Categories, Images, Question, Target, Together
+from .targets import class_index, class_name, require_class
 
 BoxPart = Literal["class", "objectness", "x0", "y0", "x1", "y1"]
 _EDGES = ("x0", "y0", "x1", "y1")
@@ -24,23 +26,15 @@ _SHARPNESS = 20.0  # of two boxes whose IoU differs by 0.1, one weighs 7 times a
 _MOST_LISTED = 5
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class LocatedTarget(OutputTarget):
-    """Target of a place, a point (x, y) or a box in pixels of the image, on images with known geometries."""
-
-    place: tuple[float, ...] | None = None
-    geometries: tuple[Geometry, ...] = field(default=(), repr=False)
-
-    def locate(self, geometries: Sequence[Geometry]) -> Self:
-        """Return the target with the position of each image. Raises TargetError if the place is outside an image."""
-        if self.geometries:
-            return self
-        for width, height in (own.image_size for own in geometries):
-            place = self.place or (0, 0)
-            if not (place[0] < width and place[1] < height and min(place[-2:]) >= 0):
-                kind = "point" if len(place) == 2 else "box"
-                raise NotFoundError(f"the {kind} {as_text(place)} is outside the image of {width} x {height} pixels")
-        return replace(self, geometries=tuple(geometries))
+def require_inside(place: tuple[float, ...] | None, images: Images) -> None:
+    """Raise NotFoundError if a point or a box is outside one of the images, TargetError if their sizes are unknown."""
+    if not images.geometries:
+        raise TargetError("a place in an image is a target of methods only")
+    for width, height in (images.geometries[number].image_size for number in images.numbers):
+        left, top, *_ = ends = place or (0, 0)
+        if not (left < width and top < height and min(ends[-2:]) >= 0):
+            kind = "point" if len(ends) == 2 else "box"
+            raise NotFoundError(f"the {kind} {as_text(ends)} is outside the image of {width} x {height} pixels")
 
 
 class Match(NamedTuple):
@@ -54,9 +48,10 @@ class Match(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class BoxScore(LocatedTarget):
+class BoxTarget(Target):
     """Score of one box of a detector; see `box`."""
 
+    place: tuple[float, ...] | None = None
     index: int = 0
     label: Any = None
     of: BoxPart | int = "class"  # an integer is a joint
@@ -64,69 +59,65 @@ class BoxScore(LocatedTarget):
     link: BoxLink | None = None
     read: CandidatesFunction | None = None
     joint: str = ""
-    classes: int | None = field(default=None, repr=False)
-    matches: tuple[Match, ...] = field(default=(), repr=False)  # one per image
 
-    def resolve(self, images: int, categories: Categories) -> BoxScore:
+    def prepared(self, images: Images) -> BoxTarget:
         """Return the target with class indices instead of names."""
-        label = None if self.label is None else class_index(self.label, categories)
+        require_inside(self.place, images)
+        label = None if self.label is None else class_index(self.label, images.categories)
         is_class = self.against is not None and self.against != _SECOND
-        against = class_index(self.against, categories) if is_class else self.against
-        return replace(self, label=label, against=against, classes=_class_count(categories))
+        against = class_index(self.against, images.categories) if is_class else self.against
+        return replace(self, label=label, against=against)
 
-    def part(self, output: Any, image: int) -> Any:
-        """Return the candidates of one image, in pixels of the input."""
-        plain = [Geometry.of(None, self.geometries[0].input_size)]
-        return [candidates(output, plain, self.classes, self.link, self.read)[image]]
-
-    def resolve_from(self, output: Any, facts: OutputFacts) -> BoxScore:
-        """Return the target with the box of each image. Raises TargetError if an image has no such box."""
-        if self.matches:  # of an earlier call, for images that metrics have changed
-            return self
-        rows, matches = self._rows(output), []
-        for image, row in enumerate(rows):
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the questions about the box of each image. Raises TargetError if an image has no such box."""
+        rows, boxes = self._rows(output, images), []
+        for image in images.numbers:
             try:
-                matches.append(self._match(row, facts))
+                match = self._match(rows[image], images)
             except NotFoundError as error:
-                raise NotFoundError(f"image {image}: {error}" if len(rows) > 1 else str(error)) from None
-        return replace(self, matches=tuple(matches))
+                raise NotFoundError(f"image {image}: {error}" if images.count > 1 else str(error)) from None
+            boxes.append(BoxScore(self, match, images.geometries[image], images.categories))
+        score = boxes[0] if len(boxes) == 1 else partial(_scores, boxes)
+        return Together([box.question() for box in boxes], score)
 
-    def found(self, output: Any, categories: Categories) -> list[Match]:
+    def others(self, output: Any, images: Images, of: Literal["class", "box"]) -> Sequence[Question]:
+        """Return questions about other classes, or joints, of the box, or about the top classes of other detections."""
+        (image,), rows = images.numbers, self._rows(output, images)
+        row, match, geometry = rows[image], self._match(rows[image], images), images.geometries[image]
+        if of == "class" and isinstance(self.of, int):
+            count = cast("Tensor", row.keypoints).shape[1]
+            joints = [replace(self, of=at, joint=f"joint {at}") for at in range(count) if at != self.of]
+            return [BoxScore(joint, match, geometry, images.categories).question() for joint in joints]
+        if of == "box":
+            known, boxes = row.probabilities.detach(), row.boxes.detach()
+            far = iou(boxes, boxes.new_tensor(match.box)) < _LEAST_OVERLAP
+            found = [(int(known[at].argmax()), boxes[at].tolist()) for at in row.detections() if far[at]]
+        else:
+            count = row.scores.shape[1] if self.of == "class" and row.link != "label" else 0
+            found = [(label, list(match.box)) for label in range(count) if label != match.label]
+        rest = [match._replace(box=cast("Box", tuple(box)), label=label, against=None) for label, box in found]
+        return [BoxScore(self, other, geometry, images.categories).question() for other in rest]
+
+    def detections(self, output: Any, images: Images) -> list[Match]:
         """Return the detections of the class in one image, in descending order of their probability."""
-        (row,) = replace(self, classes=_class_count(categories))._rows(output)
+        (row,) = self._rows(output, images)
         return [_match(row, at, self.label) for at in row.detections(label=self.label)]
 
-    @property
-    def reading(self) -> Hashable:
-        """The options with which `candidates` reads an output; boxes with equal ones share the candidates."""
-        return self.link, self.read, self.classes
+    def _rows(self, output: Any, images: Images) -> list[Candidates]:
+        return candidates(output, images.geometries, self.classes(images.categories), self.link, self.read)
 
-    def detections(self, output: Any) -> Detections:
-        """Return the candidates of all images."""
-        return Detections.of(self._rows(output))
+    def classes(self, names: Categories) -> int | None:
+        """Return the number of classes of the detector, if it is known; the names may be those of joints."""
+        return None if isinstance(self.of, int) else _class_count(names)
 
-    def class_probabilities(self, found: Detections) -> Tensor:
-        """Return the class probabilities (C,) of the first image's box; only its class if another is the top one."""
-        match, boxes, known = self.matches[0], found.boxes[0], found.probabilities[0]
-        classes = max(known.shape[1], match.label + 1)
-        own = F.one_hot(torch.tensor(match.label, device=known.device), classes).to(known)
-        near = iou(boxes.to(known), known.new_tensor(match.box)) * (1 + known @ own[: known.shape[1]])
-        top = known[near.argmax()]
-        return top if int(top.argmax()) == match.label else own
-
-    def _rows(self, output: Any) -> list[Candidates]:
-        if not self.geometries:
-            raise TargetError("a box is a target of methods only")
-        return candidates(output, self.geometries, self.classes, self.link, self.read)
-
-    def _match(self, row: Candidates, facts: OutputFacts) -> Match:
+    def _match(self, row: Candidates, images: Images) -> Match:
         """Return the box of one image that the target asks for."""
         if row.link != "label":
-            count = facts.class_count(row.scores.shape[1])
+            count = images.class_count(row.scores.shape[1])
             for wanted in (self.label, self.against):
                 require_class(wanted if isinstance(wanted, int) else 0, count, "the classes of the detector")
         known, boxes, overlap = row.probabilities.detach(), row.boxes.detach(), 1.0
-        of = "" if self.label is None else f" of {class_name(self.label, facts.categories)}"
+        of = "" if self.label is None else f" of {class_name(self.label, images.categories)}"
         if self.place is not None and len(self.place) == 4:
             overlaps = iou(boxes, boxes.new_tensor(self.place))
             near = overlaps > 0
@@ -136,7 +127,7 @@ class BoxScore(LocatedTarget):
             if best < _LEAST_OVERLAP:
                 problem = f"the best overlap{of} with the box {as_text(self.place)} is an IoU of {best:.2f}, below 0.5"
                 there = [at for at in row.detections(0) if near[at]]
-                raise NotFoundError(f"{problem}; there, the model found {_listing(row, there, facts.categories)}")
+                raise NotFoundError(f"{problem}; there, the model found {_listing(row, there, images.categories)}")
             of_label = known.amax(1) if self.label is None else row.column(self.label).detach().sigmoid()
             found = int((of_label + 1e-9).mul(overlaps >= _LEAST_OVERLAP).mul(overlaps).argmax())
             overlap = float(overlaps[found])
@@ -144,7 +135,7 @@ class BoxScore(LocatedTarget):
             rows = [at for at in row.detections(label=self.label) if _contains(boxes[at].tolist(), self.place)]
             if self.index >= len(rows):
                 at = f"at the point {as_text(self.place)}" if self.place else f"with the index {self.index}"
-                every = _listing(row, row.detections(), facts.categories)
+                every = _listing(row, row.detections(), images.categories)
                 raise NotFoundError(f"there is no detection{of} {at}; the model found {every}")
             found = rows[self.index]
         match = _match(row, found, self.label)
@@ -162,28 +153,87 @@ class BoxScore(LocatedTarget):
             raise TargetError(f"against= needs a class other than {label}")
         return other
 
-    def __call__(self, output: Any) -> Tensor:
-        """Return the scores (N,): the weighted means over the candidates near each box."""
-        return torch.stack([self._score(*pair) for pair in zip(self._rows(output), self.matches, strict=True)])
 
-    def _score(self, row: Candidates, match: Match) -> Tensor:
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxScore:
+    """Score of a box that was found in an image.
+
+    Attributes:
+        target: What is asked about the box.
+        match: The box.
+        geometry: The position of the model's input on the image.
+        categories: The class names.
+    """
+
+    target: BoxTarget
+    match: Match
+    geometry: Geometry
+    categories: Categories = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the box and its class are asked for, and not an edge, a joint or a contrast."""
+        return self.target.of == "class" and self.target.against is None
+
+    @property
+    def reading(self) -> Hashable:
+        """The options with which `candidates` reads an output; boxes with equal ones share the candidates."""
+        return self.target.link, self.target.read
+
+    def question(self) -> Question:
+        """Return the question about the box."""
+        match, target = self.match, self.target
+        return Question(
+            self,
+            self._name(),
+            probability=torch.tensor(match.probability, device="cpu"),
+            is_difference=target.against is not None,
+            box=self.geometry.to_input(match.box),
+            mirrored=self.mirrored() if target.of in ("class", "objectness", "y0", "y1") else None,
+        )
+
+    def rows(self, output: Any) -> list[Candidates]:
+        """Return the candidates of variants of the image."""
+        target = self.target
+        return candidates(output, [self.geometry], target.classes(self.categories), target.link, target.read)
+
+    def detections(self, output: Any) -> Detections:
+        """Return the candidates of variants of the image, as tensors."""
+        return Detections.of(self.rows(output))
+
+    def class_probabilities(self, found: Detections, image: int) -> Tensor:
+        """Return the class probabilities (C,) of an image's box; only its class if another is the top one."""
+        match, boxes, known = self.match, found.boxes[image], found.probabilities[image]
+        classes = max(known.shape[1], match.label + 1)
+        own = F.one_hot(torch.tensor(match.label, device=known.device), classes).to(known)
+        near = iou(boxes.to(known), known.new_tensor(match.box)) * (1 + known @ own[: known.shape[1]])
+        top = known[near.argmax()]
+        return top if int(top.argmax()) == match.label else own
+
+    def __call__(self, output: Any) -> Tensor:
+        """Return the scores (n,): the weighted means over the candidates near the box."""
+        return torch.stack([self.of_row(row) for row in self.rows(output)])
+
+    def of_row(self, row: Candidates) -> Tensor:
+        """Return the score of one variant of the image."""
         # Without the gradient of the weights, a map of the class does not mix in the place of the box.
         boxes = row.boxes.detach().to(torch.promote_types(row.boxes.dtype, torch.float32))
-        overlaps = iou(boxes, boxes.new_tensor(match.box))
+        overlaps = iou(boxes, boxes.new_tensor(self.match.box))
         near = overlaps > 0
         weights = (_SHARPNESS * overlaps[near]).expm1()
-        values, absent = self._values(row, match)
+        values, absent = self._values(row)
         total = weights.sum() + 1
         # As a linear layer, for which every method has a rule.
         return F.linear(values[None, near].to(weights.dtype), (weights / total)[None])[0, 0] + absent / total
 
-    def _values(self, row: Candidates, match: Match) -> tuple[Tensor, float]:
+    def _values(self, row: Candidates) -> tuple[Tensor, float]:
         """Return the numbers (n,) to average, and the number that represents the absence of a box."""
-        if isinstance(self.of, int):
-            return cast("Tensor", row.keypoints)[:, self.of], 0.0
-        if self.of in _EDGES:
-            return row.boxes[:, _EDGES.index(self.of)], match.box[_EDGES.index(self.of)]
-        if self.of == "objectness":
+        match, of = self.match, self.target.of
+        if isinstance(of, int):
+            return cast("Tensor", row.keypoints)[:, of], 0.0
+        if of in _EDGES:
+            return row.boxes[:, _EDGES.index(of)], match.box[_EDGES.index(of)]
+        if of == "objectness":
             objectness = row.scores.logsumexp(1) if row.link == "softmax" else row.objectness
             if objectness is None:
                 raise TargetError('the detector has no objectness; pass of="class"')
@@ -192,60 +242,25 @@ class BoxScore(LocatedTarget):
             return row.column(match.label) - row.column(match.against), 0.0
         return row.column(match.label), ABSENT
 
-    def probabilities(self, output: Any) -> Tensor | None:
-        """Return the probabilities (N,) of the classes of the boxes."""
-        return torch.tensor([match.probability for match in self.matches], device="cpu")
-
-    def repeated(self, image: int, count: int) -> BoxScore:
-        """Return the target for the box of one image."""
-        return replace(
-            self, geometries=self.geometries[image : image + 1] * count, matches=(self.matches[image],) * count
-        )
-
-    def others(self, output: Any, of: Literal["class", "box"]) -> list[BoxScore]:
-        """Return the targets of the other classes, or joints, of the box, or of the top classes of other detections."""
-        (row,), (match,) = self._rows(output), self.matches
-        if of == "class" and isinstance(self.of, int):
-            return [replace(self, of=at) for at in range(cast("Tensor", row.keypoints).shape[1]) if at != self.of]
-        if of == "box":
-            known, boxes = row.probabilities.detach(), row.boxes.detach()
-            far = iou(boxes, boxes.new_tensor(match.box)) < _LEAST_OVERLAP
-            found = [(int(known[at].argmax()), boxes[at].tolist()) for at in row.detections() if far[at]]
-        else:
-            count = row.scores.shape[1] if self.of == "class" and row.link != "label" else 0
-            found = [(label, list(match.box)) for label in range(count) if label != match.label]
-        rest = [match._replace(box=cast("Box", tuple(box)), label=label, against=None) for label, box in found]
-        return [replace(self, matches=(other,)) for other in rest]
-
     def mirrored(self) -> BoxScore:
-        """Return the target for the mirrored boxes. Raises TargetError for a left or right edge, or a joint."""
-        if self.of not in ("class", "objectness", "y0", "y1"):
-            raise TargetError(f"{self.joint or self.of} of a box is not the same in a mirrored image; {NO_FLIPS}")
-        matches = []
-        for match, geometry in zip(self.matches, self.geometries, strict=True):
-            ends, (x0, y0, x1, y1) = geometry.box[0] + geometry.box[2], match.box
-            matches.append(match._replace(box=(ends - x1, y0, ends - x0, y1)))
-        return replace(self, matches=tuple(matches))
+        """Return the score of the mirrored box."""
+        ends, (x0, y0, x1, y1) = self.geometry.box[0] + self.geometry.box[2], self.match.box
+        return replace(self, match=self.match._replace(box=(ends - x1, y0, ends - x0, y1)))
 
-    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
-        """Return names such as `cat at (120, 40, 300, 260), IoU 0.87`."""
-        return tuple(self._name(match, categories) for match in self.matches) or ("box",) * images
-
-    def contrasts(self, images: int) -> tuple[bool, ...]:
-        """Return whether another class is subtracted."""
-        return (self.against is not None,) * images
-
-    def boxes(self) -> tuple[Box | None, ...]:
-        """Return the box of each image, in pixels of the input."""
-        pairs = zip(self.geometries, self.matches, strict=False)
-        return tuple(geometry.to_input(match.box) for geometry, match in pairs)
-
-    def _name(self, match: Match, categories: Categories) -> str:
-        of = self.joint if isinstance(self.of, int) else "" if self.of == "class" else self.of
-        label = f"{of} of {class_name(match.label, categories)}" if of else class_name(match.label, categories)
-        other = "" if match.against is None else f" rather than {class_name(match.against, categories)}"
-        overlap = f", IoU {match.overlap:.2f}" if len(self.place or ()) == 4 else ""
+    def _name(self) -> str:
+        target, match, names = self.target, self.match, self.categories
+        of = target.joint if isinstance(target.of, int) else "" if target.of == "class" else target.of
+        label = f"{of} of {class_name(match.label, names)}" if of else class_name(match.label, names)
+        other = "" if match.against is None else f" rather than {class_name(match.against, names)}"
+        overlap = f", IoU {match.overlap:.2f}" if len(target.place or ()) == 4 else ""
         return f"{label}{other} at {as_text(match.box)}{overlap}"
+
+
+def _scores(boxes: Sequence[BoxScore], output: Any) -> Tensor:
+    """Return the scores (N,) of the boxes of a batch, one for each image."""
+    target, geometries = boxes[0].target, [box.geometry for box in boxes]
+    rows = candidates(output, geometries, target.classes(boxes[0].categories), target.link, target.read)
+    return torch.stack([box.of_row(row) for box, row in zip(boxes, rows, strict=True)])
 
 
 def _match(row: Candidates, at: int, label: int | None) -> Match:
@@ -338,4 +353,4 @@ def box(
     if against is not None and of != "class":
         raise TargetError(f'against= compares classes; it does not go with of="{of}"')
     place = as_place("box", box, 4) if point is None else as_place("point", point, 2)
-    return BoxScore(place=place, index=int(index or 0), label=cls, of=of, against=against, link=link, read=read)
+    return BoxTarget(place=place, index=int(index or 0), label=cls, of=of, against=against, link=link, read=read)

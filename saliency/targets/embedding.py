@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,8 @@ from torch import Tensor
 from ..axes import at_least_float32
 from ..errors import TargetError, plural
 from ..validation import check_choice
-from .targets import Categories, EncodeImage, EncodeText, OutputFacts, OutputTarget, Prompt, Target, embedding
+from .question import Images, Prompt, Question, Target, Together
+from .targets import embedding
 
 Measure = Literal["cosine", "dot", "distance"]
 ITSELF = "similarity to itself"
@@ -24,32 +26,38 @@ _MOST_NAMED = 3  # with more other texts, a name has only their number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _EmbeddingTarget(OutputTarget):
-    """Target that compares the model's embedding with others (K, D), which `bind` computes."""
+class EmbeddingScore:
+    """Similarity of the model's embedding to others.
+
+    Attributes:
+        compare: The function from the embeddings (N, D) of an output and the others (K, D) to scores (N,).
+        others: (K, D) the embeddings to compare with.
+        read: The function from an output to its embeddings.
+    """
+
+    compare: Callable[[Tensor, Tensor], Tensor]
+    others: Tensor
+    read: Callable[[Any], Tensor] = embedding
+
+    def __call__(self, output: Any) -> Tensor:
+        """Return the scores (N,), in float32 or wider."""
+        own = at_least_float32(self.read(output))
+        return self.compare(own, self.others.to(own))
+
+    def ask(self, output: Any, images: Images, name: str, *, is_difference: bool = False) -> Together:
+        """Return the questions. Raises TargetError unless all embeddings have one length."""
+        own = self.read(output)
+        if own.shape[-1] != self.others.shape[1]:
+            given = f"the reference has {self.others.shape[1]} numbers"
+            raise TargetError(f"{given}; the model's embedding has {own.shape[-1]}")
+        return Question(self, name, is_difference=is_difference, mirrored=self).ask(output, images)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _EmbeddingTarget(Target):
+    """Target that compares the model's embedding with others (K, D), which `prepared` computes."""
 
     embeddings: Tensor | None = field(default=None, kw_only=True)
-
-    def resolve_from(self, output: Any, facts: OutputFacts) -> OutputTarget:
-        """Return the target unchanged. Raises TargetError unless all embeddings have one length."""
-        own, others = self.pair(output)
-        if own.shape[-1] != others.shape[1]:
-            raise TargetError(f"the reference has {others.shape[1]} numbers; the model's embedding has {own.shape[-1]}")
-        return self
-
-    def pair(self, output: Any) -> tuple[Tensor, Tensor]:
-        """Return the embeddings (N, D) of an output, and those to compare with (K, D), in float32 or wider."""
-        if self.embeddings is None:
-            raise TargetError("only methods and `saliency.attention` take a text or a reference as the target")
-        own = at_least_float32(self.own(output))
-        return own, self.embeddings.to(own)
-
-    def own(self, output: Any) -> Tensor:
-        """Return the embeddings (N, D) of an output."""
-        return embedding(output)
-
-    def part(self, output: Any, image: int) -> Tensor:
-        """Return the embedding (1, D) of one image."""
-        return self.own(output)[image : image + 1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,30 +67,31 @@ class TextSimilarity(_EmbeddingTarget):
     prompt: Prompt
     against: tuple[Prompt, ...] = ()
 
-    def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> TextSimilarity:
+    def prepared(self, images: Images) -> TextSimilarity:
         """Return the target with the embeddings of its texts: of unit length, or scaled to give logits."""
-        embeddings, scale = encode_text([self.prompt, *self.against])
+        embeddings, scale = images.encode_text([self.prompt, *self.against])
         return replace(self, embeddings=F.normalize(embeddings, dim=1) * (scale if self.against else 1))
 
-    def __call__(self, output: Any) -> Tensor:
-        """Return the cosine similarities (N,), or the log-odds."""
-        own, others = self.pair(output)
-        scores = F.linear(F.normalize(own, dim=1), others)  # (N, K)
-        return scores[:, 0] - scores[:, 1:].logsumexp(1) if self.against else scores[:, 0]
-
-    def probabilities(self, output: Any) -> Tensor | None:
-        """Return the softmax probabilities (N,) of the text among all texts; None without others."""
-        return self(output).detach().float().sigmoid() if self.against else None
-
-    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
-        """Return names such as `a photo of a cat rather than a photo of a dog`."""
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the questions about the cosine similarity, or the log-odds."""
         number = len(self.against)
         others = " or ".join(map(_name, self.against)) if number <= _MOST_NAMED else f"{number} other texts"
-        return (_name(self.prompt) + (f" rather than {others}" if others else ""),) * images
+        name = _name(self.prompt) + (f" rather than {others}" if others else "")
+        score = EmbeddingScore(_log_odds if self.against else _cosines, cast("Tensor", self.embeddings))
+        asked = score.ask(output, images, name, is_difference=bool(self.against))
+        if not self.against:
+            return asked
+        known = score(output).detach().float().sigmoid()  # among all texts
+        return Together([replace(asked[0], probability=known[image]) for image in images.numbers], score)
 
-    def contrasts(self, images: int) -> tuple[bool, ...]:
-        """Return whether there are other texts."""
-        return (bool(self.against),) * images
+
+def _cosines(own: Tensor, others: Tensor) -> Tensor:
+    return F.linear(F.normalize(own, dim=1), others)[:, 0]
+
+
+def _log_odds(own: Tensor, others: Tensor) -> Tensor:
+    scores = F.linear(F.normalize(own, dim=1), others)  # (N, K)
+    return scores[:, 0] - scores[:, 1:].logsumexp(1)
 
 
 def _name(prompt: Prompt) -> str:
@@ -96,55 +105,45 @@ class Similarity(_EmbeddingTarget):
     references: tuple[Any, ...]  # one, or two for a contrast
     measure: Measure = "cosine"
 
-    def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> Similarity:
+    def prepared(self, images: Images) -> Similarity:
         """Return the target with the embeddings of its references."""
         rows = [
-            torch.as_tensor(one, device="cpu").reshape(1, -1) if _is_embedding(one) else embedding(encode_image(one))
+            torch.as_tensor(one, device="cpu").reshape(1, -1)
+            if _is_embedding(one)
+            else embedding(images.encode_image(one))
             for one in self.references
         ]
         return replace(self, embeddings=torch.cat([row.detach().to(rows[0]) for row in rows]))
 
-    def __call__(self, output: Any) -> Tensor:
-        """Return the similarities (N,)."""
-        own, others = self.pair(output)
-        if self.measure == "cosine":
-            own, others = F.normalize(own, dim=1), F.normalize(others, dim=1)
-        if self.measure == "distance":
-            scores = torch.stack([-torch.linalg.vector_norm(own - other, dim=1) for other in others], 1)
-        else:
-            scores = F.linear(own, others)  # (N, K)
-        return scores[:, 0] if len(others) == 1 else scores[:, 0] - scores[:, 1]
-
-    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
-        """Return names such as `similarity to cat.jpg rather than dog.jpg`."""
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the questions about the similarity."""
         names = [Path(one).name if isinstance(one, str | os.PathLike) else "a reference" for one in self.references]
-        return (f"similarity to {' rather than '.join(names)}",) * images
-
-    def contrasts(self, images: int) -> tuple[bool, ...]:
-        """Return whether there are two references."""
-        return (len(self.references) > 1,) * images
+        score = EmbeddingScore(partial(_similarities, self.measure), cast("Tensor", self.embeddings))
+        name = f"similarity to {' rather than '.join(names)}"
+        return score.ask(output, images, name, is_difference=len(self.references) > 1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SelfSimilarity(_EmbeddingTarget):
+def _similarities(measure: Measure, own: Tensor, others: Tensor) -> Tensor:
+    """Return the similarities (N,) to the first of the others, minus those to the second if there is one."""
+    if measure == "cosine":
+        own, others = F.normalize(own, dim=1), F.normalize(others, dim=1)
+    if measure == "distance":
+        scores = torch.stack([-torch.linalg.vector_norm(own - other, dim=1) for other in others], 1)
+    else:
+        scores = F.linear(own, others)  # (N, K)
+    return scores[:, 0] if len(others) == 1 else scores[:, 0] - scores[:, 1]
+
+
+@dataclass(frozen=True, slots=True)
+class SelfSimilarity(Target):
     """Cosine similarity of changed versions of an image to the image itself; see `similarity`."""
 
-    def resolve_from(self, output: Any, facts: OutputFacts) -> SelfSimilarity:
-        """Return the target with the embeddings (N, D) of the images themselves, from their output."""
-        return replace(self, embeddings=embedding(output).detach())
-
-    def __call__(self, output: Any) -> Tensor:
-        """Return the cosine similarities (N,)."""
-        own, itself = self.pair(output)
-        return F.cosine_similarity(own, itself)
-
-    def repeated(self, image: int, count: int) -> SelfSimilarity:
-        """Return the target of one image."""
-        return replace(self, embeddings=None if self.embeddings is None else self.embeddings[image : image + 1])
-
-    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
-        """Return the name `similarity to itself` for each image."""
-        return (ITSELF,) * images
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the questions, with the embeddings of the images themselves from their output."""
+        itself = embedding(output).detach()
+        scores = [EmbeddingScore(F.cosine_similarity, itself[image : image + 1]) for image in images.numbers]
+        questions = [Question(score, ITSELF, mirrored=score) for score in scores]
+        return Together(questions, EmbeddingScore(F.cosine_similarity, itself))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,28 +153,29 @@ class MaxSimilarity(_EmbeddingTarget):
     prompt: str
     word: int | None = None
 
-    def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> MaxSimilarity:
+    def prepared(self, images: Images) -> MaxSimilarity:
         """Return the target with the embeddings of its words. Raises TargetError if there is no such word."""
-        words, _ = encode_text([self.prompt])
+        words, _ = images.encode_text([self.prompt])
         if self.word is not None and not -len(words) <= self.word < len(words):
             raise TargetError(f"word {self.word} is outside 0..{len(words) - 1}")
         return replace(self, embeddings=words if self.word is None else words[self.word][None])
 
-    def own(self, output: Any) -> Tensor:
-        """Return the embeddings (N, tokens, D) of an output."""
-        own = output["image_embeds"] if isinstance(output, Mapping) else output
-        if not isinstance(own, Tensor) or own.dim() != 3:
-            raise TargetError("max_sim is a target of methods for a model that is wrapped in saliency.LateInteraction")
-        return own
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the questions about the sum over the words of the largest similarity."""
+        score = EmbeddingScore(_late_interaction, cast("Tensor", self.embeddings), _token_embeddings)
+        return score.ask(output, images, self.prompt if self.word is None else f"word {self.word} of {self.prompt}")
 
-    def __call__(self, output: Any) -> Tensor:
-        """Return the sum over the words of the largest similarity (N,)."""
-        own, words = self.pair(output)
-        return (own @ words.T).amax(1).sum(1)
 
-    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
-        """Return names such as `total revenue` and `word 2 of total revenue`."""
-        return (self.prompt if self.word is None else f"word {self.word} of {self.prompt}",) * images
+def _late_interaction(own: Tensor, words: Tensor) -> Tensor:
+    return (own @ words.T).amax(1).sum(1)
+
+
+def _token_embeddings(output: Any) -> Tensor:
+    """Return the embeddings (N, tokens, D) of an output."""
+    own = output["image_embeds"] if isinstance(output, Mapping) else output
+    if not isinstance(own, Tensor) or own.dim() != 3:
+        raise TargetError("max_sim is a target of methods for a model that is wrapped in saliency.LateInteraction")
+    return own
 
 
 def max_sim(prompt: str, word: int | None = None) -> Target:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -15,20 +15,10 @@ from ..axes import along_rows, max_pool
 from ..errors import NotFoundError, TargetError
 from ..io.preprocess import Geometry
 from ..validation import check_choice, is_integer
-from .box import BoxScore, LocatedTarget, as_place, as_text
+from .box import BoxTarget, as_place, as_text, require_inside
 from .candidates import CandidatesFunction, candidates
-from .targets import (
-    NO_FLIPS,
-    Categories,
-    OutputFacts,
-    OutputTarget,
-    Target,
-    class_index,
-    class_name,
-    output_tensor,
-    require_class,
-    threshold,
-)
+from .question import Images, Question, Target, Together
+from .targets import class_index, class_name, output_tensor, require_class, threshold
 
 RegionChoice = Literal["predicted", "border"]
 
@@ -38,120 +28,129 @@ COCO_JOINTS = ("nose", *(f"{side}_{part}" for part in _PARTS for side in ("left"
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Region(LocatedTarget):
+class Region(Target):
     """Mean score of a class over some pixels; see `region`."""
 
     label: Any
+    place: tuple[float, ...] | None = None
     where: Tensor | RegionChoice | Literal["peak"] = "predicted"  # not used if there is a place
-    is_binary: bool = False  # as in `ClassScore`
     is_sum: bool = False  # instead of the mean
     joint: str = ""
-    cells: Tensor | None = field(default=None, repr=False)  # (N, h, w): 1 for the pixels, -1 for those outside a border
 
-    def resolve(self, images: int, categories: Categories) -> Region:
+    def prepared(self, images: Images) -> Region:
         """Return the target with a class index instead of a name."""
-        return replace(self, label=class_index(self.label, categories))
+        if self.place is not None:
+            require_inside(self.place, images)
+        return replace(self, label=class_index(self.label, images.categories))
 
-    def part(self, output: Any, image: int) -> Any:
-        """Return the output for one image."""
-        return [output[image]] if _has_instances(output) else score_maps(output)[image : image + 1]
-
-    def resolve_from(self, output: Any, facts: OutputFacts) -> Region:
-        """Return the target with the pixels of the output that it averages."""
-        if self.cells is not None:  # of an earlier call, for images that metrics have changed
-            return self
-        scores, index = self._scores(output)
-        is_binary = False
-        if not _has_instances(output):
-            count = facts.class_count(scores.shape[1]) if self.where != "peak" else scores.shape[1]
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the questions about the pixels of the output. Raises TargetError if there are none."""
+        scores, index = _scores(output, int(self.label))
+        has_instances, is_binary = _has_instances(output), False
+        if not has_instances:
+            count = images.class_count(scores.shape[1]) if self.where != "peak" else scores.shape[1]
             require_class(index, count)
             is_binary = count > scores.shape[1]
-        target = replace(self, is_binary=is_binary)
         if self.place is not None or isinstance(self.where, Tensor):
-            cells, problem = self._marked(scores), "the region has no pixel of the model's input in image {}"
+            cells, problem = self._marked(scores, images), "the region has no pixel of the model's input in image {}"
         else:
-            cells = target._predicted(output, facts)
+            cells = self._predicted(scores, output, images, is_binary)[list(images.numbers)]
             problem = f"the model assigns no pixel to class {index} in image {{}}; pass them: region({index}, where)"
         is_empty = ~cells.flatten(1).any(1)
-        if _has_instances(output) and not is_empty.any():
-            is_empty = torch.tensor([not (entry["labels"] == index).any() for entry in output], device="cpu")
+        if has_instances and not is_empty.any():
+            is_empty = torch.tensor([index not in output[n]["labels"] for n in images.numbers], device="cpu")
             problem = f"the model found no instance of class {index} in image {{}}"
         if is_empty.any():
-            raise NotFoundError(problem.format(int(is_empty.nonzero()[0])))
+            raise NotFoundError(problem.format(images.numbers[int(is_empty.nonzero()[0])]))
         if self.where == "border":
             near = max_pool(torch.stack([cells, ~cells], 1).float(), 3, 1, 1)  # within one pixel of each side
             if near.flatten(2).amax(2).min() == 0:
                 raise NotFoundError(f"class {index} has no border: the model assigns all pixels to it")
-            return replace(target, cells=near[:, 1] * cells - near[:, 0] * ~cells)
-        return replace(target, cells=cells.float())
+            signed = near[:, 1] * cells - near[:, 0] * ~cells
+        else:
+            signed = cells.float()
+        label, kind = class_name(index, images.categories), "border" if self.where == "border" else "region"
+        name = self.joint or f"{kind} of {label}{f' at {as_text(self.place)}' if self.place else ''}"
+        score = RegionScore(index, signed, is_binary, self.is_sum, self.where == "border")
+        own = [replace(score, cells=part[None]) for part in signed]
+        return Together([Question(one, name, mirrored=None if self.joint else one.mirrored()) for one in own], score)
 
-    def _predicted(self, output: Any, facts: OutputFacts) -> Tensor:
+    def others(self, output: Any, images: Images, of: Literal["class", "box"]) -> Sequence[Question]:
+        """Return questions about the other classes of the same pixels, or about the other joints."""
+        (own,) = self.ask(output, images)
+        score = cast("RegionScore", own.score)
+        count = max(_scores(output, score.label)[0].shape[1], 1 + score.is_binary) if of == "class" else 0
+        labels = [label for label in range(count) if label != score.label]
+        if self.where == "peak":
+            joints = [replace(self, label=label, joint=f"joint {label}") for label in labels]
+            return [joint.ask(output, images)[0] for joint in joints]
+        names = [class_name(label, images.categories) for label in labels]
+        scores = [replace(score, label=label) for label in labels]
+        return [replace(own, score=other, name=name, mirrored=None) for other, name in zip(scores, names, strict=True)]
+
+    def _predicted(self, scores: Tensor, output: Any, images: Images, is_binary: bool) -> Tensor:
         """Return the pixels (N, h, w) that the model assigns to the class, or around the maximum of its map."""
-        scores, index = self._scores(output)
-        known = scores.detach()
+        index, known = int(self.label), scores.detach()
         own = known[:, min(index, known.shape[1] - 1)]
         if self.where == "peak":
             is_peak = own == along_rows(own.flatten(1).amax(1), own)
             return max_pool(is_peak[:, None].float(), 3, 1, 1)[:, 0].bool()
         if known.shape[1] > 1 and not _is_independent(output):
             return known.argmax(1) == index
-        limit = 0.5 if _has_instances(output) else threshold(facts.link(scores, scores)) if known.shape[1] == 1 else 0.0
-        return own <= limit if self.is_binary and not index else own > limit
+        limit = 0.5 if _has_instances(output) else threshold(images.link(scores)) if known.shape[1] == 1 else 0.0
+        return own <= limit if is_binary and not index else own > limit
 
-    def _marked(self, scores: Tensor) -> Tensor:
-        """Return the pixels of the output (N, h, w) in the given region."""
-        (images, _, *size), where = scores.shape, self.where
-        rows = where if isinstance(where, Tensor) and where.dim() > len(size) else [self.place or where] * images
-        if len(rows) != images:
-            raise TargetError(f"the region has shape {tuple(cast('Tensor', where).shape)} for {images} images")
-        geometries = self.geometries or [Geometry.of(None, tuple(size))] * images
-        cells = [_cells(row, geometry, size) for row, geometry in zip(rows, geometries, strict=True)]
-        return torch.stack(cells).to(scores.device)
+    def _marked(self, scores: Tensor, images: Images) -> Tensor:
+        """Return the pixels (k, h, w) in the given region, of the k images that are asked about."""
+        (count, _, *size), where = scores.shape, self.where
+        rows = where if isinstance(where, Tensor) and where.dim() > len(size) else [self.place or where] * count
+        if len(rows) != count:
+            raise TargetError(f"the region has shape {tuple(cast('Tensor', where).shape)} for {count} images")
+        geometries = images.geometries or [Geometry.of(None, tuple(size))] * count
+        return torch.stack([_cells(rows[n], geometries[n], size) for n in images.numbers]).to(scores.device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RegionScore:
+    """Mean or sum of the scores of a class over some pixels of an output.
+
+    Attributes:
+        label: The index of the class.
+        cells: (N, h, w) 1 for the pixels, -1 for those outside a border; or (1, h, w) for all rows of the output.
+        is_binary: Whether two classes have one number, as in `ClassScore`.
+        is_sum: Whether the scores are summed.
+        is_border: Whether the mean of the pixels outside a border is subtracted.
+    """
+
+    label: int
+    cells: Tensor
+    is_binary: bool
+    is_sum: bool
+    is_border: bool
 
     def __call__(self, output: Any) -> Tensor:
-        """Return the mean scores (N,) of the class over its pixels, or their sums."""
-        scores, index = self._scores(output)
+        """Return the scores (N,)."""
+        scores, index = _scores(output, self.label)
         reduce = torch.sum if self.is_sum else torch.mean
-        own, cells = scores[:, min(index, scores.shape[1] - 1)], cast("Tensor", self.cells)
+        own = scores[:, min(index, scores.shape[1] - 1)]
+        cells = self.cells.to(own.device).expand(len(own), *self.cells.shape[1:])
         # Index instead of multiplying by a mask: such a product looks like a hand-written ReLU in the graph.
         means = torch.stack([reduce(image[at > 0]) for image, at in zip(own, cells, strict=True)])
-        if self.where == "border":
+        if self.is_border:
             means = means - torch.stack([reduce(image[at < 0]) for image, at in zip(own, cells, strict=True)])
-        return -means if self.is_binary and not index else means
+        return -means if self.is_binary and not self.label else means
 
-    def repeated(self, image: int, count: int) -> Region:
-        """Return the target for the pixels of one image."""
-        cells = cast("Tensor", self.cells)[image]
-        return replace(
-            self, cells=cells.expand(count, *cells.shape), geometries=self.geometries[image : image + 1] * count
-        )
+    def mirrored(self) -> RegionScore:
+        """Return the score of the mirrored pixels."""
+        return replace(self, cells=self.cells.flip(-1))
 
-    def others(self, output: Any, of: Literal["class", "box"]) -> list[Region]:
-        """Return the targets of the other classes of the same pixels, or of the other joints."""
-        scores, index = self._scores(output)
-        count = max(scores.shape[1], 1 + self.is_binary) if of == "class" else 0
-        rest = [replace(self, label=label) for label in range(count) if label != index]
-        is_peak = self.where == "peak"
-        return [replace(own, cells=None).resolve_from(output, OutputFacts()) for own in rest] if is_peak else rest
 
-    def mirrored(self) -> Region:
-        """Return the target for the mirrored pixels. Raises TargetError for a joint."""
-        if self.joint:
-            raise TargetError(f"{self.joint} is not the same joint in a mirrored image; {NO_FLIPS}")
-        return replace(self, cells=cast("Tensor", self.cells).flip(-1))
-
-    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
-        """Return names such as `region of cat`."""
-        label, kind = class_name(int(self.label), categories), "border" if self.where == "border" else "region"
-        return (self.joint or f"{kind} of {label}{f' at {as_text(self.place)}' if self.place else ''}",) * images
-
-    def _scores(self, output: Any) -> tuple[Tensor, int]:
-        """Return the scores (N, C, h, w), with one channel for the class of instances, and the index of the class."""
-        index = int(self.label)
-        if not _has_instances(output):
-            return score_maps(output), index
-        masks = [(entry["scores"] * (entry["labels"] == index), entry["masks"][:, 0]) for entry in output]
-        return torch.stack([torch.einsum("n,nhw->hw", *pair) for pair in masks])[:, None], index
+def _scores(output: Any, index: int) -> tuple[Tensor, int]:
+    """Return the scores (N, C, h, w), with one channel for the class of instances, and the index of the class."""
+    if not _has_instances(output):
+        return score_maps(output), index
+    masks = [(entry["scores"] * (entry["labels"] == index), entry["masks"][:, 0]) for entry in output]
+    return torch.stack([torch.einsum("n,nhw->hw", *pair) for pair in masks])[:, None], index
 
 
 def _has_instances(output: Any) -> bool:
@@ -221,43 +220,38 @@ def _overlaps(start: float, end: float, cells: int, spans: np.ndarray[Any, Any])
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Keypoint(LocatedTarget):
-    """Score of a joint; see `keypoint`. It becomes a `Region` of a heatmap, or a `BoxScore` of a detector."""
+class Keypoint(Target):
+    """Score of a joint, of a heatmap or of a detector; see `keypoint`."""
 
     joint: int | str
     person: int = 0
     read: CandidatesFunction | None = None
 
-    def part(self, output: Any, image: int) -> Any:
-        """Return the output for one image."""
-        if self.read is None and not _has_persons(output):
-            return score_maps(output)[image : image + 1]
-        return BoxScore(read=self.read, geometries=self.geometries).part(output, image)
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the questions about the joint of each image. Raises TargetError if there is none."""
+        return self._found(output, images).ask(output, images)
 
-    def resolve_from(self, output: Any, facts: OutputFacts) -> OutputTarget:
-        """Return the target of the joint that was found. Raises TargetError if there is none."""
+    def others(self, output: Any, images: Images, of: Literal["class", "box"]) -> Sequence[Question]:
+        """Return questions about the other joints."""
+        return self._found(output, images).others(output, images, of)
+
+    def _found(self, output: Any, images: Images) -> Target:
+        """Return the joint as a target on a heatmap, or on the persons of a detector."""
         is_maps = self.read is None and not _has_persons(output)
-        scores = score_maps(output) if is_maps else candidates(output, self.geometries, read=self.read)[0].keypoints
+        rows = None if is_maps else candidates(output, images.geometries, read=self.read)
+        scores = score_maps(output) if rows is None else rows[images.numbers[0]].keypoints
         if scores is None:
             raise TargetError("the detector's output has no scores of joints")
         if is_maps and self.person:
             raise TargetError(f"person={self.person}: the output has one heatmap for each joint, of one person")
         count = scores.shape[1]
-        names = facts.categories if len(facts.categories or ()) == count else COCO_JOINTS if count == 17 else None
+        names = images.categories if len(images.categories or ()) == count else COCO_JOINTS if count == 17 else None
         index = class_index(self.joint, names)
         require_class(index, count, "the joints of the model's output")
         joint = class_name(index, names).replace("class", "joint")
-        heatmap = Region(label=index, where="peak", joint=joint, geometries=self.geometries)
-        person = BoxScore(index=self.person, of=index, joint=joint, read=self.read, geometries=self.geometries)
-        return (heatmap if is_maps else person).resolve_from(output, facts)
-
-    def __call__(self, output: Any) -> Tensor:
-        """Raise TargetError: the joint is not known before `resolve_from`."""
-        raise TargetError("a joint is a target of methods only")
-
-    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
-        """Return the name of the joint."""
-        return (str(self.joint),) * images
+        if is_maps:
+            return Region(label=index, where="peak", joint=joint)
+        return BoxTarget(index=self.person, of=index, joint=joint, read=self.read)
 
 
 def _has_persons(output: Any) -> bool:

@@ -1,49 +1,36 @@
-"""Targets: from the model's output to one score per image.
-
-A target is any function from the model's output to scores of shape (N,). The targets defined here also take class
-names, check their arguments before the model runs, and have a name for display.
-"""
+"""Targets for classes, numbers and functions of the output, and how a caller writes targets."""
 
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import TargetError, did_you_mean, plural
-from ..io.preprocess import Box, Geometry
+from ..io.preprocess import Geometry
 from ..validation import is_integer
-from .answer_text import AnswerText
+from .question import (
+    Categories,
+    Images,
+    Link,
+    PartialNames,
+    Question,
+    Score,
+    Target,
+    Together,
+    one_score_each,
+)
 
-Categories = Sequence[str] | None
-"""Class names in the order of the output; None if the model has none."""
-
-NO_FLIPS = "pass flips=False"
-"""What helps if `Augmented` mirrors an image for a target that has no mirror image."""
-
-Target = Callable[[Any], Tensor]
-"""Model output -> scores (N,)."""
-
-TargetLike = int | str | Sequence[int | None] | Sequence[str | None] | Tensor | Target | Sequence[Target] | None
+TargetLike = (
+    int | str | Sequence[int | None] | Sequence[str | None] | Tensor | Target | Score | Sequence[Target | Score] | None
+)
 """A class index or name, None for the top class, a function of the output, or one of them per image."""
-
-Prompt = str | tuple[str, ...]
-"""A text, or texts whose embeddings are averaged."""
-
-EncodeText = Callable[[Sequence[Prompt]], tuple[Tensor, float]]
-"""Texts -> their embeddings (K, D), and the model's factor from cosine similarities to logits."""
-
-EncodeImage = Callable[[Any], Any]
-"""An image -> the model's output."""
-
-Link = Literal["softmax", "sigmoid", "identity"] | None
-"""Function from scores to probabilities; None for a single number per image that may mean anything."""
 
 _EMBEDDINGS = ("image_embeds", "image_features", "pooler_output")  # names of transformers and open_clip
 _MOST_LISTED = 20  # class names in an error, if no name is similar
@@ -51,303 +38,169 @@ _MOST_OFFERED = 6  # similar class names in an error
 
 
 @dataclass(frozen=True, slots=True)
-class OutputFacts:
-    """Facts about an output that a target needs besides the values.
-
-    Attributes:
-        categories: The class names.
-        is_probability: Returns whether the last operation of an output with values of 0 to 1 is a sigmoid or softmax.
-        answer: The answer that is explained; None for an image.
-    """
-
-    categories: Categories = None
-    is_probability: Callable[[Any], bool] = lambda output: False
-    answer: AnswerText | None = None
-
-    def class_count(self, outputs: int) -> int:
-        """Return the number of classes of an output with this many scores: two for a single one with two names.
-
-        Raises:
-            TargetError: The number of class names differs.
-        """
-        names = outputs if self.categories is None else len(self.categories)
-        if (outputs, names) == (1, 2):
-            return 2
-        if names != outputs and not (names < outputs and isinstance(self.categories, PartialNames)):
-            classes = f"{outputs} classes" if outputs > 1 else "1 class"
-            hint = "pass one name per class, or a mapping {index: name}, which may have gaps"
-            raise TargetError(f"got {plural(names, 'class name')} for a model of {classes}; {hint}")
-        return outputs
-
-    def link(self, output: Any, scores: Tensor) -> Link:
-        """Return the function from the scores (N, classes, ...) of an output to probabilities."""
-        known = scores.detach().float()
-        if known.numel() and float(known.min()) >= 0:
-            sums_to_one = scores.shape[1] > 1 and bool(((known.sum(1) - 1).abs() < 1e-3).all())
-            if sums_to_one or (float(known.max()) <= 1 and self.is_probability(output)):
-                return "identity"
-        if scores.shape[1] > 1:
-            return "softmax" if scores.is_floating_point() else "identity"
-        return "sigmoid" if self.class_count(1) == 2 else None
-
-
-class OutputTarget(ABC):
-    """Base class of the toolkit's targets, which resolve class names and have a name for display."""
-
-    def resolve(self, images: int, categories: Categories) -> OutputTarget:
-        """Return the target with class indices instead of names, one per image.
-
-        Raises:
-            TargetError: A class is unknown, or the number of classes is wrong.
-        """
-        return self
-
-    def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> OutputTarget:
-        """Return the target with the embeddings of its texts and reference images, if it has any."""
-        return self
-
-    def locate(self, geometries: Sequence[Geometry]) -> OutputTarget:
-        """Return the target with the position of each image, for places in pixels of the images. The first call counts.
-
-        Raises:
-            TargetError: A place is outside the image.
-        """
-        return self
-
-    def resolve_from(self, output: Any, facts: OutputFacts) -> OutputTarget:
-        """Return the target with everything fixed that depends on the output, such as the top class."""
-        return self
-
-    @abstractmethod
-    def __call__(self, output: Any) -> Tensor:
-        """Return the scores (N,) of an output."""
-
-    def part(self, output: Any, image: int) -> Any:
-        """Return the part of an output that the target reads, as an output for one image."""
-        return output_tensor(output)[image : image + 1]
-
-    def probabilities(self, output: Any) -> Tensor | None:
-        """Return the probabilities (N,) of the classes; None without classes, or if they are unknown."""
-        return None
-
-    def repeated(self, image: int, count: int) -> OutputTarget:
-        """Return the resolved target of one image, for an output whose rows are `count` passes of that image."""
-        return self
-
-    def others(self, output: Any, of: Literal["class", "box"]) -> Sequence[OutputTarget]:
-        """Return the resolved targets of one image for the other classes of its place, or the other boxes."""
-        return ()
-
-    def mirrored(self) -> Self:
-        """Return the resolved target for images that are mirrored from left to right.
-
-        Raises:
-            TargetError: The target is not the same in a mirrored image.
-        """
-        return self
-
-    @abstractmethod
-    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
-        """Return the names of the target, one per image."""
-
-    def indices(self, images: int) -> tuple[int | None, ...]:
-        """Return the class indices, one per image; None if the target is not a class."""
-        return (None,) * images
-
-    def contrasts(self, images: int) -> tuple[bool, ...]:
-        """Return whether the score of each image is a difference, as of two classes or texts."""
-        return (False,) * images
-
-    def boxes(self) -> tuple[Box | None, ...]:
-        """Return the explained box of each image in pixels of the input, None if there is none; empty without boxes."""
-        return ()
-
-
-@dataclass(frozen=True, slots=True)
-class ClassScore(OutputTarget):
-    """The model's output for a class: a logit, if the model returns logits.
+class ClassScore:
+    """Score of a class in an output: a logit, if the model returns logits.
 
     If the model returns one number per image and has two class names, the number is the score of class 1, and its
     negative the score of class 0.
 
     Attributes:
-        classes: A class index or name, None for the top class, or one of them per image.
+        classes: The class index of each row of the output, or a single one for all rows.
         link: The function from the scores of all classes to probabilities.
         is_binary: Whether the two classes have one number.
     """
 
-    classes: Any = None
-    link: Link = field(default=None, repr=False)
-    is_binary: bool = field(default=False, repr=False)
-
-    def resolve(self, images: int, categories: Categories) -> ClassScore:
-        """Return the target with class indices instead of names.
-
-        Raises:
-            TargetError: A class is unknown, or the number of classes is wrong.
-        """
-        labels = per_image(self.classes, images)
-        classes = tuple(None if label is None else class_index(label, categories) for label in labels)
-        return replace(self, classes=classes)
-
-    def resolve_from(self, output: Any, facts: OutputFacts) -> ClassScore:
-        """Return the target, with the top class of each image for which no class was given.
-
-        Raises:
-            TargetError: The output does not fit the classes, the class names or the number of images.
-        """
-        scores = class_scores(output)
-        if len(scores) != len(self.classes):
-            rows = f"{len(scores)} rows of scores for {plural(len(self.classes), 'image')}"
-            raise TargetError(f"the model returned {rows}; pass a function of the output as the target")
-        count, link = facts.class_count(scores.shape[1]), facts.link(output, scores)
-        is_binary = count > scores.shape[1]
-        top = self.classes
-        if None in top:
-            best = scores.detach()[:, 0] > threshold(link) if is_binary else scores.detach().argmax(1)
-            top = best.long().tolist()
-        classes = tuple(best if index is None else index for index, best in zip(self.classes, top, strict=True))
-        for index in classes:
-            require_class(index, count)
-        return ClassScore(classes, link, is_binary)
+    classes: tuple[int, ...]
+    link: Link
+    is_binary: bool
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,), in the units of the model's output."""
-        scores = class_scores(output)
+        return self._of_class(class_scores(output))
+
+    def of(self, row: int) -> ClassScore:
+        """Return the score of one row's class."""
+        return ClassScore(self.classes[row : row + 1], self.link, self.is_binary)
+
+    def _of_class(self, scores: Tensor) -> Tensor:
         if self.is_binary:
             return scores[:, 0] if all(self.classes) else scores[:, 0] * (2 * self._index(scores) - 1)
         return scores.gather(1, self._index(scores)[:, None]).squeeze(1)
 
     def _index(self, scores: Tensor) -> Tensor:
-        return torch.tensor(self.classes, device=scores.device)
+        return torch.tensor(self.classes, device=scores.device).expand(len(scores))
 
     def probability(self, output: Any) -> Tensor:
         """Return the probabilities (N,) of the classes, with their graph; in float32 if the scores are in half."""
         scores = class_scores(output)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if self.link == "softmax":
-            return self(scores.softmax(1))
+            return self._of_class(scores.softmax(1))
         if self.link == "sigmoid":
-            return self(scores).sigmoid()
+            return self._of_class(scores).sigmoid()
         is_plain = not self.is_binary or all(self.classes)
-        return self(scores) if is_plain else self(scores) + (1 - self._index(scores))
-
-    def probabilities(self, output: Any) -> Tensor | None:
-        """Return the probabilities (N,) of the classes; None for a single number that may mean anything."""
-        return None if self.link is None else self.probability(output).detach().float()
-
-    def repeated(self, image: int, count: int) -> ClassScore:
-        """Return the target for the class of one image."""
-        return replace(self, classes=(self.classes[image],) * count)
-
-    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
-        """Return the class names; `class 7` if the model has none."""
-        return tuple("top class" if index is None else class_name(index, categories) for index in self.classes)
-
-    def indices(self, images: int) -> tuple[int | None, ...]:
-        """Return the class indices, one per image."""
-        return tuple(self.classes)
+        return self._of_class(scores) if is_plain else self._of_class(scores) + (1 - self._index(scores))
 
 
 @dataclass(frozen=True, slots=True)
-class _ClassTarget(OutputTarget):
-    """Target that is computed from the scores of one or more classes; the first is the explained one."""
+class ClassTarget(Target):
+    """Score of a class; see `ClassScore`.
 
-    scores: tuple[ClassScore, ...]
+    Attributes:
+        classes: A class index or name, None for the top class, or one of them per image.
+    """
 
-    def resolve(self, images: int, categories: Categories) -> Self:
-        """Return the target with class indices instead of names."""
-        return replace(self, scores=tuple(score.resolve(images, categories) for score in self.scores))
+    classes: Any = None
 
-    def resolve_from(self, output: Any, facts: OutputFacts) -> OutputTarget:
-        """Return the target, with the top class if no class was given."""
-        return replace(self, scores=tuple(score.resolve_from(output, facts) for score in self.scores))
+    def prepared(self, images: Images) -> ClassTarget:
+        """Return the target with class indices instead of names, one per image."""
+        labels = per_image(self.classes, len(images.numbers))
+        return ClassTarget(tuple(label if label is None else class_index(label, images.categories) for label in labels))
 
-    def probabilities(self, output: Any) -> Tensor | None:
-        """Return the probabilities (N,) of the explained class."""
-        return self.scores[0].probabilities(output)
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the questions, with the top class of each image for which no class was given."""
+        return _questions(output, images, lambda score: score, "{}", self.find(output, images))
 
-    def repeated(self, image: int, count: int) -> Self:
-        """Return the target for the classes of one image."""
-        return replace(self, scores=tuple(score.repeated(image, count) for score in self.scores))
+    def find(self, output: Any, images: Images) -> ClassScore:
+        """Return the scores of the images' classes.
 
-    def indices(self, images: int) -> tuple[int | None, ...]:
-        """Return the indices of the explained class, one per image."""
-        return self.scores[0].indices(images)
+        Raises:
+            TargetError: The output does not fit the classes, the class names or the number of images.
+        """
+        scores = class_scores(output)
+        if len(scores) != images.count:
+            rows = f"{len(scores)} rows of scores for {plural(images.count, 'image')}"
+            raise TargetError(f"the model returned {rows}; pass a function of the output as the target")
+        count, link = images.class_count(scores.shape[1]), images.link(scores)
+        is_binary, classes = count > scores.shape[1], self.classes
+        if None in classes:
+            best = scores.detach()[:, 0] > threshold(link) if is_binary else scores.detach().argmax(1)
+            top = best.long().tolist()
+            classes = tuple(top[n] if own is None else own for n, own in zip(images.numbers, classes, strict=True))
+        for index in classes:
+            require_class(index, count)
+        return ClassScore(classes, link, is_binary)
 
 
-class Probability(_ClassTarget):
+def _questions(output: Any, images: Images, derive: Callable[..., Score], name: str, *scores: ClassScore) -> Together:
+    """Return questions whose score is derived from the scores of classes, of which the first is explained."""
+    first, asked = scores[0], []
+    known = None if first.link is None else first.probability(output).detach().float()
+    for row, image in enumerate(images.numbers):
+        own = [score.of(row) for score in scores]
+        label = name.format(*(class_name(score.classes[0], images.categories) for score in own))
+        score, probability = derive(*own), None if known is None else known[image]
+        asked.append(Question(score, label, first.classes[row], probability, len(scores) > 1, mirrored=score))
+    return Together(asked, derive(*scores))
+
+
+@dataclass(frozen=True, slots=True)
+class Probability(Target):
     """Probability of a class; see `probability`."""
 
-    def resolve_from(self, output: Any, facts: OutputFacts) -> OutputTarget:
-        """Return the target, with the top class if no class was given. Raises TargetError without a probability."""
-        score = self.scores[0].resolve_from(output, facts)
+    of: ClassTarget
+
+    def prepared(self, images: Images) -> Probability:
+        """Return the target with class indices instead of names."""
+        return replace(self, of=self.of.prepared(images))
+
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the questions. Raises TargetError if the class has no probability."""
+        score = self.of.find(output, images)
         if score.link is None:
             problem = "the model returns one number per image, whose probability is unknown"
             hint = "pass the names of both classes as categories= if it is the logit of the second"
             raise TargetError(
                 f"{problem}; {hint}, or explain the number itself: saliency.value(0), or saliency.value()"
             )
-        return replace(self, scores=(score,))
-
-    def __call__(self, output: Any) -> Tensor:
-        """Return the probabilities (N,), 0 to 1."""
-        return self.scores[0].probability(output)
-
-    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
-        """Return names such as `probability of espresso`."""
-        return tuple(f"probability of {name}" for name in self.scores[0].names(images, categories))
-
-
-class Contrast(_ClassTarget):
-    """Difference of the scores of two classes; see `contrast`."""
-
-    def resolve_from(self, output: Any, facts: OutputFacts) -> OutputTarget:
-        """Return the target, with the top class if no class was given. Raises TargetError if both classes are equal."""
-        first, second = (score.resolve_from(output, facts) for score in self.scores)
-        for index, other in zip(first.classes, second.classes, strict=True):
-            if index == other:
-                raise TargetError(f"contrast compares class {index} with itself; pass another class as `against`")
-        return replace(self, scores=(first, second))
-
-    def __call__(self, output: Any) -> Tensor:
-        """Return the differences (N,) of the two scores."""
-        return self.scores[0](output) - self.scores[1](output)
-
-    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
-        """Return names such as `tiger cat rather than tabby`."""
-        names = (score.names(images, categories) for score in self.scores)
-        return tuple(f"{name} rather than {other}" for name, other in zip(*names, strict=True))
-
-    def contrasts(self, images: int) -> tuple[bool, ...]:
-        """Return True for each image."""
-        return (True,) * images
+        return _questions(output, images, lambda score: score.probability, "probability of {}", score)
 
 
 @dataclass(frozen=True, slots=True)
-class Value(OutputTarget):
+class Contrast(Target):
+    """Difference of the scores of two classes; see `contrast`."""
+
+    of: ClassTarget
+    against: ClassTarget
+
+    def prepared(self, images: Images) -> Contrast:
+        """Return the target with class indices instead of names."""
+        return Contrast(self.of.prepared(images), self.against.prepared(images))
+
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the questions. Raises TargetError if both classes are equal."""
+        first, second = self.of.find(output, images), self.against.find(output, images)
+        for index, other in zip(first.classes, second.classes, strict=True):
+            if index == other:
+                raise TargetError(f"contrast compares class {index} with itself; pass another class as `against`")
+        return _questions(output, images, partial(partial, _difference), "{} rather than {}", first, second)
+
+
+def _difference(first: Score, second: Score, output: Any) -> Tensor:
+    return first(output) - second(output)
+
+
+@dataclass(frozen=True, slots=True)
+class Value(Target):
     """One number of the output; see `value`."""
 
     index: tuple[int, ...]
 
-    def resolve_from(self, output: Any, facts: OutputFacts) -> Value:
-        """Return the target unchanged. Raises TargetError if the index is outside the output."""
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the questions. Raises TargetError if the index is outside the output."""
         shape = tuple(output_tensor(output).shape[1:])
         inside = len(self.index) == len(shape) and all(0 <= i < n for i, n in zip(self.index, shape, strict=True))
         if not inside:
             raise TargetError(f"there is no value {self.index} in an output of shape {shape} per image")
-        return self
+        name = " ".join(["value", *map(str, self.index)])
+        return Question(self.score, name, mirrored=self.score).ask(output, images)
 
-    def __call__(self, output: Any) -> Tensor:
+    def score(self, output: Any) -> Tensor:
         """Return the values (N,), in the units of the model's output."""
         values = output_tensor(output)
         for index in reversed(self.index):
             values = values[..., index]
         return values
-
-    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
-        """Return names such as `value 3`."""
-        return (" ".join(["value", *map(str, self.index)]),) * images
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,14 +211,19 @@ class LayerOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Neuron(OutputTarget):
+class Neuron(Target):
     """Activation of a channel of a layer; see `neuron`."""
 
     layer: str
     channel: int
     at: tuple[int, ...] | None = None
 
-    def __call__(self, output: Any) -> Tensor:
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the questions. A position is another one in a mirrored image."""
+        name = f"channel {self.channel} of {self.layer}" + (f" at {self.at}" if self.at else "")
+        return Question(self.score, name, mirrored=None if self.at else self.score).ask(output, images)
+
+    def score(self, output: Any) -> Tensor:
         """Return the activations (N,). Raises TargetError if there is no such channel or position."""
         if not isinstance(output, LayerOutput):
             raise TargetError("a neuron is a target of methods only")
@@ -380,109 +238,66 @@ class Neuron(OutputTarget):
             raise TargetError(f"there is no position {self.at} in a channel of {shape[1:]}")
         return values.flatten(1)[:, int(np.ravel_multi_index(self.at, shape[1:]))]
 
-    def mirrored(self) -> Neuron:
-        """Return the same neuron. Raises TargetError if it has a position."""
-        if self.at:
-            raise TargetError(f"the position {self.at} of a neuron is another one in a mirrored image; {NO_FLIPS}")
-        return self
-
-    def part(self, output: Any, image: int) -> Any:
-        """Return the layer's output for one image."""
-        return LayerOutput(output.values[image : image + 1]) if isinstance(output, LayerOutput) else output
-
-    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
-        """Return names such as `channel 12 of layer4`."""
-        return (f"channel {self.channel} of {self.layer}" + (f" at {self.at}" if self.at else ""),) * images
-
 
 @dataclass(frozen=True, slots=True)
-class FunctionTarget(OutputTarget):
+class FunctionTarget(Target):
     """Function of the output that the user wrote."""
 
-    function: Target
+    function: Score
 
-    def __call__(self, output: Any) -> Tensor:
-        """Return the result of the function."""
-        return self.function(output)
-
-    def part(self, output: Any, image: int) -> Any:
-        """Return the whole output."""
-        return output
-
-    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
-        """Return the name of the function, or of its class."""
-        return (getattr(self.function, "__name__", type(self.function).__name__).strip("<>"),) * images
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the questions, named after the function or its class."""
+        name = getattr(self.function, "__name__", type(self.function).__name__).strip("<>")
+        scores = [images.score_of(self.function, number) for number in images.numbers]
+        return Together([Question(own, name, mirrored=own) for own in scores], images.score_of(self.function))
 
 
 @dataclass(frozen=True, slots=True)
-class TargetList(OutputTarget):
+class TargetList(Target):
     """One target per image, none of which is a plain class."""
 
-    targets: tuple[OutputTarget, ...]  # each resolved for one image
+    targets: tuple[Target, ...]
 
-    def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> TargetList:
-        """Return the targets with the embeddings of their texts and reference images."""
-        return TargetList(tuple(target.bind(encode_text, encode_image) for target in self.targets))
+    def prepared(self, images: Images) -> TargetList:
+        """Return the targets with what does not depend on the output."""
+        return TargetList(tuple(own.prepared(images.only(number)) for number, own in enumerate(self.targets)))
 
-    def locate(self, geometries: Sequence[Geometry]) -> TargetList:
-        """Return the targets, each with the position of its image."""
-        return TargetList(tuple(own.locate([geometry]) for own, geometry in zip(self.targets, geometries, strict=True)))
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the question of each image's own target."""
+        asked = [self.targets[number].ask(output, images.only(number)) for number in images.numbers]
+        return Together([own[0] for own in asked], partial(_each_by_its_own, [own.score for own in asked]))
 
-    def resolve_from(self, output: Any, facts: OutputFacts) -> TargetList:
-        """Return the targets with everything fixed that depends on the output."""
-        own = (target.resolve_from(target.part(output, image), facts) for image, target in enumerate(self.targets))
-        return TargetList(tuple(own))
-
-    def __call__(self, output: Any) -> Tensor:
-        """Return the score of each image (N,) by its own target.
-
-        Each target reads the rows of all images, so that relevance finds N rows in every operation.
-        """
-        images = len(self.targets)
-        own = (target.repeated(0, images)(output) for target in self.targets)
-        return torch.stack([one_score_each(scores, images)[image] for image, scores in enumerate(own)])
-
-    def probabilities(self, output: Any) -> Tensor | None:
-        """Return the probabilities (N,), if each target has one."""
-        parts = [target.probabilities(target.part(output, image)) for image, target in enumerate(self.targets)]
-        known = [part for part in parts if part is not None]
-        return torch.cat(known) if len(known) == len(parts) else None
-
-    def repeated(self, image: int, count: int) -> OutputTarget:
-        """Return the target of one image."""
-        return self.targets[image].repeated(0, count)
-
-    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
-        """Return the name of each image's target."""
-        return tuple(own.names(1, categories)[0] for own in self.targets)
-
-    def indices(self, images: int) -> tuple[int | None, ...]:
-        """Return the class index of each image; None if its target is not a class."""
-        return tuple(own.indices(1)[0] for own in self.targets)
-
-    def contrasts(self, images: int) -> tuple[bool, ...]:
-        """Return whether each image's target is a difference."""
-        return tuple(own.contrasts(1)[0] for own in self.targets)
-
-    def boxes(self) -> tuple[Box | None, ...]:
-        """Return the explained box of each image; empty without boxes."""
-        boxes = tuple((*own.boxes(), None)[0] for own in self.targets)
-        return boxes if any(boxes) else ()
+    def others(self, output: Any, images: Images, of: Literal["class", "box"]) -> Sequence[Question]:
+        """Return the other questions of the image's own target."""
+        return self.targets[images.numbers[0]].others(output, images, of)
 
 
-def located(target: Any, geometries: Sequence[Geometry]) -> Any:
-    """Return a target for the same images as tensors, with its places on the images; other targets unchanged."""
-    if isinstance(target, list | tuple) and len(target) == len(geometries):
-        return [located(own, [geometry]) for own, geometry in zip(target, geometries, strict=True)]
-    return target.locate(geometries) if isinstance(target, OutputTarget) else target
+def _each_by_its_own(scores: Sequence[Score], output: Any) -> Tensor:
+    """Return the score of each image (N,) by its own function.
+
+    Each function reads the rows of all images, so that relevance finds N rows in every operation.
+    """
+    return torch.stack([one_score_each(score(output), len(scores))[image] for image, score in enumerate(scores)])
 
 
-def one_score_each(scores: Any, images: int) -> Tensor:
-    """Return the scores of a target. Raises TargetError unless they are a float tensor (N,)."""
-    if isinstance(scores, Tensor) and scores.shape == (images,) and scores.is_floating_point():
-        return scores
-    got = f"{scores.dtype} of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-    raise TargetError(f"the target returned {got}; expected one score per image, a float tensor ({images},)")
+@dataclass(frozen=True, slots=True)
+class Located(Target):
+    """Target on images whose positions the batch does not hold, as on tensors that were read from files."""
+
+    target: Target
+    geometries: tuple[Geometry, ...]  # one for each image, or one for all
+
+    def prepared(self, images: Images) -> Target:
+        """Return the target with what does not depend on the output."""
+        return Located(self.target.prepared(images), self.geometries)
+
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the questions of the target."""
+        return self.target.ask(output, images.located(self.geometries))
+
+    def others(self, output: Any, images: Images, of: Literal["class", "box"]) -> Sequence[Question]:
+        """Return the other questions of the target."""
+        return self.target.others(output, images.located(self.geometries), of)
 
 
 def probability(target: Any = None) -> Target:
@@ -495,7 +310,7 @@ def probability(target: Any = None) -> Target:
     Args:
         target: A class index or name, one of them per image, or None for the top class.
     """
-    return Probability((ClassScore(target),))
+    return Probability(ClassTarget(target))
 
 
 def contrast(target: Any, against: Any) -> Target:
@@ -505,7 +320,7 @@ def contrast(target: Any, against: Any) -> Target:
         target: A class index or name, one of them per image, or None for the top class.
         against: The other class, in the same form.
     """
-    return Contrast((ClassScore(target), ClassScore(against)))
+    return Contrast(ClassTarget(target), ClassTarget(against))
 
 
 def value(*index: int) -> Target:
@@ -538,21 +353,21 @@ def neuron(layer: str, channel: int, at: int | Sequence[int] | None = None) -> T
     return Neuron(layer, class_number(channel), place)
 
 
-def as_target(target: TargetLike, images: int, categories: Categories = None) -> OutputTarget:
-    """Convert classes or a function to a target, and check class names and counts.
-
-    Raises:
-        TargetError: An unknown class name, an index that is not a non-negative integer, or a wrong number of targets.
-    """
-    if isinstance(target, OutputTarget):
-        return target.resolve(images, categories)
+def as_target(target: TargetLike, images: int = 1) -> Target:
+    """Convert classes or a function to a target. Raises TargetError for a wrong number of targets."""
+    if isinstance(target, Target):
+        return target
     if callable(target) and not isinstance(target, Tensor):
         return FunctionTarget(target)
-    if isinstance(target, list | tuple) and any(map(callable, target)):
-        if not all(map(callable, target)):
+    if isinstance(target, list | tuple) and any(map(_is_question, target)):
+        if not all(map(_is_question, target)):
             raise TargetError("got a list of classes and functions; write each class as saliency.value(index)")
-        return TargetList(tuple(as_target(own, 1, categories) for own in per_image(target, images)))
-    return ClassScore(target).resolve(images, categories)
+        return TargetList(tuple(map(as_target, per_image(target, images))))
+    return ClassTarget(target)
+
+
+def _is_question(target: Any) -> bool:
+    return isinstance(target, Target) or callable(target)
 
 
 # Scores of classes, and class names
@@ -611,10 +426,6 @@ def _example_target(output: Any) -> str:
         return "target=saliency.box(index=0)"
     key = 0 if isinstance(output, list | tuple) else "scores"
     return f"target=lambda output: output[{key!r}].flatten(1).sum(1), or saliency.box(index=0) for a detector"
-
-
-class PartialNames(tuple[str, ...]):
-    """Class names from a mapping with gaps. The names of other classes are as `class 7`."""
 
 
 def as_categories(like: Any) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
@@ -13,32 +13,27 @@ from ..axes import at_least_float32
 from ..errors import TargetError
 from ..validation import is_integer
 from .answer_text import AnswerText
-from .targets import Categories, OutputFacts, OutputTarget, Target, output_tensor
+from .question import Images, Question, Target, Together
+from .targets import output_tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Words(OutputTarget):
+class Words(Target):
     """Log-odds of words of an answer; see `words`.
 
     Attributes:
         text: The words; None for `at`.
         against: Another text for the same position, or None.
         at: The index or the slice of tokens, or None.
-        pairs: The row of the output, from the end, and the token of each explained number; empty before both are known.
-        other: The token to compare with, or None.
-        label: The name of the target.
     """
 
     text: str | None = None
     against: str | None = None
     at: int | slice | None = None
-    pairs: tuple[tuple[int, int], ...] = ()
-    other: int | None = None
-    label: str = "words of an answer"
 
-    def resolve_from(self, output: Any, facts: OutputFacts) -> Words:
-        """Return the target with its tokens. Raises TargetError if the answer does not contain them."""
-        answer = facts.answer
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the questions about the tokens. Raises TargetError if the answer does not contain them."""
+        answer = images.answer
         if answer is None:
             raise TargetError("saliency.words explains an answer: pass saliency.generate(...) instead of an image")
         explained, other = self._explained_tokens(answer), None
@@ -51,7 +46,10 @@ class Words(OutputTarget):
             if pair is None:
                 raise TargetError(f'"{label}" and "{self.against}" begin with the same tokens; compare other words')
             pairs, label = (pair,), f"{label} rather than {self.against}"
-        return replace(self, pairs=pairs, other=other, label=label)
+        score = WordScore(pairs, other)
+        known, difference = score.probabilities(output), other is not None
+        asked = [Question(score, label, None, known[n], difference, mirrored=score) for n in images.numbers]
+        return Together(asked, score)
 
     def _explained_tokens(self, answer: AnswerText) -> range:
         """Return the tokens of the answer that the target explains."""
@@ -68,6 +66,19 @@ class Words(OutputTarget):
             where = f" at={at!r}, but at {[own[0] for own in found]}" if found else ""
             raise TargetError(f'"{self.text}" is not in the answer{where}; its words are {known}')
         return inside[0]
+
+
+@dataclass(frozen=True, slots=True)
+class WordScore:
+    """Log-odds of tokens of an answer.
+
+    Attributes:
+        pairs: The row of the output, from the end, and the token of each explained number.
+        other: The token to compare with, or None.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    other: int | None
 
     def _logits(self, output: Any) -> Tensor:
         """Return the logits (N, T, V) that predict T explained tokens, in float32 or wider."""
@@ -90,14 +101,6 @@ class Words(OutputTarget):
         tokens = [token for _, token in self.pairs]
         logits = self._logits(output).detach()
         return logits.log_softmax(2)[:, range(len(tokens)), tokens].sum(1).exp()
-
-    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
-        """Return names such as `red rather than blue`."""
-        return (self.label,) * images
-
-    def contrasts(self, images: int) -> tuple[bool, ...]:
-        """Return whether another word is compared."""
-        return (self.other is not None,) * images
 
 
 def words(text: str | None = None, *, against: str | None = None, at: int | slice | None = None) -> Target:

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from ..attribution.base import METHODS, Attribution, explain_together, source, summary
 from ..attribution.explanation import Explanation, Sign
-from ..attribution.resolved_target import ResolvedTarget
 from ..errors import NonFiniteError, NotApplicableError, SaliencyError, TargetError
 from ..methods.gradient import VanillaGradient
+from ..targets.targets import as_target
 from .case import SIZE, Check, MethodCase, images, require, require_raises, require_same, require_same_explanation
 from .unchanged import UNCHANGED_CHECKS, with_user_state
 
@@ -230,7 +230,7 @@ def explained_together(case: MethodCase) -> None:
 def top_class(case: MethodCase) -> None:
     """Without a target, the top class of each image is explained, or another target that the method declares."""
     model, x = case.model(), images(3)
-    none = ResolvedTarget(None, 3)
+    none = as_target(None)
     if case.on(model).explained_target(none) is not none:  # such as the embedding
         return
     with torch.no_grad():

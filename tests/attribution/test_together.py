@@ -141,12 +141,12 @@ def test_the_same_method_twice_gives_two_explanations(model: Net, x: Tensor) -> 
 
 def test_a_method_that_traces_nothing_takes_part(model: Net, x: Tensor) -> None:
     from saliency.attribution.explanation import BatchAttribution
-    from saliency.attribution.resolved_target import ResolvedTarget
+    from saliency.attribution.questions import Questions
 
     class Constant(Attribution):
         """No name: it stays out of the registry."""
 
-        def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+        def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
             """The score in each place."""
             with torch.no_grad():
                 scores = target(self.model(x))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from saliency import METHODS, MethodError, TargetError, contrast, probability, region, value
 from saliency.attribution.options import Budget, Option
 from saliency.attribution.passes import MAX_CHUNK_CPU, chunk_size, listening
-from saliency.attribution.resolved_target import ResolvedTarget
+from saliency.attribution.questions import CallImages, Questions
 from saliency.engine import multi_pass
 from saliency.engine.estimates import Estimate, generator
 from saliency.engine.multi_pass import (
@@ -30,6 +30,7 @@ from saliency.engine.multi_pass import (
 )
 from saliency.errors import SaliencyWarning
 from saliency.hooks.model_state import is_out_of_memory, prepared_for_attribution
+from saliency.targets.question import Images
 from saliency.testing import images, tiny_model, tiny_model_for
 from tests.models import Interrupting, Packed
 
@@ -62,7 +63,7 @@ class Noisy(SampledAttribution):
 def passes_on(model: nn.Module, limits: Budget | None = None, **options: Any) -> PassRunner:
     """Passes of one image on a borrowed model, whose target has seen the clean image."""
     x = images(1, dtype=next(model.parameters()).dtype)
-    selection = ResolvedTarget(0, 1)
+    selection = Questions(0, Images(1))
     with torch.no_grad():
         selection(model(x))
     limits = limits or Budget()
@@ -403,8 +404,8 @@ def test_a_processor_never_runs_more_at_once_than_it_gains_from() -> None:
 )
 def test_any_target_means_the_same_in_passes_as_in_the_batch(target: Any) -> None:
     model, x = tiny_model().double(), images(3, dtype=torch.float64)
-    selection = ResolvedTarget(target, 3)
     with prepared_for_attribution(model), torch.no_grad():
+        selection = Questions(target, CallImages(model, x))
         expected = selection(model(x))
         for image in range(3):
             one = x[image : image + 1]

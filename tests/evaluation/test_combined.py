@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from saliency.attribution.base import Attribution
 from saliency.attribution.explanation import BatchAttribution
-from saliency.attribution.resolved_target import ResolvedTarget
+from saliency.attribution.questions import Questions
 from saliency.metrics import METRICS, measure
 from saliency.testing import Snapshot
 
@@ -29,7 +29,7 @@ X = random(2, 3, 10, 10, seed=1).abs() + WEIGHT.clamp(min=0)
 class Scaled(Attribution):
     """Fixed weights times the image, scaled to 0..1, as a CAM is."""
 
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         return BatchAttribution(self.map(x)[:, None], target(self.model(x)))
 
     def map(self, x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from saliency import (
 )
 from saliency.attribution.base import Attribution
 from saliency.attribution.explanation import BatchAttribution
-from saliency.attribution.resolved_target import ResolvedTarget
+from saliency.attribution.questions import Questions
 from saliency.evaluation.metrics.randomisation import MPRT, layers_from_the_top, randomise, restore
 from saliency.metrics import METRICS, Measurement, measure
 from saliency.testing import Snapshot, images, tiny_model
@@ -37,7 +37,7 @@ X = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1), dtype=tor
 class Constant(Attribution):
     """A method that ignores the model."""
 
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         return BatchAttribution(torch.ones_like(x), target(self.model(x)))
 
 

@@ -17,7 +17,8 @@ from saliency.evaluation.metrics.randomisation import RandomLogit
 from saliency.evaluation.metrics.road import ROAD
 from saliency.metrics import Deletion, Insertion, measure
 from saliency.targets.box import BoxScore
-from saliency.targets.region import Region
+from saliency.targets.question import Question
+from saliency.targets.region import RegionScore
 from saliency.testbed import draw_scenes
 
 SCENES = draw_scenes(6, seed=1_000_003, task="several")
@@ -110,25 +111,28 @@ def test_others_of_a_box_are_its_other_classes_and_the_other_detections() -> Non
     subject = Subject(method.attribute(x, targets), method=method, inputs=x, target=targets)
     for image, (classes, boxes) in enumerate(zip(subject.others(), subject.others("box"), strict=True)):
         own = int(SCENES.labels[image])
-        assert [one.matches[0].label for one in classes if isinstance(one, BoxScore)] == [*{0, 1, 2} - {own}]
-        found = torch.tensor([one.matches[0].box for one in boxes if isinstance(one, BoxScore)])
+        assert [one.score.match.label for one in classes if isinstance(one.score, BoxScore)] == [*{0, 1, 2} - {own}]
+        found = torch.tensor([one.score.match.box for one in boxes if isinstance(one.score, BoxScore)])
         truth = SCENES.boxes[image, 1:]
         assert len(found) == 3
         assert float(torch.cdist(found, truth, p=float("inf")).amin(1).max()) < 4
+
+
+def cells_of(question: object) -> Tensor:
+    """The pixels of a question about a region."""
+    assert isinstance(question, Question)
+    assert isinstance(question.score, RegionScore)
+    return question.score.cells
 
 
 def test_others_of_regions_and_joints_keep_their_pixels_or_find_their_maximum() -> None:
     for name, count in (("shapes_unet", 3), ("shapes_keypoints", 2)):
         method, x, targets = case(name)
         subject = Subject(method.attribute(x[0], targets[0]), method=method, inputs=x[:1], target=targets[0])
-        own, others = subject.fixed_target, subject.others()[0]
-        assert isinstance(own, Region)
+        own, others = cells_of((subject.fixed_target or [])[0]), subject.others()[0]
         assert len(others) == count
         for other in others:
-            assert isinstance(other, Region)
-            assert own.cells is not None
-            assert other.cells is not None
-            assert torch.equal(other.cells, own.cells) == (name == "shapes_unet")
+            assert torch.equal(cells_of(other), own) == (name == "shapes_unet")
 
 
 def test_a_single_box_and_a_single_class_have_no_others() -> None:

@@ -17,7 +17,7 @@ import saliency
 from saliency import InputXGradient, MethodError, VanillaGradient
 from saliency.attribution.base import Attribution
 from saliency.attribution.explanation import BatchAttribution
-from saliency.attribution.resolved_target import ResolvedTarget
+from saliency.attribution.questions import Questions
 from saliency.evaluation.metrics.agreement import RankCorrelation
 from saliency.evaluation.trust import GROUPS, UNCLEAR, WORSE, TrustCard, draw_trust, property_of, trust
 from saliency.io.atomic_write import is_drawing
@@ -28,7 +28,7 @@ from saliency.testing import Snapshot, images, tiny_model
 class Constant(Attribution):
     """A method that ignores the model."""
 
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         return BatchAttribution(torch.ones_like(x), target(self.model(x)))
 
 
@@ -54,7 +54,7 @@ class Signed(Attribution):
 
     sign_of_values = 1
 
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         with torch.enable_grad():
             leaf = x.clone().requires_grad_()
             scores = target(self.model(leaf))

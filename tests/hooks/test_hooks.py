@@ -330,14 +330,15 @@ def test_a_cam_records_nothing_in_front_of_its_layer() -> None:
 
 
 def test_recording_from_the_layer_gives_the_same_values_bit_for_bit() -> None:
-    from saliency.attribution.resolved_target import ResolvedTarget
+    from saliency.attribution.questions import Questions
+    from saliency.targets.question import Images
 
     model, x = Cut(nn.ReLU(inplace=True)), torch.randn(2, 3, 8, 8)
     found = {}
     for gradients in ("layers", "input"):
         with prepared_for_attribution(model):
             forward = SharedForward(model, x, Needs(gradients, layers=("body",)))
-            grads = TargetGradients(forward, ResolvedTarget([1, 2], 2))
+            grads = TargetGradients(forward, Questions([1, 2], Images(2)))
             found[gradients] = grads.scores, grads.activation("body"), grads.gradient("body")
     assert all(torch.equal(*pair) for pair in zip(found["layers"], found["input"], strict=True))
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from saliency.attribution.forward import Needs, SharedForward, TargetGradients
-from saliency.attribution.resolved_target import ResolvedTarget
+from saliency.attribution.questions import Questions
 from saliency.hooks.operations import Operation, SavedValues, WeakTensor
+from saliency.targets.question import Images
 
 
 class Branches(nn.Module):
@@ -26,7 +27,7 @@ class Branches(nn.Module):
 
 def recorded(model: nn.Module, x: Tensor) -> dict[str, Operation]:
     torch.manual_seed(0)
-    grads = TargetGradients(SharedForward(model, x, Needs(values=SavedValues.ALL)), ResolvedTarget(1, len(x), None))
+    grads = TargetGradients(SharedForward(model, x, Needs(values=SavedValues.ALL)), Questions(1, Images(len(x))))
     operations = [(node, grads.forward.operations.operation(node)) for node in grads.nodes]
     model.forward_of = grads  # type: ignore[assignment]
     return {operation.name: operation for _, operation in operations[::-1] if operation is not None}

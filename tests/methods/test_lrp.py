@@ -767,11 +767,12 @@ def test_the_score_is_one_neuron_above_the_last_layer(contrastive: bool) -> None
     """So the excitation of a negative score, or of a difference of scores, is that of the weights of this neuron."""
     net, x = chain(), images()
     weight = cast("nn.Linear", net[9]).weight.detach()
-    for target, own in {
-        (lambda output: -output[:, 3]): -weight[3:4],
-        saliency.contrast(3, 1): weight[3:4] - weight[1:2],
-        saliency.contrast(1, 3): weight[1:2] - weight[3:4],
-    }.items():
+    cases: list[tuple[Any, Tensor]] = [
+        (lambda output: -output[:, 3], -weight[3:4]),
+        (saliency.contrast(3, 1), weight[3:4] - weight[1:2]),
+        (saliency.contrast(1, 3), weight[1:2] - weight[3:4]),
+    ]
+    for target, own in cases:
         alone = with_head(net[:9], own)
         found, expected = (
             ExcitationBackprop(model, layer="2", contrastive=contrastive).attribute(x, score).values

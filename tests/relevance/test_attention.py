@@ -17,9 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from saliency import CPLRP, AttnLRP, SaliencyWarning, probability
 from saliency.attribution.explanation import Explanation
 from saliency.attribution.forward import SharedForward
-from saliency.attribution.resolved_target import ResolvedTarget
+from saliency.attribution.questions import Questions
 from saliency.hooks.rectifiers import nodes_between
 from saliency.relevance.walk import Walk
+from saliency.targets.question import Images
 from tests.models import Checkpointed, FunctionModel, OwnForward, small_vit
 from tests.relevance.explicit_vit import ExplicitViT
 
@@ -63,7 +64,7 @@ def test_a_vision_transformer_is_the_one_spelled_out(method: type[AttnLRP]) -> N
 def test_constant_factors_and_logits_keep_no_operands() -> None:
     model = FunctionModel(lambda x: (x * 2).softmax(-1).tanh())
     x = images()
-    needs = AttnLRP(model, at="pixels").needs_for(x, ResolvedTarget(0, len(x), None))
+    needs = AttnLRP(model, at="pixels").needs_for(x, Questions(0, Images(len(x))))
     forward = SharedForward(model, x, needs)
     found = map(forward.operations.operation, nodes_between(forward.output, forward.x))
     operands = {operation.name: list(operation.args) for operation in found if operation}

@@ -73,7 +73,7 @@ def reference(model: nn.Module, x: Tensor, box: Any, label: int, against: int | 
 
 def matches_of(resolved: Any) -> Any:
     """The boxes that a resolved target explains."""
-    return resolved.target.matches
+    return [resolved[image].score.match for image in range(len(resolved))]
 
 
 def found(name: str) -> tuple[float, ...]:
@@ -89,7 +89,7 @@ def test_the_score_is_the_weighted_mean_of_the_logits_near_the_box(against: Any)
     assert explanation.contrasts == (against is not None,) * len(X)
     assert ", IoU 0." in target
     method = VanillaGradient(model)
-    resolved = method.resolve(saliency.box(box=box, cls="cup", against=against), X)
+    resolved = method.questions(saliency.box(box=box, cls="cup", against=against), X)
     resolved(model(X))
     for row in range(2):
         x = X[row].clone().requires_grad_()
@@ -109,7 +109,7 @@ def test_the_score_is_continuous_where_another_candidate_becomes_the_best() -> N
         return [saliency.Candidates(boxes, torch.tensor([[2.0], [-1.0], [9.0]]))]
 
     method = VanillaGradient(nn.Identity())
-    resolved = method.resolve(saliency.box(box=box, read=read), X[:1])
+    resolved = method.questions(saliency.box(box=box, read=read), X[:1])
     scores = [float(resolved(torch.full((1, 1), shift))) for shift in np.linspace(0, 8, 801)]
     steps = np.abs(np.diff(scores))
     assert scores[0] > 1.9
@@ -146,7 +146,7 @@ def test_the_score_of_a_vanished_box_is_the_absent_logit_and_keeps_its_graph() -
     def output(n: int) -> Any:
         return [{"boxes": torch.tensor([[4.0, 4, 20, 20]])[:n], "scores": logits[:n], "labels": torch.ones(n).long()}]
 
-    resolved = VanillaGradient(nn.Identity()).resolve(saliency.box(), X[:1])
+    resolved = VanillaGradient(nn.Identity()).questions(saliency.box(), X[:1])
     assert float(resolved(output(1)).detach()) == pytest.approx(float(torch.logit(logits.detach())), abs=1e-4)
     gone = resolved(output(0))
     assert float(gone.detach()) == pytest.approx(ABSENT)
@@ -212,7 +212,7 @@ def test_the_second_class_is_the_next_best_of_the_box() -> None:
     name = contrast.target_names[0]
     explicit = method.attribute(X[0], saliency.box(against=name.split(" rather than ")[1].split(" at ")[0]))
     assert torch.equal(contrast.values, explicit.values)
-    row = VanillaGradient(detector()).resolve(saliency.box(against="second"), X[:1])
+    row = VanillaGradient(detector()).questions(saliency.box(against="second"), X[:1])
     row(detector()(X[:1]))
     match = matches_of(row)[0]
     assert match.label != match.against

@@ -197,14 +197,17 @@ def test_every_method_explains_a_text_and_a_reference(name: str, method: str) ->
     refused = NEED_CLASSES | NEED_ONE_SIGN | (NEED_RELU if name == "transformers CLIP" else set())
     if cls.needs.attention and name == "open_clip ResNet":
         pytest.skip("the image has a single patch there")
-    targets: list[Any] = [text("a cat", against=OTHERS), similarity(x[1], measure="distance")]
-    for target in targets:
+    targets: dict[str, Any] = {
+        f"a cat rather than {OTHERS[0]} or {OTHERS[1]}": text("a cat", against=OTHERS),
+        "similarity to a reference": similarity(x[1], measure="distance"),
+    }
+    for label, target in targets.items():
         if method in refused:
             with pytest.raises(saliency.NotApplicableError):
                 cls(model, **options).attribute(x[0], target)
         else:
             found = cls(model, **options).attribute(x[0], target)
-            assert (found.target, found.target_names) == ((None,), target.names(1, None))
+            assert (found.target, found.target_names) == ((None,), (label,))
             assert cls.sign != "signed" or found.values.abs().sum() > 0
 
 

@@ -31,8 +31,9 @@ from saliency import (
     text,
     value,
 )
-from saliency.attribution.resolved_target import ResolvedTarget
+from saliency.attribution.questions import Questions
 from saliency.render.blending import probability as probability_text
+from saliency.targets.question import Images
 from saliency.targets.targets import as_target, output_tensor
 from saliency.testing import tiny_model, tiny_model_for
 from saliency.testing.case import images
@@ -725,14 +726,14 @@ def test_a_single_value_per_image_counts_as_one_class(x: Tensor) -> None:
 
 
 def test_a_target_settles_on_the_first_output_and_keeps_to_it() -> None:
-    selection = ResolvedTarget(None, 2)
+    selection = Questions(None, Images(2))
     first = torch.tensor([[0.0, 1.0], [3.0, 2.0]])
     assert selection(first).tolist() == [1.0, 3.0]
     assert selection(first.flip(1)).tolist() == [0.0, 2.0]
     assert selection.indices == (1, 0)
-    kept = selection.probabilities
+    kept = selection[0]
     selection(first * 5)
-    assert selection.probabilities is kept
+    assert selection[0] is kept
 
 
 def test_a_ready_made_target_serves_many_calls(x: Tensor) -> None:
@@ -745,9 +746,9 @@ def test_a_ready_made_target_serves_many_calls(x: Tensor) -> None:
 
 
 def test_a_target_that_knows_what_it_is_says_so() -> None:
-    function = as_target(3, 2)
-    assert torch.equal(function(torch.eye(4)[:2] * 7), torch.zeros(2))
-    assert re.fullmatch(r"ClassScore\(classes=\(3, 3\)\)", repr(function))
+    (question,) = as_target(3).prepared(Images()).ask(torch.eye(4)[:1] * 7, Images())
+    assert torch.equal(question.score(torch.eye(4)[:2] * 7), torch.zeros(2))
+    assert re.fullmatch(r"ClassTarget\(classes=3\)", repr(as_target(3)))
 
 
 @pytest.mark.parametrize("targets", ["ant", 3, None, [], {}, torch.tensor([0, 1])], ids=repr)
@@ -844,7 +845,8 @@ def test_a_list_may_mix_the_toolkits_targets_each_of_which_sees_its_image_only()
     x[0, 0], x[1, 1] = 1.0, 1.0
     model = Segmenter()
     model.weight.data = torch.eye(4, 3)
-    batch = VanillaGradient(model).attribute(x, [region(0), lambda output: output["out"][:, 1].mean((1, 2))])
+    targets: list[Any] = [region(0), lambda output: output["out"][:, 1].mean((1, 2))]
+    batch = VanillaGradient(model).attribute(x, targets)
     assert batch.target_names == ("region of class 0", "lambda")
     for image in range(2):
         assert set(batch.values[image].nonzero()[:, 0].tolist()) == {image}

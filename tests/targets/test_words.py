@@ -10,8 +10,7 @@ from torch import Tensor
 
 import saliency
 from saliency.targets.answer_text import AnswerText
-from saliency.targets.targets import OutputFacts, Target
-from saliency.targets.words import Words
+from saliency.targets.question import Images, Question, Target
 
 PIECES = [
     "a",
@@ -48,15 +47,14 @@ ANSWER = AnswerText(IDS, tuple(PIECES[:10]), TOKENIZER)
 LOGITS = torch.randn(2, 12, len(PIECES), generator=torch.Generator().manual_seed(0))  # two rows are before the answer
 
 
-def resolved(target: Target) -> Words:
-    """A target with its tokens."""
-    assert isinstance(target, Words)
-    return target.resolve_from(LOGITS, OutputFacts(answer=ANSWER))
+def asked(target: Target, logits: Tensor = LOGITS) -> Question:
+    """The question about the first image."""
+    return target.ask(logits, Images(len(logits), answer=ANSWER))[0]
 
 
 def score(target: Target) -> Tensor:
     """The scores of a target, as in a call."""
-    return resolved(target)(LOGITS)
+    return asked(target).score(LOGITS)
 
 
 def odds(row: int, token: int) -> Tensor:
@@ -76,24 +74,22 @@ def test_a_word_is_the_sum_of_the_log_odds_of_its_tokens() -> None:
 
 
 def test_the_probability_is_the_product_over_the_tokens() -> None:
-    target = resolved(saliency.words("circle"))
-    p = LOGITS.softmax(2)
-    torch.testing.assert_close(target.probabilities(LOGITS), p[:, 4, 2] * p[:, 5, 3])
+    p, probability = LOGITS.softmax(2), asked(saliency.words("circle")).probability
+    torch.testing.assert_close(probability, p[0, 4, 2] * p[0, 5, 3])
 
 
 def test_another_word_is_compared_at_the_first_token_that_differs() -> None:
-    target = resolved(saliency.words("red", against="blue"))
-    assert target.other == PIECES.index(" blue")  # with the space of the place
-    torch.testing.assert_close(target(LOGITS), LOGITS[:, 3, 1] - LOGITS[:, 3, target.other])
-    assert target.names(2, None) == ("red rather than blue",) * 2
-    assert target.contrasts(1) == (True,)
+    question, other = asked(saliency.words("red", against="blue")), PIECES.index(" blue")  # with the space before it
+    torch.testing.assert_close(question.score(LOGITS), LOGITS[:, 3, 1] - LOGITS[:, 3, other])
+    assert question.name == "red rather than blue"
+    assert question.is_difference
 
 
 def test_the_gradient_does_not_vanish_if_the_model_is_certain() -> None:
     logits = torch.zeros(1, 10, len(PIECES))
     logits[0, 1, 1] = 40.0
     logits.requires_grad_()
-    (gradient,) = torch.autograd.grad(resolved(saliency.words("red"))(logits).sum(), logits)
+    (gradient,) = torch.autograd.grad(asked(saliency.words("red"), logits).score(logits).sum(), logits)
     assert float(gradient[0, 1, 1]) == pytest.approx(1)
     assert float(gradient[0, 1].sum()) == pytest.approx(0, abs=1e-6)
 
@@ -114,9 +110,9 @@ def test_words_are_listed_with_their_tokens() -> None:
         (saliency.words("red", against="red"), '"red" and "red" begin with the same tokens'),
     ],
 )
-def test_words_that_are_not_in_the_answer_are_refused(target: Words, message: str) -> None:
+def test_words_that_are_not_in_the_answer_are_refused(target: Target, message: str) -> None:
     with pytest.raises(saliency.TargetError, match=message):
-        resolved(target)
+        asked(target)
 
 
 def test_arguments_of_other_types_are_refused() -> None:

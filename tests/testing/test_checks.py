@@ -18,10 +18,11 @@ import saliency
 from saliency import METHODS, Attribution, GradCAM, NotApplicableError, TargetError
 from saliency.attribution.base import get_method, source, summary
 from saliency.attribution.explanation import BatchAttribution
-from saliency.attribution.resolved_target import ResolvedTarget
+from saliency.attribution.questions import Questions
 from saliency.hooks.model_state import leaf, run_model
 from saliency.methods.cam import WeightedCAM
 from saliency.metrics import Metric, Outcome
+from saliency.targets.question import Images
 from saliency.testing import check_method, checks, images, tiny_model
 
 pytestmark = pytest.mark.usefixtures("_registry_restored")
@@ -52,11 +53,11 @@ class Honest(Attribution):
 
     cost = "1 forward, 1 backward"
 
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         values, scores = self.gradient(x, target)
         return BatchAttribution(values, scores)
 
-    def gradient(self, x: Tensor, target: ResolvedTarget) -> tuple[Tensor, Tensor]:
+    def gradient(self, x: Tensor, target: Questions) -> tuple[Tensor, Tensor]:
         x = leaf(x)
         scores = target(run_model(self.model, x))
         if not scores.requires_grad:
@@ -102,13 +103,13 @@ def test_an_honest_method_written_from_nothing_passes() -> None:
 
 
 class LeavesAHook(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         next(self.model.children()).register_forward_hook(lambda module, inputs, output: None)
         return super().explain(x, target)
 
 
 class LeavesAHookAfterAnError(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         handle = self.model.register_forward_hook(lambda module, inputs, output: None)
         finding = super().explain(x, target)
         handle.remove()
@@ -116,43 +117,43 @@ class LeavesAHookAfterAnError(Honest):
 
 
 class MovesTorchsRandomState(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         torch.rand(1)
         return super().explain(x, target)
 
 
 class MovesNumPysRandomState(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         np.random.rand()  # noqa: NPY002
         return super().explain(x, target)
 
 
 class MovesPythonsRandomState(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         random.random()  # noqa: S311
         return super().explain(x, target)
 
 
 class SetsTheSeed(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         torch.manual_seed(0)
         return super().explain(x, target)
 
 
 class IsNoisy(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         return super().explain(x + 0.1 * torch.randn(x.shape, dtype=x.dtype), target)
 
 
 class ChangesATrainingFlag(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         finding = super().explain(x, target)
         self.model.get_submodule("drop").train()
         return finding
 
 
 class RunsInTrainingMode(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         self.model.train()
         finding = super().explain(x, target)
         self.model.eval()
@@ -160,7 +161,7 @@ class RunsInTrainingMode(Honest):
 
 
 class FillsGradients(Honest):
-    def gradient(self, x: Tensor, target: ResolvedTarget) -> tuple[Tensor, Tensor]:
+    def gradient(self, x: Tensor, target: Questions) -> tuple[Tensor, Tensor]:
         x = leaf(x)
         scores = target(run_model(self.model, x))
         torch.autograd.backward(scores.sum())
@@ -169,13 +170,13 @@ class FillsGradients(Honest):
 
 
 class FreezesParameters(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         self.model.requires_grad_(False)
         return super().explain(x, target)
 
 
 class WritesParametersAnew(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         finding = super().explain(x, target)
         for module in self.model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -184,25 +185,25 @@ class WritesParametersAnew(Honest):
 
 
 class WritesIntoTheInput(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         x.mul_(1)
         return super().explain(x, target)
 
 
 class ChangesItself(Honest):
-    def gradient(self, x: Tensor, target: ResolvedTarget) -> tuple[Tensor, Tensor]:
+    def gradient(self, x: Tensor, target: Questions) -> tuple[Tensor, Tensor]:
         self.seen: Tensor = x
         return super().gradient(x, target)
 
 
 class ChangesTheDefaultType(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         torch.set_default_dtype(torch.float64)
         return super().explain(x, target)
 
 
 class SwallowsErrors(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         try:
             return super().explain(x, target)
         except Exception:  # noqa: BLE001
@@ -210,7 +211,7 @@ class SwallowsErrors(Honest):
 
 
 class SwallowsInterrupts(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         try:
             return super().explain(x, target)
         except KeyboardInterrupt:
@@ -218,50 +219,50 @@ class SwallowsInterrupts(Honest):
 
 
 class MixesTheBatch(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         values, scores = self.gradient(x, target)
         return BatchAttribution(values / values.abs().max(), scores)
 
 
 class CountsTheImages(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         values, scores = self.gradient(x, target)
         return BatchAttribution(values + torch.arange(len(x))[:, None, None, None], scores)
 
 
 class ReturnsNaN(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         values, scores = self.gradient(x, target)
         return BatchAttribution(values.log(), scores)
 
 
 class NeverReturnsZero(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         values, scores = self.gradient(x, target)
         return BatchAttribution(values + 1e-3 * scores[:, None, None, None].exp().detach(), scores)
 
 
 class Transposes(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         values, scores = self.gradient(x, target)
         return BatchAttribution(values.transpose(2, 3), scores)
 
 
 class FailsOnSmallInput(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         values, scores = self.gradient(x, target)
         return BatchAttribution(nn.functional.avg_pool2d(values, 3, 1), scores)
 
 
 class NeedsNoise(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         if float(x.std()) == 0:
             raise ZeroDivisionError
         return super().explain(x, target)
 
 
 class KeepsTheGraph(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         values, scores = self.gradient(x, target)
         return BatchAttribution(values.requires_grad_(), scores)
 
@@ -269,31 +270,31 @@ class KeepsTheGraph(Honest):
 class Collects(Honest):
     kept: ClassVar[list[Any]] = []
 
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         self.kept.append((self.model, x))
         return super().explain(x, target)
 
 
 class ReportsAnotherScore(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         values, scores = self.gradient(x, target)
         return BatchAttribution(values, scores.exp())
 
 
 class PretendsToBeComplete(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         values, scores = self.gradient(x, target)
         return BatchAttribution(values, scores, residual=torch.zeros_like(scores))
 
 
 class HidesAResidual(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         values, scores = self.gradient(x, target)
         return BatchAttribution(values, scores, residual=torch.zeros(len(x), 1))
 
 
 class KeepsAFalseLedger(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         values, scores = self.gradient(x, target)
         ledger = torch.stack([scores / 2, scores / 3], 1)
         names = ("input", "biases")
@@ -301,7 +302,7 @@ class KeepsAFalseLedger(Honest):
 
 
 class ReadsTheTensorItself(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         x = leaf(x)
         scores = target(run_model(self.model, x) * 1)
         (values,) = torch.autograd.grad(scores.sum(), x)
@@ -309,35 +310,35 @@ class ReadsTheTensorItself(Honest):
 
 
 class NeedsFreeParameters(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         scores = target(run_model(self.model, x))
         torch.autograd.grad(scores.sum(), self.model.get_parameter("head.weight"))
         return super().explain(x, target)
 
 
 class PicksTheLowestClass(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         if target.indices == (None,) * len(x):
-            target = ResolvedTarget(run_model(self.model, x).argmin(1).tolist(), len(x))
+            target = Questions(run_model(self.model, x).argmin(1).tolist(), Images(len(x)))
         return super().explain(x, target)
 
 
 class AnswersOneTargetForAll(Honest):
-    def explain_targets(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
+    def explain_targets(self, x: Tensor, targets: Sequence[Questions]) -> list[BatchAttribution]:
         return [self.explain(x, targets[0])] * len(targets)
 
 
 class KeepsItsInputInTheClass(Honest):
     seen: ClassVar[list[Tensor]] = []
 
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         self.seen[:] = [x]
         values, scores = self.gradient(x, target)
         return BatchAttribution(values * self.seen[0].abs().amax(), scores)
 
 
 class ActsOnOtherThreads(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         handle = self.model.register_forward_hook(lambda module, inputs, output: output * 2)
         try:
             time.sleep(0.001)
@@ -365,7 +366,7 @@ class CannotBeCopied(Honest):
 
 
 class IsUndocumented(Honest):
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         return super().explain(x, target)
 
 

@@ -18,16 +18,18 @@ from ...attribution.base import Attribution, as_setting
 from ...attribution.explanation import Explanation, Setting
 from ...attribution.heatmap import reduced_maps, require_explanation, resized
 from ...attribution.options import Chunk, HasOptions, Precision, declared_options
+from ...attribution.questions import Questions
 from ...engine.estimates import generator
 from ...errors import MethodError, did_you_mean, errors_as
 from ...hooks.forward_args import bind_forward_args
 from ...hooks.model_state import prepared_for_attribution, run_model
 from ...io.inputs import ImagesLike
-from ...io.preprocess import Geometry
 from ...methods.gradient import VanillaGradient
-from ...targets.box import LocatedTarget
+from ...targets.box import BoxTarget
 from ...targets.embedding import ITSELF, SelfSimilarity, similarity
-from ...targets.targets import OutputTarget, TargetLike, located, probability
+from ...targets.question import Question, Target
+from ...targets.region import Keypoint, Region
+from ...targets.targets import TargetLike, probability
 from ...targets.words import Words
 from ...validation import Registry, check_choice, check_integer
 
@@ -227,10 +229,9 @@ class Subject(SharedResults):
         self.shared = shared or SharedResults()
         self.score = check_choice("score", score, get_args(Score))
         self._method, self._model, self._inputs = method, model, inputs
-        size = explanation.input_size
-        self._target: TargetLike = located(target, [Geometry.of(frame, size) for frame in explanation.frames])
-        given = self._target if isinstance(self._target, list | tuple) else [self._target]
-        self._has_place = any(isinstance(own, LocatedTarget) for own in given)
+        self._target: TargetLike = target
+        given = [getattr(own, "target", own) for own in (target if isinstance(target, list | tuple) else [target])]
+        self._has_place = any(isinstance(own, BoxTarget | Region | Keypoint) for own in given)
         self._masks, self._reference = masks, reference
 
     @cached_property
@@ -253,7 +254,7 @@ class Subject(SharedResults):
         """Return the scores of other images (N, C, H, W) for the explained targets: (N,)."""
         reader = self.reader
         with prepared_for_attribution(reader.model), torch.no_grad(), self.bound(images):
-            target = reader.resolve(self.scored_target, images)
+            target = Questions(self.scored_target, reader.images(images))
             if isinstance(target.target, SelfSimilarity):  # to the images of the explanation
                 target(self.output)
             return target(run_model(reader.model, images))
@@ -317,27 +318,32 @@ class Subject(SharedResults):
         return classes
 
     @cached_property
-    def fixed_target(self) -> OutputTarget | None:
+    def fixed_target(self) -> list[Target] | None:
         """The given boxes, regions or joints as found in the images, for changed images and models; else None."""
         if not self._has_place:
             return None
         with prepared_for_attribution(self.reader.model), torch.no_grad():
-            resolved = self.reader.resolve(self._target, self.images)
-            resolved(self.output)
-        return resolved.target
+            asked = self._placed
+            asked(self.output)
+        return [asked[image] for image in range(len(self.images))]
+
+    @cached_property
+    def _placed(self) -> Questions:
+        """The questions about the explained images, at their positions."""
+        return Questions(self._target, self.reader.images(self.images, self.explanation.frames))
 
     @cached_property
     def output(self) -> Any:
         """The output of the model for the images."""
         return outputs(self.reader, self.images)
 
-    def others(self, of: Literal["class", "box"] = "class") -> list[Sequence[OutputTarget]]:
-        """Return the targets of other classes, or other boxes, of each image; none if the target has no place."""
-        fixed = self.fixed_target
-        if fixed is None:
+    def others(self, of: Literal["class", "box"] = "class") -> list[Sequence[Question]]:
+        """Return questions about other classes, or other boxes, of each image; none if the target has no place."""
+        if not self._has_place:
             return [()] * len(self.images)
-        parts = [(fixed.repeated(image, 1), fixed.part(self.output, image)) for image in range(len(self.images))]
-        return [own.others(part, of) for own, part in parts]
+        asked = self._placed
+        images = map(asked.images.only, range(len(self.images)))
+        return [asked.target.others(self.output, own, of) for own in images]
 
     @property
     def scored_target(self) -> TargetLike:

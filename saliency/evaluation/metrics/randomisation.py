@@ -20,7 +20,8 @@ from ...engine.estimates import generator
 from ...errors import MethodError, TargetError
 from ...hooks.manager import HookManager
 from ...hooks.model_state import prepared_for_attribution, run_model
-from ...targets.targets import OutputFacts, TargetLike, TargetList, class_scores
+from ...targets.question import Images
+from ...targets.targets import TargetLike, class_scores
 from ...validation import check_choice, check_integer
 from .base import Outcome, Subject, outputs
 from .repeated_maps import SIMILARITIES, Maps, MethodMetric, Similarity, similarities
@@ -133,13 +134,12 @@ class RandomLogit(MethodMetric):
         if all(others):
             order = torch.randperm(max(map(len, others)), generator=generator(subject.seed), device="cpu").tolist()
             places = (range(len(order)) if self.of == "box" else order)[: self.draws]
-            rows = [tuple(own[at % len(own)] for own in others) for at in places]
-            return [row[0] if len(row) == 1 else TargetList(row) for row in rows]
+            return [[own[at % len(own)] for own in others] for at in places]
         if self.of == "box" or None in classes:
             problem = "has no other box in the image" if self.of == "box" else "is not a class with others to compare"
             raise TargetError(f'the explained target, "{names[[*map(bool, others)].index(False)]}", {problem}')
         scores = class_scores(subject.once("output", outputs, subject.method, images[:1]))
-        count = OutputFacts(subject.method.categories).class_count(scores.shape[1])
+        count = Images(categories=subject.method.categories).class_count(scores.shape[1])
         if count < 2:
             raise TargetError("the model returns one number per image, so there are no other classes")
         draws = torch.rand(count, generator=generator(subject.seed), dtype=torch.float64, device="cpu")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import METHODS, SaliencyWarning, TargetError
-from saliency.attribution.resolved_target import cached_serial_reason, output_rows
+from saliency.attribution.questions import cached_serial_reason, output_rows
 from saliency.testing import tiny_model
 from tests.models import Packed
 

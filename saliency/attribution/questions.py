@@ -1,4 +1,4 @@
-"""The target of one call, and which part of a model's output belongs to which image of a batch."""
+"""The questions of one call, and which part of a model's output belongs to which image of a batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +20,10 @@ from ..hooks.forward_args import bind_image, cache_of, unbind_forward_args
 from ..hooks.model_state import leaf, run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
 from ..hooks.tracing import is_tracing
-from ..io.preprocess import Box, Frame, Geometry
-from ..targets.targets import (
-    Categories,
-    FunctionTarget,
-    OutputFacts,
-    OutputTarget,
-    Prompt,
-    TargetLike,
-    as_target,
-    one_score_each,
-    output_tensor,
-)
+from ..io.inputs import Batch
+from ..io.preprocess import Frame, Geometry
+from ..targets.question import Categories, Images, Prompt, Question, Score, Target, Together, one_score_each
+from ..targets.targets import TargetLike, as_target, output_tensor
 from ..targets.words import words
 from .answer import explained_answer
 
@@ -42,62 +34,97 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _SHARED = str | bytes | int | float | complex | torch.dtype | torch.device | None
 
 
-class ResolvedTarget:
-    """Target of one call, resolved from the first output and constant from then on.
+class CallImages(Images):
+    """Images of a call of a method: what targets need of them, from the batch and the prepared model.
 
-    The top class is chosen only once, on the unmodified image, regardless of the number of passes.
+    Args:
+        model: The model, in `prepared_for_attribution`.
+        x: (N, C, H, W) the batch.
+        categories: The class names.
+        frames: The position of the input on each image; by default the input is the image.
+        read: Reads a reference image as the model's input.
     """
 
-    def __init__(self, target: TargetLike, images: int, categories: Categories = None) -> None:
-        self.images = images
-        self.categories = categories
-        self._answer = explained_answer()
-        if self._answer is not None and isinstance(target, int | str):
-            raise TargetError(f'an answer has words and no classes, got {target!r}; pass saliency.words("red")')
-        self.target = as_target(words() if target is None and self._answer else target, images, categories)
-        self.probabilities: Tensor | None = None
-        self._is_resolved = False
-        self._ends_in_probability: Callable[[], bool] | None = None
-
-    def bind(
-        self, model: nn.Module, x: Tensor, read: Callable[[Any], Tensor], frames: Sequence[Frame | None] = ()
+    def __init__(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        categories: Categories = None,
+        frames: Sequence[Frame | None] = (),
+        read: Callable[[Any], Batch] | None = None,
     ) -> None:
-        """Locate the target on the images, and encode its texts and reference images, if it has any.
-
-        Args:
-            model: The model, in `prepared_for_attribution`.
-            x: (N, C, H, W) the batch.
-            read: Returns a reference image as the model's input (1, C, H, W).
-            frames: The position of the input on each image; by default the input is the image.
-        """
+        answer = explained_answer()
+        super().__init__(len(x), categories, None if answer is None else answer.answer_text)
+        self._model, self._x, self._read = model, x, read
+        self._rows: list[OutputRows] = []
         size = tuple(x.shape[2:])
-        self.target = self.target.locate([Geometry.of(frame, size) for frame in frames or [None] * len(x)])
+        self.geometries = tuple(Geometry.of(frame, size) for frame in frames or [None] * len(x))
 
-        def encode_text(texts: Sequence[Prompt]) -> tuple[Tensor, float]:
-            if not isinstance(model, DualEncoder):
-                hint = "use a DualEncoder, such as saliency.load('open_clip/ViT-B-32')"
-                raise TargetError(f"{type(model).__name__} has no text encoder, so it cannot explain a text; {hint}")
-            return model.encode_text(texts), model.logit_scale if len(texts) > 1 else 1.0
+    def encode_text(self, texts: Sequence[Prompt]) -> tuple[Tensor, float]:
+        """Return the embeddings (K, D) of texts, and the model's factor from cosine similarities to logits."""
+        model = self._model
+        if not isinstance(model, DualEncoder):
+            hint = "use a DualEncoder, such as saliency.load('open_clip/ViT-B-32')"
+            raise TargetError(f"{type(model).__name__} has no text encoder, so it cannot explain a text; {hint}")
+        return model.encode_text(texts), model.logit_scale if len(texts) > 1 else 1.0
 
-        def encode_image(image: Any) -> Any:
-            with unbind_forward_args(), torch.no_grad():
-                return run_model(model, read(image))
+    def encode_image(self, image: Any) -> Any:
+        """Return the model's output for a reference image, without the arguments of the call."""
+        if self._read is None:
+            return super().encode_image(image)
+        with unbind_forward_args(), torch.no_grad():
+            return run_model(self._model, self._read(image).inputs)
 
-        self.target = self.target.bind(encode_text, encode_image)
-        self._ends_in_probability = partial(_ends_in_probability, model, x)
+    def is_probability(self, scores: Tensor) -> bool:
+        """Return whether the scores end in a sigmoid or softmax."""
+        return ends_in_probability(scores) if scores.requires_grad else _ends_in_probability(self._model, self._x)
 
-    def replaced(self, target: OutputTarget) -> ResolvedTarget:
-        """Return another target of the same call, which is not resolved yet."""
-        other = copy.copy(self)
-        other.target, other._is_resolved = target, False
-        return other
+    def rows(self, image: int = 0) -> OutputRows:
+        """Return how the model's output divides into images, from two forwards of the first image that needs it."""
+        if not self._rows:
+            self._rows.append(output_rows(self._model, self._x[image : image + 1]))
+        return self._rows[0]
 
-    def _is_probability(self, output: Any) -> bool:
-        """Return whether an output ends in a sigmoid or softmax."""
-        scores = output_tensor(output)
-        if not scores.requires_grad and self._ends_in_probability is not None:
-            return self._ends_in_probability()
-        return ends_in_probability(scores)
+    def score_of(self, function: Score, image: int | None = None) -> Score:
+        """Return the score of one image, or of all, by a user's function of the output of the whole batch."""
+        return _unchanged(function) if image is None else FunctionScore(_unchanged(function), self, image)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FunctionScore:
+    """Score of one image by a user's function, which takes the output of a whole batch and may combine its rows.
+
+    So for each variant of the image, it receives a whole batch of copies.
+    """
+
+    function: Score
+    images: CallImages
+    image: int
+
+    def __call__(self, output: Any, count: int = 1) -> Tensor:
+        """Return the scores (count,) of variants of the image."""
+        images = self.images.count
+        if images == count == 1:
+            return self.function(output)
+        rows = self.images.rows(self.image)
+        scores = (one_score_each(self.function(rows.repeated(output, row, images)), images) for row in range(count))
+        return torch.stack([score[self.image] for score in scores])
+
+
+class Questions:
+    """What is asked of the images of one call: a function from the output to scores, and a question for each image.
+
+    The questions are asked of the first output, of the unmodified images, and are constant from then on, regardless of
+    the number of passes. So is the top class.
+
+    Args:
+        target: The target.
+        images: The images.
+    """
+
+    def __init__(self, target: TargetLike, images: Images) -> None:
+        self.images, self.target = images, target_of(target, images).prepared(images)
+        self._asked = Together([], _unasked)
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,) of an output.
@@ -106,64 +133,62 @@ class ResolvedTarget:
             TargetError: The target does not fit the output.
             NonFiniteError: A score is NaN or infinite.
         """
-        if not self._is_resolved:
-            answer = None if self._answer is None else self._answer.answer_text
-            self.target = self.target.resolve_from(output, OutputFacts(self.categories, self._is_probability, answer))
-            self.probabilities = self.target.probabilities(output)
-            self._is_resolved = True
-        before = _versions(output)
-        scores = self.target(output)
-        if _versions(output) != before:
-            raise TargetError("the target changed the model's output in place; use output.clone() in it")
+        if not self._asked:
+            self._asked = self.target.ask(output, self.images)
+        scores = one_score_each(self._asked.score(output), len(self))
         if is_tracing():
             return scores
-        for index, score in enumerate(one_score_each(scores, self.images).tolist()):
+        for index, score in enumerate(scores.tolist()):
             if not math.isfinite(score):
                 raise NonFiniteError(f"the score of image {index} is {score}; the model's output is not finite")
         return scores
 
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self._asked) or self.images.count
+
+    def __getitem__(self, image: int) -> Question:
+        """Return the question of an image, after the first output."""
+        return self._asked[image]
+
     @property
     def indices(self) -> tuple[int | None, ...]:
         """Class indices, one per image; None if the target is not a class."""
-        return self.target.indices(self.images)
+        return tuple(question.index for question in self._asked)
 
-    def class_index(self, like: Tensor) -> Tensor | None:
+    @property
+    def probabilities(self) -> Tensor | None:
+        """The probabilities (N,) of the classes; None if an image has none."""
+        parts = [question.probability for question in self._asked]
+        known = [part for part in parts if part is not None]
+        return torch.stack([part.to(known[0].device) for part in known]) if len(known) == len(parts) else None
+
+    def classes(self, like: Tensor) -> Tensor | None:
         """Return the class indices (N,) on the device of a tensor; None if the target is not a class."""
-        if is_tracing():
-            return getattr(self.target, "classes", None)
         return None if None in self.indices else torch.tensor(self.indices, device=like.device)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the target, one per image."""
-        return self.target.names(self.images, self.categories)
-
-    @property
-    def contrasts(self) -> tuple[bool, ...]:
-        """Whether the score of each image is a difference, as of two classes or texts."""
-        return self.target.contrasts(self.images)
-
-    @property
-    def boxes(self) -> tuple[Box | None, ...]:
-        """Explained boxes in pixels of the input, one per image; empty without boxes."""
-        return self.target.boxes()
-
-    def repeated(self, image: int, count: int, rows: Callable[[], OutputRows]) -> ResolvedTarget:
-        """Return the resolved target of one image, for an output whose rows are `count` passes of that image.
+    def variants(self, image: int, count: int, *, mirrored: bool = False) -> Questions:
+        """Return the question of one image, for an output whose rows are variants of that image.
 
         Args:
             image: The index of the image in the batch.
-            count: The number of passes.
-            rows: Returns how the model's output divides into images; called if the target is a function.
-        """
-        target = self.target.repeated(image, count)
-        if isinstance(target, FunctionTarget):
-            target = FunctionTarget(partial(_repeated_scores, target.function, self.images, image, count, rows()))
-        resolved = ResolvedTarget(target, count, self.categories)
-        resolved._is_resolved = True
-        return resolved
+            count: The number of variants.
+            mirrored: Whether they are mirrored from left to right.
 
-    def serial_reason(self, image: int, model: nn.Module, x: Tensor, rows: Callable[[], OutputRows]) -> str:
+        Raises:
+            TargetError: The question is another one in a mirrored image.
+        """
+        question = self[image]
+        score = question.mirrored if mirrored else question.score
+        if score is None:
+            raise TargetError(f"{question.name} is not the same in a mirrored image; pass flips=False")
+        if isinstance(score, FunctionScore):
+            score = partial(score, count=count)
+        other = copy.copy(self)
+        other._asked = Together([question] * count, score)
+        return other
+
+    def serial_reason(self, image: int, model: nn.Module, x: Tensor) -> str:
         """Return why the passes of an image cannot run together; empty if they can.
 
         Warn if the images of the batch affect each other.
@@ -172,31 +197,44 @@ class ResolvedTarget:
             image: The index of the image in the batch.
             model: The model, in `prepared_for_attribution`.
             x: (1, C, H, W) the image.
-            rows: As for `repeated`.
         """
-        is_function = isinstance(self.target.repeated(image, 1), FunctionTarget)
-        reason = rows().serial_reason if is_function else cached_serial_reason(model, x)
-        if reason == _COUPLED and self.images > 1:
+        score = self[image].score
+        if isinstance(score, FunctionScore):
+            reason = score.images.rows(image).serial_reason
+        else:
+            reason = cached_serial_reason(model, x)
+        if reason == _COUPLED and len(self) > 1:
             warn_of_coupled_images()
         return reason
+
+
+def _unasked(output: Any) -> NoReturn:
+    raise TargetError("the questions of a call are asked of its first output")
+
+
+def target_of(target: TargetLike, images: Images) -> Target:
+    """Return what a caller asks of images; without a target, the top class, or the whole answer."""
+    if images.answer is not None and isinstance(target, int | str):
+        raise TargetError(f'an answer has words and no classes, got {target!r}; pass saliency.words("red")')
+    return as_target(words() if target is None and images.answer else target, images.count)
+
+
+def _unchanged(function: Score) -> Score:
+    """Return a user's function that raises TargetError if it changes the model's output in place."""
+
+    def call(output: Any) -> Tensor:
+        before = _versions(output)
+        scores = function(output)
+        if _versions(output) != before:
+            raise TargetError("the target changed the model's output in place; use output.clone() in it")
+        return scores
+
+    return call
 
 
 def _versions(output: Any) -> list[int]:
     """Return how often each tensor of an output was changed in place."""
     return [tensor_version(tensor) for tensor in tree_tensors(output)]
-
-
-def _repeated_scores(
-    function: Callable[[Any], Tensor], images: int, image: int, count: int, rows: OutputRows, output: Any
-) -> Tensor:
-    """Return the scores (k,) of one image, by a function of the whole batch's output, for an output of k passes.
-
-    The function may combine the rows of a batch. So for each pass it receives a whole batch of copies.
-    """
-    if images == count == 1:
-        return function(output)
-    scores = (one_score_each(function(rows.repeated(output, row, images)), images) for row in range(count))
-    return torch.stack([score[image] for score in scores])
 
 
 @dataclass(frozen=True, slots=True)

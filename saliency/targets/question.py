@@ -1,0 +1,172 @@
+"""Questions: what a target asks of each image of a call, and the score that answers it."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from torch import Tensor
+
+from ..errors import TargetError, plural
+from ..io.preprocess import Box, Geometry
+from .answer_text import AnswerText
+
+Categories = Sequence[str] | None
+"""Class names in the order of the output; None if the model has none."""
+
+Score = Callable[[Any], Tensor]
+"""Output for n variants of one image -> their scores (n,)."""
+
+Prompt = str | tuple[str, ...]
+"""A text, or texts whose embeddings are averaged."""
+
+Link = Literal["softmax", "sigmoid", "identity"] | None
+"""Function from scores to probabilities; None for a single number per image that may mean anything."""
+
+
+class PartialNames(tuple[str, ...]):
+    """Class names from a mapping with gaps. The names of other classes are as `class 7`."""
+
+
+class Images:
+    """Facts about the images of a call that targets need besides the output.
+
+    A call of a method knows more than these: the positions of the images, texts and references.
+
+    Attributes:
+        count: The number of images in the batch.
+        categories: The class names.
+        answer: The answer that is explained; None for an image.
+        geometries: The position of the model's input on each image; empty if there are none.
+        numbers: The images of the batch that are asked about.
+    """
+
+    def __init__(self, count: int = 1, categories: Categories = None, answer: AnswerText | None = None) -> None:
+        self.count, self.categories, self.answer = count, categories, answer
+        self.geometries: tuple[Geometry, ...] = ()
+        self.numbers: Sequence[int] = range(count)
+
+    def encode_text(self, texts: Sequence[Prompt]) -> tuple[Tensor, float]:
+        """Return the embeddings (K, D) of texts, and the model's factor from cosine similarities to logits."""
+        raise TargetError("only methods and `saliency.attention` take a text or a reference as the target")
+
+    def encode_image(self, image: Any) -> Any:
+        """Return the model's output for a reference image."""
+        return self.encode_text(())
+
+    def is_probability(self, scores: Tensor) -> bool:
+        """Return whether the last operation of scores with values of 0 to 1 is a sigmoid or softmax."""
+        return False
+
+    def score_of(self, function: Score, image: int | None = None) -> Score:
+        """Return the score of one image, or of all, by a user's function of the output of the whole batch."""
+        return function
+
+    def only(self, number: int) -> Self:
+        """Return the same images, of which one is asked about."""
+        images = copy.copy(self)
+        images.numbers = (number,)
+        return images
+
+    def located(self, geometries: Sequence[Geometry]) -> Self:
+        """Return the same images at other positions, one for each or one for all."""
+        images = copy.copy(self)
+        images.geometries = tuple(geometries) * (self.count if len(geometries) == 1 else 1)
+        return images
+
+    def class_count(self, outputs: int) -> int:
+        """Return the number of classes of an output with this many scores: two for a single one with two names.
+
+        Raises:
+            TargetError: The number of class names differs.
+        """
+        names = outputs if self.categories is None else len(self.categories)
+        if (outputs, names) == (1, 2):
+            return 2
+        if names != outputs and not (names < outputs and isinstance(self.categories, PartialNames)):
+            classes = f"{outputs} classes" if outputs > 1 else "1 class"
+            hint = "pass one name per class, or a mapping {index: name}, which may have gaps"
+            raise TargetError(f"got {plural(names, 'class name')} for a model of {classes}; {hint}")
+        return outputs
+
+    def link(self, scores: Tensor) -> Link:
+        """Return the function from scores (N, classes, ...) to probabilities."""
+        values = scores.detach().float()
+        if values.numel() and float(values.min()) >= 0:
+            sums_to_one = scores.shape[1] > 1 and bool(((values.sum(1) - 1).abs() < 1e-3).all())
+            if sums_to_one or (float(values.max()) <= 1 and self.is_probability(scores)):
+                return "identity"
+        if scores.shape[1] > 1:
+            return "softmax" if scores.is_floating_point() else "identity"
+        return "sigmoid" if self.class_count(1) == 2 else None
+
+
+class Target(ABC):
+    """What to explain: a class, a box, a region, words. Finding its question for each image is all its behaviour."""
+
+    def prepared(self, images: Images) -> Target:
+        """Return the target with what does not depend on the output, such as the embedding of its text."""
+        return self
+
+    @abstractmethod
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return a question for each of `images.numbers`, with everything fixed that depends on the output.
+
+        Raises:
+            TargetError: The target does not fit the output, or an image does not have what is asked for.
+        """
+
+    def others(self, output: Any, images: Images, of: Literal["class", "box"]) -> Sequence[Question]:
+        """Return questions about the other classes of the same place, or the other boxes, of a single image."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question(Target):
+    """What is asked of one image. As a target, it asks the same of another image.
+
+    Attributes:
+        score: The function from the model's output for n variants of the image to their scores (n,).
+        name: The name of what is explained, for display.
+        index: The index of the class; None if it is not a class.
+        probability: () the probability of the class; None if there is none.
+        is_difference: Whether the score is a difference, as of two classes or texts.
+        box: The explained box in pixels of the input.
+        mirrored: The score of variants that are mirrored from left to right; None if it is not the same question there.
+    """
+
+    score: Score
+    name: str
+    index: int | None = None
+    probability: Tensor | None = None
+    is_difference: bool = False
+    box: Box | None = None
+    mirrored: Score | None = None
+
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the question unchanged, for each image."""
+        return Together([self] * len(images.numbers), self.score)
+
+
+class Together(list[Question]):
+    """Questions about images of a batch, and the function from the output of the batch to their scores.
+
+    Attributes:
+        score: The function from the output of the whole batch to the scores (N,). If one image is asked about, only its
+            row has a meaning.
+    """
+
+    def __init__(self, questions: Sequence[Question], score: Score) -> None:
+        super().__init__(questions)
+        self.score = score
+
+
+def one_score_each(scores: Any, images: int) -> Tensor:
+    """Return the scores of a target. Raises TargetError unless they are a float tensor (N,)."""
+    if isinstance(scores, Tensor) and scores.shape == (images,) and scores.is_floating_point():
+        return scores
+    got = f"{scores.dtype} of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+    raise TargetError(f"the target returned {got}; expected one score per image, a float tensor ({images},)")
