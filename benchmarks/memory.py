@@ -173,7 +173,7 @@ def tiled_peak(kind: str, size: int) -> float:
     """Return the peak memory of a gradient of an image of size x size in tiles, in MiB."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     method = saliency.VanillaGradient(model, preprocess=saliency.Preprocess((224, 224)))
-    method.attribute(np.zeros((600, 600, 3), np.uint8), 0, tiles=512)
+    saliency.Tiled(method, size=512).attribute(np.zeros((600, 600, 3), np.uint8), 0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "image"
         pixels = np.memmap(path, np.uint8, "w+", shape=(size, size, 3))
@@ -182,7 +182,7 @@ def tiled_peak(kind: str, size: int) -> float:
             Image.fromarray(pixels).save(path, "PNG", compress_level=1)
         image = path if kind == "path" else np.memmap(path, np.uint8, "r", shape=(size, size, 3))
         del pixels
-        return growth(lambda: method.attribute(image, 0, tiles=512))
+        return growth(lambda: saliency.Tiled(method, size=512).attribute(image, 0))
 
 
 def answer_peak(name: str) -> float:

@@ -22,7 +22,9 @@ from .attribution.heatmap import heatmap as heatmap
 from .attribution.heatmap import significance as significance
 from .attribution.heatmap import standard_error as standard_error
 from .attribution.options import Option as Option
+from .attribution.options import PerImage as PerImage
 from .attribution.questions import Questions as Questions
+from .attribution.tiles import Tiled as Tiled
 from .batch.folder_evaluation import evaluate as evaluate
 from .engine.allocator import keep_memory as keep_memory
 from .engine.estimates import Estimate as Estimate

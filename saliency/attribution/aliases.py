@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from ..errors import did_you_mean
 
@@ -46,6 +45,7 @@ _INSTEAD = {
     'the values keep their sign; pass sign="absolute" or "positive" to overlay': "abs relu_attributions",
     "use Augmented(method), which averages over flips and factors of the image": "aug_smooth",
     "use EigenGradCAM": "eigen_smooth",
+    "use Tiled(method, size=512, overlap=64)": "tiles overlap",
     "use SmoothGrad, SmoothGradSquared or VarGrad": "nt_type",
     "rules of layers are methods here, such as GuidedBackprop": "composite",
 }
@@ -117,25 +117,25 @@ def option_hint(name: str, known: Collection[str]) -> str:
     return did_you_mean(name, known) or (f"; the options are {', '.join(known)}" if known else "; there are no options")
 
 
-def refuse_unknown_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate `attribute` with an error for unknown keywords, which may be options of the method."""
-    known = list(inspect.signature(function).parameters)[1:]
+def known_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Hide the catch-all of unknown keywords from the signature of `attribute`, which `refuse_keywords` answers."""
+    signature = inspect.signature(function)
+    known = [own for own in signature.parameters.values() if own.kind != own.VAR_KEYWORD]
+    vars(function)["__signature__"] = signature.replace(parameters=known)
+    return function
 
-    @wraps(function)
-    def checked(*arguments: _P.args, **keywords: _P.kwargs) -> _R:
-        for name in keywords:
-            if name not in known:
-                hint = _attribute_hint(name, type(arguments[0]), known)
-                raise TypeError(f'attribute has no argument "{name}"{hint}')
-        return function(*arguments, **keywords)
 
-    return checked
+def refuse_keywords(names: Collection[str], cls: Any) -> NoReturn:
+    """Raise TypeError for unknown keywords of `attribute`, which may be options of the method."""
+    name, known = next(iter(names)), list(inspect.signature(cls.attribute).parameters)[1:]
+    raise TypeError(f'attribute has no argument "{name}"{_attribute_hint(name, cls, known)}')
 
 
 def _attribute_hint(name: str, cls: Any, known: Collection[str]) -> str:
     for ours in (name, *_matches(name, _OPTIONS)):
         if ours in cls.parameters():
-            return f"; the method takes it: {cls.__name__}(model, {ours}=...)"
+            each = ", with saliency.PerImage([...]) for one per image" if name == "baselines" else ""
+            return f"; the method takes it: {cls.__name__}(model, {ours}=...){each}"
     return option_hint(name, known)
 
 

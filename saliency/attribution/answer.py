@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..errors import ImageError, MethodError, ModelError, NotApplicableError
-from ..hooks.forward_args import bind_forward_args, bind_image, bound_batch
+from ..hooks.call import arguments_of, bind_image, bound, current_call
 from ..hooks.manager import HookManager
 from ..hooks.model_state import call, prepared_for_attribution, reference_tensor, run_model, unwrap
 from ..hooks.pytree import tree_tensors
@@ -175,7 +175,7 @@ def read_inputs(inputs: ImagesLike | Answer, model: nn.Module, preprocess: Prepr
 
 def explained_answer() -> Answer | None:
     """Return the answer that is explained; None if it is an image."""
-    batch = bound_batch()
+    batch = current_call().batch
     return batch if isinstance(batch, Answer) else None
 
 
@@ -413,7 +413,7 @@ def _trace(answer: Answer, number: int) -> tuple[str | None, Tensor]:
         for name, module in answer.model.named_modules():
             if name:
                 hooks.around(module, partial(begin, name), lambda token, output: None)
-        with bind_forward_args((), answer), bind_image(number):
+        with bound(**arguments_of((), answer)), bind_image(number):
             run_model(answer.model, x)
     return found[0] if found else (None, torch.full((2, length), math.nan, device=x.device, dtype=torch.float32))
 

@@ -6,40 +6,38 @@ implements `explain`.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import cache, partial, reduce
-from itertools import chain
 from operator import or_
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..errors import MethodError, NonFiniteError, TargetError, plural, warn
-from ..hooks.forward_args import ForwardArgs, bind_forward_args
-from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
+from ..hooks.call import ForwardArgs, arguments_of
+from ..hooks.model_state import model_attribute, prepared_for_attribution, unwrap
 from ..io.inputs import Batch, ImagesLike, Prepare
 from ..io.preprocess import WHOLE, Frame, PreprocessLike, Whole, as_preprocess, without_crop
 from ..layers.find import find
-from ..layers.layout import LayoutFunction, as_layout, bind_layout
+from ..layers.layout import LayoutFunction, as_layout
 from ..targets.question import Target
 from ..targets.targets import Neuron, TargetLike, as_categories, per_image
 from ..validation import Registry, check_choice
-from .aliases import refuse_unknown_keywords
+from .aliases import known_keywords, refuse_keywords
 from .answer import Answer, read_inputs
 from .explanation import BatchAttribution, Explanation, Setting, Sign, joined
 from .forward import Needs, SharedForward, TargetGradients
 from .heatmap import rounding_errors
 from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOption, declared_options
 from .questions import CallImages, Questions, has_batch_statistics, target_of, warn_of_coupled_images
-from .tiles import TiledImage, explain_tiles, read_tiles
 
 METHODS: Registry[type[Attribution]] = Registry(
     "method", {"att_cat": "chefer_attention", "attention_grad_cam": "gradient_rollout", "token_tm": "chefer_attention"}
@@ -170,16 +168,14 @@ class Attribution(HasOptions, ABC):
     def __exit__(self, *error: object) -> None:
         """Do nothing; a with block ends at its start."""
 
-    @refuse_unknown_keywords
+    @known_keywords
     def attribute(
         self,
         inputs: ImagesLike | Answer,
         target: TargetLike = None,
         *,
-        baselines: Any = None,
         forward_args: ForwardArgs = (),
-        tiles: int | None = None,
-        overlap: int = 64,
+        **unknown: Never,
     ) -> Explanation:
         """Explain one image or several.
 
@@ -189,20 +185,14 @@ class Attribution(HasOptions, ABC):
                 and videos; or an answer of `saliency.generate`.
             target: A class index or name, None for the top class, a function of the model's output, or a list with one
                 of them per image.
-            baselines: Replaces the method's option `baseline`, or `fill`, in this call: a value that the option takes,
-                or one per image as a list or a tensor (N, C, H, W). By default the option is used.
             forward_args: Arguments of the model's forward after the image: a tuple, or a mapping of names. Tensors,
                 arrays and lists with N entries have one for each image, on any device; others are passed as they are.
-            tiles: The edge in pixels of the overlapping tiles in which one large image is explained, as one map. A tile
-                is normalised, but neither resized nor cropped. The target is a class, a region or a function. By
-                default, the image is explained as a whole.
-            overlap: The width in pixels of the overlap of neighbouring tiles.
 
         Raises:
             ImageError: The image cannot be read, or the model does not accept it.
             TargetError: The target does not fit the model's output.
             LayerError: The layer does not exist, is not run, or has no spatial output.
-            MethodError: The method has no baseline, or `baselines`, `forward_args`, `tiles` or `overlap` is invalid.
+            MethodError: `forward_args` is invalid, or an option has values for another number of images.
             ModelError: The model refused the image or the arguments.
             NotApplicableError: The method does not apply to this model.
             NonFiniteError: NaN or infinity in the input, the score or the values.
@@ -210,16 +200,17 @@ class Attribution(HasOptions, ABC):
         Warns:
             SaliencyWarning: A float tensor looks like an image that was not normalised.
         """
-        image = cast("ImagesLike", inputs)
-        batch = self.read(inputs) if tiles is None else read_tiles(image, self.preprocess, tiles, overlap)
-        return self.attribute_batch(batch, [target], baselines, forward_args)[0]
+        if unknown:
+            refuse_keywords(unknown, type(self))
+        batch = self.read(inputs)
+        with self.call(batch, [target], forward_args):
+            return self.explain_batch(batch, [target])[0]
 
     def attribute_classes(
         self,
         inputs: ImagesLike | Answer,
         targets: Sequence[TargetLike],
         *,
-        baselines: Any = None,
         forward_args: ForwardArgs = (),
     ) -> list[Explanation]:
         """Explain several targets of the same image or images, if possible from one forward.
@@ -227,51 +218,36 @@ class Attribution(HasOptions, ABC):
         Args:
             inputs: As for `attribute`.
             targets: Several targets, as for `attribute`.
-            baselines: As for `attribute`.
             forward_args: As for `attribute`.
         """
         if isinstance(targets, str) or not isinstance(targets, list | tuple) or not targets:
             raise MethodError(f"expected a list of targets, got {targets!r}; for a single target use attribute")
-        return self.attribute_batch(self.read(inputs), targets, baselines, forward_args)
+        batch = self.read(inputs)
+        with self.call(batch, targets, forward_args):
+            return self.explain_batch(batch, targets)
 
-    def attribute_batch(
-        self, batch: Batch, targets: Sequence[Any], baselines: Any = None, args: ForwardArgs = ()
-    ) -> list[Explanation]:
-        """Explain several targets of a batch, or one target of an image in tiles."""
-        images = len(batch.inputs)
-        method = self if baselines is None else self._with_baselines(baselines, images)
-        bound = bind_forward_args(args, batch, neuron_layer(self.model, targets))
-        with prepared_for_attribution(self.model), bound, bind_layout(self.layout):
-            if isinstance(batch, TiledImage):
-                progress, like = getattr(self, "progress", None), reference_tensor(self.model)
-                pairs = [explain_tiles(batch, targets[0], method._explain_batch, self.sign, like, progress)]
-                return [method.explanation(*pair, batch) for pair in pairs]
-            return explain_by_image(
-                batch,
-                targets,
-                lambda part, own: [method.explanation(*pair, part) for pair in method._explain_batch(part, own)],
-            )
+    def call(
+        self, batch: Batch, targets: Sequence[Any] = (), forward_args: ForwardArgs = ()
+    ) -> AbstractContextManager[None]:
+        """Return a context in which the model is ready to explain targets of a batch with its arguments.
 
-    def _explain_batch(self, batch: Batch, targets: Sequence[Any]) -> list[tuple[BatchAttribution, Questions]]:
-        """Explain several targets of a batch on a prepared model."""
+        Raises:
+            MethodError: `forward_args` is invalid, or an option has values for another number of images.
+        """
+        for name, value in vars(self).items():
+            if isinstance(value, PerImage) and len(value) != len(batch.inputs):
+                raise MethodError(f"{name} has {len(value)} values for {plural(len(batch.inputs), 'image')}")
+        state = arguments_of(forward_args, batch, neuron_layer(self.model, targets))
+        return prepared_for_attribution(self.model, **state, layout=self.layout)
+
+    def explain_batch(self, batch: Batch, targets: Sequence[Any]) -> list[Explanation]:
+        """Explain several targets of a batch, in a `call`. Each image of an answer is explained alone."""
+        if isinstance(batch, Answer) and len(batch.inputs) > 1:
+            return explain_by_image(batch, targets, self.explain_batch)
         images = self.images(batch.inputs, batch.frames)
         asked = [Questions(self.explained_target(target_of(target, images)), images) for target in targets]
-        return list(zip(self.explain_targets(batch.inputs, asked), asked, strict=True))
-
-    def _with_baselines(self, baselines: Any, images: int) -> Self:
-        """Return a copy of the method with other baselines."""
-        option = next((name for name in ("baseline", "fill") if name in self.options()), None)
-        if option is None:
-            raise MethodError(f"{self.name} has no baseline; call it without baselines=")
-        if isinstance(baselines, list | tuple) or (isinstance(baselines, Tensor) and baselines.dim() > 3):
-            if len(baselines) not in (1, images):
-                given = f"{len(baselines)} baselines for {images} images"
-                raise MethodError(f"got {given}; pass one or one each (a mean of several: {option}=[...])")
-            rows = torch.split(baselines, 1) if isinstance(baselines, Tensor) else baselines
-            baselines = rows[0] if len(rows) == 1 else PerImage(rows)
-        method = copy.copy(self)
-        setattr(method, option, baselines)
-        return method
+        results = self.explain_targets(batch.inputs, asked)
+        return [self.explanation(result, own, batch) for result, own in zip(results, asked, strict=True)]
 
     @abstractmethod
     def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
@@ -478,10 +454,11 @@ def explain_together(
         raise MethodError(
             "explain_together: the methods must have the same model, preprocessing, class names and layout"
         )
-    batch = first.read(inputs)
-    bound = bind_forward_args(forward_args, batch, neuron_layer(first.model, [target]))
-    with prepared_for_attribution(first.model), bound, bind_layout(first.layout):
-        return explain_by_image(batch, [target], partial(_explain_by_all, methods))
+    batch, explain = first.read(inputs), partial(_explain_by_all, methods)
+    with first.call(batch, [target], forward_args):
+        if isinstance(batch, Answer) and len(batch.inputs) > 1:
+            return explain_by_image(batch, [target], explain)
+        return explain(batch, [target])
 
 
 def _explain_by_all(methods: Sequence[Attribution], batch: Batch, targets: Sequence[Any]) -> list[Explanation]:
@@ -497,19 +474,17 @@ def _explain_by_all(methods: Sequence[Attribution], batch: Batch, targets: Seque
 
 
 def explain_by_image(
-    batch: Batch, targets: Sequence[Any], explain: Callable[[Batch, Sequence[Any]], list[Explanation]]
+    answer: Answer, targets: Sequence[Any], explain: Callable[[Batch, Sequence[Any]], list[Explanation]]
 ) -> list[Explanation]:
-    """Explain each image of an answer alone, because the model reads all of them for each; other batches as a whole.
+    """Explain each image of an answer alone, because the model reads all of them for each.
 
     Args:
-        batch: The images, whose arguments are bound.
+        answer: The answer, whose arguments are bound.
         targets: The targets, each for all images, or with one for each image.
         explain: Returns the explanations of a batch and its targets.
     """
-    if not isinstance(batch, Answer):
-        return explain(batch, targets)
-    by_image = [*zip(*(per_image(target, len(batch.inputs)) for target in targets), strict=True)]
-    parts = batch.by_image(lambda part, image: explain(part, by_image[image]))
+    by_image = [*zip(*(per_image(target, len(answer.inputs)) for target in targets), strict=True)]
+    parts = answer.by_image(lambda part, image: explain(part, by_image[image]))
     return [joined(explanations) for explanations in zip(*parts, strict=True)]
 
 
@@ -520,8 +495,10 @@ def neuron_layer(model: nn.Module, targets: Sequence[TargetLike]) -> str | None:
         LayerError: There is no such layer.
         TargetError: Only some are neurons, or they belong to several layers.
     """
-    flat = chain.from_iterable(target if isinstance(target, list | tuple) else [target] for target in targets)
-    layers = {target.layer if isinstance(target, Neuron) else None for target in flat}
+    flat = list[Any]()
+    for target in targets:
+        flat += target if isinstance(target, list | tuple) else [target]
+    layers = {getattr(target, "layer", None) if isinstance(target, Neuron) else None for target in flat}
     if not layers - {None}:
         return None
     if len(layers) > 1:

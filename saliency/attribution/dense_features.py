@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from ..axes import along_rows, at_least_float32, require_two_axes
 from ..errors import LayerError, NonFiniteError, TargetError, plural
-from ..hooks.forward_args import ForwardArgs, bind_forward_args
+from ..hooks.call import ForwardArgs, arguments_of
 from ..hooks.manager import HookManager
 from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..io.inputs import ImagesLike, read
 from ..io.preprocess import Frame, Geometry, PreprocessLike, Whole, without_crop
 from ..layers.find import feature_layer, find
-from ..layers.layout import LayoutFunction, bind_layout
+from ..layers.layout import LayoutFunction
 from ..targets.box import as_place, as_text
 from .explanation import Explanation
 from .forward import Needs, SharedForward
@@ -190,8 +190,7 @@ def features(
     batch = read(images, preprocess, like=reference_tensor(network))
     require_two_axes(batch.inputs, "saliency.features")
     x, lengths = batch.inputs, dict[tuple[int, ...], Tensor]()  # norms of tokens, by (N, tokens)
-    bound = bind_forward_args(forward_args, batch)
-    with prepared_for_attribution(network), bound, bind_layout(layout):
+    with prepared_for_attribution(network, **arguments_of(forward_args, batch), layout=layout):
         name = feature_layer(network, x) if layer is None else find(network, layer)[0]
         with HookManager(persistent=True) as hooks:  # the forward has a manager of its own
             for module in network.modules():

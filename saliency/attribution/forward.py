@@ -5,8 +5,8 @@ Any number of methods and targets share the forward. Each gradient is computed o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress, islice
@@ -36,7 +36,6 @@ from ..hooks.rectifiers import (
 )
 from ..layers.find import find, layout_of
 from ..layers.layout import Layout
-from ..targets.candidates import Readings, shared_readings
 from ..validation import check_choice, check_integer
 from .answer import explained_answer
 from .questions import Questions
@@ -115,7 +114,6 @@ class SharedForward:
         kind = x.device.type
         self.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self._other: SharedForward | None = None
-        self._readings: Readings = {}
         self.x = leaf(x) if needs.gradients == "input" else x.detach()
         self._run(records=needs.values not in _NEEDS_NO_RECORD.get(model, ()))
 
@@ -132,15 +130,13 @@ class SharedForward:
         self.layers = {name: _last_call(name, calls) for name, calls in captured.items()}
         self._layouts: dict[str, Layout] = {}
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Open a context that records operations, if a method needs them, and reads the boxes of an output once."""
-        with (
-            self.operations if self._records else nullcontext(),
-            self.operations.saved_tensors() if self._records else nullcontext(),
-            shared_readings(self._readings),
-        ):
-            yield
+    def recording(self) -> AbstractContextManager[Any]:
+        """Return a context that records operations, if a method needs them."""
+        stack = ExitStack()
+        if self._records:
+            stack.enter_context(self.operations)
+            stack.enter_context(self.operations.saved_tensors())
+        return stack
 
     def read_graph(self, nodes: Sequence[Node]) -> bool:
         """Read operations from the graph if they were not recorded. Return False if the model must run with a record.

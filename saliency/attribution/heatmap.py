@@ -198,7 +198,7 @@ def _require_error(explanation: Explanation, name: str) -> Tensor:
     if explanation.error is None:
         raise RenderError(
             f"the explanation by {explanation.method} has no standard error; methods that draw two samples or more, "
-            "such as smooth_grad, rise and kernel_shap, have one, except with tiles="
+            "such as smooth_grad, rise and kernel_shap, have one, except in tiles"
         )
     return explanation.error
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from inspect import Parameter, Signature, getattr_static
-from typing import Any, Generic, Literal, Self, TypeVar, dataclass_transform, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, dataclass_transform, overload
+
+import torch
+from torch import Tensor
 
 from .aliases import option_hint
 from .docstrings import complete_docstring
@@ -21,7 +24,15 @@ _Same = TypeVar("_Same")
 
 
 class PerImage(tuple[Any, ...]):
-    """Values of one option, one per image of a call."""
+    """Values of an option, one per image of a call: `IntegratedGradients(model, baseline=PerImage([a, b]))`.
+
+    Methods that run many passes of each image take it for each of their options, and `DeepLIFT` for its baseline. A
+    tensor (N, C, H, W) has one value per row.
+    """
+
+    def __new__(cls, values: Iterable[Any]) -> Self:
+        """Create the values from an iterable or a tensor."""
+        return super().__new__(cls, torch.split(values, 1) if isinstance(values, Tensor) else values)
 
 
 class ConvertedOption(Generic[_Given, _Stored]):
@@ -62,15 +73,20 @@ class ConvertedOption(Generic[_Given, _Stored]):
     def __get__(self, method: object, owner: type) -> _Stored: ...
 
     def __get__(self, method: Any, owner: type) -> Any:
-        if method is not None and self.name not in vars(method):
+        """Return the option of the class. The value of a method is in its attributes, which Python reads first."""
+        if method is not None:
             raise AttributeError(f"{owner.__name__}.{self.name} is not set; call super().__init__ first")
-        return self if method is None else vars(method)[self.name]
+        return self
 
-    def __set__(self, method: Any, value: _Given) -> None:
+    if TYPE_CHECKING:  # the base class of methods sets options
+
+        def __set__(self, method: Any, value: _Given) -> None: ...
+
+    def stored(self, method: Any, value: Any) -> Any:
+        """Return the value that a method stores for a given one, or for one per image."""
         if isinstance(value, PerImage):
-            vars(method)[self.name] = PerImage(self.convert(method, own) for own in value)
-        else:
-            vars(method)[self.name] = None if value is None and self.default is None else self.convert(method, value)
+            return PerImage(self.stored(method, own) for own in value)
+        return None if value is None and self.default is None else self.convert(method, value)
 
     def convert(self, method: Any, value: Any) -> _Stored:
         """Return the value that a method stores for a given one."""
@@ -119,6 +135,11 @@ class HasOptions:
         if inherited is object.__init__ or hasattr(inherited, "__signature__"):
             setattr(cls, "__init__", _constructor(cls))  # noqa: B010 - type checkers derive it from the options
         cls.__doc__ = complete_docstring(cls, declared_options(cls).keys())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, after the check of the option if it is one."""
+        option = getattr_static(type(self), name, None)
+        super().__setattr__(name, option.stored(self, value) if isinstance(option, ConvertedOption) else value)
 
     def set_options(self, values: dict[str, Any]) -> None:
         """Store the values of all options, starting with the base classes."""

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
 
-from ..hooks.forward_args import bound_value
+from ..hooks.call import bound, current_call
 from .explanation import BatchAttribution
 
 Partial = Callable[[], BatchAttribution | None]
 """Returns the result of the passes so far, in a call with one image and one target; None if there is none yet."""
 Listener = Callable[[float, Partial], None]
 """Called between the chunks of passes with the share that is done, 0 to 1, and the result so far. It may raise."""
-
-_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 CHUNK_CPU, CHUNK_FORWARD_CPU, CHUNK_WINDOW_CPU, CHUNK_ACCELERATOR = 4 * 224**2, 2 * 224**2, 16 * 224**2, 64 * 224**2
 """Pixels of an automatic chunk. They are fixed, so that the same call gives the same bits.
@@ -62,9 +59,9 @@ def listening(listener: Listener) -> AbstractContextManager[None]:
 
     An error that it raises ends the call, and the model is left as after any other error.
     """
-    return bound_value(_listener, listener)
+    return bound(listener=listener)
 
 
 def current_listener() -> Listener | None:
     """Return the listener of the innermost block, or None."""
-    return _listener.get()
+    return current_call().listener

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from ..errors import NonFiniteError, TargetError, warn
 from ..hooks.autograd_graph import ends_in_probability, forward_hook_ids, tensor_version
+from ..hooks.call import NO_ARGUMENTS, bind_image, bound, cache_of, is_tracing
 from ..hooks.dual_encoder import DualEncoder
-from ..hooks.forward_args import bind_image, cache_of, unbind_forward_args
 from ..hooks.model_state import leaf, run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
-from ..hooks.tracing import is_tracing
 from ..io.inputs import Batch
 from ..io.preprocess import Frame, Geometry
 from ..targets.question import Categories, Images, Prompt, Question, Score, Target, Together, one_score_each
@@ -72,7 +71,7 @@ class CallImages(Images):
         """Return the model's output for a reference image, without the arguments of the call."""
         if self._read is None:
             return super().encode_image(image)
-        with unbind_forward_args(), torch.no_grad():
+        with bound(**NO_ARGUMENTS), torch.no_grad():
             return run_model(self._model, self._read(image).inputs)
 
     def is_probability(self, scores: Tensor) -> bool:

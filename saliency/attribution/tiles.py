@@ -23,20 +23,75 @@ from torch import Tensor
 
 from ..axes import require_two_axes
 from ..errors import ImageError, MethodError, NotFoundError, TargetError, each_warning_once
+from ..hooks.call import ForwardArgs
+from ..hooks.model_state import reference_tensor
 from ..io.inputs import MAX_PIXELS, Batch, ImagesLike, Prepare, open_image, read
 from ..io.preprocess import Frame, Geometry, drawable, only_normalised
 from ..targets.box import BoxTarget
 from ..targets.region import Keypoint, Region
-from ..targets.targets import Contrast, Located, Probability, per_image
+from ..targets.targets import Contrast, Located, Probability, TargetLike, per_image
 from ..validation import check_integer
-from .explanation import BatchAttribution, Sign
+from .base import Attribution
+from .explanation import BatchAttribution, Explanation
 from .heatmap import reduce_channels, resized
 from .passes import chunk_size, progress_bar
 from .questions import Questions
 
 Window = tuple[slice, ...]
 Explained = tuple[BatchAttribution, Questions]
-ExplainBatch = Callable[[Batch, list[Any]], list[Explained]]
+
+
+class Tiled:
+    """Explain an image that is larger than the model's input in overlapping tiles, as one map.
+
+        Tiled(GradCAM(model), size=512, overlap=64).attribute("scan.tif", "tumour")
+
+    A tile is normalised, but neither resized nor cropped.
+
+    Args:
+        method: The method.
+        size: The edge of a tile in pixels.
+        overlap: The width in pixels of the overlap of neighbouring tiles.
+        progress: Always or never show a progress bar; by default after a second, on a terminal or in a notebook.
+
+    Raises:
+        MethodError: `method` is not a method, or the overlap is not smaller than the size.
+    """
+
+    def __init__(
+        self, method: Attribution, *, size: int = 512, overlap: int = 64, progress: bool | None = None
+    ) -> None:
+        if not isinstance(method, Attribution):
+            raise MethodError(f"expected a method, such as Tiled(GradCAM(model)), got {type(method).__name__}")
+        if check_integer("overlap", overlap, least=0) >= check_integer("size", size):
+            raise MethodError(f"overlap={overlap} is not smaller than size={size}")
+        self.method, self.size, self.overlap, self.progress = method, size, overlap, progress
+
+    def attribute(self, image: ImagesLike, target: TargetLike = None, *, forward_args: ForwardArgs = ()) -> Explanation:
+        """Explain one image.
+
+        Args:
+            image: One image as for `Attribution.attribute`. Arrays of more than `MAX_PIXELS`, also on disk, are read
+                tile by tile.
+            target: A class, a region or a function.
+            forward_args: As for `Attribution.attribute`.
+
+        Returns:
+            The explanation, whose map (1, 1, H, W) is on the CPU, in the size of the image.
+
+        Raises:
+            ImageError: There are several images, or the image or the preprocessing is invalid.
+            NotApplicableError: The target is a region of a volume.
+            NotFoundError: No tile has a pixel of the target's region, or its mask has another size than the image.
+            TargetError: The target would differ from tile to tile.
+        """
+        batch, method = read_tiles(image, self.method.preprocess, self.size, self.overlap), self.method
+        with method.call(batch, [target], forward_args):
+            return method.explanation(*explain_tiles(batch, target, method, self.progress), batch)
+
+    def __repr__(self) -> str:
+        """Return the method and the tiles."""
+        return f"Tiled({self.method!r}, size={self.size}, overlap={self.overlap})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,23 +107,10 @@ class TiledImage(Batch):
     axes: tuple[list[tuple[slice, Tensor]], ...]
 
 
-def read_tiles(image: ImagesLike, prepare: Prepare, tiles: int, overlap: int) -> TiledImage:
-    """Divide an image into tiles.
-
-    Args:
-        image: One image as for `attribute`. Arrays of more than `MAX_PIXELS`, also on disk, are read tile by tile.
-        prepare: The preprocessing. The tiles are neither resized nor cropped.
-        tiles: The length of the edges of a tile in pixels.
-        overlap: The width of the overlap of neighbouring tiles in pixels.
-
-    Raises:
-        ImageError: There are several images, or the image or the preprocessing is invalid.
-        MethodError: The overlap is not smaller than the tile.
-    """
-    if check_integer("overlap", overlap, least=0) >= check_integer("tiles", tiles):
-        raise MethodError(f"overlap={overlap} is not smaller than tiles={tiles}")
+def read_tiles(image: ImagesLike, prepare: Prepare, tile: int, overlap: int) -> TiledImage:
+    """Divide an image into tiles with edges of `tile` pixels. Raises ImageError as `Tiled.attribute`."""
     size, frame, read_window = _open(image, prepare)
-    axes = tuple(_along_axis(length, min(tiles, length), overlap) for length in size)
+    axes = tuple(_along_axis(length, min(tile, length), overlap) for length in size)
     return TiledImage(torch.empty((1, 1, *size), dtype=torch.float32, device="meta"), (frame,), read_window, axes)
 
 
@@ -81,7 +123,7 @@ def _open(image: Any, prepare: Prepare) -> tuple[Sequence[int], Frame | None, Ca
     if is_input:
         images = read(image, prepare).inputs
     if len(images) != 1:
-        raise ImageError(f"got {len(images)} images; with tiles=, explain them one by one")
+        raise ImageError(f"got {len(images)} images; with Tiled, explain them one by one")
     if is_input:
         return images.shape[2:], None, lambda window: images[:, :, *window]
     normalise = only_normalised(prepare)
@@ -109,28 +151,17 @@ def _along_axis(length: int, tile: int, overlap: int) -> list[tuple[slice, Tenso
     return [(own, (before - after)[own]) for own, (before, after) in zip(windows, pairwise(ramps), strict=True)]
 
 
-def explain_tiles(
-    image: TiledImage, target: Any, explain: ExplainBatch, sign: Sign, like: Tensor | None, progress: bool | None
-) -> Explained:
-    """Explain an image tile by tile, and return one map (1, 1, H, W), on the CPU.
+def explain_tiles(image: TiledImage, target: Any, method: Attribution, progress: bool | None) -> Explained:
+    """Explain an image tile by tile, in a `call` of the method. Raises as `Tiled.attribute`.
 
-    Args:
-        image: The image.
-        target: The target.
-        explain: Function that explains targets of a batch of tiles.
-        sign: The sign with which the channels are reduced.
-        like: A tensor that sets the device and type of the tiles.
-        progress: Whether a progress bar is drawn; None draws one on a terminal.
-
-    Raises:
-        NotApplicableError: The target is a region of a volume.
-        NotFoundError: No tile has a pixel of the target's region, or its mask has another size than the image.
-        TargetError: The target would differ from tile to tile.
+    Returns:
+        One map (1, 1, H, W), on the CPU, and the questions of the first tiles.
     """
+    sign, like = method.sign, reference_tensor(method.model)
     target, size = _same_in_all_tiles(per_image(target, 1)[0]), image.inputs.shape[2:]
     tiles = list(product(*image.axes))
     if isinstance(target, Region):
-        require_two_axes(image.inputs, "a region with tiles=")
+        require_two_axes(image.inputs, "a region with Tiled")
         _require_mask(target.where, size)
     scores, values = [math.nan] * len(tiles), torch.empty(0, dtype=torch.float32, device="cpu")
     found: list[Explained] = []
@@ -140,10 +171,12 @@ def explain_tiles(
             windows, weights = zip(*(zip(*tile, strict=True) for tile in tiles[at : at + count]), strict=True)
             x = torch.cat([image.read(window) for window in windows])
             x = x if like is None else x.to(like)
-            place = Geometry(_box(windows[0]), (size[1], size[0]), (x.shape[2], x.shape[3]))
-            own = Located(target, (place,)) if isinstance(target, Region) else target
+            own = target
+            if isinstance(target, Region):
+                own = Located(target, (Geometry(_box(windows[0]), (size[1], size[0]), (x.shape[2], x.shape[3])),))
             try:
-                ((result, resolved),) = explain(Batch(x, (None,) * len(x)), [own])
+                resolved = method.questions(own, x)
+                (result,) = method.explain_targets(x, [resolved])
                 maps = reduce_channels(result.values, sign)
                 maps = resized(maps.clamp(min=0) if sign == "positive" else maps, tuple(x.shape[2:])).cpu()
                 if not found:
@@ -165,9 +198,7 @@ def explain_tiles(
 def _require_mask(where: Any, size: Sequence[int]) -> None:
     """Raise NotFoundError, before the first tile is explained, if a mask has another size or no pixel."""
     if isinstance(where, Tensor) and where.shape not in (size, (1, *size)):
-        raise NotFoundError(
-            f"the region has shape {tuple(where.shape)}; with tiles=, expected {tuple(size)}, the image"
-        )
+        raise NotFoundError(f"the region has shape {tuple(where.shape)}; with Tiled, expected {tuple(size)}, the image")
     if isinstance(where, Tensor) and not where.any():
         raise NotFoundError("the region has no pixel of the image")
 
@@ -178,7 +209,7 @@ def _same_in_all_tiles(target: Any) -> Any:
     if isinstance(target, Probability | Contrast):
         classes = [own.classes for own in (target.of, getattr(target, "against", target.of))]
     if any(per_image(own, 1)[0] is None for own in classes):
-        raise TargetError("with tiles=, pass a class as the target: the top class differs from tile to tile")
+        raise TargetError("with Tiled, pass a class as the target: the top class differs from tile to tile")
     if isinstance(target, BoxTarget | Keypoint):
-        raise TargetError("a box or a joint lies in one tile; crop the image around it, and leave tiles= out")
+        raise TargetError("a box or a joint lies in one tile; crop the image around it, and explain it without Tiled")
     return replace(target, is_sum=True) if isinstance(target, Region) else target

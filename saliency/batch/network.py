@@ -22,7 +22,6 @@ from ..hooks.model_state import is_out_of_memory, prepared_for_attribution, refe
 from ..io.inputs import Prepare
 from ..io.preprocess import Box, Frame, Geometry, Preprocess, Range, TransformPreprocess, drawable, locate
 from ..io.volumes import Volume, preprocess_volume, read_volume
-from ..layers.layout import bind_layout
 from ..targets.box import BoxTarget, box
 from ..targets.question import Target
 from ..targets.targets import Located, class_index
@@ -130,7 +129,7 @@ class Network:
             return 0
         method, located = self.methods[0], cast("Located", loaded.target)
         x = loaded.input[None].to(self.device, self._dtype)
-        with prepared_for_attribution(method.model), bind_layout(method.layout), torch.no_grad():
+        with prepared_for_attribution(method.model, layout=method.layout), torch.no_grad():
             images = method.images(x).located(located.geometries)
             return len(cast("BoxTarget", located.target).detections(run_model(method.model, x), images))
 

@@ -53,7 +53,6 @@ from ..io.inputs import Batch, decode, encode, open_image
 from ..io.png import encode_png
 from ..io.preprocess import Frame, Preprocess, drawable, scaled_size
 from ..layers.find import scan_layers
-from ..layers.layout import bind_layout
 from ..render.blending import DIVERGING, MOST_OPACITY, SEQUENTIAL, color_table, scale_map
 from ..render.figure import as_png, figure
 from ..render.overlay import overlay
@@ -182,7 +181,7 @@ class Session:
     @contextmanager
     def _prepared(self) -> Iterator[None]:
         method = self._default
-        with prepared_for_attribution(self.model), bind_layout(method.layout), torch.no_grad():
+        with prepared_for_attribution(self.model, layout=method.layout), torch.no_grad():
             yield
 
     def _questions(self, output: Any, batch: Batch) -> list[str]:
@@ -447,7 +446,7 @@ class Session:
                 send(self._answer(question, explanation, [], share))
             due = perf_counter() + PAUSE
 
-        with prepared_for_attribution(self.model), bind_layout(method.layout), listening(listener):
+        with prepared_for_attribution(self.model, layout=method.layout, listener=listener):
             resolved = method.questions(question.target, batch.inputs, batch.frames)
             (result,) = method.explain_targets(batch.inputs, [resolved])
         return method.explanation(result, resolved, batch).to("cpu")

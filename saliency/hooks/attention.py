@@ -20,8 +20,8 @@ from torch.autograd.graph import Node
 from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from .autograd_graph import next_functions, saved, sequence_nr
+from .call import is_tracing
 from .rectifiers import require_visible
-from .tracing import is_tracing
 
 _SOFTMAX = frozenset({"SoftmaxBackward0", "SafeSoftmaxBackward0"})
 _PRODUCTS = frozenset({"BmmBackward0", "BaddbmmBackward0"})

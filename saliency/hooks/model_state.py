@@ -7,7 +7,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, lru_cache, partial
 from types import FunctionType
 from typing import Any
@@ -21,7 +21,7 @@ from ..errors import LayerError, ModelError
 from ..targets.targets import LayerOutput, as_categories
 from .autograd_graph import compiler_is_loaded
 from .autograd_graph import unique_modules as unique_modules
-from .forward_args import forward_args, returned_layer
+from .call import bound, current_call, forward_args
 from .manager import HookManager
 from .pytree import tree_tensors
 
@@ -196,24 +196,41 @@ def keep_small_heap() -> None:
 
 
 @contextmanager
-def prepared_for_attribution(model: nn.Module) -> Iterator[None]:
+def prepared_for_attribution(model: nn.Module, **call: Any) -> Iterator[None]:
     """Prepare the model: evaluation mode, eager execution and gradients, regardless of the caller's own modes.
 
     Works under `no_grad` and `inference_mode`, on training, frozen, compiled and scripted models.
+
+    Args:
+        model: The model.
+        **call: The state of a call: its arguments and its layout; see `Call`.
 
     Raises:
         ModelError: The model has lazy parameters.
     """
     modules = unique_modules(model)
-    kinds = set(map(type, modules))
-    if any(issubclass(kind, LazyModuleMixin) for kind in kinds):
+    is_lazy_model, is_scripted = _traits(frozenset(map(type, modules)))
+    if is_lazy_model:
         raise ModelError("the model has lazy parameters, which have no shape yet; run it once on an input first")
     keep_small_heap()
-    is_scripted = any(issubclass(kind, torch.jit.ScriptModule) for kind in kinds)
-    # The optimised executor of TorchScript fuses operations into nodes that hide their ReLUs.
-    executor = torch.jit.optimized_execution(False) if is_scripted else nullcontext()  # type: ignore[attr-defined]
-    with torch.inference_mode(mode=False), torch.enable_grad(), eager(), executor, evaluating(model, modules):
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(mode=False))
+        stack.enter_context(torch.enable_grad())
+        if compiler_is_loaded():
+            stack.enter_context(eager())
+        if is_scripted:  # the optimised executor fuses operations into nodes that hide their ReLUs
+            stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
+        stack.enter_context(evaluating(model, modules))
+        if call:
+            stack.enter_context(bound(**call))
         yield
+
+
+@lru_cache
+def _traits(kinds: frozenset[type]) -> tuple[bool, bool]:
+    """Return whether some modules are lazy, and whether some are scripted, by the types of all."""
+    lazy, scripted = LazyModuleMixin, torch.jit.ScriptModule
+    return any(issubclass(kind, lazy) for kind in kinds), any(issubclass(kind, scripted) for kind in kinds)
 
 
 def run_model(model: nn.Module, x: Tensor) -> Any:
@@ -226,7 +243,7 @@ def run_model(model: nn.Module, x: Tensor) -> Any:
         LayerError: The layer of the neuron was not run, or returned no tensor.
         ModelError: As for `call`.
     """
-    layer = returned_layer()
+    layer = current_call().layer
     if layer is None:
         return _run(model, x)
     with HookManager(persistent=True) as hooks:  # the hooks of the method act, too

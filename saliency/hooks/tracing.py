@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -18,23 +17,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import NotApplicableError
 from .autograd_graph import DispatchMode, OpOverload
-from .forward_args import bound_value
+from .call import bound
 from .operations import is_attention, operator_name, written
 from .pytree import tree_tensors
-
-_tracing: ContextVar[bool] = ContextVar("tracing", default=False)
-
-
-def is_tracing() -> bool:
-    """Return whether a method is being traced into a program, so that a check of values has nothing to check."""
-    return _tracing.get()
 
 
 @contextmanager
 def tracing(image: Tensor) -> Iterator[None]:
     """Trace a method in a block, inside `make_fx`. `image` is the traced input."""
     dependent = _Dependent(image)
-    with bound_value(_tracing, True), dependent, _HostReads(dependent):
+    with bound(is_tracing=True), dependent, _HostReads(dependent):
         yield
 
 

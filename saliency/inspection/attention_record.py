@@ -21,7 +21,7 @@ from ..axes import require_two_axes
 from ..errors import LayerError, NotApplicableError, RenderError, TargetError, plural, warn
 from ..hooks.attention import AttentionCall, fuse_heads
 from ..hooks.autograd_graph import sequence_nr
-from ..hooks.forward_args import ForwardArgs, bind_forward_args, bind_image, shown_images
+from ..hooks.call import ForwardArgs, arguments_of, bind_image, shown_images
 from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import categories_of, model_attribute, prepared_for_attribution, unwrap
 from ..io.inputs import Batch, ImagesLike
@@ -191,9 +191,9 @@ def attention(
     batch = read_batch.inputs[:1] if is_answer else read_batch.inputs  # all images of an answer are in one row
     names = tuple(name for name, module in model.named_modules() if is_hookable(model, name, module))
     needs = Needs(backwards=int(target is not None), modules=names, attention=True)
+    arguments = arguments_of(forward_args, read_batch)
     with (
-        prepared_for_attribution(model),
-        bind_forward_args(forward_args, read_batch),
+        prepared_for_attribution(model, **arguments),
         bind_image(0) if is_answer else nullcontext(),
     ):
         frames = read_batch.frames[: len(batch)]
@@ -214,7 +214,7 @@ def attention(
         def trace(part: Batch, image: int | None = None) -> tuple[Batch, list[_Layouts]]:
             return part, _trace_layouts(model, part.inputs, resolved, [*layers.values()])
 
-        with prepared_for_attribution(model), bind_forward_args(forward_args, read_batch):
+        with prepared_for_attribution(model, **arguments):
             return read_batch.by_image(trace) if isinstance(read_batch, Answer) else [trace(read_batch)]
 
     def layouts_of(number: int) -> list[tuple[Batch, _Layouts]]:

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..axes import as_text
 from ..errors import LayerError, TargetError, closest
 from ..hooks.autograd_graph import unique_modules
-from ..hooks.forward_args import bind_image, cache_of, has_forward_args
+from ..hooks.call import bind_image, cache_of, has_forward_args
 from ..hooks.manager import HookManager
 from ..hooks.model_state import leaf, run_model
 from ..hooks.pytree import first_tensor, tree_map_tensors, tree_tensors

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import LayerError, MethodError
-from ..hooks.forward_args import bound_value
+from ..hooks.call import current_call
 from .positions import Grid, grid_of
 
 LayoutFunction = Callable[[Tensor], Tensor]
@@ -57,7 +55,6 @@ class Layout:
 
 GIVE_LAYOUT = "pass layout=, a function from this output to maps (N, K, h, w)"
 """The advice in errors about an output whose layout is not recognised."""
-_given: ContextVar[LayoutFunction | None] = ContextVar("layout", default=None)
 
 
 def as_layout(option: str, function: object) -> LayoutFunction:
@@ -67,18 +64,13 @@ def as_layout(option: str, function: object) -> LayoutFunction:
     return function
 
 
-def bind_layout(function: LayoutFunction | None) -> AbstractContextManager[None]:
-    """Read all layers by the user's function in a block; None recognises their layouts."""
-    return bound_value(_given, function)
-
-
 def given_layout(tensor: Tensor) -> Layout | None:
     """Return the layout of a layer's output by the user's function; None without one.
 
     Raises:
         LayerError: The function does not return maps.
     """
-    function = _given.get()
+    function = current_call().layout
     if function is None:
         return None
     maps = function(tensor)

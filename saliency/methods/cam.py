@@ -23,7 +23,7 @@ from ..attribution.options import PositionalOption
 from ..attribution.questions import Questions
 from ..axes import along_rows, at_least_float32, on_finest_grid, spatial
 from ..errors import LayerError, MethodError, NotApplicableError, warn
-from ..hooks.tracing import is_tracing
+from ..hooks.call import is_tracing
 from ..layers.find import LayerLike, default_layer, default_layers, find
 from ..targets.targets import output_tensor
 

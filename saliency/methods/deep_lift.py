@@ -17,7 +17,7 @@ from ..attribution.questions import Questions
 from ..axes import at_least_float32
 from ..engine.estimates import Estimate, normal
 from ..errors import warn
-from ..hooks.forward_args import shown_images
+from ..hooks.call import shown_images
 from ..hooks.operations import SavedValues
 from ..hooks.rectifiers import Coverage
 from ..relevance.multipliers import Multipliers

@@ -15,7 +15,7 @@ from ..axes import along_rows, at_least_float32, spatial
 from ..engine.estimates import Estimate, generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, SteppedAttribution, from_estimate
 from ..errors import warn
-from ..hooks.tracing import is_tracing
+from ..hooks.call import is_tracing
 from ..targets.embedding import Similarity, TextSimilarity
 from ..targets.question import Images, Target, Together
 from ..targets.targets import ClassTarget, FunctionTarget, Probability

@@ -22,9 +22,9 @@ from ..attribution.questions import Questions
 from ..axes import along_rows, at_least_float32
 from ..errors import LayerError, MethodError, warn
 from ..hooks.autograd_graph import Gradients, own_parameters
+from ..hooks.call import is_tracing
 from ..hooks.operations import LINEAR, SOFTMAX, SavedValues
 from ..hooks.rectifiers import Coverage, require_visible
-from ..hooks.tracing import is_tracing
 from ..io.preprocess import Preprocess
 from ..layers.find import LayerLike, default_layer, scan_layers
 from ..relevance.composites import COMPOSITES, Composite, CompositeLike, RuleKey, as_composite

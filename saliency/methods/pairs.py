@@ -15,11 +15,10 @@ from ..attribution.passes import chunk_size
 from ..axes import at_least_float32
 from ..engine.estimates import normal
 from ..errors import MethodError, TargetError, plural
-from ..hooks.forward_args import unbind_forward_args
+from ..hooks.call import NO_ARGUMENTS
 from ..hooks.model_state import prepared_for_attribution, run_model
 from ..io.inputs import Batch, ImagesLike
 from ..io.preprocess import Frame
-from ..layers.layout import bind_layout
 from ..targets.embedding import Measure, Similarity, similarity
 from ..targets.question import Images, Together
 from ..targets.targets import TargetList, embedding
@@ -65,7 +64,8 @@ def explain_pair(
     partners: list[Any] = []  # for their names
     for side in (b, a):
         partners += side if isinstance(side, list | tuple) and len(side) == images else [side] * images
-    (both,) = method.attribute_batch(batch, [PairSimilarity(tuple(partners), measure)])
+    with method.call(batch):
+        (both,) = method.explain_batch(batch, [PairSimilarity(tuple(partners), measure)])
     return both[:images], both[images:]
 
 
@@ -152,7 +152,7 @@ def explain_matches(
     if not isinstance(method, LINEAR):
         names = ", ".join(cls.__name__ for cls in LINEAR)
         raise MethodError(f"{method.name}: the maps of matches must be linear in the score, as those of {names}")
-    with prepared_for_attribution(method.model), unbind_forward_args(), bind_layout(method.layout):
+    with prepared_for_attribution(method.model, **NO_ARGUMENTS, layout=method.layout):
         with torch.no_grad():
             first, second = (at_least_float32(embedding(run_model(method.model, own.inputs)))[0] for own in batches)
         rows, chunk = _directions(first, second, directions, seed), chunk_size(batches[0].inputs)

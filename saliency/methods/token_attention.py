@@ -26,7 +26,7 @@ from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_passages, fuse_heads, is_chain
 from ..hooks.autograd_graph import result_shape, saved
-from ..hooks.forward_args import shown_images
+from ..hooks.call import shown_images
 from ..hooks.rectifiers import Coverage
 from ..layers.find import attention_layout
 from ..layers.layout import Layout

@@ -31,7 +31,6 @@ from ..hooks.tracing import tracing
 from ..io.atomic_write import is_stream
 from ..io.inputs import ImagesLike
 from ..io.preprocess import Preprocess
-from ..layers.layout import bind_layout
 from ..targets.question import Images
 from ..targets.targets import ClassScore, ClassTarget, as_target, class_scores, threshold
 from .capture import capture
@@ -218,7 +217,7 @@ def _program(method: Attribution, image: Tensor, wanted: int | None) -> Exported
     if isinstance(method, MultiPassAttribution) and method.chunk == "auto":
         method = copy.copy(method)
         method.chunk = MOST_PASSES  # each chunk repeats the operations of the model in the program
-    with prepared_for_attribution(method.model), bind_layout(method.layout):
+    with prepared_for_attribution(method.model, layout=method.layout):
         score = ClassTarget((wanted,)).find(run_model(method.model, image), method.images(image))
 
         def explain(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,6 +20,7 @@ from ..axes import at_least_float32
 from ..errors import MethodError, NotApplicableError
 from ..hooks.attention import masked_logits
 from ..hooks.autograd_graph import CHECKPOINT_NODE, Gradients, next_functions, result_spec, saved, sequence_nr
+from ..hooks.call import is_tracing
 from ..hooks.operations import (
     ACTIVATIONS,
     ADDITIVE,
@@ -41,7 +42,6 @@ from ..hooks.operations import (
 )
 from ..hooks.pytree import tree_map, tree_tensors
 from ..hooks.rectifiers import require_visible
-from ..hooks.tracing import is_tracing
 from .composites import Composite, RuleKey, key_name
 from .rules import (
     AnyRule,

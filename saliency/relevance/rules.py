@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import MethodError
+from ..hooks.call import is_tracing
 from ..hooks.operations import norms_over
-from ..hooks.tracing import is_tracing
 from ..validation import check_number
 
 _ROUNDING = 128  # sums of parts below this many units of rounding of the other parts count as zero

@@ -21,6 +21,7 @@ from ..attribution.forward import TargetGradients
 from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_specs, source_edge
+from ..hooks.call import is_tracing
 from ..hooks.operations import (
     ADDITIVE,
     Operation,
@@ -30,7 +31,6 @@ from ..hooks.operations import (
     is_view,
     uses_batch_statistics,
 )
-from ..hooks.tracing import is_tracing
 
 Edge = tuple[Node, int]
 # Shares of the score below this are rounding errors.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import NotFoundError, TargetError
 from ..io.preprocess import Box, Geometry
 from ..validation import check_choice, is_integer, is_real
-from .candidates import ABSENT, BoxLink, Candidates, CandidatesFunction, Detections, candidates, iou
+from .candidates import ABSENT, BoxLink, Candidates, CandidatesFunction, Detections, Readings, candidates, iou
 from .question import Categories, Images, Question, Target, Together
 from .targets import class_index, class_name, require_class
 
@@ -76,7 +76,7 @@ class BoxTarget(Target):
                 match = self._match(rows[image], images)
             except NotFoundError as error:
                 raise NotFoundError(f"image {image}: {error}" if images.count > 1 else str(error)) from None
-            boxes.append(BoxScore(self, match, images.geometries[image], images.categories))
+            boxes.append(BoxScore(self, match, images.geometries[image], images))
         score = boxes[0] if len(boxes) == 1 else partial(_scores, boxes)
         return Together([box.question() for box in boxes], score)
 
@@ -87,7 +87,7 @@ class BoxTarget(Target):
         if of == "class" and isinstance(self.of, int):
             count = cast("Tensor", row.keypoints).shape[1]
             joints = [replace(self, of=at, joint=f"joint {at}") for at in range(count) if at != self.of]
-            return [BoxScore(joint, match, geometry, images.categories).question() for joint in joints]
+            return [BoxScore(joint, match, geometry, images).question() for joint in joints]
         if of == "box":
             known, boxes = row.probabilities.detach(), row.boxes.detach()
             far = iou(boxes, boxes.new_tensor(match.box)) < _LEAST_OVERLAP
@@ -96,7 +96,7 @@ class BoxTarget(Target):
             count = row.scores.shape[1] if self.of == "class" and row.link != "label" else 0
             found = [(label, list(match.box)) for label in range(count) if label != match.label]
         rest = [match._replace(box=cast("Box", tuple(box)), label=label, against=None) for label, box in found]
-        return [BoxScore(self, other, geometry, images.categories).question() for other in rest]
+        return [BoxScore(self, other, geometry, images).question() for other in rest]
 
     def detections(self, output: Any, images: Images) -> list[Match]:
         """Return the detections of the class in one image, in descending order of their probability."""
@@ -104,11 +104,15 @@ class BoxTarget(Target):
         return [_match(row, at, self.label) for at in row.detections(label=self.label)]
 
     def _rows(self, output: Any, images: Images) -> list[Candidates]:
-        return candidates(output, images.geometries, self.classes(images.categories), self.link, self.read)
+        return self.rows(output, images.geometries, images.categories, images.readings)
 
-    def classes(self, names: Categories) -> int | None:
-        """Return the number of classes of the detector, if it is known; the names may be those of joints."""
-        return None if isinstance(self.of, int) else _class_count(names)
+    def rows(
+        self, output: Any, geometries: tuple[Geometry, ...], names: Categories, readings: Readings
+    ) -> list[Candidates]:
+        """Return the candidates of each row of an output, which other boxes may have read already."""
+        classes = None if isinstance(self.of, int) else _class_count(names)  # the names may be those of joints
+        key = geometries, classes, self.link, self.read
+        return readings.of(output, key, lambda: candidates(output, geometries, classes, self.link, self.read))
 
     def _match(self, row: Candidates, images: Images) -> Match:
         """Return the box of one image that the target asks for."""
@@ -162,13 +166,13 @@ class BoxScore:
         target: What is asked about the box.
         match: The box.
         geometry: The position of the model's input on the image.
-        categories: The class names.
+        images: The class names, and the candidates of the last output.
     """
 
     target: BoxTarget
     match: Match
     geometry: Geometry
-    categories: Categories = None
+    images: Images
 
     @property
     def is_whole(self) -> bool:
@@ -194,8 +198,7 @@ class BoxScore:
 
     def rows(self, output: Any) -> list[Candidates]:
         """Return the candidates of variants of the image."""
-        target = self.target
-        return candidates(output, [self.geometry], target.classes(self.categories), target.link, target.read)
+        return self.target.rows(output, (self.geometry,), self.images.categories, self.images.readings)
 
     def detections(self, output: Any) -> Detections:
         """Return the candidates of variants of the image, as tensors."""
@@ -248,7 +251,7 @@ class BoxScore:
         return replace(self, match=self.match._replace(box=(ends - x1, y0, ends - x0, y1)))
 
     def _name(self) -> str:
-        target, match, names = self.target, self.match, self.categories
+        target, match, names = self.target, self.match, self.images.categories
         of = target.joint if isinstance(target.of, int) else "" if target.of == "class" else target.of
         label = f"{of} of {class_name(match.label, names)}" if of else class_name(match.label, names)
         other = "" if match.against is None else f" rather than {class_name(match.against, names)}"
@@ -258,8 +261,8 @@ class BoxScore:
 
 def _scores(boxes: Sequence[BoxScore], output: Any) -> Tensor:
     """Return the scores (N,) of the boxes of a batch, one for each image."""
-    target, geometries = boxes[0].target, [box.geometry for box in boxes]
-    rows = candidates(output, geometries, target.classes(boxes[0].categories), target.link, target.read)
+    target, images = boxes[0].target, boxes[0].images
+    rows = target.rows(output, tuple(box.geometry for box in boxes), images.categories, images.readings)
     return torch.stack([box.of_row(row) for box, row in zip(boxes, rows, strict=True)])
 
 

@@ -5,9 +5,7 @@ This is the only file that knows the formats of detectors. It distinguishes them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -154,18 +152,20 @@ CandidatesFunction = Callable[[Any], Sequence[Candidates]]
 """A detector's output -> the candidates of each image, with boxes in pixels of the model's input."""
 
 
-Readings = dict[Hashable, tuple[Any, list[Candidates]]]
-_readings: ContextVar[Readings | None] = ContextVar("readings", default=None)
+class Readings:
+    """Candidates of the output that was read last, which all targets of a call that read it in the same way share."""
 
+    def __init__(self) -> None:
+        self._output: Any = None
+        self._rows: dict[Hashable, list[Candidates]] = {}
 
-@contextmanager
-def shared_readings(known: Readings) -> Iterator[None]:
-    """Read the candidates of each output once in a block, for all targets that read them in the same way."""
-    token = _readings.set(known)
-    try:
-        yield
-    finally:
-        _readings.reset(token)
+    def of(self, output: Any, key: Hashable, read: Callable[[], list[Candidates]]) -> list[Candidates]:
+        """Return the candidates of an output, read in one way."""
+        if output is not self._output:
+            self._output, self._rows = output, {}
+        if key not in self._rows:
+            self._rows[key] = read()
+        return self._rows[key]
 
 
 def iou(one: Tensor, other: Tensor) -> Tensor:
@@ -201,9 +201,6 @@ def candidates(
     Raises:
         TargetError: The output has another format, or it is unclear whether the last class is "no object".
     """
-    key, known = (id(output), tuple(geometries), classes, link, read), _readings.get()
-    if known is not None and key in known:
-        return known[key][1]
     height, width = geometries[0].input_size[-2:]
     size = height, width
     rows = output if _are_candidates(output) else _read(output, size, classes, link) if read is None else read(output)
@@ -211,10 +208,7 @@ def candidates(
         problem = f"got {type(rows).__name__} from the function that reads the detector's output"
         raise TargetError(f"{problem}; expected a list of saliency.Candidates, one for each image")
     own = geometries if len(geometries) == len(rows) else [geometries[0]] * len(rows)
-    found = [replace(row, boxes=geometry.to_image(row.boxes)) for row, geometry in zip(rows, own, strict=True)]
-    if known is not None:
-        known[key] = output, found  # the output, so that no other one gets its id
-    return found
+    return [replace(row, boxes=geometry.to_image(row.boxes)) for row, geometry in zip(rows, own, strict=True)]
 
 
 def _are_candidates(rows: Any) -> bool:

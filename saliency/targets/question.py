@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import TargetError, plural
 from ..io.preprocess import Box, Geometry
 from .answer_text import AnswerText
+from .candidates import Readings
 
 Categories = Sequence[str] | None
 """Class names in the order of the output; None if the model has none."""
@@ -41,12 +42,14 @@ class Images:
         categories: The class names.
         answer: The answer that is explained; None for an image.
         geometries: The position of the model's input on each image; empty if there are none.
+        readings: The candidates of the last output of a detector.
         numbers: The images of the batch that are asked about.
     """
 
     def __init__(self, count: int = 1, categories: Categories = None, answer: AnswerText | None = None) -> None:
         self.count, self.categories, self.answer = count, categories, answer
         self.geometries: tuple[Geometry, ...] = ()
+        self.readings = Readings()
         self.numbers: Sequence[int] = range(count)
 
     def encode_text(self, texts: Sequence[Prompt]) -> tuple[Tensor, float]:

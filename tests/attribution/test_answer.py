@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -288,9 +289,13 @@ def test_images_without_standard_errors_have_none_together() -> None:
 def test_each_of_several_images_may_have_a_baseline_and_a_layer() -> None:
     model, processor, _ = answered("llava")
     answer = saliency.generate(model, processor, [scene(1), scene(2)], QUESTION, answer="a red car")
-    for method in (saliency.DeepLIFT(model), saliency.Occlusion(model, window=14, stride=14)):
-        one, other = (method.attribute(answer, baselines=colour).values for colour in (0.0, 1.0))
-        both = method.attribute(answer, baselines=[0.0, 1.0]).values
+    methods: list[Callable[[Any], saliency.Attribution]] = [
+        lambda colour: saliency.DeepLIFT(model, baseline=colour),
+        lambda colour: saliency.Occlusion(model, window=14, stride=14, fill=colour),
+    ]
+    for method in methods:
+        one, other = (method(colour).attribute(answer).values for colour in (0.0, 1.0))
+        both = method(saliency.PerImage([0.0, 1.0])).attribute(answer).values
         torch.testing.assert_close(both, torch.stack([one[0], other[1]]))
     cells = saliency.GradCAM(model).attribute(answer, saliency.words("red")).values
     assert cells.shape == (2, 1, 4, 4)

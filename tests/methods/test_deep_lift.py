@@ -21,6 +21,7 @@ from saliency import (
     MethodError,
     NonFiniteError,
     NotApplicableError,
+    PerImage,
     SaliencyWarning,
     VanillaGradient,
     explain_together,
@@ -149,7 +150,7 @@ def test_several_baselines_give_the_mean_over_them() -> None:
     both = DeepLIFT(model, baseline=[-1, 0.5]).attribute(x, 1)
     torch.testing.assert_close(both.values, (alone[0] + alone[1]) / 2)
     assert both.error is None
-    given = DeepLIFT(model).attribute(x, 1, baselines=[[-1, 0.5], 0.5])
+    given = DeepLIFT(model, baseline=PerImage([[-1, 0.5], 0.5])).attribute(x, 1)
     torch.testing.assert_close(given.values, torch.stack([both.values[0], alone[1][1]]))
 
 

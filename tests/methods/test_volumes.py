@@ -276,7 +276,8 @@ def test_one_forward_gives_several_maps_of_a_volume() -> None:
 def test_baselines_and_segments_of_a_volume() -> None:
     model = inflated(tiny_model(), flat=False)
     x = volume()
-    given = saliency.IntegratedGradients(model, steps=2).attribute(x, 1, baselines=x.flip(0)).values
+    flipped = saliency.PerImage(x.flip(0))
+    given = saliency.IntegratedGradients(model, steps=2, baseline=flipped).attribute(x, 1).values
     assert torch.equal(
         given[:1], saliency.IntegratedGradients(model, baseline=x[1:], steps=2).attribute(x[:1], 1).values
     )

@@ -21,7 +21,7 @@ from ...attribution.options import Chunk, HasOptions, Precision, declared_option
 from ...attribution.questions import Questions
 from ...engine.estimates import generator
 from ...errors import MethodError, did_you_mean, errors_as
-from ...hooks.forward_args import bind_forward_args
+from ...hooks.call import arguments_of, bound
 from ...hooks.model_state import prepared_for_attribution, run_model
 from ...io.inputs import ImagesLike
 from ...methods.gradient import VanillaGradient
@@ -273,7 +273,7 @@ class Subject(SharedResults):
         inputs = self.inputs_for(self.reader, images)
         if isinstance(inputs, Answer) and len(images) > 1:
             raise MethodError("this metric measures answers about one image; deletion and insertion take several")
-        return bind_forward_args((), inputs) if isinstance(inputs, Answer) else nullcontext()
+        return bound(**arguments_of((), inputs)) if isinstance(inputs, Answer) else nullcontext()
 
     @property
     def method(self) -> Attribution:

@@ -1,15 +1,15 @@
-"""Extra arguments of the model's forward in one call of `attribute`: one row per image, or the same for all.
+"""State of one call: the extra arguments of the model's forward, the layout of its layers, and its listener.
 
-They are bound to the thread for the call, because methods, recordings and fast copies run the model in many places. All
+It is bound to the thread for the call, because methods, recordings and user's targets run the model in many places. All
 of them use `run_model`, which reads the arguments here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -17,20 +17,32 @@ from torch import Tensor, nn
 from ..errors import MethodError
 from ..io.inputs import Batch
 
-_T = TypeVar("_T")
-
 ForwardArgs = tuple[Any, ...] | list[Any] | Mapping[str, Any]
 """Arguments after the image, by position or by name."""
 
 
-class _Bound(NamedTuple):
-    """Arguments of one call. With an `image`, each pass runs variants of this image only."""
+class Call(NamedTuple):
+    """State of one call.
 
-    values: Mapping[Any, Any] = {}  # by position or name
+    Attributes:
+        values: Extra arguments by position or name.
+        batch: The images whose rows the arguments have; None without arguments.
+        image: The image of which each pass runs variants; None for the whole batch.
+        caches: The caches of a call with arguments, on which results may depend.
+        layer: The layer whose output is the model's output.
+        layout: The user's function from the output of a layer to maps.
+        listener: The function that is called between chunks of passes.
+        is_tracing: Whether the call is traced into a program, so that no value can be read.
+    """
+
+    values: Mapping[Any, Any] = {}
     batch: Batch | None = None
     image: int | None = None
     caches: dict[tuple[int, int | None], dict[Any, Any]] | None = None
-    layer: str | None = None  # the layer whose output is the model's output
+    layer: str | None = None
+    layout: Callable[[Tensor], Tensor] | None = None
+    listener: Callable[..., None] | None = None
+    is_tracing: bool = False
 
     def numbers(self, x: Tensor) -> list[int]:
         """Return the number of the image that each row of a batch (k, C, H, W) shows."""
@@ -46,22 +58,22 @@ class _Bound(NamedTuple):
         return rows.detach().to(x.device) if isinstance(rows, Tensor) else rows
 
 
-_NOTHING = _Bound()
-_bound: ContextVar[_Bound] = ContextVar("forward_args", default=_NOTHING)
+_NOTHING = Call()
+_call: ContextVar[Call] = ContextVar("call", default=_NOTHING)
 
 
 @contextmanager
-def bound_value(variable: ContextVar[_T], value: _T) -> Iterator[None]:
-    """Set a variable of this thread in a block."""
-    token = variable.set(value)
+def bound(**state: Any) -> Iterator[None]:
+    """Change the state of the call of this thread in a block."""
+    token = _call.set(_call.get()._replace(**state))
     try:
         yield
     finally:
-        variable.reset(token)
+        _call.reset(token)
 
 
-def bind_forward_args(like: ForwardArgs, batch: Batch, layer: str | None = None) -> AbstractContextManager[None]:
-    """Bind the extra arguments of a batch in a block. They replace the arguments of an outer call, even if empty.
+def arguments_of(like: ForwardArgs, batch: Batch, layer: str | None = None) -> dict[str, Any]:
+    """Return the state of a call with the extra arguments of a batch, which replace those of an outer call.
 
     Args:
         like: Tensors, arrays and lists with one row per image are divided into images; others are passed as they are.
@@ -74,54 +86,54 @@ def bind_forward_args(like: ForwardArgs, batch: Batch, layer: str | None = None)
     if not isinstance(like, tuple | list | Mapping):
         raise MethodError(f"forward_args is a {type(like).__name__}; expected a tuple (mask,) or a mapping of names")
     values: Mapping[Any, Any] = like if isinstance(like, Mapping) else dict(enumerate(like))
-    bound = _Bound(values, batch, 0 if len(batch.inputs) == 1 else None, {}, layer)
-    return bound_value(_bound, bound if values or layer or batch.arguments else _NOTHING)
+    if not (values or layer or batch.arguments):
+        return NO_ARGUMENTS
+    image = 0 if len(batch.inputs) == 1 else None
+    return {"values": values, "batch": batch, "image": image, "caches": {}, "layer": layer}
 
 
-def unbind_forward_args() -> AbstractContextManager[None]:
-    """Bind no arguments in a block."""
-    return bound_value(_bound, _NOTHING)
+NO_ARGUMENTS: dict[str, Any] = {"values": {}, "batch": None, "image": None, "caches": None, "layer": None}
 
 
 def bind_image(image: int) -> AbstractContextManager[None]:
     """Bind the arguments of one image of the batch in a block: the model runs only variants of this image."""
-    bound = _bound.get()
-    return bound_value(_bound, bound._replace(image=image) if bound.batch and bound.image is None else bound)
+    call = _call.get()
+    return bound(image=image if call.batch and call.image is None else call.image)
 
 
-def returned_layer() -> str | None:
-    """Return the layer whose output is returned instead of the model's; None for the model's output."""
-    return _bound.get().layer
+def current_call() -> Call:
+    """Return the state of the innermost call of this thread."""
+    return _call.get()
 
 
-def bound_batch() -> Batch | None:
-    """Return the batch whose arguments are bound; None without arguments."""
-    return _bound.get().batch
+def is_tracing() -> bool:
+    """Return whether a method is being traced into a program, so that a check of values has nothing to check."""
+    return _call.get().is_tracing
 
 
 def shown_images(x: Tensor) -> list[int]:
     """Return the number of the image that each row of a batch (k, C, H, W) shows."""
-    return _bound.get().numbers(x)
+    return _call.get().numbers(x)
 
 
 def has_forward_args() -> bool:
     """Return whether extra arguments are bound."""
-    return _bound.get() is not _NOTHING
+    return _call.get().caches is not None
 
 
 def forward_args(x: Tensor) -> tuple[list[Any], dict[str, Any]]:
     """Return the extra arguments for a batch (k, C, H, W), by position and by name; of an answer, all arguments."""
-    bound = _bound.get()
-    arguments = bound.batch and bound.batch.arguments
-    values: dict[Any, Any] = arguments(x, cast("int", bound.image)) if arguments else {}
-    values |= {key: bound.rows(value, x) for key, value in bound.values.items()}
+    call = _call.get()
+    arguments = call.batch and call.batch.arguments
+    values: dict[Any, Any] = arguments(x, cast("int", call.image)) if arguments else {}
+    values |= {key: call.rows(value, x) for key, value in call.values.items()}
     positional = [values.pop(key) for key in list(values) if isinstance(key, int)]
     return positional, values
 
 
 def cache_of(caches: WeakKeyDictionary[nn.Module, dict[Any, Any]], model: nn.Module) -> dict[Any, Any]:
     """Return the cache of a model. A call with extra arguments has its own, since results may depend on them."""
-    bound = _bound.get()
-    if bound.caches is None:
+    call = _call.get()
+    if call.caches is None:
         return caches.setdefault(model, {})
-    return bound.caches.setdefault((id(caches), bound.image), {})
+    return call.caches.setdefault((id(caches), call.image), {})
