@@ -82,6 +82,14 @@ _ABSENT = {
     "CheferAttention(model) and GradientRollout(model) weigh attention by its gradient": (
         "AttCAT AttentionGradCAM TokenTM"
     ),
+    "ScoreCAM(model, layer), with a tenth of the passes": "ISCAM SSCAM",
+    'ScoreCAM(model, layer, channels=300, order="gradient")': "GScoreCAM",
+    "GradCAM(model, layer) with saliency.region as the target, at the bottleneck": "SegGradCAM",
+    "HiResCAM(model, layer, block=2) with saliency.region as the target, at the bottleneck": "SegXResCAM",
+    "RISE(model) with saliency.similarity() as the target; uncertainty=True for the uncertainty": "RELAX",
+    "ExtremalPerturbation(model) optimises the mask of a given area": "MeaningfulPerturbation",
+    "Sobol(model) finds all effects of a cell on the score": "HSIC",
+    "ViTCX(model), or RISE(model), which hides patches instead of removing tokens": "TIS",
     "EigenCAM(model, layer) is the linear principal component": "KPCA_CAM",
     "GradCAMPlusPlus(model, layer) or EigenCAM(model, layer)": "FEM",
     "Occlusion(model) or FeatureAblation(model); nothing is permuted within a batch": "FeaturePermutation",

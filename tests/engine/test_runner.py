@@ -202,7 +202,7 @@ def test_seconds_are_kept_and_used(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert stats.seconds == pytest.approx(clock.now)
     assert clock.now <= 2.4
     if stats.stopped == "complete":
-        complete = ("ablation_cam", "score_cam", "gscore_cam", "is_cam", "kernel_shap", "tis", "vit_cx", "vx_code")
+        complete = ("ablation_cam", "score_cam", "kernel_shap", "vit_cx", "vx_code")
         assert name in complete  # all that they need fits
     else:
         assert stats.stopped == "seconds"
@@ -460,7 +460,7 @@ def test_a_target_without_a_gradient_says_so() -> None:
         Noisy(tiny_model()).attribute(images(1), lambda output: output[:, 0].detach())
 
 
-@pytest.mark.parametrize("name", ["meaningful_perturbation", "extremal_perturbation", "integrated_gradients", "rise"])
+@pytest.mark.parametrize("name", ["extremal_perturbation", "integrated_gradients", "rise"])
 def test_the_callers_autocast_is_for_the_model_alone(name: str) -> None:
     kinds: list[torch.dtype] = []
     model = tiny_model()
