@@ -91,7 +91,7 @@ print("within 1.96 errors of the long run, per seed:", ", ".join(f"{share:.1%}" 
 #
 # ## How many samples are enough?
 #
-# The number of passes is rarely what matters. More useful limits are precision and time:
+# The number of passes is rarely what matters. More useful limits are an error and a time:
 #
 # ```python
 # saliency.RISE(model, tolerance=0.1)   # until the error is a tenth of the map

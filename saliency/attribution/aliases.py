@@ -45,6 +45,7 @@ _INSTEAD = {
     "explanation.residual is this difference, with the opposite sign": "return_convergence_delta",
     'the values keep their sign; pass sign="absolute" or "positive" to overlay': "abs relu_attributions",
     "use Augmented(method), which averages over flips and factors of the image": "aug_smooth",
+    "passes run the model itself; for bfloat16, call the method in torch.autocast": "precision",
     "use EigenGradCAM": "eigen_smooth",
     "use SmoothGrad, SmoothGradSquared or VarGrad": "nt_type",
     "rules of layers are methods here, such as GuidedBackprop": "composite",

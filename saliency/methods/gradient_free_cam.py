@@ -168,7 +168,7 @@ class AblationCAM(LayerPasses, TimedAttribution):
     channel supports the target, also for a negative score. (The paper divides by y, which is the same for all channels
     and inverts the map if y is negative.)
 
-    Only the part of the model after the layer runs for each channel, exactly, regardless of `precision`. If this part
+    Only the part of the model after the layer runs for each channel. If this part
     is pooling and one linear layer, which each call checks, the weights are computed in closed form. Channels that are
     zero everywhere have no effect, and are not run.
 
@@ -253,7 +253,7 @@ class ReciproCAM(LayerPasses):
     location. (The paper takes class probabilities, and stretches them to 0..1 for display: the target
     `saliency.probability(...)`.)
 
-    Only the part of the model after the layer runs for each location, exactly, regardless of `precision`.
+    Only the part of the model after the layer runs for each location.
 
     Args:
         alone: Whether to keep each location unscaled and without its neighbours. If only pooling and one linear layer

@@ -78,11 +78,11 @@ def test_a_pair_of_a_gradient_method_is_one_forward() -> None:
 
 def test_the_reference_of_a_method_of_many_passes_is_encoded_once() -> None:
     model = tiny_model()
-    method = saliency.Occlusion(model, window=8, stride=8, chunk=1, precision="exact")
+    method = saliency.Occlusion(model, window=8, stride=8, chunk=1)
     calls = Calls(model)
     saliency.explain_pair(method, A, B)
     single = tiny_model()
-    method = saliency.Occlusion(single, window=8, stride=8, chunk=1, precision="exact")
+    method = saliency.Occlusion(single, window=8, stride=8, chunk=1)
     singles = Calls(single)
     method.attribute(A, similarity(B))
     assert calls.sizes[0] == 2

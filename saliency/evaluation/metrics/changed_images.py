@@ -47,7 +47,7 @@ class PerturbationMetric(Metric):
         Args:
             metrics: The metrics; other kinds are ignored.
             subject: The explanation to measure.
-            **passes: Options of `MultiPassAttribution`: `chunk`, `precision`, `progress`.
+            **passes: Options of `MultiPassAttribution`: `chunk`, `progress`.
         """
         same_kind = [metric for metric in metrics if isinstance(metric, PerturbationMetric)]
         sharing = [metric for metric in same_kind if metric.of_explained_score == self.of_explained_score]
