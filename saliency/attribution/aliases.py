@@ -18,11 +18,11 @@ _OPTIONS = {
     "model": "forward_func net network nn_module",
     "layer": "target_layer target_layers layer_name conv_layer",
     "layers": "target_layer target_layers layer_names",
-    "passes": "n_samples nt_samples num_samples nsamples n_iter num_masks n_masks",
+    "classes": "references",
+    "passes": "samples draws masks directions n_samples nt_samples num_samples nsamples n_iter num_masks n_masks",
     "steps": "n_steps num_steps x_steps n_iter max_iter num_samples",
     "noise": "noise_level stdevs std stdev_spread",
-    "baseline": "baselines baseline_fn x_baseline",
-    "references": "baselines",
+    "baseline": "references baselines baseline_fn x_baseline",
     "fill": "baselines occlusion_fn",
     "window": "sliding_window_shapes patch_size window_size mask_size",
     "stride": "strides",
@@ -127,23 +127,25 @@ def option_hint(name: str, known: Collection[str]) -> str:
 
 
 def refuse_unknown_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate `attribute` with an error for unknown keywords, which may be options of the method."""
-    known = list(inspect.signature(function).parameters)[1:]
+    """Decorate a function of a method with an error for unknown keywords, which may be options of the method."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @wraps(function)
     def checked(*arguments: _P.args, **keywords: _P.kwargs) -> _R:
         for name in keywords:
             if name not in known:
-                hint = _attribute_hint(name, type(arguments[0]), known)
-                raise TypeError(f'attribute has no argument "{name}"{hint}')
+                method = arguments[0] if arguments else keywords.get("method")
+                hint = _argument_hint(name, type(method), known)
+                raise TypeError(f'{function.__name__} has no argument "{name}"{hint}')
         return function(*arguments, **keywords)
 
     return checked
 
 
-def _attribute_hint(name: str, cls: Any, known: Collection[str]) -> str:
+def _argument_hint(name: str, cls: Any, known: Collection[str]) -> str:
+    options = getattr(cls, "parameters", tuple)()
     for ours in (name, *_matches(name, _OPTIONS)):
-        if ours in cls.parameters():
+        if ours in options and ours not in known:
             return f"; the method takes it: {cls.__name__}(model, {ours}=...)"
     return option_hint(name, known)
 

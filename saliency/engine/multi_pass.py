@@ -503,7 +503,7 @@ class SampledAttribution(TimedAttribution):
 
     passes: Option[int | None] = Option(None, check_integer)
     tolerance: Option[float | None] = Option(None, check_number, above=0)
-    samples: ClassVar[int] = 50
+    default_passes: ClassVar[int] = 50
     """The number of passes if no limit is set."""
     draft_options: ClassVar[Mapping[str, Any]] = {}
 
@@ -514,7 +514,7 @@ class SampledAttribution(TimedAttribution):
     @property
     def most_passes(self) -> int:
         """The largest number of passes of an image."""
-        return self.passes or (self.samples if self.limits() == Budget() else MOST_PASSES)
+        return self.passes or (self.default_passes if self.limits() == Budget() else MOST_PASSES)
 
 
 def from_estimate(estimate: Estimate, like: Tensor, layer: str | None = None) -> ImageAttribution:

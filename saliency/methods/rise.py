@@ -72,7 +72,7 @@ class RISE(SampledAttribution):
     name = "rise"
     cost = "4000 forwards"
     sign = "positive"
-    samples = 4000
+    default_passes = 4000
     preview_options: ClassVar = {"passes": 12, "grid": 3}
 
     grid: Option[int] = Option(7, check_integer)
@@ -189,7 +189,7 @@ class DRISE(RISE):
     name = "d_rise"
     cost = "5000 forwards for all targets of an image"
     units = "similarity"
-    samples = 5000
+    default_passes = 5000
 
     grid: Option[int] = Option(16, check_integer)
 

@@ -36,7 +36,8 @@ class ViTCX(LayerPasses, TimedAttribution):
         layer: As for `LayerAttribution`. In a vision transformer with a class token, this is the first normalisation of
             the last block, as in the authors' code. Other networks have feature maps too.
         distance: The largest cosine distance of two feature maps of one cluster.
-        noise: The standard deviation of the noise, in units of the model's input.
+        noise: The standard deviation of the noise, as a share of the range of the image's values. For a photo, 0.02 is
+            about the paper's 0.1 in the normalised input.
 
     Values: (N, 1, H, W), signed, in score units; 0 if no mask shows the pixel.
 
@@ -51,7 +52,7 @@ class ViTCX(LayerPasses, TimedAttribution):
     assumes_unsigned = False
 
     distance: Option[float] = Option(0.1, check_number, above=0, most=1)
-    noise: Option[float] = Option(0.1, check_number, least=0)
+    noise: Option[float] = Option(0.02, check_number, least=0)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the map of one image."""
@@ -80,6 +81,7 @@ class ViTCX(LayerPasses, TimedAttribution):
     def effects(self, passes: PassRunner, masks: Tensor) -> Tensor:
         """Return the effects (k,) of masks (masks, 1, H, W); k < masks after the time limit."""
         x, passes.least = passes.x, 2
+        deviation = self.noise * (x.max() - x.min())
 
         def make(start: int, stop: int) -> Tensor:
             """Pass 2 i shows the image under mask i, and pass 2 i + 1 the whole image; both have the same noise."""
@@ -87,7 +89,7 @@ class ViTCX(LayerPasses, TimedAttribution):
             noise = [normal(x.shape[1:], self.seed, number // 2) for number in numbers]
             part = masks[[number // 2 for number in numbers]]
             is_whole = along_rows(torch.tensor([number % 2 for number in numbers], device=x.device), x)
-            return x * torch.where(is_whole == 1, 1, part) + self.noise * torch.stack(noise).to(part) * (1 - part)
+            return x * torch.where(is_whole == 1, 1, part) + deviation * torch.stack(noise).to(part) * (1 - part)
 
         scores = torch.cat([done.scores for done in passes.forwards(make, 2 * len(masks))])
         pairs = scores[: len(scores) // 2 * 2].view(-1, 2)

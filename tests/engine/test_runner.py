@@ -39,7 +39,7 @@ named: dict[str, Any] = {**METHODS}
 class Noisy(SampledAttribution):
     """The mean gradient over noisy copies."""
 
-    samples = 24
+    default_passes = 24
 
     level: Option[float] = Option(0.3)
 

@@ -62,7 +62,7 @@ def test_equal_images_with_other_targets_share_nothing(model: nn.Module, x: Tens
 
 def test_the_gradient_of_a_linear_model_has_no_infidelity(model: nn.Module, x: Tensor) -> None:
     for method in (VanillaGradient(model), InputXGradient(model)):
-        metric = Infidelity(samples=200, scaled=False)
+        metric = Infidelity(passes=200, scaled=False)
         result = metric.measure(method.attribute(x, 1), method=method, inputs=x, score="explained")
         assert result.values.abs().max() < 1e-20
         assert all(control.values.min() > 0.01 for control in result.controls.values())

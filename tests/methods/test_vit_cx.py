@@ -103,13 +103,13 @@ def test_vit_cx_is_the_effect_of_each_cluster_corrected_for_coverage(
 def test_the_same_noise_is_where_a_mask_hides_and_is_taken_off_again() -> None:
     model, x = tiny_model().double(), images(1, dtype=torch.float64)
     seen = inputs_of(model)
-    found = ViTCX(model, noise=0.3, chunk=1).attribute(x, 1)
+    found = ViTCX(model, noise=0.06, chunk=1).attribute(x, 1)
     masked, whole = torch.cat(seen[-found.run_stats[0].passes :]).view(-1, 2, *x.shape[1:]).unbind(1)
     masks = 1 - ((whole - masked) / x).mean(1, keepdim=True)
     torch.testing.assert_close(masks.amax((1, 2, 3)), torch.ones(len(masks)).double())
     noise = (whole - x) / (1 - masks)
     hidden = (masks < 0.9).expand_as(noise)
-    assert float(noise[hidden].std()) == pytest.approx(0.3, rel=0.1)
+    assert float(noise[hidden].std() / (x.max() - x.min())) == pytest.approx(0.06, rel=0.1)
     with torch.no_grad():
         effects = (model(masked) - model(whole))[:, 1]
     effects = effects - effects.mean()
