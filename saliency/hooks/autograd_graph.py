@@ -64,8 +64,6 @@ def tensor_hooks(tensor: Tensor) -> Mapping[int, Any] | None:
 
 # Modules.
 
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 def forward_hooks(module: nn.Module) -> OrderedDict[int, Any]:
     """Return the forward hooks of a module by their ids, in the order in which they run."""
