@@ -30,68 +30,6 @@ def strongest(strength: Tensor, limit: int | None) -> Tensor:
     return torch.sort(strength, descending=True, stable=True).indices[:limit]
 
 
-class ChannelMasks:
-    """Masks (H, W) for an image, 0 to 1, from the channels of a layer, and the CAM for the scores of the masked images.
-
-    The map of a channel is resized bilinearly to the image and stretched to 0..1. A constant channel highlights
-    nothing, so its mask is 0 everywhere. All constant channels give the same image, so they share one forward.
-
-    Args:
-        layer: The layer.
-        x: (1, C, H, W) the image.
-        score: Its score.
-        strength: (K,) the number by which channels are chosen; constant channels come last.
-        channels: The number of channels to use; None for all.
-        align: As `align_corners` of `ScoreCAM`.
-
-    Attributes:
-        varied: (m,) the channels that are not constant, in descending order of strength.
-        flat: The number of constant channels.
-        count: The number of different masks: one for each of `varied`, and a last one for all constant channels.
-    """
-
-    def __init__(
-        self, layer: LayerOutput, x: Tensor, score: Tensor, strength: Tensor, channels: int | None, align: bool
-    ) -> None:
-        self._layer, self._x, self._score, self._align = layer, x, score, align
-        flat = layer.maps.flatten(1)
-        is_flat = flat.amax(1) == flat.amin(1)
-        chosen = strongest(strength.masked_fill(is_flat, -math.inf), channels)
-        self.varied = chosen[~is_flat[chosen]]
-        self.flat = len(chosen) - len(self.varied)
-        self.count = len(self.varied) + bool(self.flat)
-
-    def __call__(self, numbers: Tensor) -> Tensor:
-        """Return the masks (k, 1, H, W) of some numbers (k,), each below `count`."""
-        size = self._x.shape[2:]
-        masks = self._x.new_zeros(len(numbers), 1, *size)
-        varies = numbers < len(self.varied)
-        if bool(varies.any()):
-            maps = self._layer.maps[self.varied[numbers[varies]]][:, None]  # (k, 1, h, w)
-            masks[varies] = stretched(resize(maps, size, align_corners=self._align)).to(masks)
-        return masks
-
-    def map(self, scores: Tensor) -> Tensor:
-        """Return the map (1, h, w): the channels weighted by the softmax over all channels of the scores (count,).
-
-        NaN denotes an unknown score. Constant channels have no weight; nor has any if no mask changes the score.
-        """
-        weights, known = scores.new_zeros(len(self._layer.maps)), ~scores.isnan()
-        if bool((scores[known] != self._score.to(scores)).any()):
-            channels = torch.ones_like(scores)
-            channels[len(self.varied) :] = self.flat
-            shares = torch.where(known, scores + channels.log(), -math.inf).softmax(0)
-            weights[self.varied.to(weights.device)] = shares[: len(self.varied)]
-        return self._layer.weighted(weights)
-
-    @property
-    def note(self) -> str:
-        """The numbers of used, constant and omitted channels."""
-        used, channels = len(self.varied), len(self._layer.maps)
-        text = f"{used} of {channels} channels as masks, one forward for the {self.flat} constant channels"
-        return f"{text}, {channels - used - self.flat} left out"
-
-
 class ScoreCAM(LayerPasses, TimedAttribution):
     """Activations weighted by the score of the image masked with each channel.
 
@@ -103,7 +41,7 @@ class ScoreCAM(LayerPasses, TimedAttribution):
     closest to it.) The logits of a confident model differ by much more than 1, so few channels hold most of the weight.
 
     Constant channels, such as dead ones, highlight nothing and have no weight. In the softmax they count with the score
-    of the empty image, which takes one forward for all of them.
+    of the empty image, which takes one forward for all of them. All weights are 0 if no mask changes the score.
 
     Args:
         channels: The number of channels to use; None for all.
@@ -139,15 +77,36 @@ class ScoreCAM(LayerPasses, TimedAttribution):
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the map of one image."""
         x, layer = passes.x, self.read_layer(passes)
-        masks = ChannelMasks(layer, x, score, self._strength(passes, layer), self.channels, self.align_corners)
-        passes.notes.append(masks.note)
-        scores = torch.full((masks.count,), math.nan, dtype=torch.float64, device="cpu")
-        passes.partial = lambda: ImageAttribution(masks.map(scores))
-        for done in passes.forwards(lambda i, j: x * masks(torch.arange(i, j, device=x.device)), masks.count):
+        is_flat = layer.maps.flatten(1).amax(1) == layer.maps.flatten(1).amin(1)
+        chosen = strongest(self._strength(passes, layer).masked_fill(is_flat, -math.inf), self.channels)
+        varied = chosen[~is_flat[chosen]]  # (m,) in descending order of strength
+        flat = len(chosen) - len(varied)
+        used, left_out = f"{len(varied)} of {len(is_flat)} channels as masks", len(is_flat) - len(chosen)
+        passes.notes.append(f"{used}, one forward for the {flat} constant channels, {left_out} left out")
+        count = len(varied) + bool(flat)  # the last mask is empty, for all constant channels
+        scores = torch.full((count,), math.nan, dtype=torch.float64, device="cpu")  # NaN: not known yet
+
+        def make(start: int, stop: int) -> Tensor:
+            large = resize(layer.maps[varied[start:stop]][:, None], x.shape[2:], align_corners=self.align_corners)
+            masks = x.new_zeros(stop - start, 1, *x.shape[2:])
+            masks[: len(large)] = stretched(large).to(masks)
+            return x * masks
+
+        def combined() -> ImageAttribution:
+            weights, known = scores.new_zeros(len(is_flat)), ~scores.isnan()
+            if bool((scores[known] != score.to(scores)).any()):
+                channels = torch.ones_like(scores)
+                channels[len(varied) :] = flat
+                shares = torch.where(known, scores + channels.log(), -math.inf).softmax(0)
+                weights[varied.cpu()] = shares[: len(varied)]
+            return ImageAttribution(layer.weighted(weights), layer=layer.layer)
+
+        passes.partial = combined
+        for done in passes.forwards(make, count):
             scores[done.start : done.start + len(done.scores)] = done.scores.to(scores)
         if bool(scores.isnan().any()):
-            passes.notes.append(f"{passes.used} of {masks.count} masks were run")
-        return ImageAttribution(masks.map(scores), layer=layer.layer)
+            passes.notes.append(f"{passes.used} of {count} masks were run")
+        return combined()
 
     def _strength(self, passes: PassRunner, layer: LayerOutput) -> Tensor:
         """Return the number (K,) by which channels are chosen."""

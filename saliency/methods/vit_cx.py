@@ -64,7 +64,10 @@ class ViTCX(LayerPasses, TimedAttribution):
         masks = self.cluster_masks(maps)
         passes.notes.append(f"{len(masks)} clusters of {len(maps)} feature maps")
         effects = self.effects(passes, masks[:, None])
-        return ImageAttribution(mean_where_shown(effects, masks[: len(effects)])[None], layer=layer.layer)
+        shown = masks[: len(effects)]  # (k, H, W)
+        total = torch.tensordot((effects - effects.mean()).to(shown), shown, 1)
+        values = total / shown.sum(0).clamp(min=torch.finfo(shown.dtype).tiny)  # 0 where no mask shows the pixel
+        return ImageAttribution(values[None], layer=layer.layer)
 
     def cluster_masks(self, maps: Tensor) -> Tensor:
         """Return a mask per cluster (clusters, H, W) of feature maps (K, H, W), largest clusters first."""
@@ -94,18 +97,3 @@ class ViTCX(LayerPasses, TimedAttribution):
         scores = torch.cat([done.scores for done in passes.forwards(make, 2 * len(masks))])
         pairs = scores[: len(scores) // 2 * 2].view(-1, 2)
         return pairs[:, 0] - pairs[:, 1]
-
-
-def mean_where_shown(effects: Tensor, masks: Tensor) -> Tensor:
-    """Return the mean effect of the masks that show each position, minus the mean effect of all masks.
-
-    Args:
-        effects: (k,) the effect of each mask.
-        masks: (k, ...) the fraction of each position that each mask shows, 0 to 1.
-
-    Returns:
-        (...) the weighted means; 0 if no mask shows the position.
-    """
-    effects = (effects - effects.mean()).to(masks)
-    total: Tensor = torch.tensordot(effects, masks, 1)
-    return total / masks.sum(0).clamp(min=torch.finfo(masks.dtype).tiny)
