@@ -143,7 +143,7 @@ def refuse_unknown_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _argument_hint(name: str, cls: Any, known: Collection[str]) -> str:
-    options = getattr(cls, "parameters", tuple)()
+    options: Collection[str] = getattr(cls, "parameters", tuple)()
     for ours in (name, *_matches(name, _OPTIONS)):
         if ours in options and ours not in known:
             return f"; the method takes it: {cls.__name__}(model, {ours}=...)"

@@ -286,8 +286,9 @@ class HiResCAM(LayerCombination):
     def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
         """Return the sum over the channels of gradient times activation."""
         if self.block > 1:
-            maxima = max_pool(gradient, self.block, ceil_mode=True)
-            gradient = F.interpolate(maxima, scale_factor=self.block)[(..., *map(slice, gradient.shape[2:]))]
+            blocks = F.interpolate(max_pool(gradient, self.block, ceil_mode=True), scale_factor=self.block)
+            inside: Any = (..., *map(slice, gradient.shape[2:]))
+            gradient = blocks[inside]
         return (gradient * activation).sum(1, keepdim=True)
 
 
