@@ -15,7 +15,7 @@ from benchmarks.timing import Contender, interleaved, ratio, verdict, wall_ratio
 NETWORKS = ("vit_b_16", "timm/vit_small_patch16_224")
 FORWARD_ONLY = ("attention_rollout",)
 LIMITS = {"attention_rollout": 1.12, "chefer_attention": 1.2, "le_grad": 1.6, "all but chefer_lrp together": 1.5}
-MANY_PASSES = ("tis", "vit_cx", "grad_eclip")
+MANY_PASSES = ("vit_cx", "grad_eclip")
 MEMORY_LIMIT = 1.15
 
 

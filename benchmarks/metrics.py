@@ -36,7 +36,7 @@ STEPS, PATCH, RUNS = 168, 56, 12
 METRICS: dict[str, Metric] = {
     "pixel flipping, 168 steps": Deletion(steps=STEPS),
     "ROAD, 9 shares": ROAD(),
-    "infidelity, 192 squares": Infidelity(side=PATCH / 224, samples=RUNS * (224 // PATCH) ** 2, scaled=False),
+    "infidelity, 192 squares": Infidelity(side=PATCH / 224, passes=RUNS * (224 // PATCH) ** 2, scaled=False),
 }
 FORWARDS = dict(zip(METRICS, (STEPS, 9, RUNS * (224 // PATCH) ** 2), strict=True))
 """The forwards of each image that each metric needs."""

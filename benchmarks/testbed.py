@@ -61,9 +61,6 @@ SLOW: dict[str, dict[str, Any]] = {
     "deep_shap": {},
     "full_grad": {},
     "score_cam": {},
-    "gscore_cam": {},
-    "is_cam": {"steps": 3},
-    "ss_cam": {"draws": 3},
     "ablation_cam": {},
     "recipro_cam": {},
     "integrated_gradients": {},
@@ -75,12 +72,10 @@ SLOW: dict[str, dict[str, Any]] = {
     "lime": {"passes": 256},
     "kernel_shap": {"passes": 256},
     "shapley_sampling": {"passes": 256},
-    "meaningful_perturbation": {"steps": 60},
     "extremal_perturbation": {"steps": 60},
     "occlusion": {"window": 8, "stride": 4},
     "rise": {"passes": 512},
     "d_rise": {"passes": 512},
-    "relax": {"passes": 512},
     "vx_code": {},
     "augmented": {},
     "smooth_grad": {},
@@ -88,8 +83,6 @@ SLOW: dict[str, dict[str, Any]] = {
     "var_grad": {},
     "smooth_grad_cam_plus_plus": {},
     "sobol": {"passes": 256},
-    "hsic": {"passes": 256},
-    "tis": {"masks": 256},
     "vit_cx": {},
     "xrai": {},
 }
@@ -684,7 +677,7 @@ Bold means are not above two of them.
 """
 VOLUME_OPTIONS: dict[str, dict[str, Any]] = {  # of the others: SLOW
     **{key: {"segments": (4, 4, 4), "passes": 256} for key in ("lime", "kernel_shap", "shapley_sampling")},
-    **{key: {"grid": 4, "passes": 256} for key in ("sobol", "hsic")},
+    "sobol": {"grid": 4, "passes": 256},
     "feature_ablation": {"segments": (6, 8, 8)},
     "vx_code": {"segments": (3, 4, 4)},
 }
@@ -697,7 +690,7 @@ object minus the share of its pixels in the image, for the object where it is lo
 slow, with standard errors. Bold means are not above two of them.
 """
 KINDS = ("colour", "shape", "relation")
-WORD_OPTIONS: dict[str, dict[str, Any]] = {key: {"passes": 256} for key in ("rise", "d_rise", "relax")}  # or SLOW
+WORD_OPTIONS: dict[str, dict[str, Any]] = {key: {"passes": 256} for key in ("rise", "d_rise")}  # or SLOW
 TABLES = {
     "objects": (OBJECTS_HEAD, OBJECT_NETWORKS),
     "volumes": (VOLUMES_HEAD, ("shapes_volume",)),

@@ -195,7 +195,7 @@ def measured(case: Case, shared: SharedResults) -> Record:
             rows[metric.name] = row | {"values": [*row["values"], *[math.nan] * RANDOM_CONTROLS]}
         else:
             rows[metric.name] = _rows([metric], usual)[metric]
-    infidelity = Infidelity(samples=60)
+    infidelity = Infidelity(passes=60)
     rows["infidelity"] = _rows([infidelity], usual)[infidelity]
     others = [other for other in references(case.photo) if other.method != case.explanation.method]
     subjects = [Subject(case.explanation, reference=other, **context) for other in others]

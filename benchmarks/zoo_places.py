@@ -40,7 +40,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "d_rise": {"passes": 4},
     "vx_code": {"segments": (2, 2)},
     "odam": {},
-    "seg_grad_cam": {},
     "occlusion": {"window": 48, "stride": 48},
     "kernel_shap": {"segments": (2, 2), "passes": 6},
     "chefer_attention": {},

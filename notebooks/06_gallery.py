@@ -59,7 +59,7 @@ FAMILIES = {
     "Relevance": ["lrp", "deep_lift"],
     "Path methods": ["integrated_gradients", "xrai"],
     "Smoothing": ["smoothing"],
-    "Masks and windows": ["occlusion", "rise", "mask_optimisation", "sobol_hsic", "token_sampling"],
+    "Masks and windows": ["occlusion", "rise", "extremal_perturbation", "sobol", "vit_cx"],
     "Superpixels: Shapley values and local models": ["lime_shap"],
 }
 
@@ -120,19 +120,19 @@ draw(rows, thumb=140)
 # on one of the photos. This takes about ten minutes; the tests of this page take a few passes of each method.
 
 # %%
-methods = [create(cls, precision="fast") for cls in many]
+methods = [create(cls) for cls in many]
 coffee = saliency.explain_together(methods, "../assets/coffee.jpg")
 print(f"{len(coffee)} methods on one photo")
 draw([coffee], thumb=140)
 
 # %% [markdown]
-# **What to see.** FullGrad above, and the CAMs, XRAI, meaningful perturbation, occlusion, RISE and Sobol here, show the
+# **What to see.** FullGrad above, and the CAMs, XRAI, occlusion, RISE and Sobol here, show the
 # coffee as a whole. The path methods, whose values belong to single pixels, draw its rim. LIME, Kernel SHAP and Shapley
 # sampling agree on an arc of the rim. Some highlight something else: feature ablation the spoon, extremal perturbation
-# spots at the edge of the crop, HSIC a region next to the cup. The maps alone do not show which of them are wrong.
+# spots at the edge of the crop. The maps alone do not show which of them are wrong.
 #
-# **What to beware of.** A large budget does not make a map right: extremal perturbation took 800 steps for each area,
-# and HSIC 1500 forwards. The next two pages measure how certain a map is, and explain the quantity that each method
+# **What to beware of.** A large budget does not make a map right: extremal perturbation took 800 steps for each area.
+# The next two pages measure how certain a map is, and explain the quantity that each method
 # measures: [How sure is this map?](07_how_sure_is_this_map.ipynb) and [Without gradients](08_without_gradients.ipynb).
 #
 # The same on the command line, with one file per photo and method:

@@ -18,10 +18,8 @@
 # %matplotlib inline
 import os
 from pathlib import Path
-from textwrap import fill
 
 import matplotlib.pyplot as plt
-import numpy as np
 
 import saliency
 
@@ -93,7 +91,7 @@ print("within 1.96 errors of the long run, per seed:", ", ".join(f"{share:.1%}" 
 #
 # ## How many samples are enough?
 #
-# The number of passes is rarely what matters. More useful limits are precision and time:
+# The number of passes is rarely what matters. More useful limits are an error and a time:
 #
 # ```python
 # saliency.RISE(model, tolerance=0.1)   # until the error is a tenth of the map
@@ -136,28 +134,6 @@ draw(
 # 17 were enough.
 #
 # **What to beware of.** A correct sum does not make a correct map, and a map that looks right may have a wrong sum.
-#
-# ## Faster passes
-#
-# `precision="fast"` runs a private copy of the network with folded batch norms. It is compared with the network first
-# and dropped if it differs; the explanation reports what was used. For bfloat16, call the method in `torch.autocast`.
-
-# %%
-maps = {
-    precision: saliency.RISE(model, passes=64, precision=precision).attribute(PHOTO, TARGET)
-    for precision in ("exact", "fast")
-}
-draw(
-    [saliency.overlay(each) for each in maps.values()],
-    [f"{asked}: {fill(each.run_stats[0].precision, 44)}" for asked, each in maps.items()],
-)
-for asked, each in maps.items():
-    same = np.corrcoef(np.asarray(each).ravel(), np.asarray(maps["exact"]).ravel())[0, 1]
-    print(f"{asked:6} correlation with the exact map {same:.5f}")
-
-# %% [markdown]
-# **What to see.** Both maps are nearly the same. The title of each states how the network was run. **What to beware
-# of.** bfloat16 changes the map slightly.
 #
 # **In short.** Set a tolerance, look at `agreement`, and fade values that are not significant before you show a map to
 # others.

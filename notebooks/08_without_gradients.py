@@ -69,24 +69,23 @@ for axis, fill, each in zip(axes, (0.0, "mean", "blur", "inpaint"), found, stric
 #
 # The methods use squares, soft random masks, combinations of visible superpixels, regressions on such combinations, and
 # statistics of sensitivity analysis. Methods that sample get 200 passes each; occlusion takes one for each square, and
-# feature ablation one for each superpixel. For so many passes, `precision="fast"` is worth it.
+# feature ablation one for each superpixel.
 
 # %%
 boxes = [
-    saliency.RISE(model, passes=200, precision="fast"),
-    saliency.FeatureAblation(model, precision="fast"),
-    saliency.LIME(model, passes=200, precision="fast"),
-    saliency.KernelSHAP(model, passes=200, precision="fast"),
-    saliency.ShapleySampling(model, passes=200, precision="fast"),
-    saliency.Sobol(model, passes=200, precision="fast"),
-    saliency.HSIC(model, passes=200, precision="fast"),
+    saliency.RISE(model, passes=200),
+    saliency.FeatureAblation(model),
+    saliency.LIME(model, passes=200),
+    saliency.KernelSHAP(model, passes=200),
+    saliency.ShapleySampling(model, passes=200),
+    saliency.Sobol(model, passes=200),
 ]
 found = {"occlusion": occlusion} | {box.name: box.attribute(PHOTO, TARGET) for box in boxes}
 draw(list(found.values()))
 
 # %% [markdown]
 # **What to see.** Most highlight the coffee in the cup. Not all: feature ablation, which hides one superpixel at a
-# time, is strongest on the spoon, and HSIC on the rim of the cup. Methods on superpixels follow the edges of objects,
+# time, is strongest on the spoon. Methods on superpixels follow the edges of objects,
 # because superpixels do. LIME, Kernel SHAP and Shapley sampling estimate nearly the same quantity for the same
 # superpixels, so their maps are similar.
 #

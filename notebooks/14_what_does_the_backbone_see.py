@@ -109,12 +109,13 @@ saliency.contact_sheet([[one] for one in vit.similarity(middle)], shared=True, t
 #
 # ## An embedding without a label
 #
-# Which pixels does an embedding depend on? `RELAX` hides random parts of the photo, and measures how far the embedding
-# turns: the score is the cosine with the embedding of the whole photo.
+# Which pixels does an embedding depend on? `RISE` hides random parts of the photo, and measures how far the embedding
+# turns: the score `saliency.similarity()` is the cosine with the embedding of the whole photo. This is RELAX.
 
 # %%
-relax = saliency.RELAX(model, passes=256).attribute(cat)
-spread = saliency.RELAX(model, passes=256, uncertainty=True).attribute(cat)
+itself = saliency.similarity()
+relax = saliency.RISE(model, passes=256).attribute(cat, itself)
+spread = saliency.RISE(model, passes=256, uncertainty=True).attribute(cat, itself)
 error = saliency.standard_error(relax)
 figure, axes = plt.subplots(1, 3, figsize=(10, 2.8), layout="constrained")
 titles = ["importance", "its standard error", "uncertainty of the paper"]
@@ -134,8 +135,7 @@ for axis, explanation, title in zip(axes, (relax, error, spread), titles, strict
 # twenty maps take seconds:
 
 # %%
-small = saliency.RELAX(saliency.load("shapes_cnn"), passes=128)
-card = saliency.trust(
-    small, Image.fromarray(saliency.testbed.draw_scenes(1, seed=7).images[0].permute(1, 2, 0).numpy())
-)
+small = saliency.RISE(saliency.load("shapes_cnn"), passes=128)
+scene = Image.fromarray(saliency.testbed.draw_scenes(1, seed=7).images[0].permute(1, 2, 0).numpy())
+card = saliency.trust(small, scene, itself)
 saliency.draw_trust(card)

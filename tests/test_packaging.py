@@ -33,7 +33,6 @@ def explain(method: str, **options: object) -> Callable[[], object]:
         ("skimage", "perturbation", explain("LIME")),
         ("skimage", "perturbation", explain("XRAI")),
         ("scipy", "perturbation", explain("Sobol")),
-        ("scipy", "perturbation", explain("TIS")),
         ("scipy", "perturbation", explain("ViTCX")),
         ("cv2", "all", explain("Occlusion", fill="inpaint")),
         ("torchvision", "models", lambda: saliency.load("shapes_window")),

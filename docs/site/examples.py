@@ -23,34 +23,25 @@ explanations = saliency.{name}(model).attribute(scenes.images{target})
 saliency.contact_sheet([[each] for each in explanations], thumb=200).save("{file}.jpg")
 """
 _OBJECTS = ', task="several"'
-_FIRST = ", [saliency.region(int(shape) + 1) for shape in scenes.shapes[:, 0]]"  # 0 is the background
 _DETECTED = {"network": "shapes_detector", "task": _OBJECTS, "target": ", saliency.box()"}
-_SEGMENTED = {"network": "shapes_unet", "task": _OBJECTS, "target": _FIRST}
 _PATCHES = {"network": "shapes_vit", "task": "", "target": ""}
 _TARGETS = {
     "ODAM": _DETECTED,
     "DRISE": _DETECTED,
     "VXCODE": _DETECTED,
-    "SegGradCAM": _SEGMENTED,
-    "SegXResCAM": _SEGMENTED,
     "AttnLRP": _PATCHES,
     "CPLRP": _PATCHES,
     "ViTCX": _PATCHES,
 }
 BUDGETS = {
     "ScoreCAM": "channels=200",
-    "GScoreCAM": "channels=200",
-    "ISCAM": "channels=50",
-    "SSCAM": "channels=50",
     "ExpectedGradients": "passes=100",
     "GuidedIG": "steps=100",
     "LIME": "passes=500",
     "KernelSHAP": "passes=500",
     "ShapleySampling": "passes=500",
     "RISE": "passes=1000",
-    "RELAX": "passes=500",
     "Sobol": "passes=528",
-    "HSIC": "passes=500",
     "ExtremalPerturbation": "steps=200",
 }
 """Options of methods that take minutes for five photos by default, on one core."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from functools import wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from ..errors import did_you_mean
@@ -17,11 +18,11 @@ _OPTIONS = {
     "model": "forward_func net network nn_module",
     "layer": "target_layer target_layers layer_name conv_layer",
     "layers": "target_layer target_layers layer_names",
-    "passes": "n_samples nt_samples num_samples nsamples n_iter num_masks n_masks",
+    "classes": "references",
+    "passes": "samples draws masks directions n_samples nt_samples num_samples nsamples n_iter num_masks n_masks",
     "steps": "n_steps num_steps x_steps n_iter max_iter num_samples",
     "noise": "noise_level stdevs std stdev_spread",
-    "baseline": "baselines baseline_fn x_baseline",
-    "references": "baselines",
+    "baseline": "references baselines baseline_fn x_baseline",
     "fill": "baselines occlusion_fn",
     "window": "sliding_window_shapes patch_size window_size mask_size",
     "stride": "strides",
@@ -44,6 +45,7 @@ _INSTEAD = {
     "explanation.residual is this difference, with the opposite sign": "return_convergence_delta",
     'the values keep their sign; pass sign="absolute" or "positive" to overlay': "abs relu_attributions",
     "use Augmented(method), which averages over flips and factors of the image": "aug_smooth",
+    "passes run the model itself; for bfloat16, call the method in torch.autocast": "precision",
     "use EigenGradCAM": "eigen_smooth",
     "use Tiled(method, size=512, overlap=64)": "tiles overlap",
     "use SmoothGrad, SmoothGradSquared or VarGrad": "nt_type",
@@ -82,6 +84,14 @@ _ABSENT = {
     "CheferAttention(model) and GradientRollout(model) weigh attention by its gradient": (
         "AttCAT AttentionGradCAM TokenTM"
     ),
+    "ScoreCAM(model, layer), with a tenth of the passes": "ISCAM SSCAM",
+    'ScoreCAM(model, layer, channels=300, order="gradient")': "GScoreCAM",
+    "GradCAM(model, layer) with saliency.region as the target, at the bottleneck": "SegGradCAM",
+    "HiResCAM(model, layer, block=2) with saliency.region as the target, at the bottleneck": "SegXResCAM",
+    "RISE(model) with saliency.similarity() as the target; uncertainty=True for the uncertainty": "RELAX",
+    "ExtremalPerturbation(model) optimises the mask of a given area": "MeaningfulPerturbation",
+    "Sobol(model) finds all effects of a cell on the score": "HSIC",
+    "ViTCX(model), or RISE(model), which hides patches instead of removing tokens": "TIS",
     "EigenCAM(model, layer) is the linear principal component": "KPCA_CAM",
     "GradCAMPlusPlus(model, layer) or EigenCAM(model, layer)": "FEM",
     "Occlusion(model) or FeatureAblation(model); nothing is permuted within a batch": "FeaturePermutation",
@@ -125,15 +135,32 @@ def known_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return function
 
 
+def refuse_unknown_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function of a method with an error for unknown keywords, which may be options of the method."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @wraps(function)
+    def checked(*arguments: _P.args, **keywords: _P.kwargs) -> _R:
+        for name in keywords:
+            if name not in known:
+                method = arguments[0] if arguments else keywords.get("method")
+                hint = _argument_hint(name, type(method), known)
+                raise TypeError(f'{function.__name__} has no argument "{name}"{hint}')
+        return function(*arguments, **keywords)
+
+    return checked
+
+
 def refuse_keywords(names: Collection[str], cls: Any) -> NoReturn:
     """Raise TypeError for unknown keywords of `attribute`, which may be options of the method."""
     name, known = next(iter(names)), list(inspect.signature(cls.attribute).parameters)[1:]
-    raise TypeError(f'attribute has no argument "{name}"{_attribute_hint(name, cls, known)}')
+    raise TypeError(f'attribute has no argument "{name}"{_argument_hint(name, cls, known)}')
 
 
-def _attribute_hint(name: str, cls: Any, known: Collection[str]) -> str:
+def _argument_hint(name: str, cls: Any, known: Collection[str]) -> str:
+    options: Collection[str] = getattr(cls, "parameters", tuple)()
     for ours in (name, *_matches(name, _OPTIONS)):
-        if ours in cls.parameters():
+        if ours in options and ours not in known:
             each = ", with saliency.PerImage([...]) for one per image" if name == "baselines" else ""
             return f"; the method takes it: {cls.__name__}(model, {ours}=...){each}"
     return option_hint(name, known)

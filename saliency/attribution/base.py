@@ -39,8 +39,20 @@ from .heatmap import rounding_errors
 from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOption, declared_options
 from .questions import CallImages, Questions, has_batch_statistics, target_of, warn_of_coupled_images
 
+_NEAREST = {
+    "chefer_attention": "att_cat token_tm",
+    "extremal_perturbation": "meaningful_perturbation",
+    "grad_cam with a region as the target": "seg_grad_cam",
+    "gradient_rollout": "attention_grad_cam",
+    "hires_cam with a region as the target and block=2": "seg_xres_cam",
+    "rise with the similarity to the image as the target": "relax",
+    "score_cam": "is_cam ss_cam",
+    'score_cam with channels=300 and order="gradient"': "gscore_cam",
+    "sobol": "hsic",
+    "vit_cx": "tis",
+}
 METHODS: Registry[type[Attribution]] = Registry(
-    "method", {"att_cat": "chefer_attention", "attention_grad_cam": "gradient_rollout", "token_tm": "chefer_attention"}
+    "method", {name: nearest for nearest, names in _NEAREST.items() for name in names.split()}
 )
 """All methods by name. A class with a `name` is registered when it is defined."""
 

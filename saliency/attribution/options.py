@@ -14,7 +14,6 @@ from .aliases import option_hint
 from .docstrings import complete_docstring
 
 Chunk = int | Literal["auto"]
-Precision = Literal["exact", "fast"]
 Stopped = Literal["complete", "passes", "seconds", "tolerance"]
 
 
@@ -196,14 +195,12 @@ class RunStats:
         seconds: The time of the image, in seconds, from the first forward on.
         stopped: Why the passes ended: "complete" (all that the method needs), or a limit that was set ("passes",
             "seconds", "tolerance").
-        precision: The precision of the passes.
         note: Remarks, such as the part of the model that was run; empty if there are none.
     """
 
     passes: int
     seconds: float
     stopped: Stopped
-    precision: str = "exact"
     note: str = ""
 
 

@@ -186,23 +186,10 @@ def generator(seed: int, *numbers: int) -> torch.Generator:
         seed: The seed of the method.
         *numbers: The number of the sample, and of the draw within it if there are several.
     """
-    mixed = seed & _MASK
-    for number in numbers:
-        mixed = _mixed(mixed ^ _mixed(number + 1))
-    return torch.Generator().manual_seed(_mixed(mixed) >> 1)
+    sequence = np.random.SeedSequence(seed & (1 << 64) - 1, spawn_key=numbers)
+    return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> 1))
 
 
 def normal(shape: Sequence[int], seed: int, *numbers: int) -> Tensor:
     """Return normal draws of one sample, float64 on the CPU; the numbers are those of `generator`."""
     return torch.randn(shape, generator=generator(seed, *numbers), dtype=torch.float64, device="cpu")
-
-
-_MASK = (1 << 64) - 1
-
-
-def _mixed(state: int) -> int:
-    """Hash a number by SplitMix64: Steele et al. (2014), https://doi.org/10.1145/2714064.2660195."""
-    state = (state + 0x9E3779B97F4A7C15) & _MASK
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-    return state ^ (state >> 31)

@@ -1,7 +1,7 @@
 """Base classes of the methods that run many passes of each image, and the runner of these passes.
 
 A subclass implements `explain_image`, which gets scores or gradients from a `PassRunner` and combines them. The base
-class handles batches, limits, chunk sizes, precision and progress. Passes run in chunks that fit into memory.
+class handles batches, limits, chunk sizes and progress. Passes run in chunks that fit into memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, get_args
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from ..attribution.base import Attribution
 from ..attribution.explanation import BatchAttribution
 from ..attribution.forward import Needs, SharedForward
-from ..attribution.options import Budget, Chunk, Option, PerImage, Precision, RunStats, Stopped
+from ..attribution.options import Budget, Chunk, Option, PerImage, RunStats, Stopped
 from ..attribution.passes import (
     CHUNK_CPU,
     CHUNK_FORWARD_CPU,
@@ -40,12 +40,9 @@ from ..hooks.call import bind_image, shown_images
 from ..hooks.manager import HookManager
 from ..hooks.model_state import is_out_of_memory, leaf, run_model
 from ..hooks.rectifiers import INDEPENDENT, NO_GRADIENT, Coverage, differentiate
-from ..validation import check_choice, check_integer, check_number
+from ..validation import check_integer, check_number
 from .estimates import Estimate
 from .window import WindowForward
-
-if TYPE_CHECKING:
-    from .fast_copy import FasterModel
 
 CHECK_INTERVAL = 16
 """A tolerance is checked after multiples of this many passes, so that it does not depend on the chunk size."""
@@ -92,7 +89,6 @@ class PassRunner(ExitStack):
         layer_forward: The forward that gave the score, if it kept the layers of `layers_for`.
         used: The number of passes so far.
         stopped: The reason why the passes ended; "complete" until a limit is met.
-        precisions: How the passes were run: see `RunStats.precision`.
         least: The number of passes that a map needs; a time limit takes effect after them.
         notes: Texts that are added to the note of `RunStats`.
         partial: Returns the attribution of the passes so far, for listeners; None if there is none yet.
@@ -103,13 +99,11 @@ class PassRunner(ExitStack):
         self.x, self.least, self.used = x, 1, 0
         self.chunk = chunk_size(x) if method.chunk == "auto" else method.chunk
         self.stopped: Stopped = "complete"
-        self.precisions: list[str] = []
         self.notes: list[str] = []
         self.partial: Callable[[], ImageAttribution | None] = lambda: None
         self._listener = current_listener()
         self._method, self._model, self._budget = method, method.model, method.limits()
         self._batch_target, self._image = batch_target, image
-        self._copies: dict[bool, FasterModel] = {}  # by whether gradients are computed
         self._bar: Any = None
         self.score = x.new_zeros(())
         self.layer_forward: SharedForward | None = None
@@ -139,8 +133,7 @@ class PassRunner(ExitStack):
     def run_stats(self) -> RunStats:
         """The passes, the time and how the passes were run, so far."""
         seconds = time.perf_counter() - self.began
-        precision, note = ("; ".join(dict.fromkeys(texts)) for texts in (self.precisions, self.notes))
-        return RunStats(self.used, seconds, self.stopped, precision or "exact", note)
+        return RunStats(self.used, seconds, self.stopped, "; ".join(dict.fromkeys(self.notes)))
 
     def target(self, count: int, *, mirrored: bool = False) -> Questions:
         """Return the question for an output of `count` passes of the image, mirrored from left to right or not."""
@@ -181,7 +174,7 @@ class PassRunner(ExitStack):
         Raises:
             MethodError: `make` does not return one input of the image's shape per pass.
         """
-        is_local = local and self.x.dim() == 4 and self._method.precision == "exact" and count >= MIN_WINDOWS
+        is_local = local and self.x.dim() == 4 and count >= MIN_WINDOWS
         return self._passes(make, count, backward=False, run=self._windows.of_images if is_local else None)
 
     @cached_property
@@ -204,34 +197,18 @@ class PassRunner(ExitStack):
     def _passes(
         self, make: MakeInputs, count: int, *, backward: bool, run: Callable[[Tensor], Any] | None = None
     ) -> Iterator[ChunkResult]:
-        model = self._model
-        if self._method.precision == "fast":
-            model, note = self._faster(backward)
-            self.precisions.append(note)
-
         def compute(start: int, stop: int) -> ChunkResult:
             inputs = self._inputs(make, start, stop)
             at = leaf(inputs) if backward else inputs
             # Not inference_mode: its tensors fail in worker threads of the model and in tensors that the model caches.
             with torch.set_grad_enabled(backward):
-                scores = self.target(len(inputs))(run(at) if run else run_model(model, at))
+                scores = self.target(len(inputs))(run(at) if run else run_model(self._model, at))
                 gradients = gradient_at(scores, at) if backward else inputs[:0]
             return ChunkResult(start, inputs, scores.detach(), gradients)
 
         is_automatic = self._method.chunk == "auto" and run is None
         largest = chunk_size(self.x, CHUNK_CPU if backward else CHUNK_FORWARD_CPU)
         yield from self.chunks(compute, count, largest if is_automatic else None)
-
-    def _faster(self, backward: bool) -> FasterModel:
-        """Return the model that runs one kind of pass, copied once. A copy for gradients also runs forwards."""
-        from .fast_copy import faster_model
-
-        if backward not in self._copies:
-            other = self._copies.get(True)
-            if other is None or other.model is self._model:
-                other = faster_model(self._model, self.x, backward=backward)
-            self._copies[backward] = other
-        return self._copies[backward]
 
     def _inputs(self, make: MakeInputs, start: int, stop: int) -> Tensor:
         with torch.no_grad(), no_autocast(self.x):
@@ -410,16 +387,12 @@ class MultiPassAttribution(Attribution):
 
     Args:
         chunk: The number of passes that run at once; "auto" chooses it by the device and the size of the image.
-            Chunks of different sizes round differently.
-        precision: "exact" runs the model itself. "fast" runs a private copy with batch norms folded into convolutions
-            and channels last in memory (equal to about 1 %); a copy that is not exact enough is not used. For bfloat16,
-            call the method in `torch.autocast`, which both precisions follow.
+            Chunks of different sizes round differently. For bfloat16, call the method in `torch.autocast`.
         progress: Whether a progress bar is drawn; None draws one on a terminal after a second.
         seed: The seed of all random draws of a call. Every image gets the same draws.
     """
 
     chunk: Option[Chunk] = Option("auto", check_chunk)
-    precision: Option[Precision] = Option("exact", check_choice, get_args(Precision))
     progress: Option[bool | None] = Option(None)
     seed: Option[int] = Option(0, check_integer, least=None)
 
@@ -526,7 +499,7 @@ class SampledAttribution(TimedAttribution):
 
     passes: Option[int | None] = Option(None, check_integer)
     tolerance: Option[float | None] = Option(None, check_number, above=0)
-    samples: ClassVar[int] = 50
+    default_passes: ClassVar[int] = 50
     """The number of passes if no limit is set."""
     draft_options: ClassVar[Mapping[str, Any]] = {}
 
@@ -537,7 +510,7 @@ class SampledAttribution(TimedAttribution):
     @property
     def most_passes(self) -> int:
         """The largest number of passes of an image."""
-        return self.passes or (self.samples if self.limits() == Budget() else MOST_PASSES)
+        return self.passes or (self.default_passes if self.limits() == Budget() else MOST_PASSES)
 
 
 def from_estimate(estimate: Estimate, like: Tensor, layer: str | None = None) -> ImageAttribution:

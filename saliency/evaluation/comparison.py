@@ -451,7 +451,7 @@ def compare(
         boxes: Instead of a mask, the box of the object in each image, (x0, y0, x1, y1) in pixels of the upright image;
             or several boxes, (K, 4). None for an image without. The box (0, 0, 1, 1) is the first pixel.
         seed: The seed of all draws.
-        **options: As for `saliency.metrics.measure`: `score`, `chunk`, `precision`, `progress`.
+        **options: As for `saliency.metrics.measure`: `score`, `chunk`, `progress`.
 
     Returns:
         A table of methods and controls by metrics, with errors, ranks and significant differences.

@@ -266,23 +266,23 @@ def trust(
 
 
 def _metrics(subject: Subject, seconds: float | None) -> list[Metric]:
-    """Return the metrics of a card, with as many samples as fit into the time."""
-    draws, steps, samples = 5, 2, 60
+    """Return the metrics of a card, with as many passes as fit into the time."""
+    draws, steps, passes = 5, 2, 60
     if seconds is not None:
         inputs = subject.inputs_for(subject.method, subject.images)
         call = _seconds_of(lambda: subject.method.attribute(inputs, subject.explained_target))
         forward = _seconds_of(lambda: subject.scores_of(subject.images))
         draws = min(draws, int(0.4 * seconds / call / 5))
         steps = max(1, min(steps, int(0.4 * seconds / forward / (2 * RANDOM_CONTROLS))))
-        samples = max(20, min(samples, int(0.1 * seconds / forward)))
+        passes = max(20, min(passes, int(0.1 * seconds / forward)))
     metrics: list[Metric] = []
     if draws >= 2:
         (classes,), (boxes,) = subject.others(), subject.others("box")
         is_class = bool(classes) or None not in subject.explanation.target
         metrics += [MPRT(layers=1, draws=draws), *([RandomLogit(draws=draws)] if is_class else [])]
-        metrics += [*([RandomLogit(draws=draws, of="box")] if boxes else []), NoiseMargin(samples=draws, draws=draws)]
+        metrics += [*([RandomLogit(draws=draws, of="box")] if boxes else []), NoiseMargin(passes=draws, draws=draws)]
     curves = [Deletion(steps=steps, until=UNTIL), Insertion(steps=steps, until=UNTIL)]
-    return [*metrics, *curves, ROAD(shares=(0.2, 0.5)), Infidelity(samples=samples)]
+    return [*metrics, *curves, ROAD(shares=(0.2, 0.5)), Infidelity(passes=passes)]
 
 
 def _seconds_of(run: Callable[[], object]) -> float:

@@ -12,7 +12,7 @@ the test that fails first when PyTorch changes it:
 - `Tensor._version`, `_base`, `_backward_hooks` detect in-place operations and restore the state of
   tensors: `inspection/test_record.py`, `inspection/test_edit.py`.
 - `Module._forward_hooks` and similar dicts list and order hooks; `_modules` and `_parameters` also list entries that
-  are None or have two names: `hooks/test_hooks.py`, `engine/test_precision.py`.
+  are None or have two names: `hooks/test_hooks.py`.
 - `TorchDispatchMode`, `OpOverload._schema` record a forward to run parts of it again:
   `engine/test_tail.py`.
 - `torch._C._functorch` detects tensors inside `torch.func` transformations: `inspection/test_record.py`.
@@ -64,8 +64,6 @@ def tensor_hooks(tensor: Tensor) -> Mapping[int, Any] | None:
 
 # Modules.
 
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 def forward_hooks(module: nn.Module) -> OrderedDict[int, Any]:
     """Return the forward hooks of a module by their ids, in the order in which they run."""
@@ -84,16 +82,6 @@ def remove_forward_hook(module: nn.Module, hook: object) -> None:
 def forward_hook_ids(module: nn.Module) -> tuple[int, ...]:
     """Return the ids of the forward hooks and forward pre-hooks of a module, which are unique in the process."""
     return (*module._forward_hooks, *module._forward_pre_hooks)
-
-
-def module_hooks(module: nn.Module) -> list[Any]:
-    """Return the forward and backward hooks and pre-hooks of a module."""
-    return [hook for kind in _MODULE_HOOKS for hook in (vars(module).get(kind) or {}).values()]
-
-
-def has_global_module_hooks() -> bool:
-    """Return whether hooks are registered for all modules of the process."""
-    return any(hooks for _, hooks in global_module_hooks())
 
 
 def global_module_hooks() -> Iterator[tuple[str, Mapping[int, Any]]]:

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from ..attribution.base import Attribution, TracedAttribution
 from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.forward import Needs, TargetGradients
-from ..attribution.options import PositionalOption
+from ..attribution.options import Option, PositionalOption
 from ..attribution.questions import Questions
-from ..axes import along_rows, at_least_float32, on_finest_grid, spatial
+from ..axes import along_rows, at_least_float32, max_pool, on_finest_grid, spatial
 from ..errors import LayerError, MethodError, NotApplicableError, warn
 from ..hooks.call import is_tracing
 from ..layers.find import LayerLike, default_layer, default_layers, find
 from ..targets.targets import output_tensor
+from ..validation import check_integer
 
 SIGNED_SHARE = 0.3
 """Activations count as signed if negative values hold more than this share of their energy (sum of squares)."""
@@ -181,6 +182,9 @@ class GradCAM(WeightedCAM):
 
     Formula: S = Σ_k w_k A_k, with w_k = mean_i ∂y/∂A_ki.
 
+    With `saliency.region` as the target, and the bottleneck of a segmentation network as the layer, it is Seg-Grad-CAM
+    (Vinogradova et al., 2020) divided by the number of pixels of the region.
+
     Values: (N, 1, h, w), signed, in score units. If only pooling and one linear layer follow, the values and the bias
     sum to the logit. The paper keeps the positive part, and so does `heatmap`.
 
@@ -261,15 +265,30 @@ class HiResCAM(LayerCombination):
 
     Exact if the rest of the network is linear: with a flattened linear head, the map and the bias sum to the logit.
 
+    Seg-XRes-CAM explains the pixels of a region, with `saliency.region`, and replaces the gradient by its maximum in
+    each block of cells: `block=2`.
+
+    Args:
+        block: The edge of the blocks of cells in which the maximum of the gradient is taken. Blocks at the right and
+            bottom edge may be smaller.
+
     Values: (N, 1, h, w), signed, in score units.
 
-    Source: Draelos and Carin, "Use HiResCAM instead of Grad-CAM" (2020), https://arxiv.org/abs/2011.08891.
+    Source: Draelos and Carin, "Use HiResCAM instead of Grad-CAM" (2020), https://arxiv.org/abs/2011.08891; blocks of
+        Hasany et al., "Seg-XRes-CAM: Explaining Spatially Local Regions in Image Segmentation" (2023),
+        https://openaccess.thecvf.com/content/CVPR2023W/XAI4CV/html/Hasany_Seg-XRes-CAM_Explaining_Spatially_Local_Regions_in_Image_Segmentation_CVPRW_2023_paper.html.
     """
 
     name = "hires_cam"
 
+    block: Option[int] = Option(1, check_integer)
+
     def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
         """Return the sum over the channels of gradient times activation."""
+        if self.block > 1:
+            blocks = F.interpolate(max_pool(gradient, self.block, ceil_mode=True), scale_factor=self.block)
+            inside: Any = (..., *map(slice, gradient.shape[2:]))
+            gradient = blocks[inside]
         return (gradient * activation).sum(1, keepdim=True)
 
 

@@ -196,7 +196,7 @@ class FinerCAM(LayerAttribution):
     references, pass a function as the target of the CAM: `lambda output: output[:, 281] - 0.6 * output[:, 282]`.
 
     Args:
-        references: The number of classes to compare with.
+        classes: The number of classes to compare with.
         gamma: The weight of the references: 0 is the plain CAM; 0.6 in the paper.
         cam: "grad_cam", "hires_cam", "layer_cam", "grad_cam_plus_plus" or "xgrad_cam".
 
@@ -211,7 +211,7 @@ class FinerCAM(LayerAttribution):
     name = "finer_cam"
     needs = Needs("layers", backwards=1)
 
-    references: Option[int] = Option(3, check_integer)
+    classes: Option[int] = Option(3, check_integer)
     gamma: Option[float] = Option(0.6, check_number, least=0)
     cam: Option[str] = Option("grad_cam", check_choice, tuple(_CAMS))
 
@@ -236,10 +236,9 @@ class FinerCAM(LayerAttribution):
 
     def _reference_shares(self, scores: Tensor, own: Tensor) -> Tensor:
         """Return the weight of each class (N, classes) in the mean of the references, for explained classes (N, 1)."""
-        classes = scores.shape[1]
-        if classes < 2:
+        if scores.shape[1] < 2:
             raise NotApplicableError("finer_cam compares classes, but the model returns one number per image")
-        count = min(self.references, classes - 1)
+        count = min(self.classes, scores.shape[1] - 1)
         distance = (scores - scores.gather(1, own)).abs().scatter(1, own, math.inf)
         closest = torch.sort(distance, dim=1, stable=True).indices[:, :count]
         return torch.zeros_like(scores).scatter_(1, closest, 1 / count)

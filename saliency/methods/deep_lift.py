@@ -130,7 +130,7 @@ class DeepSHAP(DeepLIFT):
 
     Args:
         baseline: "colours", or several baselines as for `IntegratedGradients`: a list, or a float tensor (K, C, H, W).
-        samples: The number of random colours.
+        passes: The number of random colours.
         seed: The seed of the colours, which are the same for all images.
 
     Values: (N, C, H, W), signed, in score units; they and the residual sum to the score minus the baselines' mean
@@ -148,11 +148,11 @@ class DeepSHAP(DeepLIFT):
 
     name = "deep_shap"
     cost = "11 forwards, 10 backwards"
-    preview_options: ClassVar = {"samples": 2}
+    preview_options: ClassVar = {"passes": 2}
     has_error = True
 
     baseline: BaselineOption = BaselineOption("colours")
-    samples: Option[int] = Option(10, check_integer)
+    passes: Option[int] = Option(10, check_integer)
     seed: Option[int] = Option(0, check_integer, least=None)
 
     def references(self, x: Tensor) -> Tensor:
@@ -160,5 +160,5 @@ class DeepSHAP(DeepLIFT):
         if self.baseline != "colours":
             return super().references(x)
         shape = (1, x.shape[1], *[1] * (x.dim() - 2))
-        draws = [normal(shape, self.seed, i) for i in range(self.samples)]
+        draws = [normal(shape, self.seed, i) for i in range(self.passes)]
         return torch.stack(draws).to(x).expand(-1, *x.shape)

@@ -195,13 +195,13 @@ class ExpectedGradients(SampledAttribution):
     distribution of the normalised input, which needs no data; the authors draw training images.
 
     Args:
-        references: "colours", or a set to draw baselines from: a float tensor (K, C, H, W), or a list of images, paths,
+        baseline: "colours", or a set to draw baselines from: a float tensor (K, C, H, W), or a list of images, paths,
             or baselines as for `IntegratedGradients`. For "noise", each sample has its own.
 
     Values: (N, C, H, W), signed, in score units; their expectation sums to the score minus the baselines' mean score.
 
     Raises:
-        MethodError: An option is invalid, or a reference does not fit.
+        MethodError: An option is invalid, or a baseline does not fit.
 
     Source: Erion et al., "Improving Performance of Deep Learning Models with Axiomatic Attribution Priors and Expected
         Gradients" (2019), https://arxiv.org/abs/1906.10670.
@@ -209,16 +209,16 @@ class ExpectedGradients(SampledAttribution):
 
     name = "expected_gradients"
     cost = "200 forwards and backwards"
-    samples = 200
+    default_passes = 200
     preview_options: ClassVar = {"passes": 4}
 
-    references: BaselineOption = BaselineOption("colours")
+    baseline: BaselineOption = BaselineOption("colours")
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the mean over the samples."""
         x, estimate = passes.x, Estimate()
-        is_drawn = self.references in ("colours", "noise")
-        images = x if is_drawn else baselines(self.references, x, self.preprocess, self.seed)
+        is_drawn = self.baseline in ("colours", "noise")
+        images = x if is_drawn else baselines(self.baseline, x, self.preprocess, self.seed)
 
         def draw(sample: int) -> tuple[Tensor, float]:
             """Return the baseline (C, H, W) of a sample and its point on the path."""
@@ -226,7 +226,7 @@ class ExpectedGradients(SampledAttribution):
             point = float(torch.rand((), generator=random, dtype=torch.float64, device="cpu"))
             if not is_drawn:
                 return images[int(torch.randint(len(images), (), generator=random, device="cpu"))], point
-            shape = (x.shape[1], *[1] * (x.dim() - 2)) if self.references == "colours" else x.shape[1:]
+            shape = (x.shape[1], *[1] * (x.dim() - 2)) if self.baseline == "colours" else x.shape[1:]
             return torch.randn(shape, generator=random, dtype=torch.float64, device="cpu").to(x).expand_as(x[0]), point
 
         def make(start: int, stop: int) -> Tensor:

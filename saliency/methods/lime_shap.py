@@ -155,7 +155,7 @@ class LIME(CoalitionSampling):
 
     name = "lime"
     cost = "1000 forwards"
-    samples = 1000
+    default_passes = 1000
     preview_options: ClassVar = {"segments": (2, 2), "passes": 16}
 
     width: Option[float] = Option(0.25, check_number, least=1e-3)
@@ -235,14 +235,14 @@ class KernelSHAP(CoalitionSampling):
 
     name = "kernel_shap"
     cost = "2000 forwards"
-    samples = 2000
+    default_passes = 2000
     preview_options: ClassVar = {"segments": (2, 3), "passes": 21}
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Solve the regression."""
         estimate = _KernelRegression(*self.segmented(passes), score, self.seed)
         count = estimate.segments.count
-        most = min(self.most_passes, max(self.samples, self.passes or 0))
+        most = min(self.most_passes, max(self.default_passes, self.passes or 0))
         estimate.includes_all = count < 30 and 2**count - 1 <= most
         estimate.run(passes, 2**count - 1 if estimate.includes_all else self.most_passes)
         if estimate.is_exact:
@@ -332,7 +332,7 @@ class ShapleySampling(CoalitionSampling):
 
     name = "shapley_sampling"
     cost = "2000 forwards"
-    samples = 2000
+    default_passes = 2000
     preview_options: ClassVar = {"segments": (2, 2), "passes": 25}
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:

@@ -79,7 +79,8 @@ class Occlusion(TimedAttribution):
         """Compute the mean drop over the windows that cover each pixel."""
         size = tuple(passes.x.shape[2:])
         window = tuple(map(min, _edges(self.window, len(size)), size))
-        starts = list(map(_starts, size, window, _edges(self.stride, len(size))))
+        steps = zip(size, window, _edges(self.stride, len(size)), strict=True)
+        starts = [[*range(0, length - edge, step), length - edge] for length, edge, step in steps]  # the last fits in
         first = list(product(*map(_covering, starts, window)))
         others = sorted({*product(*starts)} - {*first})
         order = torch.randperm(len(others), generator=generator(self.seed), device="cpu")
@@ -89,32 +90,24 @@ class Occlusion(TimedAttribution):
         filler = Filler(passes.x, self.fill)
         total, covered = torch.zeros(2, *size, dtype=torch.float64, device="cpu")
 
-        def mean() -> ImageAttribution | None:
-            return ImageAttribution((total / covered)[None].to(passes.x)) if covered.all() else None
+        def make(start: int, stop: int) -> Tensor:
+            masks = torch.zeros(stop - start, 1, *size, dtype=torch.bool, device=passes.x.device)
+            for mask, corner in zip(masks, corners[start:stop], strict=True):
+                mask[0][_slices(corner, window)] = True
+            return filler(masks)
 
-        passes.partial = mean
-        forwards = passes.forwards(lambda i, j: self._hidden(filler, corners[i:j], window), len(corners), local=True)
-        for done in forwards:
+        def mean() -> ImageAttribution:
+            return ImageAttribution((total / covered)[None].to(passes.x))
+
+        passes.partial = lambda: mean() if covered.all() else None
+        for done in passes.forwards(make, len(corners), local=True):
             for corner, fall in zip(corners[done.start :], (score - done.scores).tolist(), strict=False):
                 hidden = _slices(corner, window)
                 total[hidden] += fall
                 covered[hidden] += 1
         if passes.used < len(corners):
             passes.notes.append(f"{passes.used} of {len(corners)} windows")
-        return ImageAttribution((total / covered)[None].to(passes.x))
-
-    def _hidden(self, filler: Filler, corners: list[tuple[int, ...]], window: tuple[int, ...]) -> Tensor:
-        """Return the images (k, C, H, W) with windows hidden, given by their corners."""
-        masks = torch.zeros(len(corners), 1, *filler.x.shape[2:], dtype=torch.bool, device=filler.x.device)
-        for mask, corner in zip(masks, corners, strict=True):
-            mask[0][_slices(corner, window)] = True
-        return filler(masks)
-
-
-def _starts(length: int, window: int, stride: int) -> list[int]:
-    """Return the first pixels of the windows along one edge; the last window ends with the image."""
-    last = length - window
-    return [*range(0, last, stride), last]
+        return mean()
 
 
 def _covering(starts: list[int], window: int) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from ..attribution.aliases import refuse_unknown_keywords
 from ..attribution.base import Attribution
 from ..attribution.explanation import Explanation
 from ..attribution.passes import chunk_size
@@ -105,6 +106,7 @@ class Matches:
     frames: tuple[Frame | None, Frame | None] = field(repr=False)
 
 
+@refuse_unknown_keywords
 def explain_matches(
     method: Attribution,
     a: ImagesLike,
@@ -112,7 +114,7 @@ def explain_matches(
     *,
     measure: Product = "cosine",
     cells: int = 14,
-    directions: int | None = 100,
+    passes: int | None = 100,
     seed: int = 0,
 ) -> Matches:
     """Explain which part of one image matches which part of another.
@@ -133,8 +135,8 @@ def explain_matches(
         measure: "dot" for the inner product of the embeddings. "cosine" divides it, and all shares, by both lengths,
             which count as constants.
         cells: The number of cells along the longer edge, limited by the size of the method's map. Cells are square.
-        directions: The number of directions that are explained instead of all D numbers, at least 3: the directions of
-            both embeddings, and random ones orthogonal to them. The shares are then unbiased estimates, and without
+        passes: The number of directions that are explained instead of all D numbers, at least 3: the directions of both
+            embeddings, and random ones orthogonal to them. The shares are then unbiased estimates, and without
             biases their sum is exact. The authors' code explains 100 random directions. None explains all numbers.
         seed: The seed of the random directions.
 
@@ -155,7 +157,7 @@ def explain_matches(
     with prepared_for_attribution(method.model, **NO_ARGUMENTS, layout=method.layout):
         with torch.no_grad():
             first, second = (at_least_float32(embedding(run_model(method.model, own.inputs)))[0] for own in batches)
-        rows, chunk = _directions(first, second, directions, seed), chunk_size(batches[0].inputs)
+        rows, chunk = _directions(first, second, passes, seed), chunk_size(batches[0].inputs)
         parts = [rows[start : start + chunk] for start in range(0, len(rows), chunk)]  # (k, D) each
         left, right = (torch.cat([_maps(method, own.inputs, part, cells) for part in parts]) for own in batches)
     scale = 1 / max(float(first.norm() * second.norm()), 1e-12) if measure == "cosine" else 1.0
@@ -179,7 +181,7 @@ def _read(method: Attribution, a: ImagesLike, b: ImagesLike) -> tuple[Batch, Bat
 def _directions(first: Tensor, second: Tensor, count: int | None, seed: int) -> Tensor:
     """Return directions (K, D) such that the products of the projections of two embeddings sum to their dot product."""
     numbers = len(first)
-    count = numbers if count is None else min(check_integer("directions", count, least=3), numbers)
+    count = numbers if count is None else min(check_integer("passes", count, least=3), numbers)
     random = normal((numbers, max(count - 2, 0)), seed).to(first)
     basis: Tensor = torch.linalg.qr(torch.column_stack([first, second, random])).Q  # (D, K)
     # The product of the random directions with their transpose is, on average, the identity of the other D - 2 numbers.

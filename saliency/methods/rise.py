@@ -21,9 +21,7 @@ from ..engine.estimates import Estimate, generator, precise_type, rank_correlati
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, from_estimate
 from ..io.inputs import Batch
 from ..targets.box import BoxScore
-from ..targets.embedding import SelfSimilarity
-from ..targets.question import Question, Target
-from ..targets.targets import ClassTarget
+from ..targets.question import Question
 from ..validation import check_flag, check_integer, check_number
 from .baselines import Filler, FillOption
 
@@ -42,6 +40,8 @@ class RISE(SampledAttribution):
     difference of the mean scores with the pixel visible and hidden. The variance of enlarged masks is smaller, and
     smallest in the middle of the image. `debiased=False` gives the paper's map.
 
+    With `saliency.similarity()` as the target it is RELAX: without a label, it explains the embedding of the image.
+
     The paper uses probabilities: `attribute(image, saliency.probability("espresso"))`. With them the
     paper's map is positive, but they saturate. A plain class target explains the logit, which does not saturate and may
     be negative.
@@ -50,29 +50,35 @@ class RISE(SampledAttribution):
         grid: The number of cells of a mask along each edge.
         visible: The probability p with which a cell is visible.
         debiased: See above.
+        uncertainty: Return the variance of the score over all masks, each weighted by its value at the pixel, instead
+            of the map. It shows how much the score depends on the other pixels, and does not decrease with more masks;
+            the standard error of the map, `error`, does.
         fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0 is the mean
             colour of its training images), "mean" (of the image), "blur", or an image (C, H, W) as the model takes it.
 
-    Values: (N, 1, H, W), in score units; signed if debiased. The standard errors are computed for a mean over
-    independent masks. If debiased, they take the mean score as known, which is correct to first order in 1 / N.
+    Values: (N, 1, H, W), in score units; signed if debiased. The uncertainty is in score units squared. The standard
+    errors are computed for a mean over independent masks. If debiased, they take the mean score as known, which is
+    correct to first order in 1 / N.
 
     Raises:
         MethodError: An option is invalid, or does not fit the image.
 
     Source: Petsiuk et al., "RISE" (2018), https://arxiv.org/abs/1806.07421; debiased as in Hatakeyama et al.,
         "Visualizing Color-wise Saliency of Black-Box Image Classification Models" (2020),
-        https://arxiv.org/abs/2010.02468.
+        https://arxiv.org/abs/2010.02468; the uncertainty of Wickstrøm et al., "RELAX: Representation Learning
+        Explainability" (2021), https://arxiv.org/abs/2112.10161.
     """
 
     name = "rise"
     cost = "4000 forwards"
     sign = "positive"
-    samples = 4000
+    default_passes = 4000
     preview_options: ClassVar = {"passes": 12, "grid": 3}
 
     grid: Option[int] = Option(7, check_integer)
     visible: Option[float] = Option(0.5, check_number, above=0, below=1)
     debiased: Option[bool] = Option(True, check_flag)
+    uncertainty: Option[bool] = Option(False, check_flag)
     fill: FillOption = FillOption(partial="rise")
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
@@ -94,9 +100,16 @@ class RISE(SampledAttribution):
 
     def new_estimate(self, masks: RandomMasks, score: Tensor) -> MaskedScores:
         """Return the estimate of the map, without masks."""
+        if self.uncertainty:
+            return WeightedVariance(masks.variance, score)
         if self.debiased:  # subtracting the score of the whole image does not change the covariance
             return MaskedScores(self.visible, masks.variance, score, score.numel())
         return MaskedScores(self.visible, torch.full_like(masks.variance, self.visible), None, score.numel())
+
+    def explanation(self, result: BatchAttribution, target: Questions, batch: Batch) -> Explanation:
+        """Return the checked explanation. A variance has the units squared."""
+        explanation = super().explanation(result, target, batch)
+        return replace(explanation, units=f"{self.units} squared") if self.uncertainty else explanation
 
 
 class JointQuestions(Questions):
@@ -178,7 +191,7 @@ class DRISE(RISE):
     name = "d_rise"
     cost = "5000 forwards for all targets of an image"
     units = "similarity"
-    samples = 5000
+    default_passes = 5000
 
     grid: Option[int] = Option(16, check_integer)
 
@@ -196,55 +209,6 @@ def target_part(joint: BatchAttribution, at: int) -> BatchAttribution:
     """Return the attribution of one target of a `JointQuestions`, by its number."""
     own: Any = {name: part[:, at : at + 1] if part.dim() > 2 else part[:, at] for name, part in joint.tensors().items()}
     return replace(joint, **own)
-
-
-class RELAX(RISE):
-    """The effect of each pixel's visibility on the embedding of the image, without a label, by random masks.
-
-    Formula: S_i = Cov(cos(h(x ⊙ M), h(x)), M_i) / Var M_i, with h the embedding.
-
-    Without a target, the score of a masked image is the cosine similarity of its embedding and the embedding of the
-    image: `saliency.similarity()`. The model returns one embedding per image; the logits of a classifier count as one.
-    Any other target weights the masks by its score, as in `RISE`.
-
-    The paper's importance is the mean of the similarity times the mask, divided by p: `debiased=False`. By default it
-    is debiased as in `RISE`: the change of the similarity from hidden to visible.
-
-    The paper's uncertainty of a pixel is the variance of the similarity over all masks, each weighted by its value at
-    the pixel: `uncertainty=True`. It shows how much the similarity depends on the other pixels, and does not
-    decrease with more masks. The standard error of the map, `error`, does.
-
-    Args:
-        uncertainty: Return the paper's uncertainty, with its standard error, instead of the importance.
-
-    Values: (N, 1, H, W), in score units, signed if debiased; the uncertainty is in score units squared. Without a
-    target, `scores` are 1.
-
-    Raises:
-        TargetError: Without a target, the model does not return one embedding per image.
-
-    Source: Wickstrøm et al., "RELAX: Representation Learning Explainability" (2021),
-        https://arxiv.org/abs/2112.10161.
-    """
-
-    name = "relax"
-    cost = "3000 forwards"
-    samples = 3000
-
-    uncertainty: Option[bool] = Option(False, check_flag)
-
-    def explained_target(self, target: Target) -> Target:
-        """Return the similarity to the image itself if no target was given."""
-        return SelfSimilarity() if isinstance(target, ClassTarget) and target.classes is None else target
-
-    def new_estimate(self, masks: RandomMasks, score: Tensor) -> MaskedScores:
-        """Return the estimate of the map, without masks."""
-        return WeightedVariance(masks.variance, score) if self.uncertainty else super().new_estimate(masks, score)
-
-    def explanation(self, result: BatchAttribution, target: Questions, batch: Batch) -> Explanation:
-        """Return the checked explanation. A variance has the units squared."""
-        explanation = super().explanation(result, target, batch)
-        return replace(explanation, units="score squared") if self.uncertainty else explanation
 
 
 class RandomMasks:
@@ -356,45 +320,45 @@ class MaskedScores(Estimate):
 
 
 class WeightedVariance(MaskedScores):
-    """Variance (1, H, W) of the scores, each weighted by the value of its mask at the pixel, in constant memory.
+    """Variance (T, H, W) of the scores, each weighted by the value of its mask at the pixel, in constant memory.
 
     Its standard error takes the weighted mean of the scores as known, which is correct to first order in 1 / N.
 
     Args:
         like: (1, H, W) a tensor of the size of the masks.
-        level: A constant close to the scores, which improves the precision.
+        level: () or (T,) constants close to the scores, which improve the precision.
     """
 
     def __init__(self, like: Tensor, level: Tensor) -> None:
-        super().__init__(0, torch.ones_like(like), None, 4)
+        super().__init__(0, torch.ones_like(like), None, 4 * level.numel())
         self._zero = level
 
     def take(self, scores: Tensor, masks: Tensor) -> None:
-        """Add the powers 0 to 3 of the scores (k,) of masks (k, 1, H, W)."""
+        """Add the powers 0 to 3 of the scores (k,) of masks (k, 1, H, W), or (k, T) of several targets."""
         super().take(torch.stack([(scores - self._zero) ** power for power in range(4)], 1), masks)
 
     @staticmethod
     def _central(moments: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weighted mean and the weighted variance (1, H, W), from the sums (4, H, W) of the powers."""
-        weight, first, second, _ = torch.split(moments, 1)
+        """Return the weighted mean and the weighted variance (T, H, W), from the sums (4 T, H, W) of the powers."""
+        weight, first, second, _ = moments.chunk(4)
         mean, square = first / weight.clamp(min=1e-30), second / weight.clamp(min=1e-30)
         return mean, (square - mean.square()).clamp(min=0)
 
     @property
     def mean(self) -> Tensor:
-        """The weighted variance (1, H, W)."""
+        """The weighted variance (T, H, W)."""
         return self._central(torch.split(self._sums, self._sizes)[0])[1]
 
     @property
     def variance(self) -> Tensor:
-        """The variance (1, H, W) of the terms of the weighted variance."""
+        """The variance (T, H, W) of the terms of the weighted variance."""
         scored, _, _, _, squares, mixed, _ = torch.split(self._sums, self._sizes)
-        one, first, second, third = torch.split(mixed, 1)  # of the scores, weighted by the squares of the masks
+        one, first, second, third = mixed.chunk(4)  # of the scores, weighted by the squares of the masks
         mean, spread = self._central(scored)
         rest = mean.square() - spread  # each term is s^2 - 2 mean s + rest
-        total: Tensor = squares[2:3] - 4 * mean * third + (4 * mean.square() + 2 * rest) * second
+        total: Tensor = squares.chunk(4)[2] - 4 * mean * third + (4 * mean.square() + 2 * rest) * second
         total = total - 4 * mean * rest * first + rest.square() * one
-        return total.clamp(min=0) * self.count / scored[:1].square().clamp(min=1e-30)
+        return total.clamp(min=0) * self.count / scored.chunk(4)[0].square().clamp(min=1e-30)
 
     def halves(self) -> tuple[Tensor, Tensor]:
         """Return the maps of the even and of the odd masks."""

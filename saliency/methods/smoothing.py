@@ -90,21 +90,16 @@ class WrappingAttribution(MultiPassAttribution):
             count: The number of copies.
             mirrored: Whether the copies are mirrored from left to right, and the target with them.
         """
-        wrapped, precision = copy.copy(self._wrapped), "exactly"
+        wrapped = copy.copy(self._wrapped)
         if isinstance(wrapped, MultiPassAttribution):  # the outer method draws the progress
-            wrapped.progress, precision = False, "by its own precision"
-        if self.precision != "exact":
-            passes.notes.append(f"{self.inner} runs the model {precision}")
+            wrapped.progress = False
 
         def compute(start: int, stop: int) -> BatchAttribution:
             with torch.no_grad():
                 rows = make(start, stop)
             return wrapped.explain(rows, passes.target(len(rows), mirrored=mirrored))
 
-        for result in passes.chunks(compute, count):
-            for stats in result.run_stats:
-                passes.precisions.append(stats.precision)
-            yield result
+        yield from passes.chunks(compute, count)
 
 
 class NoisyAttribution(WrappingAttribution, SampledAttribution):

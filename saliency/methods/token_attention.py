@@ -270,7 +270,8 @@ class AttentionRollout(AttentionMap):
         fused = self.over_heads(attention, call)
         if self.discard_ratio:
             diagonal = fused.diagonal(dim1=-2, dim2=-1).clone()
-            _discard_smallest(fused, self.discard_ratio)
+            flat = fused.flatten(1)
+            flat.scatter_(1, flat.topk(int(flat.shape[1] * self.discard_ratio), largest=False).indices, 0)
             if call.shape[2] == call.shape[3]:
                 fused.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
         return fused
@@ -421,10 +422,3 @@ def _normalised(relevance: Tensor) -> Tensor:
     own = torch.eye(relevance.shape[-1], dtype=relevance.dtype, device=relevance.device)
     others = relevance - own
     return others / others.sum(-1, keepdim=True).clamp(min=torch.finfo(others.dtype).tiny) + own
-
-
-def _discard_smallest(fused: Tensor, ratio: float) -> None:
-    """Set the smallest values of each image (N, queries, keys) to 0 in place."""
-    flat = fused.flatten(1)
-    smallest = flat.topk(int(flat.shape[1] * ratio), largest=False).indices
-    flat.scatter_(1, smallest, 0)

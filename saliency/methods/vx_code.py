@@ -26,11 +26,6 @@ NEGLIGIBLE = 0.01
 """The search ends when this share of the difference between the image and no image is left."""
 
 
-def _checked_number(option: str, value: object) -> int:
-    """Return a number of patches. Raises MethodError if it is not 1, 2 or 3."""
-    return check_choice(option, check_integer(option, value), (1, 2, 3))
-
-
 class VXCODE(SegmentAttribution, TimedAttribution):
     """Greedy insertion or deletion of patches, for boxes: the change of the score from each chosen patch on.
 
@@ -73,7 +68,7 @@ class VXCODE(SegmentAttribution, TimedAttribution):
     preview_options: ClassVar = {"segments": (3, 3), "mode": "deletion"}
 
     mode: Option[Mode] = Option("insertion", check_choice, get_args(Mode))
-    group_size: Option[int] = Option(1, _checked_number)
+    group_size: Option[int] = Option(1, lambda name, value: check_choice(name, check_integer(name, value), (1, 2, 3)))
     segments: ConvertedOption[SegmentsLike, ResolvedSegments] = ConvertedOption((8, 8), resolve_segments)
 
     def explain(self, x: Tensor, target: Questions) -> BatchAttribution:

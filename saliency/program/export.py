@@ -39,8 +39,8 @@ from .onnx import run_onnx, write_onnx
 Run = Callable[[Tensor], Sequence[Tensor]]
 """Images (N, C, H, W) -> the outputs of a program."""
 
-_DECIDES = """deep_lift deep_shap full_grad score_cam gscore_cam is_cam ablation_cam idgi guided_ig
-    meaningful_perturbation extremal_perturbation tis vit_cx vx_code xrai"""
+_DECIDES = """deep_lift deep_shap full_grad score_cam ablation_cam idgi guided_ig extremal_perturbation vit_cx vx_code
+    xrai"""
 _READS = "attention_rollout gradient_rollout chefer_attention grad_eclip chefer_lrp le_grad ag_cam"
 NO_PROGRAM = {
     **dict.fromkeys(

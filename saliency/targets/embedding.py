@@ -234,7 +234,7 @@ def similarity(reference: Any = None, against: Any = None, measure: Measure = "c
         reference: An image, as `attribute` takes it, or an embedding (D,) or (1, D). An image is encoded at each call,
             without the `forward_args` of the call. By default, the image itself: the score of a changed image is the
             cosine similarity of its embedding to the embedding of the image. No label is needed. The score of the image
-            itself is 1, and its gradient there is zero, so use methods that change the image, such as `RELAX`.
+            itself is 1, and its gradient there is zero, so use methods that change the image, such as `RISE`.
         against: Another reference. The score is then the difference of the two similarities.
         measure: "cosine", "dot" for the inner product, or "distance" for minus the Euclidean distance.
 

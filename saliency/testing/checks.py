@@ -231,7 +231,7 @@ def top_class(case: MethodCase) -> None:
     """Without a target, the top class of each image is explained, or another target that the method declares."""
     model, x = case.model(), images(3)
     none = as_target(None)
-    if case.on(model).explained_target(none) is not none:  # such as the embedding
+    if case.on(model).explained_target(none) is not none:  # such as a probability
         return
     with torch.no_grad():
         top = model(x).argmax(1).tolist()

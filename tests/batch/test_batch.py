@@ -861,7 +861,7 @@ def test_an_invalid_line_of_a_list_fails_only_its_image(source: Path, tmp_path: 
 
 def test_other_values_of_a_tensor_option_are_other_options(source: Path, tmp_path: Path) -> None:
     def run(references: torch.Tensor) -> int:
-        options = {"references": references, "passes": 2}
+        options = {"baseline": references, "passes": 2}
         return quick(source, tmp_path / "out", methods=["expected_gradients"], options=options, limit=2).fresh
 
     references = torch.zeros(20, 3, 16, 16)

@@ -12,6 +12,7 @@ from scipy.stats import spearmanr
 from saliency import METHODS
 from saliency.attribution.base import Attribution
 from saliency.engine.estimates import Estimate, rank_correlation
+from saliency.engine.multi_pass import SampledAttribution
 from saliency.testing import images, tiny_model_for
 
 
@@ -100,7 +101,7 @@ def test_continuous_maps_keep_their_ranks() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:kernel_shap. 12 passes do not determine")
-@pytest.mark.parametrize("method", [cls for cls in METHODS.values() if "passes" in cls.options()])
+@pytest.mark.parametrize("method", [cls for cls in METHODS.values() if issubclass(cls, SampledAttribution)])
 def test_the_agreement_of_few_passes_does_not_depend_on_the_chunks(method: type[Attribution]) -> None:
     model, x = tiny_model_for(method)().double(), images(2, (32, 32), dtype=torch.float64)
     options = {**method.preview_options, "passes": 12}

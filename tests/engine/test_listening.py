@@ -19,7 +19,7 @@ from saliency.testing.unchanged import Snapshot, with_user_state
 MANY_PASSES = [name for name, cls in METHODS.items() if issubclass(cls, MultiPassAttribution)]
 REFINED = [
     *(name for name in MANY_PASSES if issubclass(METHODS[name], SampledAttribution)),
-    *("occlusion", "score_cam", "gscore_cam", "is_cam"),
+    *("occlusion", "score_cam"),
 ]
 
 

@@ -21,7 +21,7 @@ from saliency.methods.gradient import InputXGradient, VanillaGradient
 from saliency.testing.case import SIZE, images, require, require_raises, require_same, tiny_model
 from saliency.testing.unchanged import Snapshot
 
-FEW: dict[str, Any] = {"steps": 4, "samples": 4, "draws": 2, "sizes": 3, "segments": (3, 3), "patch": 8}
+FEW: dict[str, Any] = {"steps": 4, "passes": 4, "draws": 2, "sizes": 3, "segments": (3, 3), "patch": 8}
 FEW["shares"] = (0.3, 0.7)
 """Options that make metrics fast."""
 

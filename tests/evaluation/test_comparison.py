@@ -230,7 +230,7 @@ def test_values_are_those_of_measure() -> None:
 def test_methods_share_the_passes_of_what_does_not_depend_on_them_and_no_value_changes() -> None:
     model = Tiny()
     methods = [method(model) for method in (VanillaGradient, InputXGradient, GradCAM, LayerCAM)]
-    metrics = [Deletion(steps=4), Insertion(steps=4), Infidelity(samples=10)]
+    metrics = [Deletion(steps=4), Insertion(steps=4), Infidelity(passes=10)]
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8))
 
     def forwards(metrics: Sequence[str | Metric]) -> int:

@@ -25,7 +25,7 @@ from saliency.evaluation.metrics.faithfulness import (
     Insertion,
     SensitivityN,
 )
-from saliency.evaluation.metrics.road import ROAD, CombinedROAD, imputed
+from saliency.evaluation.metrics.road import ROAD, CombinedROAD, imputed, removed
 from saliency.metrics import METRICS, Measurement, PerturbationMetric, measure
 from saliency.testing import Snapshot
 from tests.models import FunctionModel
@@ -38,9 +38,9 @@ QUICK: dict[str, dict[str, Any]] = {
     "irof": {"segments": (4, 4)},
     "road": {"shares": (0.3, 0.7)},
     "combined_road": {"shares": (0.3, 0.7)},
-    "infidelity": {"samples": 20},
-    "faithfulness_correlation": {"segments": (4, 4), "samples": 20},
-    "sensitivity_n": {"segments": (4, 4), "sizes": 3, "samples": 10},
+    "infidelity": {"passes": 20},
+    "faithfulness_correlation": {"segments": (4, 4), "passes": 20},
+    "sensitivity_n": {"segments": (4, 4), "sizes": 3, "passes": 10},
 }
 SAMPLED = ("aopc", "infidelity", "faithfulness_correlation", "sensitivity_n")
 NOISY = ("road", "combined_road")
@@ -191,8 +191,8 @@ def test_contributions_of_a_linear_model_have_correlation_1() -> None:
     for fill, background in fills:
         values = (WEIGHT * (IMAGE - background)).sum(1)[0]
         metrics = [
-            FaithfulnessCorrelation(segments=(4, 4), samples=20, fill=fill),
-            SensitivityN(segments=(4, 4), sizes=3, samples=10, fill=fill),
+            FaithfulnessCorrelation(segments=(4, 4), passes=20, fill=fill),
+            SensitivityN(segments=(4, 4), sizes=3, passes=10, fill=fill),
         ]
         explanation = explained(model, IMAGE, values)
         for result in measure(metrics, explanation, model=model, inputs=IMAGE, score="explained"):
@@ -213,6 +213,15 @@ def test_the_score_drops_to_what_the_map_shows() -> None:
 
 def changed_pixels(x: Tensor) -> Tensor:
     return (x != IMAGE).any(1).double().sum((1, 2))
+
+
+def test_the_noise_of_road_is_a_share_of_the_range_of_the_image() -> None:
+    x = torch.rand(1, 3, 40, 40, dtype=torch.float64)
+    order = torch.arange(1600).view(40, 40)
+    clean, noisy = (removed(x, order, (1.0,), noise, seed=0) for noise in (0.0, 0.05))
+    deviation = float((noisy - clean).std() / (x.max() - x.min()))
+    assert deviation == pytest.approx(0.05, rel=0.05)
+    torch.testing.assert_close(removed(7 * x, order, (1.0,), 0.05, seed=0), 7 * noisy)
 
 
 def test_road_removes_exactly_the_share_of_pixels_also_with_ties() -> None:
@@ -276,7 +285,7 @@ def test_the_information_curve_is_not_defined_if_blur_does_no_harm() -> None:
 
 
 @pytest.mark.parametrize(
-    "metric", [Infidelity(samples=20), SensitivityN(segments=(4, 4), sizes=1, samples=20)], ids=["square", "feature"]
+    "metric", [Infidelity(passes=20), SensitivityN(segments=(4, 4), sizes=1, passes=20)], ids=["square", "feature"]
 )
 def test_scores_of_hidden_windows_are_the_same_by_whole_forwards(
     metric: Metric, monkeypatch: pytest.MonkeyPatch
@@ -359,9 +368,9 @@ def test_a_negated_map_is_rated_worse_than_the_map(name: str) -> None:
 
 
 CALIBRATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "infidelity": ({"samples": 200}, {"samples": 20_000}),
-    "faithfulness_correlation": ({"segments": (8, 8), "samples": 200}, {"samples": 20_000}),
-    "sensitivity_n": ({"segments": (8, 8), "sizes": 3, "samples": 100}, {"samples": 8000}),
+    "infidelity": ({"passes": 200}, {"passes": 20_000}),
+    "faithfulness_correlation": ({"segments": (8, 8), "passes": 200}, {"passes": 20_000}),
+    "sensitivity_n": ({"segments": (8, 8), "sizes": 3, "passes": 100}, {"passes": 8000}),
     "aopc": ({"patch": 2, "steps": 3}, {"draws": 1500}),
 }
 
@@ -396,7 +405,7 @@ def test_the_interval_of_two_errors_covers_the_value_of_many_samples(name: str) 
         (ROAD, {"shares": (0.5, 1.5)}, "above 0 and of at most 1"),
         (PIC, {"shares": 0.5}, "expected a list of numbers"),
         (Infidelity, {"side": 2}, "of at most 1"),
-        (Infidelity, {"samples": 1}, "of at least 2"),
+        (Infidelity, {"passes": 1}, "of at least 2"),
         (SensitivityN, {"segments": "all"}, "segments='all' is invalid"),
         (FaithfulnessCorrelation, {"share": 1}, "below 1"),
     ],

@@ -56,7 +56,7 @@ def test_the_right_map_of_a_place_is_clear_and_the_same_map_shuffled_is_not(name
     order = torch.randperm(explanation.values[0].numel(), generator=torch.Generator().manual_seed(0))
     shuffled = explanation.values.flatten(1)[:, order].view_as(explanation.values)
     right, wrong = clear(explanation, **context), clear(replace(explanation, values=shuffled), **context)
-    assert right >= 4
+    assert right >= 3
     assert wrong <= 1  # of 9
 
 

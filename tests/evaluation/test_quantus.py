@@ -100,7 +100,7 @@ def test_curves_of_grey_images() -> None:
 def test_faithfulness_correlation_of_grey_images_within_five_errors() -> None:
     options: dict[str, Any] = {"subset_size": 16, "nr_runs": 500, "return_aggregate": False}
     values = torch.from_numpy(theirs("FaithfulnessCorrelation", perturb_baseline=0.0, **options))
-    own = ours(FaithfulnessCorrelation(segments=(8, 8), share=0.25, samples=500))
+    own = ours(FaithfulnessCorrelation(segments=(8, 8), share=0.25, passes=500))
     assert own.error is not None
     assert ((own.values - values).abs() < 5 * 2**0.5 * own.error).all()
 
@@ -152,7 +152,7 @@ def test_infidelity_there_keeps_earlier_squares_hidden() -> None:
     theirs("Infidelity", MAPS[:1], IMAGES[:1], model, MASKS[:1], **options)
     assert [count for counts in seen for count in counts if count] == [16, 32, 48, 64]
     seen.clear()
-    ours(Infidelity(side=0.5, samples=4), MAPS[:1], model=model, inputs=IMAGES[:1], masks=MASKS[:1])
+    ours(Infidelity(side=0.5, passes=4), MAPS[:1], model=model, inputs=IMAGES[:1], masks=MASKS[:1])
     assert [count for counts in seen for count in counts if count] == [16] * 4
 
 

@@ -92,10 +92,10 @@ def test_methods_together_and_several_classes_take_the_same_arguments(x: Tensor,
         torch.testing.assert_close(second.values, together.values)
 
 
-def test_private_copies_partial_forwards_and_wrapped_methods_get_the_rows(x: Tensor, mask: Tensor) -> None:
+def test_masked_images_partial_forwards_and_wrapped_methods_get_the_rows(x: Tensor, mask: Tensor) -> None:
     half = mask.to(torch.float32)
     for make in (
-        lambda model: RISE(model, passes=12, precision="fast", chunk=4),
+        lambda model: RISE(model, passes=12, chunk=4),
         lambda model: Occlusion(model, window=2, stride=2, chunk=8),
         lambda model: SmoothGrad(IntegratedGradients(model, steps=2, chunk=2), passes=4, chunk=3),
     ):

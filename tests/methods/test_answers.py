@@ -89,7 +89,7 @@ def test_an_image_tower_with_as_many_tokens_as_the_language_model_has_its_own_gr
         decoder.maps((20, 30))
 
 
-REFUSED = {"chefer_lrp": "relevance starts with both signs", "tis": "explains images, not answers"}
+REFUSED = {"chefer_lrp": "relevance starts with both signs"}
 ATTENTION = [name for name, method in METHODS.items() if method.needs.attention]
 
 
@@ -234,8 +234,6 @@ def test_what_queries_do_not_define_is_refused() -> None:
     model, _, answer = answered("blip_2")
     with pytest.raises(NotApplicableError, match="no position in the image"):
         saliency.TAM(model).attribute(answer, saliency.words("red"))
-    with pytest.raises(NotApplicableError, match="explains images, not answers"):
-        saliency.TIS(model).attribute(answer, saliency.words("red"))
     with pytest.raises(LayerError, match="not one for each patch"):
         saliency.attention(model, answer)[-1].maps(0)
     queries: Any = answer.image_tokens[0].positions

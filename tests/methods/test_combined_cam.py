@@ -310,7 +310,7 @@ def test_shapley_leaves_the_attention_kernels_of_other_threads() -> None:
 
 def test_finer_behind_a_linear_head_is_the_difference_of_class_weights(small: Tensor) -> None:
     model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 6)).double()
-    found = FinerCAM(model, "0", references=2, gamma=0.5).attribute(small, [1, 4])
+    found = FinerCAM(model, "0", classes=2, gamma=0.5).attribute(small, [1, 4])
     weight, maps = model[3].weight.detach(), model[0](small).detach()  # type: ignore[operator]
     scores = model(small).detach()
     for image, own in enumerate((1, 4)):
@@ -324,7 +324,7 @@ def test_finer_behind_a_linear_head_is_the_difference_of_class_weights(small: Te
 @pytest.mark.parametrize(("cam", "plain"), [("grad_cam", GradCAM), ("hires_cam", HiResCAM), ("layer_cam", LayerCAM)])
 def test_finer_is_its_cam_of_the_contrast(cam: str, plain: Any, small: Tensor) -> None:
     model = Net(nn.SiLU).double()
-    found = FinerCAM(model, "second", references=5, gamma=0.6, cam=cam).attribute(small, 5)
+    found = FinerCAM(model, "second", classes=5, gamma=0.6, cam=cam).attribute(small, 5)
     expected = plain(model, "second").attribute(small, lambda s: s[:, 5] - 0.6 * s[:, :5].mean(1))
     torch.testing.assert_close(found.values, expected.values)
     whole = FinerCAM(model, "second", gamma=0, cam=cam).attribute(small, 5)
@@ -335,7 +335,7 @@ def test_finer_against_one_class_is_pytorch_grad_cams() -> None:
     oracle = pytest.importorskip("pytorch_grad_cam.utils.model_targets")
     model, small = Net().double(), torch.randn(1, 3, 12, 8, dtype=torch.float64)
     # With a single reference their weights by probability are the mean, but for an epsilon in the divisor.
-    found = FinerCAM(model, "second", references=1).attribute(small, 2)
+    found = FinerCAM(model, "second", classes=1).attribute(small, 2)
     scores = model(small)[0].detach()
     closest = int((scores - scores[2]).abs().argsort()[1])
     theirs = oracle.FinerWeightedTarget(2, [closest], 0.6)
@@ -345,12 +345,12 @@ def test_finer_against_one_class_is_pytorch_grad_cams() -> None:
 
 def test_finer_refuses_what_it_cannot_compare(small: Tensor) -> None:
     model = Net().double()
-    most = FinerCAM(model, "second", references=50).attribute(small, 0)
-    torch.testing.assert_close(most.values, FinerCAM(model, "second", references=5).attribute(small, 0).values)
+    most = FinerCAM(model, "second", classes=50).attribute(small, 0)
+    torch.testing.assert_close(most.values, FinerCAM(model, "second", classes=5).attribute(small, 0).values)
     with pytest.raises(NotApplicableError, match="must be a class"):
         FinerCAM(model).attribute(small, saliency.probability(1))
-    with pytest.raises(MethodError, match="references"):
-        FinerCAM(model, references=0)
+    with pytest.raises(MethodError, match="classes=0"):
+        FinerCAM(model, classes=0)
     with pytest.raises(MethodError, match="gamma"):
         FinerCAM(model, gamma=-1)
     with pytest.raises(NotApplicableError, match="one number"):

@@ -165,11 +165,11 @@ def test_deep_shap_has_the_standard_error_of_its_baselines() -> None:
 
 def test_the_colours_of_deep_shap_follow_the_seed() -> None:
     model, x = tiny_model(), images(2)
-    first, again, other = (DeepSHAP(model, samples=3, seed=seed).attribute(x, 1) for seed in (0, 0, 1))
+    first, again, other = (DeepSHAP(model, passes=3, seed=seed).attribute(x, 1) for seed in (0, 0, 1))
     assert torch.equal(first.values, again.values)
     assert not torch.equal(first.values, other.values)
     assert first.error is not None
-    assert DeepSHAP(model, samples=1).attribute(x, 1).error is None
+    assert DeepSHAP(model, passes=1).attribute(x, 1).error is None
 
 
 def test_classes_share_both_forwards() -> None:
@@ -182,7 +182,7 @@ def test_classes_share_both_forwards() -> None:
 @pytest.mark.slow
 def test_methods_that_share_the_forward_change_nothing() -> None:
     model, x = small_vgg().eval(), images(2, (32, 32))
-    methods = [DeepSHAP(model, samples=2), VanillaGradient(model), DeepLIFT(model), LRP(model)]
+    methods = [DeepSHAP(model, passes=2), VanillaGradient(model), DeepLIFT(model), LRP(model)]
     for found in (explain_together(methods, x, 1), explain_together(methods[::-1], x, 1)[::-1]):
         for explanation, method in zip(found, methods, strict=True):
             torch.testing.assert_close(explanation.values, method.attribute(x, 1).values)
@@ -280,8 +280,8 @@ def test_an_infinite_gradient_behind_a_pool_is_an_error(pool: Callable[[Tensor],
 def test_options_are_checked() -> None:
     with pytest.raises(MethodError, match="unknown='skip' is not one of 'refuse', 'gradient'"):
         DeepLIFT(tiny_model(), unknown="skip")  # type: ignore[arg-type]
-    with pytest.raises(MethodError, match="samples=0"):
-        DeepSHAP(tiny_model(), samples=0)
+    with pytest.raises(MethodError, match="passes=0"):
+        DeepSHAP(tiny_model(), passes=0)
 
 
 def test_the_model_is_freed_after_the_call() -> None:

@@ -1,4 +1,4 @@
-"""Score-CAM, its smoothed and its integrated form, against loops from their definitions and pytorch-grad-cam.
+"""Score-CAM against loops from its definition and pytorch-grad-cam.
 
 Ablation-CAM and Recipro-CAM, against closed forms and against one changed forward after the other.
 """
@@ -6,7 +6,7 @@ Ablation-CAM and Recipro-CAM, against closed forms and against one changed forwa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from saliency import CAM, MethodError, TargetError
 from saliency.hooks.manager import HookManager
 from saliency.hooks.pytree import first_tensor, tree_map_tensors
 from saliency.layers.find import layout_of
-from saliency.methods.gradient_free_cam import ISCAM, SSCAM, AblationCAM, GScoreCAM, ReciproCAM, ScoreCAM
+from saliency.methods.gradient_free_cam import AblationCAM, Order, ReciproCAM, ScoreCAM
 from tests.models import Packed, PooledNet, small_vit
 
 
@@ -106,63 +106,6 @@ def test_with_aligned_corners_it_is_pytorch_grad_cams_map(target: int) -> None:
     np.testing.assert_allclose(np.asarray(found)[:, 0], expected, rtol=1e-5, atol=1e-7)
 
 
-def test_the_integrated_form_is_the_mean_over_its_steps(model: Net, x: Tensor) -> None:
-    found = ISCAM(model, "features", steps=4).attribute(x[0], 2)
-
-    def score(mask: Tensor) -> Tensor:
-        return torch.stack([model((x[0] * mask * i / 4)[None])[0, 2] for i in (1, 2, 3, 4)]).mean()
-
-    with torch.no_grad():
-        torch.testing.assert_close(found.values[0], by_definition(model, x[0], 2, score))
-    assert found.run_stats[0].passes == 8 * 4 + 1
-
-
-def test_one_step_is_score_cam(model: Net, x: Tensor) -> None:
-    plain, integrated = ScoreCAM(model).attribute(x, 1), ISCAM(model, steps=1).attribute(x, 1)
-    torch.testing.assert_close(integrated.values, plain.values)
-
-
-def test_little_noise_is_score_cam(model: Net, x: Tensor) -> None:
-    plain, noisy = ScoreCAM(model).attribute(x, 1), SSCAM(model, noise=1e-7, draws=4).attribute(x, 1)
-    torch.testing.assert_close(noisy.values, plain.values, rtol=1e-5, atol=1e-6)
-    assert noisy.run_stats[0].passes == 4 * plain.run_stats[0].passes
-
-
-def test_the_error_of_the_smoothed_form_is_what_other_seeds_differ_by(model: Net, x: Tensor) -> None:
-    found = [SSCAM(model, "features", noise=0.5, draws=24, seed=seed).attribute(x[0], 1) for seed in range(24)]
-    values = torch.stack([each.values for each in found])
-    errors = [each.error for each in found if each.error is not None]
-    claimed = torch.stack(errors).square().mean().sqrt()
-    seen = values.std(0).square().mean().sqrt()
-    assert len(errors) == 24
-    assert 0.75 < float(claimed / seen) < 1.33
-    assert found[0].agreement is not None
-
-
-def test_a_tolerance_ends_after_whole_rounds_whatever_the_chunks(model: Net, x: Tensor) -> None:
-    found = [
-        SSCAM(model, "features", noise=0.5, tolerance=0.02, chunk=chunk).attribute(x[0], 1) for chunk in (1, 5, 16)
-    ]
-    assert all(each.run_stats[0].stopped == "tolerance" for each in found)
-    for each in found[1:]:
-        torch.testing.assert_close(each.values, found[0].values)
-        torch.testing.assert_close(each.error, found[0].error)
-    error = found[0].error
-    assert error is not None
-    assert float(error.norm() / found[0].values.norm()) <= 0.02
-
-
-def test_a_limit_below_one_round_takes_the_channels_that_vary_most(model: Net, x: Tensor) -> None:
-    found = SSCAM(model, "features", passes=3).attribute(x[0], 1)
-    strongest = activation_of(model, x[0]).flatten(1).std(1).argsort(descending=True)[:3]
-    zeroed = activation_of(model, x[0])[strongest]
-    weights = torch.linalg.lstsq(zeroed.flatten(1).T, found.values[0].flatten()[:, None]).solution
-    torch.testing.assert_close(torch.einsum("k,khw->hw", weights[:, 0], zeroed), found.values[0, 0])
-    assert float(weights.sum()) == pytest.approx(1)
-    assert found.run_stats[0].stopped == "passes"
-    assert found.error is None
-
-
 def test_fewer_channels_are_those_that_vary_most(model: Net, x: Tensor) -> None:
     found = ScoreCAM(model, "features", channels=2).attribute(x[0], 1)
     kept = activation_of(model, x[0]).flatten(1).std(1).argsort(descending=True)[:2]
@@ -175,9 +118,11 @@ def test_fewer_channels_are_those_that_vary_most(model: Net, x: Tensor) -> None:
     assert "10 left out" in found.run_stats[0].note
 
 
-def test_gscore_cam_weighs_only_the_channels_of_the_largest_mean_gradient(model: Net, x: Tensor) -> None:
+def test_the_order_of_gradients_weighs_only_the_channels_of_the_largest_mean_gradient_as_gscore_cam(
+    model: Net, x: Tensor
+) -> None:
     for image, target in zip(x, (1, 4), strict=True):
-        found = GScoreCAM(model, "features", channels=3).attribute(image, target)
+        found = ScoreCAM(model, "features", channels=3, order="gradient").attribute(image, target)
         activation = activation_of(model, image).requires_grad_()
         (gradient,) = torch.autograd.grad(model.head(activation[None])[0, target], activation)
         strength = gradient.mean((1, 2))
@@ -192,11 +137,11 @@ def test_gscore_cam_weighs_only_the_channels_of_the_largest_mean_gradient(model:
         assert found.run_stats[0].passes == 3
 
 
-def test_gscore_cam_with_all_channels_is_score_cam(model: Net, x: Tensor) -> None:
-    plain, chosen = ScoreCAM(model, "features").attribute(x, 1), GScoreCAM(model, "features").attribute(x, 1)
+def test_with_all_channels_the_order_does_not_matter(model: Net, x: Tensor) -> None:
+    plain, chosen = (ScoreCAM(model, "features", order=order).attribute(x, 1) for order in get_args(Order))
     torch.testing.assert_close(chosen.values, plain.values)
     with pytest.raises(TargetError, match="no gradient"):
-        GScoreCAM(model, "features").attribute(x, lambda output: output.detach()[:, 0])
+        ScoreCAM(model, "features", order="gradient").attribute(x, lambda output: output.detach()[:, 0])
 
 
 def test_where_no_mask_changes_the_score_nothing_is_said(model: Net, x: Tensor) -> None:
@@ -233,9 +178,7 @@ class Turned(nn.Module):
 def test_options_that_are_none_are_refused(model: Net) -> None:
     makers: list[Callable[[], ScoreCAM]] = [
         lambda: ScoreCAM(model, channels=0),
-        lambda: ISCAM(model, steps=0),
-        lambda: SSCAM(model, noise=0),
-        lambda: SSCAM(model, draws=True),
+        lambda: ScoreCAM(model, order="mean"),  # type: ignore[arg-type]
     ]
     for make in makers:
         with pytest.raises(MethodError, match="="):

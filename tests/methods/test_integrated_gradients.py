@@ -268,7 +268,7 @@ def expected_names(model: nn.Module, x: Tensor) -> tuple[str, ...]:
 def test_expected_gradients_of_a_linear_model_are_exact_for_a_single_reference() -> None:
     model, weight = linear()
     x, reference = image(), image(3)
-    found = ExpectedGradients(model, references=reference, passes=5).attribute(x, 0)
+    found = ExpectedGradients(model, baseline=reference, passes=5).attribute(x, 0)
     torch.testing.assert_close(found.values[0], weight * (x - reference)[0])
     assert found.error is not None
     assert float(found.error.max()) < 1e-12
@@ -277,7 +277,7 @@ def test_expected_gradients_of_a_linear_model_are_exact_for_a_single_reference()
 def test_expected_gradients_have_the_expectation_of_integrated_gradients_over_the_references() -> None:
     model, x, references = tiny_model().double(), image(), image(11, 4)
     expected = IntegratedGradients(model, baseline=references, steps=200).attribute(x, 1).values
-    found = ExpectedGradients(model, references=references, passes=1500).attribute(x, 1)
+    found = ExpectedGradients(model, baseline=references, passes=1500).attribute(x, 1)
     assert found.error is not None
     off = ((found.values - expected) / found.error).flatten()
     assert 0.7 < float(off.square().mean().sqrt()) < 1.3
@@ -290,7 +290,7 @@ def test_expected_gradients_agree_with_captums_gradient_shap() -> None:
     np.random.seed(0)  # noqa: NPY002 - captum draws from the global state
     peer = pytest.importorskip("captum.attr")
     expected = peer.GradientShap(model).attribute(x, references, n_samples=300, stdevs=0.0, target=1)
-    found = ExpectedGradients(model, references=references, passes=300).attribute(x, 1)
+    found = ExpectedGradients(model, baseline=references, passes=300).attribute(x, 1)
     assert found.error is not None
     off = ((found.values - expected) / (2**0.5 * found.error)).flatten()
     assert 0.5 < float(off.square().mean().sqrt()) < 1.6
@@ -298,7 +298,7 @@ def test_expected_gradients_agree_with_captums_gradient_shap() -> None:
 
 def test_expected_gradients_draw_colours_and_noise() -> None:
     model, x = tiny_model().double(), image()
-    maps = [ExpectedGradients(model, references=each, passes=6).attribute(x, 1).values for each in ("colours", "noise")]
+    maps = [ExpectedGradients(model, baseline=each, passes=6).attribute(x, 1).values for each in ("colours", "noise")]
     assert not torch.equal(*maps)
 
 

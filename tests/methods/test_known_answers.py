@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.testbed import LEAST_ERRORS, compared, margin, shares
 
-QUICK: dict[str, dict[str, Any]] = {"integrated_gradients": {"steps": 8}, "tis": {"masks": 32}}
-SLOW = ("integrated_gradients", "deep_lift", "tis", "vit_cx")
+QUICK: dict[str, dict[str, Any]] = {"integrated_gradients": {"steps": 8}}
+SLOW = ("integrated_gradients", "deep_lift", "vit_cx")
 VIT, TWO_TOWER = "shapes_vit", "shapes_two_tower"
 FAILURES = {
     (VIT, "attention_rollout"): "0.12 on the object, 0.13 on the distractor; the map does not depend on the class",

@@ -18,7 +18,7 @@ ASSETS = Path(__file__).parents[2] / "assets"
 BUILT_IN = [name for name, cls in METHODS.items() if cls.__module__.startswith("saliency.")]
 # What draws, or lays windows and superpixels over the picture, does not do so mirror-wise.
 STILL = [name for name in BUILT_IN if "chunk" not in METHODS[name].options()]
-STILL += ["integrated_gradients", "idgi", "blur_ig", "ablation_cam", "recipro_cam", "score_cam", "gscore_cam", "is_cam"]
+STILL += ["integrated_gradients", "idgi", "blur_ig", "ablation_cam", "recipro_cam", "score_cam"]
 GRADIENT_MAPS = ["vanilla_gradient", "input_x_gradient", "guided_backprop", "deconvnet", "rectgrad"]
 SCALED = [*GRADIENT_MAPS, "cam", "grad_cam", "xgrad_cam", "hires_cam", "layer_cam", "eigen_grad_cam"]
 

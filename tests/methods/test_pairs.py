@@ -78,11 +78,11 @@ def test_a_pair_of_a_gradient_method_is_one_forward() -> None:
 
 def test_the_reference_of_a_method_of_many_passes_is_encoded_once() -> None:
     model = tiny_model()
-    method = saliency.Occlusion(model, window=8, stride=8, chunk=1, precision="exact")
+    method = saliency.Occlusion(model, window=8, stride=8, chunk=1)
     calls = Calls(model)
     saliency.explain_pair(method, A, B)
     single = tiny_model()
-    method = saliency.Occlusion(single, window=8, stride=8, chunk=1, precision="exact")
+    method = saliency.Occlusion(single, window=8, stride=8, chunk=1)
     singles = Calls(single)
     method.attribute(A, similarity(B))
     assert calls.sizes[0] == 2
@@ -123,7 +123,7 @@ def test_matches_are_the_explicit_double_sum(name: str) -> None:
     method: Any = METHODS[name](tiny_model().double(), **METHODS[name].preview_options)
     a, b = images(1, (10, 8)).double(), images(1, (8, 12), seed=4).double()
     expected = double_sum(method, a, b, 5)
-    found = saliency.explain_matches(method, a, b, measure="dot", cells=12, directions=None)
+    found = saliency.explain_matches(method, a, b, measure="dot", cells=12, passes=None)
     torch.testing.assert_close(found.values, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -146,7 +146,7 @@ def test_the_gradient_form_is_the_hessian_of_the_product_times_both_inputs() -> 
 
     functional: Any = torch.autograd.functional
     hessian = functional.hessian(product, torch.cat([a, b]))[0, 0, :, :, 1, 0]
-    options: Any = {"measure": "dot", "directions": None}
+    options: Any = {"measure": "dot", "passes": None}
     torch.testing.assert_close(saliency.explain_matches(VanillaGradient(model), a, b, **options).values, hessian)
     found = saliency.explain_matches(InputXGradient(model), a, b, **options)
     torch.testing.assert_close(found.values, a[0, 0, :, :, None, None] * hessian * b[0, 0])
@@ -160,7 +160,7 @@ def test_matches_of_a_homogeneous_network_sum_to_the_similarity(method: Any, dir
         ("dot", (model(A) * model(B)).sum()),
         ("cosine", torch.cosine_similarity(model(A), model(B))),
     ):
-        found = saliency.explain_matches(method(model), A, B, measure=measure, directions=directions, cells=3)  # type: ignore[arg-type]
+        found = saliency.explain_matches(method(model), A, B, measure=measure, passes=directions, cells=3)  # type: ignore[arg-type]
         assert found.score == pytest.approx(score.item(), rel=1e-4)
         assert float(found.values.sum()) == pytest.approx(found.score, rel=1e-4)
 
@@ -170,7 +170,7 @@ def test_matches_of_few_numbers_equal_images_or_no_embedding_are_defined(numbers
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, numbers, bias=False))
     a, b = torch.randn(2, 1, 3, 2, 2).unbind()
     for other, score in ((b, torch.cosine_similarity(model(a), model(b)).item()), (a, 1.0), (0 * b, 0.0)):
-        found = saliency.explain_matches(InputXGradient(model), a, other, directions=3)
+        found = saliency.explain_matches(InputXGradient(model), a, other, passes=3)
         assert found.score == pytest.approx(score, abs=1e-6)
         assert float(found.values.sum()) == pytest.approx(found.score, abs=1e-5)
 
@@ -179,9 +179,9 @@ def test_random_directions_give_the_shares_on_average() -> None:
     model = LinearModel()
     a, b = torch.randn(2, 1, 3, 2, 2).unbind()
     method = InputXGradient(model)
-    exact = saliency.explain_matches(method, a, b, directions=None).values
-    draws = torch.stack([saliency.explain_matches(method, a, b, directions=3, seed=seed).values for seed in range(200)])
-    again = saliency.explain_matches(method, a, b, directions=3, seed=7).values
+    exact = saliency.explain_matches(method, a, b, passes=None).values
+    draws = torch.stack([saliency.explain_matches(method, a, b, passes=3, seed=seed).values for seed in range(200)])
+    again = saliency.explain_matches(method, a, b, passes=3, seed=7).values
     assert torch.equal(draws[7], again)
     errors = draws.std(0) / 200**0.5
     assert float(((draws.mean(0) - exact).abs() / errors).max()) < 4.5
@@ -211,7 +211,7 @@ def test_a_pair_touches_nothing() -> None:
     before = Snapshot(model=model, a=A, b=B)
     with torch.inference_mode():
         saliency.explain_pair(VanillaGradient(model), A, B)
-        saliency.explain_matches(saliency.LRP(model), A, B, directions=4)
+        saliency.explain_matches(saliency.LRP(model), A, B, passes=4)
     with pytest.raises(TargetError):
         saliency.explain_matches(saliency.LRP(model.get_submodule("down")), A.repeat(1, 2, 1, 1), B.repeat(1, 2, 1, 1))
     assert not before.changes()
@@ -258,6 +258,10 @@ def test_matches_need_one_pair_and_a_linear_method() -> None:
     for cls in (saliency.RISE, saliency.GuidedBackprop, saliency.ExcitationBackprop, saliency.GradCAMPlusPlus):
         with pytest.raises(MethodError, match="linear in the score, as those of LRP, AttnLRP"):
             saliency.explain_matches(cls(tiny_model()), A, B)
-    for options in ({"cells": 0}, {"directions": 2}):
+    for options in ({"cells": 0}, {"passes": 2}):
         with pytest.raises(MethodError, match=next(iter(options))):
             saliency.explain_matches(saliency.LRP(tiny_model()), A, B, **options)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match='explain_matches has no argument "directions"; it is called passes here'):
+        saliency.explain_matches(saliency.DeepSHAP(tiny_model()), A, B, directions=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"the method takes it: LRP\(model, gamma"):
+        saliency.explain_matches(method=saliency.LRP(tiny_model()), a=A, b=B, gamma=3)  # type: ignore[call-arg]

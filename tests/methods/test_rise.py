@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saliency import RELAX, explain_together, similarity
+import saliency
+from saliency import DRISE, similarity
 from saliency.engine.estimates import generator, rank_correlation
 from saliency.errors import MethodError, TargetError
 from saliency.methods.rise import RISE, MaskedScores, RandomMasks
 from saliency.targets.targets import probability
+from saliency.testbed import draw_scenes
 from saliency.testing import checks, tiny_model
 from tests.games import Linear, coverage, noise, picture
 
@@ -161,7 +163,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None
         RISE(Linear(), **options)
 
 
-# RELAX
+# With a similarity as the target it is RELAX.
 
 
 def embeddings(model: nn.Module, x: Tensor) -> Tensor:
@@ -170,12 +172,12 @@ def embeddings(model: nn.Module, x: Tensor) -> Tensor:
     return found
 
 
-def test_relax_is_the_papers_sum_over_masks_without_a_label() -> None:
+def test_the_similarity_to_the_image_is_the_sum_over_masks_of_the_paper_on_relax() -> None:
     model, x = tiny_model().double(), noise(2, 3, 12, 16)
     options: dict[str, Any] = {"passes": 40, "grid": 4, "visible": 0.4, "seed": 3, "chunk": 7}
-    found = RELAX(model, **options, debiased=False).attribute(x)
-    slopes = RELAX(model, **options).attribute(x)
-    spread = RELAX(model, **options, uncertainty=True).attribute(x)
+    found = RISE(model, **options, debiased=False).attribute(x, similarity())
+    slopes = RISE(model, **options).attribute(x, similarity())
+    spread = RISE(model, **options, uncertainty=True).attribute(x, similarity())
     for image in range(2):
         own, masks = x[image : image + 1], RandomMasks(x[:1], 4, 0.4, 3)
         reference, total, weights, similarities = embeddings(model, own)[0], 0.0, 0.0, list[Tensor]()
@@ -199,34 +201,29 @@ def test_relax_is_the_papers_sum_over_masks_without_a_label() -> None:
     assert (found.units, spread.units) == ("score", "score squared")
 
 
-def test_relax_of_another_target_is_rise() -> None:
-    model, x = tiny_model(), torch.randn(2, 3, 16, 16)
-    for target in (1, [0, 2], similarity(x[1])):
-        found, expected = (cls(model, passes=9).attribute(x, target) for cls in (RELAX, RISE))
-        assert torch.equal(found.values, expected.values)
-        assert found.target == expected.target
+def test_the_uncertainties_of_several_boxes_of_a_call_equal_those_of_separate_calls() -> None:
+    model, x = saliency.load("shapes_detector"), draw_scenes(1, task="several", seed=1).images / 127.5 - 1
+    method = DRISE(model, passes=16, grid=4, uncertainty=True)
+    boxes = [saliency.box(index=at) for at in range(2)]
+    for box, found in zip(boxes, method.attribute_classes(x, boxes), strict=True):
+        alone = method.attribute(x, box)
+        torch.testing.assert_close(found.values, alone.values)
+        torch.testing.assert_close(found.error, alone.error)
+        assert found.units == "similarity squared"
 
 
 def test_the_intervals_of_the_uncertainty_hold_a_long_run() -> None:
     model, x = tiny_model().double(), noise(1, 3, 8, 8)
     options: dict[str, Any] = {"grid": 3, "uncertainty": True}
-    truth = RELAX(model, passes=6000, chunk=2000, seed=10**6, **options).attribute(x).values[0]
-    runs = [RELAX(model, passes=300, chunk=300, seed=seed, **options).attribute(x) for seed in range(25)]
+    truth = RISE(model, passes=6000, chunk=2000, seed=10**6, **options).attribute(x, similarity()).values[0]
+    runs = [RISE(model, passes=300, chunk=300, seed=seed, **options).attribute(x, similarity()) for seed in range(25)]
     errors = torch.stack([run.error[0] for run in runs if run.error is not None])
     assert 0.88 <= coverage(torch.stack([run.values[0] for run in runs]), errors, truth) <= 0.99
-    stopped = RELAX(model, tolerance=0.3, **options).attribute(x)
+    stopped = RISE(model, tolerance=0.3, **options).attribute(x, similarity())
     assert stopped.run_stats[0].stopped == "tolerance"
     assert stopped.agreement is not None
 
 
-def test_explained_together_only_relax_explains_the_embedding() -> None:
-    model, x = tiny_model(), torch.randn(1, 3, 16, 16)
-    for methods in ([RELAX(model, passes=5), RISE(model, passes=5)], [RISE(model, passes=5), RELAX(model, passes=5)]):
-        for method, found in zip(methods, explain_together(methods, x), strict=True):
-            assert (found.target_names[0] == "similarity to itself") == isinstance(method, RELAX)
-            assert torch.equal(found.values, method.attribute(x).values)
-
-
-def test_a_model_without_an_embedding_is_refused_by_relax() -> None:
+def test_a_model_without_an_embedding_has_no_similarity() -> None:
     with pytest.raises(TargetError, match=r"\(N, D\); this model's is \(1, 6, 16, 16\)"):
-        RELAX(nn.Conv2d(3, 6, 3, padding=1), passes=5).attribute(torch.randn(1, 3, 16, 16))
+        RISE(nn.Conv2d(3, 6, 3, padding=1), passes=5).attribute(torch.randn(1, 3, 16, 16), similarity())

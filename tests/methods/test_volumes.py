@@ -85,12 +85,10 @@ def test_a_method_explains_a_volume_or_says_that_it_is_for_images(name: str, tmp
 
 # The definition of these depends on the number of axes, or on the shortest edge: their random draws, and the neighbours
 # of a location in Recipro-CAM.
-OTHER_IN_THREE_AXES = {"rise", "d_rise", "relax", *IMAGES_ONLY}
+OTHER_IN_THREE_AXES = {"rise", "d_rise", *IMAGES_ONLY}
 FLAT: dict[str, dict[str, Any]] = {
     **{name: {"segments": (1, 2, 3)} for name in BLOCKS},
     "recipro_cam": {"alone": True},
-    "meaningful_perturbation": {"fill": 0.0},
-    "seg_xres_cam": {"block": 1},
 }
 
 
@@ -317,7 +315,7 @@ def test_a_region_of_a_volume_is_the_mean_of_its_voxels() -> None:
     assert torch.allclose(own.attribute(x, both).scores[1], output[1, 1, ~mask].mean())
     border = saliency.region(1, "border")
     assert own.attribute(x, border).values.shape == x.shape
-    assert saliency.heatmap(saliency.SegGradCAM(model).attribute(x, border)).shape == (2, 8, 12, 16)
+    assert saliency.heatmap(saliency.GradCAM(model).attribute(x, border)).shape == (2, 8, 12, 16)
     with pytest.raises(saliency.TargetError, match="a mask in the size of the output"):
         own.attribute(x, saliency.region(1, (0, 0, 4, 4)))
     with pytest.raises(saliency.TargetError, match=r"saliency.region\(label\)"):

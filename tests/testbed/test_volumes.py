@@ -26,15 +26,12 @@ QUICK: dict[str, dict[str, Any]] = {
     "feature_ablation": {"segments": (3, 4, 4)},
     "vx_code": {"segments": (2, 3, 3)},
     "occlusion": {"window": 8, "stride": 8},
-    "meaningful_perturbation": {"steps": 15},
-    "is_cam": {"steps": 2},
 }
-REFUSED = {name for name, cls in METHODS.items() if cls.needs.attention} | {"extremal_perturbation", "tis", "xrai"}
+REFUSED = {name for name, cls in METHODS.items() if cls.needs.attention} | {"extremal_perturbation", "xrai"}
 # Within two standard errors on six volumes: benchmarks/results/testbed_volumes.md has more volumes and passes.
 UNCLEAR = {
     *("eigen_cam", "vanilla_gradient", "deconvnet", "smooth_grad", "smooth_grad_squared", "var_grad", "deep_shap"),
-    *("full_grad", "ss_cam", "sobol", "hsic"),
-    "relax",  # it explains an embedding, not a class
+    *("full_grad", "sobol"),
 }
 
 

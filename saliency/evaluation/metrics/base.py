@@ -17,7 +17,7 @@ from ...attribution.answer import Answer
 from ...attribution.base import Attribution, as_setting
 from ...attribution.explanation import Explanation, Setting
 from ...attribution.heatmap import reduced_maps, require_explanation, resized
-from ...attribution.options import Chunk, HasOptions, Precision, declared_options
+from ...attribution.options import Chunk, HasOptions, declared_options
 from ...attribution.questions import Questions
 from ...engine.estimates import generator
 from ...errors import MethodError, did_you_mean, errors_as
@@ -502,7 +502,6 @@ def measure(
     explanation: Explanation,
     *,
     chunk: Chunk = "auto",
-    precision: Precision = "exact",
     progress: bool | None = None,
     **context: Any,
 ) -> list[Measurement]:
@@ -512,7 +511,6 @@ def measure(
         metrics: Metrics, or their names in `METRICS`.
         explanation: The explanation of one image or more.
         chunk: As for `saliency.MultiPassAttribution`.
-        precision: As for `saliency.MultiPassAttribution`.
         progress: As for `saliency.MultiPassAttribution`.
         **context: Data that the metrics need, as for `Subject`: `method` or `model`, and `inputs`, `target`,
             `masks`, `reference`, `score`, `seed`, `controls`, `random_controls`, `shared`.
@@ -532,7 +530,7 @@ def measure(
     measured: dict[Metric, Outcome] = {}
     for metric in resolved:
         if metric not in measured:
-            measured |= metric.together(resolved, subject, chunk=chunk, precision=precision, progress=progress)
+            measured |= metric.together(resolved, subject, chunk=chunk, progress=progress)
     return [measurement(metric, subject, measured[metric]) for metric in resolved]
 
 

@@ -47,7 +47,7 @@ class PerturbationMetric(Metric):
         Args:
             metrics: The metrics; other kinds are ignored.
             subject: The explanation to measure.
-            **passes: Options of `MultiPassAttribution`: `chunk`, `precision`, `progress`.
+            **passes: Options of `MultiPassAttribution`: `chunk`, `progress`.
         """
         same_kind = [metric for metric in metrics if isinstance(metric, PerturbationMetric)]
         sharing = [metric for metric in same_kind if metric.of_explained_score == self.of_explained_score]
@@ -236,13 +236,13 @@ class PerturbedImage:
         scores = self.masked_scores((key, id(segments)), len(chosen), fill, hidden, local=is_single)
         return self.segment_sums(segments, self.contributions(fill)) @ chosen.double().T, self.full - scores
 
-    def subsets(self, by: ResolvedSegments, size: int, samples: int, fill: Fill) -> tuple[Tensor, Tensor]:
+    def subsets(self, by: ResolvedSegments, size: int, passes: int, fill: Fill) -> tuple[Tensor, Tensor]:
         """Return the same for random sets of `size` segments."""
         count = self.segments(by).count
-        chosen = torch.zeros(samples, count, dtype=torch.bool, device="cpu")
+        chosen = torch.zeros(passes, count, dtype=torch.bool, device="cpu")
         for number, row in enumerate(chosen):
             row[torch.randperm(count, generator=generator(self.seed, size, number), device="cpu")[:size]] = True
-        return self.without_segments(("subsets", size, samples), by, chosen, fill)
+        return self.without_segments(("subsets", size, passes), by, chosen, fill)
 
     def shown_by_map(self) -> Tensor:
         """Return the scores of the image multiplied by each map, scaled to 0..1 (M,); a constant map is scaled to 1."""

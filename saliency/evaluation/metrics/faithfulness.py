@@ -229,7 +229,7 @@ class Infidelity(PerturbationMetric):
 
     Args:
         side: The edge of the squares, as a share of the image's shorter edge.
-        samples: The number of squares.
+        passes: The number of squares.
         scaled: Whether the map is first multiplied by the factor of at least 0 that gives the smallest value. The scale
             of most maps has no meaning, and no map has the scale of a probability. The sign has a meaning: a map
             with the wrong sign gets the value of a map of zeros.
@@ -245,7 +245,7 @@ class Infidelity(PerturbationMetric):
     higher_is_better = False
 
     side: Option[float] = Option(0.25, check_number, above=0, most=1)
-    samples: Option[int] = Option(200, check_integer, least=2)
+    passes: Option[int] = Option(200, check_integer, least=2)
     scaled: Option[bool] = Option(True)
     fill: FillOption = FillOption()
 
@@ -253,13 +253,13 @@ class Infidelity(PerturbationMetric):
         """Compute the errors of one image."""
         height, width = image.x.shape[2:]
         side = max(1, round(self.side * min(height, width)))
-        squares = torch.zeros(self.samples, height, width, dtype=torch.bool, device=image.x.device)
+        squares = torch.zeros(self.passes, height, width, dtype=torch.bool, device=image.x.device)
         for number, square in enumerate(squares):
             draws = torch.rand(2, generator=generator(image.seed, number), dtype=torch.float64, device="cpu").tolist()
             top, left = int(draws[0] * (height - side + 1)), int(draws[1] * (width - side + 1))
             square[top : top + side, left : left + side] = True
-        key = ("square", side, self.samples)
-        scores = image.masked_scores(key, self.samples, self.fill, lambda i, j: squares[i:j], local=True)
+        key = ("square", side, self.passes)
+        scores = image.masked_scores(key, self.passes, self.fill, lambda i, j: squares[i:j], local=True)
         falls = image.full - scores
         sums = torch.stack([image.contributions(self.fill)[:, square].sum(1) for square in squares], 1).cpu().double()
 
@@ -270,7 +270,7 @@ class Infidelity(PerturbationMetric):
             factor = fitted if self.scaled else torch.ones_like(norm)
             return (factor[:, None] * own - fall).square().mean(1)
 
-        return jackknife(errors, self.samples)
+        return jackknife(errors, self.passes)
 
 
 class FaithfulnessCorrelation(PerturbationMetric):
@@ -281,7 +281,7 @@ class FaithfulnessCorrelation(PerturbationMetric):
     Args:
         segments: The features: the (rows, columns) of a grid, or as for `saliency.FeatureAblation`.
         share: The share of the features that each set hides.
-        samples: The number of sets.
+        passes: The number of sets.
         fill: As for `Deletion`.
 
     Values: (N,), Pearson's correlation; 0 if the relevance of all sets is equal.
@@ -295,15 +295,15 @@ class FaithfulnessCorrelation(PerturbationMetric):
 
     segments: SegmentsOption = SegmentsOption((16, 16))
     share: Option[float] = Option(0.25, check_number, above=0, below=1)
-    samples: Option[int] = Option(200, check_integer, least=2)
+    passes: Option[int] = Option(200, check_integer, least=2)
     fill: FillOption = FillOption()
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
         """Compute the correlations of one image."""
         count = image.segments(self.segments).count
         size = max(1, round(self.share * count))
-        sums, falls = image.subsets(self.segments, size, self.samples, self.fill)
-        return jackknife(lambda chosen: correlation(sums[:, chosen], falls[chosen]), self.samples)
+        sums, falls = image.subsets(self.segments, size, self.passes, self.fill)
+        return jackknife(lambda chosen: correlation(sums[:, chosen], falls[chosen]), self.passes)
 
 
 class SensitivityN(PerturbationMetric):
@@ -314,7 +314,7 @@ class SensitivityN(PerturbationMetric):
     Args:
         segments: As for `FaithfulnessCorrelation`.
         sizes: The number of sizes n, on a logarithmic grid from 1 to 80 % of the features.
-        samples: The number of sets of each size.
+        passes: The number of sets of each size.
         fill: As for `Deletion`.
 
     Values: (N,), the mean of Pearson's correlations over n. The curve has them for each n.
@@ -328,7 +328,7 @@ class SensitivityN(PerturbationMetric):
 
     segments: SegmentsOption = SegmentsOption((16, 16))
     sizes: Option[int] = Option(8, check_integer)
-    samples: Option[int] = Option(100, check_integer, least=2)
+    passes: Option[int] = Option(100, check_integer, least=2)
     fill: FillOption = FillOption()
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
@@ -336,13 +336,13 @@ class SensitivityN(PerturbationMetric):
         largest = max(1, round(0.8 * image.segments(self.segments).count))
         grid = torch.logspace(0, math.log10(largest), self.sizes, dtype=torch.float64, device="cpu")
         sizes = sorted(set(grid.round().int().tolist()))
-        drawn = [image.subsets(self.segments, size, self.samples, self.fill) for size in sizes]
+        drawn = [image.subsets(self.segments, size, self.passes, self.fill) for size in sizes]
 
         def curves(chosen: Tensor) -> Tensor:  # (M, sizes)
             return torch.stack([correlation(sums[:, chosen], falls[chosen]) for sums, falls in drawn], 1)
 
-        mean = jackknife(lambda chosen: curves(chosen).mean(1), self.samples)
-        drawn_curves, at = curves(torch.arange(self.samples, device="cpu")), torch.tensor(sizes, device="cpu")
+        mean = jackknife(lambda chosen: curves(chosen).mean(1), self.passes)
+        drawn_curves, at = curves(torch.arange(self.passes, device="cpu")), torch.tensor(sizes, device="cpu")
         return mean._replace(curves=drawn_curves, at=at)
 
 

@@ -25,8 +25,8 @@ WEIGHTS = ((1 / 12, 1 / 6, 1 / 12), (1 / 6, 0, 1 / 6), (1 / 12, 1 / 6, 1 / 12))
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """The shares of the pixels that are removed by default."""
 
-NOISE = 0.01
-"""The standard deviation of the noise by default."""
+NOISE = 0.002
+"""The standard deviation of the noise by default: about 0.01 in the normalised input of a photo, as by the authors."""
 
 
 class ROAD(OrderedMetric):
@@ -40,7 +40,8 @@ class ROAD(OrderedMetric):
         order: "morf" removes the most relevant pixels first, where lower is better; "lerf" the least relevant first,
             where higher is better.
         shares: The shares of the pixels that are removed.
-        noise: The standard deviation of the Gaussian noise on removed pixels, in units of the normalised input.
+        noise: The standard deviation of the Gaussian noise on removed pixels, as a share of the range of the image's
+            values.
 
     Values: (N,), in units of the score: the mean over the shares. The noise is drawn once for each share, and is the
     same for all maps.
@@ -108,7 +109,7 @@ def removed(x: Tensor, place: Tensor, shares: Sequence[float], noise: float, see
         x: The image.
         place: The rank of each pixel in the order, from 0.
         shares: The shares of the pixels.
-        noise: The standard deviation of the noise on removed pixels.
+        noise: As for `ROAD`.
         seed: The seed of the noise.
         first: The number of the first share, on which its noise depends.
     """
@@ -116,7 +117,7 @@ def removed(x: Tensor, place: Tensor, shares: Sequence[float], noise: float, see
     missing = (place < limits[:, None, None])[:, None]
     sources = (generator(seed, first + number) for number in range(len(shares)))
     drawn = [torch.randn(x.shape, generator=source, dtype=torch.float32, device="cpu") for source in sources]
-    return imputed(x, missing) + missing * noise * torch.cat(drawn).to(x)
+    return imputed(x, missing) + missing * noise * (x.max() - x.min()) * torch.cat(drawn).to(x)
 
 
 def imputed(x: Tensor, missing: Tensor) -> Tensor:

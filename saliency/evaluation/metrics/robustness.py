@@ -30,22 +30,22 @@ class RobustnessMetric(MethodMetric):
 
     Args:
         radius: The largest change of a value of the normalised input.
-        samples: The number of noisy images, uniform within the radius.
+        passes: The number of noisy images, uniform within the radius.
     """
 
     higher_is_better = False
 
     radius: Option[float] = Option(0.02, check_number, above=0)
-    samples: Option[int] = Option(10, check_integer, least=2)
+    passes: Option[int] = Option(10, check_integer, least=2)
 
     def noisy(self, maps: Maps) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield noisy images (N, C, H, W) and their maps (N, C, h, w)."""
-        for number in range(self.samples):
+        for number in range(self.passes):
             images = maps.subject.images + maps.noise(self.radius, number)
             yield images, maps.once((self.radius, number), maps, images)
 
     def changes(self, maps: Maps) -> Tensor:
-        """Return the change of each map, relative to the map: (N, samples)."""
+        """Return the change of each map, relative to the map: (N, passes)."""
         return torch.stack([relative(norm(values - maps.own), norm(maps.own)) for _, values in self.noisy(maps)], 1)
 
 

@@ -1,9 +1,8 @@
-"""Sobol indices and kernel dependence against closed forms, and what their own standard errors claim."""
+"""Sobol indices against closed forms, and what their own standard errors claim."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,19 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from saliency import MethodError
-from saliency.methods.sobol_hsic import (
-    HSIC,
-    Dependence,
-    GridAttribution,
-    Sobol,
-    TotalOrder,
-    criterion,
-    hypercube_bits,
-    sobol_masks,
-)
+from saliency.methods.sobol import Sobol, TotalOrder, sobol_masks
 from saliency.testing import tiny_model
-
-BOTH: list[type[GridAttribution]] = [Sobol, HSIC]
 
 
 class Cells(nn.Module):
@@ -113,86 +101,13 @@ def test_a_design_row_swaps_one_number_at_a_time() -> None:
     assert float((first.mean(0) - 0.5).abs().max()) < 0.05
 
 
-def test_half_of_each_block_shows_a_cell() -> None:
-    design = partial(hypercube_bits, 5, 1)
-    bits = design(0, 256)
-    assert set(bits.flatten().tolist()) == {0.0, 1.0}
-    assert torch.equal(bits.reshape(4, 64, 5).mean(1), torch.full((4, 5), 0.5, dtype=torch.float64))
-    assert torch.equal(torch.cat([design(0, 30), design(30, 200), design(200, 256)]), bits)
-    correlation = torch.corrcoef(design(0, 64 * 60).T)
-    assert float((correlation - torch.eye(5)).abs().max()) < 0.06
-
-
-def test_dependence_finds_what_the_score_reads_and_nothing_else() -> None:
-    """Cells 1 and 3 count only together: no cell by itself moves the mean of the score."""
-
-    def score(cells: Tensor) -> Tensor:
-        return 2 * cells[:, 4] + (2 * cells[:, 1] - 1) * (2 * cells[:, 3] - 1) * cells[:, 4]
-
-    found = HSIC(Cells(score), grid=3, passes=1500, chunk=100).attribute(ones(), 0)
-    values = of_cells(found.values)
-    assert found.error is not None
-    error = of_cells(found.error)
-    assert int(values.argmax()) == 4
-    assert float(values[4] / error[4]) > 20
-    idle = [0, 2, 5, 6, 7, 8]
-    assert float((values[idle].abs() / error[idle]).max()) < 3
-    assert float(values[idle].abs().max()) < 0.01 * float(values[4])
-
-
-def test_the_criterion_is_the_one_written_out() -> None:
-    bits, scores = hypercube_bits(3, 5, 0, 50), torch.randn(50, dtype=torch.float64)
-    scores = scores + 2 * bits[:, 1]
-    found = criterion(bits, scores, 0.7)
-    kernel = torch.exp(-(scores[:, None] - scores).square() / (2 * 0.7**2))
-    centring = torch.eye(50, dtype=torch.float64) - 1 / 50
-    permutation = torch.Generator().manual_seed(3)
-    for cell in range(3):
-        same = (bits[:, cell, None] == bits[:, cell]).double() - 0.5
-        traced = [float(torch.trace(same @ centring @ kernel @ centring))]
-        for _ in range(2000):
-            order = torch.randperm(50, generator=permutation)
-            traced.append(float((same[order][:, order] * (centring @ kernel @ centring)).sum()))
-        chance = torch.tensor(traced[1:], dtype=torch.float64)
-        expected = (traced[0] - float(chance.mean())) / (50 * 49)
-        assert float(found[0][cell]) == pytest.approx(expected, abs=4 * float(chance.std()) / 2000**0.5 / (50 * 49))
-
-
-def test_blocks_of_the_kernel_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    bits, scores = hypercube_bits(3, 5, 0, 130), torch.randn(130, dtype=torch.float64)
-    whole = criterion(bits, scores, 1.0)
-    monkeypatch.setattr("saliency.methods.sobol_hsic._BLOCK", 37)
-    parts = criterion(bits, scores, 1.0)
-    assert torch.allclose(whole[0], parts[0])
-    assert torch.allclose(whole[1], parts[1])
-
-
-@pytest.mark.slow
-def test_the_error_of_the_criterion_covers_a_long_run() -> None:
-    def score(bits: Tensor) -> Tensor:
-        return 2 * bits[:, 0] + 1.5 * bits[:, 1] * bits[:, 2] + 0.3 * bits[:, 3]
-
-    bits = hypercube_bits(6, 4242, 0, 6000)
-    truth = criterion(bits, score(bits), 1.0)[0]
-    truth[4:] = 0
-    covered = []
-    for seed in range(100):
-        bits = hypercube_bits(6, seed, 0, 320)
-        found = criterion(bits, score(bits), 1.0)
-        covered.append((found[0] - truth).abs() <= 1.96 * found[1])
-    share = torch.stack(covered).double().mean(0)
-    assert float(share.min()) > 0.88
-    assert 0.9 <= float(share.mean()) <= 0.99
-
-
-@pytest.mark.parametrize("cls", BOTH)
-def test_a_score_that_never_changes_has_an_empty_map(cls: type[GridAttribution]) -> None:
+def test_a_score_that_never_changes_has_an_empty_map() -> None:
     constant = Cells(lambda cells: 0 * cells.sum(1) + 3)
-    found = cls(constant, grid=3, passes=44).attribute(ones(), 0)
+    found = Sobol(constant, grid=3, passes=44).attribute(ones(), 0)
     assert not found.values.any()
     assert found.run_stats[0].note == "the score varied by no more than rounding"
     # Hidden pixels that look like the rest leave nothing but rounding.
-    same = cls(tiny_model(), grid=3, passes=44, fill=0.3).attribute(torch.full((1, 3, 16, 16), 0.3), 0)
+    same = Sobol(tiny_model(), grid=3, passes=44, fill=0.3).attribute(torch.full((1, 3, 16, 16), 0.3), 0)
     assert not same.values.any()
 
 
@@ -207,21 +122,18 @@ class Halved(Cells):
         return (11 + super().forward(x.double())).to(x.dtype).to(self.out)
 
 
-@pytest.mark.parametrize("cls", BOTH)
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head", ["same", "float32"])
-def test_half_precision_hides_no_effect_above_its_rounding(
-    cls: type[GridAttribution], half: torch.dtype, head: str
-) -> None:
+def test_half_precision_hides_no_effect_above_its_rounding(half: torch.dtype, head: str) -> None:
     """The scores of the bundled network spread by about 4 % of the largest, 5 eps of bfloat16."""
     out = half if head == "same" else torch.float32
 
     def found(score: Callable[[Tensor], Tensor]) -> Tensor:
-        method = cls(Halved(score, out), grid=3, passes=11 * 64, chunk=352)
+        method = Sobol(Halved(score, out), grid=3, passes=11 * 64, chunk=352)
         return of_cells(method.attribute(ones().to(half), 0).values).double()
 
     def precise(score: Callable[[Tensor], Tensor]) -> Tensor:
-        method = cls(Cells(lambda cells: 11 + score(cells)), grid=3, passes=11 * 64, chunk=352)
+        method = Sobol(Cells(lambda cells: 11 + score(cells)), grid=3, passes=11 * 64, chunk=352)
         return of_cells(method.attribute(ones(), 0).values)
 
     expected = precise(lambda cells: weighted(cells) / 3)
@@ -230,31 +142,28 @@ def test_half_precision_hides_no_effect_above_its_rounding(
     assert not found(lambda cells: last_bit * (cells.sum(1) * 1e4).sin()).any()
 
 
-@pytest.mark.parametrize("cls", BOTH)
 @pytest.mark.parametrize("fill", ["blur", "mean", 0.5, [0.0, 1.0, 2.0]])
-def test_any_fill_serves(cls: type[GridAttribution], fill: Any) -> None:
-    found = cls(tiny_model(), grid=2, passes=24, fill=fill).attribute(torch.randn(1, 3, 16, 16), 0)
+def test_any_fill_serves(fill: Any) -> None:
+    found = Sobol(tiny_model(), grid=2, passes=24, fill=fill).attribute(torch.randn(1, 3, 16, 16), 0)
     assert found.values.any()
 
 
-@pytest.mark.parametrize("cls", BOTH)
-def test_seeds_repeat_and_differ(cls: type[GridAttribution]) -> None:
+def test_seeds_repeat_and_differ() -> None:
     model, x = tiny_model(), torch.randn(1, 3, 16, 16)
 
     def values(seed: int) -> Tensor:
-        return cls(model, grid=3, passes=44, seed=seed, chunk=4).attribute(x, 0).values
+        return Sobol(model, grid=3, passes=44, seed=seed, chunk=4).attribute(x, 0).values
 
     assert torch.equal(values(1), values(1))
     assert not torch.equal(values(1), values(2))
     assert values(-3).isfinite().all()
 
 
-@pytest.mark.parametrize(("cls", "used"), [(Sobol, 32 * 11), (HSIC, 1500)])
-def test_the_passes_are_those_of_the_papers_unless_asked_otherwise(cls: type[GridAttribution], used: int) -> None:
+def test_the_passes_are_those_of_the_papers_unless_asked_otherwise() -> None:
     model, x = tiny_model(), torch.randn(1, 3, 16, 16)
-    assert cls(model, grid=3).attribute(x, 0).run_stats[0].passes == used
-    assert cls(model, grid=3, passes=50).attribute(x, 0).run_stats[0].passes == (44 if cls is Sobol else 50)
-    loose = cls(Cells(weighted), grid=3, tolerance=0.3).attribute(ones(), 0)
+    assert Sobol(model, grid=3).attribute(x, 0).run_stats[0].passes == 32 * 11
+    assert Sobol(model, grid=3, passes=50).attribute(x, 0).run_stats[0].passes == 44  # complete rows
+    loose = Sobol(Cells(weighted), grid=3, tolerance=0.3).attribute(ones(), 0)
     assert loose.run_stats[0].stopped == "tolerance"
 
 
@@ -262,11 +171,10 @@ def test_the_passes_are_those_of_the_papers_unless_asked_otherwise(cls: type[Gri
     "make",
     [
         lambda: Sobol(tiny_model(), grid=0),
-        lambda: HSIC(tiny_model(), grid=2.5),  # type: ignore[arg-type]
+        lambda: Sobol(tiny_model(), grid=2.5),  # type: ignore[arg-type]
         lambda: Sobol(tiny_model(), fill="inpaint"),
-        lambda: HSIC(tiny_model(), fill="blurred"),
+        lambda: Sobol(tiny_model(), fill="blurred"),
         lambda: Sobol(tiny_model(), grid=3, passes=21).attribute(torch.randn(1, 3, 16, 16), 0),
-        lambda: HSIC(tiny_model(), passes=3).attribute(torch.randn(1, 3, 16, 16), 0),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Any) -> None:
@@ -286,7 +194,3 @@ def test_the_agreement_of_halves_is_high_where_the_map_is_clear() -> None:
     for row in (points @ torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)).reshape(-1, 5):
         rows.add(row[None])
     assert rows.agreement == pytest.approx(1)
-    design = partial(hypercube_bits, 3, 0)
-    bits = Dependence(design, 1e-9)
-    bits.add((design(0, 400) @ torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))[:, None])
-    assert bits.agreement == pytest.approx(1)
