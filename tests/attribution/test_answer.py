@@ -260,6 +260,23 @@ def test_the_tokens_of_an_answer_read_the_image_by_cross_attention() -> None:
     assert tuple(rows.tolist()) == greedy.answer_text.ids
 
 
+@pytest.mark.parametrize("size", [(28, 28), (56, 28), (28, 80)])
+def test_empty_tiles_after_those_of_the_image_have_no_place(size: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model, processor = mllama()
+    answer = saliency.generate(model.eval(), processor, scene(size=size), f"<|image|> {QUESTION}", answer="a red car")
+    fixed = answer.arguments.fixed["pixel_values"]
+    assert not fixed[0, 0, -1].any()
+    assert torch.equal(answer.arguments(answer.inputs, 0)["pixel_values"], fixed)
+    for cell in ((2, 3), (20, 25)):
+        with torch.no_grad():
+            x = answer.inputs.clone()
+            x[..., cell[0], cell[1]] += 1
+            changed = answer.arguments(x, 0)["pixel_values"]
+        assert int((changed != fixed).sum()) == 3  # one pixel of one tile
+    assert saliency.overlay(saliency.AttnLRP(model).attribute(answer, saliency.words("red"))).size == size
+
+
 def test_an_encoder_decoder_is_refused() -> None:
     model, processor = florence_2()
     with pytest.raises(saliency.ModelError, match="Florence2ForConditionalGeneration is an encoder-decoder"):
