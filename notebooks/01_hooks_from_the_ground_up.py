@@ -95,13 +95,14 @@ print("v.grad is", v.grad)
 # %% [markdown]
 # **What to beware of.** A hook outlives the line that registered it. If you lose the handle, the hook stays.
 #
-# In this toolkit, the same chain at a layer is a list of functions in a `with` block. Those that return None, such as
-# `print`, leave the gradient unchanged. All hooks are removed when the block ends.
+# In this toolkit, the same chain is a list of functions in a `with` block. Those that return None, such as `print`,
+# leave the gradient unchanged. All hooks are removed when the block ends. The first argument is a model, here one that
+# does nothing. The second one is what to edit: a tensor, or a layer or a parameter of the model by its name.
 
 # %%
-w, square = torch.tensor([1.0, 2.0, 3.0], requires_grad=True), nn.Identity()
-with inspection.edit_gradients(square, square, [lambda g: g * 2, print, lambda g: g / 2, print]):
-    (square(w) ** 2).sum().backward()
+w, rules = torch.tensor([1.0, 2.0, 3.0], requires_grad=True), [lambda g: g * 2, print, lambda g: g / 2, print]
+with inspection.edit_gradients(nn.Identity(), w, rules):
+    (w**2).sum().backward()
 
 # %% [markdown]
 # ## Backward twice
@@ -305,16 +306,16 @@ print("gradient at the input:", x.grad)
 print("weight gradient unchanged:", torch.equal(network[0].weight.grad, before))
 
 # %% [markdown]
-# A parameter is a tensor, so it accepts a tensor hook. Here the hook adds fixed noise to the gradient of the second
-# linear layer's bias. The bias gradient becomes exactly the sum, and the gradient of the weight is unchanged:
+# A parameter is a tensor, so it accepts a tensor hook. In this toolkit, it has a name. Here a rule adds fixed noise to
+# the gradient of the second linear layer's bias, until the block ends. The bias gradient becomes exactly the sum, and
+# the gradient of the weight is unchanged:
 
 # %%
 noise = 0.1 * torch.randn(2, generator=torch.Generator().manual_seed(7))
 plain_bias, plain_weight = network[2].bias.grad.clone(), network[2].weight.grad.clone()
 network.zero_grad()
-handle = network[2].bias.register_hook(lambda gradient: gradient + noise)
-network(x).sum().backward()
-handle.remove()
+with inspection.edit_gradients(network, "2.bias", lambda gradient: gradient + noise):
+    network(x).sum().backward()
 print(numbers(plain_bias), "+", numbers(noise), "=", numbers(network[2].bias.grad))
 print("bias gradient is exactly the sum:", torch.equal(network[2].bias.grad, plain_bias + noise))
 print("weight gradient unchanged:", torch.equal(network[2].weight.grad, plain_weight))

@@ -156,6 +156,15 @@ saliency.gradient_flow(gradients, size=(10.5, 4.4))
 # strong at the first layer as at the last one. This is what a healthy network looks like. The `.grad` of the model's
 # parameters is unchanged.
 #
+# A training step follows the gradients of the *parameters*. They have the same table:
+
+# %%
+inspection.gradient_statistics(model, PHOTOS, layers=["conv_stem", "bn1", "blocks.0", "classifier"], of="parameters")
+
+# %% [markdown]
+# **What to see.** The weight and the bias of a layer have a row each. Nearly all values of `classifier` are zero: the
+# score of a photo is that of one class, and the weights of the other classes do not affect it.
+#
 # ## What if a channel were removed?
 #
 # `edit_activations` changes the output of a layer inside a `with` block. Everything computed inside the block,
@@ -345,10 +354,8 @@ def train(network, steps=100):
 losses = train(deep(std=0.25))
 print(f"without clipping: first loss {losses[0]:.3g}, last loss {losses[-1]:.3g}")
 patient = deep(std=0.25)
-for name, parameter in patient.named_parameters():
-    if name.endswith("weight"):
-        parameter.register_hook(inspection.edit_rules.clip_norm(1.0))
-losses = train(patient)
+with inspection.edit_gradients(patient, "*.weight", inspection.edit_rules.clip_norm(1.0)):
+    losses = train(patient)
 print(f"with clipping:    first loss {losses[0]:.3g}, last loss {losses[-1]:.3g}")
 
 # %% [markdown]

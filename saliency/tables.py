@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import html
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar, overload
@@ -51,6 +51,8 @@ class Table(Sequence[Row]):
         notes: Notes below the table.
     """
 
+    absent: Mapping[str, str] = {}  # why a row is missing, by its name
+
     def __init__(
         self, rows: Iterable[Row], columns: Sequence[Column[Row]], title: str = "", notes: Iterable[str] = ()
     ) -> None:
@@ -74,7 +76,7 @@ class Table(Sequence[Row]):
 
         Raises:
             IndexError: The index is out of range.
-            LayerError: No row has that name; the closest names are given.
+            LayerError: No row has that name; the reason or the closest names are given.
         """
         if isinstance(key, slice):
             return self.of(self.rows[key])
@@ -83,7 +85,7 @@ class Table(Sequence[Row]):
         row = next((row for row in self.rows if row.name == key), None)
         if row is None:
             hint = did_you_mean(key, [row.name for row in self.rows])
-            raise LayerError(f'no row "{key}" in this table of {len(self)}{hint}')
+            raise LayerError(self.absent.get(key) or f'no row "{key}" in this table of {len(self)}{hint}')
         return row
 
     def __contains__(self, item: object) -> bool:

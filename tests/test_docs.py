@@ -28,8 +28,8 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 PROMISE = re.compile(r"^([^#\n\s=][^#\n=]*[^:])  # (\(.*\)|\d+ relu rewritten|True|blocks\.\d)$", re.MULTILINE)
 EXTENDING = ROOT / "docs" / "extending.md"
-# A test measures fewer images for a shorter time than a page.
-SHORTER = {"draw_scenes(8,": "draw_scenes(2,", "seconds=15": "seconds=3"}
+# A test measures fewer images than a page.
+SHORTER = {"draw_scenes(8,": "draw_scenes(2,"}
 
 
 def blocks(page: Path) -> list[str]:

@@ -48,11 +48,23 @@ def tokenizer(*special: str, **named: str) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **ends, extra_special_tokens=named or [*special])
 
 
-def llava(edge: int = 28, patch: int = 7, **tower: int) -> tuple[nn.Module, Any]:
+def byte_tokenizer(*special: str) -> Any:
+    """Return a tokenizer with one token for each byte of a text, as those of Qwen and Llama for rare characters."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    tokens = ["<pad>", "<unk>", "<s>", "</s>", *special]
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE({token: i for i, token in enumerate([*tokens, *alphabet])}, []))
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = tokenizers.decoders.ByteLevel()
+    ends = dict(zip(("pad_token", "unk_token", "bos_token", "eos_token"), tokens, strict=False))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **ends, extra_special_tokens=[*special])
+
+
+def llava(edge: int = 28, patch: int = 7, words: Any = None, **tower: int) -> tuple[nn.Module, Any]:
     """Return LLaVA: one square crop."""
     t: Any = pytest.importorskip("transformers")
 
-    words, sizes = tokenizer("<image>"), {**TOWER, **tower}
+    words, sizes = words or tokenizer("<image>"), {**TOWER, **tower}
     config = t.LlavaConfig(
         vision_config=t.CLIPVisionConfig(**sizes, image_size=edge, patch_size=patch),
         text_config=t.LlamaConfig(**{**TEXT, **tower}, vocab_size=len(words)),
@@ -248,6 +260,67 @@ def smolvlm() -> tuple[nn.Module, Any]:
     module: Any = pytest.importorskip("transformers.models.smolvlm.processing_smolvlm")
     module.num2words = str  # a package that only the prompts of videos need
     return _idefics3("SmolVLM")
+
+
+def mllama() -> tuple[nn.Module, Any]:
+    """Return Llama 3.2 Vision, whose language model reads tiles by cross attention; one token stands for the image."""
+    t: Any = pytest.importorskip("transformers")
+
+    words = tokenizer("<|image|>")
+    image_id = words.convert_tokens_to_ids("<|image|>")
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    text = {**TEXT, "vocab_size": len(words), "rope_parameters": rope, "cross_attention_layers": [1]}
+    vision = {
+        "hidden_size": 16,
+        "attention_heads": 2,
+        "num_hidden_layers": 2,
+        "num_global_layers": 1,
+        "intermediate_size": 24,
+        "intermediate_layers_indices": [0],
+        "vision_output_dim": 32,
+    }
+    config = t.MllamaConfig(
+        vision_config=t.MllamaVisionConfig(**vision, image_size=28, patch_size=7, max_num_tiles=4),
+        text_config=t.MllamaTextConfig(**text, pad_token_id=0, bos_token_id=2, eos_token_id=3),
+        image_token_index=image_id,
+    )
+    model = t.MllamaForConditionalGeneration(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate"):
+            nn.init.constant_(parameter, 0.5)  # they are zeros, so the image has no effect, without training
+    images = t.MllamaImageProcessor(size={"height": 28, "width": 28}, max_image_tiles=4)
+    processor = t.MllamaProcessor(images, words, chat_template=TEMPLATE.replace("IMAGE", "<|image|>"))
+    return model, processor
+
+
+def florence_2() -> tuple[nn.Module, Any]:
+    """Return Florence-2, an encoder-decoder: its encoder reads the image and the prompt."""
+    t: Any = pytest.importorskip("transformers")
+
+    names = {"image_token": "<image>"}
+    words = tokenizer(**names)
+    sizes = {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
+    ends = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 3}
+    config = t.Florence2Config(
+        vision_config=t.Florence2VisionConfig(
+            depths=(1, 1),
+            patch_size=(7, 3),
+            patch_stride=(4, 2),
+            patch_padding=(3, 1),
+            patch_prenorm=(False, True),
+            embed_dim=(8, 16),
+            num_heads=(2, 2),
+            num_groups=(2, 2),
+            window_size=4,
+            projection_dim=16,
+        ),
+        text_config=t.BartConfig(**sizes, **heads, **ends, forced_eos_token_id=None, vocab_size=len(words)),
+        image_token_id=words.convert_tokens_to_ids("<image>"),
+    )
+    images = t.CLIPImageProcessor(size={"height": 32, "width": 32}, do_center_crop=False)
+    images.image_seq_length = 17
+    return t.Florence2ForConditionalGeneration(config), t.Florence2Processor(images, words)
 
 
 FAMILIES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {

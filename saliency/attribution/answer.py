@@ -25,7 +25,7 @@ from ..io.inputs import Batch, ImageLike, ImagesLike, open_image, read
 from ..io.preprocess import Box, Frame, PreprocessLike
 from ..layers.layout import Layout
 from ..layers.positions import SAME, PositionTrace
-from ..targets.answer_text import AnswerText, encode
+from ..targets.answer_text import AnswerText, encode, token_texts
 from ..targets.targets import output_tensor
 from ..validation import check_integer
 
@@ -104,8 +104,9 @@ class Answer(Batch):
 
         None stands for the tokens of images.
         """
-        pairs = zip(self.ids.tolist(), self.is_image.tolist(), strict=False)
-        return tuple(None if of_image else self.answer_text.tokenizer.decode([token]) for token, of_image in pairs)
+        ids = self.ids[:-1][~self.is_image].tolist()
+        texts = iter(token_texts(self.answer_text.tokenizer, ids, context=0))
+        return tuple(None if of_image else next(texts) for of_image in self.is_image.tolist())
 
     @property
     def output_positions(self) -> range:
@@ -209,9 +210,13 @@ def generate(
     Raises:
         ImageError: An image cannot be read, or how the processor divides images is not recognised.
         MethodError: `max_new_tokens` is not a positive integer, or the prompt is neither a text nor a list of messages.
-        ModelError: The prompt has no token of an image, the answer is empty, or the model refused its arguments.
+        ModelError: The prompt has no token of an image, the answer is empty, the model is an encoder-decoder or refused
+            its arguments, or its output has no logits for each token.
     """
     network, tokenizer = unwrap(model), getattr(processor, "tokenizer", processor)
+    if getattr(getattr(network, "config", None), "is_encoder_decoder", False):
+        expected = "a model that reads the prompt and the answer as one sequence"
+        raise ModelError(f"{type(network).__name__} is an encoder-decoder; expected {expected}")
     several: Any = images if isinstance(images, list | tuple) else [images]
     opened = [open_image(image) for image in several]
     if not opened:
@@ -231,7 +236,7 @@ def generate(
         is_image = before == _image_token_id(network, processor)
         if not is_image.any():
             raise ModelError(f"the prompt has no image token; write {token} into it, once for each image")
-        written = AnswerText(tuple(ids), _token_texts(tokenizer, ids), tokenizer)
+        written = AnswerText(tuple(ids), token_texts(tokenizer, ids, context=len(ids)), tokenizer)
         sequence = torch.cat([before, before.new_tensor(ids[-1:])])
         size = arguments.inputs.shape[2:]
         frames = tuple(Frame(image, _padded_box(own, size)) for image, own in zip(opened, canvases, strict=True))
@@ -289,12 +294,6 @@ def _image_token_id(model: nn.Module, processor: Any) -> int:
     return found
 
 
-def _token_texts(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
-    """Return the text that each token adds to the text of the tokens before it."""
-    texts = [tokenizer.decode(ids[:count]) if count else "" for count in range(len(ids) + 1)]
-    return tuple(text[len(before) :] for before, text in pairwise(texts))
-
-
 def _answer_ids(
     model: Any, tokenizer: Any, inputs: Mapping[str, Tensor], answer: str | Sequence[int] | None, longest: int
 ) -> list[int]:
@@ -329,8 +328,10 @@ def _continued(inputs: Mapping[str, Tensor], ids: Sequence[int]) -> dict[str, Te
     prompt = inputs["input_ids"]
     # PaliGemma marks a prompt, which attends both ways, by 0, and the answer by 1. Gemma 3 marks images by 1.
     fill = {"attention_mask": 1, "token_type_ids": int(not inputs.get("token_type_ids", prompt).any())}
-    by_token = [name for name, value in inputs.items() if value.shape == prompt.shape]
-    longer = {name: F.pad(inputs[name], (0, len(ids)), value=fill.get(name, 0)) for name in by_token}
+    longer = {name: own for name, own in inputs.items() if own.shape[:2] == prompt.shape and name != "pixel_values"}
+    for name, own in longer.items():
+        last = own[:, -1:] if own.dim() > 2 else own.new_full((1, 1), fill.get(name, 0))  # with tiles: Llama 3.2 Vision
+        longer[name] = torch.cat([own, last.repeat_interleave(len(ids), 1)], 1)
     return {**inputs, **longer, "input_ids": torch.cat([prompt, prompt.new_tensor([ids])], 1)}
 
 
@@ -397,6 +398,9 @@ def _trace(answer: Answer, number: int) -> tuple[str | None, Tensor]:
     Returns:
         The name of the module, None if there is none; and the rows and columns (2, L) in pixels of the canvas, NaN for
         tokens without a place.
+
+    Raises:
+        ModelError: The output does not have the length of the sequence or of the answer.
     """
     found: list[tuple[str, Tensor]] = []
     x, length = answer.inputs[number, None], len(answer.is_image)
@@ -414,7 +418,11 @@ def _trace(answer: Answer, number: int) -> tuple[str | None, Tensor]:
             if name:
                 hooks.around(module, partial(begin, name), lambda token, output: None)
         with bound(**arguments_of((), answer)), bind_image(number):
-            run_model(answer.model, x)
+            shape = tuple(output_tensor(run_model(answer.model, x)).shape)
+    if len(shape) != 3 or shape[1] not in (length, len(answer.tokens)):
+        raise ModelError(
+            f"the output is {shape}; expected logits (1, {length}, V) of the sequence, one row for a token"
+        )
     return found[0] if found else (None, torch.full((2, length), math.nan, device=x.device, dtype=torch.float32))
 
 

@@ -101,7 +101,8 @@ class Explanation(BatchAttribution):
         tile_scores: (1, rows, columns) the score of each tile, of which `scores` is the mean, for an image in tiles. It
             is NaN where a tile has no pixel of the target's region. None without tiles.
         token_shares: (N, L) for an answer of `saliency.generate`, the share of each token that the language model
-            reads, in score units, by relevance and gradient x input. None for other methods, and for images.
+            reads, in score units, by relevance and gradient x input. None for other methods, for images, and if the
+            model also adds the image after the embeddings of the tokens, as Qwen3-VL and Llama 3.2 Vision do.
         tokens: The texts of these L tokens, None for those of an image; empty for other explanations.
         notes: The limits of each image's map, for example that it is 0 everywhere; empty without limits.
         title: The name of the method's class; by default `method`.

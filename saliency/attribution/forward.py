@@ -15,10 +15,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ..axes import at_least_float32
 from ..errors import LayerError, MethodError, TargetError
+from ..hooks import autograd_graph as graph
 from ..hooks.attention import AttentionCall, find_attention, find_passages
 from ..hooks.manager import HookManager, Rule
 from ..hooks.model_state import leaf, run_model
@@ -303,10 +304,20 @@ class TargetGradients:
     def token_shares(self) -> Tensor | None:
         """Return the gradient times the embedding of each token of an answer (N, L); None for an image.
 
-        It takes part in the backward pass of `input_gradient`.
+        It takes part in the backward pass of `input_gradient`. It is None if the embeddings do not hold the image.
         """
         pairs = zip(self.forward.embeddings, self._embedding_gradients, strict=False)
-        return next(((tokens.detach() * grad).sum(-1) for tokens, grad in pairs if grad is not None), None)
+        held = ((tokens, grad) for tokens, grad in pairs if grad is not None and self.embeddings_hold_image)
+        return next(((tokens.detach() * grad).sum(-1) for tokens, grad in held), None)
+
+    @cached_property
+    def embeddings_hold_image(self) -> bool:
+        """Whether every path from the scores to the image passes the embeddings; in Qwen3-VL, some avoid them."""
+        passages, reached = {graph.source_edge(tokens)[0] for tokens in self.forward.embeddings}, {self.nodes[0]}
+        for node in self.nodes:
+            if node in reached and node not in passages:
+                reached.update(after for after, _ in graph.next_functions(node) if after is not None)
+        return get_gradient_edge(self.forward.x).node not in reached
 
     def _backward_to_input(self) -> Tensor:
         self._require_recorded("input")

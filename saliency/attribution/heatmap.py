@@ -196,9 +196,10 @@ def significance(explanation: Explanation, *, sign: Sign | None = None) -> Tenso
 def _require_error(explanation: Explanation, name: str) -> Tensor:
     require_explanation(explanation, name)
     if explanation.error is None:
+        count = f" (passes: {stats[0].passes})" if (stats := explanation.run_stats) else ""
         raise RenderError(
-            f"the explanation by {explanation.method} has no standard error; methods that draw two samples or more, "
-            "such as smooth_grad, rise and kernel_shap, have one, except in tiles"
+            f"the explanation by {explanation.method} has no standard error{count}; methods that sample, such as "
+            "smooth_grad and kernel_shap, have one after at least two samples, except in tiles"
         )
     return explanation.error
 

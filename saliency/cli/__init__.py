@@ -303,6 +303,7 @@ examples:
 examples:
   saliency layers vgg16 --weights none --depth 1
   saliency layers --image cat.jpg --stats --gradients
+  saliency layers --all --gradients parameters
 """,
     ),
     "models": Command(

@@ -209,6 +209,7 @@ class Argument:
 
 
 _METHODS_HELP = f"one or more, or all; see saliency methods (default: {METHOD})"
+_GRADIENTS_HELP = "also print gradients of the score of one class, of layers or parameters (default: layers)"
 ARGUMENTS: dict[str, list[Argument]] = {
     "": [
         Argument("IMAGE", "image files, folders or lists; - reads one image from stdin", dest="images", nargs="*"),
@@ -226,7 +227,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("--all", "list all layers or models", "depth"),
         Argument("--depth N", "levels of nested layers (default: up to 40 rows)", "depth", type=int),
         Argument("--stats", "also print activation statistics: means, zeros, dead channels, NaN"),
-        Argument("--gradients", "also print gradients of the score of one class"),
+        Argument("--gradients OF", _GRADIENTS_HELP, nargs="?", const="layers", choices=["layers", "parameters"]),
         Argument("--csv", "also write the rows of the manifest as manifest.csv"),
         Argument("--title TEXT", "title of the page; later runs keep it"),
         Argument("--html FILE", "also write everything to an HTML page", type=Path),

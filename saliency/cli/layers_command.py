@@ -53,7 +53,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
             tables.append(_select_rows(activation_statistics(model, x), names))
     if arguments.gradients:
         with screen.waiting("measuring the gradients"):
-            tables.append(_select_rows(gradient_statistics(model, x, target), names))
+            gradients = gradient_statistics(model, x, target, of=arguments.gradients)
+            tables.append(_select_rows(gradients, names, of=arguments.gradients))
     for shown in tables:
         _print(shown, screen)
     read_by_cams = f'CAMs read "{scan.default}" by default (->)' if scan.default else "CAMs have no default layer"
@@ -88,8 +89,10 @@ def _with_grids(table: LayerTable, rows: Sequence[LayerRow], scan: LayerScan) ->
     return Table(rows, columns, table.title, table.notes)
 
 
-def _select_rows(table: Table[Any], names: set[str]) -> Table[Any]:
-    """Return the table with only the rows with these names."""
+def _select_rows(table: Table[Any], names: set[str], *, of: str = "layers") -> Table[Any]:
+    """Return the table with only the rows of layers with these names, or of their parameters and the model's own."""
+    if of == "parameters":
+        return table.of((row for row in table if row.name.rpartition(".")[0] in {"", *names}), table.notes)
     return table.of((row for row in table if row.name in names), table.notes)
 
 

@@ -261,6 +261,9 @@ def trust(
     card = TrustCard([property_of(each) for each in measurements], _COLUMNS, title, notes)
     card.explanation, card.seed = explanation, seed
     card.measurements = {each.metric: each for each in measurements}
+    if "mprt" not in card.measurements:
+        why = f"was not measured: two calls of the method do not fit into seconds={seconds}; leave it out for all rows"
+        card.absent = {name: f'"{name}" {why}' for name in GROUPS["depends on the model"]}
     card.seconds = time.perf_counter() - began
     return card
 

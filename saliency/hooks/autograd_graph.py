@@ -62,6 +62,12 @@ def tensor_hooks(tensor: Tensor) -> Mapping[int, Any] | None:
     return cast("Mapping[int, Any] | None", tensor._backward_hooks)
 
 
+def forget_tensor_hooks(tensor: Tensor) -> None:
+    """Restore the state of a tensor that never had a gradient hook, if it has none."""
+    if not tensor_hooks(tensor):
+        tensor._backward_hooks = None
+
+
 # Modules.
 
 

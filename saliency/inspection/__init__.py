@@ -3,8 +3,8 @@
     record                    record every call of every layer while you run the model, with its gradients
     layer_table               list shapes, parameters, multiply-adds and time of each layer
     activation_statistics     measure moments, zeros, dead channels and the first NaN, over any number of batches
-    gradient_statistics       measure gradients by layer; saliency.gradient_flow draws the result
-    edit_gradients            change gradients with the rules of `edit_rules` or any function
+    gradient_statistics       measure gradients by layer or parameter; saliency.gradient_flow draws the result
+    edit_gradients            change gradients of layers, parameters and tensors with `edit_rules` or any function
     edit_activations          change the outputs of layers
     extract_features          extract the activations of a data set
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from ..hooks import autograd_graph as graph
 from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
+from ..layers.find import named_layers
 from ..validation import check_choice
 from .arguments import LayersLike, is_pattern, require_hookable, select_layers
 from .edit_rules import Rule, RuleLike, apply_rules, as_rules
@@ -29,11 +31,11 @@ _MOST_LABELS = 12  # in a warning
 
 @dataclass(eq=False)
 class EditTarget:
-    """Layer to edit, and the number of edits so far."""
+    """Layer or tensor to edit, and the number of edits so far."""
 
     name: str
     label: str  # for messages
-    at: nn.Module
+    at: Any  # nn.Module or Tensor
     is_named: bool  # selected individually, not by a pattern or class
     edits: int = 0
     edited_pass: int | None = None  # last backward pass through an edited gradient of this target
@@ -44,27 +46,42 @@ class EditTarget:
             raise NotApplicableError(f"{self.label} cannot be edited: {reason}")
 
 
-def find_targets(model: nn.Module, layers: Any) -> list[EditTarget]:
-    """Return the edit targets without duplicates.
+def find_targets(model: nn.Module, layers: Any, *, of_gradients: bool) -> list[EditTarget]:
+    """Return the edit targets without duplicates: layers, and for gradients also parameters and other tensors.
 
     Raises:
         LayerError: A name, pattern or class matches nothing; the closest names are given.
         MethodError: An object that is not a layer.
         NotApplicableError: A layer inside a TorchScript module.
     """
-    targets: dict[nn.Module, EditTarget] = {}
+    targets: dict[Any, EditTarget] = {}
     is_single = isinstance(layers, str | nn.Module | type | Tensor) or not isinstance(layers, Iterable)
     for wanted in [layers] if is_single else layers:
-        if not (isinstance(wanted, str | nn.Module) or (isinstance(wanted, type) and issubclass(wanted, nn.Module))):
+        tensors = _tensors(model, wanted, len(targets)) if of_gradients else []
+        is_layer = isinstance(wanted, str | nn.Module) or (isinstance(wanted, type) and issubclass(wanted, nn.Module))
+        if not is_layer and not tensors:
             expected = "a name, a pattern, a module or a class of modules"
-            hint = "; to edit its gradient, call its register_hook" if isinstance(wanted, Tensor) else ""
+            hint = "; to edit its gradient, use edit_gradients" if isinstance(wanted, Tensor) else ""
             raise MethodError(f"expected {expected} to edit; got {type(wanted).__name__}{hint}")
-        for target in _targets(model, wanted):
+        for target in tensors or _targets(model, wanted):
             known = targets.setdefault(target.at, target)
             known.is_named |= target.is_named
     if not targets:
         raise LayerError('no target to edit was given; "*" selects every layer')
     return list(targets.values())
+
+
+def _tensors(model: nn.Module, wanted: Any, number: int) -> list[EditTarget]:
+    """Return a tensor, or the parameters of a name or pattern that matches no layer; empty for other targets."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    found: list[tuple[str, Tensor]]
+    if isinstance(wanted, Tensor):
+        found = [(name, own) for name, own in named if own is wanted] or [(f"tensor {number}", wanted)]
+    elif isinstance(wanted, str) and not any(fnmatch.fnmatchcase(name, wanted) for name in named_layers(model)):
+        found = [(name, own) for name, own in named if fnmatch.fnmatchcase(name, wanted)]
+    else:
+        return []
+    return [EditTarget(name, f'"{name}"', own, not is_pattern(wanted)) for name, own in found]
 
 
 def _targets(model: nn.Module, wanted: str | nn.Module | type[nn.Module]) -> list[EditTarget]:
@@ -178,6 +195,14 @@ def _attach_to_activation(hooks: HookManager, rules: tuple[Rule, ...], target: E
     hooks.revise(target.at, change)
 
 
+def _attach_to_tensor(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget) -> None:
+    """Edit the gradient of a parameter or of another tensor."""
+    if target.at.requires_grad:
+        hooks.at_gradient(target.at, partial(_edit_gradient, hooks, rules, target))
+    else:
+        target.refuse("it requires no gradient; use requires_grad_()")
+
+
 # Copies with separate gradients, created by `_with_copies`. Nested blocks reuse them.
 _copies = WeakTensorKeyDictionary()
 
@@ -214,14 +239,18 @@ class Editing(HookBlock):
 
     @property
     def edits(self) -> dict[str, int]:
-        """Number of times that the rule was applied so far, by layer."""
+        """Number of times that the rule was applied so far, by the name of the layer or parameter."""
         return {target.name: target.edits for target in self._targets}
 
     def _register(self, stack: ExitStack) -> None:
+        for tensor in (target.at for target in self._targets if isinstance(target.at, Tensor)):
+            if graph.tensor_hooks(tensor) is None:
+                stack.callback(graph.forget_tensor_hooks, tensor)  # called after the manager has removed its hooks
         # Hooks reference the manager weakly, so that it is freed with its block.
         hooks: HookManager = weakref.proxy(stack.enter_context(HookManager(persistent=True)))
         for target in self._targets:
-            self._attach(hooks, self._rules, target)
+            attach = _attach_to_tensor if isinstance(target.at, Tensor) else self._attach
+            attach(hooks, self._rules, target)
 
     def __exit__(self, *error: Any) -> None:
         """Remove the edit. Unless the block raised, warn about targets that were not edited."""
@@ -236,17 +265,21 @@ class Editing(HookBlock):
 
 
 def edit_gradients(
-    model: nn.Module, layers: LayersLike, rule: RuleLike, *, at: Literal["input", "output"] = "input"
+    model: nn.Module,
+    layers: LayersLike | Tensor | Iterable[str | nn.Module | type[nn.Module] | Tensor],
+    rule: RuleLike,
+    *,
+    at: Literal["input", "output"] = "input",
 ) -> Editing:
-    """Change gradients in the backward passes of a block.
+    """Change gradients of layers, parameters or other tensors in the backward passes of a block.
 
-        with edit_gradients(model, "layer3", edit_rules.clip_norm(1.0)) as editing:
+        with edit_gradients(model, ["layer3", "fc.bias"], edit_rules.clip_norm(1.0)) as editing:
             loss(model(x)).backward()
-        editing.edits  # {"layer3": 1}
+        editing.edits  # {"layer3": 1, "fc.bias": 1}
 
     The edit applies to passes of the user and of explanations, in the thread that opened the block. Both the forward
-    and the backward pass must run inside the block. Rules of several blocks are applied in the order in which the
-    blocks were opened. The hooks are removed when the block ends.
+    and the backward pass must run inside the block; for tensors, the backward pass. Rules of several blocks are applied
+    in the order in which the blocks were opened. The hooks are removed when the block ends.
 
     Each call of a layer is edited. Within a call, each floating-point tensor with a gradient is edited, at any nesting
     depth. Other uses of the same tensors keep their gradient. With `create_graph=True` the rule is part of the graph; a
@@ -254,13 +287,15 @@ def edit_gradients(
     Returned arguments and views are copied, so that a later in-place operation changes only the copy.
 
     Args:
-        model: Any module. For a parameter or another tensor, use its method `register_hook`.
-        layers: A name, a pattern, a module, a class of modules, or several.
+        model: Any module.
+        layers: A name, a pattern, a module, a class of modules, a tensor, or several. A name such as "fc.bias", or a
+            pattern such as "*.bias" that matches no layer, selects parameters; their edited gradient is added to their
+            `.grad`. A tensor that is not a parameter has the name "tensor 0", by its place among the targets.
         rule: One of `saliency.inspection.edit_rules`, any function from tensor to tensor, or several that are applied
             in order. A result of None leaves the gradient unchanged. Shape, dtype and device must stay the same.
         at: "input" edits the gradient with respect to the arguments, like a full backward hook: the
             gradients of the layer's parameters are unchanged. "output" edits the gradient at the output: the gradients
-            of the parameters are computed from the edited gradient.
+            of the parameters are computed from the edited gradient. Tensors have one gradient.
 
     Returns:
         A context manager whose `edits` counts how often the rule was applied.
@@ -268,16 +303,18 @@ def edit_gradients(
     Raises:
         LayerError: A name, pattern or class matches nothing.
         MethodError: An unknown rule or `at`; or (in the backward pass) a result that does not fit the gradient.
-        NotApplicableError: A layer inside a TorchScript module; or (in the forward pass) a named layer that takes or
-            returns only integers, has no gradient although gradients are enabled, or changes a view of another tensor
-            in place; or (in the backward pass) a second backward pass through an edited gradient.
+        NotApplicableError: A layer inside a TorchScript module, or (when the block begins) a tensor that requires no
+            gradient; or (in the forward pass) a named layer that takes or returns only integers, has no gradient
+            although gradients are enabled, or changes a view of another tensor in place; or (in the backward pass) a
+            second backward pass through an edited gradient.
         RuntimeError: (In the backward pass) the rule uses an operation that PyTorch lacks for sparse or complex values.
 
     Warns:
         SaliencyWarning: The block ended without an exception, and a named target was not edited.
     """
     check_choice("at", at, ("input", "output"))
-    return Editing(find_targets(unwrap(model), layers), rule, _attach_to_input if at == "input" else _attach_to_output)
+    targets = find_targets(unwrap(model), layers, of_gradients=True)
+    return Editing(targets, rule, _attach_to_input if at == "input" else _attach_to_output)
 
 
 def edit_activations(model: nn.Module, layers: LayersLike, rule: RuleLike) -> Editing:
@@ -311,4 +348,4 @@ def edit_activations(model: nn.Module, layers: LayersLike, rule: RuleLike) -> Ed
     Warns:
         SaliencyWarning: The block ended without an exception, and a named layer was not edited.
     """
-    return Editing(find_targets(unwrap(model), layers), rule, _attach_to_activation)
+    return Editing(find_targets(unwrap(model), layers, of_gradients=False), rule, _attach_to_activation)

@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..attribution.questions import Questions
+from ..axes import at_least_float32
 from ..errors import ImageError, LayerError, RenderError, TargetError, plural
 from ..hooks.autograd_graph import ends_in_probability, this_backward
 from ..hooks.manager import HookManager
@@ -42,6 +43,11 @@ _Value = TypeVar("_Value", float, float | None)
 Loss = Callable[..., Tensor]
 """Function loss(output), or loss(output, labels) for data with labels: a scalar, or one number per image to average."""
 
+_Objective = Callable[[Any, ModelCall], Tensor]
+
+GradientsOf = Literal["layers", "parameters"]
+"""The gradients at the outputs of layers, or those of parameters."""
+
 _GRADIENT_STATISTICS = ("norm", "rms", "mean", "std", "min", "max")
 
 
@@ -49,7 +55,7 @@ _GRADIENT_STATISTICS = ("norm", "rms", "mean", "std", "min", "max")
 class _LayerStatistics(Generic[_Value]):
     """Statistics of one layer in one of its calls, of the finite values over all batches; None without a gradient."""
 
-    name: str
+    name: str  # of the layer, or of a parameter
     kind: str  # class of the module
     call: int  # index of the call in a forward pass
     calls: int  # calls in a forward pass
@@ -75,7 +81,7 @@ class LayerActivations(_LayerStatistics[float]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGradients(_LayerStatistics[float | None]):
-    """Gradient at the output of one layer in one of its calls; values are None without a gradient."""
+    """Gradient at the output of one layer in one of its calls, or of one parameter; None without a gradient."""
 
 
 class ActivationStatistics(Table[LayerActivations]):
@@ -101,7 +107,8 @@ class GradientStatistics(Table[LayerGradients]):
     Attributes:
         loss: The mean loss or score over all images.
         objective: "loss" or "score".
-        first_nonfinite: The first layer with NaN or infinity in its gradient, in the order of the backward pass.
+        first_nonfinite: The first layer with NaN or infinity in its gradient, in the order of the backward pass; or
+            the last such parameter of the model.
         images: The number of images.
         batches: The number of batches.
     """
@@ -254,18 +261,24 @@ def _activation_columns() -> list[Column[LayerActivations]]:
 
 
 def gradient_statistics(
-    model: nn.Module, data: Any, loss_or_target: Loss | TargetLike = None, *, layers: LayersLike = "*"
+    model: nn.Module,
+    data: Any,
+    loss_or_target: Loss | TargetLike = None,
+    *,
+    layers: LayersLike = "*",
+    of: GradientsOf = "layers",
 ) -> GradientStatistics:
-    """Return statistics of the gradients of a loss or a score at the output of each layer.
+    """Return statistics of the gradients of a loss or a score at the output of each layer, or of each parameter.
 
     Several batches count as one: the loss is the mean over all images. The loss of a batch is treated as the mean over
     its images. Sums are in double precision. Activations and gradients of layers are not stored, so memory use does not
-    grow with the number of batches.
+    grow with the number of batches. The gradients of parameters are summed over the batches before they are measured,
+    and take as much memory as the parameters.
 
     The gradient at a layer is the gradient of its output, even if a later operation changes the output in place. A
     layer that is called several times in a forward pass has a row for each call. If an output has several tensors, the
-    first one is measured. Layers with frozen parameters also have a gradient at their output. `.grad`, flags and
-    buffers are unchanged. For the gradient of a parameter, read its `.grad` after a backward pass.
+    first one is measured. Layers with frozen parameters also have a gradient at their output; the parameters themselves
+    have none. `.grad`, flags and buffers are unchanged.
 
     Args:
         model: Any `torch.nn.Module`. It is left bit for bit unchanged.
@@ -276,18 +289,23 @@ def gradient_statistics(
             class index or name, any other target, or None for the top class of each image. The score is then the mean
             over the images.
         layers: Names, patterns as in "layer4.*.conv?", modules, classes of modules, or several of these.
+        of: "layers" measures the gradient at the output of each layer, "parameters" that of each parameter in the
+            layers, such as "fc.bias", in the order of the model.
 
     Raises:
         ImageError: The data contain no batch, or a batch is empty or cannot be read.
-        LayerError: A name or pattern matches no layer.
+        LayerError: A name or pattern matches no layer, or the layers have no parameters.
+        MethodError: An unknown `of`.
         ModelError: The model has parameters without values, or cannot run with gradients.
         NotApplicableError: A part of the model uses reentrant checkpoints, which do not support `torch.autograd.grad`,
             or returns a nested or quantised tensor.
         TargetError: The target does not fit the output, or the loss is not a number with a gradient.
     """
+    check_choice("of", of, get_args(GradientsOf))
     batches = Batches(model, data)
     objective = partial(_objective, loss_or_target, categories_of(model))
-    collector = _GradientCollector(batches, layers, "loss" if _is_loss(loss_or_target) else "score", objective)
+    kind = _GradientCollector if of == "layers" else _ParameterCollector
+    collector = kind(batches, layers, "loss" if _is_loss(loss_or_target) else "score", objective)
     for batch in batches:
         collector.run(batch)
     return collector.table()
@@ -324,10 +342,11 @@ def _objective(loss_or_target: Any, categories: Categories, output: Any, batch: 
 class _GradientCollector(_Collector):
     """Collector of moments of the gradients at layers over all batches."""
 
-    def __init__(
-        self, batches: Batches, layers: LayersLike, of: str, objective: Callable[[Any, ModelCall], Tensor]
-    ) -> None:
+    noun = "layer"
+
+    def __init__(self, batches: Batches, layers: LayersLike, of: str, objective: _Objective) -> None:
         super().__init__(batches, layers)
+        self.recorded = self.modules
         self.of = of
         self._objective = objective
         self._total = 0.0
@@ -337,8 +356,8 @@ class _GradientCollector(_Collector):
         if not batch.size:
             raise ImageError(f"batch {self.batches.batches} is empty, so it has no mean over its images")
         starts: list[Tensor] = []
-        trainable = [parameter for parameter in self.batches.model.parameters() if parameter.requires_grad]
-        recording = Recording(self.modules, _gradient_moments, ("outputs", "grad_outputs"))
+        trainable = {name: own for name, own in self.batches.model.named_parameters() if own.requires_grad}
+        recording = Recording(self.recorded, _gradient_moments, ("outputs", "grad_outputs"))
         with prepared_for_attribution(self.batches.model), HookManager() as gradient_hooks:
             with HookManager() as hooks:
                 recording.attach(hooks, gradient_hooks)
@@ -346,24 +365,56 @@ class _GradientCollector(_Collector):
             objective = self._objective(output, batch)
             # Ignore backward passes that the loss ran itself.
             earlier = {call: len(call.backwards) for call in recording}
-            differentiate(objective, [*starts, *trainable])
+            gradients = differentiate(objective, [*starts, *trainable.values()])
         # The backward pass reaches the last call first.
         for call, stats in reversed(self.stats_of(recording).items()):
             for backward in call.backwards[earlier[call] :]:
                 known: Moments = backward.grad_outputs[0] or Moments()
                 stats.moments += known.scaled(batch.size)
                 self.note_nonfinite(call.layer, [known])
+        self.add_parameters(dict(zip(trainable, gradients[len(starts) :], strict=True)), batch.size)
         self._total += batch.size * float(objective.detach())
+
+    def add_parameters(self, gradients: dict[str, Tensor | None], size: int) -> None:
+        """Add the gradients of the trainable parameters for a batch of some size."""
 
     def table(self) -> GradientStatistics:
         """Return the statistics over all batches."""
         loss = self._total / self.batches.images
-        title = f"Gradients of a {self.of} of {number(loss)} at the layers of {type(self.batches.model).__name__}"
+        title = f"Gradients of a {self.of} of {number(loss)} at the {self.noun}s of {type(self.batches.model).__name__}"
         rows = [LayerGradients(**fields) for fields, _ in self.rows(1 / self.batches.images)]
-        table = GradientStatistics(rows, _layer_columns(*_GRADIENT_STATISTICS), title, self.notes())
+        table = GradientStatistics(rows, _layer_columns(*_GRADIENT_STATISTICS, noun=self.noun), title, self.notes())
         table.loss, table.objective, table.first_nonfinite = loss, self.of, self.first_nonfinite
         table.images, table.batches = self.batches.images, self.batches.batches
         return table
+
+
+class _ParameterCollector(_GradientCollector):
+    """Collector of the gradients of parameters, summed over all batches."""
+
+    noun = "parameter"
+
+    def __init__(self, batches: Batches, layers: LayersLike, of: str, objective: _Objective) -> None:
+        super().__init__(batches, layers, of, objective)
+        inside = {id(own) for module in self.modules.values() for own in module.parameters()}
+        names = [name for name, own in batches.model.named_parameters() if layers == "*" or id(own) in inside]
+        if not names:
+            raise LayerError(f"the selected layers of {type(batches.model).__name__} have no parameters")
+        owners = dict(batches.model.named_modules())
+        self.modules, self.recorded = {name: owners[name.rpartition(".")[0]] for name in names}, {}
+        self._sums: dict[str, Tensor] = {}
+
+    def add_parameters(self, gradients: dict[str, Tensor | None], size: int) -> None:
+        for name in self.modules:
+            if (gradient := gradients.get(name)) is not None:
+                self._sums[name] = self._sums.get(name, 0.0) + size * at_least_float32(gradient.to_dense())
+
+    def table(self) -> GradientStatistics:
+        for name in self.modules:
+            self._stats[name, 0] = _RunningStats(moments(self._sums[name]) if name in self._sums else Moments())
+        for (name, _), stats in reversed(self._stats.items()):
+            self.note_nonfinite(name, [stats.moments])
+        return super().table()
 
 
 def _gradient_moments(tensor: Tensor) -> Moments | None:
@@ -386,9 +437,9 @@ def _statistics(known: Moments) -> dict[str, Any]:
     return {**values, "count": known.count, "nan": known.nan, "inf": known.inf}
 
 
-def _layer_columns(*names: str) -> list[Column[Any]]:
+def _layer_columns(*names: str, noun: str = "layer") -> list[Column[Any]]:
     return [
-        Column("layer", lambda row: _label(row, row.name or "(the model)"), "left"),
+        Column(noun, lambda row: _label(row, row.name or "(the model)"), "left"),
         Column("kind", lambda row: row.kind, "left"),
         *(Column(name, partial(_text, name)) for name in names),
         Column("zeros", lambda row: share(row.zero_share), hint="exactly 0"),
@@ -412,9 +463,10 @@ _LONGEST_LABEL = 30  # characters
 def gradient_flow(statistics: GradientStatistics, *, size: tuple[float, float] = (10.0, 4.8)) -> Figure:
     """Plot the norm of the gradient at each layer from the input (left) to the output (right), on a log axis.
 
-    Each point is one call of a layer, in forward order. Only the innermost layers are shown, without `nn.Identity`. The
-    backward pass runs from right to left: a gradient that decreases towards the left vanishes, and one that increases
-    explodes. Marks at the lower edge show gradients that are zero or missing, and at the upper edge NaN or infinity.
+    Each point is one call of a layer, in forward order, or one parameter. Only the innermost layers are shown, without
+    `nn.Identity`. The backward pass runs from right to left: a gradient that decreases towards the left vanishes, and
+    one that increases explodes. Marks at the lower edge show gradients that are zero or missing, and at the upper edge
+    NaN or infinity.
 
     Args:
         statistics: From `gradient_statistics`.
@@ -447,7 +499,7 @@ def gradient_flow(statistics: GradientStatistics, *, size: tuple[float, float] =
     step = math.ceil(len(rows) / (_LABELS_PER_INCH * size[0]))
     names = [name[-_LONGEST_LABEL:] for name in rows]
     axes.set_xticks(range(0, len(rows), step), names[::step], rotation=90, fontsize="small", parse_math=False)
-    axes.set_xlabel("layers, from the input to the output")
+    axes.set_xlabel(f"{statistics.columns[0].title}s, from the input to the output")
     axes.set_ylabel(f"norm of the gradient of the {statistics.objective}")
     axes.grid(axis="y", alpha=0.3)
     return drawing

@@ -45,7 +45,7 @@ def find_canvas(encode: Encode, image: Image.Image, processor: Any) -> Canvas:
     """Return the canvas of an image, by recognising how a processor divides it.
 
     It may resize, crop and pad the image; cut it into tiles, in rows, with a resized view of the whole image before or
-    after them; or cut it into patches with `image_grid_thw`, as Qwen-VL does.
+    after them, and tiles of zeros at the end; or cut it into patches with `image_grid_thw`, as Qwen-VL does.
 
     Args:
         encode: The processor, for one image.
@@ -63,8 +63,9 @@ def find_canvas(encode: Encode, image: Image.Image, processor: Any) -> Canvas:
         return _divided_in_patches(encode, image, values.shape[1], grid, own.patch_size, own.merge_size)
     if values.dim() < 4:
         raise ImageError(f"pixel_values {tuple(values.shape)} are neither views (..., C, h, w) nor patches of a grid")
-    views = values.flatten(0, -4)  # (V, C, h, w)
-    found = boxes_of_views(lambda own: encode(own)["pixel_values"].flatten(0, -4), image.size)
+    empty = int((values.flatten(0, -4) == 0).flatten(1).all(1).sum())  # tiles that Llama 3.2 Vision appends
+    views = values.flatten(0, -4)[: -empty or None]  # (V, C, h, w)
+    found = boxes_of_views(lambda own: encode(own)["pixel_values"].flatten(0, -4)[: len(views)], image.size)
     boxes = torch.tensor(found, dtype=torch.float64, device="cpu")  # (V, 4)
     inside = torch.tensor([*image.size], device="cpu") - 0.01 * max(image.size)
     is_whole = ((boxes[:, :2] < 0.01 * max(image.size)) & (boxes[:, 2:] > inside)).all(1)
@@ -87,7 +88,7 @@ def find_canvas(encode: Encode, image: Image.Image, processor: Any) -> Canvas:
         canvas[crops[number]] = views[number]
 
     def pixels(x: Tensor) -> Tensor:
-        return torch.stack([resize(x[crop]) for crop in crops], 1)
+        return F.pad(torch.stack([resize(x[crop]) for crop in crops], 1), (0,) * 7 + (empty,))
 
     def resize(x: Tensor) -> Tensor:
         if x.shape[2:] == views.shape[2:]:

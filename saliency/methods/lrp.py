@@ -134,7 +134,7 @@ class RelevancePropagation(TracedAttribution):
             walk.missing,
             ledger=torch.stack(list(ledger.values()), 1),
             ledger_names=tuple(ledger),
-            token_shares=tokens,
+            token_shares=tokens if tokens is None or grads.embeddings_hold_image else None,
         )
 
     def patches(self, grads: TargetGradients) -> Patches | None:

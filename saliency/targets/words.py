@@ -38,7 +38,7 @@ class Words(Target):
             raise TargetError("saliency.words explains an answer: pass saliency.generate(...) instead of an image")
         explained, other = self._explained_tokens(answer), None
         pairs = tuple((number - len(answer.ids), answer.ids[number]) for number in explained)
-        label = self.text or "".join(answer.tokens[number] for number in explained).strip()
+        label = self.text or "".join(answer.tokens[number] for number in explained).strip() or f"token {explained[0]}"
         if self.against is not None:
             ids = answer.encode_at(self.against, explained[0])
             both = zip(pairs, ids, strict=False)

@@ -21,7 +21,18 @@ from saliency.io.preprocess import Geometry
 from saliency.testing.unchanged import Snapshot
 from tests.models import PooledNet
 from tests.reference import error
-from tests.vision_language import FAMILIES, QUESTION, answered, build, scene
+from tests.vision_language import (
+    FAMILIES,
+    QUESTION,
+    answered,
+    build,
+    byte_tokenizer,
+    florence_2,
+    llava,
+    mllama,
+    qwen3_vl,
+    scene,
+)
 
 pytest.importorskip("transformers")
 pytestmark = [
@@ -192,7 +203,7 @@ def test_all_words_share_one_forward() -> None:
     assert error(whole.values, sum(own.values for own in parts)) < 1e-5  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "blip_2"])
+@pytest.mark.parametrize("family", ["llava", "blip_2"])
 def test_the_ledger_has_the_share_of_the_text(family: str) -> None:
     model, _, answer = answered(family)
     explanation = saliency.AttnLRP(model).attribute(answer, saliency.words("red"))
@@ -210,6 +221,90 @@ def test_the_ledger_has_the_share_of_the_text(family: str) -> None:
     assert explanation.image_share is not None
     assert float(explanation.image_share) == pytest.approx(share, abs=1e-6)
     assert f"{share:.0%} is the image's" in str(saliency.ledger_table(explanation))
+
+
+@pytest.mark.parametrize("method", [saliency.InputXGradient, saliency.AttnLRP])
+@pytest.mark.parametrize("family", [qwen3_vl, mllama], ids=lambda family: family.__name__)
+@pytest.mark.filterwarnings("error")
+def test_an_image_that_enters_after_the_embeddings_has_no_share(
+    family: Callable[[], tuple[nn.Module, Any]], method: type[saliency.Attribution]
+) -> None:
+    torch.manual_seed(0)
+    model, processor = family()
+    answer = saliency.generate(model.eval(), processor, scene(), QUESTION, answer="a red car")
+    projections = [own for name, own in model.named_parameters() if "visual.merger.linear_fc2" in name]
+    with torch.no_grad():
+        for projection in projections:  # what is left enters later layers
+            projection.mul_(1e-4)
+    explanation = method(model).attribute(answer, saliency.words("red"))
+    assert explanation.values.any()
+    assert explanation.image_share is explanation.token_shares is None
+    assert explanation.notes == ("",)
+    assert explanation.tokens == ()
+    if explanation.ledger is not None:
+        torch.testing.assert_close(explanation.ledger.sum(1), explanation.scores, rtol=0, atol=1e-4)
+        assert "image's" not in str(saliency.ledger_table(explanation))
+    saliency.draw_answer(answer, method(model))
+
+
+def test_the_tokens_of_an_answer_read_the_image_by_cross_attention() -> None:
+    torch.manual_seed(0)
+    model, processor = mllama()
+    prompt = f"<|image|> {QUESTION}"
+    answer = saliency.generate(model.eval(), processor, scene(), prompt, answer="a red car")
+    score = saliency.InputXGradient(model).attribute(answer, saliency.words("car")).scores
+    inputs = processor(images=[scene()], text=[f"{prompt} a red"], return_tensors="pt")
+    torch.testing.assert_close(score, odds(model(**inputs).logits[:, -1], answer.answer_text.ids[2]).detach())
+    greedy = saliency.generate(model, processor, scene(), prompt, max_new_tokens=3)
+    rows = logits(model, greedy, greedy.inputs)[0].argmax(1)
+    assert tuple(rows.tolist()) == greedy.answer_text.ids
+
+
+@pytest.mark.parametrize("size", [(28, 28), (56, 28), (28, 80)])
+def test_empty_tiles_after_those_of_the_image_have_no_place(size: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model, processor = mllama()
+    answer = saliency.generate(model.eval(), processor, scene(size=size), f"<|image|> {QUESTION}", answer="a red car")
+    fixed = answer.arguments.fixed["pixel_values"]
+    assert not fixed[0, 0, -1].any()
+    assert torch.equal(answer.arguments(answer.inputs, 0)["pixel_values"], fixed)
+    for cell in ((2, 3), (20, 25)):
+        with torch.no_grad():
+            x = answer.inputs.clone()
+            x[..., cell[0], cell[1]] += 1
+            changed = answer.arguments(x, 0)["pixel_values"]
+        assert int((changed != fixed).sum()) == 3  # one pixel of one tile
+    assert saliency.overlay(saliency.AttnLRP(model).attribute(answer, saliency.words("red"))).size == size
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    model, processor = florence_2()
+    with pytest.raises(saliency.ModelError, match="Florence2ForConditionalGeneration is an encoder-decoder"):
+        saliency.generate(model.eval(), processor, scene(), "<CAPTION>", answer="a red car")
+
+
+def test_an_output_of_another_length_is_refused() -> None:
+    class Last(_Plain):
+        def forward(self, input_ids: Tensor, pixel_values: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+            return {"logits": super().forward(input_ids, pixel_values, attention_mask)["logits"][:, -1:]}
+
+    message = r"the output is \(1, 1, 12\); expected logits \(1, 6, V\) of the sequence"
+    with pytest.raises(saliency.ModelError, match=message):
+        saliency.generate(Last(), _Processor(), scene(), "3 4", answer="5 6 7", canvas=_halves)
+
+
+def test_a_character_of_several_tokens_is_one_character() -> None:
+    torch.manual_seed(0)
+    model, processor = llava(words=byte_tokenizer("<image>"))
+    text = "ein 🚗 ist grün"
+    answer = saliency.generate(model.eval(), processor, scene(), "<image> wie heißt 🚗?", answer=text)
+    assert answer.text == "".join(answer.tokens) == text
+    assert len(answer.tokens) == len(text.encode())
+    assert "".join(token or "" for token in answer.sequence) == " wie heißt 🚗?ein 🚗 ist grü"  # without the last token
+    explanation = saliency.InputXGradient(model).attribute(answer, saliency.words("grün"))
+    rows, ids = logits(model, answer, answer.inputs)[0], answer.answer_text.ids
+    expected = sum(odds(rows[at, None], ids[at]) for at in range(len(ids) - len("grün".encode()), len(ids)))
+    torch.testing.assert_close(explanation.scores, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_shares_are_the_gradient_times_the_embeddings() -> None:
@@ -511,7 +606,7 @@ def test_metrics_change_the_image_of_an_answer() -> None:
 
 def test_a_word_has_a_trust_card() -> None:
     model, _, answer = answered("llava")
-    card = saliency.trust(saliency.InputXGradient(model), answer, saliency.words("red"), seconds=3)
+    card = saliency.trust(saliency.InputXGradient(model), answer, saliency.words("red"))
     assert {"mprt", "deletion", "insertion", "rank_correlation"} <= set(card.measurements)
     assert card.title == "Trust card of input_x_gradient for red"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -521,11 +520,8 @@ def test_ten_thousand_photos_open_at_once_and_only_those_in_sight_are_elements(o
         row(at, probability=at / 10_000, target=at % 1000, name=f"class {at % 1000}", **same) for at in range(10_000)
     )
     file = report(folder(tmp_path / "out", rows, pictures=True))
-    began = time.perf_counter()
     page = opened.go(file)
     until(page, "document.querySelector('.card .heat').naturalWidth === 40")
-    took = time.perf_counter() - began
-    assert took < 10, f"{took:.1f} s"  # under one on an idle machine
     elements = "document.querySelectorAll('*').length - document.querySelectorAll('option').length"
     assert count(page) == "10,000 images"
     assert page.evaluate(elements) < 1500

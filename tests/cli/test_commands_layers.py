@@ -140,6 +140,19 @@ def test_the_gradients_are_those_of_the_top_class_or_of_the_one_that_is_asked_fo
     assert float(top[1]) == float(same[1]) > float(other[1])
 
 
+def test_the_gradients_of_parameters_are_those_of_the_layers_that_are_shown(answer: Callable[..., str]) -> None:
+    text = answer(*RESNET, "--depth", 1, "--gradients", "parameters", "--target", 281)
+    assert re.search(r"Gradients of a score of \S+ at the parameters of ResNet", text)
+    found = re.findall(r"^(\S+\.(?:weight|bias)) +(\w+) ", text, re.MULTILINE)
+    assert found == [
+        ("conv1.weight", "Conv2d"),
+        ("bn1.weight", "BatchNorm2d"),
+        ("bn1.bias", "BatchNorm2d"),
+        ("fc.weight", "Linear"),
+        ("fc.bias", "Linear"),
+    ]
+
+
 def test_nothing_is_computed_that_was_not_asked_for(
     answer: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +173,7 @@ def test_nothing_is_computed_that_was_not_asked_for(
         (["--target", "tabby"], "--target selects the class whose gradients are shown; add --gradients"),
         (["--gradients", "--target", "tabbby"], 'no class "tabbby" among 1000 classes; did you mean "tabby"'),
         (["--gradients", "--target", "5000"], "class 5000 is outside 0..999"),
+        (["--gradients", "weights"], "invalid choice: 'weights' (choose from 'layers', 'parameters')"),
         (["--depth", "0"], "--depth=0 is not a whole number of at least 1"),
         (["--depth", "two"], "two: expected levels of nested layers"),
         (["--depth", "2", "--all"], "not allowed with argument"),

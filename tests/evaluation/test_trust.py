@@ -95,6 +95,13 @@ def test_a_short_time_draws_fewer_samples(card: TrustCard) -> None:
     assert "not measured: depends on the weights (MPRT)" in str(short)
     assert "; not measured: depends on the weights (MPRT), " in short.summary
     assert "not measured" not in card.summary
+    for name in ("mprt", "random_logit", "noise_margin"):
+        with pytest.raises(
+            saliency.LayerError, match=f'"{name}" was not measured.* fit into seconds=1e-06; leave it out'
+        ):
+            short[name]
+    with pytest.raises(saliency.LayerError, match='no row "random_bxo" in this table of 5'):
+        short["random_bxo"]
     few, usual = (sum(each.passes for each in one.measurements.values()) for one in (short, card))
     assert few < 0.6 * usual
 

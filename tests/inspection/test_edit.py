@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -92,6 +93,69 @@ def test_a_chain_of_double_show_halve_show_is_seen_and_applied_in_order() -> Non
     assert v.grad is not None
     assert v.grad.tolist() == [2, 4, 6]
     assert editing.edits == {"": 1}
+
+
+def noisy(seed: int, shape: Sequence[int]) -> edit_rules.Rule:
+    noise = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return lambda tensor: tensor + noise
+
+
+def test_parameters_and_tensors_take_a_chain_of_rules_until_the_block_ends() -> None:
+    model, x, hidden = Plain(), images(), torch.ones(3, requires_grad=True)
+    before, expected = Snapshot(model=model), gradients(model, x)
+    plain = dict(zip(["x", *dict(model.named_parameters())], expected, strict=True))
+    seen: list[Tensor] = []
+    chain: list[edit_rules.Rule] = [double, seen.append, scaled(0.5), noisy(7, (5,))]
+    inner = hidden * 1
+    with (
+        edit_gradients(model, "fc.bias", chain) as bias,
+        edit_gradients(model, [model.mid.weight, inner], double) as two,
+    ):
+        edited = dict(zip(plain, gradients(model, x), strict=True))
+        (of_inner,) = torch.autograd.grad((inner * hidden).sum(), hidden)
+    assert bias.edits == {"fc.bias": 1}
+    assert two.edits == {"mid.weight": 1, "tensor 1": 1}
+    assert torch.equal(seen[0], 2 * plain["fc.bias"])
+    assert torch.equal(edited.pop("fc.bias"), noisy(7, (5,))(plain.pop("fc.bias")))  # type: ignore[arg-type]
+    assert torch.equal(edited.pop("mid.weight"), 2 * plain.pop("mid.weight"))
+    assert same(list(edited.values()), list(plain.values()))
+    assert of_inner.tolist() == [3, 3, 3]  # 1 directly, and twice 1 through the edited tensor
+    assert not before.changes()
+    assert same(gradients(model, x), expected)
+
+
+def test_the_edited_gradient_of_a_parameter_is_added_to_its_grad_as_by_register_hook() -> None:
+    ours, x = Plain(), images(grad=False)
+    theirs = copy.deepcopy(ours)
+    for model in (ours, theirs):
+        model(x).sum().backward()
+    clip = edit_rules.clip_norm(0.01)
+    weights = [own for name, own in theirs.named_parameters() if name.endswith("weight")]
+    handles = [own.register_hook(clip) for own in weights]  # type: ignore[no-untyped-call]
+    theirs(x).square().sum().backward()
+    with edit_gradients(ours, "*.weight", clip) as editing:
+        ours(x).square().sum().backward()
+    for handle in handles:
+        handle.remove()
+    assert editing.edits == {"conv.weight": 1, "mid.weight": 1, "fc.weight": 1}
+    for model in (ours, theirs):
+        model(x).sum().backward()
+    assert same([own.grad for own in ours.parameters()], [own.grad for own in theirs.parameters()])  # type: ignore[misc]
+
+
+def test_a_pattern_that_matches_layers_selects_no_parameters() -> None:
+    model = Plain()
+    with edit_gradients(model, ["f*", "mid.b*"], double) as editing:
+        gradients(model, images())
+    assert editing.edits == {"fc": 1, "mid.bias": 1}
+
+
+def test_a_tied_parameter_has_each_of_its_names_and_is_edited_once() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    with edit_gradients(model, ["1.weight", "0.weight"], double) as editing:
+        model(torch.randn(1, 3)).sum().backward()
+    assert editing.edits == {"1.weight": 1}
 
 
 def test_nested_blocks_compose_in_the_order_in_which_they_were_opened() -> None:
@@ -450,12 +514,23 @@ def test_what_cannot_be_edited_is_refused_with_the_reason() -> None:
         whole(torch.randn(1, 3))
     with pytest.raises(NotApplicableError, match="returns no floating-point"), edit_activations(whole, "1", double):
         whole(torch.randn(1, 3))
+    whole[0].bias.requires_grad_(False)
+    for wanted in ("0.bias", whole[0].bias):
+        with (
+            pytest.raises(NotApplicableError, match=r'"0.bias" cannot be edited: it requires no gradient; use req'),
+            edit_gradients(whole, wanted, double),
+        ):
+            pass
+    for parameter in whole.parameters():
+        assert not parameter._backward_hooks
 
 
 def test_wrong_arguments_are_refused_before_anything_runs() -> None:
     model = Plain()
     with pytest.raises(LayerError, match=r'no layer "fc.bias" in Plain'):
-        edit_gradients(model, "fc.bias", double)
+        edit_activations(model, "fc.bias", double)
+    with pytest.raises(LayerError, match=r'no layer "fc.bais" in Plain'):
+        edit_gradients(model, "fc.bais", double)
     with pytest.raises(LayerError, match="no layer"):
         edit_gradients(model, "nonsense*", double)
     with pytest.raises(LayerError, match="no target to edit was given"):
@@ -467,8 +542,8 @@ def test_wrong_arguments_are_refused_before_anything_runs() -> None:
     with pytest.raises(MethodError, match="expected a name, a pattern"):
         edit_gradients(model, 3, double)  # type: ignore[arg-type]
     for tensor in (model.fc.bias, [model.fc.bias], torch.ones(())):
-        with pytest.raises(MethodError, match="to edit its gradient, call its register_hook"):
-            edit_gradients(model, tensor, double)  # type: ignore[arg-type]
+        with pytest.raises(MethodError, match="to edit its gradient, use edit_gradients"):
+            edit_activations(model, tensor, double)  # type: ignore[arg-type]
 
 
 def test_a_place_that_was_never_edited_is_told_at_the_end() -> None:
@@ -533,6 +608,7 @@ def test_another_thread_sees_no_edit() -> None:
     with (
         other,
         edit_gradients(model, "*", scaled(0)),
+        edit_gradients(model, "*.weight", scaled(0)),
         edit_gradients(model, ["mid"], scaled(0), at="output"),
         edit_activations(model, "mid", scaled(0)),
     ):

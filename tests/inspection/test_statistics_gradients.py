@@ -211,6 +211,68 @@ def test_several_batches_of_any_size_count_as_one(kind: str) -> None:
             assert getattr(found, field) == pytest.approx(value, rel=1e-9, abs=rounding), (found.name, field)
 
 
+# Parameters ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cuts", [[(0, 6)], [(0, 1), (1, 5), (5, 6)]], ids=["one batch", "three batches"])
+def test_parameters_have_the_gradient_of_the_mean_loss_over_all_images(cuts: list[tuple[int, int]]) -> None:
+    model, x = precise(), photos()
+    whole = copy.deepcopy(model).eval()
+    expected = torch.autograd.grad(F.cross_entropy(whole(x), LABELS), list(whole.parameters()))
+    next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
+    before = Snapshot(model=model)
+    pairs = [(x[start:end], LABELS[start:end]) for start, end in cuts]
+    found = gradient_statistics(model, pairs, F.cross_entropy, of="parameters")
+    assert [row.name for row in found] == list(dict(whole.named_parameters()))
+    for row, own in zip(found, expected, strict=True):
+        assert_is(row, own)
+        assert row.kind == type(model.get_submodule(row.name.rpartition(".")[0])).__name__
+        assert (row.call, row.calls, row.count) == (0, 1, own.numel())
+    assert not before.changes()
+    assert str(found).splitlines()[2].split()[:3] == ["parameter", "kind", "norm"]
+    assert "at the parameters of" in found.title
+    assert saliency.gradient_flow(found).axes[0].get_xlabel() == "parameters, from the input to the output"
+
+
+def test_parameters_are_those_of_the_selected_layers_and_the_frozen_ones_have_none() -> None:
+    model = plain_model()
+    model.get_parameter("4.bias").requires_grad_(False)
+    found = gradient_statistics(model, photos(), 2, of="parameters", layers=["0.3", nn.Linear])
+    assert [(row.name, row.kind) for row in found] == [
+        ("0.3.weight", "Conv2d"),
+        ("0.3.bias", "Conv2d"),
+        ("4.weight", "Linear"),
+        ("4.bias", "Linear"),
+    ]
+    assert [row.norm is None for row in found] == [False] * 3 + [True]
+    assert gradient_statistics(model, photos(), 2, of="parameters", layers="0")[0].name == "0.0.weight"
+    with pytest.raises(LayerError, match="the selected layers of Sequential have no parameters"):
+        gradient_statistics(model, photos(), 2, of="parameters", layers=nn.Tanh)
+    with pytest.raises(saliency.MethodError, match="of='weights' is not one of 'layers', 'parameters'"):
+        gradient_statistics(model, photos(), 2, of="weights")  # type: ignore[arg-type]
+
+
+def test_parameters_of_the_model_itself_tied_ones_and_nan_have_rows() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.first, self.second, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.second(self.first(self.scale * x))
+            out: Tensor = self.head((x - x).sqrt() + x)
+            return out
+
+    found = gradient_statistics(Root(), torch.randn(2, 3), 0, of="parameters")
+    names = ["scale", "first.weight", "first.bias", "second.bias", "head.weight", "head.bias"]
+    assert [row.name for row in found] == names
+    assert found["scale"].kind == "Root"
+    assert [row.nan > 0 for row in found] == [True] * 4 + [False] * 2
+    assert found.first_nonfinite == "second.bias"
+
+
 # What it is a gradient of --------------------------------------------------------------------------------------------
 
 

@@ -10,11 +10,21 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from saliency import Explanation, RenderError, VanillaGradient, overlay, shared_limit, significance, standard_error
+from saliency import (
+    RISE,
+    Explanation,
+    RenderError,
+    SaliencyWarning,
+    VanillaGradient,
+    overlay,
+    shared_limit,
+    significance,
+    standard_error,
+)
 from saliency.attribution.explanation import Sign
 from saliency.io.preprocess import Frame
 from saliency.render.blending import Opacity
-from saliency.testing import tiny_model
+from saliency.testing import images, tiny_model
 
 
 def sampled(values: Tensor, error: Tensor | None, sign: Sign = "signed") -> Explanation:
@@ -88,6 +98,15 @@ def test_a_fade_of_a_method_without_errors_says_which_have_them() -> None:
     for call in (lambda: overlay(explanation, min_significance=2), lambda: standard_error(explanation)):
         with pytest.raises(RenderError, match=r"vanilla_gradient has no standard error.*smooth_grad"):
             call()
+
+
+def test_one_sample_of_a_method_that_samples_has_no_error() -> None:
+    with pytest.warns(SaliencyWarning, match="below the rounding error"):
+        explanation = RISE(tiny_model(), passes=1).attribute(images(1), 0)
+    with pytest.raises(
+        RenderError, match=r"^((?!such as.*rise).)*no standard error \(passes: 1\).*at least two samples"
+    ):
+        standard_error(explanation)
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan")])
