@@ -132,7 +132,11 @@ class Network:
         method, target = self.methods[0], cast("BoxScore", loaded.target)
         x = loaded.input[None].to(self.device, self._dtype)
         with prepared_for_attribution(method.model), bind_layout(method.layout), torch.no_grad():
-            return len(target.found(run_model(method.model, x), self.categories))
+            try:
+                output = run_model(method.model, x)
+            except Exception:  # noqa: BLE001 - the row of the image states it
+                return 0
+            return len(target.found(output, self.categories))
 
     def load(self, slot: Slot, most_pixels: float = math.inf) -> LoadedImage:
         """Look up the target of an image, decode and preprocess it, and keep an image of at most `most_pixels`.
@@ -153,14 +157,15 @@ class Network:
             target = located(target, [Geometry(input_box, image.size, (x.shape[-2], x.shape[-1]))])
             return LoadedImage(slot, None, target, x, input_box, to_draw, prepare.range)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
-            return LoadedImage(slot, error, self._target)
+            return LoadedImage(slot, error)
 
     def explain(self, batch: Sequence[LoadedImage]) -> list[tuple[Results, str | None]]:
         """Run all methods on a batch, and return the results of each image, in order.
 
-        An image that could not be loaded is replaced by zeros, so that the others keep their positions. After an error,
-        the batch is repeated in parts, down to one method on one image. The error is returned next to the results of
-        its images, None without an error or if a method does not apply.
+        An image that could not be loaded is replaced by the first image of its batch, with the target of that image, so
+        that the others keep their positions. After an error, the batch is repeated in parts, down to one method on one
+        image. The error is returned next to the results of its images, None without an error or if a method does not
+        apply.
 
         Args:
             batch: The images.
@@ -175,15 +180,16 @@ class Network:
         for shape in sorted(shapes):
             # If all images have one size, they keep their positions. Otherwise each size runs as a batch of its own.
             same = [index for index, x in inputs.items() if x.shape == shape] if len(shapes) > 1 else range(len(batch))
-            empty = torch.zeros(shape, dtype=torch.float32, device="cpu")
-            x = torch.stack([inputs.get(index, empty) for index in same]).to(self.device, self._dtype)  # (N, C, H, W)
+            first = next(index for index in same if index in inputs)
+            shown = [index if index in inputs else first for index in same]
+            x = torch.stack([inputs[index] for index in shown]).to(self.device, self._dtype)  # (N, C, H, W)
             # Methods that failed on every image of an earlier batch run separately.
             shared = [method for method in self.methods if method.name not in self._separate]
             outcomes: _Outcomes = {}
             errors: list[str] = []
             for methods in [shared, *([method] for method in self.methods if method not in shared)]:
                 if methods:
-                    outcomes |= self._attempt(methods, x, [batch[index].target for index in same], errors)
+                    outcomes |= self._attempt(methods, x, [batch[index].target for index in shown], errors)
             for position, index in enumerate(same):
                 if index in inputs:
                     of_image = {name: of_batch[position] for name, of_batch in outcomes.items()}
