@@ -8,13 +8,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from ..validation import check_choice
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Suffixes of the files in a folder that count as images. Formats that cannot be read are included, so that they cause
 # an error. A file that is given by its path is read regardless of its suffix.
@@ -109,23 +105,3 @@ def is_drawing(path: str) -> bool:
             return SOFTWARE.encode() in start + file.read()
     except OSError:
         return False
-
-
-def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> None:
-    """Write a safetensors file atomically.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    with atomic_write(path) as temporary:
-        temporary.touch()
-        permissions = temporary.stat().st_mode
-        try:
-            save_file(dict(tensors), temporary, metadata)
-        except SafetensorError as error:
-            raise OSError(f"{os.fspath(path)} cannot be written: {error}") from error
-        # safetensors replaces the file by one that only its owner may read.
-        temporary.chmod(permissions)
