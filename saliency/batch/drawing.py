@@ -22,7 +22,7 @@ from safetensors.torch import save
 from ..attribution.explanation import Explanation, pack_explanation
 from ..attribution.heatmap import heatmap
 from ..evaluation.trust import TrustCard
-from ..io.atomic_write import atomic_write
+from ..io.atomic_write import atomic_write, inside
 from ..io.inputs import encode
 from ..io.preprocess import Frame, resize_box, scaled_size
 from ..io.volumes import Volume, encode_map
@@ -216,9 +216,8 @@ def _write(
     out: Path, names: Mapping[str, str], column: str, content: bytes | Callable[[Path], object]
 ) -> dict[str, Any]:
     """Write a file, given its bytes or a function that saves it, and return its name and size for the row."""
-    file = out / names[column]
-    if not file.parent.is_dir():
-        file.parent.mkdir(parents=True, exist_ok=True)
+    file = inside(out, names[column])
+    file.parent.mkdir(parents=True, exist_ok=True)
     if callable(content):
         content(file)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -63,6 +63,28 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def durable_write(path: str | os.PathLike[str], lines: Iterable[bytes]) -> None:
+    """Write a file atomically, so that the old or the new content survives a power cut."""
+    with atomic_write(path) as temporary, temporary.open("wb") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    folder = os.open(Path(path).parent, os.O_RDONLY)
+    os.fsync(folder)  # the new name
+    os.close(folder)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return the path of a file or folder that a run writes in its own folder.
+
+    Raises:
+        OSError: It would lie outside: the name contains "..", or a link is on the way.
+    """
+    if os.path.realpath(folder / name) != os.path.join(os.path.realpath(folder), "") + name:  # noqa: PTH118
+        raise OSError(errno.ELOOP, f"{name} is a link, or leads out of the folder; remove it")
+    return folder / name
 
 
 def write_by_suffix(path: str | os.PathLike[str], writers: Mapping[str, Callable[[], bytes]]) -> Path:
