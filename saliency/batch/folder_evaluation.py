@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..attribution.base import Attribution
 from ..attribution.options import declared_options
-from ..errors import ImageError
+from ..errors import USER_CODE_ERRORS, ImageError
 from ..evaluation.comparison import Comparison, Result, measure_image, unique_names
 from ..evaluation.metrics.base import Metric, SharedResults, resolve_metrics
 from ..io.atomic_write import atomic_write, inside
@@ -257,7 +257,7 @@ class Measuring(RunContext):
             row: Row = {"index": slot.index, "source": slot.entry.source, "method": method.name, "error": None}
             try:
                 row["results"] = self._measure_method(method, loaded, shared)
-            except Exception as error:  # noqa: BLE001 - any error is a failure of this image and method only
+            except USER_CODE_ERRORS as error:  # any error is a failure of this image and method only
                 failure = Failure.of(error, slot.entry.source)
                 row |= {"error": failure.reason, "error_kind": failure.kind, "results": []}
                 row |= {"method": None} if isinstance(error, ImageError) else {}

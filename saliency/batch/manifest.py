@@ -169,6 +169,5 @@ def write_csv(folder: Path) -> Path:
 
 
 def _cell(value: object) -> object:
-    if isinstance(value, dict | list):
-        return json.dumps(value, sort_keys=True)
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+    cell = json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else value
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell

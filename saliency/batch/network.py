@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..attribution.aliases import option_hint
 from ..attribution.base import METHODS, Attribution, explain_together, get_method
 from ..attribution.explanation import Explanation
-from ..errors import LayerError, MethodError, NotApplicableError
+from ..errors import USER_CODE_ERRORS, LayerError, MethodError, NotApplicableError
 from ..evaluation.metrics.base import SharedResults
 from ..evaluation.trust import TrustCard, trust
 from ..hooks.model_state import is_out_of_memory, prepared_for_attribution, reference_tensor, run_model
@@ -30,13 +30,13 @@ from .failures import BatchError, Failure
 from .listing import ImageEntry
 from .run_options import RunOptions
 
-Results = Mapping[str, Explanation | Exception]
+Results = Mapping[str, Explanation | BaseException]
 """Explanation or error of every method for one image, by the name of the method."""
-Cards = Mapping[str, TrustCard | Exception]
+Cards = Mapping[str, TrustCard | BaseException]
 """Trust card, or why there is none, of methods for one image, by the name of the method."""
 _DEVICE_ERRORS = (RuntimeError, AssertionError, NotImplementedError)
 """Errors of PyTorch for a device that does not exist or is full."""
-_Outcomes = dict[str, list[Explanation | Exception]]
+_Outcomes = dict[str, list[Explanation | BaseException]]
 """Explanation or error of every image of a batch, by the name of the method."""
 
 
@@ -75,7 +75,7 @@ class LoadedImage:
     """
 
     slot: Slot
-    failure: Exception | None = None
+    failure: BaseException | None = None
     target: int | Target | None = None
     input: Tensor | None = None
     box: Box = (0.0, 0.0, 0.0, 0.0)
@@ -134,7 +134,7 @@ class Network:
         with prepared_for_attribution(method.model), bind_layout(method.layout), torch.no_grad():
             try:
                 output = run_model(method.model, x)
-            except Exception:  # noqa: BLE001 - the row of the image states it
+            except USER_CODE_ERRORS:  # the row of the image states it
                 return 0
             return len(target.found(output, self.categories))
 
@@ -156,7 +156,7 @@ class Network:
             x, input_box = prepare(image), locate(prepare, image)
             target = located(target, [Geometry(input_box, image.size, (x.shape[-2], x.shape[-1]))])
             return LoadedImage(slot, None, target, x, input_box, to_draw, prepare.range)
-        except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
+        except USER_CODE_ERRORS as error:  # any error is a failure of this image only
             return LoadedImage(slot, error)
 
     def explain(self, batch: Sequence[LoadedImage]) -> list[tuple[Results, str | None]]:
@@ -214,7 +214,7 @@ class Network:
         try:
             explanations = explain_together(methods, x, targets)
             return {method.name: list(one.to("cpu")) for method, one in zip(methods, explanations, strict=True)}
-        except Exception as caught:  # noqa: BLE001 - any error is a failure of these images
+        except USER_CODE_ERRORS as caught:  # any error is a failure of these images
             error = caught
         # Free the memory of the pass: after the except block, drop the tracebacks, which reference tensors.
         cause: BaseException | None = error
@@ -241,11 +241,11 @@ class Network:
 
 def trust_card(
     method: Attribution, loaded: LoadedImage, seconds: float | None, **options: Any
-) -> TrustCard | Exception:
+) -> TrustCard | BaseException:
     """Return the trust card of a loaded image, or the reason why there is none."""
     try:
         return trust(method, loaded.open(), loaded.target, seconds=seconds, **options)
-    except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
+    except USER_CODE_ERRORS as error:  # any error is a failure of this image only
         return error
 
 

@@ -38,10 +38,8 @@ HEAD: dict[str, Any] = {
     "batch_sizes": re.compile(r"\[\[0, [1-9]\d*\](, \[\d+, [1-9]\d*\])*\]"),
     "model": {"name": str, "weights": str | None},
     "fingerprint": {"opacity": str | float | int},
-    "command": [str],
-    "versions": dict,
-    "finished": bool,
 }
+HEAD |= {"command": [str], "versions": dict, "finished": bool}
 """The shape of the keys of `manifest.json` that are read again; see `fits`."""
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.part")

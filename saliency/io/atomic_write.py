@@ -65,15 +65,16 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise
 
 
-def durable_write(path: str | os.PathLike[str], lines: Iterable[bytes]) -> None:
-    """Write a file atomically, so that the old or the new content survives a power cut."""
+def durable_write(path: Path, lines: Iterable[bytes]) -> Path:
+    """Write a file atomically, so that the old or the new content survives a power cut, and return its path."""
     with atomic_write(path) as temporary, temporary.open("wb") as file:
         file.writelines(lines)
         file.flush()
         os.fsync(file.fileno())
-    folder = os.open(Path(path).parent, os.O_RDONLY)
+    folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)  # the new name
     os.close(folder)
+    return path
 
 
 def inside(folder: Path, name: str) -> Path:

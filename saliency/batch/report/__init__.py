@@ -62,9 +62,8 @@ def report(folder: Path, *, title: str | None = None) -> Path:
         with locked(folder):
             run["title"] = title
             OutputFolder(folder).write_head(run)
-    page = inside(folder, PAGE)
-    durable_write(page, [_page(run, _rows(folder / MANIFEST), _comparison(folder)).encode()])
-    return page
+    page = _page(run, _rows(folder / MANIFEST), _comparison(folder))
+    return durable_write(inside(folder, PAGE), [page.encode()])
 
 
 def _rows(path: Path) -> Iterator[Row]:
