@@ -6,7 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -72,7 +72,8 @@ def durable_write(path: Path, lines: Iterable[bytes]) -> Path:
         file.flush()
         os.fsync(file.fileno())
     folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # the new name
+    with suppress(OSError):  # some mounted file systems cannot sync a folder, which holds the new name
+        os.fsync(folder)
     os.close(folder)
     return path
 

@@ -166,6 +166,11 @@ def test_the_page_holds_every_row_of_the_manifest(tmp_path: Path) -> None:
             assert entry[key] == (None if wanted[key] is None else f"./{wanted[key]}")
 
 
+def test_numbers_of_the_head_that_json_does_not_have_are_left_out(tmp_path: Path) -> None:
+    page = report(folder(tmp_path / "out", [row(0)], fingerprint={"opacity": math.nan}, versions={"torch": math.inf}))
+    assert Elements(page).data["head"]["versions"] == {"torch": None}
+
+
 def test_the_page_holds_the_comparison_without_numbers_that_json_does_not_have(tmp_path: Path) -> None:
     out = folder(tmp_path / "out", [row(0)])
     assert unzipped(Elements(report(out)).data["comparison"]) is None
@@ -246,7 +251,13 @@ def test_no_text_of_a_file_becomes_part_of_the_page(tmp_path: Path) -> None:
     paths = {kind: f"{kind}/{HOSTILE}.png" for kind in ("thumbnail", "heat", "overlay")}
     rows = [row(0, HOSTILE, settings={HOSTILE: HOSTILE}, **texts, **paths)]
     model = {"name": HOSTILE, "weights": HOSTILE}
-    head = {"model": model, "command": [HOSTILE], "versions": {HOSTILE: HOSTILE}, "title": HOSTILE, "created": HOSTILE}
+    head: Row = {
+        "model": model,
+        "command": [HOSTILE],
+        "versions": {HOSTILE: HOSTILE},
+        "title": HOSTILE,
+        "created": HOSTILE,
+    }
     with pytest.raises(BatchError, match="is damaged"):
         report(folder(tmp_path / "out", rows, **head))
     page = report(folder(tmp_path / "out", rows, **head, methods=["grad_cam"]))

@@ -115,7 +115,7 @@ def _page(run: Row, rows: Iterable[Row], comparison: Row | None) -> str:
         "title": html.escape(title),
         "policy": _policy(style, script),
         "style": style,
-        "data": dumped({"head": head, "images": _packed(entries), "comparison": _packed(comparison)}),
+        "data": dumped({"head": _rounded(head), "images": _packed(entries), "comparison": _packed(comparison)}),
         "script": script,
     }
     # A single substitution: placeholders in inserted text are not replaced.
