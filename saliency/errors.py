@@ -83,6 +83,10 @@ class SaliencyWarning(UserWarning):
     """The result is correct, but has a limitation that the user should know."""
 
 
+USER_CODE_ERRORS = (Exception, SystemExit)
+"""The errors of a user's code. It may call sys.exit, which must not end a run over many images."""
+
+
 @contextmanager
 def errors_as(kind: type[SaliencyError], problem: str) -> Iterator[None]:
     """Raise any error of a block as an error of this kind: the problem, then the reason.

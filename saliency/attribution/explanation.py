@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -18,12 +17,13 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from .. import notebook
 from ..errors import ExplanationError, errors_as
 from ..hooks.rectifiers import Coverage
-from ..io.atomic_write import atomic_write, save_tensors
+from ..io.atomic_write import write_by_suffix
 from ..io.inputs import decode, encode
 from ..io.preprocess import Box, Frame, ImageBox
 from .aliases import result_hint
@@ -213,19 +213,20 @@ class Explanation(BatchAttribution):
             )
         if not path.parent.is_dir():
             raise FileNotFoundError(f"cannot write {path.name}: there is no folder {path.parent}")
-        if path.suffix == ".npy":
-            with atomic_write(path) as temporary, temporary.open("wb") as file:
-                np.save(file, np.asarray(self))
-        else:
-            save_tensors(path, *pack_explanation(self))
-        return path
+        return write_by_suffix(path, {".npy": self._npy, ".safetensors": lambda: save(*pack_explanation(self))})
+
+    def _npy(self) -> bytes:
+        file = io.BytesIO()  # on a full disk, `np.save` to a file raises no error
+        np.save(file, np.asarray(self))
+        return file.getvalue()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Explanation:
         """Read a file that `save` wrote.
 
         Raises:
-            ExplanationError: The file is missing, damaged, or of another kind.
+            ExplanationError: The file is missing, damaged, or of another kind, or one of its images is larger than an
+                image may be.
         """
         with errors_as(ExplanationError, f"{path}: not a readable explanation"):
             with safe_open(str(path), framework="pt") as file:
@@ -307,6 +308,4 @@ def _encode_png(image: Image.Image) -> Tensor:
 
 
 def _frame(png: Tensor, left: float, top: float, right: float, bottom: float) -> Frame:
-    # Accept any number of pixels: the limit was checked when the original image was read.
-    image = decode(io.BytesIO(png.numpy().tobytes()), "the image", max_pixels=sys.maxsize)
-    return Frame(image, (left, top, right, bottom))
+    return Frame(decode(io.BytesIO(png.numpy().tobytes()), "the image"), (left, top, right, bottom))

@@ -132,9 +132,9 @@ def batch(
     run_options = RunOptions.of(locals())
     with without_garbage_collection():
         entries, left_out = find_images(sources, recursive=recursive, targets=targets)
-    with locked(Path(out)):
-        with writing_to(out), without_garbage_collection():
-            run = BatchRun(run_options, Path(out), entries)
+    with locked(Path(out)) as folder:
+        with writing_to(folder), without_garbage_collection():
+            run = BatchRun(run_options, folder, entries)
         run.complete()
         with without_garbage_collection():
             return replace(run.finish(), left_out=left_out)

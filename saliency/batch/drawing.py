@@ -21,8 +21,9 @@ from safetensors.torch import save
 
 from ..attribution.explanation import Explanation, pack_explanation
 from ..attribution.heatmap import heatmap
+from ..errors import USER_CODE_ERRORS
 from ..evaluation.trust import TrustCard
-from ..io.atomic_write import atomic_write
+from ..io.atomic_write import atomic_write, inside
 from ..io.inputs import encode
 from ..io.preprocess import Frame, resize_box, scaled_size
 from ..io.volumes import Volume, encode_map
@@ -87,7 +88,7 @@ def write_results(
     facts: dict[str, Any] = {"index": slot.index, "source": printable(slot.entry.source), "id": slot.entry.name}
     facts["repeated"] = repeated
 
-    def failed(error: Exception, method: str | None, *, is_writing: bool = False) -> Row:
+    def failed(error: BaseException, method: str | None, *, is_writing: bool = False) -> Row:
         if is_writing and stops_run(error):
             raise unwritable(out, error) from error
         failure = Failure.of(error, slot.entry.path, slot.entry.source, method or "")
@@ -114,7 +115,7 @@ def write_results(
         return
     for method in slot.methods:
         result = results[method]
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             yield failed(result, method)
             continue
         start = perf_counter()
@@ -127,7 +128,7 @@ def write_results(
             row["seconds"] = round(seconds + perf_counter() - start, 4)
             try:
                 row |= _write_card(options, out, names, cards[method]) if method in cards else {}
-            except Exception as error:  # noqa: BLE001 - any error fails the card; the overlay stays
+            except USER_CODE_ERRORS as error:  # any error fails the card; the overlay stays
                 why = failed(error, method, is_writing=True)
                 row |= {"error": f"no trust card: {why['error']}", "error_kind": why["error_kind"]}
         yield row
@@ -216,9 +217,8 @@ def _write(
     out: Path, names: Mapping[str, str], column: str, content: bytes | Callable[[Path], object]
 ) -> dict[str, Any]:
     """Write a file, given its bytes or a function that saves it, and return its name and size for the row."""
-    file = out / names[column]
-    if not file.parent.is_dir():
-        file.parent.mkdir(parents=True, exist_ok=True)
+    file = inside(out, names[column])
+    file.parent.mkdir(parents=True, exist_ok=True)
     if callable(content):
         content(file)
     else:
@@ -233,9 +233,9 @@ def _encode_map(explanation: Explanation, frame: Frame, range: list[float] | Non
     return save(*pack_explanation(replace(explanation, frames=(None,), error=None, run_stats=()), facts))
 
 
-def _write_card(options: RunOptions, out: Path, names: Mapping[str, str], card: TrustCard | Exception) -> Row:
+def _write_card(options: RunOptions, out: Path, names: Mapping[str, str], card: TrustCard | BaseException) -> Row:
     """Write the files of a trust card, and return its columns of the row. Raises `card` if it is an error."""
-    if isinstance(card, Exception):
+    if isinstance(card, BaseException):
         raise card
     facts: Row = {"trust": card_facts(card) if options.with_manifest else {"summary": card.summary}}
     for column in names.keys() & CARD_FILES:

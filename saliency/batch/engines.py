@@ -336,9 +336,8 @@ class RayEngine:
     def _share(self, context: RunContext) -> Any:
         """Put the run context, including the model, into the shared memory of the cluster."""
         options = replace(context.options, model=context.options.model_name, on_progress=None)
-        out = Path(os.path.abspath(context.out))  # noqa: PTH100 - links are kept: their targets may differ per machine
         try:
-            return self._ray.put(replace(context, options=options, out=out, model=copy.deepcopy(context.model).cpu()))
+            return self._ray.put(replace(context, options=options, model=copy.deepcopy(context.model).cpu()))
         except (TypeError, AttributeError, ValueError) as error:
             raise BatchError(f"{options.model_name} must be picklable for Ray: {_in_one_line(error)}") from error
 

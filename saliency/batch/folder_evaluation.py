@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..attribution.base import Attribution
 from ..attribution.options import declared_options
-from ..errors import ImageError
+from ..errors import USER_CODE_ERRORS, ImageError
 from ..evaluation.comparison import Comparison, Result, measure_image, unique_names
 from ..evaluation.metrics.base import Metric, SharedResults, resolve_metrics
-from ..io.atomic_write import atomic_write
+from ..io.atomic_write import atomic_write, inside
 from ..methods.baselines import GivenImages
 from .engines import RunContext
 from .failures import BatchError, Failure, writing_to
 from .listing import ImageEntry, merge_listing
 from .manifest import Row
 from .network import LoadedImage, Network
-from .output_folder import ABOUT, EVALUATION, RESULTS, OutputFolder, locked
+from .output_folder import ABOUT, EVALUATION, EVALUATION_PAGE, RESULTS, OutputFolder, locked, read_json
 from .report import report
 from .run import Run
 from .run_options import Progress, RunOptions, describe
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from ..targets.question import Target
 
 FORMAT = "saliency evaluate 2"
+RESULT: dict[str, Any] = dict.fromkeys(("image", "method", "metric"), str)
+RESULT |= {"value": float | None, "seconds": float, "controls": dict, "curves": dict, "higher_is_better": bool | None}
+"""The shape of a stored `Result`."""
 
 
 class FolderComparison(Comparison):
@@ -136,14 +139,14 @@ def evaluate(
         method: {name: value for name, value in values if name.partition(" of ")[2] in ("", method)} | about
         for method in run_options.methods
     }
-    with locked(Path(out)):
-        storage = Storage(Path(out), by_name, boxes, settings)
+    with locked(Path(out)) as folder:
+        storage = Storage(folder, by_name, boxes, settings)
         run = EvaluationRun(run_options, storage, merge_listing([], entries).entries, metric_list)
         run.complete()
         comparison = FolderComparison(run.results())
         comparison.failures, comparison.left_out = run.failures, left_out
         if comparison.results:
-            comparison.page = _write(comparison, Path(out))
+            comparison.page = _write(comparison, folder)
         return comparison
 
 
@@ -169,27 +172,25 @@ class Storage:
         """Return the mask and the boxes of an image; None if it has none."""
         return (self.masks or {}).get(entry.name), (self.boxes or {}).get("/".join((*entry.folder, entry.label)))
 
-    def _file(self, entry: ImageEntry, method: str) -> tuple[Path, list[Any]]:
-        """Return the file of the results, and the settings that determine them, as JSON values."""
+    def _file(self, entry: ImageEntry, method: str) -> tuple[str, list[Any]]:
+        """Return the name of the file of the results, and the settings that determine them, as JSON values."""
         mask, boxes = self.find_object(entry)
         files = [[one.path, one.offset, *one.stamp] for one in (entry, mask) if one is not None]
         key = [self.settings[method], files, entry.target, boxes]
-        return self.out / RESULTS / f"{entry.name}.{method}.json", json.loads(json.dumps(key, default=describe))
+        return f"{RESULTS}/{entry.name}.{method}.json", json.loads(json.dumps(key, default=describe))
 
     def read(self, entry: ImageEntry, method: str) -> list[Result] | None:
         """Return the stored results; None if there are none, or the file is damaged or of other settings."""
-        path, key = self._file(entry, method)
-        try:
-            content = json.loads(path.read_bytes())
-        except (FileNotFoundError, ValueError):
-            return None
-        return [Result(**result) for result in content["results"]] if content["key"] == key else None
+        name, key = self._file(entry, method)
+        content = read_json(self.out / name, {"key": list, "results": [RESULT]})
+        return [Result(**result) for result in content["results"]] if content and content["key"] == key else None
 
     def write(self, entry: ImageEntry, method: str, results: Sequence[Result]) -> None:
         """Store results. Raises StoppedError if the folder cannot be written to."""
-        path, key = self._file(entry, method)
+        name, key = self._file(entry, method)
         content = {"key": key, "results": [asdict(result) for result in results]}
         with writing_to(self.out):
+            path = inside(self.out, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as temporary:
                 temporary.write_text(json.dumps(content, indent=1) + "\n", "ascii")
@@ -256,7 +257,7 @@ class Measuring(RunContext):
             row: Row = {"index": slot.index, "source": slot.entry.source, "method": method.name, "error": None}
             try:
                 row["results"] = self._measure_method(method, loaded, shared)
-            except Exception as error:  # noqa: BLE001 - any error is a failure of this image and method only
+            except USER_CODE_ERRORS as error:  # any error is a failure of this image and method only
                 failure = Failure.of(error, slot.entry.source)
                 row |= {"error": failure.reason, "error_kind": failure.kind, "results": []}
                 row |= {"method": None} if isinstance(error, ImageError) else {}
@@ -288,4 +289,4 @@ def _write(comparison: Comparison, out: Path) -> Path:
     """Write the comparison, and return its page: the page of a batch run in the same folder, or else its own."""
     with writing_to(out):
         comparison.save(out / EVALUATION)
-        return report(out) if (out / ABOUT).is_file() else comparison.save(out / "evaluation.html")
+        return report(out) if (out / ABOUT).is_file() else comparison.save(out / EVALUATION_PAGE)

@@ -12,7 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ..io.atomic_write import atomic_write
+from ..io.atomic_write import atomic_write, durable_write, inside
 
 Row = dict[str, Any]
 
@@ -92,7 +92,7 @@ class Manifest:
         if self.path.is_file() and self.path.stat().st_size != end:
             os.truncate(self.path, end)
         if not all(keep):
-            self._rewrite(compress((line for _, line in read_rows(self.path)), keep))
+            durable_write(self.path, compress((line for _, line in read_rows(self.path)), keep))
 
     def append(self, rows: Sequence[Row]) -> None:
         """Append the rows of an image. A line that cannot be written whole is removed by the next `read`."""
@@ -105,19 +105,14 @@ class Manifest:
         """Sort the rows by image and method, since a retry appends rows at the end."""
         if not self.is_sorted():
             self.rows = dict(sorted(self.rows.items()))
-            self._rewrite(line for _, line in sorted(read_rows(self.path), key=lambda row: self._key(row[0])))
+            rows = sorted(read_rows(self.path), key=lambda row: self._key(row[0]))
+            durable_write(self.path, (line for _, line in rows))
 
     def _count(self, row: Row) -> None:
         self.rows[self._key(row)] = None if row["error"] is None else str(row["error_kind"])
 
     def _key(self, row: Row) -> tuple[int, int]:
         return row["index"], self._methods.get(row["method"], -1)
-
-    def _rewrite(self, lines: Iterable[bytes]) -> None:
-        with atomic_write(self.path) as temporary, temporary.open("wb") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def _size(path: str) -> int:
@@ -158,14 +153,21 @@ def encode(row: Row) -> bytes:
 
 
 def write_csv(folder: Path) -> Path:
-    """Write the manifest of a folder as CSV, and return its path. Lists and dictionaries are JSON text."""
+    """Write the manifest of a folder as CSV, and return its path.
+
+    Lists and dictionaries are JSON text. A text that a spreadsheet would run as a formula begins with an apostrophe.
+    """
     with (
-        atomic_write(folder / CSV) as temporary,
+        atomic_write(inside(folder, CSV)) as temporary,
         temporary.open("w", newline="", encoding="utf-8", errors=_ERRORS) as file,
     ):
         table = csv.DictWriter(file, COLUMNS)
         table.writeheader()
         for row, _ in read_rows(folder / MANIFEST):
-            nested = {name: each for name, each in row.items() if isinstance(each, dict | list)}
-            table.writerow(row | {name: json.dumps(each, sort_keys=True) for name, each in nested.items()})
+            table.writerow({name: _cell(value) for name, value in row.items()})
     return folder / CSV
+
+
+def _cell(value: object) -> object:
+    cell = json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else value
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell

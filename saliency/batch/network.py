@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..attribution.aliases import option_hint
 from ..attribution.base import METHODS, Attribution, explain_together, get_method
 from ..attribution.explanation import Explanation
-from ..errors import LayerError, MethodError, NotApplicableError
+from ..errors import USER_CODE_ERRORS, LayerError, MethodError, NotApplicableError
 from ..evaluation.metrics.base import SharedResults
 from ..evaluation.trust import TrustCard, trust
 from ..hooks.model_state import is_out_of_memory, prepared_for_attribution, reference_tensor, run_model
@@ -30,13 +30,13 @@ from .failures import BatchError, Failure
 from .listing import ImageEntry
 from .run_options import RunOptions
 
-Results = Mapping[str, Explanation | Exception]
+Results = Mapping[str, Explanation | BaseException]
 """Explanation or error of every method for one image, by the name of the method."""
-Cards = Mapping[str, TrustCard | Exception]
+Cards = Mapping[str, TrustCard | BaseException]
 """Trust card, or why there is none, of methods for one image, by the name of the method."""
 _DEVICE_ERRORS = (RuntimeError, AssertionError, NotImplementedError)
 """Errors of PyTorch for a device that does not exist or is full."""
-_Outcomes = dict[str, list[Explanation | Exception]]
+_Outcomes = dict[str, list[Explanation | BaseException]]
 """Explanation or error of every image of a batch, by the name of the method."""
 
 
@@ -75,7 +75,7 @@ class LoadedImage:
     """
 
     slot: Slot
-    failure: Exception | None = None
+    failure: BaseException | None = None
     target: int | Target | None = None
     input: Tensor | None = None
     box: Box = (0.0, 0.0, 0.0, 0.0)
@@ -130,8 +130,12 @@ class Network:
         method, located = self.methods[0], cast("Located", loaded.target)
         x = loaded.input[None].to(self.device, self._dtype)
         with prepared_for_attribution(method.model, layout=method.layout), torch.no_grad():
+            try:
+                output = run_model(method.model, x)
+            except USER_CODE_ERRORS:  # the row of the image states it
+                return 0
             images = method.images(x).located(located.geometries)
-            return len(cast("BoxTarget", located.target).detections(run_model(method.model, x), images))
+            return len(cast("BoxTarget", located.target).detections(output, images))
 
     def load(self, slot: Slot, most_pixels: float = math.inf) -> LoadedImage:
         """Look up the target of an image, decode and preprocess it, and keep an image of at most `most_pixels`.
@@ -152,15 +156,16 @@ class Network:
             if isinstance(target, Target):
                 target = Located(target, (Geometry(input_box, image.size, (x.shape[-2], x.shape[-1])),))
             return LoadedImage(slot, None, target, x, input_box, to_draw, prepare.range)
-        except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
-            return LoadedImage(slot, error, self._target)
+        except USER_CODE_ERRORS as error:  # any error is a failure of this image only
+            return LoadedImage(slot, error)
 
     def explain(self, batch: Sequence[LoadedImage]) -> list[tuple[Results, str | None]]:
         """Run all methods on a batch, and return the results of each image, in order.
 
-        An image that could not be loaded is replaced by zeros, so that the others keep their positions. After an error,
-        the batch is repeated in parts, down to one method on one image. The error is returned next to the results of
-        its images, None without an error or if a method does not apply.
+        An image that could not be loaded is replaced by the first image of its batch, with the target of that image, so
+        that the others keep their positions. After an error, the batch is repeated in parts, down to one method on one
+        image. The error is returned next to the results of its images, None without an error or if a method does not
+        apply.
 
         Args:
             batch: The images.
@@ -175,15 +180,16 @@ class Network:
         for shape in sorted(shapes):
             # If all images have one size, they keep their positions. Otherwise each size runs as a batch of its own.
             same = [index for index, x in inputs.items() if x.shape == shape] if len(shapes) > 1 else range(len(batch))
-            empty = torch.zeros(shape, dtype=torch.float32, device="cpu")
-            x = torch.stack([inputs.get(index, empty) for index in same]).to(self.device, self._dtype)  # (N, C, H, W)
+            first = next(index for index in same if index in inputs)
+            shown = [index if index in inputs else first for index in same]
+            x = torch.stack([inputs[index] for index in shown]).to(self.device, self._dtype)  # (N, C, H, W)
             # Methods that failed on every image of an earlier batch run separately.
             shared = [method for method in self.methods if method.name not in self._separate]
             outcomes: _Outcomes = {}
             errors: list[str] = []
             for methods in [shared, *([method] for method in self.methods if method not in shared)]:
                 if methods:
-                    outcomes |= self._attempt(methods, x, [batch[index].target for index in same], errors)
+                    outcomes |= self._attempt(methods, x, [batch[index].target for index in shown], errors)
             for position, index in enumerate(same):
                 if index in inputs:
                     of_image = {name: of_batch[position] for name, of_batch in outcomes.items()}
@@ -208,7 +214,7 @@ class Network:
         try:
             explanations = explain_together(methods, x, targets)
             return {method.name: list(one.to("cpu")) for method, one in zip(methods, explanations, strict=True)}
-        except Exception as caught:  # noqa: BLE001 - any error is a failure of these images
+        except USER_CODE_ERRORS as caught:  # any error is a failure of these images
             error = caught
         # Free the memory of the pass: after the except block, drop the tracebacks, which reference tensors.
         cause: BaseException | None = error
@@ -235,11 +241,11 @@ class Network:
 
 def trust_card(
     method: Attribution, loaded: LoadedImage, seconds: float | None, **options: Any
-) -> TrustCard | Exception:
+) -> TrustCard | BaseException:
     """Return the trust card of a loaded image, or the reason why there is none."""
     try:
         return trust(method, loaded.open(), loaded.target, seconds=seconds, **options)
-    except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
+    except USER_CODE_ERRORS as error:  # any error is a failure of this image only
         return error
 
 

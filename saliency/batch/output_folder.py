@@ -8,12 +8,13 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from ..io.atomic_write import atomic_write
+from ..io.atomic_write import durable_write, inside
 from .failures import BatchError, writing_to
 from .listing import ImageEntry
 from .manifest import CSV, MANIFEST
@@ -24,35 +25,48 @@ FORMAT = "saliency batch 3"
 ABOUT = "manifest.json"
 LISTING = "listing.jsonl"
 PAGE = "index.html"
-EVALUATION = "evaluation.json"
-RESULTS = "results"  # of saliency evaluate
+EVALUATION, EVALUATION_PAGE, RESULTS = "evaluation.json", "evaluation.html", "results"  # of saliency evaluate
 
 OVERLAYS, THUMBNAILS, HEAT, MAPS, CARDS = "overlays", "thumbnails", "heat", "maps", "trust"
 FOLDERS = (OVERLAYS, THUMBNAILS, HEAT, MAPS, CARDS)
 FILES = (PAGE, CSV, MANIFEST, LISTING, ABOUT)
 CARD_FILES = ("card", "card_json", "card_image")
 
+HEAD: dict[str, Any] = {
+    "format": re.compile(json.dumps(FORMAT)),
+    "methods": [re.compile(r'"[\w .-]+"')],  # parts of the names of files, which a restart removes
+    "batch_sizes": re.compile(r"\[\[0, [1-9]\d*\](, \[\d+, [1-9]\d*\])*\]"),
+    "model": {"name": str, "weights": str | None},
+    "fingerprint": {"opacity": str | float | int},
+}
+HEAD |= {"command": [str], "versions": dict, "finished": bool}
+"""The shape of the keys of `manifest.json` that are read again; see `fits`."""
+
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.part")
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Create the folder, and lock it against other runs until the block or the process ends.
+def locked(folder: Path) -> Iterator[Path]:
+    """Create the folder, and lock it against other runs until the block or the process ends. Yield its absolute path.
 
     A new folder in which an error left nothing is removed.
 
     Raises:
-        BatchError: The folder is a file, another run has locked it, or it cannot be written to.
+        BatchError: The folder is a file, another run has locked it, it cannot be written to, or a link has the name of
+            a file or folder of a run.
     """
     if re.match(r"[a-z][a-z0-9+.-]+:/", str(folder)):  # Path has removed a slash
         hint = "choose a local or mounted folder, and copy it afterwards"
         raise BatchError(f"{folder} is an address, where files cannot be locked or appended to: {hint}")
+    folder = folder.absolute()  # code of the user may change the current folder
     is_new = not os.path.lexists(folder)
     if not is_new and not os.path.isdir(folder):  # noqa: PTH112 - unlike Path, never raises
         raise BatchError(f"{folder} is a file, not a folder; choose another one for --out")
     with ExitStack() as undo:
         with writing_to(folder):
             folder.mkdir(parents=True, exist_ok=True)
+            for name in (LOCK, EVALUATION, EVALUATION_PAGE, RESULTS, *FOLDERS, *FILES):
+                inside(folder, name)
             file = undo.enter_context((folder / LOCK).open("a+b"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,7 +79,7 @@ def locked(folder: Path) -> Iterator[None]:
             file.write(f"{os.getpid()} {uuid4().hex}".encode())
             file.flush()
         try:
-            yield
+            yield folder
         except BaseException:
             if is_new and [file.name for file in folder.iterdir()] == [LOCK]:
                 (folder / LOCK).unlink()
@@ -107,15 +121,12 @@ class OutputFolder:
             BatchError: The file is not a manifest of this format, or is damaged; or there is no run, and the folder
                 contains files where a run would write.
         """
-        try:
-            head = json.loads((self.path / ABOUT).read_bytes())
-        except FileNotFoundError:
+        if not os.path.lexists(self.path / ABOUT):
             self.remove_temporary_files()
             self._require_free()
             return None
-        except ValueError:
-            head = None
-        if not isinstance(head, dict) or head.get("format") != FORMAT:
+        head: dict[str, Any] | None = read_json(self.path / ABOUT, HEAD)
+        if head is None:
             raise BatchError(f"{self.path / ABOUT} is damaged, or from another version; choose another folder")
         return head
 
@@ -127,7 +138,7 @@ class OutputFolder:
 
     def write_head(self, head: dict[str, Any]) -> None:
         """Replace `manifest.json`."""
-        self._replace(ABOUT, json.dumps(head, indent=1) + "\n")
+        durable_write(self.path / ABOUT, [f"{json.dumps(head, indent=1)}\n".encode()])
 
     def read_listing(self) -> list[ImageEntry]:
         """Return the numbered images of earlier runs. Raises BatchError if the file is damaged."""
@@ -141,11 +152,7 @@ class OutputFolder:
 
     def write_listing(self, entries: Sequence[ImageEntry]) -> None:
         """Replace the listing."""
-        self._replace(LISTING, "".join(f"{entry.to_json()}\n" for entry in entries))
-
-    def _replace(self, name: str, text: str) -> None:
-        with atomic_write(self.path / name) as temporary:
-            temporary.write_text(text, "ascii", newline="\n")
+        durable_write(self.path / LISTING, (f"{entry.to_json()}\n".encode() for entry in entries))
 
     def remove_temporary_files(self) -> None:
         """Remove the temporary files of writers that were killed."""
@@ -162,12 +169,38 @@ class OutputFolder:
             (self.path / name).unlink(missing_ok=True)
 
     def remove(self, entries: Iterable[ImageEntry], methods: Sequence[str]) -> None:
-        """Remove the files of some images."""
+        """Remove the files of some images. Files in linked folders stay."""
+        checked = cache(partial(inside, self.path))
         for entry in entries:
             files = [file_names(entry, method, suffix) for method in methods for suffix in FORMATS]
             for name in {name for names in files for name in names.values()}:
+                folder, _, file = name.rpartition("/")
                 with suppress(OSError):
-                    os.unlink(f"{self.path}/{name}")  # noqa: PTH108 - called for every file
+                    os.unlink(f"{checked(folder)}/{file}")  # noqa: PTH108 - called for every file
+
+
+def fits(value: object, shape: Any) -> bool:
+    """Return whether a JSON value has a shape.
+
+    A shape is a type, a pattern of the value as JSON, `[shape]` for a list, or `{key: shape}` for an object, which may
+    have other keys.
+    """
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(key in value and fits(value[key], of) for key, of in shape.items())
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(fits(one, shape[0]) for one in value)
+    if isinstance(shape, re.Pattern):
+        return shape.fullmatch(json.dumps(value, ensure_ascii=False)) is not None
+    return isinstance(value, shape)
+
+
+def read_json(path: Path, shape: Any) -> Any:
+    """Return the content of a file; None if there is no file, or it is damaged or has another shape."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    return content if fits(content, shape) else None
 
 
 def is_output(path: str) -> bool:

@@ -82,6 +82,9 @@ def _run(name: str, words: Sequence[str]) -> int:
     except (SaliencyError, OSError) as error:  # OSError: a file of the command line cannot be read or written
         screen.error(error)
         return 1 if isinstance(error, StoppedError) else 2
+    except SystemExit as stop:  # raised by code of the user: a model in `saliency layers`, or a preprocessing
+        screen.error(f"the code of the model called sys.exit({stop.code!r})")
+        return 2
     except KeyboardInterrupt as interrupt:
         screen.error(f"interrupted{f'; {interrupt}' if interrupt.args else ''}")
         return 130

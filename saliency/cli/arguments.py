@@ -98,6 +98,11 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def _path(text: str) -> Path | str:
+    """Return an absolute path, since code of the user may change the current folder. Return an address unchanged."""
+    return text if "://" in text else Path(text).absolute()
+
+
 def _folder(text: str) -> Path:
     if (is_image(text) or Path(text).suffix.lower() in _FILE_SUFFIXES) and not Path(text).is_dir():
         hint = "pass the folder that receives the files; saliency explain -o - > cat.png writes one overlay to a file"
@@ -214,24 +219,24 @@ ARGUMENTS: dict[str, list[Argument]] = {
     "": [
         Argument("IMAGE", "image files, folders or lists; - reads one image from stdin", dest="images", nargs="*"),
         Argument("SOURCE", "folders, files, patterns, lists, shards; - for paths on stdin", dest="sources", nargs="+"),
-        Argument("DIR", "folder written by saliency batch", dest="folder", type=Path),
+        Argument("DIR", "folder written by saliency batch", dest="folder", type=_path),
         Argument("MODEL", f"as --model of saliency explain (default: {MODEL})", dest="model", nargs="?", default=MODEL),
-        Argument("FOLDER", "images to offer (default: a sample)", dest="folder", nargs="?"),
+        Argument("FOLDER", "images to offer (default: a sample)", dest="folder", nargs="?", type=_path),
         Argument("PATTERN", "part of a name, or a pattern such as 'vit_*_384'", dest="pattern", nargs="?"),
         Argument("METHOD", "method to describe (default: list all)", dest="method", nargs="?"),
         Argument("--json", "print JSON"),
         Argument("-q --quiet", "print errors only"),
         Argument("-r --recursive", "include subfolders"),
         Argument("--limit N", "only the first N images", type=int),
-        Argument("--image IMAGE", "run the model on this image (default: noise)"),
+        Argument("--image IMAGE", "run the model on this image (default: noise)", type=_path),
         Argument("--all", "list all layers or models", "depth"),
         Argument("--depth N", "levels of nested layers (default: up to 40 rows)", "depth", type=int),
         Argument("--stats", "also print activation statistics: means, zeros, dead channels, NaN"),
         Argument("--gradients OF", _GRADIENTS_HELP, nargs="?", const="layers", choices=["layers", "parameters"]),
         Argument("--csv", "also write the rows of the manifest as manifest.csv"),
         Argument("--title TEXT", "title of the page; later runs keep it"),
-        Argument("--html FILE", "also write everything to an HTML page", type=Path),
-        Argument("--png FILE", "also draw everything as a figure", type=Path),
+        Argument("--html FILE", "also write everything to an HTML page", type=_path),
+        Argument("--png FILE", "also draw everything as a figure", type=_path),
         Argument("--seconds NUMBER", "time limit for a trust card (default: 15)", type=float, default=SECONDS),
         Argument("--seed N", "seed of all draws (default: 0)", type=int, default=0),
         Argument("--port N", "port of the page (default: any free one)", type=int, default=0),
@@ -287,7 +292,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
     ],
     "output": [
         Argument("-o --out DIR", "output folder (default: out)", type=_folder, default=Path("out")),
-        Argument("-o --output FILE", "model.pt2 for PyTorch, or model.onnx", dest="file", type=Path, required=True),
+        Argument("-o --output FILE", "model.pt2 for PyTorch, or model.onnx", dest="file", type=_path, required=True),
         Argument("--sheet", "also write a contact sheet of images and methods, sheet.png"),
         Argument("--save", "also save the values as .safetensors, for Explanation.load"),
         Argument("--trust", "also write a trust card for each overlay"),

@@ -31,6 +31,7 @@ from ..batch.run import Run
 from ..batch.run_options import RunOptions
 from ..batch.sources import Found, find_images
 from ..errors import SaliencyError, plural, visible
+from ..io.atomic_write import inside
 from ..methods import METHODS
 from ..render.blending import shrink
 from ..render.overlay import save_drawing
@@ -125,11 +126,12 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
     rows: list[Row] = []
     thumbs: dict[int, dict[str, Explanation]] | None = {} if arguments.sheet else None
     _require_other_files(arguments, methods, entries)
+    out = arguments.out.absolute()  # code of the user may change the current folder
     try:
         with screen.progress() as show:
             options = RunOptions.of(given | {"on_progress": show})
             engine = SequentialEngine(one_device(options), lambda entry: screen.name_subject(entry.label))
-            Run(options, arguments.out, entries, partial(_Context, rows=rows, thumbs=thumbs)).execute(engine)
+            Run(options, out, entries, partial(_Context, rows=rows, thumbs=thumbs)).execute(engine)
     except SaliencyError:  # an invalid option, for which the first image failed, or a full disk
         rows[:] = [row for row in rows if row["overlay"]]
         raise
@@ -137,7 +139,7 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
         screen.name_subject("")
         failures = _print_results(rows, expected_errors(arguments), arguments.out, screen)
     if thumbs:
-        _write_sheet(list(thumbs.values()), options, screen, arguments.out / SHEET)
+        _write_sheet(list(thumbs.values()), options, screen, out)
     return 1 if failures or not any(row["overlay"] for row in rows) else 0
 
 
@@ -174,7 +176,7 @@ def _require_other_files(arguments: argparse.Namespace, methods: Sequence[str], 
             raise UsageError(f"--out {arguments.out}: {file} would replace one of the images; choose another folder")
 
 
-def _write_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, screen: Screen, path: Path) -> None:
+def _write_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, screen: Screen, out: Path) -> None:
     """Write the contact sheet with the methods that succeeded on most images, and the images on which all of them did.
 
     Nothing is written if a method or an image does not exist.
@@ -186,8 +188,8 @@ def _write_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, 
         return
     style = {name: getattr(options.style, name) for name in ("opacity", "colormap", "percentile", "smoothing")}
     with screen.waiting("drawing the contact sheet"):
-        save_drawing(contact_sheet(complete, thumb=THUMB, **style), path)
-    screen.say(f"contact sheet: {visible(path)}")
+        save_drawing(contact_sheet(complete, thumb=THUMB, **style), inside(out, SHEET))
+    screen.say(f"contact sheet: {visible(out / SHEET)}")
 
 
 def _print_results(rows: Sequence[Row], expected: set[str], out: Path, screen: Screen) -> int:

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         network = Network(options, move_model(load_model(options), one_device(options)))
         loaded = network.load(Slot(0, entry, (methods[0],)))
         card = trust_card(network.methods[0], loaded, arguments.seconds, seed=arguments.seed)
-    if isinstance(card, Exception):
+    if isinstance(card, BaseException):
         screen.error(sentence(entry.source, methods[0], Failure.of(card).reason))
         return 1
     print_card(card, arguments, screen)

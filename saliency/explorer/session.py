@@ -35,6 +35,7 @@ from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
 from ..engine.multi_pass import MultiPassAttribution, TimedAttribution
 from ..errors import (
+    USER_CODE_ERRORS,
     ImageError,
     LayerError,
     MethodError,
@@ -545,7 +546,7 @@ def _errors_answered(name: Any, send: Send) -> Iterator[list[warnings.WarningMes
             yield caught
         except StoppedQuestion:
             raise
-        except Exception as error:  # noqa: BLE001 - any error concerns this method only
+        except USER_CODE_ERRORS as error:  # any error concerns this method only
             send({"method": str(name), "row": error_facts(error), "progress": 1.0, "done": True})
 
 

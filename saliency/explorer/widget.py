@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..batch.failures import Failure
 from ..batch.run_options import RunOptions
-from ..errors import optional_import
+from ..errors import USER_CODE_ERRORS, optional_import
 from ..io.inputs import ImageLike
 from .page import widget_module
 from .session import Answer, Session, Stop, StoppedQuestion
@@ -82,7 +82,7 @@ class Conversation:
             self._send({"id": number, "end": True}, [])
         except StoppedQuestion:
             pass
-        except Exception as error:  # noqa: BLE001 - any error is the answer to this message
+        except USER_CODE_ERRORS as error:  # any error is the answer to this message
             failure = Failure.of(error)
             self._send({"id": number, "error": failure.reason, "kind": failure.kind}, [])
         finally:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from ..validation import check_choice
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Suffixes of the files in a folder that count as images. Formats that cannot be read are included, so that they cause
 # an error. A file that is given by its path is read regardless of its suffix.
@@ -69,6 +65,30 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise
 
 
+def durable_write(path: Path, lines: Iterable[bytes]) -> Path:
+    """Write a file atomically, so that the old or the new content survives a power cut, and return its path."""
+    with atomic_write(path) as temporary, temporary.open("wb") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    folder = os.open(path.parent, os.O_RDONLY)
+    with suppress(OSError):  # some mounted file systems cannot sync a folder, which holds the new name
+        os.fsync(folder)
+    os.close(folder)
+    return path
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return the path of a file or folder that a run writes in its own folder.
+
+    Raises:
+        OSError: It would lie outside: the name contains "..", or a link is on the way.
+    """
+    if os.path.realpath(folder / name) != os.path.join(os.path.realpath(folder), "") + name:  # noqa: PTH118
+        raise OSError(errno.ELOOP, f"{name} is a link, or leads out of the folder; remove it")
+    return folder / name
+
+
 def write_by_suffix(path: str | os.PathLike[str], writers: Mapping[str, Callable[[], bytes]]) -> Path:
     """Write a file atomically, in the format of its suffix, and return its path.
 
@@ -109,23 +129,3 @@ def is_drawing(path: str) -> bool:
             return SOFTWARE.encode() in start + file.read()
     except OSError:
         return False
-
-
-def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> None:
-    """Write a safetensors file atomically.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    with atomic_write(path) as temporary:
-        temporary.touch()
-        permissions = temporary.stat().st_mode
-        try:
-            save_file(dict(tensors), temporary, metadata)
-        except SafetensorError as error:
-            raise OSError(f"{os.fspath(path)} cannot be written: {error}") from error
-        # safetensors replaces the file by one that only its owner may read.
-        temporary.chmod(permissions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import warnings
@@ -85,6 +86,7 @@ def export(method: Attribution, path: str | Path, example: ImagesLike, *, target
         DependencyError: The extra `export` is not installed, for an .onnx file.
         FileNotFoundError: The folder of the file does not exist.
         FileExistsError: The path is a folder, a device or a pipe.
+        OSError: The file cannot be written. An older file stays.
     """
     path = Path(path)
     if path.suffix not in (".pt2", ".onnx"):
@@ -104,7 +106,9 @@ def export(method: Attribution, path: str | Path, example: ImagesLike, *, target
     with TemporaryDirectory(dir=final.parent) as folder:  # a failed export leaves the old file
         file = Path(folder, final.name)
         if path.suffix == ".pt2":
-            torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata)})
+            archive = io.BytesIO()  # on a full disk, the writer of PyTorch ends the process instead of raising an error
+            torch.export.save(program, archive, extra_files={"metadata.json": json.dumps(metadata)})
+            file.write_bytes(archive.getbuffer())
         elif runtime:
             write_onnx(program, file, metadata | {"checked": f"onnxruntime {runtime.__version__}"})
             check(partial(run_onnx, file), "the ONNX file")

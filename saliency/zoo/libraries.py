@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import nn
 
-from ..errors import DependencyError, ModelError, did_you_mean, optional_import
+from ..errors import USER_CODE_ERRORS, DependencyError, ModelError, did_you_mean, optional_import
 from ..hooks.model_state import categories_of, model_attribute
 from ..io.preprocess import PreprocessLike
 from ..testbed.networks import NETWORKS, PREPROCESS, Captioner, Tokenizer, TwoTower, weights_file
@@ -310,7 +310,7 @@ def _user_code(place: str) -> Iterator[None]:
     sys.path.insert(0, folder)
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except USER_CODE_ERRORS as error:
         frames = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in frames if Path(frame.filename).is_file() and frame.filename.startswith(folder)]
         where = f"{ours[-1].filename}, line {ours[-1].lineno}: " if ours else ""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import resource
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
@@ -189,6 +191,21 @@ def test_a_picture_is_kept_however_many_pixels_pillow_opens(
         assert_same(Explanation.load(path), explanation)
 
 
+def test_a_picture_of_more_pixels_than_an_image_may_have_is_refused_before_it_is_decoded(
+    explanation: Explanation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, size = tmp_path / "a.safetensors", (20_000, 20_000)
+    file = io.BytesIO()
+    Image.new("1", size).save(file, "PNG")
+    header, tensors = opened(explanation.save(path))
+    tensors["picture.0"] = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    save_file(tensors, path, metadata={"saliency": json.dumps(header)})
+    assert path.stat().st_size < 100_000
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", None)
+    with pytest.raises(ExplanationError, match="20000 x 20000 pixels, more than the limit of 178956970"):
+        Explanation.load(path)
+
+
 def test_saving_again_replaces_the_file(explanation: Explanation, tmp_path: Path) -> None:
     explanation.save(tmp_path / "a.safetensors")
     explanation[0].save(tmp_path / "a.safetensors")
@@ -196,20 +213,20 @@ def test_saving_again_replaces_the_file(explanation: Explanation, tmp_path: Path
     assert [each.name for each in tmp_path.iterdir()] == ["a.safetensors"]
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "npy"])
 def test_a_failure_leaves_nothing_behind_and_the_old_file_whole(
-    explanation: Explanation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    explanation: Explanation, tmp_path: Path, suffix: str
 ) -> None:
-    explanation.save(tmp_path / "a.safetensors")
-
-    def fail(tensors: Any, path: Path, metadata: Any = None) -> None:
-        path.write_bytes(b"half")
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("safetensors.torch.save_file", fail)
-    with pytest.raises(OSError, match="no space left"):
-        explanation[0].save(tmp_path / "a.safetensors")
-    assert [each.name for each in tmp_path.iterdir()] == ["a.safetensors"]
-    assert_same(Explanation.load(tmp_path / "a.safetensors"), explanation)
+    path = explanation.save(tmp_path / f"a.{suffix}")
+    before, (soft, hard) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) - 1, hard))
+        with pytest.raises(OSError, match="File too large"):
+            explanation.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == before
 
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:

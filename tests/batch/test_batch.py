@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
+import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -815,6 +817,120 @@ def test_a_damaged_head_is_refused(source: Path, tmp_path: Path, content: bytes)
             quick(source, out, restart=restart)
     assert (out / "manifest.json").read_bytes() == content
     assert len(rows(out)) == 2
+
+
+BAD_HEADS: dict[str, list[object]] = {
+    "methods": [["/../../victim"], ["a/b"], ["../x"], ["a\\b"], ["a\0"], [""], [3], "grad_cam", None],
+    "batch_sizes": [[[0]], [[0, 0]], [[0, -4]], [[4, 4]], [[0, 4], [8]], [], [[0, "4"]], [[0, 4.5]], {"0": 4}, None],
+    "fingerprint": [None, 3, "x", [], {}, {"opacity": None}],
+    "model": [None, "tiny", {}, {"name": 3, "weights": None}],
+    "command": [None, "saliency", [3]],
+    "versions": [None, []],
+    "finished": [None, "yes"],
+}
+
+
+@pytest.mark.parametrize("key", BAD_HEADS)
+def test_a_head_that_no_run_writes_is_refused_and_nothing_is_removed(source: Path, tmp_path: Path, key: str) -> None:
+    out, victim = tmp_path / "out", tmp_path / "victim.png"
+    quick(source, out, limit=2)
+    victim.write_text("precious")
+    (out / "overlays" / "00.").mkdir()  # part of the path overlays/00./../../victim.png
+    before, head = contents(out), json.loads((out / "manifest.json").read_bytes())
+    assert key in head
+    missing = {name: value for name, value in head.items() if name != key}
+    for bad in (missing, *(head | {key: value} for value in BAD_HEADS[key])):
+        (out / "manifest.json").write_text(json.dumps(bad))
+        for restart in (False, True):
+            with pytest.raises(BatchError, match=r"manifest\.json is damaged"):
+                quick(source, out, restart=restart)
+    (out / "manifest.json").write_text(json.dumps(head))
+    assert contents(out) == before
+    assert victim.read_text() == "precious"
+
+
+def test_a_method_of_the_user_resumes_under_its_name(source: Path, tmp_path: Path) -> None:
+    class Mine(saliency.VanillaGradient):
+        name = "Größe-2 b.c"
+
+    try:
+        assert quick(source, tmp_path / "out", methods=[Mine.name], limit=1).fresh == 1
+        assert quick(source, tmp_path / "out", methods=[Mine.name], limit=2).fresh == 1
+    finally:
+        del saliency.METHODS[Mine.name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [".lock", "manifest.json", "listing.jsonl", "manifest.jsonl", "index.html", "manifest.csv", "overlays", "heat"],
+)
+def test_a_link_in_place_of_a_file_or_folder_of_a_run_is_refused(source: Path, tmp_path: Path, name: str) -> None:
+    out, victim, elsewhere = tmp_path / "out", tmp_path / "victim", tmp_path / "elsewhere"
+    for start in ("new", "resumed"):
+        if start == "resumed":
+            quick(source, out, limit=2)
+            shutil.rmtree(out / name, ignore_errors=True)
+            (out / name).unlink(missing_ok=True)
+        out.mkdir(exist_ok=True)
+        elsewhere.mkdir(exist_ok=True)
+        victim.write_text("precious")
+        (elsewhere / f".{'0' * 32}.part").write_text("of another program")
+        (out / name).symlink_to(elsewhere if "." not in name else victim)
+        for restart in (False, True):
+            with pytest.raises(StoppedError, match=f"{re.escape(name)} is a link"):
+                quick(source, out, restart=restart)
+        (out / name).unlink()
+        assert victim.read_text() == "precious"
+        assert [file.name for file in elsewhere.iterdir()] == [f".{'0' * 32}.part"]
+
+
+def test_a_link_in_place_of_an_overlay_or_of_a_subfolder_is_not_followed(source: Path, tmp_path: Path) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    noise(source / "sub" / "10.png", 10)
+    quick(source, out, recursive=True)
+    shutil.move(out / "overlays" / "sub", elsewhere)
+    kept = {file.name: file.read_bytes() for file in elsewhere.iterdir()}
+    assert kept
+    (out / "overlays" / "sub").symlink_to(elsewhere)
+    noise(source / "sub" / "10.png", 11)  # changed: its files are removed and written again
+    with pytest.raises(StoppedError, match=r"overlays/sub/10\.grad_cam\.png is a link"):
+        quick(source, out, recursive=True)
+    with pytest.raises(StoppedError, match=r"overlays/sub/10\.grad_cam\.png is a link"):
+        quick(source, out, recursive=True, restart=True)
+    assert {file.name: file.read_bytes() for file in elsewhere.iterdir()} == kept
+    (out / "overlays" / "sub").unlink()
+    quick(source, out, recursive=True)
+    overlay, victim = out / "overlays" / "00.grad_cam.png", tmp_path / "victim"
+    overlay.unlink()
+    victim.write_text("precious")
+    overlay.symlink_to(victim)
+    with pytest.raises(StoppedError, match=r"overlays/00\.grad_cam\.png is a link"):
+        quick(source, out, recursive=True)
+    assert victim.read_text() == "precious"
+
+
+def test_all_files_that_a_resumed_run_needs_survive_a_power_cut(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[int, int]] = []
+    sync, replace_file, out = os.fsync, Path.replace, tmp_path / "out"
+
+    def fsync(file: int) -> None:
+        synced.append((os.fstat(file).st_ino, os.fstat(file).st_size))
+        sync(file)
+
+    def replaced(path: Path, target: Path) -> Path:
+        if Path(target).parent == out:
+            assert (path.stat().st_ino, path.stat().st_size) in synced, target
+            names.append(Path(target).name)
+        return replace_file(path, target)
+
+    names: list[str] = []
+    monkeypatch.setattr("os.fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replaced)
+    quick(source, out)
+    assert set(names) == {"manifest.json", "listing.jsonl", "index.html"}
+    assert out.stat().st_ino in {inode for inode, _ in synced}  # the new names
 
 
 @pytest.mark.parametrize("content", [b'{"name": "my page"}', b"", b"no JSON"])

@@ -88,6 +88,31 @@ def test_an_interrupted_run_writes_the_same_files(photos: Path) -> None:
     assert_same(photos.parent / "parts", photos.parent / "whole")
 
 
+@pytest.mark.parametrize("options", [{}, {"detections": None, "target": saliency.box(index=0)}])
+def test_a_broken_file_leaves_its_batch_whole(photos: Path, options: dict[str, Any]) -> None:
+    (photos / "grey.png").unlink()
+    (photos / "1.png").write_bytes(b"no image")
+    summary = run(photos, **options)
+    assert [kind for kind in kinds(summary.folder) if kind] == ["ImageError"]
+    assert summary.repeated == {}
+
+
+def test_a_photo_that_the_model_refuses_does_not_stop_the_others(photos: Path) -> None:
+    class Fragile(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = detector()
+            self.preprocess, self.categories = self.network.preprocess, self.network.categories
+
+        def forward(self, x: Tensor) -> Any:
+            if bool((x.std((1, 2, 3)) == 0).any()):
+                raise RuntimeError("a grey photo")
+            return self.network(x)
+
+    summary = run(photos, model=Fragile(), layer=f"network.{LAYER}")
+    assert kinds(summary.folder) == [None] * 12 + ["ModelError"]
+
+
 def test_rows_that_were_lost_are_written_again(photos: Path) -> None:
     whole, parts = run(photos, "whole").folder, run(photos, "parts").folder
     lines = (parts / "manifest.jsonl").read_bytes().splitlines(keepends=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from PIL import Image
 
 import saliency
 from saliency import GradCAM, LayerCAM, SaliencyError, compare, evaluate
-from saliency.batch import Progress
+from saliency.batch import Progress, StoppedError
 from saliency.metrics import Deletion
 from tests.batchwork import Tiny, photos, plain
 
@@ -56,6 +57,37 @@ def test_a_repeated_call_reads_the_results_and_measures_only_new_ones(source: Pa
     second, count = measure(*METHODS)
     assert count == 3
     assert [each for each in second.results if (each.image, each.method) == ("00", "grad_cam")] == [first.results[0]]
+
+
+def test_a_result_of_another_shape_is_measured_again(source: Path, tmp_path: Path) -> None:
+    def measure() -> tuple[saliency.Comparison, int]:
+        reported: list[Progress] = []
+        made = evaluate(source, tmp_path / "out", Tiny(), METHODS[:1], METRICS[0], limit=1, on_progress=reported.append)
+        return made, len(reported)
+
+    first, _ = measure()
+    file = tmp_path / "out" / "results" / "00.grad_cam.json"
+    good = json.loads(file.read_text())
+    (result,) = good["results"]
+    bad: list[Any] = [[], None, {}, {"key": good["key"]}, good | {"results": {}}, good | {"results": [3]}]
+    bad += [good | {"results": [{name: value for name, value in result.items() if name != left}]} for left in result]
+    bad += [good | {"results": [result | {name: [1]}]} for name in result]
+    for content in (*map(json.dumps, bad), "", file.read_text()[:-30], "[" * 100_000):
+        file.write_text(content)
+        made, count = measure()
+        assert (count, values(made)) == (1, values(first)), content
+
+
+def test_a_link_among_the_results_is_not_followed(source: Path, tmp_path: Path) -> None:
+    out, victim = tmp_path / "out", tmp_path / "victim"
+    victim.write_text("precious")
+    for name in ("evaluation.json", "evaluation.html", "results", "results/00.grad_cam.json"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).symlink_to(victim)
+        with pytest.raises(StoppedError, match=f"{name} is a link"):
+            evaluate(source, out, Tiny(), METHODS[:1], METRICS[0], limit=1)
+        (out / name).unlink()
+    assert victim.read_text() == "precious"
 
 
 def test_metrics_of_one_name_and_options_of_tensors_are_told_apart(source: Path, tmp_path: Path) -> None:

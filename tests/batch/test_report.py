@@ -22,12 +22,12 @@ from PIL import Image
 
 from saliency.batch import BatchError
 from saliency.batch import report as page_of
-from saliency.batch.manifest import make_row
+from saliency.batch.manifest import make_row, write_csv
 from saliency.batch.report import report
 from saliency.cli import main
 from saliency.cli.batch_commands import report as report_command
 from saliency.cli.console import Screen
-from saliency.errors import ExplanationError
+from saliency.errors import ExplanationError, SaliencyWarning
 from saliency.evaluation.comparison import Comparison, Result
 from saliency.render.blending import color_table
 
@@ -42,6 +42,7 @@ ABOUT: Row = {
     "fingerprint": {"opacity": "map"},
     "batch_sizes": [[0, 8]],
     "counts": {},
+    "finished": True,
     "methods": ["grad_cam"],
     "created": "2026-11-20T12:00:00Z",
 }
@@ -165,6 +166,11 @@ def test_the_page_holds_every_row_of_the_manifest(tmp_path: Path) -> None:
             assert entry[key] == (None if wanted[key] is None else f"./{wanted[key]}")
 
 
+def test_numbers_of_the_head_that_json_does_not_have_are_left_out(tmp_path: Path) -> None:
+    page = report(folder(tmp_path / "out", [row(0)], fingerprint={"opacity": math.nan}, versions={"torch": math.inf}))
+    assert Elements(page).data["head"]["versions"] == {"torch": None}
+
+
 def test_the_page_holds_the_comparison_without_numbers_that_json_does_not_have(tmp_path: Path) -> None:
     out = folder(tmp_path / "out", [row(0)])
     assert unzipped(Elements(report(out)).data["comparison"]) is None
@@ -172,6 +178,18 @@ def test_the_page_holds_the_comparison_without_numbers_that_json_does_not_have(t
     Comparison([result]).save(out / "evaluation.json")
     (read,) = unzipped(Elements(report(out)).data["comparison"])["results"]
     assert (read["value"], read["controls"]) == (0.333333, {"random": None})
+
+
+@pytest.mark.parametrize(
+    "content", ["", '{"rows": [{"name": "grad', "[]", '{"rows": 3}', "[" * 100_000, '{"notes": []}']
+)
+def test_a_damaged_comparison_is_left_out_with_a_warning(tmp_path: Path, content: str) -> None:
+    out = folder(tmp_path / "out", [row(0)])
+    (out / "evaluation.json").write_text(content)
+    with pytest.warns(SaliencyWarning, match=r"evaluation\.json is damaged, so the page has no comparison"):
+        data = Elements(report(out)).data
+    assert unzipped(data["comparison"]) is None
+    assert len(unpacked(data)) == 1
 
 
 def test_sizes_come_from_whichever_row_knows_them(tmp_path: Path) -> None:
@@ -233,7 +251,16 @@ def test_no_text_of_a_file_becomes_part_of_the_page(tmp_path: Path) -> None:
     paths = {kind: f"{kind}/{HOSTILE}.png" for kind in ("thumbnail", "heat", "overlay")}
     rows = [row(0, HOSTILE, settings={HOSTILE: HOSTILE}, **texts, **paths)]
     model = {"name": HOSTILE, "weights": HOSTILE}
-    page = report(folder(tmp_path / "out", rows, model=model, command=[HOSTILE], versions={HOSTILE: HOSTILE}))
+    head: Row = {
+        "model": model,
+        "command": [HOSTILE],
+        "versions": {HOSTILE: HOSTILE},
+        "title": HOSTILE,
+        "created": HOSTILE,
+    }
+    with pytest.raises(BatchError, match="is damaged"):
+        report(folder(tmp_path / "out", rows, **head))
+    page = report(folder(tmp_path / "out", rows, **head, methods=["grad_cam"]))
     hostile = Elements(page)
     assert [tag for tag, _ in hostile.found] == [tag for tag, _ in plain.found]
     assert (hostile.raw[0], hostile.raw[2]) == (plain.raw[0], plain.raw[2])
@@ -389,6 +416,29 @@ def test_the_command_writes_the_rows_as_csv_and_keeps_a_title(
     assert "<title>Scans of &lt;May&gt;: 2 images</title>" in page.decode()
     report(out)
     assert (out / "index.html").read_bytes() == page
+
+
+def test_a_link_in_place_of_the_page_or_the_table_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, elsewhere = folder(tmp_path / "out", [row(0)]), tmp_path / "elsewhere"
+    elsewhere.write_text("precious")
+    for name, words in (("index.html", []), ("manifest.csv", ["--csv"])):
+        (out / name).unlink(missing_ok=True)
+        (out / name).symlink_to(elsewhere)
+        assert main(["report", str(out), *words]) == 2
+        assert f"{name} is a link" in capsys.readouterr().err
+        (out / name).unlink()
+    assert elsewhere.read_text() == "precious"
+
+
+def test_no_cell_of_the_table_is_a_formula(tmp_path: Path) -> None:
+    texts = ["=cmd|' /C calc'!A0", "+1", "-1+1", "@SUM(A1)", "\t=1", "\r=1", "plain", "a=b"]
+    out = folder(tmp_path / "out", [row(index, source=text, score=-0.5) for index, text in enumerate(texts)])
+    with write_csv(out).open(newline="", encoding="utf-8") as file:
+        read = list(csv.DictReader(file))
+    assert [each["source"] for each in read] == [*(f"'{text}" for text in texts[:6]), *texts[6:]]
+    assert {each["score"] for each in read} == {"-0.5"}
 
 
 def test_the_command_says_why_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -490,7 +490,7 @@ def test_a_class_outside_a_model_without_class_names_is_a_usage_error(
         (["explain"], "no image was given; try: saliency explain photo.jpg"),
         (["models", "efficientnet_lite9"], 'no model matches "efficientnet_lite9"; did you mean'),
         (["layers", "efficientnet_lite9"], 'no model "efficientnet_lite9"; did you mean'),
-        (["layers", "--image", "missing.jpg"], "'missing.jpg' cannot be read: No such file"),
+        (["layers", "--image", "missing.jpg"], "missing.jpg' cannot be read: No such file"),
         (["layers", "--imag", "missing.jpg"], 'no option "--imag"; did you mean "--image"'),
         (["methods", "gradcam"], 'no method "gradcam"; did you mean "grad_cam"'),
         (["trust", "cat.jpg", "-o", "card.html"], 'no option "-o"; use --html FILE or --png FILE'),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from saliency.io.atomic_write import atomic_write
+from saliency.io.atomic_write import atomic_write, inside
 
 
 def write(path: Path, text: str) -> None:
@@ -34,6 +34,21 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
         write(tmp_path / "link", target)
         assert (tmp_path / "link").is_symlink()
         assert (tmp_path / target).read_text() == target
+
+
+def test_names_inside_a_folder_lead_nowhere_else(tmp_path: Path) -> None:
+    home, link = tmp_path / "home", tmp_path / "link"
+    (home / "real").mkdir(parents=True)
+    (home / "file").write_text("here")
+    link.symlink_to(home)  # the folder itself may be a link
+    for folder in (home, link):
+        for name in ("file", "new", "real", "real/new", "new/new"):
+            assert inside(folder, name) == folder / name
+    (home / "linked").symlink_to(tmp_path)
+    (home / "here").symlink_to("file")
+    for name in ("linked", "linked/new", "here", "..", "../new", "real/../../new", str(tmp_path / "new")):
+        with pytest.raises(OSError, match="is a link, or leads out of the folder"):
+            inside(home, name)
 
 
 def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:

@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ...errors import ExplanationError, RenderError
+from ...errors import ExplanationError, RenderError, warn
 from ...evaluation.trust import missing_properties
 from ...frontend import read, scripts, styles
-from ...io.atomic_write import atomic_write
+from ...io.atomic_write import durable_write, inside
 from ...render.blending import MOST_OPACITY, color_table
 from ..manifest import MANIFEST, Row, read_rows
-from ..output_folder import ABOUT, EVALUATION, PAGE, OutputFolder, locked
+from ..output_folder import ABOUT, EVALUATION, PAGE, OutputFolder, locked, read_json
 
 SCRIPTS = ("data.js", "layout.js", "state.js", "grid.js", "view.js", "comparison.js", "main.js")
+COMPARISON = {"rows": [dict], "differences": [dict], "notes": [str], "curves": [dict], "results": [dict]}
 COLOURS = 17  # colours per colour bar; the browser interpolates between them
 
 # Columns of the manifest that the page shows, per image and per row.
@@ -61,9 +62,8 @@ def report(folder: Path, *, title: str | None = None) -> Path:
         with locked(folder):
             run["title"] = title
             OutputFolder(folder).write_head(run)
-    with atomic_write(folder / PAGE) as temporary:
-        temporary.write_text(_page(run, _rows(folder / MANIFEST), _comparison(folder)), "utf-8", newline="\n")
-    return folder / PAGE
+    page = _page(run, _rows(folder / MANIFEST), _comparison(folder))
+    return durable_write(inside(folder, PAGE), [page.encode()])
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -80,9 +80,11 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _comparison(folder: Path) -> Row | None:
-    """Return the comparison of methods in the folder; None without one."""
+    """Return the comparison of methods in the folder; None without one, or if it is damaged."""
     path = folder / EVALUATION
-    comparison: Row | None = _rounded(json.loads(path.read_bytes())) if path.is_file() else None
+    comparison: Row | None = _rounded(read_json(path, COMPARISON))
+    if comparison is None and path.is_file():
+        warn(f"{path} is damaged, so the page has no comparison; run saliency evaluate again")
     return comparison
 
 
@@ -113,7 +115,7 @@ def _page(run: Row, rows: Iterable[Row], comparison: Row | None) -> str:
         "title": html.escape(title),
         "policy": _policy(style, script),
         "style": style,
-        "data": dumped({"head": head, "images": _packed(entries), "comparison": _packed(comparison)}),
+        "data": dumped({"head": _rounded(head), "images": _packed(entries), "comparison": _packed(comparison)}),
         "script": script,
     }
     # A single substitution: placeholders in inserted text are not replaced.
