@@ -124,15 +124,10 @@ def frame_of(explanation: Explanation, image: ImageLike | None = None) -> Frame:
         box, size = (known.box, known.image_size) if saved is None else (saved.box, saved.size)
         image = drawable(open_image(image), saved.range if saved else None)
         if not _is_copy(image.size, size):
-            what, cure = "the explained image", "pass the explained image, or a copy of it in another size"
-            if saved is None and own is None:
-                what = "the map is of a tensor, which"
-                cure = (
-                    "so the position of the map is not known: explain the image with the preprocessing of the tensor, "
-                    "preprocess=..., such as saliency.Preprocess.letterbox(640), or resize and crop the image like it"
-                )
+            what = "the explained image" if own or saved else "the explained tensor"
+            cure = "pass a copy of it in any size. Where a tensor lies on an image, only preprocess=... tells, such as "
             sizes = "{} x {} pixels and the image {} x {}, other proportions".format(*size, *image.size)
-            raise RenderError(f"{what} has {sizes}; {cure}")
+            raise RenderError(f"{what} has {sizes}; {cure}saliency.Preprocess.letterbox(640) with the image itself")
         return Frame(image, resize_box(box, size, image.size))
     if own is None:
         raise RenderError(
