@@ -180,6 +180,7 @@ def test_the_map_lies_in_its_place_whatever_the_preprocessing_moves(tmp_path: Pa
     assert heat.get_fdata().flatten() == pytest.approx(expected[1:], abs=1e-4 * expected.max())
 
 
+@pytest.mark.filterwarnings("ignore::Warning:monai")
 @pytest.mark.parametrize("kind", ["head", "CT"])
 def test_crops_to_the_foreground_and_orientations_of_monai_are_undone(tmp_path: Path, kind: str) -> None:
     monai: Any = pytest.importorskip("monai.transforms")
