@@ -21,7 +21,7 @@ from ..hooks.manager import HookManager
 from ..hooks.model_state import call, prepared_for_attribution, reference_tensor, run_model, unwrap
 from ..hooks.pytree import tree_tensors
 from ..io.canvas import TOLERANCE, Canvas, find_canvas
-from ..io.inputs import Batch, ImageLike, ImagesLike, open_image, read
+from ..io.inputs import Batch, ImageLike, ImagesLike, open_image, read, split_images
 from ..io.preprocess import Box, Frame, PreprocessLike
 from ..layers.layout import Layout
 from ..layers.positions import SAME, PositionTrace
@@ -217,10 +217,7 @@ def generate(
     if getattr(getattr(network, "config", None), "is_encoder_decoder", False):
         expected = "a model that reads the prompt and the answer as one sequence"
         raise ModelError(f"{type(network).__name__} is an encoder-decoder; expected {expected}")
-    several: Any = images if isinstance(images, list | tuple) else [images]
-    opened = [open_image(image) for image in several]
-    if not opened:
-        raise ImageError("there is no image: the list is empty")
+    opened = [open_image(image) for image in split_images(images)]
     check_integer("max_new_tokens", max_new_tokens)
     token = str(getattr(processor, "image_token", "<image>"))
     text = _prompt_text(processor, prompt, token, len(opened))

@@ -25,7 +25,7 @@ from ..axes import require_two_axes
 from ..errors import ImageError, MethodError, NotFoundError, TargetError, each_warning_once
 from ..hooks.call import ForwardArgs
 from ..hooks.model_state import reference_tensor
-from ..io.inputs import MAX_PIXELS, Batch, ImagesLike, Prepare, open_image, read
+from ..io.inputs import MAX_PIXELS, Batch, ImagesLike, Prepare, open_image, read, split_images
 from ..io.preprocess import Frame, Geometry, drawable, only_normalised
 from ..targets.box import BoxTarget
 from ..targets.region import Keypoint, Region
@@ -116,17 +116,15 @@ def read_tiles(image: ImagesLike, prepare: Prepare, tile: int, overlap: int) -> 
 
 def _open(image: Any, prepare: Prepare) -> tuple[Sequence[int], Frame | None, Callable[[Window], Tensor]]:
     """Return the size of an image, the frame to draw on if it is kept, and a function that reads a window."""
-    if isinstance(image, list | tuple) and len(image) == 1:
-        (image,) = image
-    is_input = isinstance(image, Tensor) and image.is_floating_point()
-    images: Any = image if isinstance(image, list | tuple) else [image]
+    images: Any = split_images(image)
+    is_input = isinstance(images[0], Tensor) and images[0].is_floating_point()
     if is_input:
-        images = read(image, prepare).inputs
+        images = read(images, prepare).inputs
     if len(images) != 1:
         raise ImageError(f"got {len(images)} images; with Tiled, explain them one by one")
     if is_input:
         return images.shape[2:], None, lambda window: images[:, :, *window]
-    normalise = only_normalised(prepare)
+    (image,), normalise = images, only_normalised(prepare)
     is_array = hasattr(image, "shape") and not isinstance(image, Tensor)
     if is_array and math.prod(image.shape[:2]) > MAX_PIXELS:
         return image.shape[:2], None, lambda window: normalise(open_image(np.asarray(image[window])))[None]

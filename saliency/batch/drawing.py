@@ -26,7 +26,7 @@ from ..evaluation.trust import TrustCard
 from ..io.atomic_write import atomic_write, inside
 from ..io.inputs import encode
 from ..io.preprocess import Frame, resize_box, scaled_size
-from ..io.volumes import Volume, encode_map
+from ..io.volumes import Volume, encode_map, place_map
 from ..render.blending import (
     DIVERGING,
     SEQUENTIAL,
@@ -147,6 +147,10 @@ def _write_method(
     style = options.style
     if isinstance(original, Volume):  # as in `slices`
         style = OverlayStyle(sign=style.sign, colormap=style.colormap)
+        if original.to_input is not None:
+            maps = heatmap(explanation, sign=style.sign)
+            maps = place_map(maps, original.to_input, original.values.shape[1:])
+            explanation = replace(explanation, values=maps[:, None], error=None)
     scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
     facts = facts | explanation_facts(explanation, scaled, style.colormap)
     if isinstance(original, Volume):

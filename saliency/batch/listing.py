@@ -96,7 +96,7 @@ class ImageEntry(NamedTuple):
             ImageError: It cannot be read.
             NotApplicableError: It is a volume.
         """
-        from ..errors import ImageError, NotApplicableError
+        from ..errors import ImageError, NotApplicableError, errors_as
         from ..io.inputs import decode, open_image
 
         if self.problem:
@@ -107,12 +107,10 @@ class ImageEntry(NamedTuple):
             return decode(io.BytesIO(read_bytes(self.path)), self.source)
         if self.offset is None:
             return open_image(self.path)
-        try:
-            with open(self.path, "rb") as file:  # noqa: PTH123 - a path may hold undecodable bytes
-                file.seek(self.offset)
-                data = file.read(self.size)
-        except OSError as error:
-            raise ImageError(f"{self.source!r} cannot be read: {error.strerror or error}") from error
+        problem = f"{self.source!r} cannot be read"
+        with errors_as(ImageError, problem), open(self.path, "rb") as file:  # noqa: PTH123 - any bytes
+            file.seek(self.offset)
+            data = file.read(self.size)
         if len(data) < self.size:
             raise ImageError(f"{self.source!r} is truncated: the shard ends {self.size - len(data)} bytes too early")
         return decode(io.BytesIO(data), self.source)

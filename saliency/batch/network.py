@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from ..attribution.aliases import option_hint
 from ..attribution.base import METHODS, Attribution, explain_together, get_method
 from ..attribution.explanation import Explanation
-from ..errors import USER_CODE_ERRORS, LayerError, MethodError, NotApplicableError
+from ..errors import USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotApplicableError
 from ..evaluation.metrics.base import SharedResults
 from ..evaluation.trust import TrustCard, trust
 from ..hooks.model_state import is_out_of_memory, prepared_for_attribution, reference_tensor, run_model
 from ..io.inputs import Prepare
 from ..io.preprocess import Box, Frame, Geometry, Preprocess, Range, TransformPreprocess, drawable, locate
-from ..io.volumes import Volume, preprocess_volume, read_volume
+from ..io.volumes import Volume, locate_volume, preprocess_volume, read_volume
 from ..targets.box import BoxTarget, box
 from ..targets.question import Target
 from ..targets.targets import Located, class_index
@@ -84,10 +84,17 @@ class LoadedImage:
     volume: Volume | None = None
 
     def open(self) -> Image.Image:
-        """Return the decoded image. An image that was not kept is decoded again, and `failure` is raised."""
+        """Return the decoded image. An image that was not kept is decoded again, and `failure` is raised.
+
+        Raises:
+            ImageError: The file changed since it was listed, so the input may be of another image.
+        """
         if self.failure is not None:
             raise self.failure
-        return self.image or self.slot.entry.open()
+        image, entry = self.image or self.slot.entry.open(), self.slot.entry
+        if self.image is None and entry.stamp != entry.current_stamp():
+            raise ImageError("the file changed during the run; re-run to explain it as it is now")
+        return image
 
     def frame(self) -> Frame:
         """Return the frame to draw on."""
@@ -148,7 +155,9 @@ class Network:
                 target = box(index=slot.entry.detection, cls=cast("int | None", target))
             if slot.entry.is_volume and not slot.entry.problem:
                 volume = read_volume(slot.entry.path)
-                return LoadedImage(slot, None, target, preprocess_volume(volume.values, self.preprocess), volume=volume)
+                x = preprocess_volume(volume.values, self.preprocess)
+                volume = volume._replace(to_input=locate_volume(volume.values, self.preprocess, x))
+                return LoadedImage(slot, None, target, x, volume=volume)
             image = slot.entry.open()
             to_draw = image if image.width * image.height <= most_pixels else None
             prepare = cast("Preprocess | TransformPreprocess", self.preprocess)  # `Run.execute` requires it

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from ..errors import ImageError
+from ..errors import ImageError, errors_as
 from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing, is_image, is_volume
 from ..io.remote import is_remote, list_files
 from .failures import BatchError
@@ -60,10 +60,13 @@ def find_images(sources: Paths, *, recursive: bool = False, targets: str | os.Pa
         targets: File with paths and targets, for images that the sources contain without a target.
 
     Raises:
-        BatchError: A list cannot be read, or the targets match no image.
+        BatchError: `sources` are not paths, a list cannot be read, or the targets match no image.
     """
     found: dict[tuple[object, ...], ImageEntry] = {}
-    for source in map(os.fsdecode, [sources] if isinstance(sources, str | os.PathLike) else sources):
+    expected = "expected paths of images; `attribute` and `compare` take images in memory"
+    with errors_as(BatchError, f"{type(sources).__name__} is not a path or a list of paths: {expected}"):
+        paths = [os.fsdecode(source) for source in ([sources] if isinstance(sources, str | os.PathLike) else sources)]
+    for source in paths:
         is_list = Path(source).suffix.lower() in LISTS
         for number, entry in enumerate(_images_of_source(source, recursive)):
             found.setdefault((*entry.key, source, number) if is_list else entry.key, entry)

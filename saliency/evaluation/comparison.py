@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from ..attribution.answer import Answer
 from ..attribution.base import Attribution, require_methods
 from ..attribution.explanation import Explanation
 from ..engine.estimates import tied_ranks
 from ..errors import ImageError, MethodError, errors_as, plural
 from ..io.atomic_write import write_by_suffix
-from ..io.inputs import ImageLike, open_image
+from ..io.inputs import ImageLike, ImagesLike, open_image, split_images
 from ..io.preprocess import drawable
 from ..tables import Column, Table, number
 from ..targets.targets import TargetLike
@@ -424,11 +425,11 @@ def rank_ranges(values: _Array, seed: int = 0) -> list[tuple[int, int, int]]:
 
 def compare(
     methods: Sequence[Attribution],
-    images: Sequence[ImageLike] | Tensor,
+    images: ImagesLike | Answer,
     target: TargetLike = None,
     metrics: str | Metric | Sequence[str | Metric] = ("deletion", "insertion"),
     *,
-    masks: Sequence[Any] | Tensor | None = None,
+    masks: Any = None,
     boxes: Sequence[Any] | Tensor | None = None,
     seed: int = 0,
     **options: Any,
@@ -441,7 +442,7 @@ def compare(
     Args:
         methods: Methods, such as `GradCAM(model)`. Methods of one name are named with their options, and numbered if
             these are equal, as for one method on two models.
-        images: The images, or a batch of them (N, C, H, W).
+        images: One image or several, as for `Attribution.attribute`; or an answer about one image.
         target: One target for all images, a list with one for each image, or None for the top class of each image.
         metrics: Metrics, or their names in `METRICS`. Metrics of one name are named with their options. Deletion and
             insertion each run about 1,340 forwards per image, and 890 for each further method; `Deletion(steps=28)`
@@ -464,15 +465,18 @@ def compare(
     """
     require_methods(methods)
     resolved = resolve_metrics(metrics)
+    inputs: list[Any] = []
+    for image in split_images(cast("ImagesLike", images)):
+        inputs += image[:, None] if isinstance(image, Tensor) and image.dim() > 3 else [image]
     own = target.tolist() if isinstance(target, Tensor | np.ndarray) else target
-    each = own if isinstance(own, list | tuple) else [own] * len(images)
-    regions = [[None] * len(images) if given is None else given for given in (masks, boxes)]
+    each = own if isinstance(own, list | tuple) else [own] * len(inputs)
+    masks = [masks] if isinstance(masks, str | os.PathLike | Image.Image) else masks
+    regions = [[None] * len(inputs) if given is None else given for given in (masks, boxes)]
     for what, given in zip(("targets", "masks", "boxes"), (each, *regions), strict=True):
-        if len(given) != len(images):
-            raise MethodError(f"got {len(given)} {what} for {plural(len(images), 'image')}")
+        if len(given) != len(inputs):
+            raise MethodError(f"got {len(given)} {what} for {plural(len(inputs), 'image')}")
     results: list[Result] = []
-    one_by_one = images[:, None] if isinstance(images, Tensor) else images
-    for index, (image, own_target, *where) in enumerate(zip(one_by_one, each, *regions, strict=True)):
+    for index, (image, own_target, *where) in enumerate(zip(inputs, each, *regions, strict=True)):
         context = {"seed": seed, "shared": SharedResults(), **options}
         for name, method in zip(unique_names(methods), methods, strict=True):
             results += measure_image(str(index), name, method, image, own_target, resolved, *where, **context)
@@ -493,7 +497,7 @@ def measure_image(
     name: str,
     method_name: str,
     method: Attribution,
-    image: ImageLike,
+    image: ImageLike | Answer,
     target: Any,
     metrics: Sequence[Metric],
     mask: Any = None,
@@ -520,6 +524,8 @@ def measure_image(
     explanation = method.attribute(image, target)
     explanation.values.cpu()  # waits for a GPU
     seconds = time.perf_counter() - start
+    if len(explanation) != 1:
+        raise MethodError(f"a comparison is of single images; this answer is about {len(explanation)}")
     if mask is not None and boxes is not None:
         raise MethodError("got a mask and a box of the same image; expected one of them")
     on_image = mask if boxes is None else _box_mask(boxes, explanation)

@@ -50,7 +50,7 @@ from ..evaluation.trust import missing_properties, trust
 from ..hooks.dual_encoder import DualEncoder
 from ..hooks.model_state import prepared_for_attribution, run_model
 from ..io.atomic_write import SOFTWARE
-from ..io.inputs import Batch, decode, encode, open_image
+from ..io.inputs import Batch, ImagesLike, decode, encode, open_image, split_images
 from ..io.png import encode_png
 from ..io.preprocess import Frame, Preprocess, drawable, scaled_size
 from ..layers.find import scan_layers
@@ -162,9 +162,9 @@ class Session:
         SaliencyError: The model cannot be loaded, has no preprocessing, or an option is invalid.
     """
 
-    def __init__(self, options: RunOptions, images: str | os.PathLike[str] | Sequence[Any] | None = None) -> None:
-        self._options, self._is_sample = options, not images
-        self._offered = _offered(images or [files("saliency.frontend").joinpath(SAMPLE)])
+    def __init__(self, options: RunOptions, images: ImagesLike | None = None) -> None:
+        self._options, self._is_sample = options, isinstance(images, Sequence | None) and not images
+        self._offered = _offered([files("saliency.frontend").joinpath(SAMPLE)] if self._is_sample else images)
         device, *_ = find_devices(options.device, options.model)
         self.model = move_model(load_model(options), device)
         require_options(options.options, METHODS.values())
@@ -615,7 +615,7 @@ def _keywords(options: Mapping[str, Any]) -> str:
     return "".join(f", {name}={value!r}" for name, value in options.items())
 
 
-def _offered(images: str | os.PathLike[str] | Sequence[Any]) -> list[tuple[str, Callable[[], Image.Image]]]:
+def _offered(images: Any) -> list[tuple[str, Callable[[], Image.Image]]]:
     """Return the names of the images in a folder or list, and functions that open them.
 
     Raises:
@@ -626,11 +626,13 @@ def _offered(images: str | os.PathLike[str] | Sequence[Any]) -> list[tuple[str, 
         if not entries:
             raise ImageError(f"{os.fsdecode(images)} contains no image to offer; pass an existing folder of images")
         return [(printable(entry.label), entry.open) for entry in entries if not entry.is_volume]
-    names = [
-        printable(PurePath(os.fsdecode(image)).name) if isinstance(image, str | os.PathLike) else f"image {index}"
-        for index, image in enumerate(images)
+    return [
+        (
+            printable(PurePath(os.fsdecode(image)).name) if isinstance(image, str | os.PathLike) else f"image {index}",
+            partial(open_image, image),
+        )
+        for index, image in enumerate(split_images(images))
     ]
-    return [(name, partial(open_image, image)) for name, image in zip(names, images, strict=True)]
 
 
 def _colors(name: str, centred: bool) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..batch.failures import Failure
 from ..batch.run_options import RunOptions
 from ..errors import USER_CODE_ERRORS, optional_import
-from ..io.inputs import ImageLike
+from ..io.inputs import ImagesLike
 from .page import widget_module
 from .session import Answer, Session, Stop, StoppedQuestion
 
@@ -91,7 +90,7 @@ class Conversation:
 
 def explore(
     model: str | nn.Module = "efficientnet_lite0",
-    images: str | os.PathLike[str] | Sequence[ImageLike] | None = None,
+    images: ImagesLike | None = None,
     *,
     method: str = "grad_cam",
     layer: str | None = None,
@@ -109,7 +108,7 @@ def explore(
 
     Args:
         model: A name that `saliency.load` accepts, or a model. It stays as it is.
-        images: A folder, or a list of images to offer; by default a sample photo. Any other one can be dropped.
+        images: A folder, an image or a list of images to offer; by default a sample photo. Others can be dropped.
         method: The method that the page begins with.
         layer: The layer that the page begins with; None for the default of each method.
         options: Options of the methods, applied to each method that has them.

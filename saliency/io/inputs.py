@@ -242,7 +242,7 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
     Warns:
         SaliencyWarning: A float tensor lies in 0..255 or 0..1, unlike the output of the preprocessing.
     """
-    images = _split_images(images)
+    images = split_images(images)
     prepare = None if preprocess is None else as_preprocess(preprocess)
     like = next(filter(_is_input, images), None) if like is None else like
     inputs: list[Tensor] = []  # (n, C, H, W)
@@ -263,14 +263,18 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
     return Batch(inputs[0] if len(inputs) == 1 else torch.cat(inputs), tuple(frames))
 
 
-def _split_images(images: ImagesLike) -> list[ImageLike]:
-    """Split into single images and inputs: a uint8 tensor (N, C, H, W) is N images, a float tensor is one input."""
+def split_images(images: ImagesLike) -> list[ImageLike]:
+    """Split into single images and inputs: a uint8 tensor (N, C, H, W) is N images, a float tensor is one input.
+
+    Raises:
+        ImageError: There is no image, or a list in the list.
+    """
     if isinstance(images, Mapping):
         return [_pixel_values(images)]
     if isinstance(images, Sequence) and not isinstance(images, str | Bytes):
         if any(isinstance(image, list | tuple) for image in images):
             raise ImageError("a list inside the list of images; expected one flat list")
-        flat = [image for several in images for image in _split_images(several)]
+        flat = [image for several in images for image in split_images(several)]
     elif isinstance(images, Tensor) and images.ndim == 4 and not images.is_floating_point():
         flat = list(images)
     else:

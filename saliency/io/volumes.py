@@ -8,17 +8,23 @@ from __future__ import annotations
 import gzip
 import io
 import os
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import ImageError, errors_as, optional_import
 from .atomic_write import SOFTWARE, is_volume
 from .preprocess import Preprocess, TransformPreprocess
+
+_PROBES, _ENOUGH = 32, 10
+"""Voxels that may be changed to find the position of the model's input, and that are seen in it until it is known."""
 
 
 class Volume(NamedTuple):
@@ -27,10 +33,12 @@ class Volume(NamedTuple):
     Attributes:
         values: (C, I, J, K), float32: the axes of the file, in the order of nibabel.
         affine: (4, 4), from the indices (i, j, k) to millimetres towards the patient's right, front and head (RAS).
+        to_input: As from `locate_volume`.
     """
 
     values: Tensor
     affine: NDArray[np.float64]
+    to_input: Tensor | None = None
 
     def world_axes(self) -> tuple[list[int], list[bool]]:
         """Return the axis of the values that is closest to each of S, A and R, and whether its indices ascend."""
@@ -66,12 +74,80 @@ def preprocess_volume(volume: Tensor, prepare: Preprocess | TransformPreprocess 
     """
     x: Any = volume if prepare is None else prepare
     if isinstance(prepare, TransformPreprocess):
-        x = prepare.transform(volume)
+        x = prepare.transform(volume.clone())
     if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
         came = f"a {x.dtype} tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         expected = "a function from a tensor (C, D, H, W) to the model's float input (C, D, H, W)"
         raise ImageError(f"the preprocessing of a volume is {expected}; got {came}; see docs/volumes.md")
-    return x.detach()
+    return x.detach().as_subclass(Tensor)
+
+
+def locate_volume(volume: Tensor, prepare: Preprocess | TransformPreprocess | None, x: Tensor) -> Tensor | None:
+    """Return the position of the model's input on a volume; None if they cover each other, voxel by voxel or resampled.
+
+    It is found by changing voxels of the volume, to see where the input changes. All other voxels stay, because a crop
+    may depend on the values, and a normalisation always does.
+
+    Args:
+        volume: The volume (C, I, J, K).
+        prepare: The preprocessing.
+        x: The input (C, D, H, W) that it returned for the volume.
+
+    Returns:
+        (3, 4), from a position (k, j, i) on the volume to (w, h, d) on the input, each from -1 to 1 between its edges:
+        `theta` of `torch.nn.functional.affine_grid`. Accurate to about one voxel; exact without resampling.
+
+    Raises:
+        ImageError: The position cannot be found.
+    """
+    if prepare is None:
+        return None
+    rows = np.array([*islice(_moved_blocks(volume, prepare, x), _ENOUGH)]).reshape(-1, 7)
+    fit, _, rank, _ = np.linalg.lstsq(rows[:, :4], rows[:, 4:], rcond=1e-6)
+    error = (np.abs(rows[:, :4] @ fit - rows[:, 4:]) * x.shape[1:] / 2).max(initial=0)  # in voxels of the input
+    if len(rows) > rank == 4 and error < 1.2 * np.ptp(rows[:, :3], axis=0).min():
+        shifts = np.abs(fit.T - np.eye(3, 4)).sum(1) * np.minimum(volume.shape[1:], x.shape[1:]) / 2  # of corners
+        return torch.from_numpy(fit.T[::-1, [2, 1, 0, 3]].copy()) if shifts.max() > 0.5 + 3 * error else None
+    problem = "is random or warps the volume, keeps a small part, or makes it constant"
+    raise ImageError(f"the map has no position on the volume: the preprocessing {problem}; prepare the file instead")
+
+
+def _moved_blocks(volume: Tensor, prepare: Preprocess | TransformPreprocess, x: Tensor) -> Iterator[list[float]]:
+    """Change blocks of the volume, and yield the centres (i, j, k, 1) and (d, h, w) where the input changes.
+
+    Each block changes by half of the range of the values. A normalisation then changes all others too, but less.
+    """
+    finite, sizes = volume.nan_to_num(), np.array([volume.shape[1:], x.shape[1:]])
+    low, high = (edge(finite, (1, 2, 3), True) for edge in (torch.amin, torch.amax))
+    total, least = finite.sum(0).numpy(), 0.15 * (x.amax((1, 2, 3)) - x.amin((1, 2, 3))).sum()
+    voxels = np.flatnonzero(total > total.mean())  # of the foreground, since a crop may depend on the background
+    voxels = voxels if len(voxels) > _PROBES else np.arange(total.size)
+    # About three voxels of a coarse input, so that a block is seen between them.
+    radius = max(0, int(2 * (total.size / x[0].numel()) ** (1 / 3) + 0.01) - 2)
+    for index in np.transpose(np.unravel_index(np.random.default_rng(0).choice(voxels, _PROBES), total.shape)):
+        starts, ends = np.maximum(index - radius, 0), np.minimum(index + radius + 1, sizes[0])
+        changed = volume.clone()
+        block = changed[:, *map(slice, starts, ends)]
+        block += (high - low) / (2 if (2 * block - low - high).sum() < 0 else -2)
+        result = preprocess_volume(changed, prepare)
+        changes = (result - x).abs().sum(0).nan_to_num() if result.shape == x.shape else torch.zeros_like(x[0])
+        places = (changes > least).nonzero().numpy()
+        if len(places):
+            first, last = places.min(0), places.max(0)
+            is_cut = ((first == 0) | (last == sizes[1] - 1)).any() and not ((starts == 0) | (ends == sizes[0])).any()
+            if (last - first <= np.maximum(sizes[1] / 3, 2 * radius + 2)).all() and not (radius and is_cut):
+                centre = np.average(places, axis=0, weights=changes[tuple(places.T)])
+                yield [*((starts + ends) / sizes[0] - 1), 1, *((2 * centre + 1) / sizes[1] - 1)]
+
+
+def place_map(maps: Tensor, to_input: Tensor, size: Sequence[int]) -> Tensor:
+    """Return maps (N, D, H, W) of the input in the voxels of a volume of size (I, J, K): (N, I, J, K), 0 beside them.
+
+    `to_input` is as from `locate_volume`.
+    """
+    grid = F.affine_grid(to_input.to(maps)[None], [1, 1, *size], align_corners=False)
+    values = F.grid_sample(maps[None], grid, padding_mode="border", align_corners=False)[0]
+    return values * (grid.abs() <= 1).all(-1)
 
 
 def encode_map(values: Tensor, affine: NDArray[np.float64]) -> bytes:

@@ -18,7 +18,7 @@ from ..attribution.explanation import Explanation, Sign
 from ..attribution.heatmap import PER_UNIT, limits, reduced_maps, require_explanation, rounding_errors
 from ..errors import RenderError, did_you_mean, errors_as, warn
 from ..io.inputs import ImageLike, open_image
-from ..io.preprocess import Box, Frame, drawable, resize_box, scaled_size
+from ..io.preprocess import Box, Frame, Geometry, drawable, resize_box, scaled_size
 from ..validation import check_number
 from .scaling import Percentile, drawn_maps, resolve_percentile, smoothed
 
@@ -108,31 +108,38 @@ def require_one(explanation: Explanation, name: str) -> None:
 
 
 def frame_of(explanation: Explanation, image: ImageLike | None = None) -> Frame:
-    """Return the frame to draw on: the explanation's own, or `image` with the map at the same position.
+    """Return the frame to draw on: the explanation's own, or `image`, a copy of the explained image in any size.
 
-    If `image` is another copy of the explained image, in any size, the map keeps its position on it. Otherwise it
-    covers all of it.
+    The explained image of a tensor is the tensor itself.
+
+    Raises:
+        RenderError: The map is of a volume, there is no image, or `image` has other proportions.
     """
     if len(explanation.input_size) > 2:
         raise RenderError("the map is of a volume or video; draw it by slices(explanation, volume) or montage")
     own = explanation.frames[0]
     if image is not None:
         saved = explanation.boxes[0] if explanation.boxes else None
+        known = Geometry.of(own, explanation.input_size)
+        box, size = (known.box, known.image_size) if saved is None else (saved.box, saved.size)
         image = drawable(open_image(image), saved.range if saved else None)
-        if saved is None:
-            is_copy = own is not None and scaled_size(own.image.size, max(image.size)) == image.size
-            box, size = (own.box, own.image.size) if own is not None and is_copy else ((0.0, 0.0, 1.0, 1.0), (1, 1))
-            return Frame(image, resize_box(box, size, image.size))
-        if image.size != saved.size:
-            sizes = " and ".join(f"{width} x {height}" for width, height in (saved.size, image.size))
-            raise RenderError(f"the map belongs to an image of another size: {sizes} pixels; pass the original image")
-        return Frame(image, saved.box)
+        if not _is_copy(image.size, size):
+            what = "the explained image" if own or saved else "the explained tensor"
+            cure = "pass a copy of it in any size. Where a tensor lies on an image, only preprocess=... tells, such as "
+            sizes = "{} x {} pixels and the image {} x {}, other proportions".format(*size, *image.size)
+            raise RenderError(f"{what} has {sizes}; {cure}saliency.Preprocess.letterbox(640) with the image itself")
+        return Frame(image, resize_box(box, size, image.size))
     if own is None:
         raise RenderError(
             "the original image is not known: it was given as a tensor, or the map was saved without it; explain its "
             "path or the PIL image, or pass overlay(..., image=image). A map of a tensor then covers the whole image"
         )
     return own
+
+
+def _is_copy(size: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Return whether an image may be a resized copy of another one: their scales differ by less than a pixel."""
+    return abs(size[0] * other[1] - size[1] * other[0]) < max(*size, *other)
 
 
 def scale_map(

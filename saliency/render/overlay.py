@@ -67,9 +67,9 @@ def overlay(
     Args:
         explanations: An explanation of one image. Several images, or a list of explanations, give a list of overlays,
             one per image. For a list that type checkers know, pass `list(explanation)`.
-        image: An image to draw on instead of the explanation's own. On a copy of the explained image, in any size, the
-            map keeps its position; on an image of other proportions it covers all of it. A map of `saliency batch`
-            needs the original image, and lies at its position on it.
+        image: An image to draw on instead of the explanation's own. It is a copy of the explained image in
+            any size, on which the map keeps its position. The map of a tensor covers all of an image of its
+            proportions. A map of `saliency batch` needs the image, because it is saved without it.
         size: The longer edge of the result in pixels; by default the size of the image. A small overlay of a large
             image is drawn and saved much faster.
         opacity: "map" for 0.8 times the magnitude of the scaled map, so that pixels at zero stay unchanged; or 0..1
@@ -92,7 +92,8 @@ def overlay(
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
-        RenderError: There is no explanation, no image to draw on, or an invalid option.
+        RenderError: There is no explanation, no image to draw on, an image of other proportions than the explained one,
+            or an invalid option.
 
     Warns:
         SaliencyWarning: A map is nearly even, or below the rounding error, and is drawn as zero.

@@ -29,11 +29,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from saliency import Explanation
+from saliency import Explanation, GradCAM, ImageError
 from saliency.batch import BatchError, Progress, StoppedError
-from saliency.batch.listing import ImageEntry
-from saliency.batch.network import LoadedImage, Network, Slot
+from saliency.batch.listing import ImageEntry, with_names
+from saliency.batch.network import LoadedImage, Network, Slot, trust_card
 from saliency.batch.run_options import RunOptions
+from saliency.batch.sources import find_images
 from tests.batchwork import (
     BLACK,
     WHITE,
@@ -593,3 +594,21 @@ def test_no_thread_is_left(tmp_path: Path) -> None:
     with pytest.raises(StoppedError):
         quick(tmp_path / "in", tmp_path / "out", strict=True)
     assert threading.active_count() == before
+
+
+def test_a_large_image_that_changes_during_the_run_is_an_error_and_not_a_map_on_another_image(tmp_path: Path) -> None:
+    path = tmp_path / "photo.png"
+    Image.new("RGB", (1500, 1400), "red").save(path)
+    (entry,) = with_names(find_images(path).entries)
+    loaded = Network(RunOptions(model=Tiny(), methods=("grad_cam",)), Tiny()).load(
+        Slot(0, entry, ("grad_cam",)), 2_000_000
+    )
+    assert loaded.image is None
+    assert loaded.frame().image.getpixel((0, 0)) == (255, 0, 0)
+    Image.new("RGB", (1500, 1400), "blue").save(path)
+    os.utime(path, ns=(0, 0))
+    for read in (loaded.open, loaded.frame):
+        with pytest.raises(ImageError, match="changed during the run"):
+            read()
+    card = trust_card(GradCAM(Tiny()), loaded, None)
+    assert isinstance(card, ImageError)

@@ -9,7 +9,9 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from saliency.batch import BatchError, batch, sources
@@ -297,3 +299,9 @@ def test_a_member_beyond_the_end_of_its_shard_is_an_error(tmp_path: Path) -> Non
     path.unlink()
     with pytest.raises(ImageError, match="cannot be read: No such file"):
         photo.open()
+
+
+@pytest.mark.parametrize("sources", [np.zeros((8, 8, 3), np.uint8), Image.new("RGB", (8, 8)), torch.zeros(2, 3, 8), 3])
+def test_images_in_memory_are_not_sources(sources: Any) -> None:
+    with pytest.raises(BatchError, match="expected paths of images; `attribute` and `compare` take images in memory"):
+        find_images(sources)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +143,76 @@ def test_channels_and_preprocessing_of_another_size(tmp_path: Path) -> None:
         return torch.nn.functional.interpolate(volume[None], (14, 12, 10))[0]
 
     (heat,) = explained(tmp_path / "scan.nii.gz", tmp_path / "out", preprocess=halve)
-    assert seen == [(2, *SIZE)]
+    assert set(seen) == {(2, *SIZE)}
     assert heat.shape == SIZE
     assert np.array_equal(heat.affine, scan.affine)
     assert brightest(heat) == BRIGHT
+
+
+def corner(volume: Tensor) -> Tensor:
+    return volume[:, 2:, :-1]
+
+
+MOVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "normalised": lambda volume: (volume - volume.mean()) / volume.std(),
+    "flipped": lambda volume: volume.flip(1),
+    "permuted": lambda volume: volume.permute(0, 3, 2, 1),
+    "cropped": corner,
+    "padded": lambda volume: nn.functional.pad(volume, (1, 2, 0, 0, 3, 1)),
+    "all": lambda volume: corner(((volume - volume.mean()) / volume.std()).flip(3)).permute(0, 2, 1, 3),
+    "NumPy": lambda volume: torch.from_numpy(volume.numpy()[:, ::-1, :, 1:].copy()),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_the_map_lies_in_its_place_whatever_the_preprocessing_moves(tmp_path: Path, name: str) -> None:
+    scan = nibabel.load(write_nifti(tmp_path / "scan.nii.gz", OBLIQUE))
+    (heat,) = explained(tmp_path / "scan.nii.gz", tmp_path / "out", preprocess=MOVED[name])
+    # Each value of the map is twice the square of the input; the coordinates go through the preprocessing alone.
+    numbers = torch.arange(1, 1 + math.prod(SIZE)).float().view(1, *SIZE)
+    x = MOVED[name](torch.from_numpy(scan.get_fdata(dtype=np.float32))[None])[0]
+    where = MOVED[name](numbers)[0]
+    if name in ("normalised", "all"):  # by the order of the numbers
+        where = (where * numbers.std() + numbers.mean()).round()
+    expected = np.zeros(math.prod(SIZE) + 1)
+    expected[where.long().flatten().numpy()] = 2 * x.flatten().numpy() ** 2
+    expected[0] = 0  # of the padding
+    assert heat.get_fdata().flatten() == pytest.approx(expected[1:], abs=1e-4 * expected.max())
+
+
+@pytest.mark.filterwarnings("ignore::Warning:monai")
+@pytest.mark.parametrize("kind", ["head", "CT"])
+def test_crops_to_the_foreground_and_orientations_of_monai_are_undone(tmp_path: Path, kind: str) -> None:
+    monai: Any = pytest.importorskip("monai.transforms")
+    size = (32, 28, 24)
+    values = torch.full(size, -1000.0 if kind == "CT" else 0.0)
+    values[6:25, 5:20, 4:18] = 100 + 300 * torch.rand(19, 15, 14, generator=torch.Generator().manual_seed(0))
+    values[15, 7, 12] = 700
+    nibabel.save(nibabel.Nifti1Image(values.numpy(), OBLIQUE), tmp_path / "scan.nii.gz")
+    crop = monai.CropForeground(select_fn=lambda volume: volume > 0, margin=1)
+    labels = (("L", "R"), ("P", "A"), ("I", "S"))
+    steps = [monai.Orientation("LPS", labels=labels), crop, monai.ScaleIntensityRange(-100, 800, 0, 1, clip=True)]
+    resampled = [*steps, monai.Spacing((0.8, 1.3, 0.9), mode="bilinear"), monai.SpatialPad((30, 30, 30))]
+    for number, transforms in enumerate((steps, resampled)):
+        folder = tmp_path / f"out{number}"
+        (heat,) = explained(tmp_path / "scan.nii.gz", folder, preprocess=monai.Compose(transforms))
+        assert np.abs(np.subtract(brightest(heat), (15, 7, 12))).max() <= number  # exact without resampling
+        assert heat.get_fdata()[0].max() == 0
+
+
+REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "warps": lambda volume: volume[:, (torch.linspace(0, 1, 30) ** 2 * 29).round().long()],
+    "keeps a corner": lambda volume: volume[:, :3, :3, :3],
+    "constant": torch.ones_like,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_volume_whose_position_cannot_be_found_is_an_error(tmp_path: Path, name: str) -> None:
+    nibabel.save(nibabel.Nifti1Image(dark(size=(30, 30, 30)), STRAIGHT), tmp_path / "scan.nii")
+    assert not explained(tmp_path / "scan.nii", tmp_path / "out", preprocess=REFUSED[name])
+    (row,) = rows(tmp_path / "out")
+    assert (row["error_kind"], "no position on the volume" in row["error"]) == ("ImageError", True)
 
 
 def test_a_resumed_run_gives_the_same_bytes_and_other_files_go_on(tmp_path: Path) -> None:

@@ -402,3 +402,28 @@ def test_volumes_are_refused_in_one_sentence() -> None:
     method = VanillaGradient(nn.Sequential(nn.Conv3d(1, 2, 3), nn.AdaptiveAvgPool3d(1), nn.Flatten()))
     with pytest.raises(MethodError, match="defined for images; this explanation is of a volume"):
         compare([method], torch.zeros(2, 1, 4, 4, 4), 1)
+
+
+def test_one_image_in_any_form_is_one_image(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    photo = Image.fromarray(pixels)
+    photo.save(tmp_path / "photo.png")
+    methods = [VanillaGradient(Tiny())]
+    metrics = [Deletion(steps=4)]
+    expected = compare(methods, [photo], 0, metrics).results
+    content = (tmp_path / "photo.png").read_bytes()
+    for image in (
+        pixels,
+        photo,
+        tmp_path / "photo.png",
+        f"{tmp_path}/photo.png",
+        content,
+        torch.tensor(pixels).permute(2, 0, 1),
+    ):
+        assert [own.value for own in compare(methods, image, 0, metrics).results] == [own.value for own in expected]
+    x = methods[0].read(photo).inputs
+    assert compare(methods, x[0], 0, metrics).results[0].value == pytest.approx(expected[0].value)
+    assert len(compare(methods, torch.cat([x, x]), 0, metrics).results) == 2
+    mask = Image.new("L", (16, 16))
+    mask.paste(255, (0, 0, 8, 8))
+    assert compare(methods, photo, 0, "gini", masks=mask).rows

@@ -360,3 +360,11 @@ def test_the_code_draws_the_saved_picture(
     figure = session.save(asked | {"as": "figure"}, lambda: None)
     assert isinstance(figure, bytes)
     assert figure.startswith(b"\x89PNG")
+
+
+def test_one_image_in_any_form_is_one_offered_image(tmp_path: Path) -> None:
+    image = Image.open(io.BytesIO(photo()))
+    for images in (np.asarray(image), image, photo(), [image]):
+        session = Session(RunOptions(model=Tiny()), images)
+        assert session.about()["images"] == [{"index": 0, "name": "image 0"}]
+        assert (session.open(0)["width"], session.about()["sample"]) == (40, False)

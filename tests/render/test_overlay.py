@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 import saliency
-from saliency import GradCAM, contact_sheet, cutout, figure, overlay
+from saliency import GradCAM, VanillaGradient, contact_sheet, cutout, figure, overlay
 from saliency.attribution.explanation import Explanation, Sign
 from saliency.errors import NonFiniteError, RenderError, SaliencyWarning
 from saliency.io.preprocess import Box, Frame, ImageBox, Preprocess
@@ -111,8 +112,8 @@ def test_a_box_beside_the_photo_is_an_error(box: Box) -> None:
         overlay(explained(torch.rand(1, 4, 4), Frame(Image.new("RGB", (40, 20)), box)))
 
 
-def test_a_given_picture_is_covered_whole(tmp_path: Path) -> None:
-    photo = noise(33, 21)
+def test_the_map_of_a_tensor_covers_an_image_of_its_proportions(tmp_path: Path) -> None:
+    photo = noise(33, 33)
     photo.save(tmp_path / "photo.png")
     explanation = explained(torch.rand(1, 4, 4), None)
     from_path = overlay(explanation, image=tmp_path / "photo.png")
@@ -126,8 +127,72 @@ def test_on_a_larger_copy_of_the_image_the_map_keeps_its_position() -> None:
     placed = replace(explanation, frames=(Frame(large, (20.0, 0.0, 60.0, 40.0)),))
     assert overlay(explanation, large).tobytes() == overlay(placed).tobytes()
     assert cutout(explanation, large).tobytes() == cutout(placed).tobytes()
-    other = noise(30, 30)
-    assert overlay(explanation, other).tobytes() == overlay(replace(explanation, frames=(whole(other),))).tobytes()
+
+
+def resized_by_torchvision(image: Image.Image, shorter: int) -> Image.Image:
+    from torchvision.transforms.functional import resize
+
+    return resize(image, shorter)  # type: ignore[no-any-return]
+
+
+def thumbnail(image: Image.Image, longest: int) -> Image.Image:
+    small = image.copy()
+    small.thumbnail((longest, longest))
+    return small
+
+
+def draft(image: Image.Image, longest: int) -> Image.Image:
+    """A copy as the decoder of JPEG makes it: edges are divided and rounded up."""
+    file = io.BytesIO()
+    image.save(file, "JPEG")
+    opened = Image.open(file)
+    opened.draft("RGB", (longest, longest))
+    opened.load()
+    return opened
+
+
+COPIES: dict[str, Callable[[Image.Image], Image.Image]] = {
+    "floor": lambda image: image.resize((image.width // 2, image.height // 2)),
+    "ceil": lambda image: image.resize((-(-image.width // 2), -(-image.height // 2))),
+    "thumbnail": lambda image: thumbnail(image, 300),
+    "torchvision": lambda image: resized_by_torchvision(image, 224),
+    "draft": lambda image: draft(image, 160),
+    "tiny": lambda image: thumbnail(image, 11),
+}
+
+
+@pytest.mark.parametrize("size", [(1000, 667), (667, 1000), (801, 799), (1007, 61)])
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_may_have_its_edges_rounded_in_any_way(name: str, size: tuple[int, int]) -> None:
+    photo = noise(*size)
+    copy = COPIES[name](photo)
+    left, top, right, bottom = box = (size[0] / 4, size[1] / 4, size[0] / 2, size[1] / 2)
+    x, y = copy.width / size[0], copy.height / size[1]
+    explanation = explained(torch.rand(1, 4, 4), Frame(photo, box))
+    placed = replace(explanation, frames=(Frame(copy, (left * x, top * y, right * x, bottom * y)),))
+    assert overlay(explanation, copy).tobytes() == overlay(placed).tobytes()
+    back = replace(explanation, frames=(Frame(copy, (left * x, top * y, right * x, bottom * y)),))
+    drawn = pixels_of(overlay(back, photo)) != pixels_of(photo)
+    assert drawn[int(top) : int(bottom), int(left) : int(right)].any()
+    assert not drawn[: int(top) - 1].any()
+    assert not drawn[:, int(right) + 2 :].any()
+
+
+@pytest.mark.parametrize("draw", [overlay, cutout])
+def test_an_image_of_other_proportions_is_refused(draw: Any) -> None:
+    explanation = explained(torch.rand(1, 4, 4), whole(noise(400, 200)))
+    for size in ((30, 30), (200, 400), (400, 204), (800, 404)):
+        with pytest.raises(RenderError, match=r"image has 400 x 200.*other proportions; pass a copy of it in any size"):
+            draw(explanation, noise(*size))
+
+
+def test_the_map_of_a_letterboxed_tensor_is_not_stretched_over_the_image() -> None:
+    photo = noise(333, 222)
+    letterbox = saliency.Preprocess.letterbox(64, stride=None)
+    method = VanillaGradient(Tiny(), preprocess=letterbox)
+    with pytest.raises(RenderError, match=r"tensor has 64 x 64.*333 x 222.*preprocess=.*letterbox"):
+        overlay(method.attribute(letterbox(photo), 0), photo)
+    assert overlay(method.attribute(photo, 0)).size == photo.size
 
 
 # Colours -------------------------------------------------------------------------------------------------------
@@ -443,7 +508,7 @@ def test_a_map_of_a_batch_lies_at_its_crop_of_the_image(tmp_path: Path) -> None:
     for saved in (loaded, Explanation.load(loaded.save(tmp_path / "again.safetensors")), loaded[:1]):
         assert overlay(saved, image).tobytes() == expected.tobytes()
         assert cutout(saved, image).tobytes() == cutout(replace(direct, values=loaded.values)).tobytes()
-    with pytest.raises(RenderError, match="90 x 40 and 40 x 90"):
+    with pytest.raises(RenderError, match="90 x 40 pixels and the image 40 x 90"):
         overlay(loaded, noise(40, 90))
 
 
