@@ -9,7 +9,7 @@ from torch import Tensor
 from ..attribution.options import Option
 from ..attribution.resolved_target import ResolvedTarget
 from ..axes import max_pool, on_finest_grid, spatial
-from ..layers.find import scan_layers
+from ..layers.find import layers_by_resolution
 from ..validation import check_integer, check_number
 from .baselines import blurred
 from .cam import GradCAM, HiResCAM, LayerAttribution, LayerCombination
@@ -52,8 +52,7 @@ class BottleneckCAM(LayerAttribution):
 
     def default_layers(self, x: Tensor, target: ResolvedTarget) -> tuple[str, ...]:
         """Return the last of the outermost layers of the coarsest resolution."""
-        layers = scan_layers(self.model, x, target).last_per_resolution()
-        return layers[-1:] or super().default_layers(x, target)
+        return layers_by_resolution(self.model, x, target)[-1:]
 
 
 class SegGradCAM(BottleneckCAM, GradCAM):

@@ -76,10 +76,12 @@ def test_a_module_of_two_names_is_found_by_both() -> None:
     assert torch.equal(GradCAM(model, "again").attribute(x, 1).values, GradCAM(model, "layer1").attribute(x, 1).values)
 
 
-@pytest.mark.parametrize("layer", [nn.ReLU(), 3, ["layer1", "layer2"], b"layer1"])
+@pytest.mark.parametrize("layer", [nn.ReLU(), 3, ["layer1", "layer3"], [], b"layer1"])
 def test_what_is_no_layer_of_the_model_is_refused_at_once(layer: Any) -> None:
     with pytest.raises(LayerError):
         GradCAM(Small(), layer)
+    with pytest.raises(LayerError, match="CAM reads one layer, got 2"):
+        saliency.CAM(Small(), ["layer1", "layer2"])
 
 
 # Layers that give no map.
