@@ -288,7 +288,7 @@ def head_inputs(model: nn.Module, x: Tensor, target: _Score | None) -> _Layers:
 
     The head is each of the outermost modules from which the score is computed without another of them. A layer enters
     it if its output reaches an argument of the head without passing another layer. So the layers are the same for all
-    boxes, and are cached as in `scan_layers` for all targets of the same part of a box.
+    boxes, and are cached as in `scan_layers`, by the part of a box.
     """
     question = getattr(target, "target", None)
     if isinstance(question, TargetList):  # one for each image
@@ -296,8 +296,8 @@ def head_inputs(model: nn.Module, x: Tensor, target: _Score | None) -> _Layers:
     is_joint = isinstance(question, Keypoint) or (isinstance(question, Region) and bool(question.joint))
     if target is None or not (is_joint or isinstance(question, BoxScore)):
         return ()
-    part = type(question), *(getattr(question, name, None) for name in ("of", "joint", "link", "read"))
-    known, key = cache_of(_head_inputs, model), (_key(model, x), part)
+    part = "joint" if is_joint or isinstance(question.of, int) else question.of
+    known, key = cache_of(_head_inputs, model), (_key(model, x), part, getattr(question, "read", None))
     if key not in known:
         with HookManager(exclusive=True):
             known[key] = _find_head_inputs(model, x, trace_layers(model, x).candidates, target)
@@ -403,6 +403,8 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
 
     with PositionTrace(x) as trace:
         final = _observe(model, x, modules, store)
+    if unrelated.issuperset(outputs):  # the model reads the image as an array, which cannot be traced
+        unrelated.clear()
     # The output of a convolution is channels first, and so is every output of the same shape.
     channels_first = {shape for name, (shape, _) in outputs.items() if is_channels_first(modules[name])}
     layouts = {
@@ -412,7 +414,9 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
     }
     found = tuple(SpatialLayer(name, outputs[name][0], layout) for name, layout in layouts.items() if layout)
     spatial = tuple(layer for layer in found if not (layer.layout.kind == "NCHW" and layer.name in misplaced))
-    candidates = [layer for layer in _candidates(model, found) if layer in spatial]
+    found = _candidates(model, found)
+    candidates = tuple(layer for layer in found if layer in spatial)
+    elsewhere = tuple(layer for layer in found if layer not in spatial)
     after = _result_nodes(list(tree_tensors(final)))
     ends = frozenset(name for name in outputs if not after.isdisjoint(nodes[name]))
     first = first_tensor(final)
@@ -425,16 +429,8 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
         tokens = queries.shape[-1]
         layout = token_layout(queries.reshape(len(queries), len(x), -1, tokens)[:, :, 0], x)
         attention[tokens] = layout if attention.get(tokens, layout) == layout else None
-    return LayerTrace(
-        spatial,
-        tuple(candidates),
-        tuple(layer for layer in _candidates(model, found) if layer not in spatial),
-        features[-1].name if features else None,
-        attention,
-        _sources({name: nodes[name] for name in outputs}),
-        ends,
-        frozenset(unrelated),
-    )
+    last, sources = features[-1].name if features else None, _sources({name: nodes[name] for name in outputs})
+    return LayerTrace(spatial, candidates, elsewhere, last, attention, sources, ends, frozenset(unrelated))
 
 
 def _sources(nodes: Mapping[str, list[Node]]) -> dict[str, frozenset[str]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from saliency import METHODS, AttentionRollout, CheferAttention, GradCAM, HiResCAM, LayerError
 from saliency.hooks.model_state import prepared_for_attribution
-from saliency.layers.find import attention_layout, scan_layers, trace_layers
+from saliency.layers.find import attention_layout, scan_layers
 from saliency.layers.layout import Layout
 from saliency.testing import images
 
