@@ -216,9 +216,7 @@ _TRANSPARENT = (
 )
 
 
-_COMBINING = frozenset(
-    {"Convolution", "Addmm", "Mm", "Addmv", "Mv", "Bmm", "Baddbmm", "Linear", "NativeLayerNorm", "NativeGroupNorm"}
-)
+_COMBINING = {"Convolution", "Addmm", "Mm", "Mv", "Bmm", "Baddbmm", "Linear", "NativeLayerNorm", "NativeGroupNorm"}
 
 
 def ends_in_probability(tensor: Tensor) -> bool:
@@ -315,8 +313,9 @@ def source_edge(tensor: Tensor) -> tuple[Node, int]:
 
     Full backward hooks of modules are stepped over.
     """
-    source = get_gradient_edge(tensor)
-    return cast("tuple[Node, int]", _without_hook(source.node, source.output_nr))
+    node, at = _without_hook(*get_gradient_edge(tensor)[:2])
+    next_functions(node)
+    return cast("Node", node), at
 
 
 def reached_nodes(starts: Iterable[Node], is_end: Callable[[Node], bool]) -> set[Node]:

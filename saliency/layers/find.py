@@ -16,14 +16,13 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 
 from ..axes import as_text
 from ..errors import LayerError, TargetError, closest, warn
-from ..hooks.autograd_graph import combines_channels, next_functions, reached_nodes, source_edge, unique_modules
+from ..hooks.autograd_graph import combines_channels, reached_nodes, source_edge, unique_modules
 from ..hooks.forward_args import bind_image, cache_of, has_forward_args
 from ..hooks.manager import HookManager
 from ..hooks.model_state import leaf, run_model
 from ..hooks.pytree import first_tensor, tree_tensors
 from ..hooks.rectifiers import differentiate
 from ..targets.box import BoxScore
-from ..targets.region import Keypoint, Region
 from ..targets.targets import TargetList, output_tensor
 from .layout import GIVE_LAYOUT, Layout, given_layout, is_channels_first, layout_from, token_layout, traced_layout
 from .positions import Grid, PositionTrace, is_misplaced
@@ -76,7 +75,7 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
     Raises:
         LayerError: The output has no spatial extent, or is computed from other arguments of the model's forward alone.
     """
-    if has_forward_args() and name in trace_layers(model, x).unrelated:
+    if has_forward_args() and name not in trace_layers(model, x).sources:
         problem = f'the output of layer "{name}" does not depend on the explained image, but on other arguments'
         raise LayerError(f"{problem} of the forward; choose a layer of the image, or pass no layer")
     shape, size = tuple(tensor.shape), tuple(x.shape[2:])
@@ -140,7 +139,7 @@ class SpatialLayer:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one channel only, as of a gate; such a layer is read if there is no other."""
+        """Whether there is one channel only, as of a gate. Such a layer is read if there is no other."""
         return self.shape[1 if self.layout.kind == "NCHW" else -1] == 1
 
 
@@ -152,13 +151,12 @@ class LayerTrace:
     """Layers of a model and tokens of its attention, with their positions in the image, from one forward."""
 
     spatial: _Layers  # in the order in which they finished
-    candidates: _Layers  # for the default layer
+    candidates: _Layers  # for the default layer, from the least preferred
     misplaced: _Layers  # the same, but mirrored or of a part of the image
     features: str | None  # the last layer of features, also if the score has no gradient there
     attention: Mapping[int, Layout | None]  # by the number of tokens; None if the tokens are not patches
-    sources: Mapping[str, frozenset[str]]  # by layer, the layers from whose outputs its output is computed
+    sources: Mapping[str, frozenset[str]]  # by layer that reads the image, the layers from which it is computed
     ends: frozenset[str]  # the layers after which the model only resizes or reduces their values
-    unrelated: frozenset[str]  # the layers whose outputs are computed without the image
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +164,7 @@ class LayerScan:
     """The default layer of a model, and its candidates."""
 
     spatial: _Layers  # in the order in which they finished
-    candidates: _Layers  # for the default layer
+    candidates: _Layers  # for the default layer, from the least preferred
     default: str | None  # None also if it depends on the target, as for a detector
     has_gradient: bool  # whether the score has a gradient at the default layer, or its layer depends on the target
     branch: str | None = None  # the last layer of another branch of the network, which joins after the default layer
@@ -178,11 +176,9 @@ class LayerScan:
         last: dict[Grid, SpatialLayer] = {}
         names = [layer.name for layer in self.candidates]
         for layer in self.candidates[: names.index(self.default) + 1]:
-            if layer.is_single and layer.name != self.default:
-                continue
             known = last.get(layer.layout.grid)
             is_outer = known is None or layer.name.count(".") <= known.name.count(".")
-            if layer.name == self.default or is_outer:
+            if layer.name == self.default or (is_outer and not layer.is_single):
                 last[layer.layout.grid] = layer
         coarse_first = sorted(last.items(), key=lambda pair: math.prod(pair[0]))
         return tuple(layer.name for _, layer in reversed(coarse_first[:3]))
@@ -247,8 +243,9 @@ def default_layer(model: nn.Module, x: Tensor, target: _Score | None = None) -> 
 
 
 def layers_by_resolution(model: nn.Module, x: Tensor, target: _Score | None = None) -> tuple[str, ...]:
-    """Return one layer for each of the last three resolutions, finest first. Raises and warns as `default_layer`."""
-    return _default_scan(model, x, target).last_per_resolution()
+    """Return the last layers of three resolutions, finest first, or the levels of a box. Errors as `default_layer`."""
+    levels = tuple(layer.name for layer in head_inputs(model, x, target))
+    return levels or _default_scan(model, x, target).last_per_resolution()
 
 
 def _default_scan(model: nn.Module, x: Tensor, target: _Score | None) -> LayerScan:
@@ -293,11 +290,11 @@ def head_inputs(model: nn.Module, x: Tensor, target: _Score | None) -> _Layers:
     question = getattr(target, "target", None)
     if isinstance(question, TargetList):  # one for each image
         question = question.targets[0]
-    is_joint = isinstance(question, Keypoint) or (isinstance(question, Region) and bool(question.joint))
+    is_joint = getattr(question, "joint", "") != ""
     if target is None or not (is_joint or isinstance(question, BoxScore)):
         return ()
-    part = "joint" if is_joint or isinstance(question.of, int) else question.of
-    known, key = cache_of(_head_inputs, model), (_key(model, x), part, getattr(question, "read", None))
+    part = "joint" if is_joint else question.of, getattr(question, "read", None)
+    known, key = cache_of(_head_inputs, model), (_key(model, x), part)
     if key not in known:
         with HookManager(exclusive=True):
             known[key] = _find_head_inputs(model, x, trace_layers(model, x).candidates, target)
@@ -311,9 +308,8 @@ _GRAPH_ONLY = partial(saved_tensors_hooks, lambda tensor: None, lambda packed: p
 
 def _nodes(tree: Any) -> list[Node]:
     """Return the operations that computed the tensors of a tree."""
-    nodes = [source_edge(tensor)[0] for tensor in tree_tensors(tree) if tensor.requires_grad]
-    list(map(next_functions, nodes))
-    return nodes
+    tensors = (tensor for tensor in tree_tensors(tree) if tensor.requires_grad and not tensor.is_nested)
+    return [source_edge(tensor)[0] for tensor in tensors]
 
 
 def _find_head_inputs(model: nn.Module, x: Tensor, candidates: _Layers, target: _Score) -> _Layers:
@@ -387,8 +383,7 @@ def _observe(model: nn.Module, x: Tensor, names: Iterable[str], callback: Callab
 
 def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
     modules = {name: module for name, module in model.named_modules() if name}
-    outputs: dict[str, tuple[tuple[int, ...], Tensor | None]] = {}
-    nodes: dict[str, list[Node]] = {}
+    outputs: dict[str, tuple[tuple[int, ...], Tensor | None, list[Node]]] = {}
     misplaced, unrelated = set[str](), set[str]()
 
     def store(name: str, output: Tensor) -> None:
@@ -397,20 +392,19 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
         (unrelated.add if positions is None else unrelated.discard)(name)
         positions = positions if output.dim() in (3, x.dim()) else None
         places = None if positions is None else positions.nanmean(-1).expand(x.dim() - 2, *output.shape[:-1])
-        outputs[name], nodes[name] = (tuple(output.shape), places), _nodes(output)
+        outputs[name] = tuple(output.shape), places, _nodes(output)
         is_map = output.dim() == x.dim() and positions is not None
         (misplaced.add if is_map and is_misplaced(positions, x.shape[2:]) else misplaced.discard)(name)
 
     with PositionTrace(x) as trace:
         final = _observe(model, x, modules, store)
-    if unrelated.issuperset(outputs):  # the model reads the image as an array, which cannot be traced
-        unrelated.clear()
+    if unrelated < outputs.keys():  # else the model reads the image as an array, which cannot be traced
+        outputs = {name: output for name, output in outputs.items() if name not in unrelated}
     # The output of a convolution is channels first, and so is every output of the same shape.
-    channels_first = {shape for name, (shape, _) in outputs.items() if is_channels_first(modules[name])}
+    channels_first = {shape for name, (shape, *_) in outputs.items() if is_channels_first(modules[name])}
     layouts = {
         name: traced_layout(shape, x, positions, channels_first=shape in channels_first)
-        for name, (shape, positions) in outputs.items()
-        if name not in unrelated
+        for name, (shape, positions, _) in outputs.items()
     }
     found = tuple(SpatialLayer(name, outputs[name][0], layout) for name, layout in layouts.items() if layout)
     spatial = tuple(layer for layer in found if not (layer.layout.kind == "NCHW" and layer.name in misplaced))
@@ -418,19 +412,18 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
     candidates = tuple(layer for layer in found if layer in spatial)
     elsewhere = tuple(layer for layer in found if layer not in spatial)
     after = _result_nodes(list(tree_tensors(final)))
-    ends = frozenset(name for name in outputs if not after.isdisjoint(nodes[name]))
+    ends = frozenset(name for name, (*_, nodes) in outputs.items() if not after.isdisjoint(nodes))
     first = first_tensor(final)
     coarsest = min((cells for layer in spatial if (cells := math.prod(layer.layout.grid)) > 1), default=0)
     is_map_of_scores = first is not None and first.dim() == x.dim() and first.shape[2:].numel() > coarsest
     features = [layer for layer in candidates if not (is_map_of_scores and layer.name in ends)]
-    features = [layer for layer in features if not layer.is_single] or features
     attention: dict[int, Layout | None] = {}
     for queries in trace.queries:  # (axes, ..., tokens), of all heads
         tokens = queries.shape[-1]
         layout = token_layout(queries.reshape(len(queries), len(x), -1, tokens)[:, :, 0], x)
         attention[tokens] = layout if attention.get(tokens, layout) == layout else None
-    last, sources = features[-1].name if features else None, _sources({name: nodes[name] for name in outputs})
-    return LayerTrace(spatial, candidates, elsewhere, last, attention, sources, ends, frozenset(unrelated))
+    last, sources = features[-1].name if features else None, _sources({name: own[-1] for name, own in outputs.items()})
+    return LayerTrace(spatial, candidates, elsewhere, last, attention, sources, ends)
 
 
 def _sources(nodes: Mapping[str, list[Node]]) -> dict[str, frozenset[str]]:
@@ -463,14 +456,14 @@ def _scan(model: nn.Module, x: Tensor, trace: LayerTrace) -> LayerScan:
     if last is None:
         inner = [layer.name for layer in candidates if layer.name not in trace.ends]
         return LayerScan(trace.spatial, candidates, inner[-1] if inner else None, has_gradient=False)
-    others = (layer for layer in candidates + trace.misplaced if last.name not in trace.sources[layer.name])
-    apart = tuple(layer for layer in others if layer.name not in trace.sources[last.name])
+    others, sources = (*candidates, *trace.misplaced), trace.sources
+    apart = tuple(o for o in others if last.name not in sources[o.name] and o.name not in sources[last.name])
     branch = _last_with_gradient(model, x, apart, top_score)
     return LayerScan(trace.spatial, candidates, last.name, has_gradient=True, branch=branch.name if branch else None)
 
 
 def _candidates(model: nn.Module, spatial: _Layers) -> _Layers:
-    """Return the candidates for the default layer, in the order in which they finished.
+    """Return the candidates for the default layer: those of one channel, then others, each as they finished.
 
     Excluded are layers before the first with parameters, layers without effect in evaluation mode, pooling before the
     head, queries and keys. Also excluded are outputs that are a single cell, or attention (tokens by tokens).
@@ -485,7 +478,7 @@ def _candidates(model: nn.Module, spatial: _Layers) -> _Layers:
         return cells > 1 and not isinstance(module, _POOLING_OR_INACTIVE) and not {*layer.layout.grid} & tokens
 
     weighted = dropwhile(lambda layer: next(_module(model, layer).parameters(), None) is None, spatial)
-    return tuple(filter(is_candidate, tuple(weighted) or spatial))
+    return tuple(sorted(filter(is_candidate, tuple(weighted) or spatial), key=lambda layer: not layer.is_single))
 
 
 def _is_block_or_norm(module: nn.Module) -> bool:
@@ -501,9 +494,7 @@ def _last_with_gradient(model: nn.Module, x: Tensor, candidates: _Layers, target
     before its attention. Usually one more forward is enough: recording begins near the last candidate, and begins
     earlier only if no candidate there has a gradient.
     """
-    several = tuple(layer for layer in candidates if not layer.is_single)
-    single = tuple(layer for layer in candidates if layer.is_single)
-    for part in (several[-4:], several[-24:-4], several[:-24], single):
+    for part in (candidates[-4:], candidates[-24:-4], candidates[:-24]):
         layers = _layers_with_gradient(model, x, part, target) if part else []
         if layers:
             return layers[-1]
@@ -523,9 +514,8 @@ def _layers_with_gradient(model: nn.Module, x: Tensor, candidates: _Layers, targ
     outputs = {
         layer: calls[-1]
         for layer, calls in captured
-        if calls and after.isdisjoint(_nodes(calls[-1:])) and not _is_one_of_parallel_calls(calls)
+        if calls and not after.issuperset(_nodes(calls[-1])) and not _is_one_of_parallel_calls(calls)
     }
-    outputs = {layer: output for layer, output in outputs.items() if output.requires_grad}
     if not outputs or not score.requires_grad:
         return []
     grads = differentiate(score, list(outputs.values()))

@@ -147,9 +147,11 @@ class PositionTrace(DispatchMode):
         """Run an operation, and place its results."""
         kwargs = kwargs or {}
         result = op(*args, **kwargs)
-        operands = list(filter(_is_plain, tree_tensors((args, kwargs))))
+        tensors = list(tree_tensors((args, kwargs)))
+        operands = list(filter(_is_plain, tensors))
         addresses = {_address(tensor) for tensor in operands}
-        is_traced = any(map(self._memory, operands)) or torch.Tag.nondeterministic_seeded in op.tags
+        is_random = torch.Tag.nondeterministic_seeded in op.tags
+        is_traced = is_random or len(operands) < len(tensors) or any(map(self._memory, operands))
         named = named_arguments(op, args, kwargs)
         for number, tensor in enumerate(as_results(result)):
             if not isinstance(tensor, Tensor) or not _is_plain(tensor):
