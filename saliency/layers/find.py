@@ -76,8 +76,7 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
         LayerError: The output has no spatial extent, or is computed from other arguments of the model's forward alone.
     """
     if has_forward_args() and name not in trace_layers(model, x).sources:
-        problem = f'the output of layer "{name}" does not depend on the explained image, but on other arguments'
-        raise LayerError(f"{problem} of the forward; choose a layer of the image, or pass no layer")
+        raise LayerError(f'layer "{name}" does not depend on the explained image; pass one that does, or no layer')
     shape, size = tuple(tensor.shape), tuple(x.shape[2:])
     known = is_channels_first(model.get_submodule(name)) and tensor.dim() == x.dim()
     if not known and (given := given_layout(tensor.detach())) is not None:
@@ -153,7 +152,7 @@ class LayerTrace:
     spatial: _Layers  # in the order in which they finished
     candidates: _Layers  # for the default layer, from the least preferred
     misplaced: _Layers  # the same, but mirrored or of a part of the image
-    features: str | None  # the last layer of features, also if the score has no gradient there
+    features: SpatialLayer | None  # the last layer of features, also if the score has no gradient there
     attention: Mapping[int, Layout | None]  # by the number of tokens; None if the tokens are not patches
     sources: Mapping[str, frozenset[str]]  # by layer that reads the image, the layers from which it is computed
     ends: frozenset[str]  # the layers after which the model only resizes or reduces their values
@@ -251,14 +250,11 @@ def layers_by_resolution(model: nn.Module, x: Tensor, target: _Score | None = No
 def _default_scan(model: nn.Module, x: Tensor, target: _Score | None) -> LayerScan:
     scan = scan_layers(model, x, target)
     if scan.default is None and target is not None:
-        with torch.no_grad():
-            target(run_model(model, x))  # if the target does not fit the output, this error comes first
+        target(run_model(model, x))  # if the target does not fit the output, this error comes first
     _require_layer(scan.default, model, x)
     if scan.branch:
-        warn(
-            f'the score also depends on layer "{scan.branch}", in a branch of the network that joins after the default '
-            f'layer "{scan.default}", which alone is read; pass layer="{scan.branch}" to see the other branch'
-        )
+        problem = f'the score also depends on layer "{scan.branch}", in a branch beside the default "{scan.default}"'
+        warn(f"{problem}, so the map shows a part of the network; pass layer= to see the other branch")
     return scan
 
 
@@ -268,7 +264,8 @@ def feature_layer(model: nn.Module, x: Tensor) -> str:
     It needs no gradient, so it is the final norm of a vision transformer, and may be the output of the model. Maps of
     class scores, which are finer than the coarsest features, do not count.
     """
-    return _require_layer(trace_layers(model, x).features, model, x)
+    last = trace_layers(model, x).features
+    return _require_layer(last and last.name, model, x)
 
 
 def _require_layer(layer: str | None, model: nn.Module, x: Tensor) -> str:
@@ -290,11 +287,11 @@ def head_inputs(model: nn.Module, x: Tensor, target: _Score | None) -> _Layers:
     question = getattr(target, "target", None)
     if isinstance(question, TargetList):  # one for each image
         question = question.targets[0]
-    is_joint = getattr(question, "joint", "") != ""
-    if target is None or not (is_joint or isinstance(question, BoxScore)):
+    is_joint = getattr(question, "joint", "") != ""  # of heatmaps or of a detector
+    part = "joint" if is_joint else question.of if isinstance(question, BoxScore) else None
+    if target is None or part is None:
         return ()
-    part = "joint" if is_joint else question.of, getattr(question, "read", None)
-    known, key = cache_of(_head_inputs, model), (_key(model, x), part)
+    known, key = cache_of(_head_inputs, model), (_key(model, x), part, getattr(question, "read", None))
     if key not in known:
         with HookManager(exclusive=True):
             known[key] = _find_head_inputs(model, x, trace_layers(model, x).candidates, target)
@@ -337,8 +334,8 @@ def _find_head_inputs(model: nn.Module, x: Tensor, candidates: _Layers, target: 
     # A module that all blocks share returns only its last result; the outermost of the others names each result.
     results = {module: results for module, _, _, results in calls}
     by_node = {found[0]: layer for layer in candidates if len(found := results.get(_module(model, layer), [])) == 1}
-    layers = [by_node[node] for node in reached_nodes(entering, by_node.__contains__) if node in by_node]
-    return tuple(sorted(layers, key=lambda layer: -math.prod(layer.layout.grid)))
+    levels = {by_node[node] for node in reached_nodes(entering, by_node.__contains__) & by_node.keys()}
+    return tuple(sorted(levels, key=lambda layer: -math.prod(layer.layout.grid)))
 
 
 def _module(model: nn.Module, layer: SpatialLayer) -> nn.Module:
@@ -384,7 +381,7 @@ def _observe(model: nn.Module, x: Tensor, names: Iterable[str], callback: Callab
 def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
     modules = {name: module for name, module in model.named_modules() if name}
     outputs: dict[str, tuple[tuple[int, ...], Tensor | None, list[Node]]] = {}
-    misplaced, unrelated = set[str](), set[str]()
+    misplaced, unrelated = dict[str, bool](), set[str]()
 
     def store(name: str, output: Tensor) -> None:
         outputs.pop(name, None)  # the last call counts
@@ -393,13 +390,12 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
         positions = positions if output.dim() in (3, x.dim()) else None
         places = None if positions is None else positions.nanmean(-1).expand(x.dim() - 2, *output.shape[:-1])
         outputs[name] = tuple(output.shape), places, _nodes(output)
-        is_map = output.dim() == x.dim() and positions is not None
-        (misplaced.add if is_map and is_misplaced(positions, x.shape[2:]) else misplaced.discard)(name)
+        misplaced[name] = output.dim() == x.dim() and positions is not None and is_misplaced(positions, x.shape[2:])
 
     with PositionTrace(x) as trace:
         final = _observe(model, x, modules, store)
-    if unrelated < outputs.keys():  # else the model reads the image as an array, which cannot be traced
-        outputs = {name: output for name, output in outputs.items() if name not in unrelated}
+    # A model that reads the image as an array hides all relations.
+    outputs = {name: output for name, output in outputs.items() if name not in unrelated} or outputs
     # The output of a convolution is channels first, and so is every output of the same shape.
     channels_first = {shape for name, (shape, *_) in outputs.items() if is_channels_first(modules[name])}
     layouts = {
@@ -407,7 +403,7 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
         for name, (shape, positions, _) in outputs.items()
     }
     found = tuple(SpatialLayer(name, outputs[name][0], layout) for name, layout in layouts.items() if layout)
-    spatial = tuple(layer for layer in found if not (layer.layout.kind == "NCHW" and layer.name in misplaced))
+    spatial = tuple(layer for layer in found if not (layer.layout.kind == "NCHW" and misplaced[layer.name]))
     found = _candidates(model, found)
     candidates = tuple(layer for layer in found if layer in spatial)
     elsewhere = tuple(layer for layer in found if layer not in spatial)
@@ -422,19 +418,24 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
         tokens = queries.shape[-1]
         layout = token_layout(queries.reshape(len(queries), len(x), -1, tokens)[:, :, 0], x)
         attention[tokens] = layout if attention.get(tokens, layout) == layout else None
-    last, sources = features[-1].name if features else None, _sources({name: own[-1] for name, own in outputs.items()})
-    return LayerTrace(spatial, candidates, elsewhere, last, attention, sources, ends)
+    sources = _sources(
+        {name: own[-1] for name, own in outputs.items()}, reached_nodes(_nodes(final), lambda node: False)
+    )
+    return LayerTrace(spatial, candidates, elsewhere, features[-1] if features else None, attention, sources, ends)
 
 
-def _sources(nodes: Mapping[str, list[Node]]) -> dict[str, frozenset[str]]:
-    """Return the layers from which each layer's result is computed, for layers in the order in which they finished."""
+def _sources(nodes: Mapping[str, list[Node]], graph: set[Node]) -> dict[str, frozenset[str]]:
+    """Return each layer's sources: itself, or the first layer of the same result, and those before it.
+
+    The layers are in the order in which they finished. Of two layers on one path, one has all sources of the other. A
+    layer whose result is not part of the graph of the output, as after a change in place, has none.
+    """
     sources: dict[Node, frozenset[str]] = {}
     for name, results in nodes.items():
-        known = frozenset[str]()
-        for node in reached_nodes(results, sources.__contains__):
-            known |= sources.get(node, frozenset())
-        sources |= dict.fromkeys(results, known | {name})
-    return {name: frozenset().union(*(sources[node] for node in results)) for name, results in nodes.items()}
+        reached = reached_nodes(results, sources.__contains__) & sources.keys()
+        known = frozenset({name}).union(*map(sources.__getitem__, reached))
+        sources |= {node: known for node in results if node not in sources}
+    return {name: frozenset().union(*(sources[node] for node in graph & {*own})) for name, own in nodes.items()}
 
 
 def _result_nodes(tensors: Sequence[Tensor]) -> set[Node]:
@@ -456,8 +457,8 @@ def _scan(model: nn.Module, x: Tensor, trace: LayerTrace) -> LayerScan:
     if last is None:
         inner = [layer.name for layer in candidates if layer.name not in trace.ends]
         return LayerScan(trace.spatial, candidates, inner[-1] if inner else None, has_gradient=False)
-    others, sources = (*candidates, *trace.misplaced), trace.sources
-    apart = tuple(o for o in others if last.name not in sources[o.name] and o.name not in sources[last.name])
+    others, path = (*candidates, *trace.misplaced), trace.sources[last.name]
+    apart = tuple(layer for layer in others if not (path <= (own := trace.sources[layer.name]) or path >= own))
     branch = _last_with_gradient(model, x, apart, top_score)
     return LayerScan(trace.spatial, candidates, last.name, has_gradient=True, branch=branch.name if branch else None)
 

@@ -274,9 +274,8 @@ def grid_of(positions: Tensor, size: Grid) -> tuple[Grid, Sequence[int]] | None:
 def is_misplaced(positions: Tensor, size: Sequence[int]) -> bool:
     """Return whether maps at positions (axes, N, K, h, w) run against the image along an axis, or show a part of it."""
     places = positions.nanmean(2)  # (axes, N, h, w), or (1, N, h, w) if they are not known
-    steps = [float(places[axis].diff(dim=1 + axis).nanmean()) for axis in range(len(places))]
-    edges = zip(steps, places.shape[2:], size, strict=False)
-    return any(step * cells < PART * length for step, cells, length in edges)
+    shown = [float(row.diff(dim=1 + axis).nanmean()) * row.shape[1 + axis] for axis, row in enumerate(places)]
+    return any(length < PART * whole for length, whole in zip(shown, size, strict=False))
 
 
 def _cells(values: Tensor, length: int) -> tuple[Tensor, int] | None:

@@ -541,8 +541,8 @@ def test_the_layer_of_a_map_of_scores_feeds_its_last_weights_with_any_number_of_
 ) -> None:
     convolutions = nn.Conv2d(3, channels, 3, 2, 1), nn.ReLU(), nn.Conv2d(channels, channels, 1)
     model, x = nn.Sequential(*convolutions, nn.Upsample(scale_factor=2)).eval(), torch.rand(1, 3, 32, 32)
-    for module in (model[0], model[2]):
-        module.weight.data.abs_()
+    for weight in (model.get_parameter("0.weight"), model.get_parameter("2.weight")):
+        weight.data.abs_()
     found = saliency.METHODS[method](model).attribute(x, saliency.region(channels - 1, (4, 4, 20, 20)))
     assert found.layer == "1"
     with pytest.raises(TargetError, match=r"pass saliency.region\(label\)"):
