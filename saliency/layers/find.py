@@ -152,7 +152,7 @@ class LayerTrace:
     spatial: _Layers  # in the order in which they finished
     candidates: _Layers  # for the default layer, from the least preferred
     misplaced: _Layers  # the same, but mirrored or of a part of the image
-    features: SpatialLayer | None  # the last layer of features, also if the score has no gradient there
+    features: str | None  # the last layer of features, also if the score has no gradient there
     attention: Mapping[int, Layout | None]  # by the number of tokens; None if the tokens are not patches
     sources: Mapping[str, frozenset[str]]  # by layer that reads the image, the layers from which it is computed
     ends: frozenset[str]  # the layers after which the model only resizes or reduces their values
@@ -264,8 +264,7 @@ def feature_layer(model: nn.Module, x: Tensor) -> str:
     It needs no gradient, so it is the final norm of a vision transformer, and may be the output of the model. Maps of
     class scores, which are finer than the coarsest features, do not count.
     """
-    last = trace_layers(model, x).features
-    return _require_layer(last and last.name, model, x)
+    return _require_layer(trace_layers(model, x).features, model, x)
 
 
 def _require_layer(layer: str | None, model: nn.Module, x: Tensor) -> str:
@@ -412,15 +411,14 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
     first = first_tensor(final)
     coarsest = min((cells for layer in spatial if (cells := math.prod(layer.layout.grid)) > 1), default=0)
     is_map_of_scores = first is not None and first.dim() == x.dim() and first.shape[2:].numel() > coarsest
-    features = [layer for layer in candidates if not (is_map_of_scores and layer.name in ends)]
+    features = [layer.name for layer in candidates if not (is_map_of_scores and layer.name in ends)]
     attention: dict[int, Layout | None] = {}
     for queries in trace.queries:  # (axes, ..., tokens), of all heads
         tokens = queries.shape[-1]
         layout = token_layout(queries.reshape(len(queries), len(x), -1, tokens)[:, :, 0], x)
         attention[tokens] = layout if attention.get(tokens, layout) == layout else None
-    sources = _sources(
-        {name: own[-1] for name, own in outputs.items()}, reached_nodes(_nodes(final), lambda node: False)
-    )
+    graph = reached_nodes(_nodes(final), lambda node: False)
+    sources = _sources({name: nodes for name, (*_, nodes) in outputs.items()}, graph)
     return LayerTrace(spatial, candidates, elsewhere, features[-1] if features else None, attention, sources, ends)
 
 
