@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import saliency
 from saliency.testing import tiny_model
 
 
@@ -99,6 +100,79 @@ def sigmoid_net() -> nn.Sequential:
             layer.weight.copy_(torch.tensor(weight))
             layer.bias.fill_(bias)
     return net
+
+
+# Detectors and poses, with random weights.
+
+
+def _block(inputs: int, stride: int, activation: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(inputs, 8, 3, stride, 1), nn.BatchNorm2d(8), activation)
+
+
+def cells(maps: Tensor, stride: int) -> Tensor:
+    """The boxes (4, h * w) of all cells of maps, each four cells wide: centre, width and height in pixels."""
+    rows, columns = (torch.arange(size) * stride + stride / 2 for size in maps.shape[2:])
+    y, x = torch.meshgrid(rows, columns, indexing="ij")
+    return torch.stack([x.flatten(), y.flatten(), *torch.full((2, x.numel()), 4.0 * stride)])
+
+
+class LevelDetector(nn.Module):
+    """A detector with a head for each level, which returns the levels too; all blocks may share one activation."""
+
+    def __init__(self, *, shared: bool = False) -> None:
+        super().__init__()
+        one = nn.SiLU()
+        self.b1, self.b2, self.b3 = (_block(*sizes, one if shared else nn.SiLU()) for sizes in ((3, 4), (8, 2), (8, 2)))
+        self.head = nn.ModuleList(
+            nn.Sequential(_block(8, 1, one if shared else nn.SiLU()), nn.Conv2d(8, 2, 1)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        fine = self.b2(self.b1(x))
+        levels = [fine, self.b3(fine)]
+        maps = [head(level) for head, level in zip(self.head, levels, strict=True)]
+        scores = torch.cat([own.flatten(2) for own in maps], 2)
+        boxes = torch.cat([cells(own, stride) for own, stride in zip(maps, (8, 16), strict=True)], 1)
+        y = torch.cat([boxes.expand(len(x), -1, -1), scores.sigmoid()], 1)
+        return y, {"scores": scores, "feats": levels}
+
+
+class HeadsDetector(nn.Module):
+    """Two levels with a classifier and a regressor each, which run after both levels, as in BlazeFace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone1, self.backbone2 = _block(3, 4, nn.ReLU()), _block(8, 2, nn.ReLU())
+        self.classifier_8, self.classifier_16 = nn.Conv2d(8, 1, 1), nn.Conv2d(8, 1, 1)
+        self.regressor_8, self.regressor_16 = nn.Conv2d(8, 4, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        fine = self.backbone1(x)
+        coarse = self.backbone2(fine)
+        scores = [self.classifier_8(fine).flatten(2), self.classifier_16(coarse).flatten(2)]
+        shifts = [self.regressor_8(fine).flatten(2), self.regressor_16(coarse).flatten(2)]
+        boxes = torch.cat([cells(fine, 4), cells(coarse, 8)], 1) + torch.cat(shifts, 2)
+        return boxes, torch.cat(scores, 2)
+
+    @staticmethod
+    def read(output: tuple[Tensor, Tensor]) -> list[saliency.Candidates]:
+        """The candidates of each image."""
+        centres, sizes = output[0].mT.chunk(2, -1)
+        corners = torch.cat([centres - sizes / 2, centres + sizes / 2], -1)
+        return [saliency.Candidates(*image) for image in zip(corners, output[1].mT, strict=True)]
+
+
+class PoseNet(nn.Module):
+    """Heatmaps of three joints, and a head of offsets that runs after them on deeper features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.deeper = _block(3, 4, nn.ReLU()), _block(8, 2, nn.ReLU())
+        self.heatmaps, self.offsets = nn.Conv2d(8, 3, 1), nn.Conv2d(8, 6, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        features = self.trunk(x)
+        return {"heatmaps": self.heatmaps(features), "offsets": self.offsets(self.deeper(features))}
 
 
 # Models around another model, by default the small classifier.

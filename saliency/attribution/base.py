@@ -407,14 +407,15 @@ def read_one_forward(
     """Explain several targets by several methods from one forward; one list per target, in the order of the methods."""
     if len(x) > 1 and has_batch_statistics(methods[0].model):
         warn_of_coupled_images()
-    needs = [method.needs_for(x, targets[0]) for method in methods]
-    forward = SharedForward(methods[0].model, x, reduce(or_, needs), len(targets))
+    needs = [[method.needs_for(x, target) for method in methods] for target in targets]
+    layers = tuple(dict.fromkeys(layer for own in needs for each in own for layer in each.layers))
+    forward = SharedForward(methods[0].model, x, replace(reduce(or_, needs[0]), layers=layers), len(targets))
     results = []
-    for target in targets:
+    for target, own in zip(targets, needs, strict=True):
         grads = TargetGradients(forward, target)
         # Methods compute in full precision, even under the caller's autocast.
         with torch.autocast(x.device.type, enabled=False):
-            results.append([m.explain_gradients(grads, own.layers) for m, own in zip(methods, needs, strict=True)])
+            results.append([m.explain_gradients(grads, each.layers) for m, each in zip(methods, own, strict=True)])
         grads.forget()
     return results
 

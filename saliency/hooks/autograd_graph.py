@@ -210,6 +210,9 @@ _TRANSPARENT = (
 )
 
 
+_COMBINING = {"Convolution", "Addmm", "Mm", "Mv", "Bmm", "Baddbmm", "Linear", "NativeLayerNorm", "NativeGroupNorm"}
+
+
 def ends_in_probability(tensor: Tensor) -> bool:
     """Return whether a sigmoid or softmax computed all numbers of a tensor, which only moved since then."""
     if not tensor.requires_grad:
@@ -304,8 +307,25 @@ def source_edge(tensor: Tensor) -> tuple[Node, int]:
 
     Full backward hooks of modules are stepped over.
     """
-    source = get_gradient_edge(tensor)
-    return cast("tuple[Node, int]", _without_hook(source.node, source.output_nr))
+    node, at = _without_hook(*get_gradient_edge(tensor)[:2])
+    next_functions(node)
+    return cast("Node", node), at
+
+
+def reached_nodes(starts: Iterable[Node], is_end: Callable[[Node], bool]) -> set[Node]:
+    """Return the nodes from some nodes on in the order of a backward pass, up to the nodes that end the search."""
+    reached, stack = set[Node](), list(starts)
+    while stack:
+        if (node := stack.pop()) not in reached:
+            reached.add(node)
+            functions = next_functions(node)
+            stack += [function for function, _ in functions if function is not None and not is_end(node)]
+    return reached
+
+
+def combines_channels(node: Any) -> bool:
+    """Return whether an operation combines the channels of an input, like a convolution or a norm of tokens."""
+    return node.name().partition("Backward")[0] in _COMBINING
 
 
 class InputEdge(NamedTuple):

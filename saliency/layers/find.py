@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import dropwhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 
 from ..axes import as_text
-from ..errors import LayerError, TargetError, closest
-from ..hooks.autograd_graph import unique_modules
+from ..errors import LayerError, TargetError, closest, warn
+from ..hooks.autograd_graph import combines_channels, reached_nodes, source_edge, unique_modules
 from ..hooks.call import bind_image, cache_of, has_forward_args
 from ..hooks.manager import HookManager
 from ..hooks.model_state import leaf, run_model
-from ..hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
+from ..hooks.pytree import first_tensor, tree_tensors
 from ..hooks.rectifiers import differentiate
-from ..targets.box import BoxTarget
-from ..targets.region import Keypoint
-from ..targets.targets import Located, TargetList, output_tensor
+from ..targets.targets import output_tensor
 from .layout import GIVE_LAYOUT, Layout, given_layout, is_channels_first, layout_from, token_layout, traced_layout
-from .positions import Grid, PositionTrace, is_mirrored
+from .positions import Grid, PositionTrace, is_misplaced
 
 LayerLike = str | nn.Module | list[str | nn.Module] | None
-"""A dotted name, the module itself, a list with one of these, or None for the default layer."""
+"""A dotted name, the module itself, a list of these, or None for the default layer."""
 
 
 def named_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -74,8 +72,10 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
         x: (N, C, H, W) the batch.
 
     Raises:
-        LayerError: The output has no spatial extent.
+        LayerError: The output has no spatial extent, or is computed from other arguments of the model's forward alone.
     """
+    if has_forward_args() and name not in trace_layers(model, x).sources:
+        raise LayerError(f'layer "{name}" does not depend on the explained image; pass one that does, or no layer')
     shape, size = tuple(tensor.shape), tuple(x.shape[2:])
     known = is_channels_first(model.get_submodule(name)) and tensor.dim() == x.dim()
     if not known and (given := given_layout(tensor.detach())) is not None:
@@ -135,6 +135,11 @@ class SpatialLayer:
     shape: tuple[int, ...]  # of its output, for one image
     layout: Layout
 
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one channel only, as of a gate. Such a layer is read if there is no other."""
+        return self.shape[1 if self.layout.kind == "NCHW" else -1] == 1
+
 
 _Layers = tuple[SpatialLayer, ...]
 
@@ -144,9 +149,12 @@ class LayerTrace:
     """Layers of a model and tokens of its attention, with their positions in the image, from one forward."""
 
     spatial: _Layers  # in the order in which they finished
-    candidates: _Layers  # for the default layer
+    candidates: _Layers  # for the default layer, from the least preferred
+    misplaced: _Layers  # the same, but mirrored or of a part of the image
     features: str | None  # the last layer of features, also if the score has no gradient there
     attention: Mapping[int, Layout | None]  # by the number of tokens; None if the tokens are not patches
+    sources: Mapping[str, frozenset[str]]  # by layer that reads the image, the layers from which it is computed
+    ends: frozenset[str]  # the layers after which the model only resizes or reduces their values
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +162,10 @@ class LayerScan:
     """The default layer of a model, and its candidates."""
 
     spatial: _Layers  # in the order in which they finished
-    candidates: _Layers  # for the default layer
+    candidates: _Layers  # for the default layer, from the least preferred
     default: str | None  # None also if it depends on the target, as for a detector
-    has_gradient: bool  # whether the score has a gradient at the default layer
+    has_gradient: bool  # whether the score has a gradient at the default layer, or its layer depends on the target
+    branch: str | None = None  # the last layer of another branch of the network, which joins after the default layer
 
     def last_per_resolution(self) -> tuple[str, ...]:
         """Return one layer for each of the last three resolutions, finest first: the last of the outermost layers."""
@@ -167,7 +176,7 @@ class LayerScan:
         for layer in self.candidates[: names.index(self.default) + 1]:
             known = last.get(layer.layout.grid)
             is_outer = known is None or layer.name.count(".") <= known.name.count(".")
-            if layer.name == self.default or is_outer:
+            if layer.name == self.default or (is_outer and not layer.is_single):
                 last[layer.layout.grid] = layer
         coarse_first = sorted(last.items(), key=lambda pair: math.prod(pair[0]))
         return tuple(layer.name for _, layer in reversed(coarse_first[:3]))
@@ -201,7 +210,7 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
         # Do not cache a scan without gradients, such as for a zero head: a later call may find a better layer.
         if scan.has_gradient:
             scans[key] = scan
-        if scan.default is None and scan.candidates and target is not None:
+        if scan.default is None and scan.has_gradient and scan.candidates and target is not None:
             last = _last_with_gradient(model, x, scan.candidates, target)
             if last is None:
                 raise TargetError(
@@ -221,12 +230,31 @@ def default_layer(model: nn.Module, x: Tensor, target: _Score | None = None) -> 
     """Return the last layer with spatial output at which the score has a gradient. Raises LayerError without one.
 
     If the target is a box, it is the last of the layers that enter the head.
+
+    Warns:
+        SaliencyWarning: Another branch of the network joins after this layer.
     """
     levels = head_inputs(model, x, target)
     with HookManager(exclusive=True), torch.enable_grad():
         last = _last_with_gradient(model, x, levels, target) if levels and target else None
-    layer = last.name if last else scan_layers(model, x, target).default
-    return _require_layer(layer, model, x)
+    return last.name if last else str(_default_scan(model, x, target).default)
+
+
+def layers_by_resolution(model: nn.Module, x: Tensor, target: _Score | None = None) -> tuple[str, ...]:
+    """Return the last layers of three resolutions, finest first, or the levels of a box. Errors as `default_layer`."""
+    levels = tuple(layer.name for layer in head_inputs(model, x, target))
+    return levels or _default_scan(model, x, target).last_per_resolution()
+
+
+def _default_scan(model: nn.Module, x: Tensor, target: _Score | None) -> LayerScan:
+    scan = scan_layers(model, x, target)
+    if scan.default is None and target is not None:
+        target(run_model(model, x))  # if the target does not fit the output, this error comes first
+    _require_layer(scan.default, model, x)
+    if scan.branch:
+        problem = f'the score also depends on layer "{scan.branch}", in a branch beside the default "{scan.default}"'
+        warn(f"{problem}, so the map shows a part of the network; pass layer= to see the other branch")
+    return scan
 
 
 def feature_layer(model: nn.Module, x: Tensor) -> str:
@@ -241,8 +269,8 @@ def feature_layer(model: nn.Module, x: Tensor) -> str:
 def _require_layer(layer: str | None, model: nn.Module, x: Tensor) -> str:
     if layer is None:
         raise LayerError(
-            f"no layer of {type(model).__name__} has a spatial output, not mirrored, for an input of "
-            f"{as_text(x.shape[2:])}; pass layer=..., a larger image, or the network inside one that flips images"
+            f"no layer of {type(model).__name__} has a spatial output, not mirrored, of the whole image for an input "
+            f"of {as_text(x.shape[2:])}; pass layer=..., a larger image, or the network inside one that flips images"
         )
     return layer
 
@@ -250,62 +278,62 @@ def _require_layer(layer: str | None, model: nn.Module, x: Tensor) -> str:
 def head_inputs(model: nn.Module, x: Tensor, target: _Score | None) -> _Layers:
     """Return the layers that enter the head of a detector, from fine to coarse; none if the target is not a box.
 
-    The head is the last module with parameters that the model itself calls. A layer enters it if its output reaches an
-    argument of the head without passing another layer. So the layers are the same for all boxes.
+    The head is each of the outermost modules from which the score is computed without another of them. A layer enters
+    it if its output reaches an argument of the head without passing another layer. So the layers are the same for all
+    boxes, and are cached as in `scan_layers`, by the part of a box.
     """
-    question = getattr(target, "target", None)
-    if isinstance(question, TargetList):  # one for each image
-        question = question.targets[0]
-    question = question.target if isinstance(question, Located) else question
-    if not isinstance(question, BoxTarget | Keypoint):
+    part = getattr(getattr(target, "target", None), "part", None)
+    if target is None or part is None:
         return ()
-    known, key = cache_of(_head_inputs, model), _key(model, x)
+    known, key = cache_of(_head_inputs, model), (_key(model, x), part)
     if key not in known:
-        with HookManager(exclusive=True), bind_image(0):
-            known[key] = _find_head_inputs(model, _noise(1, *x.shape[1:]).to(x), trace_layers(model, x).candidates)
+        with HookManager(exclusive=True):
+            known[key] = _find_head_inputs(model, x, trace_layers(model, x).candidates, target)
     layers: _Layers = known[key]
     return layers
 
 
-def _find_head_inputs(model: nn.Module, x: Tensor, candidates: _Layers) -> _Layers:
-    calls: list[tuple[int, nn.Module, Any]] = []  # the number of modules around each call, the module, its arguments
+_GRAPH_ONLY = partial(saved_tensors_hooks, lambda tensor: None, lambda packed: packed)
+"""A block whose autograd graph saves no tensors."""
+
+
+def _nodes(tree: Any) -> list[Node]:
+    """Return the operations that computed the tensors of a tree."""
+    tensors = (tensor for tensor in tree_tensors(tree) if tensor.requires_grad and not tensor.is_nested)
+    return [source_edge(tensor)[0] for tensor in tensors]
+
+
+def _find_head_inputs(model: nn.Module, x: Tensor, candidates: _Layers, target: _Score) -> _Layers:
+    calls: list[tuple[nn.Module, int, list[Node], list[Node]]] = []  # with depth, arguments and results
     depth = [0]
-    outputs: list[tuple[SpatialLayer, Tensor]] = []
 
-    def begin(module: nn.Module, *arguments: Any) -> None:
-        calls.append((depth[0], module, arguments))
+    def begin(*arguments: Any) -> tuple[int, list[Node]]:
         depth[0] += 1
+        return depth[0], _nodes(arguments)
 
-    def end(token: None, output: Any) -> None:
+    def end(module: nn.Module, token: tuple[int, list[Node]], output: Any) -> None:
         depth[0] -= 1
+        calls.append((module, *token, _nodes(output)))
 
-    def cut(layer: SpatialLayer, output: Any) -> Any:
-        """Record gradients anew from the output of a layer."""
-        if len(tensors := list(tree_tensors(output))) > 1:
-            return None  # all levels, each of which is the output of another layer
-        (tensor,) = tensors
-        outputs.append((layer, leaf(tensor)))
-        passed_on = outputs[-1][1].clone()  # which the model may change in place
-        return tree_map_tensors(output, lambda other: passed_on if other is tensor else other)
+    with HookManager() as hooks, torch.enable_grad(), _GRAPH_ONLY():
+        for module in unique_modules(model)[1:]:
+            hooks.around(module, begin, partial(end, module))
+        score = target(run_model(model, leaf(x)))
+    outer = [call for call in calls if next(call[0].parameters(), None) is not None]
+    depths = [depth for _, depth, *_ in outer]
+    level = next((depth for depth in sorted(set(depths)) if depths.count(depth) > 1), 1)
+    heads = [(arguments, results) for _, depth, arguments, results in outer if depth == level]
+    last = reached_nodes(_nodes(score), {node for _, results in heads for node in results}.__contains__)
+    entering = [node for arguments, results in heads if not last.isdisjoint(results) for node in arguments]
+    # A module that all blocks share returns only its last result; the outermost of the others names each result.
+    results = {module: results for module, _, _, results in calls}
+    by_node = {found[0]: layer for layer in candidates if len(found := results.get(_module(model, layer), [])) == 1}
+    levels = {by_node[node] for node in reached_nodes(entering, by_node.__contains__) & by_node.keys()}
+    return tuple(sorted(levels, key=lambda layer: -math.prod(layer.layout.grid)))
 
-    with HookManager() as hooks, torch.enable_grad():
-        for module in unique_modules(model):
-            if module is not model and next(module.parameters(), None) is not None:
-                hooks.around(module, partial(begin, module), end)
-        for layer in candidates:
-            hooks.observe(model.get_submodule(layer.name), partial(cut, layer))
-        run_model(model, x)
-    depths = [depth for depth, *_ in calls]
-    outer = next((depth for depth in sorted(set(depths)) if depths.count(depth) > 1), 0)
-    heads = [module for depth, module, _ in calls if depth == outer]
-    entering = [t for _, module, arguments in calls if heads and module is heads[-1] for t in tree_tensors(arguments)]
-    with torch.enable_grad():  # methods of many passes call this without
-        ends = [tensor.sum() for tensor in entering if tensor.requires_grad]
-    if not ends or not outputs:
-        return ()
-    grads: Sequence[Tensor | None] = torch.autograd.grad(ends, [cut for _, cut in outputs], allow_unused=True)
-    layers = [layer for (layer, _), gradient in zip(outputs, grads, strict=True) if gradient is not None]
-    return tuple(sorted(dict.fromkeys(layers), key=lambda layer: -math.prod(layer.layout.grid)))
+
+def _module(model: nn.Module, layer: SpatialLayer) -> nn.Module:
+    return model.get_submodule(layer.name)
 
 
 def trace_layers(model: nn.Module, x: Tensor) -> LayerTrace:
@@ -338,8 +366,7 @@ def _observe(model: nn.Module, x: Tensor, names: Iterable[str], callback: Callab
 
     modules = dict(model.named_modules())
     # With gradients, as in the call itself: without, nn.TransformerEncoder runs fused kernels. The graph saves nothing.
-    forget = saved_tensors_hooks(lambda tensor: None, lambda packed: packed)
-    with HookManager() as hooks, torch.enable_grad(), forget:
+    with HookManager() as hooks, torch.enable_grad(), _GRAPH_ONLY():
         for name in names:
             hooks.observe(modules[name], partial(on_output, name))
         return run_model(model, leaf(x))
@@ -347,72 +374,105 @@ def _observe(model: nn.Module, x: Tensor, names: Iterable[str], callback: Callab
 
 def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
     modules = {name: module for name, module in model.named_modules() if name}
-    outputs: dict[str, tuple[weakref.ref[Tensor], tuple[int, ...], Tensor | None]] = {}
-    mirrored: dict[str, bool] = {}  # as in a pass over a flipped image
+    outputs: dict[str, tuple[tuple[int, ...], Tensor | None, list[Node]]] = {}
+    misplaced, unrelated = dict[str, bool](), set[str]()
 
     def store(name: str, output: Tensor) -> None:
         outputs.pop(name, None)  # the last call counts
-        positions = trace.positions(output) if output.dim() in (3, x.dim()) else None
+        positions = trace.positions(output)
+        (unrelated.add if positions is None else unrelated.discard)(name)
+        positions = positions if output.dim() in (3, x.dim()) else None
         places = None if positions is None else positions.nanmean(-1).expand(x.dim() - 2, *output.shape[:-1])
-        outputs[name] = weakref.ref(output), tuple(output.shape), places
-        mirrored[name] = output.dim() == x.dim() and positions is not None and is_mirrored(positions)
+        outputs[name] = tuple(output.shape), places, _nodes(output)
+        misplaced[name] = output.dim() == x.dim() and positions is not None and is_misplaced(positions, x.shape[2:])
 
     with PositionTrace(x) as trace:
         final = _observe(model, x, modules, store)
+    # A model that reads the image as an array hides all relations.
+    outputs = {name: output for name, output in outputs.items() if name not in unrelated} or outputs
     # The output of a convolution is channels first, and so is every output of the same shape.
-    channels_first = {shape for name, (_, shape, _) in outputs.items() if is_channels_first(modules[name])}
+    channels_first = {shape for name, (shape, *_) in outputs.items() if is_channels_first(modules[name])}
     layouts = {
         name: traced_layout(shape, x, positions, channels_first=shape in channels_first)
-        for name, (_, shape, positions) in outputs.items()
+        for name, (shape, positions, _) in outputs.items()
     }
-    spatial = tuple(
-        SpatialLayer(name, outputs[name][1], layout)
-        for name, layout in layouts.items()
-        if layout and not (layout.kind == "NCHW" and mirrored[name])
-    )
-    ends = list(tree_tensors(final))
-    inner = tuple(layer for layer in spatial if not any(outputs[layer.name][0]() is end for end in ends))
-    classes = ends[0].shape[1] if ends and ends[0].dim() == x.dim() else None
+    found = tuple(SpatialLayer(name, outputs[name][0], layout) for name, layout in layouts.items() if layout)
+    spatial = tuple(layer for layer in found if not (layer.layout.kind == "NCHW" and misplaced[layer.name]))
+    found = _candidates(model, found)
+    candidates = tuple(layer for layer in found if layer in spatial)
+    elsewhere = tuple(layer for layer in found if layer not in spatial)
+    after = _result_nodes(list(tree_tensors(final)))
+    ends = frozenset(name for name, (*_, nodes) in outputs.items() if not after.isdisjoint(nodes))
+    first = first_tensor(final)
     coarsest = min((cells for layer in spatial if (cells := math.prod(layer.layout.grid)) > 1), default=0)
-    is_map_of_scores = classes is not None and ends[0].shape[2:].numel() > coarsest
-    features = _candidates(model, spatial, classes if is_map_of_scores else None)
+    is_map_of_scores = first is not None and first.dim() == x.dim() and first.shape[2:].numel() > coarsest
+    features = [layer.name for layer in candidates if not (is_map_of_scores and layer.name in ends)]
     attention: dict[int, Layout | None] = {}
     for queries in trace.queries:  # (axes, ..., tokens), of all heads
         tokens = queries.shape[-1]
         layout = token_layout(queries.reshape(len(queries), len(x), -1, tokens)[:, :, 0], x)
         attention[tokens] = layout if attention.get(tokens, layout) == layout else None
-    names = [layer.name for layer in features]
-    return LayerTrace(spatial, _candidates(model, inner, classes), names[-1] if names else None, attention)
+    graph = reached_nodes(_nodes(final), lambda node: False)
+    sources = _sources({name: nodes for name, (*_, nodes) in outputs.items()}, graph)
+    return LayerTrace(spatial, candidates, elsewhere, features[-1] if features else None, attention, sources, ends)
+
+
+def _sources(nodes: Mapping[str, list[Node]], graph: set[Node]) -> dict[str, frozenset[str]]:
+    """Return each layer's sources: itself, or the first layer of the same result, and those before it.
+
+    The layers are in the order in which they finished. Of two layers on one path, one has all sources of the other. A
+    layer whose result is not part of the graph of the output, as after a change in place, has none.
+    """
+    sources: dict[Node, frozenset[str]] = {}
+    for name, results in nodes.items():
+        reached = reached_nodes(results, sources.__contains__) & sources.keys()
+        known = frozenset({name}).union(*map(sources.__getitem__, reached))
+        sources |= {node: known for node in results if node not in sources}
+    return {name: frozenset().union(*(sources[node] for node in graph & {*own})) for name, own in nodes.items()}
+
+
+def _result_nodes(tensors: Sequence[Tensor]) -> set[Node]:
+    """Return the nodes of results that are maps of scores, back to the operations that combine channels."""
+    maps = [tensor for tensor in tensors if tensor.dim() > 2 and tensor.shape[2:].numel() > 1]
+    return reached_nodes(_nodes(maps), combines_channels)
 
 
 def _scan(model: nn.Module, x: Tensor, trace: LayerTrace) -> LayerScan:
     candidates = trace.candidates
+
+    def top_score(output: Any) -> Tensor:
+        return output_tensor(output).flatten().max(0).values
+
     try:
-        last = _last_with_gradient(model, x, candidates, lambda output: output_tensor(output).flatten().max(0).values)
+        last = _last_with_gradient(model, x, candidates, top_score)
     except TargetError:
         return LayerScan(trace.spatial, candidates, None, has_gradient=True)
-    default = last or (candidates[-1] if candidates else None)
-    return LayerScan(trace.spatial, candidates, default.name if default else None, has_gradient=last is not None)
+    if last is None:
+        inner = [layer.name for layer in candidates if layer.name not in trace.ends]
+        return LayerScan(trace.spatial, candidates, inner[-1] if inner else None, has_gradient=False)
+    others, path = (*candidates, *trace.misplaced), trace.sources[last.name]
+    apart = tuple(layer for layer in others if not (path <= (own := trace.sources[layer.name]) or path >= own))
+    branch = _last_with_gradient(model, x, apart, top_score)
+    return LayerScan(trace.spatial, candidates, last.name, has_gradient=True, branch=branch.name if branch else None)
 
 
-def _candidates(model: nn.Module, spatial: _Layers, classes: int | None) -> _Layers:
-    """Return the candidates for the default layer, in the order in which they finished.
+def _candidates(model: nn.Module, spatial: _Layers) -> _Layers:
+    """Return the candidates for the default layer: those of one channel, then others, each as they finished.
 
-    Excluded are layers without effect in evaluation mode, pooling before the head, queries and keys. Also excluded are
-    outputs that are a single cell, an image, the class scores of a segmentation, or attention (tokens by tokens).
+    Excluded are layers before the first with parameters, layers without effect in evaluation mode, pooling before the
+    head, queries and keys. Also excluded are outputs that are a single cell, or attention (tokens by tokens).
     """
     tokens = {layer.shape[1] for layer in spatial if layer.layout.kind == "NTC"}
 
     def is_candidate(layer: SpatialLayer) -> bool:
         cells = math.prod(layer.layout.grid)
-        module = model.get_submodule(layer.name)
+        module = _module(model, layer)
         if layer.layout.kind == "NTC":
             return cells > 1 and _is_block_or_norm(module)
-        channels = layer.shape[1] if layer.layout.kind == "NCHW" else layer.shape[-1]
-        is_excluded = isinstance(module, _POOLING_OR_INACTIVE) or bool({*layer.layout.grid} & tokens)
-        return cells > 1 and channels not in (1, 2, 3, classes) and not is_excluded
+        return cells > 1 and not isinstance(module, _POOLING_OR_INACTIVE) and not {*layer.layout.grid} & tokens
 
-    return tuple(filter(is_candidate, spatial))
+    weighted = dropwhile(lambda layer: next(_module(model, layer).parameters(), None) is None, spatial)
+    return tuple(sorted(filter(is_candidate, tuple(weighted) or spatial), key=lambda layer: not layer.is_single))
 
 
 def _is_block_or_norm(module: nn.Module) -> bool:
@@ -425,10 +485,10 @@ def _last_with_gradient(model: nn.Module, x: Tensor, candidates: _Layers, target
     """Return the last candidate at which the score of every image has a gradient.
 
     In a vision transformer with a class token, the patch tokens have no gradient after the last block, but do have one
-    before its attention. Usually one more forward is enough: recording begins at the last candidate, and begins earlier
-    only if that one has no gradient.
+    before its attention. Usually one more forward is enough: recording begins near the last candidate, and begins
+    earlier only if no candidate there has a gradient.
     """
-    for part in (candidates[-1:], candidates[-24:-1], candidates[:-24]):
+    for part in (candidates[-4:], candidates[-24:-4], candidates[:-24]):
         layers = _layers_with_gradient(model, x, part, target) if part else []
         if layers:
             return layers[-1]
@@ -436,15 +496,19 @@ def _last_with_gradient(model: nn.Module, x: Tensor, candidates: _Layers, target
 
 
 def _layers_with_gradient(model: nn.Module, x: Tensor, candidates: _Layers, target: _Score) -> list[SpatialLayer]:
+    """Return the candidates with a gradient from which features are read: a map of the scores themselves is not one."""
     with HookManager() as hooks:
-        captured = [(layer, hooks.capture(model.get_submodule(layer.name), record=True)) for layer in candidates]
+        captured = [(layer, hooks.capture(_module(model, layer), record=True)) for layer in candidates]
         with torch.no_grad():
             output = run_model(model, x)
     score = target(output).sum()
+    results = {source_edge(tensor)[0]: tensor for tensor in tree_tensors(output) if tensor.requires_grad}
+    read = reached_nodes(_nodes(score), results.__contains__)
+    after = _result_nodes([tensor for node, tensor in results.items() if node in read])
     outputs = {
         layer: calls[-1]
         for layer, calls in captured
-        if calls and calls[-1].requires_grad and not _is_one_of_parallel_calls(calls)
+        if calls and not after.issuperset(_nodes(calls[-1])) and not _is_one_of_parallel_calls(calls)
     }
     if not outputs or not score.requires_grad:
         return []

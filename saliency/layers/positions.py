@@ -44,6 +44,7 @@ _REDUCTIONS = {"mean", "sum", "amax", "amin", "max", "min", "logsumexp", "var", 
 _RESAMPLING = ("convolution", "max_pool", "avg_pool", "adaptive", "_adaptive", "upsample", "_upsample")
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
 SAME = 0.25  # of a pixel: closer positions are the same
+PART = 0.6  # of the height or width of an image: maps that cover less are of a part of it
 
 
 class _Geometry(NamedTuple):
@@ -146,9 +147,11 @@ class PositionTrace(DispatchMode):
         """Run an operation, and place its results."""
         kwargs = kwargs or {}
         result = op(*args, **kwargs)
-        operands = list(filter(_is_plain, tree_tensors((args, kwargs))))
+        tensors = list(tree_tensors((args, kwargs)))
+        operands = list(filter(_is_plain, tensors))
         addresses = {_address(tensor) for tensor in operands}
-        is_traced = any(map(self._memory, operands)) or torch.Tag.nondeterministic_seeded in op.tags
+        is_random = torch.Tag.nondeterministic_seeded in op.tags
+        is_traced = is_random or len(operands) < len(tensors) or any(map(self._memory, operands))
         named = named_arguments(op, args, kwargs)
         for number, tensor in enumerate(as_results(result)):
             if not isinstance(tensor, Tensor) or not _is_plain(tensor):
@@ -268,10 +271,11 @@ def grid_of(positions: Tensor, size: Grid) -> tuple[Grid, Sequence[int]] | None:
     return grid, range(listed[0], listed[-1] + 1) if is_range else tuple(listed)
 
 
-def is_mirrored(positions: Tensor) -> bool:
-    """Return whether an axis of maps at positions (axes, N, K, h, w) runs against the image."""
+def is_misplaced(positions: Tensor, size: Sequence[int]) -> bool:
+    """Return whether maps at positions (axes, N, K, h, w) run against the image along an axis, or show a part of it."""
     places = positions.nanmean(2)  # (axes, N, h, w), or (1, N, h, w) if they are not known
-    return any(bool(places[axis].diff(dim=1 + axis).nanmean() < 0) for axis in range(len(places)))
+    shown = [float(row.diff(dim=1 + axis).nanmean()) * row.shape[1 + axis] for axis, row in enumerate(places)]
+    return any(length < PART * whole for length, whole in zip(shown, size, strict=False))
 
 
 def _cells(values: Tensor, length: int) -> tuple[Tensor, int] | None:

@@ -51,34 +51,44 @@ def layer_name(method: Attribution, layer: str | nn.Module | list[str | nn.Modul
     raise LayerError(f'layer "" is the whole {type(method.model).__name__}; its outermost layers are {outermost}')
 
 
+def _level_names(method: LayerAttribution, layer: str | nn.Module | list[str | nn.Module]) -> str | tuple[str, ...]:
+    if isinstance(layer, list) and len(layer) > 1 and method.reads_levels:
+        return tuple(dict.fromkeys(layer_name(method, level) for level in layer))
+    return layer_name(method, layer)
+
+
 class LayerAttribution(TracedAttribution):
     """Base class of methods that read one layer.
 
     Args:
-        layer: A dotted name, the module itself, a list with one of these, or None for the last layer with spatial
-            output at which the score has a gradient. That layer is found by one forward of noise, or of the images if
-            only the target can read the scores. For a box of a detector, None means all layers that enter its head; see
-            `summed_levels`. If a module is called several times, the last call counts.
+        layer: A dotted name, the module itself, or None for the last layer with spatial output at which the score has a
+            gradient. That layer is found by one forward of noise, or of the images if only the target can read the
+            scores. For a box of a detector, None means all layers that enter its head. A list names such levels; their
+            maps are combined, see `summed_levels`. If a module is called several times, the last call counts.
             Tokens (vision transformers with any number of leading tokens) and channels-last layouts (Swin) are read as
             maps.
 
     Raises:
         LayerError: The layer does not exist, is not run, or has no spatial output.
+
+    Warns:
+        SaliencyWarning: Another branch of the network joins after the default layer, which does not show it.
     """
 
     needs = Needs("layers")
     sign: ClassVar[Sign] = "positive"
     cost = "1 forward, 1 backward to the layer"
 
-    layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
+    layer: PositionalOption[LayerLike, str | tuple[str, ...] | None] = PositionalOption(
+        check=_level_names, default=None, kw_only=False
+    )
     reads_levels: ClassVar[bool] = False
     """Whether the method reads all levels of a detector, and not only the last one."""
 
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the named layer, or the default one."""
-        if self.layer:
-            return replace(self.needs, layers=(self.layer,))
-        return replace(self.needs, layers=self.default_layers(x, target))
+        named = (self.layer,) if isinstance(self.layer, str) else self.layer
+        return replace(self.needs, layers=named or self.default_layers(x, target))
 
     def default_layers(self, x: Tensor, target: Questions) -> tuple[str, ...]:
         """Return the layers that are read if none is named."""
@@ -340,8 +350,9 @@ class EigenCAM(LayerCombination):
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Compute the map of the layer, and warn if it may show the background."""
         result = super().explain_gradients(grads, layers)
-        is_of_tokens = grads.forward.layers[layers[0]].dim() == 3
-        if not is_tracing() and (is_of_tokens or self._is_uncertain(grads.activation(layers[0]), result.values)):
+        finest = max(layers, key=lambda layer: math.prod(grads.forward.layout(layer).grid))
+        is_of_tokens = grads.forward.layers[finest].dim() == 3
+        if not is_tracing() and (is_of_tokens or self._is_uncertain(grads.activation(finest), result.values)):
             reason = "are tokens" if is_of_tokens else "are signed and the map correlates weakly with their norm"
             warn(
                 f"{self.name}: the activations of this layer {reason}, so the map may be high at the background; use "

@@ -22,7 +22,7 @@ from ..engine.estimates import Estimate
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, from_estimate
 from ..errors import LayerError, NotApplicableError
 from ..hooks.autograd_graph import PlainAttention
-from ..layers.find import head_inputs, scan_layers
+from ..layers.find import layers_by_resolution
 from ..targets.targets import ClassScore, ClassTarget, class_scores
 from ..validation import check_choice, check_integer, check_number
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, XGradCAM, layer_name, weighted_sum
@@ -96,11 +96,7 @@ class _LayerFusion(TracedAttribution):
 
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the named layers, those that enter a detector's head, or the last of each of three resolutions."""
-        layers = self.layers or tuple(layer.name for layer in head_inputs(self.model, x, target))
-        layers = layers or scan_layers(self.model, x, target).last_per_resolution()
-        if not layers:
-            raise LayerError(f"no layer of {type(self.model).__name__} has a spatial output; pass layers=[...]")
-        return replace(self.needs, layers=layers)
+        return replace(self.needs, layers=self.layers or layers_by_resolution(self.model, x, target))
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Combine the scaled maps of the layers."""

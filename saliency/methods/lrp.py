@@ -26,7 +26,7 @@ from ..hooks.call import is_tracing
 from ..hooks.operations import LINEAR, SOFTMAX, SavedValues
 from ..hooks.rectifiers import Coverage, require_visible
 from ..io.preprocess import Preprocess
-from ..layers.find import LayerLike, default_layer, scan_layers
+from ..layers.find import LayerLike, layers_by_resolution
 from ..relevance.composites import COMPOSITES, Composite, CompositeLike, RuleKey, as_composite
 from ..relevance.patches import Patches, attention_nodes, embeds_patches, find_patches, first_linear, following
 from ..relevance.propagation import Propagation, Unknown
@@ -451,8 +451,7 @@ class ExcitationBackprop(RelevancePropagation):
         """Return the given layer, or the last one of the second-lowest resolution."""
         if self.layer is not None:
             return self.layer
-        default_layer(self.model, x, target)  # raises LayerError if there is none
-        return scan_layers(self.model, x, target).last_per_resolution()[-2:][0]
+        return layers_by_resolution(self.model, x, target)[-2:][0]
 
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the rules of excitation backpropagation."""

@@ -60,6 +60,11 @@ class BoxTarget(Target):
     read: CandidatesFunction | None = None
     joint: str = ""
 
+    @property
+    def part(self) -> Hashable:
+        """The class, the objectness, an edge or the joints of a box, and the function that reads it."""
+        return "joint" if self.joint else self.of, self.read
+
     def prepared(self, images: Images) -> BoxTarget:
         """Return the target with class indices instead of names."""
         require_inside(self.place, images)
@@ -194,6 +199,7 @@ class BoxScore:
             is_difference=target.against is not None,
             box=self.geometry.to_input(match.box),
             mirrored=self.mirrored() if target.of in ("class", "objectness", "y0", "y1") else None,
+            part=target.part,
         )
 
     def rows(self, output: Any) -> list[Candidates]:

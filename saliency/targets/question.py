@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -110,6 +110,11 @@ class Images:
 class Target(ABC):
     """What to explain: a class, a box, a region, words. Finding its question for each image is all its behaviour."""
 
+    @property
+    def part(self) -> Hashable:
+        """The part of a box or a pose that is explained, whose score a head of the model computes; None without one."""
+        return None
+
     def prepared(self, images: Images) -> Target:
         """Return the target with what does not depend on the output, such as the embedding of its text."""
         return self
@@ -139,6 +144,7 @@ class Question(Target):
         is_difference: Whether the score is a difference, as of two classes or texts.
         box: The explained box in pixels of the input.
         mirrored: The score of variants that are mirrored from left to right; None if it is not the same question there.
+        part: As for `Target`.
     """
 
     score: Score
@@ -148,6 +154,7 @@ class Question(Target):
     is_difference: bool = False
     box: Box | None = None
     mirrored: Score | None = None
+    part: Hashable = None
 
     def ask(self, output: Any, images: Images) -> Together:
         """Return the question unchanged, for each image."""

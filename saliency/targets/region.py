@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
@@ -36,6 +36,11 @@ class Region(Target):
     where: Tensor | RegionChoice | Literal["peak"] = "predicted"  # not used if there is a place
     is_sum: bool = False  # instead of the mean
     joint: str = ""
+
+    @property
+    def part(self) -> Hashable:
+        """The joints of a pose; None for a segmentation."""
+        return ("joint", None) if self.joint else None
 
     def prepared(self, images: Images) -> Region:
         """Return the target with a class index instead of a name."""
@@ -73,7 +78,9 @@ class Region(Target):
         name = self.joint or f"{kind} of {label}{f' at {as_text(self.place)}' if self.place else ''}"
         score = RegionScore(index, signed, is_binary, self.is_sum, self.where == "border")
         own = [replace(score, cells=part[None]) for part in signed]
-        return Together([Question(one, name, mirrored=None if self.joint else one.mirrored()) for one in own], score)
+        mirrored = [None if self.joint else one.mirrored() for one in own]
+        pairs = zip(own, mirrored, strict=True)
+        return Together([Question(one, name, mirrored=other, part=self.part) for one, other in pairs], score)
 
     def others(self, output: Any, images: Images, of: Literal["class", "box"]) -> Sequence[Question]:
         """Return questions about the other classes of the same pixels, or about the other joints."""
@@ -226,6 +233,11 @@ class Keypoint(Target):
     joint: int | str
     person: int = 0
     read: CandidatesFunction | None = None
+
+    @property
+    def part(self) -> Hashable:
+        """The joints."""
+        return "joint", self.read
 
     def ask(self, output: Any, images: Images) -> Together:
         """Return the questions about the joint of each image. Raises TargetError if there is none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -258,6 +258,11 @@ class TargetList(Target):
 
     targets: tuple[Target, ...]
 
+    @property
+    def part(self) -> Hashable:
+        """The part that the first target explains."""
+        return self.targets[0].part
+
     def prepared(self, images: Images) -> TargetList:
         """Return the targets with what does not depend on the output."""
         return TargetList(tuple(own.prepared(images.only(number)) for number, own in enumerate(self.targets)))
@@ -286,6 +291,11 @@ class Located(Target):
 
     target: Target
     geometries: tuple[Geometry, ...]  # one for each image, or one for all
+
+    @property
+    def part(self) -> Hashable:
+        """The part that the target explains."""
+        return self.target.part
 
     def prepared(self, images: Images) -> Target:
         """Return the target with what does not depend on the output."""

@@ -212,7 +212,7 @@ def test_a_list_with_one_layer_is_that_layer_and_is_shown() -> None:
     several: list[Any] = [[], ["features", "head"]]
     for layers in several:
         with pytest.raises(saliency.LayerError, match=r"reads one layer, got [02]; FusedCAM"):
-            saliency.GradCAM(MODEL, layers)
+            saliency.ShapleyCAM(MODEL, layers)
 
 
 def test_a_name_like_no_other_has_no_suggestion() -> None:

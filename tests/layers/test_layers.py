@@ -76,10 +76,12 @@ def test_a_module_of_two_names_is_found_by_both() -> None:
     assert torch.equal(GradCAM(model, "again").attribute(x, 1).values, GradCAM(model, "layer1").attribute(x, 1).values)
 
 
-@pytest.mark.parametrize("layer", [nn.ReLU(), 3, ["layer1", "layer2"], b"layer1"])
+@pytest.mark.parametrize("layer", [nn.ReLU(), 3, ["layer1", "layer3"], [], b"layer1"])
 def test_what_is_no_layer_of_the_model_is_refused_at_once(layer: Any) -> None:
     with pytest.raises(LayerError):
         GradCAM(Small(), layer)
+    with pytest.raises(LayerError, match="CAM reads one layer, got 2"):
+        saliency.CAM(Small(), ["layer1", "layer2"])
 
 
 # Layers that give no map.
@@ -456,7 +458,103 @@ def test_tokens_are_counted_by_the_grid_that_the_model_was_seen_to_use(size: tup
     assert misplaced(model, "block", size, 0) == []
 
 
+# The layer is one of the explained image.
+
+
+class Pathways(nn.Module):
+    """Two branches that join in the classifier: of an image and of its depth, or of two views of one image."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.view = view
+        self.one, self.two = (
+            nn.Sequential(nn.Conv2d(channels, 8, 3, 2, 1), nn.ReLU()) for channels in (3, 3 if view else 1)
+        )
+        self.fc = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, depth: Tensor | None = None) -> Tensor:
+        maps = self.one(x), self.two(self.view(x) if self.view else depth)
+        out: Tensor = self.fc(torch.cat([own.mean((2, 3)) for own in maps], 1))
+        return out
+
+
+READERS = ["grad_cam", "layer_cam", "eigen_cam", "ablation_cam", "fused_cam", "refine_cam", "guided_grad_cam"]
+
+
+@pytest.mark.parametrize("method", READERS)
+def test_the_default_layer_is_one_of_the_image_and_not_of_another_argument(method: str) -> None:
+    model, x, depth = Pathways().eval(), torch.rand(2, 3, 32, 32), torch.rand(2, 1, 32, 32)
+    found = saliency.METHODS[method](model).attribute(x, 1, forward_args=(depth,))
+    assert found.layer == "one"
+    assert not torch.equal(*found.values)
+    other = saliency.METHODS[method](model).attribute(x, 1, forward_args=(depth.flip(0),))
+    if method == "layer_cam":  # linear after the layers, so the map does not depend on the depth
+        torch.testing.assert_close(found.values, other.values)
+    option = {"layers" if method in ("fused_cam", "refine_cam") else "layer": ["two"]}
+    with pytest.raises(LayerError, match='"two" does not depend on the explained image'):
+        saliency.METHODS[method](model, **option).attribute(x, 1, forward_args=(depth,))
+
+
+def test_features_are_those_of_the_image() -> None:
+    model, x, depth = Pathways().eval(), torch.rand(2, 3, 32, 32), torch.rand(2, 1, 32, 32)
+    found = saliency.features(model, x, forward_args=(depth,))
+    assert found.layer == "one"
+    torch.testing.assert_close(found.values, model.one(x))
+    with pytest.raises(LayerError, match='"two" does not depend on the explained image'):
+        saliency.features(model, x, "two", forward_args=(depth,))
+
+
+@pytest.mark.parametrize(
+    ("view", "layer"),
+    [
+        (lambda x: x, "two"),
+        (lambda x: x[..., 8:24, 8:24], "one"),  # a map of a part would be drawn over the whole image
+        (lambda x: x.flip(-1), "one"),
+    ],
+)
+@pytest.mark.parametrize("method", ["grad_cam", "fused_cam", "ablation_cam"])
+def test_another_branch_of_the_image_is_named(method: str, view: Callable[[Tensor], Tensor], layer: str) -> None:
+    model, x = Pathways(view).eval(), torch.rand(1, 3, 32, 32)
+    other = {"one": "two", "two": "one"}[layer]
+    with pytest.warns(saliency.SaliencyWarning, match=f'also depends on layer "{other}"'):
+        assert saliency.METHODS[method](model).attribute(x, 1).layer == layer
+    assert GradCAM(model, layer).attribute(x, 1).layer == layer  # without a warning
+
+
+def test_a_layer_around_which_a_connection_skips_is_not_another_branch() -> None:
+    class Skips(Small):
+        def forward(self, x: Tensor) -> Tensor:
+            early = self.layer1(x)
+            out: Tensor = self.fc(torch.cat([early.mean((2, 3))[:, :4], self.layer2(early).mean((2, 3))[:, :4]], 1))
+            return out
+
+    assert GradCAM(Skips().eval()).attribute(torch.rand(1, 3, 24, 16), 1).layer == "layer2"
+
+
 # Segmentation.
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 8])
+@pytest.mark.parametrize("method", ["grad_cam", "fused_cam", "seg_grad_cam", "ablation_cam", "excitation_backprop"])
+def test_the_layer_of_a_map_of_scores_feeds_its_last_weights_with_any_number_of_channels(
+    method: str, channels: int
+) -> None:
+    convolutions = nn.Conv2d(3, channels, 3, 2, 1), nn.ReLU(), nn.Conv2d(channels, channels, 1)
+    model, x = nn.Sequential(*convolutions, nn.Upsample(scale_factor=2)).eval(), torch.rand(1, 3, 32, 32)
+    for weight in (model.get_parameter("0.weight"), model.get_parameter("2.weight")):
+        weight.data.abs_()
+    found = saliency.METHODS[method](model).attribute(x, saliency.region(channels - 1, (4, 4, 20, 20)))
+    assert found.layer == "1"
+    with pytest.raises(TargetError, match=r"pass saliency.region\(label\)"):
+        saliency.METHODS[method](model).attribute(x)
+
+
+def test_without_a_class_and_without_a_layer_the_class_is_what_is_missing() -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3)).eval(), torch.rand(1, 3, 32, 32)
+    with pytest.raises(TargetError, match=r"pass saliency.region\(label\)"):
+        GradCAM(model).attribute(x)
+    with pytest.raises(LayerError, match="no layer of Sequential has a spatial output"):
+        GradCAM(model).attribute(x, saliency.region(1, (4, 4, 20, 20)))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from saliency import METHODS, AttentionRollout, CheferAttention, GradCAM, HiResCAM, LayerError
 from saliency.hooks.model_state import prepared_for_attribution
-from saliency.layers.find import attention_layout, scan_layers, trace_layers
+from saliency.layers.find import attention_layout, scan_layers
 from saliency.layers.layout import Layout
 from saliency.testing import images
 
@@ -279,5 +279,3 @@ def test_the_models_own_output_is_never_the_default_layer() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Inner()).eval()
     assert GradCAM(model).attribute(X, lambda output: output[:, -1, 3]).layer == "0.norm"
-    with prepared_for_attribution(model):
-        assert "0" not in [layer.name for layer in trace_layers(model, X).candidates]

@@ -28,7 +28,9 @@ from saliency import (
 )
 from saliency.methods.rise import RandomMasks
 from saliency.testbed import draw_scenes
+from tests.models import HeadsDetector, LevelDetector, PoseNet, cells
 
+EDGES = ((torch.maximum, slice(0, 2)), (torch.minimum, slice(2, 4)))
 SCENES = draw_scenes(3, task="several", seed=1)
 X = SCENES.images / 127.5 - 1
 LEVELS = {"shapes_detector": "fine, coarse", "shapes_queries": "encoder"}
@@ -61,6 +63,86 @@ def test_all_levels_of_a_pyramid_enter_the_head_of_torchvision(method: str) -> N
     levels = [*blocks, "extra_blocks.p6", "extra_blocks.p7"][: len(str(found.layer).split(", "))]
     assert found.layer == ", ".join(f"backbone.fpn.{level}" for level in levels)
     assert len(levels) >= 3
+
+
+@pytest.mark.filterwarnings("ignore:.*activations of this layer are signed")
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("method", [*CAMS, "eigen_cam", "fused_cam", "refine_cam"])
+def test_levels_that_the_model_returns_and_shared_activations_are_levels_too(method: str, shared: bool) -> None:
+    torch.manual_seed(0)
+    model, x = LevelDetector(shared=shared).eval(), torch.rand(1, 3, 64, 64)
+    found = METHODS[method](model).attribute(x, saliency.box())
+    assert found.layer == "b2, b3"
+    assert found.values.abs().max() > 0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_map_of_a_box_is_the_gradient_at_both_levels_of_a_detector_that_returns_them(shared: bool) -> None:
+    torch.manual_seed(0)
+    model, x = LevelDetector(shared=shared).eval().double(), torch.rand(1, 3, 64, 64, dtype=torch.float64)
+    target = saliency.box(cls=1)
+    _, raw = model(x)
+    found = HiResCAM(model).attribute(x, target)
+    at = int(raw["scores"][0, 1].argmax())
+    boxes = torch.cat([cells(level, stride) for level, stride in zip(raw["feats"], (8, 16), strict=True)], 1).double()
+    corners = torch.cat([boxes[:2] - boxes[2:] / 2, boxes[:2] + boxes[2:] / 2]).T
+    low, high = (edge(corners[:, half], corners[at, half]) for edge, half in EDGES)
+    inner, areas = (high - low).clamp(min=0).prod(1), boxes[2:].prod(0)
+    near = (20 * inner / (areas + areas[at] - inner)).expm1()
+    score = (raw["scores"][0, 1] * near).sum() / (near.sum() + 1)
+    gradients = torch.autograd.grad(score, raw["feats"])
+    sums = [(own * grad).sum() for own, grad in zip(raw["feats"], gradients, strict=True)]
+    torch.testing.assert_close(found.values.sum(), torch.stack(sums).sum())
+
+
+@pytest.mark.parametrize("of", ["class", "x0"])
+def test_each_level_of_a_detector_with_several_heads_is_read(of: Any) -> None:
+    torch.manual_seed(0)
+    model, x = HeadsDetector().eval(), torch.rand(2, 3, 64, 64)
+    assert LayerCAM(model).attribute(x, saliency.box(of=of, read=model.read)).layer == "backbone1, backbone2"
+
+
+@pytest.mark.parametrize("method", ["grad_cam", "layer_cam", "fused_cam", "shapley_cam", "ablation_cam"])
+def test_a_joint_is_read_at_the_layer_before_its_heatmaps_and_not_before_a_later_head(method: str) -> None:
+    torch.manual_seed(0)
+    model, x = PoseNet().eval(), torch.rand(1, 3, 32, 32)
+    assert METHODS[method](model).attribute(x, saliency.keypoint(1)).layer == "trunk"
+
+
+@pytest.mark.parametrize("method", [*CAMS, "eigen_cam", "guided_grad_cam"])
+@pytest.mark.filterwarnings("ignore:.*activations of this layer are signed")
+def test_the_levels_of_a_box_may_be_named_in_any_order(method: str) -> None:
+    network, level = saliency.load("shapes_detector"), saliency.box()
+    expected = METHODS[method](network).attribute(X[:1], level)
+    found = METHODS[method](network, ["coarse", network.fine]).attribute(X[:1], level)
+    assert found.layer == "coarse, fine"
+    torch.testing.assert_close(found.values, expected.values)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_targets_of_one_call_have_the_layers_of_single_calls(shared: bool) -> None:
+    torch.manual_seed(0)
+    model, x = LevelDetector(shared=shared).eval(), torch.rand(1, 3, 64, 64)
+
+    def deepest(output: Any) -> Tensor:
+        maximum: Tensor = output[1]["scores"].amax((1, 2))
+        return maximum
+
+    for targets in ([saliency.box(), deepest], [deepest, saliency.box()]):
+        together = GradCAM(model).attribute_classes(x, targets)
+        for found, target in zip(together, targets, strict=True):
+            alone = GradCAM(model).attribute(x, target)
+            assert found.layer == alone.layer
+            torch.testing.assert_close(found.values, alone.values)
+
+
+def test_a_second_call_for_a_box_runs_the_model_once() -> None:
+    torch.manual_seed(0)
+    model, x, calls = LevelDetector().eval(), torch.rand(1, 3, 64, 64), list[int]()
+    GradCAM(model).attribute(x, saliency.box())
+    model.register_forward_hook(lambda *_: calls.append(1))
+    GradCAM(model).attribute(x, saliency.box(index=1))
+    assert len(calls) == 1
 
 
 class Head(nn.Module):
