@@ -22,10 +22,13 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.weak import TensorWeakRef
 
 from .autograd_graph import (
+    LEAF_NODE,
     DispatchMode,
     OpOverload,
     current_sequence_nr,
     free_saved,
+    is_custom_function,
+    is_on_view,
     is_python_function,
     next_functions,
     operator_schema,
@@ -33,6 +36,7 @@ from .autograd_graph import (
     sequence_nr,
     source_edge,
     tensor_version,
+    view_base,
 )
 from .manager import HookManager
 from .pytree import tree_leaves, tree_map, tree_map_tensors, tree_tensors
@@ -72,6 +76,7 @@ class Operation:
         norms: The norms of a linear operation's result before a ReLU in place wrote to it, else None: of each image for
             a convolution, of each row for a matrix product.
         is_weak: Whether operands and result may be stored as `WeakResult`.
+        is_whole: Whether an operation in place on a view of a whole tensor is stored as one on that tensor.
         shared: Values that rules compute from it, for the walks of other targets.
     """
 
@@ -80,6 +85,7 @@ class Operation:
     kept_result: Any = None
     norms: Tensor | None = None
     is_weak: bool = False
+    is_whole: bool = False
     shared: dict[Any, Any] = field(default_factory=dict)
     name: str = field(init=False)
 
@@ -176,6 +182,11 @@ def written(op: Op, args: Any, kwargs: Any) -> list[Tensor]:
         return []
     writes = _schema(op)
     return list(tree_tensors([value for name, value in named_arguments(op, args, kwargs).items() if writes[name]]))
+
+
+def writes_part(node: Node, operation: Operation | None) -> bool:
+    """Return whether an operation writes in place to a part of a tensor, so that its values are those of the part."""
+    return is_on_view(node) and not (operation and operation.is_whole)
 
 
 def uses_batch_statistics(operation: Operation) -> bool:
@@ -374,7 +385,7 @@ class OperationRecord(DispatchMode):
             return _linear_of_torchvision(node)  # others run any operations
         number = sequence_nr(node)
         # An operation in place on a view has two nodes: its own, and one that copies the result into the whole.
-        return self._operations.get(number - (type(node).__name__ == "CopySlices"))
+        return self._operations.get(number - is_on_view(node))
 
     def read(self, nodes: Sequence[Node], *, replaces: bool) -> bool:
         """Return whether the graph holds all that rules read, so that no record is needed.
@@ -442,20 +453,22 @@ class OperationRecord(DispatchMode):
         has_node, writes = torch.is_grad_enabled(), writes_operand(op)
         kept = has_node and _kept(op, self.keep)
         kept = kept and not (self.keep == SavedValues.CHANGES and _is_linear(op, args, dependent))
-        operation = Operation(op, is_weak=self.keep == SavedValues.ALL)
+        whole = _whole_tensor(op, args) if writes else None
+        operation = Operation(op, is_weak=self.keep == SavedValues.ALL, is_whole=whole is not None)
+        named = named_arguments(op, args if whole is None else (whole, *args[1:]), kwargs)
         if operation.is_weak:
-            operation.kept_args = tree_map_tensors(named_arguments(op, args, kwargs), self._weak)
+            operation.kept_args = tree_map_tensors(named, self._weak)
         elif kept:
-            operation.kept_args = named_arguments(op, args, kwargs)
+            operation.kept_args = named
         elif operation.name in ADDITIVE or is_batch_norm(op):
-            operation.kept_args = tree_map_tensors(named_arguments(op, args, kwargs), self._constant)
+            operation.kept_args = tree_map_tensors(named, self._constant)
         if writes:
-            number = self._before_write(operation, args[0], number)
+            number = self._before_write(operation, args[0] if whole is None else whole, number)
         result = op(*args, **kwargs)
         addresses = [] if is_view(op) else _addresses(result)
         self._dependent.update(addresses)
         if kept:
-            operation.kept_result = self._kept_result(operation, result)
+            operation.kept_result = self._kept_result(operation, result if whole is None else whole)
             for address in {*addresses, *_addresses(args)}:
                 self._holders[address].append(operation)
         if has_node:
@@ -505,9 +518,20 @@ class OperationRecord(DispatchMode):
     def _depends(self, argument: Any) -> bool:
         """Return whether an argument is or holds a tensor that depends on the image."""
         if isinstance(argument, Tensor):
-            is_near = argument.requires_grad and _address(argument) in self._dependent
+            is_near = argument.requires_grad and (_address(argument) in self._dependent or self._is_custom(argument))
             return is_near and id(argument) not in self._chunks
         return isinstance(argument, _LISTS) and any(map(self._depends, argument))
+
+    def _is_custom(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is the result of a custom function of the image, whose operations may be hidden."""
+        if tensor.is_leaf or not is_custom_function(source := source_edge(tensor)[0]):
+            return False
+        nodes: list[Any] = [source]
+        for node in nodes:
+            if self._depends(node.variable) if isinstance(node, LEAF_NODE) else self.operation(node):
+                return True
+            nodes += {function for function, _ in next_functions(node)} - {None, *nodes}
+        return False
 
     def _constant(self, tensor: Tensor) -> Tensor | None:
         """Return the tensor itself, or None if it depends on the image."""
@@ -521,7 +545,8 @@ class OperationRecord(DispatchMode):
         # An operation that needs its operand later clones it first, and this clone takes the next number.
         is_own = clone is not None and _address(clone[1]) == address
         is_kept = any(value is target for value in operation.kept_args.values())
-        copied = clone[2] if clone and is_own else target.clone() if is_kept else target
+        is_clone = clone is not None and is_own and not operation.is_whole  # not of a view in another shape
+        copied = clone[2] if clone and is_clone else target.clone() if is_kept else target
         operation.kept_args = {
             name: copied if value is target else value for name, value in operation.kept_args.items()
         }
@@ -544,6 +569,13 @@ class OperationRecord(DispatchMode):
         if is_own:
             self._operations[number] = operation
         return number - is_own
+
+
+def _whole_tensor(op: Op, args: Sequence[Any]) -> Tensor | None:
+    """Return the tensor of which an operation changes each number by itself in place on a view of all; else None."""
+    target, *others = args
+    base = view_base(target) if is_elementwise(op) and not any(isinstance(other, Tensor) for other in others) else None
+    return base if base is not None and base.numel() == target.numel() else None
 
 
 def _weak_result(operation: Operation, result: Any) -> Any:

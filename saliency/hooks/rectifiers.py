@@ -20,7 +20,7 @@ from ..errors import NotApplicableError, TargetError
 from . import autograd_graph as graph
 
 _REENTRANT = "a checkpoint with use_reentrant=True hides operations of the model; pass use_reentrant=False"
-_VIEW = "works in place on a view of another tensor, so its gradient cannot be rewritten; use inplace=False"
+_IN_PLACE = "so its gradient cannot be rewritten; use inplace=False"
 CUT = "the gradient is cut in between, for example by a quantised layer, detach or argmax"
 _FORWARD_ONLY = "methods that only run the model forwards, such as occlusion and rise, need no gradient"
 NO_GRADIENT = "the score has no gradient: the target or the model detaches it, or uses argmax or .item()"
@@ -62,10 +62,25 @@ def table(rows: Mapping[str, str]) -> str:
 
 
 class Nonlinearity(NamedTuple):
-    """Nonlinearity in the graph of one call."""
+    """Nonlinearity in the graph of one call.
+
+    Attributes:
+        node: The node whose gradients a rule changes.
+        kind: The name of the operation.
+        operation: The node that holds the values of the operation: another one if it works in place on a view.
+    """
 
     node: Node
     kind: str
+    operation: Node
+
+    def view(self) -> tuple[Sequence[int], Sequence[int]] | None:
+        """Return the shape and strides of the view on which the operation works in place; None if it does not."""
+        if self.operation is self.node:
+            return None
+        values = graph.saved(self.operation, "result", None)
+        values = graph.saved(self.operation, "self") if values is None else values
+        return values.shape, values.stride()
 
 
 class Nonlinearities(NamedTuple):
@@ -246,18 +261,19 @@ def find_nonlinearities(score: Tensor, x: Tensor) -> Nonlinearities:
 
     Raises:
         NotApplicableError: A part of the model is compiled, fused or checkpointed so that its nodes are not in the
-            graph, or works in place on a view.
+            graph, or works in place on a part of a tensor.
         TargetError: The score does not depend on the input.
     """
     rectifiers: list[Nonlinearity] = []
     others: list[Nonlinearity] = []
     hidden: Counter[str] = Counter()
     for node in nodes_between(score, x):
-        kind = _kind_of(node)
+        operation = graph.inner_node(node)
+        kind = _kind_of(operation)
         if kind in _HIDDEN:
             hidden[kind.name] += 1
         elif kind is not None:
-            (rectifiers if kind in _RECTIFIERS else others).append(Nonlinearity(node, kind.name))
+            (rectifiers if kind in _RECTIFIERS else others).append(Nonlinearity(node, kind.name, operation))
         elif opaque := _opaque(node):
             hidden[opaque] += 1
     return Nonlinearities(rectifiers, others, hidden)
@@ -318,15 +334,15 @@ def _opaque(node: Any) -> str:
         return "" if "_torchvision_" in name else name.removesuffix("Backward")
     if graph.hides_operation(node):
         hint = f"torch>=2.14 shows which one it is (this is {torch.__version__})"
-        raise NotApplicableError(f"an operation, possibly a ReLU, {_VIEW}; {hint}")
+        raise NotApplicableError(f"an operation, possibly a ReLU, works in place on a view, {_IN_PLACE}; {hint}")
     if wrapped := graph.wrapped_node(node):
         kind = _kind_of(wrapped)
         if kind in (*_RECTIFIERS, *_OTHERS):
-            raise NotApplicableError(f"a {kind.name} {_VIEW}")
+            raise NotApplicableError(f"a {kind.name} works in place on a part of a tensor, {_IN_PLACE}")
         return kind.name if kind else _opaque(wrapped)
     if type(node).__name__ == "CppFunction":
         return "" if "vision::ops" in name or "torchvision" in name else name
-    if type(node).__name__ != "CopySlices":
+    if not graph.is_on_view(node):
         _transparent.add(type(node))
     return ""
 

@@ -231,7 +231,7 @@ class FinerCAM(LayerAttribution):
             return scores.gather(1, own)[:, 0] - self.gamma * (scores * shares).sum(1)
 
         target = ResolvedTarget(contrast, grads.target.images, grads.target.categories)
-        result = self._cam.explain_gradients(TargetGradients(grads.forward, target), layers)
+        result = self._cam.explain_gradients(TargetGradients(grads.forward, target, reads=False), layers)
         return replace(result, scores=grads.scores)
 
     def _reference_shares(self, scores: Tensor, own: Tensor) -> Tensor:
