@@ -523,12 +523,13 @@ class OperationRecord(DispatchMode):
         return isinstance(argument, _LISTS) and any(map(self._depends, argument))
 
     def _is_custom(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is the result of a custom function of the image, whose operations may be hidden."""
+        """Return whether a tensor is the result of a custom function of the image, whose operations have no nodes."""
         if tensor.is_leaf or not is_custom_function(source := source_edge(tensor)[0]):
             return False
         nodes: list[Any] = [source]
         for node in nodes:
             if self._depends(node.variable) if isinstance(node, LEAF_NODE) else self.operation(node):
+                self._dependent.add(_address(tensor))
                 return True
             nodes += {function for function, _ in next_functions(node)} - {None, *nodes}
         return False

@@ -633,7 +633,7 @@ def without_rule(visit: Visit, unknown: Unknown) -> Gradients:
     name += " in place on a part of a tensor" if is_part else ""
     if unknown == "refuse":
         by_gradient = 'pass unknown="gradient" to pass its gradient, which is right for linear operations'
-        cure = "use inplace=False" if is_part else by_gradient
+        cure = "compute it out of place (inplace=False)" if is_part else by_gradient
         raise NotApplicableError(f"no rule for the operation {name}; {cure}{_CURES.get(name, '')}")
     visit.walk.handled[f"{name} by gradient"] += 1
     return visit.plain()
