@@ -524,9 +524,10 @@ class OperationRecord(DispatchMode):
 
     def _is_custom(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the result of a custom function of the image, whose operations have no nodes."""
-        if tensor.is_leaf or not is_custom_function(source := source_edge(tensor)[0]):
+        # Not its edge: for a function in Python, PyTorch would create a node to get it, and shift the numbers.
+        if not is_custom_function(tensor.grad_fn):
             return False
-        nodes: list[Any] = [source]
+        nodes: list[Any] = [tensor.grad_fn]
         for node in nodes:
             if self._depends(node.variable) if isinstance(node, LEAF_NODE) else self.operation(node):
                 self._dependent.add(_address(tensor))

@@ -627,7 +627,8 @@ def without_rule(visit: Visit, unknown: Unknown) -> Gradients:
             require_visible(node)
     name = visit.operation.name if visit.operation else visit.node.name()
     if not (visit.operation or is_custom_function(visit.node)):
-        raise NotApplicableError(f"{name} was not recorded: the model runs it in another thread; use a single thread")
+        hint = "the model runs a part in another thread; run it in the thread of the call"
+        raise NotApplicableError(f"the operation {name} was not recorded: {hint}")
     name += " of complex numbers" if visit.operation and refuses_complex(visit) else ""
     is_part = writes_part(visit.node, visit.operation)
     name += " in place on a part of a tensor" if is_part else ""
