@@ -215,12 +215,11 @@ class TargetGradients:
     """
 
     def __init__(self, forward: SharedForward, target: ResolvedTarget, *, reads: bool = True) -> None:
-        reads = reads and bool(forward.needs.values)
         self.forward = forward
         self.target = target
         with forward.recording():
             self.scores_in_graph = target(forward.output)
-        if reads and self.scores_in_graph.requires_grad and not forward.read_graph(self.nodes):
+        if reads and forward.needs.values and self.scores_in_graph.requires_grad and not forward.read_graph(self.nodes):
             del self.nodes
             with forward.recording():
                 self.scores_in_graph = target(forward.output)

@@ -26,7 +26,6 @@ functions between modules keep working.
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -192,26 +191,23 @@ def is_python_function(node: Any) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
-def is_custom_function(node: Any) -> bool:
-    """Return whether a node belongs to a custom function in Python or C++, inside which operations have no nodes."""
-    return is_python_function(node) or type(node).__name__ == "CppFunction"
-
-
 def wrapped_node(node: Any) -> Node | None:
     """Return the in-place operation on a view whose result this node copies into the viewed tensor; else None."""
     return cast("Node | None", getattr(node, "_wrapped_node", None))
 
 
-def is_on_view(node: Any) -> bool:
-    """Return whether a node belongs to an operation in place on a view: its gradients are those of the viewed tensor."""
-    return type(node).__name__ == "CopySlices"
-
-
 def inner_node(node: Any) -> Node:
     """Return the operation of a node: of an operation in place on a view of a whole tensor, the wrapped one."""
     inner = wrapped_node(node)
-    is_whole = inner is not None and math.prod(result_shape(inner)) == math.prod(result_shape(node))
+    is_whole = inner is not None and result_spec(inner, 0).shape.numel() == result_spec(node, 0).shape.numel()
     return cast("Node", inner if is_whole else node)
+
+
+def view_layout(node: Any) -> tuple[Sequence[int], Sequence[int]] | None:
+    """Return the shape and strides of the view on which an activation works in place; None if it does not."""
+    inner = inner_node(node)
+    values: Any = saved(inner, "result", saved(inner, "self", None))
+    return None if inner is node else (values.shape, values.stride())
 
 
 def hides_operation(node: Any) -> bool:
@@ -219,7 +215,7 @@ def hides_operation(node: Any) -> bool:
 
     An operation with exactly one other operand, which has a gradient, is not an activation: an assignment, a sum.
     """
-    if hasattr(node, "_wrapped_node") or not is_on_view(node):
+    if hasattr(node, "_wrapped_node") or type(node).__name__ != "CopySlices":
         return False
     others = node.next_functions[1:]
     return len(others) != 1 or others[0][0] is None

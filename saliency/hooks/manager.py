@@ -204,7 +204,7 @@ class HookManager(ExitStack[None]):
         Only the nonlinearity's own branch changes: a skip connection that shares its input keeps its gradient.
         """
         for nonlinearity in nonlinearities:
-            self._keep(nonlinearity.node.register_hook(_node_hook(rule_for(nonlinearity), nonlinearity.view())))
+            self._keep(nonlinearity.node.register_hook(_node_hook(rule_for(nonlinearity), nonlinearity.node)))
 
     def at_node(self, node: Node, callback: Callable[[graph.Gradients, graph.Gradients], None]) -> None:
         """Call `callback` with the gradients of the operands and results of an operation, in each backward pass."""
@@ -324,9 +324,9 @@ def _callers(frame: FrameType) -> set[int]:
     return callers
 
 
-def _node_hook(
-    rule: Rule, view: tuple[Sequence[int], Sequence[int]] | None
-) -> Callable[[graph.Gradients, graph.Gradients], graph.Gradients]:
+def _node_hook(rule: Rule, node: Node) -> Callable[[graph.Gradients, graph.Gradients], graph.Gradients]:
+    view = graph.view_layout(node)  # the hook must not hold its node
+
     def hook(grad_inputs: graph.Gradients, grad_outputs: graph.Gradients) -> graph.Gradients:
         signal = grad_outputs[0]
         # Only the operand that carries the network's signal has a gradient; bounds and slopes have none.

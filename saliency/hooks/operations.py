@@ -22,13 +22,10 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.weak import TensorWeakRef
 
 from .autograd_graph import (
-    LEAF_NODE,
     DispatchMode,
     OpOverload,
     current_sequence_nr,
     free_saved,
-    is_custom_function,
-    is_on_view,
     is_python_function,
     next_functions,
     operator_schema,
@@ -76,7 +73,8 @@ class Operation:
         norms: The norms of a linear operation's result before a ReLU in place wrote to it, else None: of each image for
             a convolution, of each row for a matrix product.
         is_weak: Whether operands and result may be stored as `WeakResult`.
-        is_whole: Whether an operation in place on a view of a whole tensor is stored as one on that tensor.
+        is_part: Whether it writes in place to a part of a tensor. On a view of all numbers of a tensor, it is stored as
+            an operation on that tensor.
         shared: Values that rules compute from it, for the walks of other targets.
     """
 
@@ -85,7 +83,7 @@ class Operation:
     kept_result: Any = None
     norms: Tensor | None = None
     is_weak: bool = False
-    is_whole: bool = False
+    is_part: bool = False
     shared: dict[Any, Any] = field(default_factory=dict)
     name: str = field(init=False)
 
@@ -184,11 +182,6 @@ def written(op: Op, args: Any, kwargs: Any) -> list[Tensor]:
     return list(tree_tensors([value for name, value in named_arguments(op, args, kwargs).items() if writes[name]]))
 
 
-def writes_part(node: Node, operation: Operation | None) -> bool:
-    """Return whether an operation writes in place to a part of a tensor, so that its values are those of the part."""
-    return is_on_view(node) and not (operation and operation.is_whole)
-
-
 def uses_batch_statistics(operation: Operation) -> bool:
     """Return whether a batch norm uses the statistics of the batch."""
     args = operation.args
@@ -229,6 +222,11 @@ HOMOGENEOUS = {
     *("amax", "amin", "maximum", "minimum", "linalg_vector_norm", "norm", "topk", "sort", "median", "std", "std_mean"),
 }
 """Other operations of degree one: they too equal their derivative applied to their operands."""
+
+
+def is_custom_function(node: Node | None) -> bool:
+    """Return whether a node belongs to a custom function in Python or C++, inside which operations have no nodes."""
+    return is_python_function(node) or type(node).__name__ == "CppFunction"
 
 
 @cache
@@ -385,7 +383,7 @@ class OperationRecord(DispatchMode):
             return _linear_of_torchvision(node)  # others run any operations
         number = sequence_nr(node)
         # An operation in place on a view has two nodes: its own, and one that copies the result into the whole.
-        return self._operations.get(number - is_on_view(node))
+        return self._operations.get(number - (type(node).__name__ == "CopySlices"))
 
     def read(self, nodes: Sequence[Node], *, replaces: bool) -> bool:
         """Return whether the graph holds all that rules read, so that no record is needed.
@@ -453,9 +451,11 @@ class OperationRecord(DispatchMode):
         has_node, writes = torch.is_grad_enabled(), writes_operand(op)
         kept = has_node and _kept(op, self.keep)
         kept = kept and not (self.keep == SavedValues.CHANGES and _is_linear(op, args, dependent))
-        whole = _whole_tensor(op, args) if writes else None
-        operation = Operation(op, is_weak=self.keep == SavedValues.ALL, is_whole=whole is not None)
-        named = named_arguments(op, args if whole is None else (whole, *args[1:]), kwargs)
+        base = view_base(args[0]) if writes else None
+        is_alone = base is not None and is_elementwise(op) and not any(isinstance(part, Tensor) for part in args[1:])
+        target = base if base is not None and is_alone and base.numel() == args[0].numel() else args[0]
+        operation = Operation(op, is_weak=self.keep == SavedValues.ALL, is_part=base is not None and target is not base)
+        named = named_arguments(op, (target, *args[1:]), kwargs)
         if operation.is_weak:
             operation.kept_args = tree_map_tensors(named, self._weak)
         elif kept:
@@ -463,12 +463,12 @@ class OperationRecord(DispatchMode):
         elif operation.name in ADDITIVE or is_batch_norm(op):
             operation.kept_args = tree_map_tensors(named, self._constant)
         if writes:
-            number = self._before_write(operation, args[0] if whole is None else whole, number)
+            number = self._before_write(operation, target, number)
         result = op(*args, **kwargs)
         addresses = [] if is_view(op) else _addresses(result)
         self._dependent.update(addresses)
         if kept:
-            operation.kept_result = self._kept_result(operation, result if whole is None else whole)
+            operation.kept_result = self._kept_result(operation, base if target is base else result)
             for address in {*addresses, *_addresses(args)}:
                 self._holders[address].append(operation)
         if has_node:
@@ -525,11 +525,9 @@ class OperationRecord(DispatchMode):
     def _is_custom(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the result of a custom function of the image, whose operations have no nodes."""
         # Not its edge: for a function in Python, PyTorch would create a node to get it, and shift the numbers.
-        if not is_custom_function(tensor.grad_fn):
-            return False
-        nodes: list[Any] = [tensor.grad_fn]
+        nodes: list[Any] = [tensor.grad_fn] if is_custom_function(tensor.grad_fn) else []
         for node in nodes:
-            if self._depends(node.variable) if isinstance(node, LEAF_NODE) else self.operation(node):
+            if self.operation(node):
                 self._dependent.add(_address(tensor))
                 return True
             nodes += {function for function, _ in next_functions(node)} - {None, *nodes}
@@ -547,8 +545,7 @@ class OperationRecord(DispatchMode):
         # An operation that needs its operand later clones it first, and this clone takes the next number.
         is_own = clone is not None and _address(clone[1]) == address
         is_kept = any(value is target for value in operation.kept_args.values())
-        is_clone = clone is not None and is_own and not operation.is_whole  # not of a view in another shape
-        copied = clone[2] if clone and is_clone else target.clone() if is_kept else target
+        copied = clone[2] if clone and clone[1] is target else target.clone() if is_kept else target
         operation.kept_args = {
             name: copied if value is target else value for name, value in operation.kept_args.items()
         }
@@ -571,13 +568,6 @@ class OperationRecord(DispatchMode):
         if is_own:
             self._operations[number] = operation
         return number - is_own
-
-
-def _whole_tensor(op: Op, args: Sequence[Any]) -> Tensor | None:
-    """Return the tensor of which an operation changes each number by itself in place on a view of all; else None."""
-    target, *others = args
-    base = view_base(target) if is_elementwise(op) and not any(isinstance(other, Tensor) for other in others) else None
-    return base if base is not None and base.numel() == target.numel() else None
 
 
 def _weak_result(operation: Operation, result: Any) -> Any:

@@ -62,25 +62,10 @@ def table(rows: Mapping[str, str]) -> str:
 
 
 class Nonlinearity(NamedTuple):
-    """Nonlinearity in the graph of one call.
-
-    Attributes:
-        node: The node whose gradients a rule changes.
-        kind: The name of the operation.
-        operation: The node that holds the values of the operation: another one if it works in place on a view.
-    """
+    """Nonlinearity in the graph of one call."""
 
     node: Node
     kind: str
-    operation: Node
-
-    def view(self) -> tuple[Sequence[int], Sequence[int]] | None:
-        """Return the shape and strides of the view on which the operation works in place; None if it does not."""
-        if self.operation is self.node:
-            return None
-        values = graph.saved(self.operation, "result", None)
-        values = graph.saved(self.operation, "self") if values is None else values
-        return values.shape, values.stride()
 
 
 class Nonlinearities(NamedTuple):
@@ -204,7 +189,8 @@ def _kind_of(node: Any) -> _Kind | None:
 
 
 def output_of(node: Any) -> Tensor:
-    """Return the output of a rectifier's node in the forward pass, in the shape of its gradient."""
+    """Return the output of a rectifier's node in the forward pass, in the shape in which a rule gets its gradient."""
+    node = graph.inner_node(node)
     result: Tensor | None = graph.saved(node, "result", None)  # of a ReLU
     if result is not None:
         return result
@@ -215,6 +201,7 @@ def output_of(node: Any) -> Tensor:
 
 def saturation_of(node: Any) -> Tensor | float | None:
     """Return the level above which a rectifier is flat (6 for a ReLU6), or None."""
+    node = graph.inner_node(node)
     highest: Tensor | float | None = graph.saved(node, "max_val", graph.saved(node, "max", None))
     return highest
 
@@ -268,12 +255,11 @@ def find_nonlinearities(score: Tensor, x: Tensor) -> Nonlinearities:
     others: list[Nonlinearity] = []
     hidden: Counter[str] = Counter()
     for node in nodes_between(score, x):
-        operation = graph.inner_node(node)
-        kind = _kind_of(operation)
+        kind = _kind_of(graph.inner_node(node))
         if kind in _HIDDEN:
             hidden[kind.name] += 1
         elif kind is not None:
-            (rectifiers if kind in _RECTIFIERS else others).append(Nonlinearity(node, kind.name, operation))
+            (rectifiers if kind in _RECTIFIERS else others).append(Nonlinearity(node, kind.name))
         elif opaque := _opaque(node):
             hidden[opaque] += 1
     return Nonlinearities(rectifiers, others, hidden)
@@ -342,7 +328,7 @@ def _opaque(node: Any) -> str:
         return kind.name if kind else _opaque(wrapped)
     if type(node).__name__ == "CppFunction":
         return "" if "vision::ops" in name or "torchvision" in name else name
-    if not graph.is_on_view(node):
+    if type(node).__name__ != "CopySlices":
         _transparent.add(type(node))
     return ""
 

@@ -154,7 +154,7 @@ class GuidedBackprop(RectifiedGradient):
             # In place, which halves the time: the derivative of a ReLU is a new tensor that is not used elsewhere.
             return lambda grad_input, grad_output: grad_input.relu_()
         # PyTorch's derivative of these at 0 is 1 or a half; the rule has 0, as for a ReLU.
-        activation, saturation = output_of(nonlinearity.operation), saturation_of(nonlinearity.operation)
+        activation, saturation = output_of(nonlinearity.node), saturation_of(nonlinearity.node)
         open_ = activation > 0 if saturation is None else (activation > 0) & (activation < saturation)
         return lambda grad_input, grad_output: torch.where(open_, grad_output.clamp(min=0), 0)
 
@@ -215,7 +215,7 @@ class RectGrad(RectifiedGradient):
     def rule_for(self, nonlinearity: Nonlinearity, images: int) -> Rule:
         """Return the incoming gradient where activation times gradient exceeds the layer's threshold."""
         # Read before the backward pass, in which a checkpoint unpacks a saved tensor only once.
-        activation, saturation = output_of(nonlinearity.operation), saturation_of(nonlinearity.operation)
+        activation, saturation = output_of(nonlinearity.node), saturation_of(nonlinearity.node)
 
         def rule(grad_input: Tensor, grad_output: Tensor) -> Tensor:
             product = activation * grad_output

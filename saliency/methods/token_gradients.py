@@ -17,7 +17,7 @@ from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
 from ..hooks.autograd_graph import DispatchMode, next_functions, result_shape
 from ..hooks.model_state import leaf
-from ..hooks.operations import Operation, SavedValues, WeakResult, as_results, writes_part
+from ..hooks.operations import Operation, SavedValues, WeakResult, as_results
 from ..hooks.pytree import tree_map
 from ..hooks.rectifiers import differentiate, nodes_between
 from .token_attention import AttentionMap, TokenAttention
@@ -135,7 +135,7 @@ class TokenStream:
     def _operation(self, node: Node) -> Operation:
         """Return an operation. Raises NotApplicableError if it was not recorded, or writes to a part of a tensor."""
         operation = self._attention.grads.forward.operations.operation(node)
-        if operation is None or writes_part(node, operation):
+        if operation is None or operation.is_part:
             raise NotApplicableError(f"{self._method}: {node.name()} of the model cannot be run again")
         return operation
 

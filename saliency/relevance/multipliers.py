@@ -21,7 +21,7 @@ from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.attention import grouped
 from ..hooks.autograd_graph import Gradients, saved
-from ..hooks.operations import Op, Operation, is_pointwise, operator_name, writes_part
+from ..hooks.operations import Op, Operation, is_pointwise, operator_name
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .propagation import (
     CONVOLUTION_OPTIONS,
@@ -119,7 +119,7 @@ class Multipliers:
         if kind == "plain":
             return visit.plain()
         # A part of a tensor can be multiplied by a constant.
-        is_part = writes_part(visit.node, operation) and (kind != "mul" or sum(visit.on_path) > 1)
+        is_part = operation.is_part and (kind != "mul" or sum(visit.on_path) > 1)
         if operation.op.namespace != "aten" or is_part or refuses_complex(visit):
             return without_rule(visit, self.unknown)
         step = MultiplierStep(visit, operation, base)

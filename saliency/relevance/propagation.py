@@ -19,16 +19,7 @@ from torch.autograd.graph import GradientEdge, Node
 from ..axes import at_least_float32
 from ..errors import MethodError, NotApplicableError
 from ..hooks.attention import masked_logits
-from ..hooks.autograd_graph import (
-    CHECKPOINT_NODE,
-    Gradients,
-    is_custom_function,
-    is_on_view,
-    next_functions,
-    result_spec,
-    saved,
-    sequence_nr,
-)
+from ..hooks.autograd_graph import CHECKPOINT_NODE, Gradients, next_functions, result_spec, saved, sequence_nr
 from ..hooks.operations import (
     ACTIVATIONS,
     ADDITIVE,
@@ -42,12 +33,12 @@ from ..hooks.operations import (
     as_results,
     is_attention,
     is_batch_norm,
+    is_custom_function,
     is_elementwise,
     is_pointwise,
     is_view,
     operator_name,
     uses_batch_statistics,
-    writes_part,
 )
 from ..hooks.pytree import tree_map, tree_tensors
 from ..hooks.rectifiers import require_visible
@@ -285,7 +276,7 @@ class Propagation:
         """Return the given rule of an activation or a normalisation; None for the usual one."""
         name, op = visit.known.name, visit.known.op
         kind = "activation" if name in NONLINEAR else "norm" if name in NORMS or is_batch_norm(op) else ""
-        is_whole = kind and not writes_part(visit.node, visit.operation)
+        is_whole = kind and not visit.known.is_part
         return cast(
             "NonlinearRule | None", self._rule(visit.walk, visit.node, kind, NonlinearRule) if is_whole else None
         )
@@ -501,7 +492,7 @@ class Propagation:
 
 def is_rectifier(walk: Walk, node: Node | None) -> bool:
     """Return whether a node is a ReLU or ReLU6, whose result is nowhere negative."""
-    operation = None if node is None or is_on_view(node) else walk.operations.get(node)
+    operation = None if node is None or type(node).__name__ == "CopySlices" else walk.operations.get(node)
     if operation is None or operation.name not in ("relu", "hardtanh"):
         return False
     return operation.name == "relu" or operation.kept_args.get("min_val", -1) == 0
@@ -542,7 +533,7 @@ def _gate(visit: Visit, factors: Sequence[int]) -> int | None:
 def _pointwise_operands(walk: Walk, edge: Edge) -> list[Edge]:
     """Return the operands that depend on the image, if the operation changes each number by itself; else []."""
     operation = walk.operations.get(edge[0])
-    if operation is None or not is_elementwise(operation.op) or writes_part(cast("Node", edge[0]), operation):
+    if operation is None or not is_elementwise(operation.op) or operation.is_part:
         return []
     operands = [cast("Edge", operand) for operand in next_functions(edge[0]) if operand[0] in walk.on_path]
     shape = result_spec(*edge).shape
@@ -627,10 +618,9 @@ def without_rule(visit: Visit, unknown: Unknown) -> Gradients:
             require_visible(node)
     name = visit.operation.name if visit.operation else visit.node.name()
     if not (visit.operation or is_custom_function(visit.node)):
-        hint = "the model runs a part in another thread; run it in the thread of the call"
-        raise NotApplicableError(f"the operation {name} was not recorded: {hint}")
+        raise NotApplicableError(f"the operation {name} was not recorded; run the whole model in the caller's thread")
     name += " of complex numbers" if visit.operation and refuses_complex(visit) else ""
-    is_part = writes_part(visit.node, visit.operation)
+    is_part = visit.operation is not None and visit.operation.is_part
     name += " in place on a part of a tensor" if is_part else ""
     if unknown == "refuse":
         by_gradient = 'pass unknown="gradient" to pass its gradient, which is right for linear operations'
@@ -655,7 +645,7 @@ def _fits(visit: Visit) -> bool:
     name, on_path = visit.known.name, visit.on_path
     if name in ("maximum", "minimum"):
         return all(on_path)
-    if not writes_part(visit.node, visit.operation):
+    if not visit.known.is_part:
         return True
     # G at a part of a tensor is not known: only operations that pass just their gradient have a rule.
     if name in ("mul", "div"):

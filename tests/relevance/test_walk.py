@@ -222,7 +222,9 @@ def test_an_operation_in_place_on_a_view_of_a_whole_tensor_is_the_operation(
         return (changed.permute(0, 3, 1, 2) if view == "permute" else changed.reshape(y.shape)) * weight
 
     model, x = _drawn(partial(function, inplace=True))
-    found, expected = (method(each).attribute(x, TARGETS) for each in (model, _drawn(partial(function, inplace=False))[0]))
+    found, expected = (
+        method(each).attribute(x, TARGETS) for each in (model, _drawn(partial(function, inplace=False))[0])
+    )
     assert found.residual is not None
     assert found.residual.abs().max() < 1e-9
     has_map = view not in ("flatten", "view") or method is not saliency.FullGrad  # flat values have no locations
@@ -281,7 +283,7 @@ def test_what_runs_in_a_thread_of_the_model_is_never_passed_by_gradient(method: 
             return threads.submit(F.gelu, y).result() * weight
 
     model, x = _drawn(function)
-    with pytest.raises(saliency.NotApplicableError, match="was not recorded.*thread"):
+    with pytest.raises(saliency.NotApplicableError, match=r"was not recorded.*thread"):
         method(model, unknown="gradient").attribute(x, TARGETS)
 
 
