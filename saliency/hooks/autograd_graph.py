@@ -198,16 +198,17 @@ def wrapped_node(node: Any) -> Node | None:
 
 def inner_node(node: Any) -> Node:
     """Return the operation of a node: of an operation in place on a view of a whole tensor, the wrapped one."""
-    inner = wrapped_node(node)
+    inner = wrapped_node(node) if type(node).__name__ == "CopySlices" else None
     is_whole = inner is not None and result_spec(inner, 0).shape.numel() == result_spec(node, 0).shape.numel()
     return cast("Node", inner if is_whole else node)
 
 
 def view_layout(node: Any) -> tuple[Sequence[int], Sequence[int]] | None:
     """Return the shape and strides of the view on which an activation works in place; None if it does not."""
-    inner = inner_node(node)
+    if (inner := inner_node(node)) is node:
+        return None
     values: Any = saved(inner, "result", saved(inner, "self", None))
-    return None if inner is node else (values.shape, values.stride())
+    return values.shape, values.stride()
 
 
 def hides_operation(node: Any) -> bool:
