@@ -196,6 +196,11 @@ class SharedForward:
 class TargetGradients:
     """Scores, activations and gradients of one forward for one target.
 
+    Args:
+        forward: The forward.
+        target: The target.
+        reads: Whether methods read the operations of the graph. If it does not hold enough, the forward is run again.
+
     Attributes:
         forward: The forward.
         target: The target.
@@ -206,12 +211,12 @@ class TargetGradients:
         unread_softmaxes: Softmaxes before the last of these calls that are not part of one.
     """
 
-    def __init__(self, forward: SharedForward, target: Questions) -> None:
+    def __init__(self, forward: SharedForward, target: Questions, *, reads: bool = True) -> None:
         self.forward = forward
         self.target = target
         with forward.recording():
             self.scores_in_graph = target(forward.output)
-        if forward.needs.values and self.scores_in_graph.requires_grad and not forward.read_graph(self.nodes):
+        if reads and forward.needs.values and self.scores_in_graph.requires_grad and not forward.read_graph(self.nodes):
             del self.nodes
             with forward.recording():
                 self.scores_in_graph = target(forward.output)

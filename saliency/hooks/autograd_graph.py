@@ -190,6 +190,21 @@ def wrapped_node(node: Any) -> Node | None:
     return cast("Node | None", getattr(node, "_wrapped_node", None))
 
 
+def inner_node(node: Any) -> Node:
+    """Return the operation of a node: of an operation in place on a view of a whole tensor, the wrapped one."""
+    inner = wrapped_node(node) if type(node).__name__ == "CopySlices" else None
+    is_whole = inner is not None and result_spec(inner, 0).shape.numel() == result_spec(node, 0).shape.numel()
+    return cast("Node", inner if is_whole else node)
+
+
+def view_layout(node: Any) -> tuple[Sequence[int], Sequence[int]] | None:
+    """Return the shape and strides of the view on which an activation works in place; None if it does not."""
+    if (inner := inner_node(node)) is node:
+        return None
+    values: Any = saved(inner, "result", saved(inner, "self", None))
+    return values.shape, values.stride()
+
+
 def hides_operation(node: Any) -> bool:
     """Return whether this is an in-place operation on a view that this PyTorch does not show, and may be an activation.
 

@@ -204,7 +204,7 @@ class HookManager(ExitStack[None]):
         Only the nonlinearity's own branch changes: a skip connection that shares its input keeps its gradient.
         """
         for nonlinearity in nonlinearities:
-            self._keep(nonlinearity.node.register_hook(_node_hook(rule_for(nonlinearity))))
+            self._keep(nonlinearity.node.register_hook(_node_hook(rule_for(nonlinearity), nonlinearity.node)))
 
     def at_node(self, node: Node, callback: Callable[[graph.Gradients, graph.Gradients], None]) -> None:
         """Call `callback` with the gradients of the operands and results of an operation, in each backward pass."""
@@ -324,7 +324,9 @@ def _callers(frame: FrameType) -> set[int]:
     return callers
 
 
-def _node_hook(rule: Rule) -> Callable[[graph.Gradients, graph.Gradients], graph.Gradients]:
+def _node_hook(rule: Rule, node: Node) -> Callable[[graph.Gradients, graph.Gradients], graph.Gradients]:
+    view = graph.view_layout(node)  # the hook must not hold its node
+
     def hook(grad_inputs: graph.Gradients, grad_outputs: graph.Gradients) -> graph.Gradients:
         signal = grad_outputs[0]
         # Only the operand that carries the network's signal has a gradient; bounds and slopes have none.
@@ -334,6 +336,11 @@ def _node_hook(rule: Rule) -> Callable[[graph.Gradients, graph.Gradients], graph
         # If the operation broadcast or promoted its operand, the signal has another shape or type.
         if signal.shape != operand.shape or signal.dtype != operand.dtype:
             signal = signal.sum_to_size(operand.shape).to(operand.dtype)
-        return (*grad_inputs[:at], rule(operand, signal), *grad_inputs[at + 1 :])
+        if view is None:
+            return (*grad_inputs[:at], rule(operand, signal), *grad_inputs[at + 1 :])
+        # The gradient of the viewed tensor has its memory layout.
+        signal, result = (operand.new_empty_strided(operand.shape, operand.stride()).copy_(signal) for _ in range(2))
+        result.as_strided(*view).copy_(rule(operand.as_strided(*view), signal.as_strided(*view)))
+        return (*grad_inputs[:at], result, *grad_inputs[at + 1 :])
 
     return hook

@@ -33,6 +33,7 @@ from .autograd_graph import (
     sequence_nr,
     source_edge,
     tensor_version,
+    view_base,
 )
 from .manager import HookManager
 from .pytree import tree_leaves, tree_map, tree_map_tensors, tree_tensors
@@ -72,6 +73,8 @@ class Operation:
         norms: The norms of a linear operation's result before a ReLU in place wrote to it, else None: of each image for
             a convolution, of each row for a matrix product.
         is_weak: Whether operands and result may be stored as `WeakResult`.
+        is_part: Whether it writes in place to a part of a tensor. On a view of all numbers of a tensor, it is stored as
+            an operation on that tensor.
         shared: Values that rules compute from it, for the walks of other targets.
     """
 
@@ -80,6 +83,7 @@ class Operation:
     kept_result: Any = None
     norms: Tensor | None = None
     is_weak: bool = False
+    is_part: bool = False
     shared: dict[Any, Any] = field(default_factory=dict)
     name: str = field(init=False)
 
@@ -218,6 +222,11 @@ HOMOGENEOUS = {
     *("amax", "amin", "maximum", "minimum", "linalg_vector_norm", "norm", "topk", "sort", "median", "std", "std_mean"),
 }
 """Other operations of degree one: they too equal their derivative applied to their operands."""
+
+
+def is_custom_function(node: Node | None) -> bool:
+    """Return whether a node belongs to a custom function in Python or C++, inside which operations have no nodes."""
+    return is_python_function(node) or type(node).__name__ == "CppFunction"
 
 
 @cache
@@ -442,20 +451,24 @@ class OperationRecord(DispatchMode):
         has_node, writes = torch.is_grad_enabled(), writes_operand(op)
         kept = has_node and _kept(op, self.keep)
         kept = kept and not (self.keep == SavedValues.CHANGES and _is_linear(op, args, dependent))
-        operation = Operation(op, is_weak=self.keep == SavedValues.ALL)
+        base = view_base(args[0]) if writes else None
+        is_alone = base is not None and is_elementwise(op) and not any(isinstance(part, Tensor) for part in args[1:])
+        target = base if base is not None and is_alone and base.numel() == args[0].numel() else args[0]
+        operation = Operation(op, is_weak=self.keep == SavedValues.ALL, is_part=base is not None and target is not base)
+        named = named_arguments(op, (target, *args[1:]), kwargs)
         if operation.is_weak:
-            operation.kept_args = tree_map_tensors(named_arguments(op, args, kwargs), self._weak)
+            operation.kept_args = tree_map_tensors(named, self._weak)
         elif kept:
-            operation.kept_args = named_arguments(op, args, kwargs)
+            operation.kept_args = named
         elif operation.name in ADDITIVE or is_batch_norm(op):
-            operation.kept_args = tree_map_tensors(named_arguments(op, args, kwargs), self._constant)
+            operation.kept_args = tree_map_tensors(named, self._constant)
         if writes:
-            number = self._before_write(operation, args[0], number)
+            number = self._before_write(operation, target, number)
         result = op(*args, **kwargs)
         addresses = [] if is_view(op) else _addresses(result)
         self._dependent.update(addresses)
         if kept:
-            operation.kept_result = self._kept_result(operation, result)
+            operation.kept_result = self._kept_result(operation, base if target is base else result)
             for address in {*addresses, *_addresses(args)}:
                 self._holders[address].append(operation)
         if has_node:
@@ -505,9 +518,20 @@ class OperationRecord(DispatchMode):
     def _depends(self, argument: Any) -> bool:
         """Return whether an argument is or holds a tensor that depends on the image."""
         if isinstance(argument, Tensor):
-            is_near = argument.requires_grad and _address(argument) in self._dependent
+            is_near = argument.requires_grad and (_address(argument) in self._dependent or self._is_custom(argument))
             return is_near and id(argument) not in self._chunks
         return isinstance(argument, _LISTS) and any(map(self._depends, argument))
+
+    def _is_custom(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is the result of a custom function of the image, whose operations have no nodes."""
+        # Not its edge: for a function in Python, PyTorch would create a node to get it, and shift the numbers.
+        nodes: list[Any] = [tensor.grad_fn] if is_custom_function(tensor.grad_fn) else []
+        for node in nodes:
+            if self.operation(node):
+                self._dependent.add(_address(tensor))
+                return True
+            nodes += {function for function, _ in next_functions(node)} - {None, *nodes}
+        return False
 
     def _constant(self, tensor: Tensor) -> Tensor | None:
         """Return the tensor itself, or None if it depends on the image."""
@@ -521,7 +545,7 @@ class OperationRecord(DispatchMode):
         # An operation that needs its operand later clones it first, and this clone takes the next number.
         is_own = clone is not None and _address(clone[1]) == address
         is_kept = any(value is target for value in operation.kept_args.values())
-        copied = clone[2] if clone and is_own else target.clone() if is_kept else target
+        copied = clone[2] if clone and clone[1] is target else target.clone() if is_kept else target
         operation.kept_args = {
             name: copied if value is target else value for name, value in operation.kept_args.items()
         }

@@ -20,7 +20,7 @@ from ..errors import NotApplicableError, TargetError
 from . import autograd_graph as graph
 
 _REENTRANT = "a checkpoint with use_reentrant=True hides operations of the model; pass use_reentrant=False"
-_VIEW = "works in place on a view of another tensor, so its gradient cannot be rewritten; use inplace=False"
+_IN_PLACE = "so its gradient cannot be rewritten; use inplace=False"
 CUT = "the gradient is cut in between, for example by a quantised layer, detach or argmax"
 _FORWARD_ONLY = "methods that only run the model forwards, such as occlusion and rise, need no gradient"
 NO_GRADIENT = "the score has no gradient: the target or the model detaches it, or uses argmax or .item()"
@@ -189,7 +189,8 @@ def _kind_of(node: Any) -> _Kind | None:
 
 
 def output_of(node: Any) -> Tensor:
-    """Return the output of a rectifier's node in the forward pass, in the shape of its gradient."""
+    """Return the output of a rectifier's node in the forward pass, in the shape in which a rule gets its gradient."""
+    node = graph.inner_node(node)
     result: Tensor | None = graph.saved(node, "result", None)  # of a ReLU
     if result is not None:
         return result
@@ -200,6 +201,7 @@ def output_of(node: Any) -> Tensor:
 
 def saturation_of(node: Any) -> Tensor | float | None:
     """Return the level above which a rectifier is flat (6 for a ReLU6), or None."""
+    node = graph.inner_node(node)
     highest: Tensor | float | None = graph.saved(node, "max_val", graph.saved(node, "max", None))
     return highest
 
@@ -246,14 +248,14 @@ def find_nonlinearities(score: Tensor, x: Tensor) -> Nonlinearities:
 
     Raises:
         NotApplicableError: A part of the model is compiled, fused or checkpointed so that its nodes are not in the
-            graph, or works in place on a view.
+            graph, or works in place on a part of a tensor.
         TargetError: The score does not depend on the input.
     """
     rectifiers: list[Nonlinearity] = []
     others: list[Nonlinearity] = []
     hidden: Counter[str] = Counter()
     for node in nodes_between(score, x):
-        kind = _kind_of(node)
+        kind = _kind_of(graph.inner_node(node))
         if kind in _HIDDEN:
             hidden[kind.name] += 1
         elif kind is not None:
@@ -318,11 +320,11 @@ def _opaque(node: Any) -> str:
         return "" if "_torchvision_" in name else name.removesuffix("Backward")
     if graph.hides_operation(node):
         hint = f"torch>=2.14 shows which one it is (this is {torch.__version__})"
-        raise NotApplicableError(f"an operation, possibly a ReLU, {_VIEW}; {hint}")
+        raise NotApplicableError(f"an operation, possibly a ReLU, works in place on a view, {_IN_PLACE}; {hint}")
     if wrapped := graph.wrapped_node(node):
         kind = _kind_of(wrapped)
         if kind in (*_RECTIFIERS, *_OTHERS):
-            raise NotApplicableError(f"a {kind.name} {_VIEW}")
+            raise NotApplicableError(f"a {kind.name} works in place on a part of a tensor, {_IN_PLACE}")
         return kind.name if kind else _opaque(wrapped)
     if type(node).__name__ == "CppFunction":
         return "" if "vision::ops" in name or "torchvision" in name else name

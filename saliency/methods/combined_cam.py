@@ -227,7 +227,7 @@ class FinerCAM(LayerAttribution):
             return scores.gather(1, own)[:, 0] - self.gamma * (scores * shares).sum(1)
 
         target = Questions(contrast, grads.target.images)
-        result = self._cam.explain_gradients(TargetGradients(grads.forward, target), layers)
+        result = self._cam.explain_gradients(TargetGradients(grads.forward, target, reads=False), layers)
         return replace(result, scores=grads.scores)
 
     def _reference_shares(self, scores: Tensor, own: Tensor) -> Tensor:

@@ -174,11 +174,12 @@ def _terms(node: Node, operation: Operation, passed: Gradients, arrived: Gradien
         is_linear = is_view(operation.op) or operation.name in PLAIN or kind == "mul"
         return [] if is_linear and sum(grad is not None for grad in passed) == 1 else None
     grad = next(grad for grad in arrived if grad is not None)
-    if holds_constant(operation):
+    if holds_constant(operation) and not operation.is_part:
         term = _product(grad, constant_part(node, operation, grad.device)).nan_to_num_(0, 0, 0)
         # A linear layer adds its bias in a separate step if its input is not contiguous.
         return [term if getattr(args.get("other"), "ndim", 0) == 1 else term.sum()]
-    if operation.name == "fill" or (operation.name in ("copy", "index_put") and passed[-1] is None):
+    is_constant = operation.name in ("copy", "index_put") and passed[-1] is None
+    if is_constant or operation.name == "fill" or holds_constant(operation):
         return None  # the constant that is written to a part is not recorded
     if is_view(operation.op) or operation.name in PLAIN | HOMOGENEOUS:
         return []
@@ -190,6 +191,8 @@ def _terms(node: Node, operation: Operation, passed: Gradients, arrived: Gradien
         return _bias_terms(grad, _norm_bias(operation)) if len(pairs) == 1 else None
     if len(pairs) == 1 and (kind == "mul" or (kind == "div" and passed[0] is not None)):
         return []
+    if operation.is_part or operation.result is None:
+        return None
     results = operation.result if isinstance(operation.result, tuple) else [operation.result]
     outputs = [_product(grad, result) for grad, result in zip(arrived, results, strict=False) if grad is not None]
     inputs = [_product(*pair) for pair in pairs]

@@ -135,7 +135,7 @@ class TokenStream:
     def _operation(self, node: Node) -> Operation:
         """Return an operation. Raises NotApplicableError if it was not recorded, or writes to a part of a tensor."""
         operation = self._attention.grads.forward.operations.operation(node)
-        if operation is None or node.name() == "CopySlices":
+        if operation is None or operation.is_part:
             raise NotApplicableError(f"{self._method}: {node.name()} of the model cannot be run again")
         return operation
 

@@ -34,7 +34,6 @@ from .propagation import (
     normalisation,
     refuses_complex,
     without_rule,
-    writes_part,
 )
 from .rules import TINY, divided, where_above
 from .walk import Edge, Visit
@@ -120,7 +119,7 @@ class Multipliers:
         if kind == "plain":
             return visit.plain()
         # A part of a tensor can be multiplied by a constant.
-        is_part = writes_part(visit) and (kind != "mul" or sum(visit.on_path) > 1)
+        is_part = operation.is_part and (kind != "mul" or sum(visit.on_path) > 1)
         if operation.op.namespace != "aten" or is_part or refuses_complex(visit):
             return without_rule(visit, self.unknown)
         step = MultiplierStep(visit, operation, base)

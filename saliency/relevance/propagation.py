@@ -34,6 +34,7 @@ from ..hooks.operations import (
     as_results,
     is_attention,
     is_batch_norm,
+    is_custom_function,
     is_elementwise,
     is_pointwise,
     is_view,
@@ -275,7 +276,7 @@ class Propagation:
         """Return the given rule of an activation or a normalisation; None for the usual one."""
         name, op = visit.known.name, visit.known.op
         kind = "activation" if name in NONLINEAR else "norm" if name in NORMS or is_batch_norm(op) else ""
-        is_whole = kind and not writes_part(visit)
+        is_whole = kind and not visit.known.is_part
         return cast(
             "NonlinearRule | None", self._rule(visit.walk, visit.node, kind, NonlinearRule) if is_whole else None
         )
@@ -399,10 +400,11 @@ class Propagation:
         if sum(visit.on_path) > 1 or not bool(torch.isfinite(at_zero).all()):
             return without_rule(visit, self.unknown)
         visit.walk.handled[f"{operation.name} by f(x)/x"] += 1
-        ratio = operation.result / x
+        result = operation.repeat() if operation.result is None else operation.result  # a node saves the operand alone
+        ratio = result / x
         if bool(at_zero.any()):
             visit.absorb("activations", visit.grad * at_zero)
-            ratio = (operation.result - at_zero) / x
+            ratio = (result - at_zero) / x
         if is_tracing() or not math.isfinite(float(ratio.sum())):
             slope = derivative(operation, torch.zeros_like(at_zero))
             ratio = torch.where(x == 0, slope, ratio) if slope.dim() else ratio.nan_to_num_(float(slope))
@@ -531,7 +533,7 @@ def _gate(visit: Visit, factors: Sequence[int]) -> int | None:
 def _pointwise_operands(walk: Walk, edge: Edge) -> list[Edge]:
     """Return the operands that depend on the image, if the operation changes each number by itself; else []."""
     operation = walk.operations.get(edge[0])
-    if operation is None or not is_elementwise(operation.op) or type(edge[0]).__name__ == "CopySlices":
+    if operation is None or not is_elementwise(operation.op) or operation.is_part:
         return []
     operands = [cast("Edge", operand) for operand in next_functions(edge[0]) if operand[0] in walk.on_path]
     shape = result_spec(*edge).shape
@@ -615,13 +617,15 @@ def without_rule(visit: Visit, unknown: Unknown) -> Gradients:
         if unknown == "refuse" or isinstance(node, CHECKPOINT_NODE):
             require_visible(node)
     name = visit.operation.name if visit.operation else visit.node.name()
+    if not (visit.operation or is_custom_function(visit.node)):
+        raise NotApplicableError(f"the operation {name} was not recorded; run the whole model in the caller's thread")
     name += " of complex numbers" if visit.operation and refuses_complex(visit) else ""
-    name += " in place on a part of a tensor" if writes_part(visit) else ""
+    is_part = visit.operation is not None and visit.operation.is_part
+    name += " in place on a part of a tensor" if is_part else ""
     if unknown == "refuse":
-        raise NotApplicableError(
-            f'no rule for the operation {name}; pass unknown="gradient" to pass its gradient, which is right for '
-            f"linear operations{_CURES.get(name, '')}"
-        )
+        by_gradient = 'pass unknown="gradient" to pass its gradient, which is right for linear operations'
+        cure = "compute it out of place (inplace=False)" if is_part else by_gradient
+        raise NotApplicableError(f"no rule for the operation {name}; {cure}{_CURES.get(name, '')}")
     visit.walk.handled[f"{name} by gradient"] += 1
     return visit.plain()
 
@@ -636,17 +640,12 @@ def refuses_complex(visit: Visit) -> bool:
     return not is_linear and (visit.grad.is_complex() or any(dtype.is_complex for dtype in operands))
 
 
-def writes_part(visit: Visit) -> bool:
-    """Return whether an operation writes in place to a part of a tensor."""
-    return type(visit.node).__name__ == "CopySlices"
-
-
 def _fits(visit: Visit) -> bool:
     """Return whether the rule of an operation fits its operands."""
     name, on_path = visit.known.name, visit.on_path
     if name in ("maximum", "minimum"):
         return all(on_path)
-    if not writes_part(visit):
+    if not visit.known.is_part:
         return True
     # G at a part of a tensor is not known: only operations that pass just their gradient have a rule.
     if name in ("mul", "div"):

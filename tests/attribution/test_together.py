@@ -69,6 +69,17 @@ def passes(model: Net) -> tuple[int, int]:
     return counted
 
 
+def test_methods_that_share_a_forward_may_have_scores_of_their_own() -> None:
+    """After a call, relevance reads the graph of the score, which lacks the operations of the other score."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    methods = [saliency.FinerCAM(model), saliency.AttnLRP(model)]
+    alone = [method.attribute(x, 1) for method in methods]
+    for found, expected in zip(explain_together(methods, x, 1), alone, strict=True):
+        assert_same(found, expected)
+
+
 def gradient_cams(model: Net) -> list[Attribution]:
     return [cls(model, "second") for cls in (GradCAM, GradCAMPlusPlus, XGradCAM, HiResCAM, LayerCAM, EigenGradCAM)]
 

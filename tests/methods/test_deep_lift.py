@@ -242,23 +242,23 @@ class Exp(torch.autograd.Function):
         return grads[0] * ctx.saved_tensors[0]
 
 
-def _in_place_on_a_view(x: Tensor) -> Tensor:
+def _in_place_on_a_part(x: Tensor) -> Tensor:
     x = x * 1
     x[:, :2].tanh_()
     return x
 
 
 @pytest.mark.parametrize(
-    ("function", "name"),
+    ("function", "message"),
     [
-        (Exp.apply, "ExpBackward"),
-        (_in_place_on_a_view, "tanh in place on a part"),
-        (lambda x: torch.fft.rfft2(x).abs(), "abs of complex numbers"),
+        (Exp.apply, 'ExpBackward.*unknown="gradient"'),
+        (_in_place_on_a_part, r"tanh in place on a part.*inplace=False\)$"),
+        (lambda x: torch.fft.rfft2(x).abs(), 'abs of complex numbers.*unknown="gradient"'),
     ],
 )
-def test_an_operation_without_a_rule_is_refused_by_name(function: Callable[[Tensor], Tensor], name: str) -> None:
+def test_an_operation_without_a_rule_is_refused_by_name(function: Callable[[Tensor], Tensor], message: str) -> None:
     model, x = summed(function), images(2)
-    with pytest.raises(NotApplicableError, match=rf'{name}.*unknown="gradient"'):
+    with pytest.raises(NotApplicableError, match=message):
         DeepLIFT(model).attribute(x, 0)
     assert bool(DeepLIFT(model, unknown="gradient").attribute(x, 0).values.any())
 

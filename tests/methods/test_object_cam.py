@@ -128,7 +128,8 @@ def test_targets_of_one_call_have_the_layers_of_single_calls(shared: bool) -> No
         maximum: Tensor = output[1]["scores"].amax((1, 2))
         return maximum
 
-    for targets in ([saliency.box(), deepest], [deepest, saliency.box()]):
+    orders: list[list[Any]] = [[saliency.box(), deepest], [deepest, saliency.box()]]
+    for targets in orders:
         together = GradCAM(model).attribute_classes(x, targets)
         for found, target in zip(together, targets, strict=True):
             alone = GradCAM(model).attribute(x, target)

@@ -257,7 +257,11 @@ def test_a_head_that_cannot_be_run_again_is_an_error() -> None:
         scores[:, :2] *= 2
         return scores
 
-    for change in (Doubled.apply, write_to_part):
+    def double_part(scores: Tensor) -> Tensor:
+        scores[:, 0].mul_(2)
+        return scores
+
+    for change in (Doubled.apply, write_to_part, double_part):
         model: Any = trained(PostNorm())
         model.register_forward_hook(lambda module, args, out, change=change: change(out))
         with pytest.raises(NotApplicableError, match="of the model cannot be run again"):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
@@ -183,6 +186,105 @@ def test_the_ledger_does_not_depend_on_the_methods_that_share_the_forward(name: 
     _, shared = saliency.explain_together([_WalkWithAllValues(model), saliency.AttnLRP(model)], x, TARGETS)
     assert shared.ledger_names == alone.ledger_names
     torch.testing.assert_close(shared.ledger, alone.ledger)
+
+
+_IN_PLACE: dict[str, Callable[[Tensor, bool], Tensor]] = {
+    "relu": lambda y, inplace: F.relu(y, inplace=inplace),
+    "relu6": lambda y, inplace: F.relu6(y, inplace=inplace),
+    "leaky_relu": lambda y, inplace: F.leaky_relu(y, 0.1, inplace=inplace),
+    "silu": lambda y, inplace: F.silu(y, inplace=inplace),
+    "elu": lambda y, inplace: F.elu(y, inplace=inplace),
+    "hardswish": lambda y, inplace: F.hardswish(y, inplace=inplace),
+    "sigmoid": lambda y, inplace: y.sigmoid_() if inplace else y.sigmoid(),
+    "linear": lambda y, inplace: y.neg_().add_(0.3).mul_(2).relu_() if inplace else ((0.3 - y) * 2).relu(),
+}
+_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "instance norm": nn.InstanceNorm2d(4),
+    "flatten": lambda y: y.flatten(1),
+    "view": lambda y: y.view(len(y), -1, 3),
+    "squeeze": lambda y: y.unsqueeze(1).squeeze(1),
+    "permute": lambda y: y.permute(0, 2, 3, 1),
+}
+_WALKS = [
+    *(saliency.LRP, saliency.AttnLRP, saliency.DeepLIFT, saliency.FullGrad),
+    partial(saliency.LRP, composite={"conv": saliency.relevance.ZPlus(), "activation": saliency.relevance.Pass()}),
+]
+
+
+@pytest.mark.parametrize("method", _WALKS)
+@pytest.mark.parametrize("name", _IN_PLACE)
+@pytest.mark.parametrize("view", _VIEWS)
+def test_an_operation_in_place_on_a_view_of_a_whole_tensor_is_the_operation(
+    view: str, name: str, method: Callable[[nn.Module], saliency.Attribution]
+) -> None:
+    def function(y: Tensor, weight: Tensor, inplace: bool) -> Tensor:
+        changed = _IN_PLACE[name](_VIEWS[view](y), inplace)
+        return (changed.permute(0, 3, 1, 2) if view == "permute" else changed.reshape(y.shape)) * weight
+
+    model, x = _drawn(partial(function, inplace=True))
+    found, expected = (
+        method(each).attribute(x, TARGETS) for each in (model, _drawn(partial(function, inplace=False))[0])
+    )
+    assert found.residual is not None
+    assert found.residual.abs().max() < 1e-9
+    has_map = view not in ("flatten", "view") or method is not saliency.FullGrad  # flat values have no locations
+    assert not has_map or error(found.values, expected.values) < 1e-9
+
+
+class _Straight(torch.autograd.Function):
+    """The identity, whose forward computes its result by operations that have no nodes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: Callable[[Tensor], Tensor]) -> Tensor:
+        return way(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+_WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cast": lambda x: x.to(torch.complex128).real.clone(),
+    "division": lambda x: (2 * x) / 2,
+    "stack": lambda x: torch.stack([x, x]).mean(0),
+    "numpy": lambda x: torch.from_numpy(x.detach().numpy().copy()),
+}
+_FUNCTIONS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor, Tensor], Tensor]]] = {
+    "once": lambda step: lambda y, weight: F.gelu(step(y)) * weight,
+    "twice": lambda step: lambda y, weight: step(F.gelu(step(y) + 1)) * weight + 1,
+    "chained": lambda step: lambda y, weight: F.gelu(step(step(y))) * weight,
+    "before a view": lambda step: lambda y, weight: F.gelu(step(y).flatten(1)).view_as(y) * weight,
+    "after a write": lambda step: lambda y, weight: step(y.flatten(1).relu_()).view_as(y).tanh() * weight,
+    "weights": lambda step: lambda y, weight: F.gelu(y) * step(weight * 1) + step(weight),
+}
+
+
+@pytest.mark.parametrize("method", [saliency.LRP, saliency.AttnLRP, saliency.DeepLIFT, saliency.FullGrad])
+@pytest.mark.parametrize("name", _FUNCTIONS)
+@pytest.mark.parametrize("way", _WAYS)
+def test_operations_after_a_custom_function_have_their_rules(
+    way: str, name: str, method: type[saliency.Attribution]
+) -> None:
+    model, x = _drawn(_FUNCTIONS[name](lambda y: _Straight.apply(y, _WAYS[way])))
+    plain, _ = _drawn(_FUNCTIONS[name](lambda y: y * 1.0))
+    is_walk = method is not saliency.FullGrad
+    if is_walk and name != "weights":
+        with pytest.raises(saliency.NotApplicableError, match="no rule for the operation _StraightBackward"):
+            method(model).attribute(x, TARGETS)
+    options = {"unknown": "gradient"} if is_walk else {}
+    found, expected = (method(each, **options).attribute(x, TARGETS).values for each in (model, plain))
+    assert error(found, expected) < 1e-9
+
+
+@pytest.mark.parametrize("method", [saliency.LRP, saliency.AttnLRP, saliency.DeepLIFT])
+def test_what_runs_in_a_thread_of_the_model_is_never_passed_by_gradient(method: type[saliency.Attribution]) -> None:
+    def function(y: Tensor, weight: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(F.gelu, y).result() * weight
+
+    model, x = _drawn(function)
+    with pytest.raises(saliency.NotApplicableError, match=r"was not recorded.*thread"):
+        method(model, unknown="gradient").attribute(x, TARGETS)
 
 
 @pytest.mark.parametrize("name", _REFUSED)
