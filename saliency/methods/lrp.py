@@ -228,8 +228,8 @@ class LRP(PixelRelevance):
     """Layer-wise relevance propagation: the score, divided among the inputs of each operation by a rule.
 
     Formula: S = R at the input, from R = y at the score, with R_j = Σ_k R_k (a_j w_jk)⁺ / d_k at convolutions, where
-    d_k = b_k⁺ + Σ_j (a_j w_jk)⁺, and R_j = Σ_k R_k a_j w_jk / (z_k + ε sign z_k) at matrix products; in networks with
-    attention, as for AttnLRP.
+    d_k = b_k⁺ + Σ_j (a_j w_jk)⁺, and R_j = Σ_k R_k a_j w_jk / (z_k + ε sign z_k) at matrix products and at the last
+    convolution, if no other one follows; in networks with attention, as for AttnLRP.
 
     Works on the autograd graph of the call, so residual connections, functions, reused modules and operations in place
     need no preparation of the model. Batch norm is merged into the convolution or matrix product before it if nothing

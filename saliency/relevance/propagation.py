@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
@@ -132,14 +133,10 @@ class Propagation:
     ) -> None:
         self.composite, self.layers, self.unknown, self.first = composite, layers, unknown, first
         self.rules: dict[int, Rule] = {}
-        self._by_name, self._by_type = (
-            {name: composite.rules[key] for key in layers if isinstance(key, type) is is_type for name in layers[key]}
-            for is_type in (False, True)
-        )
         self._has_nonlinear = any(isinstance(rule, NonlinearRule) for rule in composite.rules.values())
         linear = (rule for rule in composite.rules.values() if isinstance(rule, Rule))
         self._reads_relevance = not all(rule.reads_gradient for rule in linear)
-        self._handled: set[str] = set()  # the modules in which an operation got the rule of a name or type
+        self._used: set[RuleKey] = set()  # the keys by which operations got their rules
         self.relevance: Tensor | None = None
         # By linear operation: the input of the batch norm after it, its factors, and G at its output.
         self._merged: dict[Node, tuple[Tensor, ChannelFactors, Tensor]] = {}
@@ -298,29 +295,25 @@ class Propagation:
         return (passed.to(visit.grad.dtype), *[None] * (len(visit.on_path) - 1))
 
     def _rule(self, walk: Walk, node: Node, kind: str, base: type) -> AnyRule | None:
-        """Return the rule of an operation: by the innermost named layer, by "first" or "last", by type, or by kind."""
+        """Return the rule of an operation: by its most specific key, or by its kind."""
         rules, modules = self.composite.rules, walk.record.modules(node)
-        named, typed = (
-            {name: rule for name in modules if isinstance(rule := by_module.get(name), base)}
-            for by_module in (self._by_name, self._by_type)
-        )
-        self._handled.update(named, typed)
-        if named:
-            return named[max(named, key=len)]
-        for at, end in enumerate(("first", "last")):
-            if end in rules and base is Rule and node in self._first_and_last(walk)[at]:
-                return rules[end]
-        return typed[max(typed, key=len)] if typed else rules.get(kind)
+        keys = [(_rank(key, name), key) for key, names in self.layers.items() for name in modules if name in names]
+        ends = ((at, end) for at, end in enumerate(("first", "last")) if end in rules)
+        keys += [((1, at), end) for at, end in ends if node in self._first_and_last(walk)[at]]
+        fitting = [(rank, key) for rank, key in keys if isinstance(rules[key], base)]
+        _, key = max(fitting, key=itemgetter(0), default=((), kind))
+        self._used.add(key)
+        return rules.get(key)
 
     def check_layers(self) -> None:
-        """Raise MethodError for a pattern or type whose rule no operation of its modules got."""
+        """Raise MethodError for a name, pattern or type whose rule no operation got."""
         for key, names in self.layers.items():
-            if names and not self._handled.intersection(names):
+            if names and key not in self._used:
                 is_linear = isinstance(self.composite.rules[key], Rule)
                 operation = "convolution or matrix product with weights" if is_linear else "activation or normalisation"
                 raise MethodError(
-                    f'composite: the rule of "{key_name(key)}" fits no operation: no {operation} runs there between '
-                    "the input and the score"
+                    f'composite: the rule of "{key_name(key)}" is never used: no {operation} runs there between the '
+                    "input and the score, or more specific keys precede it"
                 )
 
     def _first_and_last(self, walk: Walk) -> tuple[set[Node], set[Node]]:
@@ -486,6 +479,13 @@ class Propagation:
             if grad is not None:
                 visit.absorb("softmax", -operation.args[name] * grad)
         return tuple(grads)
+
+
+def _rank(key: RuleKey, module: str) -> tuple[int, ...]:
+    """Return how specific a key of a module is: an exact name, then a pattern, then (after "last", "first") a type."""
+    if isinstance(key, type):
+        return 0, len(module), len(key.__mro__)
+    return 3 if key == module else 2, len(key)
 
 
 def is_rectifier(walk: Walk, node: Node | None) -> bool:
