@@ -184,11 +184,11 @@ def uses_batch_statistics(operation: Operation) -> bool:
     return args.get("running_var") is None or bool(args.get("training"))
 
 
-LINEAR = frozenset({"convolution", "addmm", "mm", "bmm", "baddbmm"})
+LINEAR = frozenset({"convolution", "addmm", "mm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot"})
 """Convolutions and matrix products."""
 ADDITIVE = frozenset(
     {"add", "sub", "rsub", "cat", "stack", "where", "masked_fill", "masked_scatter", "addcmul", "constant_pad_nd"}
-    | {"slice_scatter", "select_scatter"}
+    | {"slice_scatter", "select_scatter", "scatter", "scatter_add", "index_add", "index_copy"}
 )
 """Operations in which a constant may be added to a signal."""
 NORMS = frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_norm"})
@@ -205,16 +205,16 @@ PLAIN = {
     *("upsample_trilinear3d", "_upsample_nearest_exact3d"),
     *("reflection_pad2d", "replication_pad2d", "avg_pool2d", "_adaptive_avg_pool2d", "upsample_nearest2d"),
     *("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_nearest_exact2d", "_upsample_bicubic2d_aa"),
-    *("_upsample_bilinear2d_aa", "index", "index_select", "gather", "index_put", "roll", "flip", "repeat", "where"),
+    *("_upsample_bilinear2d_aa", "index", "index_select", "gather", "index_put", "index_copy", "roll", "flip", "repeat", "where"),
     *("masked_fill", "im2col", "col2im", "unfold", "cumsum", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
     *("native_channel_shuffle", "select_scatter", "as_strided", "slice_scatter", "tril", "triu", "native_dropout"),
     *("roi_align", "ps_roi_align", "unsafe_split", "unsafe_chunk", "masked_scatter", "nll_loss_forward"),
-    *("nll_loss2d_forward", "_fft_r2c", "_fft_c2r", "_fft_c2c"),
+    *("nll_loss2d_forward", "_fft_r2c", "_fft_c2r", "_fft_c2c", "trace", "take", "scatter", "scatter_add", "index_add"),
 }
 """Linear operations without weights that are not views."""
 HOMOGENEOUS = {
     *("abs", "relu", "leaky_relu", "_prelu_kernel", "max_pool2d_with_indices", "adaptive_max_pool2d", "max", "min"),
-    *("max_pool3d_with_indices", "adaptive_max_pool3d", "rrelu_with_noise"),
+    *("max_pool3d_with_indices", "adaptive_max_pool3d", "rrelu_with_noise", "nansum", "kthvalue", "cummax", "cummin"),
     *("amax", "amin", "maximum", "minimum", "linalg_vector_norm", "norm", "topk", "sort", "median", "std", "std_mean"),
 }
 """Other operations of degree one: they too equal their derivative applied to their operands."""

@@ -202,7 +202,7 @@ def _terms(node: Node, operation: Operation, passed: Gradients, arrived: Gradien
 def _linear_terms(operation: Operation, passed: Gradients, grad: Tensor) -> list[Tensor]:
     """Return the term of the bias, and the term of a product of two factors that both depend on the image."""
     args, terms = operation.args, list[Tensor]()
-    has_summand = operation.name in ("addmm", "baddbmm")
+    has_summand = operation.name in ("addmm", "baddbmm", "addmv")
     bias = args.get("self") if has_summand and passed[0] is None else args.get("bias")
     if bias is not None:
         shape = (-1, *[1] * (grad.dim() - 2)) if operation.name == "convolution" else bias.shape

@@ -63,15 +63,22 @@ Unknown = Literal["refuse", "gradient"]
 
 aten = torch.ops.aten
 
-# These also have a rule where they are not of degree one: an addcmul of two signals, a variance.
-OF_DEGREE_ONE = HOMOGENEOUS | {"addcmul", "var", "var_mean"}
+# These also have a rule where they are not of degree one: an addcmul of two signals, a variance, a product of n numbers.
+OF_DEGREE_ONE = HOMOGENEOUS | {"addcmul", "var", "var_mean", "prod"}
 _LOGSUMEXP = frozenset({"logsumexp", "_log_softmax"})
 # A factor that one of these computes counts as constant: the deviation of a normalisation written by hand,
 _DEVIATIONS = frozenset({"rsqrt", "reciprocal"})
 # and on request the gate of a signal.
 _GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *SOFTMAX})
-# The two factors of a matrix product.
+# Increasing functions that are not 0 at 0.
+_INCREASING = frozenset({"sigmoid", "hardsigmoid", "log_sigmoid", "logit", "log", "log2", "log10", "exp", "softplus"})
+# Operations that move or select numbers of their first operand, besides views.
+_SELECTIONS = frozenset(
+    {"clone", "_to_copy", "native_dropout", "index", "index_select", "gather", "amax", "max", "clamp", "clamp_min"}
+)
+# The two factors of a matrix product, and of a product with a vector.
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
+_OF_VECTORS = {"mv": ("self", "vec"), "addmv": ("mat", "vec"), "dot": ("self", "tensor"), "vdot": ("self", "other")}
 CONVOLUTION_OPTIONS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 _GRADIENT = Epsilon(0)
 NONLINEAR = ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
@@ -90,6 +97,7 @@ def kind_of(op: Op) -> str:
     if name in ("mul", "div"):
         return name
     named = {
+        "activation": {"log_sigmoid_forward"},
         "logsumexp": _LOGSUMEXP,
         "norm": NORMS,
         "softmax": SOFTMAX,
@@ -103,7 +111,7 @@ def kind_of(op: Op) -> str:
 
 def linear_weight(operation: Operation) -> Tensor:
     """Return the weights of a convolution or matrix product, perhaps transposed."""
-    names = ("weight",) if operation.name == "convolution" else _FACTORS[operation.name]
+    names = ("weight",) if operation.name == "convolution" else {**_FACTORS, **_OF_VECTORS}[operation.name]
     return cast("Tensor", operation.args[names[-1]])
 
 
@@ -143,12 +151,15 @@ class Propagation:
         self._biases: dict[Node, Tensor] = {}
         self._ends: tuple[set[Node], set[Node]] | None = None
         self._has_product = False  # whether the walk has passed a product of two signals
+        self._alone: set[Node | None] = set()  # nodes of whose result one number of each image counts
 
     def __call__(self, visit: Visit) -> Gradients:
         """Return G at the operands of a node."""
         kind = kind_of(visit.operation.op) if visit.operation else ""
         if not kind or not _fits(visit) or refuses_complex(visit):
             return without_rule(visit, self.unknown)
+        if visit.node in self._alone or visit.node is visit.walk.nodes[0]:
+            self._follow_score(visit)
         if self._has_nonlinear and (rule := self._nonlinear_rule(visit)):
             return self._nonlinear(visit, rule)
         if is_rectifier(visit.walk, visit.node) and self._passes_relevance(visit):
@@ -177,6 +188,13 @@ class Propagation:
         walk.holds_relevance.add(node)
         return True
 
+    def _follow_score(self, visit: Visit) -> None:
+        """Note the operation itself, and its operand if the score depends on one number of that too."""
+        op, name = visit.known.op, visit.known.name
+        is_changed = is_elementwise(op) and sum(visit.on_path) == 1
+        is_moved = is_view(op) or name in _SELECTIONS or name in ("cat", "stack")
+        self._alone.update({visit.node}, (node for node, _ in visit.walk.next[visit.node] if is_changed or is_moved))
+
     def _plain(self, visit: Visit) -> Gradients:
         """Pass the gradient. Constant operands of sums absorb relevance."""
         operation = _constants(visit) if visit.known.name in ADDITIVE else visit.known
@@ -188,6 +206,9 @@ class Propagation:
         if operation.name in ("var", "var_mean"):  # the variance is of degree two
             variance, *mean = visit.grads
             visit = visit._replace(grads=(None if variance is None else variance / 2, *mean))
+        if operation.name == "prod":  # of degree n
+            operand = result_spec(*cast("Edge", visit.walk.next[visit.node][0]))
+            visit = visit._replace(grads=(visit.grad * (visit.grad.numel() / operand.shape.numel()),))
         is_product = operation.name == "addcmul" and all(visit.on_path[1:])
         return self._product(visit) if is_product else visit.plain()
 
@@ -211,10 +232,12 @@ class Propagation:
     def _linear(self, visit: Visit) -> Gradients:
         """Apply the rule of a convolution or matrix product with constant weights."""
         operation, walk = visit.known, visit.walk
-        offset = int(operation.name in ("addmm", "baddbmm"))  # the first operand is a summand
+        offset = int(operation.name in ("addmm", "baddbmm", "addmv"))  # the first operand is a summand
         factors = visit.on_path[offset : offset + 2]
         if all(factors):
             return self._product(visit)
+        if operation.name in _OF_VECTORS:
+            return self._linear(visit._replace(operation=_of_matrices(operation), grads=(visit.grad.reshape(-1, 1),)))
         at = factors.index(True)
         if operation.norms is not None and walk.users[visit.node, 0] > 1:
             # A ReLU in place has overwritten a value that another operation had read.
@@ -223,6 +246,8 @@ class Propagation:
         rule = self._linear_rule(walk, visit.node)
         self.rules[linear_weight(operation).data_ptr()] = rule
         walk.handled[f"{_linear_kind(operation)} by {rule.name}"] += 1
+        is_sum = bool(offset and visit.on_path[0])
+        op = replace(op, bias=None, recorded=None, norms=None) if is_sum else op  # the product alone
         if visit.node in self._biases:
             bias = at_least_float32(self._biases[visit.node])
             op = replace(op, bias=bias, shift=bias, norms=None)
@@ -249,8 +274,8 @@ class Propagation:
         elif passed.relevance is not None:
             grads[at + offset] = divided(passed.relevance, op.input)
             visit.absorb("inputs of zero", torch.where(op.input == 0, passed.relevance, 0))
-        if offset and visit.on_path[0]:
-            grads[0] = visit.grad
+        if is_sum:
+            grads[0] = visit.grad * operation.args.get("beta", 1)
         elif passed.biases is not None:
             visit.absorb("biases", passed.biases)
         if passed.lost is not None:
@@ -383,13 +408,23 @@ class Propagation:
 
     def _activation(self, visit: Visit) -> Gradients:
         """Pass G * (f(x) - f(0)) / x; f(0) absorbs the rest."""
-        operation = visit.known
-        x = operation.args[_operand(operation)]
+        operation, on_path = visit.known, visit.on_path
         if is_rectifier(visit.walk, visit.node):
             visit.walk.handled[f"{operation.name} by f(x)/x"] += 1
+            x = operation.args[_operand(operation)]
             return (cast("Tensor", operation.repeat()).div_(x).nan_to_num_(0).mul_(visit.grad),)
-        at_zero = _at_zero(operation)
-        if sum(visit.on_path) > 1 or not bool(torch.isfinite(at_zero).all()):
+        if sum(on_path) > 1:
+            is_linear = operation.name == "lerp" and not any(on_path[2:])
+            return visit.plain() if is_linear else without_rule(visit, self.unknown)
+        operation = _function_of(operation, on_path.index(True))
+        x, at_zero = operation.args[_operand(operation)], _at_zero(operation)
+        is_finite = operation.name != "logit" and bool(torch.isfinite(at_zero).all())
+        is_link = not is_finite or (visit.node in self._alone and bool(at_zero.any()))
+        if is_link and (passed := self._through_link(visit, operation.name)) is not None:
+            visit.walk.handled[f"{operation.name} of a score"] += 1
+            visit.absorb("activations", torch.where(visit.grad == 0, 0, operation.result * visit.grad - x * passed))
+            return (passed,)
+        if not is_finite:
             return without_rule(visit, self.unknown)
         visit.walk.handled[f"{operation.name} by f(x)/x"] += 1
         ratio = operation.result / x
@@ -399,7 +434,20 @@ class Propagation:
         if is_tracing() or not math.isfinite(float(ratio.sum())):
             slope = derivative(operation, torch.zeros_like(at_zero))
             ratio = torch.where(x == 0, slope, ratio) if slope.dim() else ratio.nan_to_num_(float(slope))
-        return (ratio.mul_(visit.grad), *[None] * (len(visit.on_path) - 1))
+        return tuple(ratio.mul_(visit.grad) if is_own else None for is_own in on_path)
+
+    def _through_link(self, visit: Visit, name: str) -> Tensor | None:
+        """Return G at the operand of an increasing function: unchanged if the operand can replace the score.
+
+        So all increasing functions of a score have its map. The logarithm of a softmax is as a log-softmax.
+        """
+        walk, source = visit.walk, _origin(visit.walk, visit.walk.next[visit.node][0][0])
+        before = getattr(walk.operations.get(cast("Node", source)), "name", "")
+        if before in SOFTMAX:
+            return torch.where(visit.grad == 0, 0, cast("Tensor", visit.plain()[0]))
+        is_inverse = (name, before, walk.users[source, 0]) == ("logit", "sigmoid", 1)
+        self._alone.update({source} if is_inverse else ())
+        return visit.grad if is_inverse or (visit.node in self._alone and name in _INCREASING) else None
 
     def _mul(self, visit: Visit) -> Gradients:
         """Pass the gradient of a product with a constant."""
@@ -430,12 +478,9 @@ class Propagation:
 
     def _is_constant_factor(self, node: Node | None, walk: Walk) -> bool:
         """Return whether a factor of a product counts as constant, by the operation that computes it."""
-        while node is not None and (operation := walk.operations.get(node)):
-            if not (is_view(operation.op) or operation.name in ("clone", "_to_copy", "native_dropout")):
-                gates = _GATES if self.composite.constant_gates else frozenset()
-                return operation.name in _DEVIATIONS | gates
-            node = next_functions(node)[0][0]
-        return False
+        operation = walk.operations.get(cast("Node", _origin(walk, node)))
+        gates = _GATES if self.composite.constant_gates else frozenset()
+        return operation is not None and operation.name in _DEVIATIONS | gates
 
     def _div(self, visit: Visit) -> Gradients:
         """Give the relevance of a quotient to the numerator."""
@@ -486,6 +531,34 @@ def _rank(key: RuleKey, module: str) -> tuple[int, ...]:
     if isinstance(key, type):
         return 0, len(module), len(key.__mro__)
     return 3 if key == module else 2, len(key)
+
+
+def _origin(walk: Walk, node: Node | None) -> Node | None:
+    """Return the node that computes a value, without the operations that move or select its numbers."""
+    while node is not None and (operation := walk.operations.get(node)):
+        if not (is_view(operation.op) or operation.name in _SELECTIONS):
+            break
+        node = next_functions(node)[0][0]
+    return node
+
+
+def _of_matrices(operation: Operation) -> Operation:
+    """Return a product with a vector as a product of matrices, without its result."""
+    args = operation.args
+    first, second = (args[name] for name in _OF_VECTORS[operation.name])
+    factors = first.reshape(-1, len(second)), second[:, None]
+    if operation.name == "addmv":
+        args = {**args, "self": args["self"].reshape(-1, 1)}
+        return Operation(aten.addmm.default, {**args, **dict(zip(_FACTORS["addmm"], factors, strict=True))})
+    return Operation(aten.mm.default, dict(zip(_FACTORS["mm"], factors, strict=True)))
+
+
+def _function_of(operation: Operation, at: int) -> Operation:
+    """Return a pointwise operation as a function of one of its tensors, which comes first."""
+    name = [name for name, value in operation.args.items() if isinstance(value, Tensor)][at]
+    op = aten.log_sigmoid.default if operation.name == "log_sigmoid_forward" else operation.op
+    args = {name: operation.kept_args[name], **operation.kept_args}
+    return replace(operation, op=op, kept_args=args, kept_result=as_results(operation.result)[0])
 
 
 def is_rectifier(walk: Walk, node: Node | None) -> bool:
