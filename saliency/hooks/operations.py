@@ -103,6 +103,12 @@ class Operation:
                 self.kept_result = self.repeat()
         return self.kept_result
 
+    @property
+    def is_vmapped(self) -> bool:
+        """Whether it is a batch norm in `vmap`, where later operations multiply and add its weights and bias."""
+        weight = self.args.get("weight") if is_batch_norm(self.op) else None
+        return weight is not None and not isinstance(weight, nn.Parameter) and bool((weight == 1).all())
+
     def repeat(self, /, **changed: Any) -> Any:
         """Run the operation again with some other arguments, not in place."""
         return out_of_place(self.op)(**self._values({**self.kept_args, **changed}))
@@ -188,7 +194,7 @@ LINEAR = frozenset({"convolution", "addmm", "mm", "bmm", "baddbmm", "mv", "addmv
 """Convolutions and matrix products."""
 ADDITIVE = frozenset(
     {"add", "sub", "rsub", "cat", "stack", "where", "masked_fill", "masked_scatter", "addcmul", "constant_pad_nd"}
-    | {"slice_scatter", "select_scatter", "scatter", "scatter_add", "index_add", "index_copy"}
+    | {"slice_scatter", "select_scatter", "scatter", "scatter_add", "index_add"}
 )
 """Operations in which a constant may be added to a signal."""
 NORMS = frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_norm"})
@@ -205,7 +211,7 @@ PLAIN = {
     *("upsample_trilinear3d", "_upsample_nearest_exact3d"),
     *("reflection_pad2d", "replication_pad2d", "avg_pool2d", "_adaptive_avg_pool2d", "upsample_nearest2d"),
     *("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_nearest_exact2d", "_upsample_bicubic2d_aa"),
-    *("_upsample_bilinear2d_aa", "index", "index_select", "gather", "index_put", "index_copy", "roll", "flip", "repeat", "where"),
+    *("_upsample_bilinear2d_aa", "index", "index_select", "gather", "index_put", "roll", "flip", "repeat", "where"),
     *("masked_fill", "im2col", "col2im", "unfold", "cumsum", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
     *("native_channel_shuffle", "select_scatter", "as_strided", "slice_scatter", "tril", "triu", "native_dropout"),
     *("roi_align", "ps_roi_align", "unsafe_split", "unsafe_chunk", "masked_scatter", "nll_loss_forward"),

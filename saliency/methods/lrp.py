@@ -154,6 +154,9 @@ class RelevancePropagation(TracedAttribution):
         watched = {**grads.forward.layers, **dict(zip([EMBEDDINGS], grads.forward.embeddings, strict=False))}
         walk = Walk(grads, rules, watched, changes, frees=grads.forward.count_backward()).run()
         rules.check_layers()
+        if names := ", ".join(f"{name} ({count})" for name, count in rules.unmerged.items()):
+            problem = f"some batch norms are not merged with the convolution before them, because of {names} in between"
+            warn(f"{self.name}: {problem}: the map depends on how the model is written; apply them to the convolution")
         if is_tracing():
             return walk
         share = float((walk.missing.abs() / grads.scores.abs().clamp(min=1e-6)).max())

@@ -67,8 +67,8 @@ def key_name(key: RuleKey) -> str:
 
 
 CompositeLike = str | Composite | Mapping[Any, AnyRule]  # names and types, as keys of a dict, have no common type
-# A rule of positive parts passes a negative score unchanged, with the wrong sign for pixels that support it. So the last
-# operation divides it by epsilon. Operations before it mostly have outputs of at least 0.
+# A rule of positive parts passes a negative score unchanged, with the wrong sign for pixels that support it. So the
+# last operation divides it by epsilon. Operations before it mostly have outputs of at least 0.
 _RULES: dict[str, dict[RuleKey, AnyRule]] = {
     # A quarter of the root mean square: with a smaller epsilon, the map approaches the gradient times the input.
     "epsilon": {"conv": Epsilon(0.25), "linear": Epsilon(0.25)},

@@ -6,7 +6,7 @@ The relevance of a value x is R = x * G. A kind without an entry here has no rul
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -63,7 +63,7 @@ Unknown = Literal["refuse", "gradient"]
 
 aten = torch.ops.aten
 
-# These also have a rule where they are not of degree one: an addcmul of two signals, a variance, a product of n numbers.
+# These also have a rule where they are not of degree one: an addcmul of two signals, a variance, a product.
 OF_DEGREE_ONE = HOMOGENEOUS | {"addcmul", "var", "var_mean", "prod"}
 _LOGSUMEXP = frozenset({"logsumexp", "_log_softmax"})
 # A factor that one of these computes counts as constant: the deviation of a normalisation written by hand,
@@ -74,8 +74,10 @@ _GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *SOFTMAX})
 _INCREASING = frozenset({"sigmoid", "hardsigmoid", "log_sigmoid", "logit", "log", "log2", "log10", "exp", "softplus"})
 # Operations that move or select numbers of their first operand, besides views.
 _SELECTIONS = frozenset(
-    {"clone", "_to_copy", "native_dropout", "index", "index_select", "gather", "amax", "max", "clamp", "clamp_min"}
+    {"clone", "_to_copy", "native_dropout", "index", "index_select", "gather", "amax", "max", "clamp"}
 )
+# Operations into which a batch norm is merged, and the dimension of the channels of their results.
+_CHANNELS = {"convolution": 1, "addmm": -1, "mm": -1}
 # The two factors of a matrix product, and of a product with a vector.
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
 _OF_VECTORS = {"mv": ("self", "vec"), "addmv": ("mat", "vec"), "dot": ("self", "tensor"), "vdot": ("self", "other")}
@@ -130,6 +132,7 @@ class Propagation:
 
     Attributes:
         rules: The rule of each convolution and matrix product, by the address of its weights.
+        unmerged: The operations that keep batch norms from the convolution or matrix product before them.
         relevance: The relevance of the result of the operation `first`, in its shape.
     """
 
@@ -146,8 +149,10 @@ class Propagation:
         self._reads_relevance = not all(rule.reads_gradient for rule in linear)
         self._used: set[RuleKey] = set()  # the keys by which operations got their rules
         self.relevance: Tensor | None = None
-        # By linear operation: the input of the batch norm after it, its factors, and G at its output.
-        self._merged: dict[Node, tuple[Tensor, ChannelFactors, Tensor]] = {}
+        # By linear operation: its result, if it is the input of the batch norm after it, and the factors of that.
+        self._merged: dict[Node, tuple[Tensor | None, ChannelFactors]] = {}
+        self._paths: dict[Node, dict[Edge, Tensor | None]] = {}  # of batch norms
+        self.unmerged: Counter[str] = Counter()  # batch norms, by what prevents that they are merged
         self._biases: dict[Node, Tensor] = {}
         self._ends: tuple[set[Node], set[Node]] | None = None
         self._has_product = False  # whether the walk has passed a product of two signals
@@ -178,7 +183,9 @@ class Propagation:
         before, end = walk.operations.get(node), node
         if before is not None and is_batch_norm(before.op):
             is_whole = not uses_batch_statistics(before) and not self._has_nonlinear
-            end = next((edge[0] for edge in self._merged_edges(walk, node)[-1:]), node) if is_whole else node
+            path = self._merged_path(walk, node) if is_whole else {}
+            ends = [own for own, _ in path if walk.operations[own].name in _CHANNELS]
+            end = ends[0] if len(ends) == 1 else node
             before = walk.operations.get(end)
         on_path = [function in walk.on_path for function, _ in walk.next.get(end, ())]
         if before is None or before.name not in LINEAR or sum(on_path) != 1 or end in self._biases:
@@ -255,10 +262,11 @@ class Propagation:
         if isinstance(rule, ZBox) and visit.node in self._first_and_last(walk)[0]:
             op = replace(op, bound=partial(_bound, walk, edge, op.input))
         if visit.node in self._merged:
-            recorded, norm, grad = self._merged.pop(visit.node)
-            op.recorded, grad = at_least_float32(recorded), at_least_float32(grad)
-            scale, shift = channelwise(norm.scale, recorded), channelwise(norm.shift, recorded)
-            op.merge(scale, shift, None if norm.relative is None else channelwise(norm.relative, recorded))
+            recorded, norm = self._merged.pop(visit.node)
+            op.recorded = op.recorded if recorded is None else recorded.to(op.input.dtype)
+            scale, shift = (channelwise(own, op.input).to(op.input.dtype) for own in norm[:2])
+            relative = None if norm.relative is None else channelwise(norm.relative, op.input).to(op.input.dtype)
+            op.merge(scale, shift, relative, _of_weights(operation, scale))
         if walk.grads.forward.targets > 1:
             key = repr(rule), op.shift is None, visit.node in self._biases
             op.shared = operation.shared.setdefault((type(rule), *key), {})
@@ -359,16 +367,16 @@ class Propagation:
         if factors is None:
             return self._norm(visit)
         x = operation.args["input"]
-        edges = self._merged_edges(walk, visit.node)
-        if edges:
-            is_relevance = visit.node in walk.holds_relevance
-            for edge in filter(walk.watched.get, edges):  # relevance there is the relevance of the merged output
-                y = 1.0 if is_relevance else x * channelwise(factors.scale, x) + channelwise(factors.shift, x)
-                y_grad = cast("Tensor", walk.watch(edge, y_grad, y))
-                del walk.watched[edge]
-            if is_relevance:
-                walk.holds_relevance.add(edges[-1][0])
-            self._merged[edges[-1][0]] = x, factors, y_grad
+        self.unmerged.update(["vmap"] * operation.is_vmapped)
+        if path := self._merged_path(walk, visit.node):
+            walk.holds_relevance.update(node for node, _ in path if visit.node in walk.holds_relevance)
+            for edge, numbers in path.items():
+                norm = factors if numbers is None else factors.at(numbers)
+                if edge in walk.watched:  # relevance there is the relevance of the merged output
+                    scale, shift = (channelwise(own, x) if numbers is None else own for own in norm[:2])
+                    walk.merged[edge] = scale, shift
+                if walk.operations[edge[0]].name in _CHANNELS:
+                    self._merged[edge[0]] = x if numbers is None else None, norm
             walk.handled["batch_norm merged"] += 1
             return (y_grad, None, None)
         walk.handled["batch_norm by |z|"] += 1
@@ -379,20 +387,46 @@ class Propagation:
         visit.absorb("biases", relevance - shares * part.abs())
         return (shares * scale.abs() * x.sign(), None, None)
 
-    def _merged_edges(self, walk: Walk, node: Node) -> list[Edge]:
-        """Return the edges from a batch norm to the convolution or product before it; [] if others read that too."""
-        edges: list[Edge] = []
-        while True:
-            edge = cast("Edge", walk.next[node][0])
-            node = edge[0]
-            operation = walk.operations.get(node)
+    def _merged_path(self, walk: Walk, norm: Node) -> dict[Edge, Tensor | None]:
+        """Return the edges from a batch norm to the linear operations before it; {} if it is not merged.
+
+        Each has the channel of the norm, from 1, that reads each number there; 0 for a number that is not read; or None
+        if the numbers are as at the norm.
+        """
+        if norm in self._paths:
+            return self._paths[norm]
+        self._paths[norm], path, obstacle = {}, dict[Edge, Tensor | None](), ""
+        ahead: list[tuple[Edge, Tensor | None]] = [(cast("Edge", walk.next[norm][0]), None)]
+        while ahead:
+            edge, numbers = ahead.pop()
+            node, operation = edge[0], walk.operations.get(edge[0])
+            on_path = [operand in walk.on_path for operand, _ in walk.next.get(node, ())]
             if operation is None or walk.users[edge] != 1:
-                return []
-            edges.append(edge)
-            if operation.name != "clone":
-                break
-        is_linear = operation.name in ("convolution", "addmm", "mm") and not operation.args.get("transposed")
-        return edges if is_linear else []
+                return {}
+            path[edge], name, specs = numbers, operation.name, walk.specs[node]
+            if name in _CHANNELS and sum(on_path) == 1:
+                if numbers is not None:
+                    others = {*range(numbers.dim())} - {_CHANNELS[name] % numbers.dim()}
+                    path[edge] = own = numbers.amax(tuple(others), keepdim=True)
+                    obstacle = obstacle or "view" * (not bool(((numbers == own) | (numbers == 0)).all()))
+                continue
+            parts: Gradients = (numbers,)
+            if all(on_path) and (name == "cat" or (is_view(operation.op) and name != "expand")):
+                obstacle = obstacle or name * (sum(walk.users[node, at] for at in range(len(specs))) != 1)
+                if numbers is None:
+                    shape = specs[edge[1]].shape
+                    counts = torch.arange(1, shape[1] + 1, dtype=torch.float32, device=walk.x.device)
+                    numbers = counts.view(1, -1, *[1] * (len(shape) - 2)).expand(shape)
+                each = tuple(numbers if at == edge[1] else None for at in range(len(specs)))
+                parts = Visit(walk, node, operation, each, on_path).plain()
+            elif name in {"mul", "div", "neg", *ADDITIVE} and on_path[0] and sum(on_path) == 1:
+                obstacle = name
+            elif name not in ("clone", "_to_copy"):
+                return {}
+            ahead += zip(cast("tuple[Edge, ...]", walk.next[node]), parts, strict=False)
+        self.unmerged.update([obstacle] if obstacle else [])
+        self._paths[norm] = {} if obstacle else path
+        return self._paths[norm]
 
     def _norm(self, visit: Visit) -> Gradients:
         """Pass through the centring, with the deviation as a constant."""
@@ -528,9 +562,7 @@ class Propagation:
 
 def _rank(key: RuleKey, module: str) -> tuple[int, ...]:
     """Return how specific a key of a module is: an exact name, then a pattern, then (after "last", "first") a type."""
-    if isinstance(key, type):
-        return 0, len(module), len(key.__mro__)
-    return 3 if key == module else 2, len(key)
+    return (0, len(module), len(key.__mro__)) if isinstance(key, type) else (2 + (key == module), len(key))
 
 
 def _origin(walk: Walk, node: Node | None) -> Node | None:
@@ -540,6 +572,15 @@ def _origin(walk: Walk, node: Node | None) -> Node | None:
             break
         node = next_functions(node)[0][0]
     return node
+
+
+def _of_weights(operation: Operation, scale: Tensor) -> Tensor:
+    """Return factors (1, C, ...) of the results of a linear operation in a shape that broadcasts to its weights."""
+    if not operation.args.get("transposed"):  # a convolution has its outputs first
+        return scale.transpose(0, 1) if scale.dim() > 2 else scale
+    rows, groups = len(operation.args["weight"]), operation.args["groups"]
+    by_row = scale.view(groups, 1, -1).expand(-1, rows // groups, -1)
+    return by_row.reshape(rows, -1, *[1] * (scale.dim() - 2))
 
 
 def _of_matrices(operation: Operation) -> Operation:

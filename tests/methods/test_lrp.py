@@ -16,7 +16,18 @@ import saliency
 from saliency import CPLRP, LRP, AttnLRP, ExcitationBackprop, Explanation, Preprocess
 from saliency.cli import main
 from saliency.methods import lrp
-from saliency.relevance import COMPOSITES, Epsilon, Flat, Gamma, NonlinearOperation, NonlinearRule, Pass, Rule, ZBox, ZPlus
+from saliency.relevance import (
+    COMPOSITES,
+    Epsilon,
+    Flat,
+    Gamma,
+    NonlinearOperation,
+    NonlinearRule,
+    Pass,
+    Rule,
+    ZBox,
+    ZPlus,
+)
 from saliency.relevance.walk import Walk
 from saliency.testing import tiny_model
 from tests.commandline import COFFEE, copies, share_models
@@ -694,7 +705,12 @@ def test_deep_taylor_is_z_plus_with_a_box_at_the_pixels() -> None:
     rules = dict.fromkeys(LINEAR, textbook.z_plus()) | {0: textbook.z_box(low, high), 9: textbook.epsilon(1e-6)}
     expected = textbook.lrp(list(net), x, 3, rules)[0]
     assert_same(LRP(net, composite="deep_taylor", preprocess=preprocess).attribute(x, 3).values, expected, 1e-6)
-    bounds = {"first": ZBox(low[::144].tolist(), high[::144].tolist()), "conv": ZPlus(), "linear": ZPlus(), "last": Epsilon()}
+    bounds = {
+        "first": ZBox(low[::144].tolist(), high[::144].tolist()),
+        "conv": ZPlus(),
+        "linear": ZPlus(),
+        "last": Epsilon(),
+    }
     assert_same(LRP(net, composite=bounds).attribute(x, 3).values, expected, 1e-6)
     with pytest.raises(
         saliency.MethodError, match=r"z-box needs the bounds .* pass ZBox\(low, high\), or a model with"

@@ -151,9 +151,10 @@ _CONSERVED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "lerp to a constant": lambda y, weight: torch.lerp(y, weight.expand_as(y), 0.3),
     "power with a constant base": lambda y, weight: torch.pow(weight.abs() + 1, y),
     "product of many": lambda y, weight: y.prod(1, keepdim=True) + weight,
-    "sums at indices": lambda y, weight: weight.expand_as(y).scatter_add(1, torch.arange(4).view(4, 1, 1).expand_as(y), y),
+    "sums at indices": lambda y, weight: weight.expand_as(y).scatter_add(
+        1, torch.arange(4).view(4, 1, 1).expand_as(y), y
+    ),
     "sums at an index": lambda y, weight: weight.expand_as(y).index_add(1, torch.tensor([0, 1, 1, 0]), y),
-    "copies at indices": lambda y, weight: weight.expand_as(y).index_copy(1, torch.tensor([2, 0]), y[:, :2]),
 }
 _REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add in place on a part": _write("add_"),
