@@ -184,7 +184,7 @@ class Propagation:
         if before is not None and is_batch_norm(before.op):
             is_whole = not uses_batch_statistics(before) and not self._has_nonlinear
             path = self._merged_path(walk, node) if is_whole else {}
-            ends = [own for own, _ in path if walk.operations[own].name in _CHANNELS]
+            ends = [own for own, _ in path if cast("Operation", walk.operations[own]).name in _CHANNELS]
             end = ends[0] if len(ends) == 1 else node
             before = walk.operations.get(end)
         on_path = [function in walk.on_path for function, _ in walk.next.get(end, ())]
@@ -375,7 +375,7 @@ class Propagation:
                 if edge in walk.watched:  # relevance there is the relevance of the merged output
                     scale, shift = (channelwise(own, x) if numbers is None else own for own in norm[:2])
                     walk.merged[edge] = scale, shift
-                if walk.operations[edge[0]].name in _CHANNELS:
+                if cast("Operation", walk.operations[edge[0]]).name in _CHANNELS:
                     self._merged[edge[0]] = x if numbers is None else None, norm
             walk.handled["batch_norm merged"] += 1
             return (y_grad, None, None)

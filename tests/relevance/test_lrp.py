@@ -262,7 +262,7 @@ def _conv(m: Any, x: Tensor, channels: slice = slice(None)) -> Tensor:
 
 
 _NORMED: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "flattened": lambda m, x: norm(m.conv(x).flatten(2), m.norm).unflatten(2, (10, 10)),
+    "flattened": lambda m, x: norm(m.conv(x).flatten(2), m.norm).reshape(-1, 8, 10, 10),
     "channels last": lambda m, x: (
         norm(m.conv(x).permute(0, 2, 3, 1).flatten(0, 2), m.norm).view(-1, 10, 10, 8).mT.mT.permute(0, 3, 1, 2)
     ),
@@ -277,14 +277,14 @@ _NORMED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-def _normed(forward: Callable[[Any, Tensor], Tensor], sign: float, conv: nn.Module | None = None) -> nn.Module:
+def _normed(forward: Callable[[Any, Tensor], Tensor], sign: float, conv: nn.Module | None = None) -> Any:
     torch.manual_seed(0)
     top = nn.Sequential(nn.ReLU(), nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(5, dtype=torch.float64))
     layers = {"conv": nn.Conv2d(3, 8, 3), "norm": nn.BatchNorm2d(8), "top": top}
     net = OwnForward(lambda m, x: m.top(forward(m, x)), **(layers | ({} if conv is None else {"conv": conv}))).double()
     net.eval()(torch.zeros(2, 3, 12, 12).double())
     lived_in(net)
-    net.norm.weight.data[:4] *= sign  # type: ignore[union-attr, operator, index]
+    net.get_parameter("norm.weight").data[:4] *= sign
     return net.double().eval()
 
 
@@ -316,7 +316,7 @@ def test_a_batch_norm_is_merged_through_a_cast() -> None:
         return F.batch_norm(m.conv(x), m.norm.running_mean, m.norm.running_var)
 
     nets = [_normed(forward, 1.0) for forward in (usual, usual)]
-    nets[1]._forward = lambda m, x: m.top(cast(m, x))  # type: ignore[assignment]
+    nets[1]._forward = lambda m, x: m.top(cast(m, x))
     nets = [net.float() for net in nets]
     x = images().float()
     for composite in BY_NAME:
@@ -332,12 +332,10 @@ def test_a_batch_norm_is_merged_with_a_transposed_convolution(composite: str, gr
     net = _normed(lambda m, x: m.norm(m.conv(F.pad(x, (0, 0, 0, 0, 0, 1), value=0.5))), sign, conv)
     folded = _normed(lambda m, x: m.conv(F.pad(x, (0, 0, 0, 0, 0, 1), value=0.5)), sign, copy.deepcopy(conv))
     folded.load_state_dict(net.state_dict())
-    scale = net.norm.weight / (net.norm.running_var + net.norm.eps).sqrt()  # type: ignore[union-attr, operator]
+    scale = net.norm.weight / (net.norm.running_var + net.norm.eps).sqrt()
     of_rows = scale.view(groups, 1, -1).expand(-1, 4 // groups, -1).reshape(4, 8 // groups, 1, 1)
-    folded.conv.weight.data *= of_rows  # type: ignore[union-attr, operator]
-    folded.conv.bias.data = net(images())[:0].new_tensor(
-        (net.norm.bias + scale * (net.conv.bias - net.norm.running_mean)).tolist()
-    )  # type: ignore
+    folded.conv.weight.data *= of_rows
+    folded.conv.bias.data = (net.norm.bias + scale * (net.conv.bias - net.norm.running_mean)).detach()
     x = images()
     torch.testing.assert_close(net(x), folded(x))
     assert_same(explained(net, x, composite), explained(folded, x, composite), 1e-6)

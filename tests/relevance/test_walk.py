@@ -277,11 +277,12 @@ def test_a_score_has_the_map_of_another_spelling(name: str, method: Callable[...
 
 
 def test_each_factor_of_a_product_has_the_same_relevance() -> None:
-    net, x = nn.Sequential(nn.Flatten(), nn.Linear(12, 6, bias=False)).double(), torch.rand(1, 3, 2, 2).double()
+    linear, x = nn.Linear(12, 6, bias=False).double(), torch.rand(1, 3, 2, 2).double()
+    net = nn.Sequential(nn.Flatten(), linear)
     found = saliency.AttnLRP(net).attribute(x, lambda y: y[:, :3].prod(1))
-    y, weight = net(x)[0], net[1].weight
-    expected = sum(x.flatten() * weight[i] / y[i] for i in range(3)) * y[:3].prod() / 3
-    assert error(found.values.flatten(), expected.detach()) < 1e-9  # type: ignore[union-attr]
+    y, weight = net(x)[0].detach(), linear.weight.detach()
+    expected = (x.flatten() * weight[:3] / y[:3, None]).sum(0) * y[:3].prod() / 3
+    assert error(found.values.flatten(), expected) < 1e-9
 
 
 class _Rows(nn.Module):
