@@ -337,6 +337,8 @@ class Attribution(HasOptions, ABC):
         largest = torch.maximum(-values.amin(1), values.amax(1))  # much faster than `aminmax(dim=1)`
         shows_nothing = (largest <= rounding_errors(explanation)).tolist()
         shares = explanation.image_share
+        is_sum = explanation.ledger is None and self.units == "score"
+        residuals = explanation.residual.tolist() if is_sum and explanation.residual is not None else []
         for index, name in enumerate(explanation.target_names):
             note = ""
             if shows_nothing[index]:
@@ -346,6 +348,8 @@ class Attribution(HasOptions, ABC):
             elif shares is not None and float(shares[index]) < MIN_IMAGE_SHARE:
                 share = f"only {float(shares[index]):.1%} of the relevance of all tokens"
                 warn(note := f"the image has {share}, so {name} comes from the text; the map shows the small rest")
+            elif residuals and 2 * abs(residuals[index]) > abs(rise := float(values[index].sum()) + residuals[index]):
+                note = f"the values miss {residuals[index]:.2g} of an increase of the score by {rise:.2g}"
             elif self.ignores_sign and explanation.contrasts[index]:
                 note = f"{explanation.method} gives a contrast and its opposite the same map"
             yield note

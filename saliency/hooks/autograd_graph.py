@@ -426,7 +426,8 @@ class GradSpec(NamedTuple):
     def fitted(self, grad: Tensor) -> Tensor:
         """Return a gradient in this shape and type."""
         if grad.shape != self.shape:
-            grad = grad.sum_to_size(self.shape)
+            is_view = grad.numel() == self.shape.numel()
+            grad = grad.reshape(self.shape) if is_view else grad.sum_to_size(self.shape)
         return grad if grad.dtype == self.dtype else grad.to(self.dtype)
 
     def sum_of(self, grads: Gradients, operands: Iterable[int]) -> Tensor | None:

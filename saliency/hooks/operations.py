@@ -107,6 +107,12 @@ class Operation:
                 self.kept_result = self.repeat()
         return self.kept_result
 
+    @property
+    def is_vmapped(self) -> bool:
+        """Whether it is a batch norm in `vmap`, where later operations multiply and add its weights and bias."""
+        weight = self.args.get("weight") if is_batch_norm(self.op) else None
+        return weight is not None and not isinstance(weight, nn.Parameter) and bool((weight == 1).all())
+
     def repeat(self, /, **changed: Any) -> Any:
         """Run the operation again with some other arguments, not in place."""
         return out_of_place(self.op)(**self._values({**self.kept_args, **changed}))
@@ -188,11 +194,11 @@ def uses_batch_statistics(operation: Operation) -> bool:
     return args.get("running_var") is None or bool(args.get("training"))
 
 
-LINEAR = frozenset({"convolution", "addmm", "mm", "bmm", "baddbmm"})
+LINEAR = frozenset({"convolution", "addmm", "mm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot"})
 """Convolutions and matrix products."""
 ADDITIVE = frozenset(
     {"add", "sub", "rsub", "cat", "stack", "where", "masked_fill", "masked_scatter", "addcmul", "constant_pad_nd"}
-    | {"slice_scatter", "select_scatter"}
+    | {"slice_scatter", "select_scatter", "scatter", "scatter_add", "index_add"}
 )
 """Operations in which a constant may be added to a signal."""
 NORMS = frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_norm"})
@@ -213,12 +219,12 @@ PLAIN = {
     *("masked_fill", "im2col", "col2im", "unfold", "cumsum", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
     *("native_channel_shuffle", "select_scatter", "as_strided", "slice_scatter", "tril", "triu", "native_dropout"),
     *("roi_align", "ps_roi_align", "unsafe_split", "unsafe_chunk", "masked_scatter", "nll_loss_forward"),
-    *("nll_loss2d_forward", "_fft_r2c", "_fft_c2r", "_fft_c2c"),
+    *("nll_loss2d_forward", "_fft_r2c", "_fft_c2r", "_fft_c2c", "trace", "take", "scatter", "scatter_add", "index_add"),
 }
 """Linear operations without weights that are not views."""
 HOMOGENEOUS = {
     *("abs", "relu", "leaky_relu", "_prelu_kernel", "max_pool2d_with_indices", "adaptive_max_pool2d", "max", "min"),
-    *("max_pool3d_with_indices", "adaptive_max_pool3d", "rrelu_with_noise"),
+    *("max_pool3d_with_indices", "adaptive_max_pool3d", "rrelu_with_noise", "nansum", "kthvalue", "cummax", "cummin"),
     *("amax", "amin", "maximum", "minimum", "linalg_vector_norm", "norm", "topk", "sort", "median", "std", "std_mean"),
 }
 """Other operations of degree one: they too equal their derivative applied to their operands."""

@@ -57,7 +57,8 @@ class FullGrad(Attribution):
 
     Warns:
         SaliencyWarning: More than a thousandth of the score is missing from the sum: an operation is not visible, as in
-            fused scripts and functions with a backward pass in Python.
+            fused scripts and functions with a backward pass in Python. Or the map differs from that of the plain
+            model, because it runs in `vmap` or is frozen by TorchScript.
 
     Raises:
         TargetError: The target does not fit the model's output, or the score has no gradient at the input.
@@ -114,6 +115,7 @@ class _Terms:
     def __init__(self, model: nn.Module, grads: TargetGradients) -> None:
         self._model, self._grads = model, grads
         self._biases, self._sums, self._missed = 0, list[Tensor](), Counter[str]()
+        self._is_vmapped = False
         # The shape in which the result of an operation is used, because a linear layer flattens its locations.
         self._used_as = {used: result_shape(node) for node in grads.nodes for used, _ in next_functions(node)}
         with HookManager() as hooks:
@@ -130,6 +132,7 @@ class _Terms:
         if all(grad is None for grad in arrived):
             return
         operation = self._grads.forward.operations.operation(node)
+        self._is_vmapped |= operation is not None and operation.is_vmapped
         terms = _terms(node, operation, passed, arrived) if operation else None
         if terms is None or operation is None:
             self._missed[operation.name if operation else node.name()] += 1
@@ -161,6 +164,8 @@ class _Terms:
         note = f"{self._biases} biases; with them the terms miss {share:.1g} of the score"
         if self._missed:
             note += "; no bias of " + ", ".join(f"{name} ({count})" for name, count in self._missed.items())
+        if self._is_vmapped or not all(hasattr(module, "training") for module in self._model.modules()):
+            warn("full_grad: vmap and torch.jit.freeze change operations, and so the map; pass the model without them")
         if share > MAX_MISSING_SHARE and abs(self.residual) > MAX_MISSING_SHARE:
             hint = "" if self._biases else ", and the map is the input times the gradient alone"
             warn(f"full_grad: {note}{hint} (fused scripts and custom autograd functions are not visible)")
@@ -204,7 +209,7 @@ def _terms(node: Node, operation: Operation, passed: Gradients, arrived: Gradien
 def _linear_terms(operation: Operation, passed: Gradients, grad: Tensor) -> list[Tensor]:
     """Return the term of the bias, and the term of a product of two factors that both depend on the image."""
     args, terms = operation.args, list[Tensor]()
-    has_summand = operation.name in ("addmm", "baddbmm")
+    has_summand = operation.name in ("addmm", "baddbmm", "addmv")
     bias = args.get("self") if has_summand and passed[0] is None else args.get("bias")
     if bias is not None:
         shape = (-1, *[1] * (grad.dim() - 2)) if operation.name == "convolution" else bias.shape

@@ -154,6 +154,9 @@ class RelevancePropagation(TracedAttribution):
         watched = {**grads.forward.layers, **dict(zip([EMBEDDINGS], grads.forward.embeddings, strict=False))}
         walk = Walk(grads, rules, watched, changes, frees=grads.forward.count_backward()).run()
         rules.check_layers()
+        if names := ", ".join(f"{name} ({count})" for name, count in rules.unmerged.items()):
+            problem = f"some batch norms are not merged with the convolution before them, because of {names} in between"
+            warn(f"{self.name}: {problem}: the map depends on how the model is written; apply them to the convolution")
         if is_tracing():
             return walk
         share = float((walk.missing.abs() / grads.scores.abs().clamp(min=1e-6)).max())
@@ -228,8 +231,8 @@ class LRP(PixelRelevance):
     """Layer-wise relevance propagation: the score, divided among the inputs of each operation by a rule.
 
     Formula: S = R at the input, from R = y at the score, with R_j = Σ_k R_k (a_j w_jk)⁺ / d_k at convolutions, where
-    d_k = b_k⁺ + Σ_j (a_j w_jk)⁺, and R_j = Σ_k R_k a_j w_jk / (z_k + ε sign z_k) at matrix products; in networks with
-    attention, as for AttnLRP.
+    d_k = b_k⁺ + Σ_j (a_j w_jk)⁺, and R_j = Σ_k R_k a_j w_jk / (z_k + ε sign z_k) at matrix products and at the last
+    convolution, if no other one follows; in networks with attention, as for AttnLRP.
 
     Works on the autograd graph of the call, so residual connections, functions, reused modules and operations in place
     need no preparation of the model. Batch norm is merged into the convolution or matrix product before it if nothing

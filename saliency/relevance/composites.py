@@ -24,9 +24,10 @@ class Composite:
     Attributes:
         rules: From an operation kind, a type of modules, a layer's name, or a pattern of names, to a rule. The kinds
             are "conv", "linear", "first" or "last" for those before or after which no other convolution or matrix
-            product runs, and "activation" and "norm" for a `NonlinearRule`. Names precede "first" and "last", which
-            precede types, which precede the others. Convolutions and matrix products without an entry pass their
-            gradient.
+            product runs, and "activation" and "norm" for a `NonlinearRule`. The most specific key wins: an exact name
+            (of the innermost module), then the longest pattern, then "last", then "first", then a type (of the
+            innermost module, then the most derived one), then the others. Convolutions and matrix products without an
+            entry pass their gradient.
         constant_gates: Whether attention weights and gates are constants, so that the other factor of a product gets
             all relevance. Otherwise each factor gets half.
         name: The name in settings.
@@ -66,19 +67,21 @@ def key_name(key: RuleKey) -> str:
 
 
 CompositeLike = str | Composite | Mapping[Any, AnyRule]  # names and types, as keys of a dict, have no common type
+# A rule of positive parts passes a negative score unchanged, with the wrong sign for pixels that support it. So the
+# last operation divides it by epsilon. Operations before it mostly have outputs of at least 0.
 _RULES: dict[str, dict[RuleKey, AnyRule]] = {
     # A quarter of the root mean square: with a smaller epsilon, the map approaches the gradient times the input.
     "epsilon": {"conv": Epsilon(0.25), "linear": Epsilon(0.25)},
     "gamma": {"conv": Gamma(), "linear": Gamma()},
-    "epsilon_plus": {"conv": ZPlus(), "linear": Epsilon()},
-    "epsilon_plus_flat": {"conv": ZPlus(), "linear": Epsilon(), "first": Flat()},
-    "epsilon_gamma_box": {"conv": Gamma(), "linear": Epsilon(), "first": ZBox()},
-    "epsilon_alpha2_beta1": {"conv": AlphaBeta(), "linear": Epsilon()},
-    "epsilon_alpha2_beta1_flat": {"conv": AlphaBeta(), "linear": Epsilon(), "first": Flat()},
+    "epsilon_plus": {"conv": ZPlus(), "linear": Epsilon(), "last": Epsilon()},
+    "epsilon_plus_flat": {"conv": ZPlus(), "linear": Epsilon(), "first": Flat(), "last": Epsilon()},
+    "epsilon_gamma_box": {"conv": Gamma(), "linear": Epsilon(), "first": ZBox(), "last": Epsilon()},
+    "epsilon_alpha2_beta1": {"conv": AlphaBeta(), "linear": Epsilon(), "last": Epsilon()},
+    "epsilon_alpha2_beta1_flat": {"conv": AlphaBeta(), "linear": Epsilon(), "first": Flat(), "last": Epsilon()},
     "attn_lrp": {},
     "cp_lrp": {},
-    "deep_taylor": {"conv": ZPlus(), "linear": ZPlus(), "first": ZBox()},
-    "excitation_backprop": {"conv": ZPlus(bias=False), "linear": ZPlus(bias=False)},
+    "deep_taylor": {"conv": ZPlus(), "linear": ZPlus(), "first": ZBox(), "last": Epsilon()},
+    "excitation_backprop": {"conv": ZPlus(bias=False), "linear": ZPlus(bias=False), "last": Epsilon()},
 }
 COMPOSITES = {name: Composite(rules, constant_gates=name == "cp_lrp", name=name) for name, rules in _RULES.items()}
 """Composites by name."""

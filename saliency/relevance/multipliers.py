@@ -145,7 +145,7 @@ def _kind(op: Op) -> str:
 def _linear(step: MultiplierStep) -> Gradients:
     """Pass the gradient of a convolution or matrix product with constant weights."""
     visit = step.visit
-    if visit.on_path == [True, True]:
+    if visit.on_path == [True, True] and step.operation.name in ("mm", "bmm"):
         return step.grad @ step.pair("mat2").mean.mT, step.pair("self").mean.mT @ step.grad
     if sum(visit.on_path) > 1:
         return _integrated(step)
@@ -186,7 +186,8 @@ def _pointwise(step: MultiplierStep) -> Gradients:
     """Rescale: pass the difference of the results divided by the difference of the operands."""
     visit, operation = step.visit, step.operation
     name = next(iter(operation.args))
-    if not visit.on_path[0] or any(visit.on_path[1:]) or not isinstance(operation.args[name], Tensor):
+    is_function = is_pointwise(operation.op) and isinstance(operation.args[name], Tensor)
+    if not is_function or not visit.on_path[0] or any(visit.on_path[1:]):
         return _integrated(step)
     x = step.pair(name)
     if x.x.dtype != visit.grad.dtype:  # the weights of a PReLU too

@@ -6,10 +6,11 @@ The relevance of a value x is R = x * G. A kind without an entry here has no rul
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
@@ -63,15 +64,24 @@ Unknown = Literal["refuse", "gradient"]
 
 aten = torch.ops.aten
 
-# These also have a rule where they are not of degree one: an addcmul of two signals, a variance.
-OF_DEGREE_ONE = HOMOGENEOUS | {"addcmul", "var", "var_mean"}
+# These also have a rule where they are not of degree one: an addcmul of two signals, a variance, a product.
+OF_DEGREE_ONE = HOMOGENEOUS | {"addcmul", "var", "var_mean", "prod"}
 _LOGSUMEXP = frozenset({"logsumexp", "_log_softmax"})
 # A factor that one of these computes counts as constant: the deviation of a normalisation written by hand,
 _DEVIATIONS = frozenset({"rsqrt", "reciprocal"})
 # and on request the gate of a signal.
 _GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *SOFTMAX})
-# The two factors of a matrix product.
+# Increasing functions that are not 0 at 0.
+_INCREASING = frozenset({"sigmoid", "hardsigmoid", "log_sigmoid", "logit", "log", "log2", "log10", "exp", "softplus"})
+# Operations that move or select numbers of their first operand, besides views.
+_SELECTIONS = frozenset(
+    {"clone", "_to_copy", "native_dropout", "index", "index_select", "gather", "amax", "max", "clamp"}
+)
+# Operations into which a batch norm is merged, and the dimension of the channels of their results.
+_CHANNELS = {"convolution": 1, "addmm": -1, "mm": -1}
+# The two factors of a matrix product, and of a product with a vector.
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
+_OF_VECTORS = {"mv": ("self", "vec"), "addmv": ("mat", "vec"), "dot": ("self", "tensor"), "vdot": ("self", "other")}
 CONVOLUTION_OPTIONS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 _GRADIENT = Epsilon(0)
 NONLINEAR = ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
@@ -90,6 +100,7 @@ def kind_of(op: Op) -> str:
     if name in ("mul", "div"):
         return name
     named = {
+        "activation": {"log_sigmoid_forward"},
         "logsumexp": _LOGSUMEXP,
         "norm": NORMS,
         "softmax": SOFTMAX,
@@ -103,7 +114,7 @@ def kind_of(op: Op) -> str:
 
 def linear_weight(operation: Operation) -> Tensor:
     """Return the weights of a convolution or matrix product, perhaps transposed."""
-    names = ("weight",) if operation.name == "convolution" else _FACTORS[operation.name]
+    names = ("weight",) if operation.name == "convolution" else {**_FACTORS, **_OF_VECTORS}[operation.name]
     return cast("Tensor", operation.args[names[-1]])
 
 
@@ -122,6 +133,7 @@ class Propagation:
 
     Attributes:
         rules: The rule of each convolution and matrix product, by the address of its weights.
+        unmerged: The operations that keep batch norms from the convolution or matrix product before them.
         relevance: The relevance of the result of the operation `first`, in its shape.
     """
 
@@ -133,26 +145,27 @@ class Propagation:
     ) -> None:
         self.composite, self.layers, self.unknown, self.first = composite, layers, unknown, first
         self.rules: dict[int, Rule] = {}
-        self._by_name, self._by_type = (
-            {name: composite.rules[key] for key in layers if isinstance(key, type) is is_type for name in layers[key]}
-            for is_type in (False, True)
-        )
         self._has_nonlinear = any(isinstance(rule, NonlinearRule) for rule in composite.rules.values())
         linear = (rule for rule in composite.rules.values() if isinstance(rule, Rule))
         self._reads_relevance = not all(rule.reads_gradient for rule in linear)
-        self._handled: set[str] = set()  # the modules in which an operation got the rule of a name or type
+        self._used: set[RuleKey] = set()  # the keys by which operations got their rules
         self.relevance: Tensor | None = None
-        # By linear operation: the input of the batch norm after it, its factors, and G at its output.
-        self._merged: dict[Node, tuple[Tensor, ChannelFactors, Tensor]] = {}
+        # By linear operation: its result, if it is the input of the batch norm after it, and the factors of that.
+        self._merged: dict[Node, tuple[Tensor | None, ChannelFactors]] = {}
+        self._paths: dict[Node, dict[Edge, Tensor | None]] = {}  # of batch norms
+        self.unmerged: Counter[str] = Counter()  # batch norms, by what prevents that they are merged
         self._biases: dict[Node, Tensor] = {}
         self._ends: tuple[set[Node], set[Node]] | None = None
         self._has_product = False  # whether the walk has passed a product of two signals
+        self._alone: set[Node | None] = set()  # nodes of whose result one number of each image counts
 
     def __call__(self, visit: Visit) -> Gradients:
         """Return G at the operands of a node."""
         kind = kind_of(visit.operation.op) if visit.operation else ""
         if not kind or not _fits(visit) or refuses_complex(visit):
             return without_rule(visit, self.unknown)
+        if visit.node in self._alone or visit.node is visit.walk.nodes[0]:
+            self._follow_score(visit)
         if self._has_nonlinear and (rule := self._nonlinear_rule(visit)):
             return self._nonlinear(visit, rule)
         if is_rectifier(visit.walk, visit.node) and self._passes_relevance(visit):
@@ -171,7 +184,9 @@ class Propagation:
         before, end = walk.operations.get(node), node
         if before is not None and is_batch_norm(before.op):
             is_whole = not uses_batch_statistics(before) and not self._has_nonlinear
-            end = next((edge[0] for edge in self._merged_edges(walk, node)[-1:]), node) if is_whole else node
+            path = self._merged_path(walk, node) if is_whole else {}
+            ends = [own for own, _ in path if cast("Operation", walk.operations[own]).name in _CHANNELS]
+            end = ends[0] if len(ends) == 1 else node
             before = walk.operations.get(end)
         on_path = [function in walk.on_path for function, _ in walk.next.get(end, ())]
         if before is None or before.name not in LINEAR or sum(on_path) != 1 or end in self._biases:
@@ -180,6 +195,13 @@ class Propagation:
             return False
         walk.holds_relevance.add(node)
         return True
+
+    def _follow_score(self, visit: Visit) -> None:
+        """Note the operation itself, and its operand if the score depends on one number of that too."""
+        op, name = visit.known.op, visit.known.name
+        is_changed = is_elementwise(op) and sum(visit.on_path) == 1
+        is_moved = is_view(op) or name in _SELECTIONS or name in ("cat", "stack")
+        self._alone.update({visit.node}, (node for node, _ in visit.walk.next[visit.node] if is_changed or is_moved))
 
     def _plain(self, visit: Visit) -> Gradients:
         """Pass the gradient. Constant operands of sums absorb relevance."""
@@ -192,6 +214,9 @@ class Propagation:
         if operation.name in ("var", "var_mean"):  # the variance is of degree two
             variance, *mean = visit.grads
             visit = visit._replace(grads=(None if variance is None else variance / 2, *mean))
+        if operation.name == "prod":  # of degree n
+            operand = result_spec(*cast("Edge", visit.walk.next[visit.node][0]))
+            visit = visit._replace(grads=(visit.grad * (visit.grad.numel() / operand.shape.numel()),))
         is_product = operation.name == "addcmul" and all(visit.on_path[1:])
         return self._product(visit) if is_product else visit.plain()
 
@@ -215,10 +240,12 @@ class Propagation:
     def _linear(self, visit: Visit) -> Gradients:
         """Apply the rule of a convolution or matrix product with constant weights."""
         operation, walk = visit.known, visit.walk
-        offset = int(operation.name in ("addmm", "baddbmm"))  # the first operand is a summand
+        offset = int(operation.name in ("addmm", "baddbmm", "addmv"))  # the first operand is a summand
         factors = visit.on_path[offset : offset + 2]
         if all(factors):
             return self._product(visit)
+        if operation.name in _OF_VECTORS:
+            return self._linear(visit._replace(operation=_of_matrices(operation), grads=(visit.grad.reshape(-1, 1),)))
         at = factors.index(True)
         if operation.norms is not None and walk.users[visit.node, 0] > 1:
             # A ReLU in place has overwritten a value that another operation had read.
@@ -227,6 +254,8 @@ class Propagation:
         rule = self._linear_rule(walk, visit.node)
         self.rules[linear_weight(operation).data_ptr()] = rule
         walk.handled[f"{_linear_kind(operation)} by {rule.name}"] += 1
+        is_sum = bool(offset and visit.on_path[0])
+        op = replace(op, bias=None, recorded=None, norms=None) if is_sum else op  # the product alone
         if visit.node in self._biases:
             bias = at_least_float32(self._biases[visit.node])
             op = replace(op, bias=bias, shift=bias, norms=None)
@@ -234,10 +263,11 @@ class Propagation:
         if isinstance(rule, ZBox) and visit.node in self._first_and_last(walk)[0]:
             op = replace(op, bound=partial(_bound, walk, edge, op.input))
         if visit.node in self._merged:
-            recorded, norm, grad = self._merged.pop(visit.node)
-            op.recorded, grad = at_least_float32(recorded), at_least_float32(grad)
-            scale, shift = channelwise(norm.scale, recorded), channelwise(norm.shift, recorded)
-            op.merge(scale, shift, None if norm.relative is None else channelwise(norm.relative, recorded))
+            recorded, norm = self._merged.pop(visit.node)
+            op.recorded = op.recorded if recorded is None else recorded.to(op.input.dtype)
+            scale, shift = (channelwise(own, op.input).to(op.input.dtype) for own in norm[:2])
+            relative = None if norm.relative is None else channelwise(norm.relative, op.input).to(op.input.dtype)
+            op.merge(scale, shift, relative, _of_weights(operation, scale))
         if walk.grads.forward.targets > 1:
             key = repr(rule), op.shift is None, visit.node in self._biases
             op.shared = operation.shared.setdefault((type(rule), *key), {})
@@ -253,8 +283,8 @@ class Propagation:
         elif passed.relevance is not None:
             grads[at + offset] = divided(passed.relevance, op.input)
             visit.absorb("inputs of zero", torch.where(op.input == 0, passed.relevance, 0))
-        if offset and visit.on_path[0]:
-            grads[0] = visit.grad
+        if is_sum:
+            grads[0] = visit.grad * operation.args.get("beta", 1)
         elif passed.biases is not None:
             visit.absorb("biases", passed.biases)
         if passed.lost is not None:
@@ -299,29 +329,25 @@ class Propagation:
         return (passed.to(visit.grad.dtype), *[None] * (len(visit.on_path) - 1))
 
     def _rule(self, walk: Walk, node: Node, kind: str, base: type) -> AnyRule | None:
-        """Return the rule of an operation: by the innermost named layer, by "first" or "last", by type, or by kind."""
+        """Return the rule of an operation: by its most specific key, or by its kind."""
         rules, modules = self.composite.rules, walk.record.modules(node)
-        named, typed = (
-            {name: rule for name in modules if isinstance(rule := by_module.get(name), base)}
-            for by_module in (self._by_name, self._by_type)
-        )
-        self._handled.update(named, typed)
-        if named:
-            return named[max(named, key=len)]
-        for at, end in enumerate(("first", "last")):
-            if end in rules and base is Rule and node in self._first_and_last(walk)[at]:
-                return rules[end]
-        return typed[max(typed, key=len)] if typed else rules.get(kind)
+        keys = [(_rank(key, name), key) for key, names in self.layers.items() for name in modules if name in names]
+        ends = ((at, end) for at, end in enumerate(("first", "last")) if end in rules)
+        keys += [((1, at), end) for at, end in ends if node in self._first_and_last(walk)[at]]
+        fitting = [(rank, key) for rank, key in keys if isinstance(rules[key], base)]
+        _, key = max(fitting, key=itemgetter(0), default=((), kind))
+        self._used.add(key)
+        return rules.get(key)
 
     def check_layers(self) -> None:
-        """Raise MethodError for a pattern or type whose rule no operation of its modules got."""
+        """Raise MethodError for a name, pattern or type whose rule no operation got."""
         for key, names in self.layers.items():
-            if names and not self._handled.intersection(names):
+            if names and key not in self._used:
                 is_linear = isinstance(self.composite.rules[key], Rule)
                 operation = "convolution or matrix product with weights" if is_linear else "activation or normalisation"
                 raise MethodError(
-                    f'composite: the rule of "{key_name(key)}" fits no operation: no {operation} runs there between '
-                    "the input and the score"
+                    f'composite: the rule of "{key_name(key)}" is never used: no {operation} runs there between the '
+                    "input and the score, or more specific keys precede it"
                 )
 
     def _first_and_last(self, walk: Walk) -> tuple[set[Node], set[Node]]:
@@ -342,16 +368,16 @@ class Propagation:
         if factors is None:
             return self._norm(visit)
         x = operation.args["input"]
-        edges = self._merged_edges(walk, visit.node)
-        if edges:
-            is_relevance = visit.node in walk.holds_relevance
-            for edge in filter(walk.watched.get, edges):  # relevance there is the relevance of the merged output
-                y = 1.0 if is_relevance else x * channelwise(factors.scale, x) + channelwise(factors.shift, x)
-                y_grad = cast("Tensor", walk.watch(edge, y_grad, y))
-                del walk.watched[edge]
-            if is_relevance:
-                walk.holds_relevance.add(edges[-1][0])
-            self._merged[edges[-1][0]] = x, factors, y_grad
+        self.unmerged.update(["vmap"] * operation.is_vmapped)
+        if path := self._merged_path(walk, visit.node):
+            walk.holds_relevance.update(node for node, _ in path if visit.node in walk.holds_relevance)
+            for edge, numbers in path.items():
+                norm = factors if numbers is None else factors.at(numbers)
+                if edge in walk.watched:  # relevance there is the relevance of the merged output
+                    scale, shift = (channelwise(own, x) if numbers is None else own for own in norm[:2])
+                    walk.merged[edge] = scale, shift
+                if cast("Operation", walk.operations[edge[0]]).name in _CHANNELS:
+                    self._merged[edge[0]] = x if numbers is None else None, norm
             walk.handled["batch_norm merged"] += 1
             return (y_grad, None, None)
         walk.handled["batch_norm by |z|"] += 1
@@ -362,20 +388,46 @@ class Propagation:
         visit.absorb("biases", relevance - shares * part.abs())
         return (shares * scale.abs() * x.sign(), None, None)
 
-    def _merged_edges(self, walk: Walk, node: Node) -> list[Edge]:
-        """Return the edges from a batch norm to the convolution or product before it; [] if others read that too."""
-        edges: list[Edge] = []
-        while True:
-            edge = cast("Edge", walk.next[node][0])
-            node = edge[0]
-            operation = walk.operations.get(node)
+    def _merged_path(self, walk: Walk, norm: Node) -> dict[Edge, Tensor | None]:
+        """Return the edges from a batch norm to the linear operations before it; {} if it is not merged.
+
+        Each has the channel of the norm, from 1, that reads each number there; 0 for a number that is not read; or None
+        if the numbers are as at the norm.
+        """
+        if norm in self._paths:
+            return self._paths[norm]
+        self._paths[norm], path, obstacle = {}, dict[Edge, Tensor | None](), ""
+        ahead: list[tuple[Edge, Tensor | None]] = [(cast("Edge", walk.next[norm][0]), None)]
+        while ahead:
+            edge, numbers = ahead.pop()
+            node, operation = edge[0], walk.operations.get(edge[0])
+            on_path = [operand in walk.on_path for operand, _ in walk.next.get(node, ())]
             if operation is None or walk.users[edge] != 1:
-                return []
-            edges.append(edge)
-            if operation.name != "clone":
-                break
-        is_linear = operation.name in ("convolution", "addmm", "mm") and not operation.args.get("transposed")
-        return edges if is_linear else []
+                return {}
+            path[edge], name, specs = numbers, operation.name, walk.specs[node]
+            if name in _CHANNELS and sum(on_path) == 1:
+                if numbers is not None:
+                    others = {*range(numbers.dim())} - {_CHANNELS[name] % numbers.dim()}
+                    path[edge] = own = numbers.amax(tuple(others), keepdim=True)
+                    obstacle = obstacle or "view" * (not bool(((numbers == own) | (numbers == 0)).all()))
+                continue
+            parts: Gradients = (numbers,)
+            if all(on_path) and (name == "cat" or (is_view(operation.op) and name != "expand")):
+                obstacle = obstacle or name * (sum(walk.users[node, at] for at in range(len(specs))) != 1)
+                if numbers is None:
+                    shape = specs[edge[1]].shape
+                    counts = torch.arange(1, shape[1] + 1, dtype=torch.float32, device=walk.x.device)
+                    numbers = counts.view(1, -1, *[1] * (len(shape) - 2)).expand(shape)
+                each = tuple(numbers if at == edge[1] else None for at in range(len(specs)))
+                parts = Visit(walk, node, operation, each, on_path).plain()
+            elif name in {"mul", "div", "neg", *ADDITIVE} and on_path[0] and sum(on_path) == 1:
+                obstacle = name
+            elif name not in ("clone", "_to_copy"):
+                return {}
+            ahead += zip(cast("tuple[Edge, ...]", walk.next[node]), parts, strict=False)
+        self.unmerged.update([obstacle] if obstacle else [])
+        self._paths[norm] = {} if obstacle else path
+        return self._paths[norm]
 
     def _norm(self, visit: Visit) -> Gradients:
         """Pass through the centring, with the deviation as a constant."""
@@ -391,13 +443,23 @@ class Propagation:
 
     def _activation(self, visit: Visit) -> Gradients:
         """Pass G * (f(x) - f(0)) / x; f(0) absorbs the rest."""
-        operation = visit.known
-        x = operation.args[_operand(operation)]
+        operation, on_path = visit.known, visit.on_path
         if is_rectifier(visit.walk, visit.node):
             visit.walk.handled[f"{operation.name} by f(x)/x"] += 1
+            x = operation.args[_operand(operation)]
             return (cast("Tensor", operation.repeat()).div_(x).nan_to_num_(0).mul_(visit.grad),)
-        at_zero = _at_zero(operation)
-        if sum(visit.on_path) > 1 or not bool(torch.isfinite(at_zero).all()):
+        if sum(on_path) > 1:
+            is_linear = operation.name == "lerp" and not any(on_path[2:])
+            return visit.plain() if is_linear else without_rule(visit, self.unknown)
+        operation = _function_of(operation, on_path.index(True))
+        x, at_zero = operation.args[_operand(operation)], _at_zero(operation)
+        is_finite = operation.name != "logit" and bool(torch.isfinite(at_zero).all())
+        is_link = not is_finite or (visit.node in self._alone and bool(at_zero.any()))
+        if is_link and (passed := self._through_link(visit, operation.name)) is not None:
+            visit.walk.handled[f"{operation.name} of a score"] += 1
+            visit.absorb("activations", torch.where(visit.grad == 0, 0, operation.result * visit.grad - x * passed))
+            return (passed,)
+        if not is_finite:
             return without_rule(visit, self.unknown)
         visit.walk.handled[f"{operation.name} by f(x)/x"] += 1
         result = operation.repeat() if operation.result is None else operation.result  # a node saves the operand alone
@@ -408,7 +470,20 @@ class Propagation:
         if is_tracing() or not math.isfinite(float(ratio.sum())):
             slope = derivative(operation, torch.zeros_like(at_zero))
             ratio = torch.where(x == 0, slope, ratio) if slope.dim() else ratio.nan_to_num_(float(slope))
-        return (ratio.mul_(visit.grad), *[None] * (len(visit.on_path) - 1))
+        return tuple(ratio.mul_(visit.grad) if is_own else None for is_own in on_path)
+
+    def _through_link(self, visit: Visit, name: str) -> Tensor | None:
+        """Return G at the operand of an increasing function: unchanged if the operand can replace the score.
+
+        So all increasing functions of a score have its map. The logarithm of a softmax is as a log-softmax.
+        """
+        walk, source = visit.walk, _origin(visit.walk, visit.walk.next[visit.node][0][0])
+        before = getattr(walk.operations.get(cast("Node", source)), "name", "")
+        if before in SOFTMAX:
+            return torch.where(visit.grad == 0, 0, cast("Tensor", visit.plain()[0]))
+        is_inverse = (name, before, walk.users[source, 0]) == ("logit", "sigmoid", 1)
+        self._alone.update({source} if is_inverse else ())
+        return visit.grad if is_inverse or (visit.node in self._alone and name in _INCREASING) else None
 
     def _mul(self, visit: Visit) -> Gradients:
         """Pass the gradient of a product with a constant."""
@@ -439,12 +514,9 @@ class Propagation:
 
     def _is_constant_factor(self, node: Node | None, walk: Walk) -> bool:
         """Return whether a factor of a product counts as constant, by the operation that computes it."""
-        while node is not None and (operation := walk.operations.get(node)):
-            if not (is_view(operation.op) or operation.name in ("clone", "_to_copy", "native_dropout")):
-                gates = _GATES if self.composite.constant_gates else frozenset()
-                return operation.name in _DEVIATIONS | gates
-            node = next_functions(node)[0][0]
-        return False
+        operation = walk.operations.get(cast("Node", _origin(walk, node)))
+        gates = _GATES if self.composite.constant_gates else frozenset()
+        return operation is not None and operation.name in _DEVIATIONS | gates
 
     def _div(self, visit: Visit) -> Gradients:
         """Give the relevance of a quotient to the numerator."""
@@ -488,6 +560,48 @@ class Propagation:
             if grad is not None:
                 visit.absorb("softmax", -operation.args[name] * grad)
         return tuple(grads)
+
+
+def _rank(key: RuleKey, module: str) -> tuple[int, ...]:
+    """Return how specific a key of a module is: an exact name, then a pattern, then (after "last", "first") a type."""
+    return (0, len(module), len(key.__mro__)) if isinstance(key, type) else (2 + (key == module), len(key))
+
+
+def _origin(walk: Walk, node: Node | None) -> Node | None:
+    """Return the node that computes a value, without the operations that move or select its numbers."""
+    while node is not None and (operation := walk.operations.get(node)):
+        if not (is_view(operation.op) or operation.name in _SELECTIONS):
+            break
+        node = next_functions(node)[0][0]
+    return node
+
+
+def _of_weights(operation: Operation, scale: Tensor) -> Tensor:
+    """Return factors (1, C, ...) of the results of a linear operation in a shape that broadcasts to its weights."""
+    if not operation.args.get("transposed"):  # a convolution has its outputs first
+        return scale.transpose(0, 1) if scale.dim() > 2 else scale
+    rows, groups = len(operation.args["weight"]), operation.args["groups"]
+    by_row = scale.view(groups, 1, -1).expand(-1, rows // groups, -1)
+    return by_row.reshape(rows, -1, *[1] * (scale.dim() - 2))
+
+
+def _of_matrices(operation: Operation) -> Operation:
+    """Return a product with a vector as a product of matrices, without its result."""
+    args = operation.args
+    first, second = (args[name] for name in _OF_VECTORS[operation.name])
+    factors = first.reshape(-1, len(second)), second[:, None]
+    if operation.name == "addmv":
+        args = {**args, "self": args["self"].reshape(-1, 1)}
+        return Operation(aten.addmm.default, {**args, **dict(zip(_FACTORS["addmm"], factors, strict=True))})
+    return Operation(aten.mm.default, dict(zip(_FACTORS["mm"], factors, strict=True)))
+
+
+def _function_of(operation: Operation, at: int) -> Operation:
+    """Return a pointwise operation as a function of one of its tensors, which comes first."""
+    name = [name for name, value in operation.args.items() if isinstance(value, Tensor)][at]
+    op = aten.log_sigmoid.default if operation.name == "log_sigmoid_forward" else operation.op
+    args = {name: operation.kept_args[name], **operation.kept_args}
+    return replace(operation, op=op, kept_args=args, kept_result=as_results(operation.result)[0])
 
 
 def is_rectifier(walk: Walk, node: Node | None) -> bool:

@@ -76,13 +76,14 @@ class LinearOperation:
     shared: dict[str, tuple[Tensor, Tensor]] | None = None
     bound: Callable[[float | Sequence[float]], Tensor] | None = None
 
-    def merge(self, scale: Tensor, shift: Tensor, relative: Tensor | None) -> None:
+    def merge(self, scale: Tensor, shift: Tensor, relative: Tensor | None, of_weights: Tensor) -> None:
         """Add a factor and a constant for each channel, in the shape (1, C, ...), after the operation.
 
         Args:
             scale: The factors.
             shift: The constants.
             relative: The constants divided by the factors, if these are all positive; else None.
+            of_weights: The factors, in a shape that broadcasts to the weights.
         """
         self.norms = None
         if relative is not None:
@@ -90,8 +91,7 @@ class LinearOperation:
             self.shift, self.unit = relative, scale
             return
         self.bias = shift if self.bias is None else torch.addcmul(shift, self.bias, scale)
-        # A convolution has its outputs first.
-        self.weight = self.weight * (scale.transpose(0, 1) if scale.dim() > 2 else scale)
+        self.weight = self.weight * of_weights
         self.scale, self.shift = scale, shift
 
     @cached_property

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -96,6 +97,11 @@ class ChannelFactors(NamedTuple):
     shift: Tensor
     relative: Tensor | None
 
+    def at(self, numbers: Tensor) -> ChannelFactors:
+        """Return the factors of some channels, which count from 1; for 0, a factor of 1 and a constant of 0."""
+        scale, shift = (F.pad(own, (1, 0), value=at)[numbers.long()] for own, at in ((self.scale, 1), (self.shift, 0)))
+        return ChannelFactors(scale, shift, None if self.relative is None else shift / scale)
+
 
 class Walk:
     """One pass from the scores to the image.
@@ -121,6 +127,7 @@ class Walk:
         specs: The shape and type of each result, by node.
         is_complex: Whether any of these is complex.
         holds_relevance: The nodes at whose only result relevance arrives instead of G.
+        merged: The factors and constants that are merged into a watched tensor, by edge.
     """
 
     def __init__(
@@ -148,6 +155,7 @@ class Walk:
         edges = {name: get_gradient_edge(tensor) for name, tensor in self._tensors.items()}
         self.watched = {(edge.node, edge.output_nr): name for name, edge in edges.items()}
         self.holds_relevance: set[Node] = set()
+        self.merged: dict[Edge, tuple[Tensor, Tensor]] = {}
         self._arrived: dict[Edge, Tensor] = {}
         self._fixed: dict[Edge, Tensor] = {}  # relevance that has no G
         self._image: dict[Node, int | None] = {}  # of nodes that compute something for one image alone
@@ -239,7 +247,9 @@ class Walk:
         name = self.watched.get(edge)
         if name is None or grad is None:
             return grad
-        value = self._tensors[name] if value is None else value
+        if value is None:
+            scale, shift = self.merged.get(edge, (1, 0))
+            value = self._tensors[name] * scale + shift
         if name in self._changes:
             grad = self._changes[name](self, value, grad)
         self.at[name] = self.at.get(name, 0) + at_least_float32(grad) * value

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import saliency
 from saliency import SaliencyWarning, TargetError
 from saliency.methods.full_grad import FullGrad
-from tests.models import small_vit
+from tests.models import OwnForward, small_vit
 
 
 @pytest.fixture(autouse=True)
@@ -256,3 +256,15 @@ def test_a_score_without_a_gradient_is_refused() -> None:
     model, x = lived_in(Small(F.relu)), torch.randn(1, 3, 9, 8, dtype=torch.float64)
     with pytest.raises(TargetError, match="no gradient"):
         FullGrad(model).attribute(x, lambda output: output.detach()[:, 0])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+def test_a_model_in_vmap_or_frozen_warns() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)).eval()
+    x, scripted = torch.randn(1, 3, 8, 8), torch.jit.script(net)
+    usual = saliency.FullGrad(net).attribute(x, 1).values
+    torch.testing.assert_close(saliency.FullGrad(scripted).attribute(x, 1).values, usual)
+    mapped = OwnForward(lambda m, x: torch.vmap(lambda one: m.net(one[None])[0])(x), net=net).eval()
+    for other in (mapped, torch.jit.freeze(scripted)):
+        with pytest.warns(saliency.SaliencyWarning, match="vmap and torch.jit.freeze change operations"):
+            saliency.FullGrad(other).attribute(x, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import saliency
 from saliency import METHODS, GradCAM, SmoothGrad, contrast, explain_together, probability, similarity, value
 from saliency.errors import MethodError, NotApplicableError, SaliencyWarning
 from saliency.methods.baselines import blurred
@@ -26,7 +28,7 @@ from saliency.methods.integrated_gradients import (
     quadrature,
 )
 from saliency.testing import tiny_model
-from tests.models import Checkpointed, FunctionModel
+from tests.models import Checkpointed, FunctionModel, OwnForward
 
 SHAPE = (3, 8, 8)
 
@@ -423,3 +425,35 @@ def test_a_wrapped_idgi_says_that_it_explains_the_probability() -> None:
         expected = model(x).softmax(1)[:, 2]
     assert found.target_names == ("probability of class 2",)
     torch.testing.assert_close(found.scores, expected)
+
+
+class _Reversed(torch.autograd.Function):
+    """The identity, with the gradient reversed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        saliency.IntegratedGradients,
+        saliency.GuidedIG,
+        saliency.BlurIG,
+        partial(saliency.IntegratedGradients, tolerance=0.1),
+    ],
+)
+def test_a_residual_of_more_than_half_of_the_increase_is_noted(method: Any) -> None:
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(48, 3)).double()
+    reverse = OwnForward(lambda m, x: m.linear(_Reversed.apply(x)), linear=linear)
+    x = torch.rand(2, 3, 4, 4, dtype=torch.float64)
+    plain, reversed_ = (method(net.eval()).attribute(x, 1) for net in (linear, reverse))
+    assert plain.notes == ("", "")
+    torch.testing.assert_close(reversed_.values, -plain.values)
+    for note, rise in zip(reversed_.notes, plain.values.flatten(1).sum(1).tolist(), strict=True):
+        assert note == f"the values miss {2 * rise:.2g} of an increase of the score by {rise:.2g}"

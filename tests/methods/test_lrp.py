@@ -16,7 +16,18 @@ import saliency
 from saliency import CPLRP, LRP, AttnLRP, ExcitationBackprop, Explanation, Preprocess
 from saliency.cli import main
 from saliency.methods import lrp
-from saliency.relevance import Epsilon, Flat, Gamma, NonlinearOperation, NonlinearRule, Pass, Rule, ZBox, ZPlus
+from saliency.relevance import (
+    COMPOSITES,
+    Epsilon,
+    Flat,
+    Gamma,
+    NonlinearOperation,
+    NonlinearRule,
+    Pass,
+    Rule,
+    ZBox,
+    ZPlus,
+)
 from saliency.relevance.walk import Walk
 from saliency.testing import tiny_model
 from tests.commandline import COFFEE, copies, share_models
@@ -587,15 +598,22 @@ class Pass1(Flat):
     name = "one"
 
 
-def test_the_innermost_name_counts() -> None:
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_most_specific_key_wins_in_any_order(in_order: bool) -> None:
     net = nn.Sequential(chain()).eval()
-    found = LRP(net, composite={"0.0": ZPlus(), "0": Gamma(), "0.*": Epsilon(0.1)}).attribute(images(), 3).coverage
-    assert found is not None
-    # A pattern gives its rule to all modules that it matches, and a later entry overrides an earlier one.
-    assert found.handled == {"linear by epsilon": 2, "conv by epsilon": 2}
-    found = LRP(net, composite={"0": Gamma(), "0.0": ZPlus()}).attribute(images(), 3).coverage
-    assert found is not None
-    assert found.handled == {"linear by gamma": 2, "conv by gamma": 1, "conv by z+": 1}
+    tables: list[tuple[dict[Any, Any], dict[str, Any]]] = [
+        ({"0.0": ZPlus(), "0.9": Flat(), "*": Epsilon()}, {"0.0": ZPlus(), "0.9": Flat()}),
+        ({"0.0": ZPlus(), "0": Epsilon()}, {"0.0": ZPlus()}),
+        ({"0.[0-3]": ZPlus(), "*": Epsilon()}, {"0.0": ZPlus(), "0.3": ZPlus()}),
+        ({"*.3": ZPlus(), nn.Conv2d: Flat(), "linear": Epsilon()}, {"0.0": Flat(), "0.3": ZPlus()}),
+        ({nn.Conv2d: ZPlus(), nn.Module: Epsilon()}, {"0.0": ZPlus(), "0.3": ZPlus()}),
+    ]
+    for table, expected in tables:
+        entries = [*table.items()] if in_order else [*table.items()][::-1]
+        coverage = LRP(net, composite=dict(entries)).attribute(images(), 3).coverage
+        assert coverage is not None
+        linear = {f"0.{i}": repr(expected.get(f"0.{i}", Epsilon())) for i in LINEAR}
+        assert dict(coverage.rules) == linear
 
 
 @pytest.mark.parametrize(
@@ -610,10 +628,12 @@ def test_the_innermost_name_counts() -> None:
             r'no layer "hed"; did you mean "head".*the kinds are conv, linear, activation, norm, first',
         ),
         ({"blocks.*": Gamma()}, r'no layer "blocks\.\*"'),
-        ({"conv*": ZPlus(), "bn*": ZPlus()}, r'the rule of "bn\*" fits no operation'),
-        ({"conv": ZPlus(), "relu": ZPlus()}, 'the rule of "relu" fits no operation'),
-        ({nn.ReLU: ZPlus()}, 'the rule of "ReLU" fits no operation: no convolution'),
-        ({"head": Half()}, 'the rule of "head" fits no operation: no activation or normalisation'),
+        ({"conv*": ZPlus(), "bn*": ZPlus()}, r'the rule of "bn\*" is never used'),
+        ({"conv": ZPlus(), "relu": ZPlus()}, 'the rule of "relu" is never used'),
+        ({"conv1": ZPlus(), "conv[1]": Flat()}, r'the rule of "conv\[1\]" is never used.* more specific'),
+        ({"conv*": ZPlus(), nn.Conv2d: Flat()}, 'the rule of "Conv2d" is never used'),
+        ({nn.ReLU: ZPlus()}, 'the rule of "ReLU" is never used: no convolution'),
+        ({"head": Half()}, 'the rule of "head" is never used: no activation or normalisation'),
         ({"norm": ZPlus()}, r'"norm" takes a NonlinearRule, got ZPlus'),
         ({"conv": Half()}, r'"conv" takes a Rule, got Half\(\)'),
         ({int: ZPlus()}, "expected a composite's name, or a mapping from an operation kind, a type of modules"),
@@ -645,6 +665,34 @@ def test_settings_name_the_composite() -> None:
     assert own == "{'conv': Gamma(gamma=0.1), 'head': Uniform()}"
 
 
+@pytest.mark.parametrize("composite", [None, *COMPOSITES])
+@pytest.mark.parametrize("head", ["conv", "linear", "convs of two levels"])
+def test_pixels_that_support_a_score_have_positive_relevance_whatever_its_sign(
+    composite: str | None, head: str
+) -> None:
+    heads: dict[str, nn.Module] = {
+        "conv": nn.Sequential(nn.Conv2d(8, 2, 1), nn.AdaptiveMaxPool2d(1), nn.Flatten()),
+        "linear": nn.Sequential(nn.Flatten(), nn.Linear(8 * 36, 2)),
+        "convs of two levels": OwnForward(
+            lambda m, y: (m.a(y) + m.b(y[:, :, ::2, ::2]).repeat_interleave(2, 2).repeat_interleave(2, 3)).amax((2, 3)),
+            a=nn.Conv2d(8, 2, 1),
+            b=nn.Conv2d(8, 2, 3, padding=1),
+        ),
+    }
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), heads[head]).double().eval()
+    x = images(1, 8).abs()
+    for parameter in net.parameters():
+        parameter.data.abs_()
+    last = [layer for layer in net.modules() if isinstance(layer, nn.Conv2d | nn.Linear)][-1]
+    assert last.bias is not None
+    last.bias.data -= 0.3 + net(x).max()  # all pixels support a score below 0
+    method = LRP(net, composite=composite, preprocess=Preprocess(std=(0.3,) * 3, mean=(0.0,) * 3))
+    found = method.attribute(x, 1)
+    assert float(found.scores) < 0
+    assert float(found.values.min()) >= 0
+    assert float(found.values.sum()) > 0
+
+
 def test_deep_taylor_is_z_plus_with_a_box_at_the_pixels() -> None:
     net, preprocess = chain(), Preprocess(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
     x = images().clamp(-0.7, 1.6)
@@ -654,10 +702,15 @@ def test_deep_taylor_is_z_plus_with_a_box_at_the_pixels() -> None:
         ).repeat_interleave(144)
         for end in (0, 1)
     )
-    rules = dict.fromkeys(LINEAR, textbook.z_plus()) | {0: textbook.z_box(low, high)}
+    rules = dict.fromkeys(LINEAR, textbook.z_plus()) | {0: textbook.z_box(low, high), 9: textbook.epsilon(1e-6)}
     expected = textbook.lrp(list(net), x, 3, rules)[0]
     assert_same(LRP(net, composite="deep_taylor", preprocess=preprocess).attribute(x, 3).values, expected, 1e-6)
-    bounds = {"first": ZBox(low[::144].tolist(), high[::144].tolist()), "conv": ZPlus(), "linear": ZPlus()}
+    bounds = {
+        "first": ZBox(low[::144].tolist(), high[::144].tolist()),
+        "conv": ZPlus(),
+        "linear": ZPlus(),
+        "last": Epsilon(),
+    }
     assert_same(LRP(net, composite=bounds).attribute(x, 3).values, expected, 1e-6)
     with pytest.raises(
         saliency.MethodError, match=r"z-box needs the bounds .* pass ZBox\(low, high\), or a model with"

@@ -257,6 +257,131 @@ def test_a_network_has_the_same_relevance_however_it_is_spelled(spelling: str, c
     assert_same(explained(twin, x, composite), explained(model, x, composite))
 
 
+def _conv(m: Any, x: Tensor, channels: slice = slice(None)) -> Tensor:
+    return F.conv2d(x, m.conv.weight[channels], m.conv.bias[channels])
+
+
+_NORMED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "flattened": lambda m, x: norm(m.conv(x).flatten(2), m.norm).reshape(-1, 8, 10, 10),
+    "channels last": lambda m, x: (
+        norm(m.conv(x).permute(0, 2, 3, 1).flatten(0, 2), m.norm).view(-1, 10, 10, 8).mT.mT.permute(0, 3, 1, 2)
+    ),
+    "another dimension": lambda m, x: norm(m.conv(x)[:, :, None], m.norm)[:, :, 0],
+    "slice": lambda m, x: norm(m.conv(F.pad(x, (0, 0, 0, 1)))[:, :, :-1], m.norm),
+    "slice of the channels": lambda m, x: norm(
+        F.conv2d(x, torch.cat([m.conv.weight] * 2), torch.cat([m.conv.bias] * 2))[:, 8:], m.norm
+    ),
+    "cat": lambda m, x: norm(torch.cat([_conv(m, x, slice(3)), _conv(m, x, slice(3, 8))], 1), m.norm),
+    "cat of rows": lambda m, x: norm(torch.cat([m.conv(x[:, :, :7]), m.conv(x[:, :, 5:])], -2), m.norm),
+    "full backward hooks": lambda m, x: m.norm(m.conv(x)),
+}
+
+
+def _normed(forward: Callable[[Any, Tensor], Tensor], sign: float, conv: nn.Module | None = None) -> Any:
+    torch.manual_seed(0)
+    top = nn.Sequential(nn.ReLU(), nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(5, dtype=torch.float64))
+    layers = {"conv": nn.Conv2d(3, 8, 3), "norm": nn.BatchNorm2d(8), "top": top}
+    net = OwnForward(lambda m, x: m.top(forward(m, x)), **(layers | ({} if conv is None else {"conv": conv}))).double()
+    net.eval()(torch.zeros(2, 3, 12, 12).double())
+    lived_in(net)
+    net.get_parameter("norm.weight").data[:4] *= sign
+    return net.double().eval()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("method", [*(partial(LRP, composite=name) for name in BY_NAME[1:]), saliency.AttnLRP])
+@pytest.mark.parametrize("spelling", _NORMED)
+def test_a_batch_norm_is_merged_through_operations_that_move_numbers(
+    spelling: str, method: Callable[..., saliency.Attribution], sign: float
+) -> None:
+    usual, net = (_normed(forward, sign) for forward in (lambda m, x: m.norm(m.conv(x)), _NORMED[spelling]))
+    if spelling == "full backward hooks":
+        for layer in net.modules():
+            layer.register_full_backward_hook(lambda *_: None)
+            layer.register_full_backward_pre_hook(lambda *_: None)
+    x = images()
+    torch.testing.assert_close(net(x), usual(x))
+    found, expected = (method(each).attribute(x, [1, 3]) for each in (net, usual))
+    assert_same(found.values, expected.values, 1e-6)
+    assert "by |z|" not in str(found.coverage)
+
+
+def test_a_batch_norm_is_merged_through_a_cast() -> None:
+    def cast(m: Any, x: Tensor) -> Tensor:
+        return F.batch_norm(
+            m.conv(x).double(), *(own.double() for own in (m.norm.running_mean, m.norm.running_var))
+        ).float()
+
+    def usual(m: Any, x: Tensor) -> Tensor:
+        return F.batch_norm(m.conv(x), m.norm.running_mean, m.norm.running_var)
+
+    nets = [_normed(forward, 1.0) for forward in (usual, usual)]
+    nets[1]._forward = lambda m, x: m.top(cast(m, x))
+    nets = [net.float() for net in nets]
+    x = images().float()
+    for composite in BY_NAME:
+        found, expected = (explained(net, x, composite) for net in nets)
+        assert_same(found, expected, 1e-4)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("composite", BY_NAME)
+def test_a_batch_norm_is_merged_with_a_transposed_convolution(composite: str, groups: int, sign: float) -> None:
+    conv = nn.ConvTranspose2d(4, 8, 3, stride=2, padding=1, output_padding=1, groups=groups)
+    net = _normed(lambda m, x: m.norm(m.conv(F.pad(x, (0, 0, 0, 0, 0, 1), value=0.5))), sign, conv)
+    folded = _normed(lambda m, x: m.conv(F.pad(x, (0, 0, 0, 0, 0, 1), value=0.5)), sign, copy.deepcopy(conv))
+    folded.load_state_dict(net.state_dict())
+    scale = net.norm.weight / (net.norm.running_var + net.norm.eps).sqrt()
+    of_rows = scale.view(groups, 1, -1).expand(-1, 4 // groups, -1).reshape(4, 8 // groups, 1, 1)
+    folded.conv.weight.data *= of_rows
+    folded.conv.bias.data = (net.norm.bias + scale * (net.conv.bias - net.norm.running_mean)).detach()
+    x = images()
+    torch.testing.assert_close(net(x), folded(x))
+    assert_same(explained(net, x, composite), explained(folded, x, composite), 1e-6)
+
+
+_SPELLED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "mul": lambda m, x: m.norm(m.conv(x) * 2),
+    "add": lambda m, x: m.norm(m.conv(x) + 1),
+    "split": lambda m, x: torch.cat([m.norm(part) for part in m.conv(x).split(5, 2)], 2),
+    "view": lambda m, x: torch.vmap(lambda one: m.norm(m.conv(one[None]))[0])(x),
+}
+
+
+@pytest.mark.parametrize("spelling", _SPELLED)
+def test_a_batch_norm_that_another_spelling_would_merge_warns(spelling: str) -> None:
+    net = _normed(_SPELLED[spelling], 1.0)
+    for count in (1, 2):
+        obstacle = "vmap" if spelling == "view" and count == 1 else spelling
+        with pytest.warns(
+            SaliencyWarning, match=rf"not merged .* because of .*{obstacle} \(.* how the model is written"
+        ):
+            LRP(net).attribute(images(count), 1)
+
+
+@pytest.mark.parametrize("layer", ["conv", "norm"])
+@pytest.mark.parametrize("composite", BY_NAME)
+def test_relevance_of_a_layer_before_views_is_that_of_the_merged_output(layer: str, composite: str) -> None:
+    usual, net = (_normed(forward, -1.0) for forward in (lambda m, x: m.norm(m.conv(x)), _NORMED["flattened"]))
+    x = images()
+    expected = LRP(usual, layer, composite=composite).attribute(x, 3)
+    assert_same(LRP(net, "conv", composite=composite).attribute(x, 3).values, expected.values)
+    chosen = LRP(net, composite=composite, through={"conv": [1, 5]}).attribute(x, 3)
+    assert_same(chosen.values, LRP(usual, composite=composite, through={"conv": [1, 5]}).attribute(x, 3).values)
+
+
+def test_the_norms_of_levit_are_merged() -> None:
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    coverage = (
+        LRP(timm.create_model("levit_128s", num_classes=5).eval()).attribute(torch.randn(1, 3, 224, 224), 1).coverage
+    )
+    assert coverage is not None
+    assert coverage.handled["batch_norm merged"] == 50
+    assert coverage.handled["batch_norm by |z|"] == 2  # of the two classifiers, after the mean over tokens
+
+
 @pytest.mark.parametrize("composite", BY_NAME)
 @pytest.mark.parametrize("frozen", ["all", "weights", "first", "linear"])
 def test_frozen_parameters_change_nothing(frozen: str, composite: str) -> None:

@@ -21,6 +21,7 @@ from saliency.attribution.questions import Questions
 from saliency.hooks import operations as tables
 from saliency.hooks.operations import SavedValues
 from saliency.relevance import propagation
+from saliency.targets.question import Images
 from tests.relevance.test_lrp import lived_in
 
 Function = Callable[[Tensor], Tensor]
@@ -220,7 +221,7 @@ def test_every_operation_of_the_tables_has_an_example() -> None:
     for functions in OPERATIONS.values():
         for function in functions:
             model, x = _network(function)
-            grads = TargetGradients(SharedForward(model, x, Needs(values=SavedValues.ALL)), Questions(1, 1, None))
+            grads = TargetGradients(SharedForward(model, x, Needs(values=SavedValues.ALL)), Questions(1, Images()))
             found = map(grads.forward.operations.operation, grads.nodes)
             seen |= {operation.name for operation in found if operation is not None}
     known = tables.LINEAR | tables.ADDITIVE | tables.NORMS | tables.SOFTMAX | tables.ACTIVATIONS | tables.PLAIN

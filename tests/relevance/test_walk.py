@@ -146,6 +146,18 @@ _CONSERVED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "random ReLU": lambda y, weight: nn.functional.rrelu(y) * weight,
     "chunks": lambda y, weight: torch.cat(torch.unsafe_chunk(y, 2, 1)[::-1], 1),
     "maximum of two signals": lambda y, weight: torch.maximum(y, y * weight),
+    "log-sigmoid": lambda y, weight: nn.functional.logsigmoid(y) * weight,
+    "logarithm of a softmax": lambda y, weight: y.softmax(1).clamp(1e-9).log() * weight,
+    "logit of a sigmoid": lambda y, weight: y.sigmoid().logit() * weight,
+    "lerp of two signals": lambda y, weight: torch.lerp(y, y.sigmoid(), weight),
+    "lerp from a constant": lambda y, weight: torch.lerp(weight.expand_as(y), y, 0.3),
+    "lerp to a constant": lambda y, weight: torch.lerp(y, weight.expand_as(y), 0.3),
+    "power with a constant base": lambda y, weight: torch.pow(weight.abs() + 1, y),
+    "product of many": lambda y, weight: y.prod(1, keepdim=True) + weight,
+    "sums at indices": lambda y, weight: weight.expand_as(y).scatter_add(
+        1, torch.arange(4).view(4, 1, 1).expand_as(y), y
+    ),
+    "sums at an index": lambda y, weight: weight.expand_as(y).index_add(1, torch.tensor([0, 1, 1, 0]), y),
 }
 _REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add in place on a part": _write("add_"),
@@ -153,9 +165,11 @@ _REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mul in place on a part": _write("mul_"),
     "sigmoid in place on a part": _write("sigmoid_"),
     "maximum": lambda y, weight: torch.maximum(y, weight),
-    "lerp": lambda y, weight: torch.lerp(y, y.sigmoid(), weight),
+    "lerp": lambda y, weight: torch.lerp(y, y.sigmoid(), y),
     "abs of complex numbers": lambda y, weight: torch.fft.rfft2(y).abs(),
-    "log_sigmoid": lambda y, weight: nn.functional.logsigmoid(y),
+    "log": lambda y, weight: (y.exp() + weight.abs()).log(),
+    "logit": lambda y, weight: y.tanh().abs().logit(),
+    "_cdist_forward": lambda y, weight: torch.cdist(y, weight.expand(4, 6, 6)),
 }
 
 
@@ -294,6 +308,83 @@ def test_an_operation_without_a_rule_is_refused_with_its_name(name: str) -> None
         saliency.LRP(model).attribute(x, TARGETS)
     by_gradient = saliency.LRP(model, unknown="gradient").attribute(x, TARGETS)
     assert " by gradient" in str(by_gradient.coverage)
+
+
+def _scored() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 6))
+    return net.double().eval(), torch.randn(2, 3, 6, 6, dtype=torch.float64)
+
+
+_METHODS = [partial(saliency.LRP, composite="gamma"), saliency.LRP, saliency.AttnLRP, saliency.CPLRP]
+_VECTOR = torch.linspace(-1, 2, 6, dtype=torch.float64)
+_SCORES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "@": (lambda y: y @ _VECTOR, lambda y: (y @ _VECTOR[:, None])[:, 0]),
+    "@ from the left": (lambda y: _VECTOR @ y.T, lambda y: (y @ _VECTOR[:, None])[:, 0]),
+    "matrix times a signal": (lambda y: torch.stack([(_VECTOR[None] @ r)[0] for r in y]), lambda y: y @ _VECTOR),
+    "dot": (lambda y: torch.stack([torch.dot(row, _VECTOR) for row in y]), lambda y: y @ _VECTOR),
+    "vdot": (lambda y: torch.stack([torch.vdot(_VECTOR, row) for row in y]), lambda y: y @ _VECTOR),
+    "addmv": (
+        lambda y: torch.addmv(torch.ones(len(y)).double(), y, _VECTOR, beta=2, alpha=3),
+        lambda y: torch.addmm(torch.ones(len(y), 1).double(), y, _VECTOR[:, None], beta=2, alpha=3)[:, 0],
+    ),
+    "addmv of two signals": (
+        lambda y: torch.addmv(y[:, 0], y, _VECTOR, beta=2),
+        lambda y: 2 * y[:, 0] + y @ _VECTOR,
+    ),
+    "addmm of two signals": (
+        lambda y: torch.addmm(y[:, :1], y, _VECTOR[:, None], beta=2)[:, 0],
+        lambda y: 2 * y[:, 0] + y @ _VECTOR,
+    ),
+    "lerp": (lambda y: torch.lerp(y[:, 0], y[:, 1], 0.3), lambda y: 0.7 * y[:, 0] + 0.3 * y[:, 1]),
+    "trace": (lambda y: torch.stack([row.view(2, 3).trace() for row in y]), lambda y: y[:, 0] + y[:, 4]),
+    "take": (lambda y: y.take(torch.tensor([1, 7])[: len(y)]), lambda y: y[:, 1]),
+    "nansum": (lambda y: y.nansum(1), lambda y: y.sum(1)),
+    "prod of two": (lambda y: y[:, :2].prod(1), lambda y: y[:, 0] * y[:, 1]),
+    "third smallest": (lambda y: y.kthvalue(3, 1).values, lambda y: y.sort(1).values[:, 2]),
+    "scatter_add": (
+        lambda y: y.new_zeros(len(y), 2).scatter_add(1, torch.tensor([[0, 1, 0, 1, 0, 1]] * len(y)), y)[:, 1],
+        lambda y: y[:, 1::2].sum(1),
+    ),
+    "logarithm of a softmax": (lambda y: y.softmax(1)[:, 1].log(), lambda y: y.log_softmax(1)[:, 1]),
+    "contrast of logarithms": (
+        lambda y: y.softmax(1)[:, 1].log() - y.softmax(1)[:, 2].log(),
+        lambda y: y.log_softmax(1)[:, 1] - y.log_softmax(1)[:, 2],
+    ),
+    "logit of a sigmoid": (lambda y: y.sigmoid().logit()[:, 2:5].mean(1), lambda y: y[:, 2:5].mean(1)),
+    "safe logit of a sigmoid": (lambda y: y.sigmoid().logit(1e-6)[:, 2:5].mean(1), lambda y: y[:, 2:5].mean(1)),
+    # Increasing functions of a score have its map.
+    "sigmoid": (lambda y: y.sigmoid()[:, 1], lambda y: y[:, 1]),
+    "sigmoids one by one": (lambda y: torch.stack([row.sigmoid()[1] for row in y]), lambda y: y[:, 1]),
+    "logarithm of a sigmoid": (lambda y: y[:, 1].sigmoid().log(), lambda y: y[:, 1]),
+    "log-sigmoid": (lambda y: nn.functional.logsigmoid(y[:, 1]), lambda y: y[:, 1]),
+    "saturated sigmoid": (lambda y: (y[:, 1] * 1e4).sigmoid() / 1e4, lambda y: y[:, 1]),
+    "negative logarithm": (lambda y: -(1 - y[:, 1].sigmoid()).log(), lambda y: y[:, 1]),
+    "largest probability": (lambda y: y.sigmoid().amax(1).logit(), lambda y: y.amax(1)),
+}
+
+
+@pytest.mark.parametrize("method", _METHODS)
+@pytest.mark.parametrize("name", _SCORES)
+def test_a_score_has_the_map_of_another_spelling(name: str, method: Callable[..., saliency.Attribution]) -> None:
+    net, x = _scored()
+    found, expected = (method(net).attribute(x, score) for score in _SCORES[name])
+    assert float(expected.values.abs().max()) > 0
+    assert error(found.values, expected.values) < 1e-6
+    assert found.residual is not None
+    assert float(found.residual.abs().max()) < 1e-6 * float(found.scores.abs().max())
+    if name != "take":
+        single = method(net).attribute(x[1:], _SCORES[name][0])
+        assert error(found.values[1:], single.values) < 1e-9
+
+
+def test_each_factor_of_a_product_has_the_same_relevance() -> None:
+    linear, x = nn.Linear(12, 6, bias=False).double(), torch.rand(1, 3, 2, 2).double()
+    net = nn.Sequential(nn.Flatten(), linear)
+    found = saliency.AttnLRP(net).attribute(x, lambda y: y[:, :3].prod(1))
+    y, weight = net(x)[0].detach(), linear.weight.detach()
+    expected = (x.flatten() * weight[:3] / y[:3, None]).sum(0) * y[:3].prod() / 3
+    assert error(found.values.flatten(), expected) < 1e-9
 
 
 class _Rows(nn.Module):
