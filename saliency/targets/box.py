@@ -168,7 +168,7 @@ class BoxScore(LocatedTarget):
 
     def _score(self, row: Candidates, match: Match) -> Tensor:
         # Without the gradient of the weights, a map of the class does not mix in the place of the box.
-        boxes = row.boxes.detach().to(torch.promote_types(row.boxes.dtype, torch.float32))
+        boxes = row.boxes.detach()
         overlaps = iou(boxes, boxes.new_tensor(match.box))
         near = overlaps > 0
         weights = (_SHARPNESS * overlaps[near]).expm1()
