@@ -512,12 +512,10 @@ def neuron_layer(model: nn.Module, targets: Sequence[TargetLike]) -> str | None:
         TargetError: Only some are neurons, or they belong to several layers.
     """
     flat = chain.from_iterable(target if isinstance(target, list | tuple) else [target] for target in targets)
-    layers = {target.layer if isinstance(target, Neuron) else None for target in flat}
-    if not layers - {None}:
-        return None
+    layers = {find(model, target.layer)[0] if isinstance(target, Neuron) else None for target in flat}
     if len(layers) > 1:
         raise TargetError("all targets of one call must be neurons of one layer, or none")
-    return find(model, layers.pop() or "")[0]
+    return next(iter(layers), None)
 
 
 def require_methods(methods: Sequence[Attribution]) -> None:

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from ..errors import NonFiniteError, TargetError, warn
 from ..hooks.autograd_graph import ends_in_probability, forward_hook_ids, tensor_version
 from ..hooks.dual_encoder import DualEncoder
-from ..hooks.forward_args import bind_image, cache_of, unbind_forward_args
+from ..hooks.forward_args import bind_image, cache_of, returned_layer, unbind_forward_args
 from ..hooks.model_state import leaf, run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
 from ..hooks.tracing import is_tracing
 from ..io.preprocess import Box, Frame, Geometry
+from ..layers.find import trace_layers
+from ..layers.layout import is_channels_first
 from ..targets.targets import (
     Categories,
     FunctionTarget,
@@ -28,6 +30,7 @@ from ..targets.targets import (
     OutputTarget,
     Prompt,
     TargetLike,
+    TargetList,
     as_target,
     one_score_each,
     output_tensor,
@@ -85,6 +88,10 @@ class ResolvedTarget:
 
         self.target = self.target.bind(encode_text, encode_image)
         self._ends_in_probability = partial(_ends_in_probability, model, x)
+        if (layer := returned_layer()) is not None:
+            neurons: Any = getattr(self.target, "targets", (self.target,))
+            targets = [replace(neuron, layer=layer, axis=_channel_axis(model, layer, x)) for neuron in neurons]
+            self.target = TargetList(tuple(targets)) if isinstance(self.target, TargetList) else targets[0]
 
     def replaced(self, target: OutputTarget) -> ResolvedTarget:
         """Return another target of the same call, which is not resolved yet."""
@@ -282,6 +289,17 @@ def _noise_like(x: Tensor) -> Tensor:
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(x)
     deviation = x.std() if x.numel() > 1 else x.new_zeros(())
     return x.mean() + noise * torch.where(deviation > 0, deviation, torch.ones_like(deviation))
+
+
+def _channel_axis(model: nn.Module, layer: str, x: Tensor) -> int | None:
+    """Return the axis of the channels in a layer's output, by the type of the layer or its positions in the image."""
+    module = model.get_submodule(layer)
+    if is_channels_first(module):
+        return 1
+    if isinstance(module, nn.Linear):
+        return -1
+    kinds = [traced.layout.kind for traced in trace_layers(model, x).spatial if traced.name == layer]
+    return {"NCHW": 1, "NHWC": -1, "NTC": -1}[kinds[0]] if kinds else None
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:

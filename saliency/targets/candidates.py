@@ -269,7 +269,8 @@ def _columns(y: Tensor, levels: Any, size: tuple[int, int], classes: int | None)
     levels = levels if isinstance(levels, list | tuple) else []
     extra = [part for part in levels if isinstance(part, Tensor) and part.shape[::2] == y.shape[::2]]
     if extra:  # the masks or joints of Ultralytics follow the classes
-        return _with_joints(_columns(y[:, : -extra[0].shape[1]], levels[0], size, classes), y, extra[0])
+        count = y.shape[1] - extra[0].shape[1]
+        return _with_joints(_columns(y[:, :count], levels[0], size, count - 4), y, extra[0])
     levels = [level for level in levels if isinstance(level, Tensor)]
     dims = {level.dim() for level in levels}
     if len(levels) > 1 and dims == {4} and levels[0].shape[-1] == 4 and levels[0].shape[:3] == levels[1].shape[:3]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import TargetError, did_you_mean, plural
 from ..io.preprocess import Box, Geometry
@@ -361,15 +361,22 @@ class LayerOutput:
 class Neuron(OutputTarget):
     """Activation of a channel of a layer; see `neuron`."""
 
-    layer: str
+    layer: str | nn.Module
     channel: int
     at: tuple[int, ...] | None = None
+    axis: int | None = None  # of the channels in outputs of more than two axes; None if unknown
 
     def __call__(self, output: Any) -> Tensor:
-        """Return the activations (N,). Raises TargetError if there is no such channel or position."""
+        """Return the activations (N,). Raises TargetError without such a channel or position, or a known axis."""
         if not isinstance(output, LayerOutput):
             raise TargetError("a neuron is a target of methods only")
-        values = output.values.movedim(-1, 1) if output.values.dim() == 3 else output.values  # tokens (N, T, K)
+        values = output.values
+        if values.dim() > 2 and self.axis is None:
+            problem = (
+                f"the output {tuple(values.shape)} of the layer {self.layer} does not show which axis holds channels"
+            )
+            raise TargetError(f"{problem}; choose a convolution, a linear layer, or a layer of maps or patches")
+        values = values.movedim(self.axis or 1, 1) if values.dim() > 2 else values
         shape = tuple(values.shape[1:])
         if not shape or self.channel >= shape[0]:
             raise TargetError(f"there is no channel {self.channel} in the layer {self.layer} with outputs of {shape}")
@@ -519,20 +526,23 @@ def value(*index: int) -> Target:
     return Value(index)
 
 
-def neuron(layer: str, channel: int, at: int | Sequence[int] | None = None) -> Target:
+def neuron(layer: str | nn.Module, channel: int, at: int | Sequence[int] | None = None) -> Target:
     """Explain the activation of a channel of a layer, instead of the model's output.
 
     All targets of one call must be neurons of one layer. The layer of a CAM must be before it.
 
     Args:
-        layer: The name of the layer, as in `model.named_modules()`. Its first output tensor is read: (N, K),
-            (N, K, h, w), or tokens (N, T, K).
+        layer: The name of the layer, as in `model.named_modules()`, or the module itself. Its first output tensor is
+            read: (N, K); (N, K, h, w) or (N, h, w, K); or tokens (N, T, K). Convolutions, linear layers and the
+            positions of maps and patches in the image show which axis holds the channels.
         channel: The index of the channel.
-        at: The position in the layer's output, (row, column) or the index of a token. By default the mean over all.
+        at: The position in the other axes of the output, (row, column) or the index of a token. By default the mean
+            over all.
 
     Raises:
-        TargetError: An index is not a non-negative integer. In `attribute`: the model has no such layer,
-            channel or position.
+        TargetError: An index is not a non-negative integer. In `attribute`: there is no such channel or
+            position, or the axis of the channels is unknown.
+        LayerError: In `attribute`: the model has no such layer, or `layer` is neither a name nor a module.
     """
     place = None if at is None else tuple(map(class_number, at if isinstance(at, Sequence) else (at,)))
     return Neuron(layer, class_number(channel), place)

@@ -295,6 +295,80 @@ def test_a_neuron_is_the_activation_of_a_channel_in_every_method(name: str) -> N
         torch.testing.assert_close(place.values, torch.autograd.grad(score, leaf)[0])
 
 
+class Channels(nn.Module):
+    """Features in the layouts that networks use, of 5 channels on a grid of 8 x 12."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 5, 4, 4)
+        self.last, self.tokens = Output(lambda maps: maps.movedim(1, -1)), Output(lambda maps: maps.flatten(1, 2))
+        self.rows, self.line = nn.Linear(5, 5), nn.Conv1d(5, 7, 3)
+        self.pooled, self.odd = Output(lambda line: line.mean(2)), Output(lambda line: line.sort(2).values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.rows(self.tokens(self.last(self.first(x)).relu()))
+        return self.pooled(self.odd(self.line(tokens.mT)))
+
+
+def layer_output(model: nn.Module, layer: str, x: Tensor) -> Tensor:
+    outputs: list[Tensor] = []
+    with torch.no_grad():
+        handle = model.get_submodule(layer).register_forward_hook(lambda module, args, output: outputs.append(output))
+        model(x)
+        handle.remove()
+    return outputs[-1]
+
+
+@pytest.mark.parametrize(
+    ("layer", "axis", "at"),
+    [
+        *(("first", 1, (7, 11)), ("last", -1, (7, 11)), ("tokens", -1, (95,)), ("rows", -1, (95,))),
+        *(("line", 1, (93,)), ("pooled", 1, None)),
+    ],
+)
+def test_the_channels_of_a_neuron_are_on_the_axis_of_its_layer(layer: str, axis: int, at: Any) -> None:
+    torch.manual_seed(0)
+    model = Channels().eval()
+    values = layer_output(model, layer, X).movedim(axis, 1)
+    channel, method = values.shape[1] - 1, VanillaGradient(model)
+    mean = method.attribute(X, saliency.neuron(layer, channel))
+    torch.testing.assert_close(mean.scores, values[:, channel].reshape(2, -1).mean(1))
+    with pytest.raises(TargetError, match=f"no channel {channel + 1}"):
+        method.attribute(X, saliency.neuron(layer, channel + 1))
+    if at is not None:
+        both = [saliency.neuron(layer, 0, at=at), saliency.neuron(layer, 2, at=at)]
+        torch.testing.assert_close(
+            method.attribute(X, both).scores, torch.stack([values[(0, 0, *at)], values[(1, 2, *at)]])
+        )
+
+
+def test_channels_of_a_swin_are_last() -> None:
+    swin = pytest.importorskip("torchvision").models.swin_transformer
+    torch.manual_seed(0)
+    model = swin.SwinTransformer([4, 4], 24, [1, 1], [1, 2], [4, 4]).eval()
+    x = torch.randn(1, 3, 64, 64)
+    explanation = VanillaGradient(model).attribute(x, saliency.neuron("features.1", 23, at=(15, 3)))
+    torch.testing.assert_close(explanation.scores, layer_output(model, "features.1", x)[:, 15, 3, 23])
+
+
+def test_a_neuron_of_a_layer_whose_axes_are_unknown_is_refused() -> None:
+    with pytest.raises(TargetError, match=r"\(2, 7, 94\) of the layer odd does not show which axis holds channels"):
+        VanillaGradient(Channels()).attribute(X, saliency.neuron("odd", 0))
+
+
+def test_the_layer_of_a_neuron_may_be_the_module_itself() -> None:
+    model: Any = Channels()
+    method = VanillaGradient(model)
+    named = method.attribute(X, saliency.neuron("first", 2))
+    targets: Any = [saliency.neuron(model.first, 2), saliency.neuron("first", 2)]
+    for target in (targets[0], targets):
+        explanation = method.attribute(X, target)
+        assert torch.equal(explanation.values, named.values)
+        assert explanation.target_names == named.target_names == ("channel 2 of first",) * 2
+    with pytest.raises(LayerError, match="expected a layer as a dotted name or a module, got Tensor"):
+        method.attribute(X, saliency.neuron(model.first(X), 2))
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [
