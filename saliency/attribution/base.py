@@ -29,7 +29,7 @@ from ..io.inputs import Batch, ImagesLike, Prepare
 from ..io.preprocess import WHOLE, Frame, PreprocessLike, Whole, as_preprocess, without_crop
 from ..layers.find import find
 from ..layers.layout import LayoutFunction, as_layout, bind_layout
-from ..targets.targets import Neuron, TargetLike, as_categories, per_image
+from ..targets.targets import Neuron, OutputTarget, TargetLike, as_categories, per_image
 from ..validation import Registry, check_choice
 from .aliases import refuse_unknown_keywords
 from .answer import Answer, read_inputs
@@ -45,6 +45,8 @@ METHODS: Registry[type[Attribution]] = Registry(
 )
 """All methods by name. A class with a `name` is registered when it is defined."""
 
+SATURATED = "explain the score before its sigmoid or softmax: saliency.neuron(NAME, CLASS) of the last layer before it"
+"""The advice in the warning about a map of 0 for a probability near 0 or 1."""
 MIN_IMAGE_SHARE = 0.1
 """The fraction of the relevance of all tokens of an answer that an image has without a warning."""
 
@@ -334,9 +336,9 @@ class Attribution(HasOptions, ABC):
             units=self.units,
             tokens=batch.sequence if isinstance(batch, Answer) and result.token_shares is not None else (),
         )
-        return replace(explanation, notes=tuple(self._notes(explanation)))
+        return replace(explanation, notes=tuple(self._notes(explanation, target.target)))
 
-    def _notes(self, explanation: Explanation) -> Iterator[str]:
+    def _notes(self, explanation: Explanation, target: OutputTarget) -> Iterator[str]:
         """Yield a note on the limits of each image's map, and warn if the map shows nothing."""
         values = explanation.values.flatten(1)
         largest = torch.maximum(-values.amin(1), values.amax(1))  # much faster than `aminmax(dim=1)`
@@ -345,8 +347,11 @@ class Attribution(HasOptions, ABC):
         for index, name in enumerate(explanation.target_names):
             note = ""
             if shows_nothing[index]:
-                below = f"below the rounding error of a score of {float(explanation.scores[index]):.4g}"
+                score = float(explanation.scores[index])
+                below = f"below the rounding error of a score of {score:.4g}"
                 what = f"is at most {float(largest[index]):.2g}, {below}" if largest[index] else "is 0 everywhere"
+                if target.repeated(index, 1).is_probability and not 1e-3 < score < 1 - 1e-3:
+                    what += f", since the gradient of a probability vanishes near 0 and 1; {SATURATED}"
                 warn(note := f"the {explanation.method} map for {name} {what}")
             elif shares is not None and float(shares[index]) < MIN_IMAGE_SHARE:
                 share = f"only {float(shares[index]):.1%} of the relevance of all tokens"

@@ -60,7 +60,7 @@ class ResolvedTarget:
         self.target = as_target(words() if target is None and self._answer else target, images, categories)
         self.probabilities: Tensor | None = None
         self._is_resolved = False
-        self._ends_in_probability: Callable[[], bool] | None = None
+        self._ends_in_probability: Callable[[Tensor], bool] | None = None
 
     def bind(
         self, model: nn.Module, x: Tensor, read: Callable[[Any], Tensor], frames: Sequence[Frame | None] = ()
@@ -99,11 +99,11 @@ class ResolvedTarget:
         other.target, other._is_resolved = target, False
         return other
 
-    def _is_probability(self, output: Any) -> bool:
+    def is_probability(self, output: Any) -> bool:
         """Return whether an output ends in a sigmoid or softmax."""
         scores = output_tensor(output)
         if not scores.requires_grad and self._ends_in_probability is not None:
-            return self._ends_in_probability()
+            return self._ends_in_probability(scores)
         return ends_in_probability(scores)
 
     def __call__(self, output: Any) -> Tensor:
@@ -115,7 +115,7 @@ class ResolvedTarget:
         """
         if not self._is_resolved:
             answer = None if self._answer is None else self._answer.answer_text
-            self.target = self.target.resolve_from(output, OutputFacts(self.categories, self._is_probability, answer))
+            self.target = self.target.resolve_from(output, OutputFacts(self.categories, self.is_probability, answer))
             self.probabilities = self.target.probabilities(output)
             self._is_resolved = True
         before = _versions(output)
@@ -326,15 +326,16 @@ def cached_serial_reason(model: nn.Module, x: Tensor) -> str:
 _probabilities: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, bool]] = weakref.WeakKeyDictionary()
 
 
-def _ends_in_probability(model: nn.Module, x: Tensor) -> bool:
-    """Return whether the output of a model for images x (N, C, H, W) ends in a sigmoid or softmax.
+def _ends_in_probability(model: nn.Module, x: Tensor, scores: Tensor) -> bool:
+    """Return whether scores of a model for images x (N, C, H, W) are an output that ends in a sigmoid or softmax.
 
-    The model runs once on one image; the answer is cached for its modules and their hooks.
+    The model runs once on one image; the answer is cached for its modules, their hooks and the shape of the scores.
     """
-    key, known = _identity(model), cache_of(_probabilities, model)
+    key, known = (_identity(model), scores.shape[1:]), cache_of(_probabilities, model)
     if key not in known:
         with bind_image(0), torch.enable_grad():
-            known[key] = ends_in_probability(output_tensor(run_model(model, leaf(x[:1]))))
+            outputs = [part for part in tree_tensors(run_model(model, leaf(x[:1]))) if part.shape[1:] == key[1]]
+            known[key] = any(map(ends_in_probability, outputs))
     return bool(known[key])
 
 

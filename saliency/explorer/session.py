@@ -191,7 +191,7 @@ class Session:
             return ["text"]
         kinds: dict[str, Callable[[], object]] = {
             "class": lambda: class_scores(output),
-            "region": lambda: self._regions(output),
+            "region": lambda: self._regions(output, batch),
             "box": lambda: self._detections(output, batch),
         }
         known = []
@@ -294,7 +294,7 @@ class Session:
         return {
             "top": self._top(output, batch) if "class" in self.asks else [],
             "boxes": self._detections(output, batch) if "box" in self.asks else [],
-            **(self._regions(output) if "region" in self.asks else {"regions": []}),
+            **(self._regions(output, batch) if "region" in self.asks else {"regions": []}),
         }
 
     def _top(self, output: Any, batch: Batch) -> list[Answer]:
@@ -327,12 +327,13 @@ class Session:
             for index, match in enumerate(target.found(output, self._default.categories))
         ]
 
-    def _regions(self, output: Any) -> Answer:
+    def _regions(self, output: Any, batch: Batch) -> Answer:
         """Return the classes with pixels and their shares of the pixels, the largest first, and a plane of them."""
         names, planes = self._default.categories, {}
+        facts = OutputFacts(names, self._default.resolve(None, batch.inputs, batch.frames).is_probability)
         for label in _labels(output, names):
             with suppress(NotFoundError):
-                target: Any = cast("Any", region(label)).resolve(1, names).resolve_from(output, OutputFacts(names))
+                target: Any = cast("Any", region(label)).resolve(1, names).resolve_from(output, facts)
                 planes[label] = cast("Tensor", target.cells)[0] > 0  # (h, w)
         shares = {label: float(plane.float().mean()) for label, plane in planes.items()}
         order = sorted(shares, key=lambda label: -shares[label])[:MOST_REGIONS]

@@ -305,9 +305,9 @@ def _has_objectness(y: Tensor, dims: set[int], classes: int | None) -> bool:
         ranges = [part.detach().aminmax() for part in (y[:, 4:], y[..., 4:]) if min(counts) > 0]
         fits = [bool(low >= 0 and high <= 1) for low, high in ranges] or [count > 0 for count in counts]
     if fits[0] == fits[1]:
-        unclear = f"(batch, 4 + {counts[0]} classes, boxes) or (batch, boxes, 5 + {counts[1]} classes)"
-        hint = "pass one class name for each class as categories=, or read=, a function that gives saliency.Candidates"
-        raise TargetError(f"it is unclear by its values whether the output {tuple(y.shape)} is {unclear}; {hint}")
+        orders = f"(batch, 4 + {counts[0]} classes, boxes) or (batch, boxes, 5 + {counts[1]} classes)"
+        problem = f"it is unclear by its values whether the output {tuple(y.shape)} is {orders}"
+        raise TargetError(f"{problem}; pass all class names as categories=, or read=, as for other detectors")
     return fits[1]
 
 

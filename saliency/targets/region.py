@@ -93,9 +93,11 @@ class Region(LocatedTarget):
         if self.where == "peak":
             is_peak = own == along_rows(own.flatten(1).amax(1), own)
             return max_pool(is_peak[:, None].float(), 3, 1, 1)[:, 0].bool()
-        if known.shape[1] > 1 and not _is_independent(output):
+        link = "identity" if _has_instances(output) else facts.link(scores, scores)
+        competes = link != "identity" or bool(((known.sum(1) - 1).abs() < 1e-3).all())  # sigmoids do not
+        if known.shape[1] > 1 and competes and not _is_independent(output):
             return known.argmax(1) == index
-        limit = 0.5 if _has_instances(output) else threshold(facts.link(scores, scores)) if known.shape[1] == 1 else 0.0
+        limit = threshold(link)
         return own <= limit if self.is_binary and not index else own > limit
 
     def _marked(self, scores: Tensor) -> Tensor:
@@ -276,13 +278,14 @@ def region(label: int | str, where: Any = "predicted") -> Target:
     Args:
         label: The class, by index or name.
         where: The pixels to average, in pixels of the image, or of a float tensor: a mask (H, W), or (N, H, W) with one
-            for each image; a box (left, top, right, bottom); or a point (x, y). A pixel of the output belongs to them
-            if they cover half of it, or the most of all. A mask may also have the size of the output. For a
-            volume, it must: (D, H, W) or (N, D, H, W). "predicted" takes the pixels that the model assigns to the
-            class. "border" takes the outermost of these pixels, minus the mean of the other pixels that touch them:
-            both sides of the predicted contour. With one channel, the model assigns the pixels with a logit above 0, or
-            with a probability above 0.5 if its last operation is a sigmoid. With two class names, the channel belongs
-            to class 1, and its negative to class 0.
+            for each image, of 0 and one other value; a box (left, top, right, bottom); or a point (x, y). A pixel of
+            the output belongs to them if they cover half of it, or the most of all. A mask may also have the size of
+            the output. For a volume, it must: (D, H, W) or (N, D, H, W). "predicted" takes the pixels that the model
+            assigns to the class. "border" takes the outermost of these pixels, minus the mean of the other pixels that
+            touch them: both sides of the predicted contour. With one channel, the model assigns the pixels with a logit
+            above 0, or with a probability above 0.5 if its last operation is a sigmoid. So does each of several
+            channels that end in sigmoids; other channels compete for each pixel. If logits do not compete, pass a mask.
+            With two class names, one channel belongs to class 1, and its negative to class 0.
 
     Raises:
         TargetError: `where` is none of these. In `attribute`: the mask has another size, or the region is empty or
@@ -302,6 +305,10 @@ def region(label: int | str, where: Any = "predicted") -> Target:
     pixels = known.detach().as_subclass(Tensor)
     if pixels.dim() == 1:
         return Region(label=label, place=as_place("where", pixels, 2 if len(pixels) == 2 else 4))
+    marked = pixels[pixels != 0]
+    if bool((marked != marked[:1]).any()):
+        expected = "expected 0 and one other: pass labels == 3, or probabilities > 0.5"
+        raise TargetError(f"the mask has values from {pixels.min():.4g} to {pixels.max():.4g}; {expected}")
     return Region(label=label, where=pixels)
 
 

@@ -162,6 +162,11 @@ class OutputTarget(ABC):
         """Return the explained box of each image in pixels of the input, None if there is none; empty without boxes."""
         return ()
 
+    @property
+    def is_probability(self) -> bool:
+        """Whether the score is a probability of a class, whose gradient vanishes near 0 and 1."""
+        return getattr(self, "link", None) == "identity"
+
 
 @dataclass(frozen=True, slots=True)
 class ClassScore(OutputTarget):
@@ -289,6 +294,8 @@ class Probability(_ClassTarget):
                 f"{problem}; {hint}, or explain the number itself: saliency.value(0), or saliency.value()"
             )
         return replace(self, scores=(score,))
+
+    is_probability = True
 
     def __call__(self, output: Any) -> Tensor:
         """Return the probabilities (N,), 0 to 1."""

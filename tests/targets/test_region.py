@@ -107,6 +107,43 @@ def test_places_that_cannot_be_are_refused(where: Any, message: str) -> None:
         VanillaGradient(Output(maps)).attribute(X, saliency.region(0, where))
 
 
+@pytest.mark.parametrize("scale", [1, 255, 0.7])
+def test_a_mask_has_two_values(scale: float) -> None:
+    labels, method = torch.zeros(32, 48), VanillaGradient(Output(maps))
+    labels[4:8], labels[20:28] = 1, 2
+    expected = method.attribute(X, saliency.region(1, labels == 2))
+    assert torch.equal(method.attribute(X, saliency.region(1, scale * (labels == 2))).values, expected.values)
+    for where in (labels, labels.long(), (labels - 1).sigmoid(), labels.expand(2, -1, -1), labels * torch.nan):
+        with pytest.raises(
+            TargetError, match=r"the mask has values from .*; expected 0 and one other: pass labels == 3"
+        ):
+            saliency.region(1, where)
+
+
+class Sigmoids(nn.Module):
+    """Three overlapping classes (N, 3, 8, 12), as in BraTS: the whole tumour, its core, and a part of the core."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        centre = torch.tensor([4.0, 3, 1]).view(3, 1, 1)
+        distance = (torch.arange(12.0) - 5.6).abs().expand(8, 12)
+        return (centre * 2 - 2 * distance + 0.01 * maps(x)).sigmoid()
+
+
+def test_channels_that_end_in_sigmoids_do_not_compete_for_pixels() -> None:
+    for run_model_only in (False, True):  # without gradients, the model is asked how it ends
+        method: Any = METHODS["rise"](Sigmoids(), passes=4) if run_model_only else VanillaGradient(Sigmoids())
+        for label in range(3):
+            cells = Sigmoids()(X)[:, label] > 0.5
+            resolved = method.attribute(X, saliency.region(label))
+            marked = method.attribute(X, saliency.region(label, cells))
+            torch.testing.assert_close(resolved.scores, marked.scores)
+            torch.testing.assert_close(resolved.values, marked.values)
+    softmax = VanillaGradient(Output(lambda x: Sigmoids()(x).logit().softmax(1)))
+    cells = Sigmoids()(X).argmax(1) == 0  # all pixels: the classes contain each other
+    marked = softmax.attribute(X, saliency.region(0, cells))
+    torch.testing.assert_close(softmax.attribute(X, saliency.region(0)).values, marked.values)
+
+
 def test_a_border_is_the_inside_minus_the_outside_of_the_contour() -> None:
     x = torch.zeros(1, 3, 8, 8)
     x[0, 1] = torch.arange(64.0).view(8, 8)
