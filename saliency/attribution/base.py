@@ -29,7 +29,7 @@ from ..io.inputs import Batch, ImagesLike, Prepare
 from ..io.preprocess import WHOLE, Frame, PreprocessLike, Whole, as_preprocess, without_crop
 from ..layers.find import find
 from ..layers.layout import LayoutFunction, as_layout, bind_layout
-from ..targets.targets import Neuron, OutputTarget, TargetLike, as_categories, per_image
+from ..targets.targets import Neuron, OutputTarget, Probability, TargetLike, as_categories, per_image
 from ..validation import Registry, check_choice
 from .aliases import refuse_unknown_keywords
 from .answer import Answer, read_inputs
@@ -45,7 +45,9 @@ METHODS: Registry[type[Attribution]] = Registry(
 )
 """All methods by name. A class with a `name` is registered when it is defined."""
 
-SATURATED = "explain the score before its sigmoid or softmax: saliency.neuron(NAME, CLASS) of the last layer before it"
+UNSATURATED = (
+    "to explain the score before the sigmoid or softmax, pass saliency.neuron(NAME, CLASS) of the layer before it"
+)
 """The advice in the warning about a map of 0 for a probability near 0 or 1."""
 MIN_IMAGE_SHARE = 0.1
 """The fraction of the relevance of all tokens of an answer that an image has without a warning."""
@@ -350,8 +352,10 @@ class Attribution(HasOptions, ABC):
                 score = float(explanation.scores[index])
                 below = f"below the rounding error of a score of {score:.4g}"
                 what = f"is at most {float(largest[index]):.2g}, {below}" if largest[index] else "is 0 everywhere"
-                if target.repeated(index, 1).is_probability and not 1e-3 < score < 1 - 1e-3:
-                    what += f", since the gradient of a probability vanishes near 0 and 1; {SATURATED}"
+                own = target.repeated(index, 1)
+                is_probability = isinstance(own, Probability) or getattr(own, "link", None) == "identity"
+                if is_probability and not 1e-3 < score < 1 - 1e-3:
+                    what += f", since the gradient of a probability vanishes near 0 and 1; {UNSATURATED}"
                 warn(note := f"the {explanation.method} map for {name} {what}")
             elif shares is not None and float(shares[index]) < MIN_IMAGE_SHARE:
                 share = f"only {float(shares[index]):.1%} of the relevance of all tokens"

@@ -162,11 +162,6 @@ class OutputTarget(ABC):
         """Return the explained box of each image in pixels of the input, None if there is none; empty without boxes."""
         return ()
 
-    @property
-    def is_probability(self) -> bool:
-        """Whether the score is a probability of a class, whose gradient vanishes near 0 and 1."""
-        return getattr(self, "link", None) == "identity"
-
 
 @dataclass(frozen=True, slots=True)
 class ClassScore(OutputTarget):
@@ -295,8 +290,6 @@ class Probability(_ClassTarget):
             )
         return replace(self, scores=(score,))
 
-    is_probability = True
-
     def __call__(self, output: Any) -> Tensor:
         """Return the probabilities (N,), 0 to 1."""
         return self.scores[0].probability(output)
@@ -379,9 +372,7 @@ class Neuron(OutputTarget):
             raise TargetError("a neuron is a target of methods only")
         values = output.values
         if values.dim() > 2 and self.axis is None:
-            problem = (
-                f"the output {tuple(values.shape)} of the layer {self.layer} does not show which axis holds channels"
-            )
+            problem = f"the output {tuple(values.shape)} of the layer {self.layer} does not show its axis of channels"
             raise TargetError(f"{problem}; choose a convolution, a linear layer, or a layer of maps or patches")
         values = values.movedim(self.axis or 1, 1) if values.dim() > 2 else values
         shape = tuple(values.shape[1:])

@@ -389,7 +389,7 @@ def test_channels_of_a_swin_are_last() -> None:
 
 
 def test_a_neuron_of_a_layer_whose_axes_are_unknown_is_refused() -> None:
-    with pytest.raises(TargetError, match=r"\(2, 7, 94\) of the layer odd does not show which axis holds channels"):
+    with pytest.raises(TargetError, match=r"\(2, 7, 94\) of the layer odd does not show its axis of channels"):
         VanillaGradient(Channels()).attribute(X, saliency.neuron("odd", 0))
 
 
