@@ -347,12 +347,13 @@ class Attribution(HasOptions, ABC):
         shows_nothing = (largest <= rounding_errors(explanation)).tolist()
         shares = explanation.image_share
         for index, name in enumerate(explanation.target_names):
-            note = ""
+            own = target.repeated(index, 1)
+            last = getattr(own, "last_operation", "")
+            note = f"the score is the value before the last {last} of the model" if last else ""
             if shows_nothing[index]:
                 score = float(explanation.scores[index])
                 below = f"below the rounding error of a score of {score:.4g}"
                 what = f"is at most {float(largest[index]):.2g}, {below}" if largest[index] else "is 0 everywhere"
-                own = target.repeated(index, 1)
                 is_probability = isinstance(own, Probability) or getattr(own, "link", None) == "identity"
                 if is_probability and not 1e-3 < score < 1 - 1e-3:
                     what += f", since the gradient of a probability vanishes near 0 and 1; {UNSATURATED}"

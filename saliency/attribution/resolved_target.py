@@ -17,12 +17,13 @@ from ..errors import NonFiniteError, TargetError, warn
 from ..hooks.autograd_graph import ends_in_probability, forward_hook_ids, tensor_version
 from ..hooks.dual_encoder import DualEncoder
 from ..hooks.forward_args import bind_image, cache_of, returned_layer, unbind_forward_args
-from ..hooks.model_state import leaf, run_model, unique_modules
+from ..hooks.model_state import last_operation, leaf, return_logits, run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
 from ..hooks.tracing import is_tracing
 from ..io.preprocess import Box, Frame, Geometry
 from ..layers.find import trace_layers
 from ..layers.layout import is_channels_first
+from ..targets.region import Keypoint, Region
 from ..targets.targets import (
     Categories,
     FunctionTarget,
@@ -59,7 +60,7 @@ class ResolvedTarget:
             raise TargetError(f'an answer has words and no classes, got {target!r}; pass saliency.words("red")')
         self.target = as_target(words() if target is None and self._answer else target, images, categories)
         self.probabilities: Tensor | None = None
-        self._is_resolved = False
+        self._is_resolved = self._reads_logits = False
         self._ends_in_probability: Callable[[Tensor], bool] | None = None
 
     def bind(
@@ -88,9 +89,13 @@ class ResolvedTarget:
 
         self.target = self.target.bind(encode_text, encode_image)
         self._ends_in_probability = partial(_ends_in_probability, model, x)
+        targets: Any = getattr(self.target, "targets", (self.target,))
+        places = [isinstance(own, Region | Keypoint) for own in targets]
+        self._reads_logits = all(places)
+        if any(places):
+            return_logits()
         if (layer := returned_layer()) is not None:
-            neurons: Any = getattr(self.target, "targets", (self.target,))
-            targets = [replace(neuron, layer=layer, axis=_channel_axis(model, layer, x)) for neuron in neurons]
+            targets = [replace(neuron, layer=layer, axis=_channel_axis(model, layer, x)) for neuron in targets]
             self.target = TargetList(tuple(targets)) if isinstance(self.target, TargetList) else targets[0]
 
     def replaced(self, target: OutputTarget) -> ResolvedTarget:
@@ -114,8 +119,12 @@ class ResolvedTarget:
             NonFiniteError: A score is NaN or infinite.
         """
         if not self._is_resolved:
+            if not self._reads_logits and any(map(last_operation, tree_tensors(output))):
+                problem = "regions and joints read the values before the last sigmoid or softmax of this model"
+                raise TargetError(f"{problem}; explain them in another call than other targets")
             answer = None if self._answer is None else self._answer.answer_text
-            self.target = self.target.resolve_from(output, OutputFacts(self.categories, self.is_probability, answer))
+            facts = OutputFacts(self.categories, self.is_probability, answer, last_operation)
+            self.target = self.target.resolve_from(output, facts)
             self.probabilities = self.target.probabilities(output)
             self._is_resolved = True
         before = _versions(output)

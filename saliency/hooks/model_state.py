@@ -8,22 +8,25 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache, lru_cache, partial
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import LayerError, ModelError
 from ..targets.targets import LayerOutput, as_categories
-from .autograd_graph import compiler_is_loaded
+from .autograd_graph import compiler_is_loaded, view_base
 from .autograd_graph import unique_modules as unique_modules
-from .forward_args import forward_args, returned_layer
+from .forward_args import bound_value, forward_args, returned_layer
 from .manager import HookManager
-from .pytree import tree_tensors
+from .pytree import tree_map_tensors, tree_tensors
 
 
 def unwrap(model: object) -> nn.Module:
@@ -212,7 +215,8 @@ def prepared_for_attribution(model: nn.Module) -> Iterator[None]:
     is_scripted = any(issubclass(kind, torch.jit.ScriptModule) for kind in kinds)
     # The optimised executor of TorchScript fuses operations into nodes that hide their ReLUs.
     executor = torch.jit.optimized_execution(False) if is_scripted else nullcontext()  # type: ignore[attr-defined]
-    with torch.inference_mode(mode=False), torch.enable_grad(), eager(), executor, evaluating(model, modules):
+    plain = bound_value(_logits, None)
+    with torch.inference_mode(mode=False), torch.enable_grad(), eager(), executor, evaluating(model, modules), plain:
         yield
 
 
@@ -220,21 +224,72 @@ def run_model(model: nn.Module, x: Tensor) -> Any:
     """Return the model's output for a batch and the bound `forward_args`. The model may change its input in place.
 
     The image is the first argument; of a model of Hugging Face that takes `input_ids` first, it is `pixel_values`. If
-    the target is a neuron, the output is the `LayerOutput` of its layer.
+    the target is a neuron, the output is the `LayerOutput` of its layer. After `return_logits`, tensors that a sigmoid
+    or softmax computed are replaced by the values before it.
 
     Raises:
         LayerError: The layer of the neuron was not run, or returned no tensor.
         ModelError: As for `call`.
     """
-    layer = returned_layer()
-    if layer is None:
+    layer, logits = returned_layer(), _logits.get()
+    if layer is None and logits is None:
         return _run(model, x)
+    if layer is None:
+        with (mode := _Logits(logits)):
+            output = _run(model, x)
+        return output if isinstance(output, list) else tree_map_tensors(output, mode.before)  # a list of detections
     with HookManager(persistent=True) as hooks:  # the hooks of the method act, too
         outputs = hooks.capture(model.get_submodule(layer))
         _run(model, x)
     if not outputs:
         raise LayerError(f'layer "{layer}" of the neuron was not run, or returned no tensor')
     return LayerOutput(outputs[-1])
+
+
+_COPIES = ("clone", "contiguous", "float", "to", "interpolate", "clamp")  # also of hooks that observe a layer
+_logits: ContextVar[WeakTensorKeyDictionary | None] = ContextVar("logits", default=None)
+
+
+def return_logits() -> None:
+    """Let all runs of a model return the values before a last sigmoid or softmax, until the prepared block ends."""
+    _logits.set(WeakTensorKeyDictionary())
+
+
+def last_operation(tensor: Tensor) -> str:
+    """Return "sigmoid" or "softmax" if a tensor of an output holds the values before it; else an empty text."""
+    base = view_base(tensor)  # of the part of one image
+    return str((_logits.get() or {}).get(tensor if base is None else base, ""))
+
+
+class _Logits(TorchFunctionMode):
+    """Mode that keeps the values before each sigmoid and softmax as long as the result is in use.
+
+    Args:
+        names: Receives the operation of each tensor that `before` returns.
+    """
+
+    def __init__(self, names: WeakTensorKeyDictionary) -> None:
+        super().__init__()
+        self.names, self.known = names, WeakTensorKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        result = func(*args, **kwargs)
+        if name in ("sigmoid", "softmax"):
+            self.known[result] = name, (*args, *kwargs.values())[0]
+        elif name in _COPIES and args and (pair := self.known.get(args[0])):
+            self.known[result] = pair[0], pair[1] if name == "clamp" else func(pair[1], *args[1:], **kwargs)
+        return result
+
+    def before(self, tensor: Tensor) -> Tensor:
+        """Return the values before the last sigmoid or softmax of a tensor; the tensor itself without one."""
+        base = view_base(tensor)  # full backward hooks of a module return a view of its output
+        source = tensor if base is None or base.shape != tensor.shape else base
+        name, logits = self.known.get(source, ("", tensor))
+        if name:
+            whole = view_base(logits)
+            self.names[logits if whole is None else whole] = name
+        return cast("Tensor", logits)
 
 
 def _run(model: nn.Module, x: Tensor) -> Any:

@@ -46,6 +46,7 @@ class Region(LocatedTarget):
     is_binary: bool = False  # as in `ClassScore`
     is_sum: bool = False  # instead of the mean
     joint: str = ""
+    last_operation: str = field(default="", repr=False)  # the scores are the values before it
     cells: Tensor | None = field(default=None, repr=False)  # (N, h, w): 1 for the pixels, -1 for those outside a border
 
     def resolve(self, images: int, categories: Categories) -> Region:
@@ -66,7 +67,7 @@ class Region(LocatedTarget):
             count = facts.class_count(scores.shape[1]) if self.where != "peak" else scores.shape[1]
             require_class(index, count)
             is_binary = count > scores.shape[1]
-        target = replace(self, is_binary=is_binary)
+        target = replace(self, is_binary=is_binary, last_operation=facts.last_operation(scores))
         if self.place is not None or isinstance(self.where, Tensor):
             cells, problem = self._marked(scores), "the region has no pixel of the model's input in image {}"
         else:
@@ -94,7 +95,7 @@ class Region(LocatedTarget):
             is_peak = own == along_rows(own.flatten(1).amax(1), own)
             return max_pool(is_peak[:, None].float(), 3, 1, 1)[:, 0].bool()
         link = "identity" if _has_instances(output) else facts.link(scores, scores)
-        competes = link != "identity" or bool(((known.sum(1) - 1).abs() < 1e-3).all())  # sigmoids do not
+        competes = link == "softmax" or bool(((known.sum(1) - 1).abs() < 1e-3).all())  # sigmoids do not
         if known.shape[1] > 1 and competes and not _is_independent(output):
             return known.argmax(1) == index
         limit = threshold(link)
@@ -273,7 +274,8 @@ def region(label: int | str, where: Any = "predicted") -> Target:
 
     The output may be maps (N, classes, H, W), also as `.logits`, `["out"]` or beside other tensors; queries with masks,
     as in Mask2Former, whose sum of class probabilities times masks is the score; the masks of SAM, where `label` counts
-    all masks of all prompts; or the instances of Mask R-CNN, whose masks are weighted by their scores.
+    all masks of all prompts; or the instances of Mask R-CNN, whose masks are weighted by their scores. If the model
+    ends in a sigmoid or softmax, the scores are the values before it, and `explanation.notes` says so.
 
     Args:
         label: The class, by index or name.
@@ -315,8 +317,8 @@ def region(label: int | str, where: Any = "predicted") -> Target:
 def keypoint(joint: int | str, person: int = 0, *, read: CandidatesFunction | None = None) -> Target:
     """Explain the score of one joint of a pose model.
 
-    For heatmaps (N, joints, H, W), it is the mean of the joint's map over the 3 x 3 cells around its maximum. For a
-    detector of persons, it is the joint's score, averaged over the detections near the person as in `box`.
+    For heatmaps (N, joints, H, W), it is the mean of the joint's map over the 3 x 3 cells around its maximum, before a
+    last sigmoid or softmax, as in `region`. For a detector of persons, it is the joint's score, averaged over the detections near the person as in `box`.
 
     Args:
         joint: The joint, by index or name. Names are the class names, if there is one for each joint, or the 17 names

@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import torch
@@ -58,11 +58,13 @@ class OutputFacts:
         categories: The class names.
         is_probability: Returns whether the last operation of an output with values of 0 to 1 is a sigmoid or softmax.
         answer: The answer that is explained; None for an image.
+        last_operation: Returns "sigmoid" or "softmax" for scores that are the values before it; else an empty text.
     """
 
     categories: Categories = None
     is_probability: Callable[[Any], bool] = lambda output: False
     answer: AnswerText | None = None
+    last_operation: Callable[[Tensor], str] = lambda scores: ""
 
     def class_count(self, outputs: int) -> int:
         """Return the number of classes of an output with this many scores: two for a single one with two names.
@@ -81,6 +83,8 @@ class OutputFacts:
 
     def link(self, output: Any, scores: Tensor) -> Link:
         """Return the function from the scores (N, classes, ...) of an output to probabilities."""
+        if last := self.last_operation(scores):
+            return cast("Link", last)
         known = scores.detach().float()
         if known.numel() and float(known.min()) >= 0:
             sums_to_one = scores.shape[1] > 1 and bool(((known.sum(1) - 1).abs() < 1e-3).all())

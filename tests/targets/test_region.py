@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import LayerError, Preprocess, TargetError, VanillaGradient
+from saliency.evaluation.metrics.base import Subject
+from saliency.inspection import record
 from saliency.methods import METHODS
 from saliency.testing import images, tiny_model
 from saliency.testing.unchanged import Snapshot
@@ -130,8 +132,13 @@ class Sigmoids(nn.Module):
 
 
 def test_channels_that_end_in_sigmoids_do_not_compete_for_pixels() -> None:
+    both: Any = [saliency.region(2), saliency.region(1)]
+    cells = torch.stack([Sigmoids()(X)[0, 2] > 0.5, Sigmoids()(X)[1, 1] > 0.5])
+    listed: Any = [saliency.region(2, cells[0]), saliency.region(1, cells[1])]
+    method: Any = VanillaGradient(Sigmoids())
+    torch.testing.assert_close(method.attribute(X, both).values, method.attribute(X, listed).values)
     for run_model_only in (False, True):  # without gradients, the model is asked how it ends
-        method: Any = METHODS["rise"](Sigmoids(), passes=4) if run_model_only else VanillaGradient(Sigmoids())
+        method = METHODS["rise"](Sigmoids(), passes=4) if run_model_only else method
         for label in range(3):
             cells = Sigmoids()(X)[:, label] > 0.5
             resolved = method.attribute(X, saliency.region(label))
@@ -142,6 +149,76 @@ def test_channels_that_end_in_sigmoids_do_not_compete_for_pixels() -> None:
     cells = Sigmoids()(X).argmax(1) == 0  # all pixels: the classes contain each other
     marked = softmax.attribute(X, saliency.region(0, cells))
     torch.testing.assert_close(softmax.attribute(X, saliency.region(0)).values, marked.values)
+
+
+def segmenter(bias: float, end: Any) -> nn.Sequential:
+    """A segmenter whose class 1 has logits of about `bias`, and whose output passes through `end`."""
+    torch.manual_seed(0)
+    last = nn.Conv2d(8, 3, 1)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), last, end).eval()
+    cast("Tensor", last.bias).data[1] = bias
+    return net
+
+
+ENDS = {
+    "nn.Sigmoid": nn.Sigmoid(),
+    "nn.Softmax": nn.Softmax(1),
+    "a function in a dict": Output(lambda z: {"out": torch.sigmoid(z), "features": z.mean((2, 3))}),
+    "clamped": Output(lambda z: torch.clamp(z.sigmoid(), min=1e-4, max=1 - 1e-4)),
+}
+
+
+@pytest.mark.parametrize("name", ["vanilla_gradient", "grad_cam", "lrp", "rise", "integrated_gradients"])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_region_and_a_joint_are_read_before_the_last_sigmoid_or_softmax(end: str, name: str) -> None:
+    for bias in (0.0, 8, 40):  # probabilities of 0.5, 0.9997 and 1
+        options = {} if name == "grad_cam" else METHODS[name].preview_options
+        model, logits = segmenter(bias, ENDS[end]), segmenter(bias, nn.Identity())
+        method, expected = (METHODS[name](own, **options) for own in (model, logits))
+        before = Snapshot(model=model, x=X)
+        for target in (
+            saliency.region(1, (8, 8, 24, 24)),
+            saliency.keypoint(2),
+            [saliency.region(1, (2, 3)), saliency.keypoint(0)],
+        ):
+            explanation, reference = method.attribute(X, target), expected.attribute(X, target)
+            assert torch.equal(explanation.scores, reference.scores)
+            assert torch.equal(explanation.values, reference.values)
+            assert all("the value before the last s" in note for note in explanation.notes)
+        assert not before.changes()
+
+
+def test_hooks_of_the_user_do_not_change_what_a_region_reads() -> None:
+    model, target = segmenter(40, nn.Sigmoid()), saliency.region(1, (8, 8, 24, 24))
+    expected = VanillaGradient(model).attribute(X, target)
+    for module in model:
+        module.register_full_backward_hook(lambda module, before, after: None)
+        module.register_forward_hook(lambda module, args, output: output.clone())
+    assert torch.equal(VanillaGradient(model).attribute(X, target).values, expected.values)
+    with record(model):
+        assert torch.equal(VanillaGradient(model).attribute(X, target).values, expected.values)
+
+
+def test_functions_get_the_probabilities_and_are_not_mixed_with_regions() -> None:
+    method = VanillaGradient(segmenter(8, nn.Sigmoid()))
+    explanation = method.attribute(X, lambda output: output[:, 1].mean((1, 2)))
+    assert float(explanation.scores.max()) < 1
+    for targets in ([saliency.region(1), saliency.value(0, 0, 0)], [saliency.value(0, 0, 0), saliency.region(1)]):
+        with pytest.raises(TargetError, match="explain them in another call"):
+            method.attribute(X, targets)
+        with pytest.raises(TargetError, match="explain them in another call"):
+            method.attribute_classes(X, targets)
+    VanillaGradient(segmenter(8, nn.Identity())).attribute(X, targets)
+
+
+def test_metrics_score_a_region_before_the_last_sigmoid() -> None:
+    scores = []
+    for end in (nn.Sigmoid(), nn.Identity()):
+        method, target = VanillaGradient(segmenter(8, end)), saliency.region(1)
+        subject = Subject(method.attribute(X, target), target=target, method=method, inputs=X)
+        scores.append(subject.scores_of(X.flip(2)))
+        assert [len(others) for others in subject.others()] == [2, 2]
+    assert torch.equal(*scores)
 
 
 def test_a_border_is_the_inside_minus_the_outside_of_the_contour() -> None:

@@ -329,7 +329,7 @@ class Subject(SharedResults):
     @cached_property
     def output(self) -> Any:
         """The output of the model for the images."""
-        return outputs(self.reader, self.images)
+        return outputs(self.reader, self.images, self._target if self._has_place else None)
 
     def others(self, of: Literal["class", "box"] = "class") -> list[Sequence[OutputTarget]]:
         """Return the targets of other classes, or other boxes, of each image; none if the target has no place."""
@@ -374,9 +374,10 @@ class Subject(SharedResults):
         return self._reference
 
 
-def outputs(method: Attribution, images: Tensor) -> Any:
-    """Return the output of a method's model for images (N, C, H, W)."""
+def outputs(method: Attribution, images: Tensor, target: TargetLike = None) -> Any:
+    """Return the output of a method's model for images (N, C, H, W), as the target reads it."""
     with prepared_for_attribution(method.model), torch.no_grad():
+        method.resolve(target, images)
         return run_model(method.model, images)
 
 
