@@ -6,12 +6,12 @@ import inspect
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, lru_cache, partial
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -232,9 +232,9 @@ def run_model(model: nn.Module, x: Tensor) -> Any:
         ModelError: As for `call`.
     """
     layer, logits = returned_layer(), _logits.get()
-    if layer is None and logits is None:
-        return _run(model, x)
     if layer is None:
+        if logits is None:
+            return _run(model, x)
         with (mode := _Logits(logits)):
             output = _run(model, x)
         return output if isinstance(output, list) else tree_map_tensors(output, mode.before)  # a list of detections
@@ -247,7 +247,7 @@ def run_model(model: nn.Module, x: Tensor) -> Any:
 
 
 _COPIES = ("clone", "contiguous", "float", "to", "interpolate", "clamp")  # also of hooks that observe a layer
-_logits: ContextVar[WeakTensorKeyDictionary | None] = ContextVar("logits", default=None)
+_logits: ContextVar[MutableMapping[Tensor, str] | None] = ContextVar("logits", default=None)
 
 
 def return_logits() -> None:
@@ -257,8 +257,8 @@ def return_logits() -> None:
 
 def last_operation(tensor: Tensor) -> str:
     """Return "sigmoid" or "softmax" if a tensor of an output holds the values before it; else an empty text."""
-    base = view_base(tensor)  # of the part of one image
-    return str((_logits.get() or {}).get(tensor if base is None else base, ""))
+    names, base = _logits.get(), view_base(tensor)  # of the part of one image
+    return "" if names is None else names.get(tensor if base is None else base, "")
 
 
 class _Logits(TorchFunctionMode):
@@ -268,9 +268,10 @@ class _Logits(TorchFunctionMode):
         names: Receives the operation of each tensor that `before` returns.
     """
 
-    def __init__(self, names: WeakTensorKeyDictionary) -> None:
+    def __init__(self, names: MutableMapping[Tensor, str]) -> None:
         super().__init__()
-        self.names, self.known = names, WeakTensorKeyDictionary()
+        self.names = names
+        self.known: MutableMapping[Tensor, tuple[str, Tensor]] = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
@@ -289,7 +290,7 @@ class _Logits(TorchFunctionMode):
         if name:
             whole = view_base(logits)
             self.names[logits if whole is None else whole] = name
-        return cast("Tensor", logits)
+        return logits
 
 
 def _run(model: nn.Module, x: Tensor) -> Any:

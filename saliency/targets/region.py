@@ -318,7 +318,8 @@ def keypoint(joint: int | str, person: int = 0, *, read: CandidatesFunction | No
     """Explain the score of one joint of a pose model.
 
     For heatmaps (N, joints, H, W), it is the mean of the joint's map over the 3 x 3 cells around its maximum, before a
-    last sigmoid or softmax, as in `region`. For a detector of persons, it is the joint's score, averaged over the detections near the person as in `box`.
+    last sigmoid or softmax, as in `region`. For a detector of persons, it is the joint's score, averaged over the
+    detections near the person as in `box`.
 
     Args:
         joint: The joint, by index or name. Names are the class names, if there is one for each joint, or the 17 names

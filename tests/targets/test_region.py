@@ -421,7 +421,8 @@ class Channels(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.rows(self.tokens(self.last(self.first(x)).relu()))
-        return self.pooled(self.odd(self.line(tokens.mT)))
+        pooled: Tensor = self.pooled(self.odd(self.line(tokens.mT)))
+        return pooled
 
 
 def layer_output(model: nn.Module, layer: str, x: Tensor) -> Tensor:
