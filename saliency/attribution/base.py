@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import MethodError, NonFiniteError, TargetError, plural, warn
 from ..hooks.call import ForwardArgs, arguments_of
@@ -28,8 +29,8 @@ from ..io.inputs import Batch, ImagesLike, Prepare
 from ..io.preprocess import WHOLE, Frame, PreprocessLike, Whole, as_preprocess, without_crop
 from ..layers.find import find
 from ..layers.layout import LayoutFunction, as_layout
-from ..targets.question import Target
-from ..targets.targets import Neuron, TargetLike, as_categories, per_image
+from ..targets.question import Question, Target
+from ..targets.targets import Neuron, TargetLike, as_categories, is_probability, per_image
 from ..validation import Registry, check_choice
 from .aliases import known_keywords, refuse_keywords
 from .answer import Answer, read_inputs
@@ -56,6 +57,10 @@ METHODS: Registry[type[Attribution]] = Registry(
 )
 """All methods by name. A class with a `name` is registered when it is defined."""
 
+UNSATURATED = (
+    "to explain the score before the sigmoid or softmax, pass saliency.neuron(NAME, CLASS) of the layer before it"
+)
+"""The advice in the warning about a map of 0 for a probability near 0 or 1."""
 MIN_IMAGE_SHARE = 0.1
 """The fraction of the relevance of all tokens of an answer that an image has without a warning."""
 
@@ -249,8 +254,12 @@ class Attribution(HasOptions, ABC):
         for name, value in vars(self).items():
             if isinstance(value, PerImage) and len(value) != len(batch.inputs):
                 raise MethodError(f"{name} has {len(value)} values for {plural(len(batch.inputs), 'image')}")
-        state = arguments_of(forward_args, batch, neuron_layer(self.model, targets))
-        return prepared_for_attribution(self.model, **state, layout=self.layout)
+        flat = list[Any]()
+        for target in targets:
+            flat += target if isinstance(target, list | tuple) else [target]
+        state = arguments_of(forward_args, batch, neuron_layer(self.model, flat))
+        logits = next((WeakTensorKeyDictionary() for target in flat if getattr(target, "reads_logits", False)), None)
+        return prepared_for_attribution(self.model, **state, layout=self.layout, logits=logits)
 
     def explain_batch(self, batch: Batch, targets: Sequence[Any]) -> list[Explanation]:
         """Explain several targets of a batch, in a `call`. Each image of an answer is explained alone."""
@@ -329,9 +338,9 @@ class Attribution(HasOptions, ABC):
             units=self.units,
             tokens=batch.sequence if isinstance(batch, Answer) and result.token_shares is not None else (),
         )
-        return replace(explanation, notes=tuple(self._notes(explanation)))
+        return replace(explanation, notes=tuple(self._notes(explanation, asked)))
 
-    def _notes(self, explanation: Explanation) -> Iterator[str]:
+    def _notes(self, explanation: Explanation, asked: Sequence[Question]) -> Iterator[str]:
         """Yield a note on the limits of each image's map, and warn if the map shows nothing."""
         values = explanation.values.flatten(1)
         largest = torch.maximum(-values.amin(1), values.amax(1))  # much faster than `aminmax(dim=1)`
@@ -340,10 +349,14 @@ class Attribution(HasOptions, ABC):
         is_sum = explanation.ledger is None and self.units == "score"
         residuals = explanation.residual.tolist() if is_sum and explanation.residual is not None else []
         for index, name in enumerate(explanation.target_names):
-            note = ""
+            last = getattr(asked[index].score, "last_operation", "")
+            note = f"the score is the value before the last {last} of the model" if last else ""
             if shows_nothing[index]:
-                below = f"below the rounding error of a score of {float(explanation.scores[index]):.4g}"
+                score = float(explanation.scores[index])
+                below = f"below the rounding error of a score of {score:.4g}"
                 what = f"is at most {float(largest[index]):.2g}, {below}" if largest[index] else "is 0 everywhere"
+                if is_probability(asked[index]) and not 1e-3 < score < 1 - 1e-3:
+                    what += f", since the gradient of a probability vanishes near 0 and 1; {UNSATURATED}"
                 warn(note := f"the {explanation.method} map for {name} {what}")
             elif shares is not None and float(shares[index]) < MIN_IMAGE_SHARE:
                 share = f"only {float(shares[index]):.1%} of the relevance of all tokens"
@@ -512,15 +525,10 @@ def neuron_layer(model: nn.Module, targets: Sequence[TargetLike]) -> str | None:
         LayerError: There is no such layer.
         TargetError: Only some are neurons, or they belong to several layers.
     """
-    flat = list[Any]()
-    for target in targets:
-        flat += target if isinstance(target, list | tuple) else [target]
-    layers = {getattr(target, "layer", None) if isinstance(target, Neuron) else None for target in flat}
-    if not layers - {None}:
-        return None
+    layers = {find(model, target.layer)[0] if isinstance(target, Neuron) else None for target in targets}
     if len(layers) > 1:
         raise TargetError("all targets of one call must be neurons of one layer, or none")
-    return find(model, layers.pop() or "")[0]
+    return next(iter(layers), None)
 
 
 def require_methods(methods: Sequence[Attribution]) -> None:

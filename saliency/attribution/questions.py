@@ -15,14 +15,16 @@ from torch import Tensor, nn
 
 from ..errors import NonFiniteError, TargetError, warn
 from ..hooks.autograd_graph import ends_in_probability, forward_hook_ids, tensor_version
-from ..hooks.call import NO_ARGUMENTS, bind_image, bound, cache_of, is_tracing
+from ..hooks.call import NO_ARGUMENTS, bind_image, bound, cache_of, current_call
 from ..hooks.dual_encoder import DualEncoder
-from ..hooks.model_state import leaf, run_model, unique_modules
+from ..hooks.model_state import last_operation, leaf, run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
 from ..io.inputs import Batch
 from ..io.preprocess import Frame, Geometry
+from ..layers.find import find, trace_layers
+from ..layers.layout import is_channels_first
 from ..targets.question import Categories, Images, Prompt, Question, Score, Target, Together, one_score_each
-from ..targets.targets import TargetLike, as_target, output_tensor
+from ..targets.targets import TargetLike, as_target
 from ..targets.words import words
 from .answer import explained_answer
 
@@ -76,7 +78,22 @@ class CallImages(Images):
 
     def is_probability(self, scores: Tensor) -> bool:
         """Return whether the scores end in a sigmoid or softmax."""
-        return ends_in_probability(scores) if scores.requires_grad else _ends_in_probability(self._model, self._x)
+        is_traced = scores.requires_grad
+        return ends_in_probability(scores) if is_traced else _ends_in_probability(self._model, self._x, scores)
+
+    def last_operation(self, scores: Tensor) -> str:
+        """Return "sigmoid" or "softmax" for scores that are the values before it; else an empty text."""
+        return last_operation(scores)
+
+    def channel_axis(self, layer: Any) -> tuple[str, int | None]:
+        """Return the name of a layer, and the axis of the channels in its output; None if it is unknown."""
+        name, module = find(self._model, layer)
+        if is_channels_first(module):
+            return name, 1
+        if isinstance(module, nn.Linear):
+            return name, -1
+        kinds = [traced.layout.kind for traced in trace_layers(self._model, self._x).spatial if traced.name == name]
+        return name, {"NCHW": 1, "NHWC": -1, "NTC": -1}[kinds[0]] if kinds else None
 
     def rows(self, image: int = 0) -> OutputRows:
         """Return how the model's output divides into images, from two forwards of the first image that needs it."""
@@ -132,10 +149,13 @@ class Questions:
             TargetError: The target does not fit the output.
             NonFiniteError: A score is NaN or infinite.
         """
+        call = current_call()
         if not self._asked:
+            if call.logits is not None and not self.target.reads_logits:
+                _require_plain(output)
             self._asked = self.target.ask(output, self.images)
         scores = one_score_each(self._asked.score(output), len(self))
-        if is_tracing():
+        if call.is_tracing:
             return scores
         for index, score in enumerate(scores.tolist()):
             if not math.isfinite(score):
@@ -205,6 +225,13 @@ class Questions:
         if reason == _COUPLED and len(self) > 1:
             warn_of_coupled_images()
         return reason
+
+
+def _require_plain(output: Any) -> None:
+    """Raise TargetError if an output holds the values before a sigmoid or softmax, for other targets of the call."""
+    if any(map(last_operation, tree_tensors(output))):
+        problem = "regions and joints read the values before the last sigmoid or softmax of this model"
+        raise TargetError(f"{problem}; explain them in another call than other targets")
 
 
 def _unasked(output: Any) -> NoReturn:
@@ -345,15 +372,16 @@ def cached_serial_reason(model: nn.Module, x: Tensor) -> str:
 _probabilities: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, bool]] = weakref.WeakKeyDictionary()
 
 
-def _ends_in_probability(model: nn.Module, x: Tensor) -> bool:
-    """Return whether the output of a model for images x (N, C, H, W) ends in a sigmoid or softmax.
+def _ends_in_probability(model: nn.Module, x: Tensor, scores: Tensor) -> bool:
+    """Return whether scores of a model for images x (N, C, H, W) are an output that ends in a sigmoid or softmax.
 
-    The model runs once on one image; the answer is cached for its modules and their hooks.
+    The model runs once on one image; the answer is cached for its modules, their hooks and the shape of the scores.
     """
-    key, known = _identity(model), cache_of(_probabilities, model)
+    key, known = (_identity(model), scores.shape[1:]), cache_of(_probabilities, model)
     if key not in known:
         with bind_image(0), torch.enable_grad():
-            known[key] = ends_in_probability(output_tensor(run_model(model, leaf(x[:1]))))
+            outputs = [part for part in tree_tensors(run_model(model, leaf(x[:1]))) if part.shape[1:] == key[1]]
+            known[key] = any(map(ends_in_probability, outputs))
     return bool(known[key])
 
 

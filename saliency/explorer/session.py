@@ -59,7 +59,7 @@ from ..render.figure import as_png, figure
 from ..render.overlay import overlay
 from ..targets.box import BoxTarget, as_place, box
 from ..targets.embedding import text
-from ..targets.question import Categories, Images
+from ..targets.question import Categories
 from ..targets.region import RegionScore, region, score_maps
 from ..targets.targets import ClassTarget, as_target, class_name, class_scores, contrast
 from ..validation import check_choice, check_number
@@ -191,7 +191,7 @@ class Session:
             return ["text"]
         kinds: dict[str, Callable[[], object]] = {
             "class": lambda: class_scores(output),
-            "region": lambda: self._regions(output),
+            "region": lambda: self._regions(output, batch),
             "box": lambda: self._detections(output, batch),
         }
         known = []
@@ -294,7 +294,7 @@ class Session:
         return {
             "top": self._top(output, batch) if "class" in self.asks else [],
             "boxes": self._detections(output, batch) if "box" in self.asks else [],
-            **(self._regions(output) if "region" in self.asks else {"regions": []}),
+            **(self._regions(output, batch) if "region" in self.asks else {"regions": []}),
         }
 
     def _top(self, output: Any, batch: Batch) -> list[Answer]:
@@ -325,12 +325,13 @@ class Session:
             for index, match in enumerate(target.detections(output, images))
         ]
 
-    def _regions(self, output: Any) -> Answer:
+    def _regions(self, output: Any, batch: Batch) -> Answer:
         """Return the classes with pixels and their shares of the pixels, the largest first, and a plane of them."""
         names, planes = self._default.categories, {}
+        images = self._default.images(batch.inputs, batch.frames)
         for label in _labels(output, names):
             with suppress(NotFoundError):
-                (question,) = as_target(region(label)).ask(output, Images(categories=names))
+                (question,) = as_target(region(label)).ask(output, images)
                 planes[label] = cast("RegionScore", question.score).cells[0] > 0  # (h, w)
         shares = {label: float(plane.float().mean()) for label, plane in planes.items()}
         order = sorted(shares, key=lambda label: -shares[label])[:MOST_REGIONS]
@@ -447,7 +448,7 @@ class Session:
                 send(self._answer(question, explanation, [], share))
             due = perf_counter() + PAUSE
 
-        with prepared_for_attribution(self.model, layout=method.layout, listener=listener):
+        with method.call(batch, [question.target]), listening(listener):
             resolved = method.questions(question.target, batch.inputs, batch.frames)
             (result,) = method.explain_targets(batch.inputs, [resolved])
         return method.explanation(result, resolved, batch).to("cpu")

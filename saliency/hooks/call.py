@@ -6,7 +6,7 @@ of them use `run_model`, which reads the arguments here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
@@ -32,6 +32,8 @@ class Call(NamedTuple):
         layer: The layer whose output is the model's output.
         layout: The user's function from the output of a layer to maps.
         listener: The function that is called between chunks of passes.
+        logits: The sigmoid or softmax before which the values of each tensor of an output were read; None
+            if the output is read unchanged.
         is_tracing: Whether the call is traced into a program, so that no value can be read.
     """
 
@@ -42,6 +44,7 @@ class Call(NamedTuple):
     layer: str | None = None
     layout: Callable[[Tensor], Tensor] | None = None
     listener: Callable[..., None] | None = None
+    logits: MutableMapping[Tensor, str] | None = None
     is_tracing: bool = False
 
     def numbers(self, x: Tensor) -> list[int]:

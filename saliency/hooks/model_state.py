@@ -6,7 +6,7 @@ import inspect
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, lru_cache, partial
 from types import FunctionType
@@ -16,14 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import LayerError, ModelError
 from ..targets.targets import LayerOutput, as_categories
-from .autograd_graph import compiler_is_loaded
+from .autograd_graph import compiler_is_loaded, view_base
 from .autograd_graph import unique_modules as unique_modules
 from .call import bound, current_call, forward_args
 from .manager import HookManager
-from .pytree import tree_tensors
+from .pytree import tree_map_tensors, tree_tensors
 
 
 def unwrap(model: object) -> nn.Module:
@@ -237,21 +239,68 @@ def run_model(model: nn.Module, x: Tensor) -> Any:
     """Return the model's output for a batch and the bound `forward_args`. The model may change its input in place.
 
     The image is the first argument; of a model of Hugging Face that takes `input_ids` first, it is `pixel_values`. If
-    the target is a neuron, the output is the `LayerOutput` of its layer.
+    the target is a neuron, the output is the `LayerOutput` of its layer. If targets of the call read logits, tensors
+    that a sigmoid or softmax computed are replaced by the values before it.
 
     Raises:
         LayerError: The layer of the neuron was not run, or returned no tensor.
         ModelError: As for `call`.
     """
-    layer = current_call().layer
+    call = current_call()
+    layer = call.layer
     if layer is None:
-        return _run(model, x)
+        if call.logits is None:
+            return _run(model, x)
+        with (mode := _Logits(call.logits)):
+            output = _run(model, x)
+        return output if isinstance(output, list) else tree_map_tensors(output, mode.before)  # a list of detections
     with HookManager(persistent=True) as hooks:  # the hooks of the method act, too
         outputs = hooks.capture(model.get_submodule(layer))
         _run(model, x)
     if not outputs:
         raise LayerError(f'layer "{layer}" of the neuron was not run, or returned no tensor')
     return LayerOutput(outputs[-1])
+
+
+_COPIES = ("clone", "contiguous", "float", "to", "interpolate", "clamp")  # also of hooks that observe a layer
+
+
+def last_operation(tensor: Tensor) -> str:
+    """Return "sigmoid" or "softmax" if a tensor of an output holds the values before it; else an empty text."""
+    names, base = current_call().logits, view_base(tensor)  # of the part of one image
+    return "" if names is None else names.get(tensor if base is None else base, "")
+
+
+class _Logits(TorchFunctionMode):
+    """Mode that keeps the values before each sigmoid and softmax as long as the result is in use.
+
+    Args:
+        names: Receives the operation of each tensor that `before` returns.
+    """
+
+    def __init__(self, names: MutableMapping[Tensor, str]) -> None:
+        super().__init__()
+        self.names = names
+        self.known: MutableMapping[Tensor, tuple[str, Tensor]] = WeakTensorKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        result = func(*args, **kwargs)
+        if name in ("sigmoid", "softmax"):
+            self.known[result] = name, (*args, *kwargs.values())[0]
+        elif name in _COPIES and args and (pair := self.known.get(args[0])):
+            self.known[result] = pair[0], pair[1] if name == "clamp" else func(pair[1], *args[1:], **kwargs)
+        return result
+
+    def before(self, tensor: Tensor) -> Tensor:
+        """Return the values before the last sigmoid or softmax of a tensor; the tensor itself without one."""
+        base = view_base(tensor)  # full backward hooks of a module return a view of its output
+        source = tensor if base is None or base.shape != tensor.shape else base
+        name, logits = self.known.get(source, ("", tensor))
+        if name:
+            whole = view_base(logits)
+            self.names[logits if whole is None else whole] = name
+        return logits
 
 
 def _run(model: nn.Module, x: Tensor) -> Any:

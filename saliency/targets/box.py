@@ -226,7 +226,7 @@ class BoxScore:
     def of_row(self, row: Candidates) -> Tensor:
         """Return the score of one variant of the image."""
         # Without the gradient of the weights, a map of the class does not mix in the place of the box.
-        boxes = row.boxes.detach().to(torch.promote_types(row.boxes.dtype, torch.float32))
+        boxes = row.boxes.detach()
         overlaps = iou(boxes, boxes.new_tensor(self.match.box))
         near = overlaps > 0
         weights = (_SHARPNESS * overlaps[near]).expm1()

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import TargetError
 from ..io.preprocess import Geometry
+from .targets import require_class
 
 BoxLink = Literal["sigmoid", "softmax", "label"]
 """How class scores become probabilities. "label" is for outputs after suppression, with one class per detection."""
@@ -33,7 +34,7 @@ class Candidates:
     """Boxes that a detector considers in one image, and their scores, with their graph.
 
     Attributes:
-        boxes: (n, 4) left, top, right and bottom, in pixels.
+        boxes: (n, 4) left, top, right and bottom, in pixels; converted to float32 unless they are float64.
         scores: (n, C) the logits of the classes; with "softmax", minus the logit of "no object".
         objectness: (n,) the logits of an object of any class; None without them.
         link: The function from the scores to probabilities.
@@ -51,6 +52,7 @@ class Candidates:
 
     def __post_init__(self) -> None:
         """Check the shapes. Raises TargetError if one is wrong."""
+        object.__setattr__(self, "boxes", _wide(self.boxes))
         count, shapes = len(self.boxes), [tuple(part.shape) for part in (self.boxes, self.scores)]
         is_fitting = shapes[0] == (count, 4) and len(shapes[1]) == 2 and shapes[1][0] == count
         if not is_fitting or (self.objectness is not None and self.objectness.shape != (count,)):
@@ -60,7 +62,7 @@ class Candidates:
     @property
     def probabilities(self) -> Tensor:
         """The probabilities (n, C) of the classes, in float32 or wider."""
-        scores = self.scores.to(torch.promote_types(self.scores.dtype, torch.float32))
+        scores = _wide(self.scores)
         if self.link == "softmax":
             return F.pad(scores, (0, 1)).softmax(1)[:, :-1]
         is_scaled = self.objectness is not None and self.is_factor
@@ -70,7 +72,7 @@ class Candidates:
     def certainty(self) -> Tensor:
         """The probability (n,) of an object: by objectness or "no object", else the highest of all classes."""
         if self.objectness is not None:
-            return self.objectness.to(torch.promote_types(self.objectness.dtype, torch.float32)).sigmoid()
+            return _wide(self.objectness).sigmoid()
         return self.probabilities.sum(1) if self.link == "softmax" else self.probabilities.amax(1)
 
     def column(self, index: int) -> Tensor:
@@ -168,6 +170,11 @@ class Readings:
         return self._rows[key]
 
 
+def _wide(numbers: Tensor) -> Tensor:
+    """Convert to float32 or wider: areas overflow in float16, and integers have no logits and no fractions."""
+    return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+
+
 def iou(one: Tensor, other: Tensor) -> Tensor:
     """Return the intersection over union of boxes (..., 4) of shapes that broadcast; 0 for empty boxes."""
     low, high = torch.maximum(one[..., :2], other[..., :2]), torch.minimum(one[..., 2:], other[..., 2:])
@@ -256,7 +263,8 @@ def _columns(y: Tensor, levels: Any, size: tuple[int, int], classes: int | None)
     levels = levels if isinstance(levels, list | tuple) else []
     extra = [part for part in levels if isinstance(part, Tensor) and part.shape[::2] == y.shape[::2]]
     if extra:  # the masks or joints of Ultralytics follow the classes
-        return _with_joints(_columns(y[:, : -extra[0].shape[1]], levels[0], size, classes), y, extra[0])
+        count = y.shape[1] - extra[0].shape[1]
+        return _with_joints(_columns(y[:, :count], levels[0], size, count - 4), y, extra[0])
     levels = [level for level in levels if isinstance(level, Tensor)]
     dims = {level.dim() for level in levels}
     if len(levels) > 1 and dims == {4} and levels[0].shape[-1] == 4 and levels[0].shape[:3] == levels[1].shape[:3]:
@@ -265,7 +273,7 @@ def _columns(y: Tensor, levels: Any, size: tuple[int, int], classes: int | None)
     has_labels = y.shape[2] == 6 and last.numel() > 0 and bool((last == last.round()).all())
     if has_labels and bool((ranked[:, :-1] >= ranked[:, 1:]).all()):
         return [_labelled(row[:, :4], row[:, 4], row[:, 5].long(), classes) for row in y]
-    if y.shape[1] == 4 + (classes or -1) or (y.shape[1] < y.shape[2] and y.shape[2] != 5 + (classes or -1)):
+    if not _has_objectness(y, dims, classes):
         count = y.shape[1] - 4
         if dims == {4}:
             maps = torch.cat([level.flatten(2) for level in levels], 2)
@@ -273,6 +281,28 @@ def _columns(y: Tensor, levels: Any, size: tuple[int, int], classes: int | None)
         return _batch(_corners(y[:, :4].mT), _logit(y[:, 4:].mT))
     logits = torch.cat([level.flatten(1, 3) for level in levels], 1)[..., 4:] if dims == {5} else _logit(y[..., 4:])
     return _batch(_corners(y[..., :4]), logits[..., 1:], logits[..., 0])
+
+
+def _has_objectness(y: Tensor, dims: set[int], classes: int | None) -> bool:
+    """Return whether an output is (B, n, 5 + C) of YOLOv5, with objectness, instead of (B, 4 + C, n) of Ultralytics.
+
+    The levels (4 or 5 axes) decide, then the number of classes, then the values: only boxes are outside of 0..1.
+
+    Raises:
+        TargetError: Both readings fit, or neither.
+    """
+    if dims in ({4}, {5}):
+        return dims == {5}
+    counts = y.shape[1] - 4, y.shape[2] - 5
+    fits = [count == classes for count in counts]
+    if fits[0] == fits[1]:
+        ranges = [part.detach().aminmax() for part in (y[:, 4:], y[..., 4:]) if min(counts) > 0]
+        fits = [bool(low >= 0 and high <= 1) for low, high in ranges] or [count > 0 for count in counts]
+    if fits[0] == fits[1]:
+        orders = f"(batch, 4 + {counts[0]} classes, boxes) or (batch, boxes, 5 + {counts[1]} classes)"
+        problem = f"it is unclear by its values whether the output {tuple(y.shape)} is {orders}"
+        raise TargetError(f"{problem}; pass all class names as categories=, or read=, as for other detectors")
+    return fits[1]
 
 
 def _with_joints(rows: list[Candidates], y: Tensor, raw: Tensor) -> list[Candidates]:
@@ -317,7 +347,9 @@ def _detr_link(output: Any, logits: Tensor, classes: int | None, link: BoxLink |
 
 
 def _labelled(boxes: Tensor, scores: Tensor, labels: Tensor, classes: int | None) -> Candidates:
-    """Return detections after suppression, with the logit of one class each."""
+    """Return detections after suppression, with the logit of one class each. Raises TargetError without its name."""
+    if classes is not None and len(labels):
+        require_class(int(labels.max()), classes, "the model's class names")
     count = max(classes or 1, int(labels.max()) + 1 if len(labels) else 1)
     absent = scores.new_full((len(scores), count), ABSENT)
     return Candidates(boxes, absent.scatter(1, labels[:, None], _logit(scores)[:, None]), link="label")
@@ -334,14 +366,14 @@ def _decoded(distances: Tensor, sizes: Sequence[Sequence[int]], size: tuple[int,
     With several bins, a distance is the expectation of a softmax over 0, 1, 2, ...
     """
     images, channels, count = distances.shape
-    bins = distances.view(images, 4, channels // 4, count).movedim(3, 1)  # (B, n, 4, bins)
+    bins = _wide(distances).view(images, 4, channels // 4, count).movedim(3, 1)  # (B, n, 4, bins)
     if bins.shape[3] > 1:
         bins = bins.softmax(3) * torch.arange(bins.shape[3], device=bins.device).to(bins.dtype)
     near, far = bins.sum(3).chunk(2, 2)
     centres, strides = [], []
     for height, width in sizes:
         y, x = torch.meshgrid(*(torch.arange(edge, device=distances.device) for edge in (height, width)), indexing="ij")
-        centres.append(torch.stack([x, y], 2).flatten(0, 1).to(distances.dtype) + 0.5)
+        centres.append(torch.stack([x, y], 2).flatten(0, 1).to(bins.dtype) + 0.5)
         strides.append(centres[-1].new_tensor((size[1] / width, size[0] / height)).expand_as(centres[-1]))
     centre, stride = torch.cat(centres), torch.cat(strides)
     return torch.cat([(centre - near) * stride, (centre + far) * stride], 2)
@@ -349,12 +381,12 @@ def _decoded(distances: Tensor, sizes: Sequence[Sequence[int]], size: tuple[int,
 
 def _corners(boxes: Tensor) -> Tensor:
     """Convert (..., 4) centre and size to left, top, right and bottom."""
-    centre, extent = boxes.chunk(2, -1)
+    centre, extent = _wide(boxes).chunk(2, -1)
     return torch.cat([centre - extent / 2, centre + extent / 2], -1)
 
 
 def _unit(size: tuple[int, int], like: Tensor) -> Tensor:
-    return like.new_tensor((size[1], size[0]) * 2)
+    return _wide(like).new_tensor((size[1], size[0]) * 2)
 
 
 def _logit(probabilities: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from torch import Tensor
 
@@ -64,6 +64,14 @@ class Images:
         """Return whether the last operation of scores with values of 0 to 1 is a sigmoid or softmax."""
         return False
 
+    def last_operation(self, scores: Tensor) -> str:
+        """Return "sigmoid" or "softmax" for scores that are the values before it; else an empty text."""
+        return ""
+
+    def channel_axis(self, layer: Any) -> tuple[str, int | None]:
+        """Return the name of a layer, and the axis of the channels in its output; None if it is unknown."""
+        return str(layer), None
+
     def score_of(self, function: Score, image: int | None = None) -> Score:
         """Return the score of one image, or of all, by a user's function of the output of the whole batch."""
         return function
@@ -97,6 +105,8 @@ class Images:
 
     def link(self, scores: Tensor) -> Link:
         """Return the function from scores (N, classes, ...) to probabilities."""
+        if last := self.last_operation(scores):
+            return cast("Link", last)
         values = scores.detach().float()
         if values.numel() and float(values.min()) >= 0:
             sums_to_one = scores.shape[1] > 1 and bool(((values.sum(1) - 1).abs() < 1e-3).all())
@@ -114,6 +124,11 @@ class Target(ABC):
     def part(self) -> Hashable:
         """The part of a box or a pose that is explained, whose score a head of the model computes; None without one."""
         return None
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether values before a last sigmoid or softmax of the model are read."""
+        return False
 
     def prepared(self, images: Images) -> Target:
         """Return the target with what does not depend on the output, such as the embedding of its text."""
@@ -145,6 +160,7 @@ class Question(Target):
         box: The explained box in pixels of the input.
         mirrored: The score of variants that are mirrored from left to right; None if it is not the same question there.
         part: As for `Target`.
+        reads_logits: As for `Target`.
     """
 
     score: Score
@@ -155,6 +171,7 @@ class Question(Target):
     box: Box | None = None
     mirrored: Score | None = None
     part: Hashable = None
+    reads_logits: bool = False
 
     def ask(self, output: Any, images: Images) -> Together:
         """Return the question unchanged, for each image."""

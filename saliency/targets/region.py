@@ -42,6 +42,11 @@ class Region(Target):
         """The joints of a pose; None for a segmentation."""
         return ("joint", None) if self.joint else None
 
+    @property
+    def reads_logits(self) -> bool:
+        """Return True: a probability saturates where the model is certain."""
+        return True
+
     def prepared(self, images: Images) -> Region:
         """Return the target with a class index instead of a name."""
         if self.place is not None:
@@ -76,11 +81,14 @@ class Region(Target):
             signed = cells.float()
         label, kind = class_name(index, images.categories), "border" if self.where == "border" else "region"
         name = self.joint or f"{kind} of {label}{f' at {as_text(self.place)}' if self.place else ''}"
-        score = RegionScore(index, signed, is_binary, self.is_sum, self.where == "border")
+        last = images.last_operation(scores)
+        score = RegionScore(index, signed, is_binary, self.is_sum, self.where == "border", last)
         own = [replace(score, cells=part[None]) for part in signed]
         mirrored = [None if self.joint else one.mirrored() for one in own]
         pairs = zip(own, mirrored, strict=True)
-        return Together([Question(one, name, mirrored=other, part=self.part) for one, other in pairs], score)
+        return Together(
+            [Question(one, name, mirrored=other, part=self.part, reads_logits=True) for one, other in pairs], score
+        )
 
     def others(self, output: Any, images: Images, of: Literal["class", "box"]) -> Sequence[Question]:
         """Return questions about the other classes of the same pixels, or about the other joints."""
@@ -102,9 +110,11 @@ class Region(Target):
         if self.where == "peak":
             is_peak = own == along_rows(own.flatten(1).amax(1), own)
             return max_pool(is_peak[:, None].float(), 3, 1, 1)[:, 0].bool()
-        if known.shape[1] > 1 and not _is_independent(output):
+        link = "identity" if _has_instances(output) else images.link(scores)
+        competes = link == "softmax" or bool(((known.sum(1) - 1).abs() < 1e-3).all())  # sigmoids do not
+        if known.shape[1] > 1 and competes and not _is_independent(output):
             return known.argmax(1) == index
-        limit = 0.5 if _has_instances(output) else threshold(images.link(scores)) if known.shape[1] == 1 else 0.0
+        limit = threshold(link)
         return own <= limit if is_binary and not index else own > limit
 
     def _marked(self, scores: Tensor, images: Images) -> Tensor:
@@ -127,6 +137,7 @@ class RegionScore:
         is_binary: Whether two classes have one number, as in `ClassScore`.
         is_sum: Whether the scores are summed.
         is_border: Whether the mean of the pixels outside a border is subtracted.
+        last_operation: "sigmoid" or "softmax", if the scores are the values before it.
     """
 
     label: int
@@ -134,6 +145,7 @@ class RegionScore:
     is_binary: bool
     is_sum: bool
     is_border: bool
+    last_operation: str = ""
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,)."""
@@ -239,6 +251,11 @@ class Keypoint(Target):
         """The joints."""
         return "joint", self.read
 
+    @property
+    def reads_logits(self) -> bool:
+        """Return True, as for a region."""
+        return True
+
     def ask(self, output: Any, images: Images) -> Together:
         """Return the questions about the joint of each image. Raises TargetError if there is none."""
         return self._found(output, images).ask(output, images)
@@ -277,18 +294,20 @@ def region(label: int | str, where: Any = "predicted") -> Target:
 
     The output may be maps (N, classes, H, W), also as `.logits`, `["out"]` or beside other tensors; queries with masks,
     as in Mask2Former, whose sum of class probabilities times masks is the score; the masks of SAM, where `label` counts
-    all masks of all prompts; or the instances of Mask R-CNN, whose masks are weighted by their scores.
+    all masks of all prompts; or the instances of Mask R-CNN, whose masks are weighted by their scores. If the model
+    ends in a sigmoid or softmax, the scores are the values before it, and `explanation.notes` says so.
 
     Args:
         label: The class, by index or name.
         where: The pixels to average, in pixels of the image, or of a float tensor: a mask (H, W), or (N, H, W) with one
-            for each image; a box (left, top, right, bottom); or a point (x, y). A pixel of the output belongs to them
-            if they cover half of it, or the most of all. A mask may also have the size of the output. For a
-            volume, it must: (D, H, W) or (N, D, H, W). "predicted" takes the pixels that the model assigns to the
-            class. "border" takes the outermost of these pixels, minus the mean of the other pixels that touch them:
-            both sides of the predicted contour. With one channel, the model assigns the pixels with a logit above 0, or
-            with a probability above 0.5 if its last operation is a sigmoid. With two class names, the channel belongs
-            to class 1, and its negative to class 0.
+            for each image, of 0 and one other value; a box (left, top, right, bottom); or a point (x, y). A pixel of
+            the output belongs to them if they cover half of it, or the most of all. A mask may also have the size of
+            the output. For a volume, it must: (D, H, W) or (N, D, H, W). "predicted" takes the pixels that the model
+            assigns to the class. "border" takes the outermost of these pixels, minus the mean of the other pixels that
+            touch them: both sides of the predicted contour. With one channel, the model assigns the pixels with a logit
+            above 0, or with a probability above 0.5 if its last operation is a sigmoid. So does each of several
+            channels that end in sigmoids; other channels compete for each pixel. If logits do not compete, pass a mask.
+            With two class names, one channel belongs to class 1, and its negative to class 0.
 
     Raises:
         TargetError: `where` is none of these. In `attribute`: the mask has another size, or the region is empty or
@@ -308,14 +327,19 @@ def region(label: int | str, where: Any = "predicted") -> Target:
     pixels = known.detach().as_subclass(Tensor)
     if pixels.dim() == 1:
         return Region(label=label, place=as_place("where", pixels, 2 if len(pixels) == 2 else 4))
+    marked = pixels[pixels != 0]
+    if bool((marked != marked[:1]).any()):
+        expected = "expected 0 and one other: pass labels == 3, or probabilities > 0.5"
+        raise TargetError(f"the mask has values from {pixels.min():.4g} to {pixels.max():.4g}; {expected}")
     return Region(label=label, where=pixels)
 
 
 def keypoint(joint: int | str, person: int = 0, *, read: CandidatesFunction | None = None) -> Target:
     """Explain the score of one joint of a pose model.
 
-    For heatmaps (N, joints, H, W), it is the mean of the joint's map over the 3 x 3 cells around its maximum. For a
-    detector of persons, it is the joint's score, averaged over the detections near the person as in `box`.
+    For heatmaps (N, joints, H, W), it is the mean of the joint's map over the 3 x 3 cells around its maximum, before a
+    last sigmoid or softmax, as in `region`. For a detector of persons, it is the joint's score, averaged over the
+    detections near the person as in `box`.
 
     Args:
         joint: The joint, by index or name. Names are the class names, if there is one for each joint, or the 17 names

@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import TargetError, did_you_mean, plural
 from ..io.preprocess import Geometry
@@ -27,7 +27,7 @@ from .question import (
     one_score_each,
 )
 
-TargetLike = (
+TargetLike: TypeAlias = (
     int | str | Sequence[int | None] | Sequence[str | None] | Tensor | Target | Score | Sequence[Target | Score] | None
 )
 """A class index or name, None for the top class, a function of the output, or one of them per image."""
@@ -80,6 +80,13 @@ class ClassScore:
             return self._of_class(scores).sigmoid()
         is_plain = not self.is_binary or all(self.classes)
         return self._of_class(scores) if is_plain else self._of_class(scores) + (1 - self._index(scores))
+
+
+def is_probability(question: Question) -> bool:
+    """Return whether the score is the probability of a class, whose gradient vanishes near 0 and 1."""
+    score: Any = question.score
+    own = getattr(score, "__self__", score)  # of the method `ClassScore.probability`
+    return isinstance(own, ClassScore) and (own is not score or own.link == "identity")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +221,15 @@ class LayerOutput:
 class Neuron(Target):
     """Activation of a channel of a layer; see `neuron`."""
 
-    layer: str
+    layer: str | nn.Module
     channel: int
     at: tuple[int, ...] | None = None
+    axis: int | None = None  # of the channels in outputs of more than two axes; None if unknown
+
+    def prepared(self, images: Images) -> Neuron:
+        """Return the target with the name of the layer and the axis of its channels."""
+        layer, axis = images.channel_axis(self.layer)
+        return replace(self, layer=layer, axis=axis)
 
     def ask(self, output: Any, images: Images) -> Together:
         """Return the questions. A position is another one in a mirrored image."""
@@ -224,10 +237,14 @@ class Neuron(Target):
         return Question(self.score, name, mirrored=None if self.at else self.score).ask(output, images)
 
     def score(self, output: Any) -> Tensor:
-        """Return the activations (N,). Raises TargetError if there is no such channel or position."""
+        """Return the activations (N,). Raises TargetError without such a channel or position, or a known axis."""
         if not isinstance(output, LayerOutput):
             raise TargetError("a neuron is a target of methods only")
-        values = output.values.movedim(-1, 1) if output.values.dim() == 3 else output.values  # tokens (N, T, K)
+        values = output.values
+        if values.dim() > 2 and self.axis is None:
+            problem = f"the output {tuple(values.shape)} of the layer {self.layer} does not show its axis of channels"
+            raise TargetError(f"{problem}; choose a convolution, a linear layer, or a layer of maps or patches")
+        values = values.movedim(self.axis or 1, 1) if values.dim() > 2 else values
         shape = tuple(values.shape[1:])
         if not shape or self.channel >= shape[0]:
             raise TargetError(f"there is no channel {self.channel} in the layer {self.layer} with outputs of {shape}")
@@ -263,6 +280,11 @@ class TargetList(Target):
         """The part that the first target explains."""
         return self.targets[0].part
 
+    @property
+    def reads_logits(self) -> bool:
+        """Whether all targets read values before a last sigmoid or softmax."""
+        return all(target.reads_logits for target in self.targets)
+
     def prepared(self, images: Images) -> TargetList:
         """Return the targets with what does not depend on the output."""
         return TargetList(tuple(own.prepared(images.only(number)) for number, own in enumerate(self.targets)))
@@ -296,6 +318,11 @@ class Located(Target):
     def part(self) -> Hashable:
         """The part that the target explains."""
         return self.target.part
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the target reads values before a last sigmoid or softmax."""
+        return self.target.reads_logits
 
     def prepared(self, images: Images) -> Target:
         """Return the target with what does not depend on the output."""
@@ -344,20 +371,23 @@ def value(*index: int) -> Target:
     return Value(index)
 
 
-def neuron(layer: str, channel: int, at: int | Sequence[int] | None = None) -> Target:
+def neuron(layer: str | nn.Module, channel: int, at: int | Sequence[int] | None = None) -> Target:
     """Explain the activation of a channel of a layer, instead of the model's output.
 
     All targets of one call must be neurons of one layer. The layer of a CAM must be before it.
 
     Args:
-        layer: The name of the layer, as in `model.named_modules()`. Its first output tensor is read: (N, K),
-            (N, K, h, w), or tokens (N, T, K).
+        layer: The name of the layer, as in `model.named_modules()`, or the module itself. Its first output tensor is
+            read: (N, K); (N, K, h, w) or (N, h, w, K); or tokens (N, T, K). Convolutions, linear layers and the
+            positions of maps and patches in the image show which axis holds the channels.
         channel: The index of the channel.
-        at: The position in the layer's output, (row, column) or the index of a token. By default the mean over all.
+        at: The position in the other axes of the output, (row, column) or the index of a token. By default the mean
+            over all.
 
     Raises:
-        TargetError: An index is not a non-negative integer. In `attribute`: the model has no such layer,
-            channel or position.
+        TargetError: An index is not a non-negative integer. In `attribute`: there is no such channel or
+            position, or the axis of the channels is unknown.
+        LayerError: In `attribute`: the model has no such layer, or `layer` is neither a name nor a module.
     """
     place = None if at is None else tuple(map(class_number, at if isinstance(at, Sequence) else (at,)))
     return Neuron(layer, class_number(channel), place)

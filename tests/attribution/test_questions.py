@@ -185,3 +185,26 @@ def test_a_lack_of_memory_for_two_images_is_not_remembered() -> None:
     assert "out of memory" in cached_serial_reason(model, one_image())
     full = False
     assert cached_serial_reason(model, one_image()) == ""
+
+
+@pytest.mark.parametrize("end", [nn.Sigmoid(), nn.Softmax(1), nn.Identity()])
+def test_a_map_that_is_lost_to_saturation_says_how_to_get_it(end: nn.Module) -> None:
+    torch.manual_seed(0)
+    last = nn.Linear(4 * 36, 3)
+    logits = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), last)
+    last.bias.data[1] += 40
+    model, x = nn.Sequential(logits, end), torch.randn(2, 3, 8, 8)
+    method, is_logit = saliency.VanillaGradient(model), isinstance(end, nn.Identity)
+    with pytest.warns(saliency.SaliencyWarning, match=r"vanishes near 0 and 1; .* saliency\.neuron\(NAME, CLASS\)"):
+        explanation = method.attribute(x, saliency.probability(1) if is_logit else 1)
+    assert all("saliency.neuron" in note for note in explanation.notes)
+    cured = method.attribute(x, saliency.neuron("0.3", 1))
+    torch.testing.assert_close(cured.values, saliency.VanillaGradient(logits).attribute(x, 1).values)
+
+
+def test_a_map_of_zeros_of_an_unsure_model_is_not_said_to_be_saturated() -> None:
+    last = nn.Linear(2 * 36, 3)
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU(), nn.Flatten(), last, nn.Sigmoid())
+    nn.init.zeros_(last.weight)
+    with pytest.warns(saliency.SaliencyWarning, match="0 everywhere$"):
+        saliency.VanillaGradient(model).attribute(torch.randn(1, 3, 8, 8), 1)

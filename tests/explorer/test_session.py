@@ -162,6 +162,19 @@ def test_a_segmenter_lists_its_regions_and_where_they_are() -> None:
         assert "bright" in answer["row"]["name"]
 
 
+def test_a_segmenter_of_one_sigmoid_has_a_region_where_it_is_above_a_half() -> None:
+    class Sigmoid(Segmenter):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (super().forward(x)[:, 1:] - super().forward(x)[:, :1]).sigmoid()
+
+    pixels = np.zeros((16, 16, 3), np.uint8)
+    pixels[:4] = 255
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    opened = Session(RunOptions(model=Sigmoid())).open(file.getvalue())
+    assert {region["name"]: region["share"] for region in opened["regions"]} == {"background": 0.75, "bright": 0.25}
+
+
 def test_texts_are_asked_of_models_of_texts() -> None:
     session = Session(RunOptions(model=for_photos()))
     opened = session.open(photo((64, 64)))

@@ -533,3 +533,14 @@ def test_masks_and_joints_of_ultralytics_are_not_classes() -> None:
 
     explanation = VanillaGradient(Masked()).attribute(torch.rand(1, 3, 64, 64), saliency.box(index=0))
     assert explanation.target_names == ("class 1 at (16, 16, 24, 24)",)
+
+
+def test_the_best_box_of_a_half_precision_detector_is_found_whatever_its_size() -> None:
+    def read(output: Tensor) -> list[saliency.Candidates]:  # the area of the first is above the maximum of float16
+        boxes = torch.tensor([[0.0, 0, 300, 300], [310, 310, 318, 318]]).half()
+        scores = torch.tensor([[2.2, -9], [-9, 0.4]]).half() + 0 * output[0, 0]
+        return [saliency.Candidates(boxes, scores)]
+
+    method = VanillaGradient(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 1)), categories=["cat", "cup"])
+    names = method.attribute(torch.rand(1, 3, 8, 8), saliency.box(index=0, read=read)).target_names
+    assert names == ("cat at (0, 0, 300, 300)",)

@@ -300,3 +300,66 @@ def test_the_similarity_takes_the_cosine_and_not_the_product_of_class_probabilit
     )
     found = Detections.of([row]).similarity(BOXES, torch.tensor([[0.8, 0.2], [0.2, 0.8]]))
     torch.testing.assert_close(found, torch.tensor([[0.5, 0.8]]))  # parallel vectors: the probability of an object
+
+
+def rows_of(batch: int, count: int, classes: int, *, with_objectness: bool) -> tuple[Tensor, Tensor]:
+    """A decoded output, (B, 4 + C, n) or (B, n, 5 + C), and its class logits (B, n, C); the boxes are in pixels."""
+    generator = torch.Generator().manual_seed(0)
+    boxes = torch.rand(batch, count, 4, generator=generator) * 60 + 2
+    logits = torch.randn(batch, count, classes + with_objectness, generator=generator)
+    y = torch.cat([boxes, logits.sigmoid()], 2)
+    return (y, logits[..., 1:]) if with_objectness else (y.mT, logits)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("with_objectness", [True, False])
+@pytest.mark.parametrize(("count", "classes"), [(84, 80), (21, 80), (100, 365), (85, 80), (84, 79), (4, 3), (300, 3)])
+def test_values_tell_rows_of_boxes_from_columns(count: int, classes: int, with_objectness: bool, named: bool) -> None:
+    y, logits = rows_of(2, count, classes, with_objectness=with_objectness)
+    for row, own in zip(candidates(y, [*PLACE, *PLACE], classes if named else None), logits, strict=True):
+        torch.testing.assert_close(row.scores, own, rtol=1e-3, atol=1e-4)
+        assert (row.objectness is not None) == with_objectness
+
+
+@pytest.mark.parametrize("y", [torch.full((1, 20, 20), 0.5), torch.full((1, 20, 20), 7.0)], ids=["both", "neither"])
+def test_an_output_that_fits_both_orders_or_neither_is_refused(y: Tensor) -> None:
+    with pytest.raises(TargetError, match=r"unclear.*\(batch, 4 \+ 16 classes, boxes\).*read="):
+        candidates(y, PLACE)
+
+
+@pytest.mark.parametrize("output", [torchvision(), exported_top()], ids=["torchvision", "end to end, exported"])
+def test_a_label_without_a_name_is_refused(output: Any) -> None:
+    with pytest.raises(TargetError, match=r"class 2 is outside 0\.\.1, the model's class names"):
+        candidates(output, PLACE, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.float64])
+def test_boxes_of_any_type_are_those_of_float32(dtype: torch.dtype) -> None:
+    boxes = torch.tensor([[0, 0, 320, 320], [16, 8, 24, 40]])
+    place = [Geometry((0, 0, 1024, 768), (1024, 768), (480, 640))]  # 1.6 pixels of the image per pixel of the input
+    rows = [
+        candidates(None, place, read=lambda output: [Candidates(own, LOGITS[:, :1])])[0]  # noqa: B023
+        for own in (boxes.float(), boxes.to(dtype))
+    ]
+    assert torch.equal(rows[0].boxes, torch.tensor([[0, 0, 512, 512], [25.6, 12.8, 38.4, 64]]))
+    torch.testing.assert_close(rows[1].boxes, rows[0].boxes, check_dtype=False)
+    assert float(iou(rows[1].boxes[0], rows[1].boxes[0])) == 1
+    assert rows[1].detections() == rows[0].detections()
+
+
+@pytest.mark.parametrize("name", ["Ultralytics", "Ultralytics exported", "RT-DETR", "YOLOX"])
+def test_boxes_of_half_precision_are_decoded_in_float32(name: str) -> None:
+    half = tree_map(lambda part: part.half() if isinstance(part, Tensor) else part, SIGMOID[name])
+    exact = tree_map(lambda part: part.float() if isinstance(part, Tensor) else part, half)
+    found, expected = (candidates(output, PLACE, 3)[0] for output in (half, exact))
+    assert torch.equal(found.boxes, expected.boxes)
+
+
+def tree_map(function: Any, output: Any) -> Any:
+    if isinstance(output, dict):
+        return {key: tree_map(function, part) for key, part in output.items()}
+    if isinstance(output, tuple | list):
+        return type(output)(tree_map(function, part) for part in output)
+    if isinstance(output, SimpleNamespace):
+        return type(output)(**tree_map(function, vars(output)))
+    return function(output)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import LayerError, Preprocess, TargetError, VanillaGradient
+from saliency.evaluation.metrics.base import Subject
+from saliency.inspection import record
 from saliency.methods import METHODS
 from saliency.testing import images, tiny_model
 from saliency.testing.unchanged import Snapshot
@@ -105,6 +107,118 @@ def test_a_region_outside_the_crop_is_refused() -> None:
 def test_places_that_cannot_be_are_refused(where: Any, message: str) -> None:
     with pytest.raises(TargetError, match=message):
         VanillaGradient(Output(maps)).attribute(X, saliency.region(0, where))
+
+
+@pytest.mark.parametrize("scale", [1, 255, 0.7])
+def test_a_mask_has_two_values(scale: float) -> None:
+    labels, method = torch.zeros(32, 48), VanillaGradient(Output(maps))
+    labels[4:8], labels[20:28] = 1, 2
+    expected = method.attribute(X, saliency.region(1, labels == 2))
+    assert torch.equal(method.attribute(X, saliency.region(1, scale * (labels == 2))).values, expected.values)
+    for where in (labels, labels.long(), (labels - 1).sigmoid(), labels.expand(2, -1, -1), labels * torch.nan):
+        with pytest.raises(
+            TargetError, match=r"the mask has values from .*; expected 0 and one other: pass labels == 3"
+        ):
+            saliency.region(1, where)
+
+
+class Sigmoids(nn.Module):
+    """Three overlapping classes (N, 3, 8, 12), as in BraTS: the whole tumour, its core, and a part of the core."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        centre = torch.tensor([4.0, 3, 1]).view(3, 1, 1)
+        distance = (torch.arange(12.0) - 5.6).abs().expand(8, 12)
+        return (centre * 2 - 2 * distance + 0.01 * maps(x)).sigmoid()
+
+
+def test_channels_that_end_in_sigmoids_do_not_compete_for_pixels() -> None:
+    both: Any = [saliency.region(2), saliency.region(1)]
+    cells = torch.stack([Sigmoids()(X)[0, 2] > 0.5, Sigmoids()(X)[1, 1] > 0.5])
+    listed: Any = [saliency.region(2, cells[0]), saliency.region(1, cells[1])]
+    method: Any = VanillaGradient(Sigmoids())
+    torch.testing.assert_close(method.attribute(X, both).values, method.attribute(X, listed).values)
+    for run_model_only in (False, True):  # without gradients, the model is asked how it ends
+        method = METHODS["rise"](Sigmoids(), passes=4) if run_model_only else method
+        for label in range(3):
+            cells = Sigmoids()(X)[:, label] > 0.5
+            resolved = method.attribute(X, saliency.region(label))
+            marked = method.attribute(X, saliency.region(label, cells))
+            torch.testing.assert_close(resolved.scores, marked.scores)
+            torch.testing.assert_close(resolved.values, marked.values)
+    softmax = VanillaGradient(Output(lambda x: Sigmoids()(x).logit().softmax(1)))
+    cells = Sigmoids()(X).argmax(1) == 0  # all pixels: the classes contain each other
+    marked = softmax.attribute(X, saliency.region(0, cells))
+    torch.testing.assert_close(softmax.attribute(X, saliency.region(0)).values, marked.values)
+
+
+def segmenter(bias: float, end: Any) -> nn.Sequential:
+    """A segmenter whose class 1 has logits of about `bias`, and whose output passes through `end`."""
+    torch.manual_seed(0)
+    last = nn.Conv2d(8, 3, 1)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), last, end).eval()
+    cast("Tensor", last.bias).data[1] = bias
+    return net
+
+
+ENDS = {
+    "nn.Sigmoid": nn.Sigmoid(),
+    "nn.Softmax": nn.Softmax(1),
+    "a function in a dict": Output(lambda z: {"out": torch.sigmoid(z), "features": z.mean((2, 3))}),
+    "clamped": Output(lambda z: torch.clamp(z.sigmoid(), min=1e-4, max=1 - 1e-4)),
+}
+
+
+@pytest.mark.parametrize("name", ["vanilla_gradient", "grad_cam", "lrp", "rise", "integrated_gradients"])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_region_and_a_joint_are_read_before_the_last_sigmoid_or_softmax(end: str, name: str) -> None:
+    for bias in (0.0, 8, 40):  # probabilities of 0.5, 0.9997 and 1
+        options = {} if name == "grad_cam" else METHODS[name].preview_options
+        model, logits = segmenter(bias, ENDS[end]), segmenter(bias, nn.Identity())
+        method, expected = (METHODS[name](own, **options) for own in (model, logits))
+        before = Snapshot(model=model, x=X)
+        for target in (
+            saliency.region(1, (8, 8, 24, 24)),
+            saliency.keypoint(2),
+            [saliency.region(1, (2, 3)), saliency.keypoint(0)],
+        ):
+            explanation, reference = method.attribute(X, target), expected.attribute(X, target)
+            assert torch.equal(explanation.scores, reference.scores)
+            assert torch.equal(explanation.values, reference.values)
+            assert all("the value before the last s" in note for note in explanation.notes)
+        assert not before.changes()
+
+
+def test_hooks_of_the_user_do_not_change_what_a_region_reads() -> None:
+    model, target = segmenter(40, nn.Sigmoid()), saliency.region(1, (8, 8, 24, 24))
+    expected = VanillaGradient(model).attribute(X, target)
+    for module in model:
+        module.register_full_backward_hook(lambda module, before, after: None)
+        module.register_forward_hook(lambda module, args, output: output.clone())
+    assert torch.equal(VanillaGradient(model).attribute(X, target).values, expected.values)
+    with record(model):
+        assert torch.equal(VanillaGradient(model).attribute(X, target).values, expected.values)
+
+
+def test_functions_get_the_probabilities_and_are_not_mixed_with_regions() -> None:
+    method = VanillaGradient(segmenter(8, nn.Sigmoid()))
+    explanation = method.attribute(X, lambda output: output[:, 1].mean((1, 2)))
+    assert float(explanation.scores.max()) < 1
+    for targets in ([saliency.region(1), saliency.value(0, 0, 0)], [saliency.value(0, 0, 0), saliency.region(1)]):
+        with pytest.raises(TargetError, match="explain them in another call"):
+            method.attribute(X, targets)
+        with pytest.raises(TargetError, match="explain them in another call"):
+            method.attribute_classes(X, targets)
+    VanillaGradient(segmenter(8, nn.Identity())).attribute(X, targets)
+
+
+def test_metrics_score_a_region_before_the_last_sigmoid() -> None:
+    scores = []
+    for end in (nn.Sigmoid(), nn.Identity()):
+        method, target = VanillaGradient(segmenter(8, end)), saliency.region(1)
+        subject = Subject(method.attribute(X, target), target=target, method=method, inputs=X)
+        scores.append(subject.scores_of(X.flip(2)))
+        assert [len(others) for others in subject.others()] == [2, 2]
+    assert torch.equal(*scores)
 
 
 def test_a_border_is_the_inside_minus_the_outside_of_the_contour() -> None:
@@ -291,6 +405,81 @@ def test_a_neuron_is_the_activation_of_a_channel_in_every_method(name: str) -> N
         leaf = x.clone().requires_grad_()
         score = model.down(model.relu(model.norm(model.stem(leaf))))[:, 3, 2, 5].sum()
         torch.testing.assert_close(place.values, torch.autograd.grad(score, leaf)[0])
+
+
+class Channels(nn.Module):
+    """Features in the layouts that networks use, of 5 channels on a grid of 8 x 12."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 5, 4, 4)
+        self.last, self.tokens = Output(lambda maps: maps.movedim(1, -1)), Output(lambda maps: maps.flatten(1, 2))
+        self.rows, self.line = nn.Linear(5, 5), nn.Conv1d(5, 7, 3)
+        self.pooled, self.odd = Output(lambda line: line.mean(2)), Output(lambda line: line.sort(2).values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.rows(self.tokens(self.last(self.first(x)).relu()))
+        pooled: Tensor = self.pooled(self.odd(self.line(tokens.mT)))
+        return pooled
+
+
+def layer_output(model: nn.Module, layer: str, x: Tensor) -> Tensor:
+    outputs: list[Tensor] = []
+    with torch.no_grad():
+        handle = model.get_submodule(layer).register_forward_hook(lambda module, args, output: outputs.append(output))
+        model(x)
+        handle.remove()
+    return outputs[-1]
+
+
+@pytest.mark.parametrize(
+    ("layer", "axis", "at"),
+    [
+        *(("first", 1, (7, 11)), ("last", -1, (7, 11)), ("tokens", -1, (95,)), ("rows", -1, (95,))),
+        *(("line", 1, (93,)), ("pooled", 1, None)),
+    ],
+)
+def test_the_channels_of_a_neuron_are_on_the_axis_of_its_layer(layer: str, axis: int, at: Any) -> None:
+    torch.manual_seed(0)
+    model = Channels().eval()
+    values = layer_output(model, layer, X).movedim(axis, 1)
+    channel, method = values.shape[1] - 1, VanillaGradient(model)
+    mean = method.attribute(X, saliency.neuron(layer, channel))
+    torch.testing.assert_close(mean.scores, values[:, channel].reshape(2, -1).mean(1))
+    with pytest.raises(TargetError, match=f"no channel {channel + 1}"):
+        method.attribute(X, saliency.neuron(layer, channel + 1))
+    if at is not None:
+        both = [saliency.neuron(layer, 0, at=at), saliency.neuron(layer, 2, at=at)]
+        torch.testing.assert_close(
+            method.attribute(X, both).scores, torch.stack([values[(0, 0, *at)], values[(1, 2, *at)]])
+        )
+
+
+def test_channels_of_a_swin_are_last() -> None:
+    swin = pytest.importorskip("torchvision").models.swin_transformer
+    torch.manual_seed(0)
+    model = swin.SwinTransformer([4, 4], 24, [1, 1], [1, 2], [4, 4]).eval()
+    x = torch.randn(1, 3, 64, 64)
+    explanation = VanillaGradient(model).attribute(x, saliency.neuron("features.1", 23, at=(15, 3)))
+    torch.testing.assert_close(explanation.scores, layer_output(model, "features.1", x)[:, 15, 3, 23])
+
+
+def test_a_neuron_of_a_layer_whose_axes_are_unknown_is_refused() -> None:
+    with pytest.raises(TargetError, match=r"\(2, 7, 94\) of the layer odd does not show its axis of channels"):
+        VanillaGradient(Channels()).attribute(X, saliency.neuron("odd", 0))
+
+
+def test_the_layer_of_a_neuron_may_be_the_module_itself() -> None:
+    model: Any = Channels()
+    method = VanillaGradient(model)
+    named = method.attribute(X, saliency.neuron("first", 2))
+    targets: Any = [saliency.neuron(model.first, 2), saliency.neuron("first", 2)]
+    for target in (targets[0], targets):
+        explanation = method.attribute(X, target)
+        assert torch.equal(explanation.values, named.values)
+        assert explanation.target_names == named.target_names == ("channel 2 of first",) * 2
+    with pytest.raises(LayerError, match="expected a layer as a dotted name or a module, got Tensor"):
+        method.attribute(X, saliency.neuron(model.first(X), 2))
 
 
 @pytest.mark.parametrize(

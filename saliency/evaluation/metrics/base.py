@@ -23,7 +23,7 @@ from ...engine.estimates import generator
 from ...errors import MethodError, did_you_mean, errors_as
 from ...hooks.call import arguments_of, bound
 from ...hooks.model_state import prepared_for_attribution, run_model
-from ...io.inputs import ImagesLike
+from ...io.inputs import Batch, ImagesLike
 from ...methods.gradient import VanillaGradient
 from ...targets.box import BoxTarget
 from ...targets.embedding import ITSELF, SelfSimilarity, similarity
@@ -253,8 +253,9 @@ class Subject(SharedResults):
     def scores_of(self, images: Tensor) -> Tensor:
         """Return the scores of other images (N, C, H, W) for the explained targets: (N,)."""
         reader = self.reader
-        with prepared_for_attribution(reader.model), torch.no_grad(), self.bound(images):
-            target = Questions(self.scored_target, reader.images(images))
+        scored = self.scored_target
+        with reader.call(_batch(images), [scored]), torch.no_grad(), self.bound(images):
+            target = Questions(scored, reader.images(images))
             if isinstance(target.target, SelfSimilarity):  # to the images of the explanation
                 target(self.output)
             return target(run_model(reader.model, images))
@@ -322,28 +323,28 @@ class Subject(SharedResults):
         """The given boxes, regions or joints as found in the images, for changed images and models; else None."""
         if not self._has_place:
             return None
-        with prepared_for_attribution(self.reader.model), torch.no_grad():
-            asked = self._placed
-            asked(self.output)
-        return [asked[image] for image in range(len(self.images))]
+        return [self._placed[0][image] for image in range(len(self.images))]
 
     @cached_property
-    def _placed(self) -> Questions:
-        """The questions about the explained images, at their positions."""
-        return Questions(self._target, self.reader.images(self.images, self.explanation.frames))
+    def _placed(self) -> tuple[Questions, Any]:
+        """The questions about the explained images at their positions, and the output of which they were asked."""
+        reader = self.reader
+        with reader.call(_batch(self.images), [self._target]), torch.no_grad():
+            asked = Questions(self._target, reader.images(self.images, self.explanation.frames))
+            asked(output := run_model(reader.model, self.images))
+        return asked, output
 
     @cached_property
     def output(self) -> Any:
-        """The output of the model for the images."""
-        return outputs(self.reader, self.images)
+        """The output of the model for the images, as the target reads it."""
+        return self._placed[1] if self._has_place else outputs(self.reader, self.images)
 
     def others(self, of: Literal["class", "box"] = "class") -> list[Sequence[Question]]:
         """Return questions about other classes, or other boxes, of each image; none if the target has no place."""
         if not self._has_place:
             return [()] * len(self.images)
-        asked = self._placed
-        images = map(asked.images.only, range(len(self.images)))
-        return [asked.target.others(self.output, own, of) for own in images]
+        (asked, output), numbers = self._placed, range(len(self.images))
+        return [asked.target.others(output, asked.images.only(number), of) for number in numbers]
 
     @property
     def scored_target(self) -> TargetLike:
@@ -384,6 +385,10 @@ def outputs(method: Attribution, images: Tensor) -> Any:
     """Return the output of a method's model for images (N, C, H, W)."""
     with prepared_for_attribution(method.model), torch.no_grad():
         return run_model(method.model, images)
+
+
+def _batch(images: Tensor) -> Batch:
+    return Batch(images, (None,) * len(images))
 
 
 def resized_within(maps: Tensor, size: tuple[int, ...]) -> Tensor:
