@@ -14,8 +14,8 @@ from torch import Tensor
 from ..errors import NotFoundError, TargetError
 from ..io.preprocess import Box, Geometry
 from ..validation import check_choice, is_integer, is_real
-from .candidates import ABSENT, BoxLink, Candidates, CandidatesFunction, Detections, Readings, candidates, iou
-from .question import Categories, Images, Question, Target, Together
+from .candidates import ABSENT, BoxLink, Candidates, CandidatesFunction, Detections, candidates, iou
+from .question import Categories, Images, Question, Readings, Target, Together
 from .targets import class_index, class_name, require_class
 
 BoxPart = Literal["class", "objectness", "x0", "y0", "x1", "y1"]

@@ -5,7 +5,7 @@ This is the only file that knows the formats of detectors. It distinguishes them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -152,22 +152,6 @@ class Detections(NamedTuple):
 
 CandidatesFunction = Callable[[Any], Sequence[Candidates]]
 """A detector's output -> the candidates of each image, with boxes in pixels of the model's input."""
-
-
-class Readings:
-    """Candidates of the output that was read last, which all targets of a call that read it in the same way share."""
-
-    def __init__(self) -> None:
-        self._output: Any = None
-        self._rows: dict[Hashable, list[Candidates]] = {}
-
-    def of(self, output: Any, key: Hashable, read: Callable[[], list[Candidates]]) -> list[Candidates]:
-        """Return the candidates of an output, read in one way."""
-        if output is not self._output:
-            self._output, self._rows = output, {}
-        if key not in self._rows:
-            self._rows[key] = read()
-        return self._rows[key]
 
 
 def _wide(numbers: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 from ..errors import TargetError, plural
 from ..io.preprocess import Box, Geometry
 from .answer_text import AnswerText
-from .candidates import Readings
 
 Categories = Sequence[str] | None
 """Class names in the order of the output; None if the model has none."""
@@ -30,6 +29,22 @@ Link = Literal["softmax", "sigmoid", "identity"] | None
 
 class PartialNames(tuple[str, ...]):
     """Class names from a mapping with gaps. The names of other classes are as `class 7`."""
+
+
+class Readings:
+    """Candidates of the output that was read last, which all targets of a call that read it in the same way share."""
+
+    def __init__(self) -> None:
+        self._output: Any = None
+        self._rows: dict[Hashable, list[Any]] = {}
+
+    def of(self, output: Any, key: Hashable, read: Callable[[], list[Any]]) -> list[Any]:
+        """Return the candidates of an output, read in one way."""
+        if output is not self._output:
+            self._output, self._rows = output, {}
+        if key not in self._rows:
+            self._rows[key] = read()
+        return self._rows[key]
 
 
 class Images:
