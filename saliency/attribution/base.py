@@ -320,7 +320,9 @@ class Attribution(HasOptions, ABC):
             bad = int((~torch.isfinite(values)).sum())
             raise NonFiniteError(f"{bad} of {values.numel()} values of {label} are NaN or infinite")
         own = {field.name: getattr(result, field.name) for field in fields(BatchAttribution)}
-        asked = [target[image] for image in range(len(values))]
+        if not len(target.asked):
+            raise MethodError(f"{label} returned a map of a target whose score it did not compute")
+        asked = target.asked
         boxes = tuple(question.box for question in asked)
         explanation = Explanation(
             **own | {"values": values, "scores": result.scores.detach()},
@@ -347,7 +349,7 @@ class Attribution(HasOptions, ABC):
         shows_nothing = (largest <= rounding_errors(explanation)).tolist()
         shares = explanation.image_share
         is_sum = explanation.ledger is None and self.units == "score"
-        residuals = explanation.residual.tolist() if is_sum and explanation.residual is not None else []
+        residuals = explanation.residual.flatten().tolist() if is_sum and explanation.residual is not None else []
         for index, name in enumerate(explanation.target_names):
             last = getattr(asked[index].score, "last_operation", "")
             note = f"the score is the value before the last {last} of the model" if last else ""

@@ -140,7 +140,7 @@ class Questions:
 
     def __init__(self, target: TargetLike, images: Images) -> None:
         self.images, self.target = images, target_of(target, images).prepared(images)
-        self._asked = Together([], _unasked)
+        self.asked = Together([], _unasked)
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,) of an output.
@@ -150,11 +150,11 @@ class Questions:
             NonFiniteError: A score is NaN or infinite.
         """
         call = current_call()
-        if not self._asked:
+        if not self.asked:
             if call.logits is not None and not self.target.reads_logits:
                 _require_plain(output)
-            self._asked = self.target.ask(output, self.images)
-        scores = one_score_each(self._asked.score(output), len(self))
+            self.asked = self.target.ask(output, self.images)
+        scores = one_score_each(self.asked.score(output), len(self))
         if call.is_tracing:
             return scores
         for index, score in enumerate(scores.tolist()):
@@ -164,21 +164,21 @@ class Questions:
 
     def __len__(self) -> int:
         """Return the number of images."""
-        return len(self._asked) or self.images.count
+        return len(self.asked) or self.images.count
 
     def __getitem__(self, image: int) -> Question:
         """Return the question of an image, after the first output."""
-        return self._asked[image]
+        return self.asked[image]
 
     @property
     def indices(self) -> tuple[int | None, ...]:
         """Class indices, one per image; None if the target is not a class."""
-        return tuple(question.index for question in self._asked)
+        return tuple(question.index for question in self.asked)
 
     @property
     def probabilities(self) -> Tensor | None:
         """The probabilities (N,) of the classes; None if an image has none."""
-        parts = [question.probability for question in self._asked]
+        parts = [question.probability for question in self.asked]
         known = [part for part in parts if part is not None]
         return torch.stack([part.to(known[0].device) for part in known]) if len(known) == len(parts) else None
 
@@ -204,7 +204,7 @@ class Questions:
         if isinstance(score, FunctionScore):
             score = partial(score, count=count)
         other = copy.copy(self)
-        other._asked = Together([question] * count, score)
+        other.asked = Together([question] * count, score)
         return other
 
     def serial_reason(self, image: int, model: nn.Module, x: Tensor) -> str:
@@ -375,12 +375,13 @@ _probabilities: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, bool]] = wea
 def _ends_in_probability(model: nn.Module, x: Tensor, scores: Tensor) -> bool:
     """Return whether scores of a model for images x (N, C, H, W) are an output that ends in a sigmoid or softmax.
 
-    The model runs once on one image; the answer is cached for its modules, their hooks and the shape of the scores.
+    The model runs once on one image; the answer is cached for its modules, their hooks and the size of the scores.
     """
-    key, known = (_identity(model), scores.shape[1:]), cache_of(_probabilities, model)
+    size = scores[0].numel()
+    key, known = (_identity(model), size), cache_of(_probabilities, model)
     if key not in known:
         with bind_image(0), torch.enable_grad():
-            outputs = [part for part in tree_tensors(run_model(model, leaf(x[:1]))) if part.shape[1:] == key[1]]
+            outputs = [part for part in tree_tensors(run_model(model, leaf(x[:1]))) if part.numel() == size]
             known[key] = any(map(ends_in_probability, outputs))
     return bool(known[key])
 

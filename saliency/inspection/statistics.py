@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..attribution.questions import Questions
+from ..attribution.questions import target_of
 from ..axes import at_least_float32
 from ..errors import ImageError, LayerError, RenderError, TargetError, plural
 from ..hooks.autograd_graph import ends_in_probability, this_backward
@@ -330,7 +330,8 @@ def _objective(loss_or_target: Any, categories: Categories, output: Any, batch: 
         labels = [] if batch.labels is None else [tree_map_tensors(batch.labels, torch.clone)]
         name, value = "loss", loss_or_target(output, *labels)
     else:
-        name, value = "score", Questions(loss_or_target, _BatchImages(batch.size, categories))(output)
+        images = _BatchImages(batch.size, categories)
+        name, value = "score", target_of(loss_or_target, images).prepared(images).ask(output, images).score(output)
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape not in ((), (1,), (batch.size,)):
         got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise TargetError(f"the {name} is {got}; expected one float, or one for each of {plural(batch.size, 'image')}")

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -309,10 +309,11 @@ class ShapleyCAM(LayerAttribution):
         score, first = target(output), target[0].score
         if not isinstance(first, ClassScore) or first.link is None:
             return score
-        own = ClassScore(tuple(index or 0 for index in target.indices), first.link, first.is_binary)
-        if own.link == "softmax":
-            return score + own(class_scores(output).log_softmax(1))
-        return score + own.probability(output).clamp(min=torch.finfo(score.dtype).tiny).log()
+        classes = cast("Tensor", target.classes(score))
+        if first.link == "softmax":
+            return score + class_scores(output).log_softmax(1).gather(1, classes[:, None]).squeeze(1)
+        probability = score.sigmoid() if first.link == "sigmoid" else score + (1 - classes) * first.is_binary
+        return score + probability.clamp(min=torch.finfo(score.dtype).tiny).log()
 
 
 class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from .._version import __version__
@@ -24,7 +24,7 @@ from ..attribution.base import Attribution, as_setting
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import heatmap, reduce_channels, resized
 from ..attribution.options import Budget
-from ..attribution.questions import Questions
+from ..attribution.questions import Questions, cached_serial_reason
 from ..engine.multi_pass import MOST_PASSES, MultiPassAttribution, SampledAttribution
 from ..errors import MethodError, NotApplicableError, SaliencyError, TargetError, optional_import
 from ..hooks.model_state import prepared_for_attribution, run_model
@@ -32,7 +32,7 @@ from ..hooks.tracing import tracing
 from ..io.atomic_write import is_stream
 from ..io.inputs import ImagesLike
 from ..io.preprocess import Preprocess
-from ..targets.question import Images
+from ..targets.question import Images, Question
 from ..targets.targets import ClassScore, ClassTarget, as_target, class_scores, threshold
 from .capture import capture
 from .onnx import run_onnx, write_onnx
@@ -205,9 +205,17 @@ class ProgramQuestions(Questions):
             return scores[:, 0] * (2 * self.index - 1)
         return scores.gather(1, self.index[:, None]).squeeze(1)
 
+    def __getitem__(self, image: int) -> Question:
+        """Return the question about the class of an image."""
+        return Question(self._score, "class")
+
     def classes(self, like: Tensor) -> Tensor:
         """Return the classes (N,)."""
         return self.index
+
+    def serial_reason(self, image: int, model: nn.Module, x: Tensor) -> str:
+        """Return why the passes of an image cannot run together; empty if they can."""
+        return cached_serial_reason(model, x)
 
     def variants(self, image: int, count: int, *, mirrored: bool = False) -> ProgramQuestions:
         """Return the question about the class of one image, for variants of it."""

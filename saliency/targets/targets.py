@@ -326,7 +326,7 @@ class Located(Target):
 
     def prepared(self, images: Images) -> Target:
         """Return the target with what does not depend on the output."""
-        return Located(self.target.prepared(images), self.geometries)
+        return Located(self.target.prepared(images.located(self.geometries)), self.geometries)
 
     def ask(self, output: Any, images: Images) -> Together:
         """Return the questions of the target."""

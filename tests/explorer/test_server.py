@@ -314,7 +314,7 @@ def test_the_command_takes_a_model_a_folder_or_both(
     options = ["--port", "9", "-m", "lrp", "--set", "steps=3", "--layer", "layer3", "--no-browser"]
     assert main(["serve", *words, *options]) == 0
     assert known["model"] == ("efficientnet_lite0" if len(words) == 1 else "resnet18")
-    assert (known["folder"], known["method"], known["layer"]) == (str(tmp_path), "lrp", "layer3")
+    assert (str(known["folder"]), known["method"], known["layer"]) == (str(tmp_path), "lrp", "layer3")
     assert (known["port"], known["options"], known["browser"]) == (9, {"steps": 3}, False)
 
 

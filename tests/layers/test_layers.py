@@ -535,7 +535,7 @@ def test_a_layer_around_which_a_connection_skips_is_not_another_branch() -> None
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 8])
-@pytest.mark.parametrize("method", ["grad_cam", "fused_cam", "seg_grad_cam", "ablation_cam", "excitation_backprop"])
+@pytest.mark.parametrize("method", ["grad_cam", "fused_cam", "ablation_cam", "excitation_backprop"])
 def test_the_layer_of_a_map_of_scores_feeds_its_last_weights_with_any_number_of_channels(
     method: str, channels: int
 ) -> None:

@@ -22,7 +22,7 @@ from saliency.attribution.questions import Questions
 from saliency.hooks.model_state import leaf, run_model
 from saliency.methods.cam import WeightedCAM
 from saliency.metrics import Metric, Outcome
-from saliency.targets.question import Images
+from saliency.targets.targets import ClassTarget
 from saliency.testing import check_method, checks, images, tiny_model
 
 pytestmark = pytest.mark.usefixtures("_registry_restored")
@@ -318,14 +318,14 @@ class NeedsFreeParameters(Honest):
 
 class PicksTheLowestClass(Honest):
     def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
-        if target.indices == (None,) * len(x):
-            target = Questions(run_model(self.model, x).argmin(1).tolist(), Images(len(x)))
+        if target.target == ClassTarget((None,) * len(x)):
+            target.target = ClassTarget(tuple(run_model(self.model, x).argmin(1).tolist()))
         return super().explain(x, target)
 
 
 class AnswersOneTargetForAll(Honest):
     def explain_targets(self, x: Tensor, targets: Sequence[Questions]) -> list[BatchAttribution]:
-        return [self.explain(x, targets[0])] * len(targets)
+        return [self.explain(x, target) for target in targets][:1] * len(targets)
 
 
 class KeepsItsInputInTheClass(Honest):
