@@ -152,14 +152,15 @@ class Attribution(HasOptions, ABC):
 
         Of these, `whole` and `layout` are included if set.
         """
-        names = [*type(self).options(), *(name for name in ("whole", "layout") if getattr(self, name))]
+        names = [*type(self).options(), *["whole"] * bool(self.whole), *["layout"] * bool(self.layout)]
         return {name: as_setting(getattr(self, name)) for name in names}
 
     @classmethod
-    def options(cls) -> list[str]:
+    @cache
+    def options(cls) -> tuple[str, ...]:
         """Return the names of the options, in the order of the constructor."""
         about_the_model = ("model", "layer", "layers", "preprocess", "categories", "whole", "layout")
-        return [name for name in cls.parameters() if name not in about_the_model]
+        return tuple(name for name in cls.parameters() if name not in about_the_model)
 
     @classmethod
     @cache
@@ -320,17 +321,17 @@ class Attribution(HasOptions, ABC):
             bad = int((~torch.isfinite(values)).sum())
             raise NonFiniteError(f"{bad} of {values.numel()} values of {label} are NaN or infinite")
         own = {field.name: getattr(result, field.name) for field in fields(BatchAttribution)}
-        if not len(target.asked):
-            raise MethodError(f"{label} returned a map of a target whose score it did not compute")
         asked = target.asked
-        boxes = tuple(question.box for question in asked)
+        if not asked:
+            raise MethodError(f"{label} returned a map of a target whose score it did not compute")
+        names, differences, boxes = zip(*[(own.name, own.is_difference, own.box) for own in asked], strict=True)
         explanation = Explanation(
             **own | {"values": values, "scores": result.scores.detach()},
             method=label,
             settings=self.settings,
             target=target.indices,
-            target_names=tuple(question.name for question in asked),
-            contrasts=tuple(question.is_difference for question in asked),
+            target_names=names,
+            contrasts=differences,
             target_boxes=boxes if any(boxes) else (),
             probabilities=target.probabilities,
             input_size=tuple(batch.inputs.shape[2:]),
@@ -427,14 +428,18 @@ def read_one_forward(
     if len(x) > 1 and has_batch_statistics(methods[0].model):
         warn_of_coupled_images()
     needs = [[method.needs_for(x, target) for method in methods] for target in targets]
-    layers = tuple(dict.fromkeys(layer for own in needs for each in own for layer in each.layers))
-    forward = SharedForward(methods[0].model, x, replace(reduce(or_, needs[0]), layers=layers), len(targets))
-    results = []
-    for target, own in zip(targets, needs, strict=True):
+    together = reduce(or_, needs[0])
+    if len(targets) > 1:  # each may read other layers
+        layers = dict.fromkeys(layer for own in needs for each in own for layer in each.layers)
+        together = replace(together, layers=tuple(layers))
+    forward = SharedForward(methods[0].model, x, together, len(targets))
+    results: list[list[BatchAttribution]] = [[] for _ in targets]
+    for row, target, own in zip(results, targets, needs, strict=True):
         grads = TargetGradients(forward, target)
         # Methods compute in full precision, even under the caller's autocast.
         with torch.autocast(x.device.type, enabled=False):
-            results.append([m.explain_gradients(grads, each.layers) for m, each in zip(methods, own, strict=True)])
+            for method, each in zip(methods, own, strict=True):
+                row.append(method.explain_gradients(grads, each.layers))
         grads.forget()
     return results
 

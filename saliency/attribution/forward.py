@@ -120,9 +120,11 @@ class SharedForward:
 
     def _run(self, *, records: bool) -> None:
         model, needs = self.model, self.needs
-        self.operations, self._records = OperationRecord(self.x, needs.values), records and bool(needs.values)
+        self._records = records and bool(needs.values)
+        vars(self).pop("operations", None)
         with HookManager() as hooks:
-            self.operations.trace(hooks, model, needs.modules)
+            if needs.values or needs.modules:
+                self.operations.trace(hooks, model, needs.modules)
             starts = needs.gradients == "layers"
             captured = {n: hooks.capture(_submodule(model, n), record=starts) for n in dict.fromkeys(needs.layers)}
             self.embeddings = _capture_embeddings(hooks, model, self.x) if needs.gradients == "input" else []
@@ -130,6 +132,11 @@ class SharedForward:
                 self.output: Any = run_model(model, self.x)
         self.layers = {name: _last_call(name, calls) for name, calls in captured.items()}
         self._layouts: dict[str, Layout] = {}
+
+    @cached_property
+    def operations(self) -> OperationRecord:
+        """The record of the operations, of those values that the methods need."""
+        return OperationRecord(self.x, self.needs.values)
 
     def recording(self) -> AbstractContextManager[Any]:
         """Return a context that records operations, if a method needs them."""

@@ -173,7 +173,7 @@ class Questions:
     @property
     def indices(self) -> tuple[int | None, ...]:
         """Class indices, one per image; None if the target is not a class."""
-        return tuple(question.index for question in self.asked)
+        return tuple([question.index for question in self.asked])
 
     @property
     def probabilities(self) -> Tensor | None:

@@ -267,8 +267,11 @@ _COPIES = ("clone", "contiguous", "float", "to", "interpolate", "clamp")  # also
 
 def last_operation(tensor: Tensor) -> str:
     """Return "sigmoid" or "softmax" if a tensor of an output holds the values before it; else an empty text."""
-    names, base = current_call().logits, view_base(tensor)  # of the part of one image
-    return "" if names is None else names.get(tensor if base is None else base, "")
+    names = current_call().logits
+    if names is None:
+        return ""
+    base = view_base(tensor)  # of the part of one image
+    return names.get(tensor if base is None else base, "")
 
 
 class _Logits(TorchFunctionMode):

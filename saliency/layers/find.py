@@ -223,7 +223,8 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
 
 def default_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> tuple[str, ...]:
     """Return the layers of all levels that enter a detector's head if the target is a box, else `default_layer`."""
-    return tuple(layer.name for layer in head_inputs(model, x, target)) or (default_layer(model, x, target),)
+    levels = [layer.name for layer in head_inputs(model, x, target)]
+    return tuple(levels) or (str(_default_scan(model, x, target).default),)
 
 
 def default_layer(model: nn.Module, x: Tensor, target: _Score | None = None) -> str:
@@ -234,10 +235,11 @@ def default_layer(model: nn.Module, x: Tensor, target: _Score | None = None) -> 
     Warns:
         SaliencyWarning: Another branch of the network joins after this layer.
     """
-    levels = head_inputs(model, x, target)
-    with HookManager(exclusive=True), torch.enable_grad():
-        last = _last_with_gradient(model, x, levels, target) if levels and target else None
-    return last.name if last else str(_default_scan(model, x, target).default)
+    if target is not None and (levels := head_inputs(model, x, target)):
+        with HookManager(exclusive=True), torch.enable_grad():
+            if last := _last_with_gradient(model, x, levels, target):
+                return last.name
+    return str(_default_scan(model, x, target).default)
 
 
 def layers_by_resolution(model: nn.Module, x: Tensor, target: _Score | None = None) -> tuple[str, ...]:
@@ -250,7 +252,8 @@ def _default_scan(model: nn.Module, x: Tensor, target: _Score | None) -> LayerSc
     scan = scan_layers(model, x, target)
     if scan.default is None and target is not None:
         target(run_model(model, x))  # if the target does not fit the output, this error comes first
-    _require_layer(scan.default, model, x)
+    if scan.default is None:
+        _require_layer(None, model, x)
     if scan.branch:
         problem = f'the score also depends on layer "{scan.branch}", in a branch beside the default "{scan.default}"'
         warn(f"{problem}, so the map shows a part of the network; pass layer= to see the other branch")

@@ -149,7 +149,7 @@ def test_declared_options_are_the_keywords_of_the_constructor() -> None:
     about_the_model = "preprocess=None, categories=None, whole=False, layout=None"
     assert str(inspect.signature(Shifted)) == f"(model, *, shift=2, limit=None, {about_the_model})"
     assert str(inspect.signature(saliency.SmoothGrad.__init__)).startswith("(self, model, *, noise=0.15, inner=")
-    assert Shifted.options() == ["shift", "limit"]
+    assert Shifted.options() == ("shift", "limit")
     method = Shifted(SMALL, shift=np.int64(3).item(), limit=0.5)
     assert (method.shift, method.limit, method.sum) == (3, 0.5, 3.5)
     assert dict(method.settings) == {"shift": 3, "limit": 0.5}
@@ -174,7 +174,7 @@ def test_wrong_options_are_refused_by_name() -> None:
 
 
 def test_a_constructor_of_a_subclass_passes_keywords_on() -> None:
-    assert Written.options() == ["own", "shift", "limit"]
+    assert Written.options() == ("own", "shift", "limit")
     method = Written(SMALL, own=5, shift=7)
     assert (method.own, method.shift, method.sum) == (5, 7, 7)
     with pytest.raises(MethodError, match="shift=0"):
@@ -186,7 +186,7 @@ def test_an_option_without_its_constructor_names_the_cause() -> None:
         def __init__(self, model: nn.Module) -> None:
             self.anything = 1
 
-    assert Forgetful.options() == []
+    assert Forgetful.options() == ()
     with pytest.raises(AttributeError, match=r"call super\(\).__init__"):
         Forgetful(SMALL).shift  # noqa: B018
 

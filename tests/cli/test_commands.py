@@ -647,7 +647,7 @@ def test_methods_are_described_for_programs(run: Callable[..., Run]) -> None:
     described = {about["method"]: about for about in json.loads(run("methods", "--json").out)}
     assert list(described) == list(METHODS)
     for name, about in described.items():
-        assert list(about["options"]) == METHODS[name].options()
+        assert tuple(about["options"]) == METHODS[name].options()
         assert all(option["description"] for option in about["options"].values()), name
         for option in about["options"].values():  # a reader of one method has not read another one
             assert not re.search(r"As for|saliency\.methods", option["description"]), name

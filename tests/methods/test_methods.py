@@ -185,7 +185,7 @@ def test_keywords_without_types_go_on_to_the_base_class() -> None:
             super().__init__(model, **kwargs)
             self.mine = mine
 
-    assert Mine.options() == ["mine", *saliency.RISE.options()]
+    assert Mine.options() == ("mine", *saliency.RISE.options())
     model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     assert Mine(model, passes=3, grid=2).attribute(torch.rand(1, 3, 8, 8), 0).values.shape == (1, 1, 8, 8)
     with pytest.raises(TypeError, match='Mine has no option "gird"'):
