@@ -103,6 +103,8 @@ class Attribution(HasOptions, ABC):
     """Whether a score and its negative have the same map, as for magnitudes and for maps that ignore the target."""
     needs: ClassVar[Needs] = Needs()
     """The parts of a forward that the method reads."""
+    per_image: ClassVar[tuple[str, ...]] = ()
+    """The options that may have one value per image, as a `PerImage`; "*" for all."""
     preview_options: ClassVar[Mapping[str, Any]] = {}
     """Options that reduce the passes of a slow method, for tests and previews; empty if the defaults are fast."""
     draft_options: ClassVar[Mapping[str, Any]] = {}
@@ -224,12 +226,14 @@ class Attribution(HasOptions, ABC):
         with self.call(batch, [target], forward_args):
             return self.explain_batch(batch, [target])[0]
 
+    @known_keywords
     def attribute_classes(
         self,
         inputs: ImagesLike | Answer,
         targets: Sequence[TargetLike],
         *,
         forward_args: ForwardArgs = (),
+        **unknown: Never,
     ) -> list[Explanation]:
         """Explain several targets of the same image or images, if possible from one forward.
 
@@ -238,6 +242,8 @@ class Attribution(HasOptions, ABC):
             targets: Several targets, as for `attribute`.
             forward_args: As for `attribute`.
         """
+        if unknown:
+            refuse_keywords(unknown, type(self))
         if isinstance(targets, str) or not isinstance(targets, list | tuple) or not targets:
             raise MethodError(f"expected a list of targets, got {targets!r}; for a single target use attribute")
         batch = self.read(inputs)
@@ -252,9 +258,7 @@ class Attribution(HasOptions, ABC):
         Raises:
             MethodError: `forward_args` is invalid, or an option has values for another number of images.
         """
-        for name, value in vars(self).items():
-            if isinstance(value, PerImage) and len(value) != len(batch.inputs):
-                raise MethodError(f"{name} has {len(value)} values for {plural(len(batch.inputs), 'image')}")
+        _require_values(self, len(batch.inputs))
         flat = list[Any]()
         for target in targets:
             flat += target if isinstance(target, list | tuple) else [target]
@@ -350,7 +354,10 @@ class Attribution(HasOptions, ABC):
         shows_nothing = (largest <= rounding_errors(explanation)).tolist()
         shares = explanation.image_share
         is_sum = explanation.ledger is None and self.units == "score"
-        residuals = explanation.residual.flatten().tolist() if is_sum and explanation.residual is not None else []
+        residuals, rises = list[float](), list[float]()
+        if is_sum and explanation.residual is not None:
+            missing = explanation.residual.flatten()
+            residuals, rises = torch.stack([missing, missing + values.sum(1).to(missing)]).tolist()
         for index, name in enumerate(explanation.target_names):
             last = getattr(asked[index].score, "last_operation", "")
             note = f"the score is the value before the last {last} of the model" if last else ""
@@ -364,8 +371,8 @@ class Attribution(HasOptions, ABC):
             elif shares is not None and float(shares[index]) < MIN_IMAGE_SHARE:
                 share = f"only {float(shares[index]):.1%} of the relevance of all tokens"
                 warn(note := f"the image has {share}, so {name} comes from the text; the map shows the small rest")
-            elif residuals and 2 * abs(residuals[index]) > abs(rise := float(values[index].sum()) + residuals[index]):
-                note = f"the values miss {residuals[index]:.2g} of an increase of the score by {rise:.2g}"
+            elif residuals and 2 * abs(residuals[index]) > abs(rises[index]):
+                note = f"the values miss {residuals[index]:.2g} of an increase of the score by {rises[index]:.2g}"
             elif self.ignores_sign and explanation.contrasts[index]:
                 note = f"{explanation.method} gives a contrast and its opposite the same map"
             yield note
@@ -375,6 +382,15 @@ class Attribution(HasOptions, ABC):
         read = {name: value for name in ("layer", "layers") if (value := getattr(self, name, None))}
         options = "".join(f", {name}={value!r}" for name, value in (read | dict(self.settings)).items())
         return f"{type(self).__name__}({type(self.model).__name__}{options})"
+
+
+def _require_values(method: Attribution, images: int) -> None:
+    """Raise MethodError if an option of a method, or of the method that it wraps, has values for other images."""
+    for name, value in vars(method).items():
+        if isinstance(value, Attribution):
+            _require_values(value, images)
+        elif isinstance(value, PerImage) and len(value) != images:
+            raise MethodError(f"{name} has {len(value)} values for {plural(images, 'image')}")
 
 
 def _require_maps(name: str, result: Any, x: Tensor) -> None:
@@ -492,6 +508,8 @@ def explain_together(
             "explain_together: the methods must have the same model, preprocessing, class names and layout"
         )
     batch, explain = first.read(inputs), partial(_explain_by_all, methods)
+    for method in methods[1:]:
+        _require_values(method, len(batch.inputs))
     with first.call(batch, [target], forward_args):
         if isinstance(batch, Answer) and len(batch.inputs) > 1:
             return explain_by_image(batch, [target], explain)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, dataclas
 import torch
 from torch import Tensor
 
+from ..errors import MethodError
 from .aliases import option_hint
 from .docstrings import complete_docstring
 
@@ -84,6 +85,8 @@ class ConvertedOption(Generic[_Given, _Stored]):
     def stored(self, method: Any, value: Any) -> Any:
         """Return the value that a method stores for a given one, or for one per image."""
         if isinstance(value, PerImage):
+            if not {"*", self.name} & {*getattr(method, "per_image", ())}:
+                raise MethodError(f"{self.name}: {type(method).__name__} takes one value for all images, no PerImage")
             return PerImage(self.stored(method, own) for own in value)
         return None if value is None and self.default is None else self.convert(method, value)
 

@@ -24,6 +24,7 @@ from ..io.preprocess import Box, Frame, Geometry, Preprocess, Range, TransformPr
 from ..io.volumes import Volume, locate_volume, preprocess_volume, read_volume
 from ..targets.box import BoxTarget, box
 from ..targets.question import Target
+from ..targets.region import Keypoint, Region
 from ..targets.targets import Located, class_index
 from ..zoo import load
 from .failures import BatchError, Failure
@@ -162,7 +163,7 @@ class Network:
             to_draw = image if image.width * image.height <= most_pixels else None
             prepare = cast("Preprocess | TransformPreprocess", self.preprocess)  # `Run.execute` requires it
             x, input_box = prepare(image), locate(prepare, image)
-            if isinstance(target, Target):
+            if isinstance(target, BoxTarget | Region | Keypoint):
                 target = Located(target, (Geometry(input_box, image.size, (x.shape[-2], x.shape[-1])),))
             return LoadedImage(slot, None, target, x, input_box, to_draw, prepare.range)
         except USER_CODE_ERRORS as error:  # any error is a failure of this image only

@@ -392,6 +392,8 @@ class MultiPassAttribution(Attribution):
         seed: The seed of all random draws of a call. Every image gets the same draws.
     """
 
+    per_image: ClassVar[tuple[str, ...]] = ("*",)
+
     chunk: Option[Chunk] = Option("auto", check_chunk)
     progress: Option[bool | None] = Option(None)
     seed: Option[int] = Option(0, check_integer, least=None)

@@ -89,9 +89,9 @@ def arguments_of(like: ForwardArgs, batch: Batch, layer: str | None = None) -> d
     if not isinstance(like, tuple | list | Mapping):
         raise MethodError(f"forward_args is a {type(like).__name__}; expected a tuple (mask,) or a mapping of names")
     values: Mapping[Any, Any] = like if isinstance(like, Mapping) else dict(enumerate(like))
-    if not (values or layer or batch.arguments):
-        return NO_ARGUMENTS
     image = 0 if len(batch.inputs) == 1 else None
+    if not (values or layer or batch.arguments):
+        return NO_ARGUMENTS | {"image": image}
     return {"values": values, "batch": batch, "image": image, "caches": {}, "layer": layer}
 
 
@@ -99,9 +99,9 @@ NO_ARGUMENTS: dict[str, Any] = {"values": {}, "batch": None, "image": None, "cac
 
 
 def bind_image(image: int) -> AbstractContextManager[None]:
-    """Bind the arguments of one image of the batch in a block: the model runs only variants of this image."""
-    call = _call.get()
-    return bound(image=image if call.batch and call.image is None else call.image)
+    """Bind one image of the batch in a block, its arguments and options: the model runs only variants of it."""
+    number = _call.get().image
+    return bound(image=image if number is None else number)
 
 
 def current_call() -> Call:

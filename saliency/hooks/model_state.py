@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, lru_cache, partial
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import LayerError, ModelError
 from ..targets.targets import LayerOutput, as_categories
-from .autograd_graph import compiler_is_loaded, view_base
+from .autograd_graph import compiler_is_loaded, tensor_version, view_base
 from .autograd_graph import unique_modules as unique_modules
 from .call import bound, current_call, forward_args
 from .manager import HookManager
@@ -284,22 +284,30 @@ class _Logits(TorchFunctionMode):
     def __init__(self, names: MutableMapping[Tensor, str]) -> None:
         super().__init__()
         self.names = names
-        self.known: MutableMapping[Tensor, tuple[str, Tensor]] = WeakTensorKeyDictionary()
+        # With the versions of both tensors: a later change in place makes them another function.
+        self.known: MutableMapping[Tensor, tuple[str, Tensor, list[int]]] = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         result = func(*args, **kwargs)
         if name in ("sigmoid", "softmax"):
-            self.known[result] = name, (*args, *kwargs.values())[0]
-        elif name in _COPIES and args and (pair := self.known.get(args[0])):
-            self.known[result] = pair[0], pair[1] if name == "clamp" else func(pair[1], *args[1:], **kwargs)
+            self._keep(result, name, (*args, *kwargs.values())[0])
+        elif name in _COPIES and args and (pair := self._known(args[0])):
+            self._keep(result, pair[0], pair[1] if name == "clamp" else func(pair[1], *args[1:], **kwargs))
         return result
+
+    def _keep(self, result: Tensor, name: str, logits: Tensor) -> None:
+        self.known[result] = name, logits, [tensor_version(result), tensor_version(logits)]
+
+    def _known(self, result: Tensor) -> tuple[str, Tensor] | None:
+        name, logits, versions = self.known.get(result, ("", result, []))
+        return (name, logits) if versions == [tensor_version(result), tensor_version(logits)] else None
 
     def before(self, tensor: Tensor) -> Tensor:
         """Return the values before the last sigmoid or softmax of a tensor; the tensor itself without one."""
         base = view_base(tensor)  # full backward hooks of a module return a view of its output
-        source = tensor if base is None or base.shape != tensor.shape else base
-        name, logits = self.known.get(source, ("", tensor))
+        is_whole = base is not None and (base.shape, base.stride()) == (tensor.shape, tensor.stride())
+        name, logits = self._known(cast("Tensor", base) if is_whole else tensor) or ("", tensor)
         if name:
             whole = view_base(logits)
             self.names[logits if whole is None else whole] = name

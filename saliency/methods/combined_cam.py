@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution
 from ..errors import LayerError, NotApplicableError
 from ..hooks.autograd_graph import PlainAttention
 from ..layers.find import layers_by_resolution
+from ..targets.question import Together
 from ..targets.targets import ClassScore, ClassTarget, class_scores
 from ..validation import check_choice, check_integer, check_number
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, XGradCAM, layer_name, weighted_sum
@@ -226,7 +228,8 @@ class FinerCAM(LayerAttribution):
             scores = class_scores(output)
             return scores.gather(1, own)[:, 0] - self.gamma * (scores * shares).sum(1)
 
-        target = Questions(contrast, grads.target.images)
+        target = copy.copy(grads.target)
+        target.asked = Together(grads.target.asked, contrast)
         result = self._cam.explain_gradients(TargetGradients(grads.forward, target, reads=False), layers)
         return replace(result, scores=grads.scores)
 

@@ -63,6 +63,7 @@ class DeepLIFT(TracedAttribution):
     """
 
     name = "deep_lift"
+    per_image = ("baseline",)
     cost = "2 forwards, 1 backward"
     needs = Needs(backwards=1)
     has_error: ClassVar[bool] = False

@@ -189,7 +189,7 @@ class ProgramQuestions(Questions):
         super().__init__(wanted, images)
         self._wanted, self._score = wanted, score
         self.scores: Tensor | None = None
-        self.index = torch.empty(0, dtype=torch.int64)
+        self.index = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,)."""

@@ -27,10 +27,8 @@ _MOST_LISTED = 5
 
 
 def require_inside(place: tuple[float, ...] | None, images: Images) -> None:
-    """Raise NotFoundError if a point or a box is outside one of the images, TargetError if their sizes are unknown."""
-    if not images.geometries:
-        raise TargetError("a place in an image is a target of methods only")
-    for width, height in (images.geometries[number].image_size for number in images.numbers):
+    """Raise NotFoundError if a point or a box is outside one of the images, if their sizes are known."""
+    for width, height in (images.geometries[number].image_size for number in images.numbers if images.geometries):
         left, top, *_ = ends = place or (0, 0)
         if not (left < width and top < height and min(ends[-2:]) >= 0):
             kind = "point" if len(ends) == 2 else "box"
@@ -115,6 +113,8 @@ class BoxTarget(Target):
         self, output: Any, geometries: tuple[Geometry, ...], names: Categories, readings: Readings
     ) -> list[Candidates]:
         """Return the candidates of each row of an output, which other boxes may have read already."""
+        if not geometries:
+            raise TargetError("a box is a target of methods only")
         classes = None if isinstance(self.of, int) else _class_count(names)  # the names may be those of joints
         key = geometries, classes, self.link, self.read
         return readings.of(output, key, lambda: candidates(output, geometries, classes, self.link, self.read))

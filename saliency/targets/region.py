@@ -16,7 +16,7 @@ from ..errors import NotFoundError, TargetError
 from ..io.preprocess import Geometry
 from ..validation import check_choice, is_integer
 from .box import BoxTarget, as_place, as_text, require_inside
-from .candidates import CandidatesFunction, candidates
+from .candidates import CandidatesFunction
 from .question import Images, Question, Target, Together
 from .targets import class_index, class_name, output_tensor, require_class, threshold
 
@@ -267,7 +267,7 @@ class Keypoint(Target):
     def _found(self, output: Any, images: Images) -> Target:
         """Return the joint as a target on a heatmap, or on the persons of a detector."""
         is_maps = self.read is None and not _has_persons(output)
-        rows = None if is_maps else candidates(output, images.geometries, read=self.read)
+        rows = None if is_maps else self._person(0).rows(output, images.geometries, None, images.readings)
         scores = score_maps(output) if rows is None else rows[images.numbers[0]].keypoints
         if scores is None:
             raise TargetError("the detector's output has no scores of joints")
@@ -280,7 +280,10 @@ class Keypoint(Target):
         joint = class_name(index, names).replace("class", "joint")
         if is_maps:
             return Region(label=index, where="peak", joint=joint)
-        return BoxTarget(index=self.person, of=index, joint=joint, read=self.read)
+        return replace(self._person(index), joint=joint)
+
+    def _person(self, joint: int) -> BoxTarget:
+        return BoxTarget(index=self.person, of=joint, read=self.read)
 
 
 def _has_persons(output: Any) -> bool:

@@ -37,7 +37,7 @@ from tests.commandline import ASSETS, COFFEE, copies, forked_command, loaded, sh
 
 PHOTOS = sorted(ASSETS.glob("*.jpg"))
 # A few passes for each method of many.
-FEW = ("passes=30", "steps=2", "channels=4", "segments=[3,3]", "grid=2", "window=96", "stride=96", "draws=1")
+FEW = ("passes=30", "steps=2", "channels=4", "segments=[3,3]", "grid=2", "window=96", "stride=96")
 QUICK = tuple(word for setting in FEW for word in ("--set", setting))
 SILU = ("--model", "efficientnet_b0", "--weights", "none")  # a network without a ReLU
 

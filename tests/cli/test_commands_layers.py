@@ -177,7 +177,7 @@ def test_nothing_is_computed_that_was_not_asked_for(
         (["--depth", "0"], "--depth=0 is not a whole number of at least 1"),
         (["--depth", "two"], "two: expected levels of nested layers"),
         (["--depth", "2", "--all"], "not allowed with argument"),
-        (["--image", "missing.jpg"], "'missing.jpg' cannot be read"),
+        (["--image", "missing.jpg"], "missing.jpg' cannot be read"),
     ],
 )
 def test_slips_are_answered_before_any_work_where_that_can_be(

@@ -10,7 +10,8 @@ CELLS = {
         ("transformers OWLv2", "score_cam", "works"),
         ("transformers Mask2Former", "full_grad", "works"),
         ("transformers SegFormer", "lrp", "works"),
-        ("MONAI BasicUNet", "guided_backprop", "refused: a leaky_relu works in place on a view"),
+        ("MONAI BasicUNet", "guided_backprop", "refused: guided_backprop: no ReLU was called"),
+        ("MONAI BasicUNet", "lrp", "works"),
     ],
     "volumes": [
         ("MONAI UNet", "lrp", "works"),

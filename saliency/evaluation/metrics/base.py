@@ -27,7 +27,7 @@ from ...io.inputs import Batch, ImagesLike
 from ...methods.gradient import VanillaGradient
 from ...targets.box import BoxTarget
 from ...targets.embedding import ITSELF, SelfSimilarity, similarity
-from ...targets.question import Question, Target
+from ...targets.question import Question
 from ...targets.region import Keypoint, Region
 from ...targets.targets import TargetLike, probability
 from ...targets.words import Words
@@ -230,8 +230,9 @@ class Subject(SharedResults):
         self.score = check_choice("score", score, get_args(Score))
         self._method, self._model, self._inputs = method, model, inputs
         self._target: TargetLike = target
-        given = [getattr(own, "target", own) for own in (target if isinstance(target, list | tuple) else [target])]
-        self._has_place = any(isinstance(own, BoxTarget | Region | Keypoint) for own in given)
+        given = target if isinstance(target, list | tuple) else [target] * len(explanation)
+        self._places = [isinstance(getattr(own, "target", own), BoxTarget | Region | Keypoint) for own in given]
+        self._given, self._has_place = given, any(self._places)
         self._masks, self._reference = masks, reference
 
     @cached_property
@@ -319,11 +320,12 @@ class Subject(SharedResults):
         return classes
 
     @cached_property
-    def fixed_target(self) -> list[Target] | None:
+    def fixed_target(self) -> list[Any] | None:
         """The given boxes, regions or joints as found in the images, for changed images and models; else None."""
         if not self._has_place:
             return None
-        return [self._placed[0][image] for image in range(len(self.images))]
+        rows = zip(self._places, self._placed[0].asked, self._given, strict=True)
+        return [question if has_place else own for has_place, question, own in rows]
 
     @cached_property
     def _placed(self) -> tuple[Questions, Any]:
