@@ -154,9 +154,9 @@ class OutputFolder:
         """Replace the listing."""
         durable_write(self.path / LISTING, (f"{entry.to_json()}\n".encode() for entry in entries))
 
-    def remove_temporary_files(self) -> None:
-        """Remove the temporary files of writers that were killed."""
-        below = (entry for name in (*FOLDERS, RESULTS) for entry in os.walk(self.path / name))
+    def remove_temporary_files(self, folders: Iterable[str] = (*FOLDERS, RESULTS)) -> None:
+        """Remove the temporary files of writers that were killed, from the folder itself and from some in it."""
+        below = (entry for name in folders for entry in os.walk(self.path / name))
         for folder, _, files in chain([next(os.walk(self.path))], below):
             for name in filter(_TEMPORARY.fullmatch, files):
                 (Path(folder) / name).unlink(missing_ok=True)

@@ -250,6 +250,11 @@ class BatchRun(Run):
     def _lacks(self, index: int, method: str) -> bool:
         return index not in self._kept and not self.manifest.is_done(index, method)
 
+    def complete(self) -> None:
+        """Explain the images without results. A run that was killed while it wrote its page has all of them."""
+        self.folder.remove_temporary_files(())
+        super().complete()
+
     def prepare(self, network: Network, engine: Engine) -> None:
         """Remove files of killed runs, and store the description of the run, its batch sizes and its images."""
         self.folder.remove_temporary_files()

@@ -71,10 +71,12 @@ def durable_write(path: Path, lines: Iterable[bytes]) -> Path:
         file.writelines(lines)
         file.flush()
         os.fsync(file.fileno())
-    folder = os.open(path.parent, os.O_RDONLY)
-    with suppress(OSError):  # some mounted file systems cannot sync a folder, which holds the new name
-        os.fsync(folder)
-    os.close(folder)
+    with suppress(OSError):  # Windows and some mounted file systems cannot sync a folder, which holds the new name
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     return path
 
 

@@ -229,7 +229,7 @@ class FinerCAM(LayerAttribution):
             return scores.gather(1, own)[:, 0] - self.gamma * (scores * shares).sum(1)
 
         target = copy.copy(grads.target)
-        target.asked = Together(grads.target.asked, contrast)
+        target.asked = Together([target[0]] * len(target), contrast)
         result = self._cam.explain_gradients(TargetGradients(grads.forward, target, reads=False), layers)
         return replace(result, scores=grads.scores)
 

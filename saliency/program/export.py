@@ -193,6 +193,8 @@ class ProgramQuestions(Questions):
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,)."""
+        if self.asked:  # of a method, about the same classes
+            return self.asked.score(output)
         scores = class_scores(output)
         if self.scores is None:
             first = self.scores = scores.detach()

@@ -125,6 +125,15 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_folder(tmp_path: Path, m
             folder += 1
 
 
+def test_a_run_that_was_killed_while_it_wrote_its_page_leaves_no_temporary_file(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 2)
+    out = quick(tmp_path / "in", tmp_path / "out", methods=METHODS).folder
+    before = contents(out)
+    (out / f".{'0' * 32}.part").write_text("half of a page")
+    quick(tmp_path / "in", out, methods=METHODS)
+    assert contents(out) == before
+
+
 @pytest.mark.slow
 def test_images_done_before_a_kill_are_kept(tmp_path: Path) -> None:
     photos(tmp_path / "in", 24)
