@@ -122,7 +122,7 @@ def contents(out: Path) -> dict[str, object]:
 def assert_same(out: Path, other: Path) -> None:
     """Assert that two folders hold equal files."""
     one, two = contents(out), contents(other)
-    assert one.keys() ^ two.keys() == set()
+    assert one.keys() == two.keys(), one.keys() ^ two.keys()
     different = [name for name in one if one[name] != two[name]]
     assert not different, different  # this module's assertions are not rewritten
 

@@ -292,7 +292,7 @@ class Attribution(HasOptions, ABC):
         return Questions(self.explained_target(target_of(target, images)), images)
 
     def images(self, x: Tensor, frames: Sequence[Frame | None] = ()) -> CallImages:
-        """Return what targets need of the images of a call on a prepared model."""
+        """Return the images of a call on a prepared model, with the facts that targets need."""
         return CallImages(self.model, x, self.categories, frames, self.read)
 
     def explained_target(self, target: Target) -> Target:

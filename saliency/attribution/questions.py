@@ -36,7 +36,7 @@ _SHARED = str | bytes | int | float | complex | torch.dtype | torch.device | Non
 
 
 class CallImages(Images):
-    """Images of a call of a method: what targets need of them, from the batch and the prepared model.
+    """Images of a call of a method, with the facts that targets need, from the batch and the prepared model.
 
     Args:
         model: The model, in `prepared_for_attribution`.
@@ -128,7 +128,7 @@ class FunctionScore:
 
 
 class Questions:
-    """What is asked of the images of one call: a function from the output to scores, and a question for each image.
+    """Questions of one call: one for each image, and a function from the output to the scores of all images.
 
     The questions are asked of the first output, of the unmodified images, and are constant from then on, regardless of
     the number of passes. So is the top class.
@@ -239,7 +239,7 @@ def _unasked(output: Any) -> NoReturn:
 
 
 def target_of(target: TargetLike, images: Images) -> Target:
-    """Return what a caller asks of images; without a target, the top class, or the whole answer."""
+    """Return the target of a caller; by default the top class, or the whole answer."""
     if images.answer is not None and isinstance(target, int | str):
         raise TargetError(f'an answer has words and no classes, got {target!r}; pass saliency.words("red")')
     return as_target(words() if target is None and images.answer else target, images.count)

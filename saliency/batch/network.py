@@ -94,7 +94,7 @@ class LoadedImage:
             raise self.failure
         image, entry = self.image or self.slot.entry.open(), self.slot.entry
         if self.image is None and entry.stamp != entry.current_stamp():
-            raise ImageError("the file changed during the run; re-run to explain it as it is now")
+            raise ImageError("the file changed during the run; re-run to explain the new file")
         return image
 
     def frame(self) -> Frame:

@@ -52,7 +52,7 @@ class Call(NamedTuple):
         return list(range(len(x))) if self.image is None else [self.image] * len(x)
 
     def rows(self, value: Any, x: Tensor) -> Any:
-        """Return the rows of an argument for a batch (k, C, H, W); an argument without rows as it is."""
+        """Return the rows of an argument for a batch (k, C, H, W); an argument without rows is returned unchanged."""
         shape = (len(value),) if isinstance(value, list) else getattr(value, "shape", ())
         if self.batch is None or shape[:1] != self.batch.inputs.shape[:1]:
             return value

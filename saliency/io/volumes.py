@@ -24,7 +24,7 @@ from .atomic_write import SOFTWARE, is_volume
 from .preprocess import Preprocess, TransformPreprocess
 
 _PROBES, _ENOUGH = 32, 10
-"""Voxels that may be changed to find the position of the model's input, and that are seen in it until it is known."""
+"""The most voxels that are changed to find the position of the model's input, and how many of them it must show."""
 
 
 class Volume(NamedTuple):

@@ -27,6 +27,9 @@ Link = Literal["softmax", "sigmoid", "identity"] | None
 """Function from scores to probabilities; None for a single number per image that may mean anything."""
 
 
+_METHODS_ONLY = "only methods and `saliency.attention` take a text or a reference as the target"
+
+
 class PartialNames(tuple[str, ...]):
     """Class names from a mapping with gaps. The names of other classes are as `class 7`."""
 
@@ -69,11 +72,11 @@ class Images:
 
     def encode_text(self, texts: Sequence[Prompt]) -> tuple[Tensor, float]:
         """Return the embeddings (K, D) of texts, and the model's factor from cosine similarities to logits."""
-        raise TargetError("only methods and `saliency.attention` take a text or a reference as the target")
+        raise TargetError(_METHODS_ONLY)
 
     def encode_image(self, image: Any) -> Any:
         """Return the model's output for a reference image."""
-        return self.encode_text(())
+        raise TargetError(_METHODS_ONLY)
 
     def is_probability(self, scores: Tensor) -> bool:
         """Return whether the last operation of scores with values of 0 to 1 is a sigmoid or softmax."""

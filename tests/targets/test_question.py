@@ -84,10 +84,7 @@ def test_an_output_that_changes_after_the_sigmoid_is_read_as_it_is(end: Callable
     model = Segmenter(end).eval()
     with torch.no_grad():
         expected = model(images(1))[:, 1, 2:5, 2:5].mean((1, 2))
-    try:
-        found = saliency.RISE(model, passes=4, grid=2).attribute(images(1), saliency.region(1, (2, 2, 5, 5)))
-    except saliency.SaliencyError:
-        return
+    found = saliency.RISE(model, passes=4, grid=2).attribute(images(1), saliency.region(1, (2, 2, 5, 5)))
     torch.testing.assert_close(found.scores, expected)
 
 

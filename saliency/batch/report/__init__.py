@@ -80,7 +80,7 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _comparison(folder: Path) -> Row | None:
-    """Return the comparison of methods in the folder; None without one, or if it is damaged."""
+    """Return the comparison of methods in the folder; None if there is no comparison, or if it is damaged."""
     path = folder / EVALUATION
     comparison: Row | None = _rounded(read_json(path, COMPARISON))
     if comparison is None and path.is_file():
