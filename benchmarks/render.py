@@ -18,6 +18,7 @@ from saliency import Explanation, Preprocess, overlay
 from saliency.io.inputs import open_image
 from saliency.io.preprocess import Frame
 from saliency.render.overlay import save_drawing
+from saliency.targets.question import QuestionFacts
 
 SIZE = (1600, 1066)
 TARGET = 0.25  # of matplotlib's time
@@ -53,16 +54,14 @@ def draw_with_matplotlib(photo: Path, values: torch.Tensor, path: Path) -> None:
 def explained(values: torch.Tensor, frame: Frame) -> Explanation:
     """Return an explanation with these values."""
     return Explanation(
-        values=values,
-        scores=torch.ones(1),
-        method="benchmark",
-        settings={},
-        target=(0,),
-        target_names=("class 0",),
-        probabilities=None,
-        layer=None,
-        input_size=(224, 224),
+        values,
+        torch.ones(1),
+        questions=(QuestionFacts("class 0", 0),),
         frames=(frame,),
+        input_size=(224, 224),
+        method="benchmark",
+        title="benchmark",
+        units="benchmark value",
         sign="positive",
     )
 

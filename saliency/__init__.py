@@ -16,7 +16,7 @@ def __getattr__(name: str) -> object:
     """Load a public name. Raises AttributeError for another one, with the closest public names."""
     if name in __all__:
         return _load(name)
-    from .attribution.aliases import public_hint
+    from .aliases import public_hint
 
     # Without an object, the traceback adds no suggestion of its own.
     raise AttributeError(f'saliency has no "{name}"{public_hint(name, __all__)}', name=name, obj=None)

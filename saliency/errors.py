@@ -102,22 +102,13 @@ def errors_as(kind: type[SaliencyError], problem: str) -> Iterator[None]:
         raise kind(f"{problem}: {reason}") from error
 
 
-_warned_from: ContextVar[set[tuple[str, int]] | None] = ContextVar("_warned_from", default=None)
-
-
-@contextmanager
-def each_warning_once() -> Iterator[None]:
-    """Open a context in which each line of the toolkit warns once, whatever the numbers in its text."""
-    token = _warned_from.set(set())
-    try:
-        yield
-    finally:
-        _warned_from.reset(token)
+CALL: ContextVar[Any] = ContextVar("call")
+"""The state of the call of this thread, see `hooks.call.Call`. It is declared here because `warn` reads it."""
 
 
 def warn(message: str, category: type[Warning] = SaliencyWarning) -> None:
     """Issue a warning that points at the calling line outside this package."""
-    warned = _warned_from.get()
+    warned = getattr(CALL.get(None), "warned", None)
     if warned is not None:
         caller = sys._getframe(1)
         line = caller.f_code.co_filename, caller.f_lineno

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, NoReturn, SupportsFloat, SupportsInt, TypeGuard, TypeVar
 
+from .aliases import matches
 from .errors import MethodError, SaliencyError, did_you_mean
 
 _Choice = TypeVar("_Choice")
@@ -17,13 +18,13 @@ class Registry(dict[str, _Entry]):
     """Registered classes by name. A missing name raises KeyError with the closest names.
 
     Args:
-        noun: The noun for the classes in errors: "method".
-        nearest: For names that other toolkits or earlier versions have, the nearest names.
+        noun: The noun for the classes in errors: "method". In its plural, `aliases.toml` has a table of the nearest
+            classes for names that other toolkits or earlier versions have.
     """
 
-    def __init__(self, noun: str, nearest: Mapping[str, str]) -> None:
+    def __init__(self, noun: str) -> None:
         super().__init__()
-        self._noun, self.nearest = noun, nearest
+        self._noun = noun
 
     def __missing__(self, name: object) -> NoReturn:
         raise KeyError(self._missing(name))
@@ -35,8 +36,8 @@ class Registry(dict[str, _Entry]):
         return self[name]
 
     def _missing(self, name: object) -> str:
-        if isinstance(name, str) and name in self.nearest:
-            return f'no {self._noun} "{name}"; not offered here; nearest: {self.nearest[name]}'
+        for nearest in matches(str(name), f"{self._noun}s"):
+            return f'no {self._noun} "{name}"; not offered here; nearest: {nearest}'
         hint = did_you_mean(str(name), self) or f"; the {self._noun}s are {', '.join(self)}"
         return f'no {self._noun} "{name}"{hint}'
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from saliency import METHODS
 from saliency.attribution.explanation import Explanation, Sign
 from saliency.io.preprocess import Frame
+from saliency.targets.question import QuestionFacts
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -30,19 +31,16 @@ def explained(
 ) -> Explanation:
     """An explanation of one image with these values (C, h, w), as if a method had returned it."""
     return Explanation(
-        values=values[None],
-        scores=torch.ones(1),
-        method=method,
-        settings={},
-        target=(7,),
-        target_names=(name,),
-        probabilities=None if probability is None else torch.tensor([probability]),
-        layer=None,
-        input_size=(224, 224),
+        values[None],
+        torch.ones(1),
+        evidence={} if probability is None else {"probabilities": torch.tensor([probability])},
+        questions=(QuestionFacts(name, 7),),
         frames=(frame,),
+        input_size=(224, 224),
+        method=method,
+        title=METHODS[method].__name__ if method in METHODS else method,
+        units=METHODS[method].units if method in METHODS else f"{method} value",
         sign=sign,
-        title=METHODS[method].__name__ if method in METHODS else "",
-        units=METHODS[method].units if method in METHODS else "",
     )
 
 

@@ -24,6 +24,7 @@ LAYERS = [
     "_version",
     "notebook",
     "errors",
+    "aliases",
     "axes",
     "validation",
     "tables",

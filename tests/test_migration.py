@@ -14,7 +14,7 @@ from PIL import Image
 from torch import nn
 
 import saliency
-from saliency.attribution.aliases import _ABSENT, public_hint
+from saliency.aliases import public_hint, table
 from tests.models import OwnForward, PooledNet
 
 TEXT = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()
@@ -89,7 +89,7 @@ def test_the_section_of_absent_things_is_the_answer_to_absent_names() -> None:
     rows = {
         text: names.replace("`", "") for names, text in re.findall(r"^\| (`.*?) \| (.*) \|$", section, re.MULTILINE)
     }
-    assert rows == {text: ", ".join(names.split()) for text, names in _ABSENT.items()}
+    assert rows == {text: ", ".join(names) for text, names in table("absent").items()}
     for text, names in rows.items():
         for name in names.split(", "):
             assert public_hint(name, dir(saliency)) == f"; not offered here; nearest: {text}"

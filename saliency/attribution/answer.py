@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,8 @@ from ..hooks.manager import HookManager
 from ..hooks.model_state import call, prepared_for_attribution, reference_tensor, run_model, unwrap
 from ..hooks.pytree import tree_tensors
 from ..io.canvas import TOLERANCE, Canvas, find_canvas
-from ..io.inputs import Batch, ImageLike, ImagesLike, open_image, read, split_images
-from ..io.preprocess import Box, Frame, PreprocessLike
+from ..io.inputs import Batch, ImageLike, open_image, split_images
+from ..io.preprocess import Box, Frame
 from ..layers.layout import Layout
 from ..layers.positions import SAME, PositionTrace
 from ..targets.answer_text import AnswerText, encode, token_texts
@@ -82,6 +82,15 @@ class Answer(Batch):
     answer_text: AnswerText
     image_tokens: tuple[ImageTokens, ...] = ()
     reader: str | None = None
+
+    def of(self, model: nn.Module) -> Self:
+        """Return the answer. Raises ModelError if another model gave it."""
+        if self.model is not model:
+            names = " and ".join(type(own).__name__ for own in (self.model, model))
+            raise ModelError(
+                f"the answer is from another model than the method's ({names}); call saliency.generate again"
+            )
+        return self
 
     @property
     def text(self) -> str:
@@ -162,16 +171,6 @@ class Answer(Batch):
     def __repr__(self) -> str:
         """Return the answer and the number of images."""
         return f"<Answer {self.text!r} about {len(self.inputs)} image{'s' * (len(self.inputs) > 1)}>"
-
-
-def read_inputs(inputs: ImagesLike | Answer, model: nn.Module, preprocess: PreprocessLike | None) -> Batch:
-    """Return images or an answer as a batch of a model. Raises ModelError if another model gave the answer."""
-    if not isinstance(inputs, Answer):
-        return read(inputs, preprocess, like=reference_tensor(model))
-    if inputs.model is not model:
-        names = " and ".join(type(own).__name__ for own in (inputs.model, model))
-        raise ModelError(f"the answer is from another model than the method's ({names}); call saliency.generate again")
-    return inputs
 
 
 def explained_answer() -> Answer | None:

@@ -12,9 +12,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache, partial, reduce
-from operator import or_
+from operator import itemgetter, or_
 from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn
 
 import numpy as np
@@ -22,39 +22,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..aliases import known_keywords, refuse_keywords
 from ..errors import MethodError, NonFiniteError, TargetError, plural, warn
 from ..hooks.call import ForwardArgs, arguments_of
-from ..hooks.model_state import model_attribute, prepared_for_attribution, unwrap
-from ..io.inputs import Batch, ImagesLike, Prepare
+from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
+from ..io.inputs import Batch, ImagesLike, Prepare, read
 from ..io.preprocess import WHOLE, Frame, PreprocessLike, Whole, as_preprocess, without_crop
 from ..layers.find import find
 from ..layers.layout import LayoutFunction, as_layout
 from ..targets.question import Question, Target
 from ..targets.targets import Neuron, TargetLike, as_categories, is_probability, per_image
 from ..validation import Registry, check_choice
-from .aliases import known_keywords, refuse_keywords
-from .answer import Answer, read_inputs
+from .answer import Answer
 from .explanation import BatchAttribution, Explanation, Setting, Sign, joined
 from .forward import Needs, SharedForward, TargetGradients
-from .heatmap import rounding_errors
 from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOption, declared_options
 from .questions import CallImages, Questions, has_batch_statistics, target_of, warn_of_coupled_images
 
-_NEAREST = {
-    "chefer_attention": "att_cat token_tm",
-    "extremal_perturbation": "meaningful_perturbation",
-    "grad_cam with a region as the target": "seg_grad_cam",
-    "gradient_rollout": "attention_grad_cam",
-    "hires_cam with a region as the target and block=2": "seg_xres_cam",
-    "rise with the similarity to the image as the target": "relax",
-    "score_cam": "is_cam ss_cam",
-    'score_cam with channels=300 and order="gradient"': "gscore_cam",
-    "sobol": "hsic",
-    "vit_cx": "tis",
-}
-METHODS: Registry[type[Attribution]] = Registry(
-    "method", {name: nearest for nearest, names in _NEAREST.items() for name in names.split()}
-)
+METHODS: Registry[type[Attribution]] = Registry("method")
 """All methods by name. A class with a `name` is registered when it is defined."""
 
 UNSATURATED = (
@@ -259,11 +244,15 @@ class Attribution(HasOptions, ABC):
             MethodError: `forward_args` is invalid, or an option has values for another number of images.
         """
         _require_values(self, len(batch.inputs))
-        flat = list[Any]()
+        flat, layer, logits = list[Any](), None, None
         for target in targets:
             flat += target if isinstance(target, list | tuple) else [target]
-        state = arguments_of(forward_args, batch, neuron_layer(self.model, flat))
-        logits = next((WeakTensorKeyDictionary() for target in flat if getattr(target, "reads_logits", False)), None)
+        for target in flat:
+            if layer is None and isinstance(target, Neuron):
+                layer = neuron_layer(self.model, flat)
+            elif getattr(target, "reads_logits", False):
+                logits = WeakTensorKeyDictionary()
+        state = arguments_of(forward_args, batch, layer)
         return prepared_for_attribution(self.model, **state, layout=self.layout, logits=logits)
 
     def explain_batch(self, batch: Batch, targets: Sequence[Any]) -> list[Explanation]:
@@ -305,7 +294,9 @@ class Attribution(HasOptions, ABC):
 
     def read(self, inputs: ImagesLike | Answer) -> Batch:
         """Read the image or images as the model's input, on the model's device."""
-        return read_inputs(inputs, self.model, self.preprocess)
+        if isinstance(inputs, Answer):
+            return inputs.of(self.model)
+        return read(inputs, self.preprocess, like=reference_tensor(self.model))
 
     def explanation(self, result: BatchAttribution, target: Questions, batch: Batch) -> Explanation:
         """Return a checked result as an explanation, with its notes.
@@ -317,55 +308,55 @@ class Attribution(HasOptions, ABC):
         Warns:
             SaliencyWarning: A map is 0 everywhere, or below the rounding error of the score.
         """
-        label = self.name or type(self).__name__
+        label, asked = self.name or type(self).__name__, target.asked
         _require_maps(label, result, batch.inputs)
         values = result.values.detach()
         # If the sum is finite, all values are. Otherwise check them, because a sum of finite values may overflow.
         if not math.isfinite(float(values.sum())) and not torch.isfinite(values).all():
             bad = int((~torch.isfinite(values)).sum())
             raise NonFiniteError(f"{bad} of {values.numel()} values of {label} are NaN or infinite")
-        own = {field.name: getattr(result, field.name) for field in fields(BatchAttribution)}
-        asked = target.asked
         if not asked:
             raise MethodError(f"{label} returned a map of a target whose score it did not compute")
-        names, differences, boxes = zip(*[(own.name, own.is_difference, own.box) for own in asked], strict=True)
+        evidence = {name: entry for name, entry in result.evidence.items() if entry is not None}
+        if (probabilities := target.probabilities) is not None:
+            evidence["probabilities"] = probabilities
+        if isinstance(batch, Answer) and "token_shares" in evidence:
+            evidence["tokens"] = batch.sequence
         explanation = Explanation(
-            **own | {"values": values, "scores": result.scores.detach()},
-            method=label,
-            settings=self.settings,
-            target=target.indices,
-            target_names=names,
-            contrasts=differences,
-            target_boxes=boxes if any(boxes) else (),
-            probabilities=target.probabilities,
-            input_size=tuple(batch.inputs.shape[2:]),
+            values,
+            result.scores.detach(),
+            result.layer,
+            evidence,
+            questions=tuple([question.facts for question in asked]),
             frames=batch.frames,
-            sign=self.sign,
+            input_size=tuple(batch.inputs.shape[2:]),
+            method=label,
             title=type(self).__name__,
             units=self.units,
-            tokens=batch.sequence if isinstance(batch, Answer) and result.token_shares is not None else (),
+            sign=self.sign,
+            settings=self.settings,
         )
-        return replace(explanation, notes=tuple(self._notes(explanation, asked)))
+        evidence["notes"] = tuple(self._notes(explanation, asked))
+        return explanation
 
     def _notes(self, explanation: Explanation, asked: Sequence[Question]) -> Iterator[str]:
         """Yield a note on the limits of each image's map, and warn if the map shows nothing."""
-        values = explanation.values.flatten(1)
+        values, evidence = explanation.values.flatten(1), explanation.evidence
         largest = torch.maximum(-values.amin(1), values.amax(1))  # much faster than `aminmax(dim=1)`
-        shows_nothing = (largest <= rounding_errors(explanation)).tolist()
-        shares = explanation.image_share
-        is_sum = explanation.ledger is None and self.units == "score"
+        shows_nothing = (largest <= explanation.rounding_errors).tolist()
+        shares = explanation.image_share if "token_shares" in evidence else None
         residuals, rises = list[float](), list[float]()
-        if is_sum and explanation.residual is not None:
-            missing = explanation.residual.flatten()
+        if self.units == "score" and "residual" in evidence and "ledger" not in evidence:
+            missing = evidence["residual"].flatten()
             residuals, rises = torch.stack([missing, missing + values.sum(1).to(missing)]).tolist()
-        for index, name in enumerate(explanation.target_names):
-            last = getattr(asked[index].score, "last_operation", "")
+        for index, question in enumerate(asked):
+            name, last = question.name, getattr(question.score, "last_operation", "")
             note = f"the score is the value before the last {last} of the model" if last else ""
             if shows_nothing[index]:
                 score = float(explanation.scores[index])
                 below = f"below the rounding error of a score of {score:.4g}"
                 what = f"is at most {float(largest[index]):.2g}, {below}" if largest[index] else "is 0 everywhere"
-                if is_probability(asked[index]) and not 1e-3 < score < 1 - 1e-3:
+                if is_probability(question) and not 1e-3 < score < 1 - 1e-3:
                     what += f", since the gradient of a probability vanishes near 0 and 1; {UNSATURATED}"
                 warn(note := f"the {explanation.method} map for {name} {what}")
             elif shares is not None and float(shares[index]) < MIN_IMAGE_SHARE:
@@ -373,7 +364,7 @@ class Attribution(HasOptions, ABC):
                 warn(note := f"the image has {share}, so {name} comes from the text; the map shows the small rest")
             elif residuals and 2 * abs(residuals[index]) > abs(rises[index]):
                 note = f"the values miss {residuals[index]:.2g} of an increase of the score by {rises[index]:.2g}"
-            elif self.ignores_sign and explanation.contrasts[index]:
+            elif self.ignores_sign and question.is_difference:
                 note = f"{explanation.method} gives a contrast and its opposite the same map"
             yield note
 
@@ -399,12 +390,12 @@ def _require_maps(name: str, result: Any, x: Tensor) -> None:
     expected = "saliency.BatchAttribution(values, scores) with values (N, C, H, W) or (N, 1, h, w) and scores (N,)"
     if not isinstance(result, BatchAttribution):
         raise MethodError(f"{name} returned {type(result).__name__}; expected {expected}")
-    shapes = [tuple(getattr(part, "shape", ())) for part in (result.values, result.scores)]
+    shapes = tuple(getattr(result.values, "shape", ())), tuple(getattr(result.scores, "shape", ()))
     if len(shapes[0]) != x.dim() or shapes[0][0] != images or shapes[1] != (images,):
         got = f"values {shapes[0]} and scores {shapes[1]} for {plural(images, 'image')}"
         raise MethodError(f"{name} returned {got}; expected {expected}")
-    for part, rows in result.tensors().items():
-        if tuple(rows.shape[:1]) != (images,):
+    for part, rows in result.evidence.items():
+        if isinstance(rows, Tensor) and rows.shape[:1] != (images,):
             got = f"{part} {tuple(rows.shape)} for {plural(images, 'image')}"
             raise MethodError(f"{name} returned {got}; expected one row for each")
 
@@ -434,7 +425,7 @@ class TracedAttribution(Attribution):
 
     def explain_targets(self, x: Tensor, targets: Sequence[Questions]) -> list[BatchAttribution]:
         """Explain several targets from one forward."""
-        return [results[0] for results in read_one_forward([self], x, targets)]
+        return list(map(itemgetter(0), read_one_forward([self], x, targets)))
 
 
 def read_one_forward(
@@ -443,20 +434,22 @@ def read_one_forward(
     """Explain several targets by several methods from one forward; one list per target, in the order of the methods."""
     if len(x) > 1 and has_batch_statistics(methods[0].model):
         warn_of_coupled_images()
-    needs = [[method.needs_for(x, target) for method in methods] for target in targets]
+    needs, results = list[list[Needs]](), list[list[BatchAttribution]]()
+    for target in targets:
+        needs.append([method.needs_for(x, target) for method in methods])
     together = reduce(or_, needs[0])
     if len(targets) > 1:  # each may read other layers
         layers = dict.fromkeys(layer for own in needs for each in own for layer in each.layers)
         together = replace(together, layers=tuple(layers))
     forward = SharedForward(methods[0].model, x, together, len(targets))
-    results: list[list[BatchAttribution]] = [[] for _ in targets]
-    for row, target, own in zip(results, targets, needs, strict=True):
-        grads = TargetGradients(forward, target)
+    for target, own in zip(targets, needs, strict=True):
+        grads, row = TargetGradients(forward, target), list[BatchAttribution]()
         # Methods compute in full precision, even under the caller's autocast.
         with torch.autocast(x.device.type, enabled=False):
             for method, each in zip(methods, own, strict=True):
                 row.append(method.explain_gradients(grads, each.layers))
         grads.forget()
+        results.append(row)
     return results
 
 
@@ -543,17 +536,17 @@ def explain_by_image(
     return [joined(explanations) for explanations in zip(*parts, strict=True)]
 
 
-def neuron_layer(model: nn.Module, targets: Sequence[TargetLike]) -> str | None:
-    """Return the name of the layer of the targets if they are neurons, else None.
+def neuron_layer(model: nn.Module, targets: Sequence[TargetLike]) -> str:
+    """Return the name of the layer of targets, one of which is a neuron.
 
     Raises:
         LayerError: There is no such layer.
         TargetError: Only some are neurons, or they belong to several layers.
     """
-    layers = {find(model, target.layer)[0] if isinstance(target, Neuron) else None for target in targets}
+    layers = {find(model, target.layer)[0] if isinstance(target, Neuron) else "" for target in targets}
     if len(layers) > 1:
         raise TargetError("all targets of one call must be neurons of one layer, or none")
-    return next(iter(layers), None)
+    return layers.pop()
 
 
 def require_methods(methods: Sequence[Attribution]) -> None:

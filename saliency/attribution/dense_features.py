@@ -20,6 +20,7 @@ from ..io.preprocess import Frame, Geometry, PreprocessLike, Whole, without_crop
 from ..layers.find import feature_layer, find
 from ..layers.layout import LayoutFunction
 from ..targets.box import as_place, as_text
+from ..targets.question import QuestionFacts
 from .explanation import Explanation
 from .forward import Needs, SharedForward
 
@@ -75,11 +76,10 @@ class Features:
         return Explanation(
             maps,
             maps.mean((1, 2, 3)),
-            layer=self.layer,
-            outliers=self.outliers,
+            self.layer,
+            {} if self.outliers is None else {"outliers": self.outliers},
             method="feature_similarity",
-            target=(None,) * images,
-            target_names=(name,) * images,
+            questions=(QuestionFacts(name),) * images,
             input_size=self.input_size,
             frames=self.frames,
             sign="positive",

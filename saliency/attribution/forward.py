@@ -6,9 +6,9 @@ Any number of methods and targets share the forward. Each gradient is computed o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from functools import cached_property
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import compress, islice
 from typing import Any, Literal, TypeVar, cast, get_args
 from weakref import WeakKeyDictionary
@@ -30,7 +30,6 @@ from ..hooks.rectifiers import (
     INDEPENDENT,
     NO_GRADIENT,
     Nonlinearities,
-    Nonlinearity,
     differentiate,
     find_nonlinearities,
     nodes_between,
@@ -99,6 +98,12 @@ class Needs:
         )
 
 
+@lru_cache
+def needs_at(needs: Needs, layers: tuple[str, ...]) -> Needs:
+    """Return the same needs at other layers."""
+    return replace(needs, layers=layers)
+
+
 class SharedForward:
     """One forward of a prepared model on a batch, with what methods read of it.
 
@@ -126,11 +131,16 @@ class SharedForward:
             if needs.values or needs.modules:
                 self.operations.trace(hooks, model, needs.modules)
             starts = needs.gradients == "layers"
-            captured = {n: hooks.capture(_submodule(model, n), record=starts) for n in dict.fromkeys(needs.layers)}
+            captured = {}
+            for name in needs.layers:
+                if name not in captured:
+                    captured[name] = hooks.capture(_submodule(model, name), record=starts)
             self.embeddings = _capture_embeddings(hooks, model, self.x) if needs.gradients == "input" else []
             with torch.set_grad_enabled(needs.gradients == "input"), self.recording():
                 self.output: Any = run_model(model, self.x)
-        self.layers = {name: _last_call(name, calls) for name, calls in captured.items()}
+        self.layers: dict[str, Tensor] = {}
+        for name, calls in captured.items():
+            self.layers[name] = _last_call(name, calls)
         self._layouts: dict[str, Layout] = {}
 
     @cached_property
@@ -140,10 +150,11 @@ class SharedForward:
 
     def recording(self) -> AbstractContextManager[Any]:
         """Return a context that records operations, if a method needs them."""
+        if not self._records:
+            return nullcontext()
         stack = ExitStack()
-        if self._records:
-            stack.enter_context(self.operations)
-            stack.enter_context(self.operations.saved_tensors())
+        stack.enter_context(self.operations)
+        stack.enter_context(self.operations.saved_tensors())
         return stack
 
     def read_graph(self, nodes: Sequence[Node]) -> bool:
@@ -288,12 +299,16 @@ class TargetGradients:
     def _shared_gradients(self) -> dict[str | Node, Tensor]:
         """The gradients at all stored layers and attention calls, from one backward pass."""
         layers = self.forward.layers
-        nodes = [call.node for call in self.attention]
-        gradients = self._gradients([*layers.values(), *(GradientEdge(node, 0) for node in nodes)])
-        if all(gradient is None for gradient in gradients):
+        ends: dict[Any, Tensor | GradientEdge] = {**layers}
+        for call in self.attention:
+            ends[call.node] = GradientEdge(call.node, 0)
+        gradients: dict[str | Node, Any] = dict(zip(ends, self._gradients([*ends.values()]), strict=True))
+        if all(gradient is None for gradient in gradients.values()):
             raise LayerError(no_gradient_message(*layers))
-        pairs: Any = zip([*layers, *nodes], gradients, strict=True)
-        return {at: torch.zeros_like(layers[at]) if grad is None and at in layers else grad for at, grad in pairs}
+        for name, output in layers.items():
+            if gradients[name] is None:
+                gradients[name] = torch.zeros_like(output)
+        return gradients
 
     def input_gradient(self) -> Tensor:
         """Return the gradient of the scores at the input (N, C, H, W)."""
@@ -305,12 +320,10 @@ class TargetGradients:
         self.require_gradient()
         return find_nonlinearities(self.scores_in_graph, self.forward.x)
 
-    def rewritten_gradient(
-        self, nonlinearities: Iterable[Nonlinearity], rule_for: Callable[[Nonlinearity], Rule]
-    ) -> Tensor:
-        """Return the gradient at the input (N, C, H, W), rewritten by rules at some nonlinearities."""
+    def rewritten_gradient(self, rules: Iterable[tuple[Node, Rule]]) -> Tensor:
+        """Return the gradient at the input (N, C, H, W), rewritten by rules at some operations."""
         with HookManager() as hooks:
-            hooks.rewrite(nonlinearities, rule_for)
+            hooks.rewrite(rules)
             return self._backward_to_input()
 
     def token_shares(self) -> Tensor | None:

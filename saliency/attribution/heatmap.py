@@ -21,9 +21,6 @@ from ..validation import check_choice, check_number, is_integer
 from .explanation import Explanation, Sign
 
 SIGNS: tuple[Sign, ...] = get_args(Sign)
-PER_UNIT = "score per unit of normalised input"
-# Units of values that are in proportion to the score.
-_IN_SCORE = ("score", "score, up to a factor", PER_UNIT, "score per attention", "relevance")
 
 
 def heatmap(
@@ -153,18 +150,10 @@ def standard_error(explanation: Explanation) -> Explanation:
         RenderError: The explanation has no standard error.
     """
     error = _require_error(explanation, "standard_error")
-    return replace(
-        explanation,
-        values=error,
-        error=None,
-        residual=None,
-        agreement=None,
-        ledger=None,
-        ledger_names=(),
-        sign="positive",
-        from_zero=True,
-        target_names=tuple(f"standard error of {name}" for name in explanation.target_names),
-    )
+    questions = tuple(replace(own, name=f"standard error of {own.name}") for own in explanation.questions)
+    about_values = dict.fromkeys(("error", "residual", "agreement", "ledger", "ledger_names"))
+    explanation = explanation.with_evidence(**about_values, from_zero=True)
+    return replace(explanation, values=error, sign="positive", questions=questions)
 
 
 def significance(explanation: Explanation, *, sign: Sign | None = None) -> Tensor:
@@ -202,21 +191,3 @@ def _require_error(explanation: Explanation, name: str) -> Tensor:
             "smooth_grad and kernel_shap, have one after at least two samples, except in tiles"
         )
     return explanation.error
-
-
-def rounding_errors(explanation: Explanation) -> Tensor:
-    """Return the rounding error of each score (N,); 0 if the values have other units, or relative errors.
-
-    It was compared with measured errors, float32 against float64, on five networks. The similarity of an image to
-    itself has a gradient of zero. For this score, the largest values of gradients, Grad-CAM and Layer-CAM are at most
-    0.23 times this error. Those of Grad-CAM++ and DeconvNet reach 5 times this error. For a probability of 1 - 1e-6 the
-    maps are still correct, and their largest values are at least 2.8 times this error. float16 and bfloat16 count as
-    float32: the errors of their gradients are relative, and far below the rounding error of the score.
-
-    It is 0 for shares of a ledger, as in LRP. Their errors are relative too: where biases absorb all but 1e-4 of the
-    score, the values at the pixels are still correct to 6e-6 of their largest with z+ and gamma, and to 1e-3 to 7e-2
-    with epsilon and alpha-beta.
-    """
-    is_in_score = explanation.units in _IN_SCORE and explanation.ledger is None
-    kind = torch.float64 if explanation.values.dtype == torch.float64 else torch.float32
-    return explanation.scores.abs() * (torch.finfo(kind).eps / 2 if is_in_score else 0)

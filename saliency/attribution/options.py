@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, dataclas
 import torch
 from torch import Tensor
 
+from ..aliases import option_hint
 from ..errors import MethodError
-from .aliases import option_hint
 from .docstrings import complete_docstring
 
 Chunk = int | Literal["auto"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -26,7 +26,7 @@ from ..layers.layout import is_channels_first
 from ..targets.question import Categories, Images, Prompt, Question, Score, Target, Together, one_score_each
 from ..targets.targets import TargetLike, as_target
 from ..targets.words import words
-from .answer import explained_answer
+from .answer import Answer
 
 _COUPLED = "one pass at a time: the images of a batch affect each other in this model"
 _UNDIVIDED = "one pass at a time: the output does not show which part of it belongs to which image"
@@ -54,12 +54,17 @@ class CallImages(Images):
         frames: Sequence[Frame | None] = (),
         read: Callable[[Any], Batch] | None = None,
     ) -> None:
-        answer = explained_answer()
-        super().__init__(len(x), categories, None if answer is None else answer.answer_text)
-        self._model, self._x, self._read = model, x, read
+        call = current_call()
+        answer = call.batch.answer_text if isinstance(call.batch, Answer) else None
+        super().__init__(len(x), categories, answer)
+        self._model, self._x, self._frames, self._read, self._logits = model, x, frames, read, call.logits
         self._rows: list[OutputRows] = []
-        size = tuple(x.shape[2:])
-        self.geometries = tuple(Geometry.of(frame, size) for frame in frames or [None] * len(x))
+
+    @property
+    def geometries(self) -> tuple[Geometry, ...]:
+        """The position of the model's input on each image."""
+        size = tuple(self._x.shape[2:])
+        return self.located_at or tuple(Geometry.of(frame, size) for frame in self._frames or [None] * self.count)
 
     def encode_text(self, texts: Sequence[Prompt]) -> tuple[Tensor, float]:
         """Return the embeddings (K, D) of texts, and the model's factor from cosine similarities to logits."""
@@ -83,7 +88,7 @@ class CallImages(Images):
 
     def last_operation(self, scores: Tensor) -> str:
         """Return "sigmoid" or "softmax" for scores that are the values before it; else an empty text."""
-        return last_operation(scores)
+        return "" if self._logits is None else last_operation(scores, self._logits)
 
     def channel_axis(self, layer: Any) -> tuple[str, int | None]:
         """Return the name of a layer, and the axis of the channels in its output; None if it is unknown."""
@@ -139,8 +144,9 @@ class Questions:
     """
 
     def __init__(self, target: TargetLike, images: Images) -> None:
-        self.images, self.target = images, target_of(target, images).prepared(images)
-        self.asked = Together([], _unasked)
+        self.images = images
+        self.target = (target if isinstance(target, Target) else target_of(target, images)).prepared(images)
+        self.asked = _UNASKED
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,) of an output.
@@ -152,9 +158,9 @@ class Questions:
         call = current_call()
         if not self.asked:
             if call.logits is not None and not self.target.reads_logits:
-                _require_plain(output)
+                _require_plain(output, call.logits)
             self.asked = self.target.ask(output, self.images)
-        scores = one_score_each(self.asked.score(output), len(self))
+        scores = one_score_each(self.asked.score(output), len(self.asked))
         if call.is_tracing:
             return scores
         for index, score in enumerate(scores.tolist()):
@@ -178,9 +184,10 @@ class Questions:
     @property
     def probabilities(self) -> Tensor | None:
         """The probabilities (N,) of the classes; None if an image has none."""
-        parts = [question.probability for question in self.asked]
-        known = [part for part in parts if part is not None]
-        return torch.stack([part.to(known[0].device) for part in known]) if len(known) == len(parts) else None
+        known = [question.probability for question in self.asked if question.probability is not None]
+        if len(known) < len(self.asked):
+            return None
+        return known[0][None] if len(known) == 1 else torch.stack([part.to(known[0].device) for part in known])
 
     def classes(self, like: Tensor) -> Tensor | None:
         """Return the class indices (N,) on the device of a tensor; None if the target is not a class."""
@@ -227,15 +234,18 @@ class Questions:
         return reason
 
 
-def _require_plain(output: Any) -> None:
+def _require_plain(output: Any, logits: MutableMapping[Tensor, str]) -> None:
     """Raise TargetError if an output holds the values before a sigmoid or softmax, for other targets of the call."""
-    if any(map(last_operation, tree_tensors(output))):
+    if any(last_operation(tensor, logits) for tensor in tree_tensors(output)):
         problem = "regions and joints read the values before the last sigmoid or softmax of this model"
         raise TargetError(f"{problem}; explain them in another call than other targets")
 
 
 def _unasked(output: Any) -> NoReturn:
     raise TargetError("the questions of a call are asked of its first output")
+
+
+_UNASKED = Together([], _unasked)
 
 
 def target_of(target: TargetLike, images: Images) -> Target:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ..axes import require_two_axes
-from ..errors import ImageError, MethodError, NotFoundError, TargetError, each_warning_once
-from ..hooks.call import ForwardArgs
+from ..errors import ImageError, MethodError, NotFoundError, TargetError
+from ..hooks.call import ForwardArgs, bound
 from ..hooks.model_state import reference_tensor
 from ..io.inputs import MAX_PIXELS, Batch, ImagesLike, Prepare, open_image, read, split_images
 from ..io.preprocess import Frame, Geometry, drawable, only_normalised
@@ -164,7 +164,7 @@ def explain_tiles(image: TiledImage, target: Any, method: Attribution, progress:
     scores, values = [math.nan] * len(tiles), torch.empty(0, dtype=torch.float32, device="cpu")
     found: list[Explained] = []
     at, count = 0, 1  # the first tile alone
-    with closing(progress_bar("tiles", len(tiles), "tile", progress)) as bar, each_warning_once():
+    with closing(progress_bar("tiles", len(tiles), "tile", progress)) as bar, bound(warned=set()):
         while at < len(tiles):
             windows, weights = zip(*(zip(*tile, strict=True) for tile in tiles[at : at + count]), strict=True)
             x = torch.cat([image.read(window) for window in windows])
@@ -190,7 +190,9 @@ def explain_tiles(image: TiledImage, target: Any, method: Attribution, progress:
     ((result, resolved),) = found
     of_tiles = torch.tensor(scores, dtype=result.scores.dtype, device="cpu").view(1, *map(len, image.axes))
     mean = of_tiles.nanmean().view(1)
-    return BatchAttribution(values, mean, result.coverage, result.layer, tile_scores=of_tiles), resolved
+    return BatchAttribution(
+        values, mean, result.layer, {"coverage": result.coverage, "tile_scores": of_tiles}
+    ), resolved
 
 
 def _require_mask(where: Any, size: Sequence[int]) -> None:

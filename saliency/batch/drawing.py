@@ -150,7 +150,7 @@ def _write_method(
         if original.to_input is not None:
             maps = heatmap(explanation, sign=style.sign)
             maps = place_map(maps, original.to_input, original.values.shape[1:])
-            explanation = replace(explanation, values=maps[:, None], error=None)
+            explanation = replace(explanation.with_evidence(error=None), values=maps[:, None])
     scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
     facts = facts | explanation_facts(explanation, scaled, style.colormap)
     if isinstance(original, Volume):
@@ -204,7 +204,7 @@ def _draw_slices(explanation: Explanation, volume: Volume, colormap: str | None)
     order, ascends = volume.world_axes()
     values = explanation.values.permute(0, 1, *(2 + axis for axis in order))
     grey = volume.values[0].permute(order)
-    explanation = replace(explanation, values=values, error=None, input_size=tuple(grey.shape))
+    explanation = replace(explanation.with_evidence(error=None), values=values, input_size=tuple(grey.shape))
     spacing = np.linalg.norm(volume.affine[:3, :3], axis=0)[order].tolist()
     drawing = slices(explanation, grey, names=("axial", "coronal", "sagittal"), spacing=spacing, colormap=colormap)
     for axis, panel in enumerate(drawing.axes[:3]):
@@ -234,7 +234,8 @@ def _write(
 def _encode_map(explanation: Explanation, frame: Frame, range: list[float] | None) -> bytes:
     """Return the file of a map, for `Explanation.load`: values in float16, no standard errors, no picture, no times."""
     facts = {"size": frame.image.size, "box": frame.box, "range": range}
-    return save(*pack_explanation(replace(explanation, frames=(None,), error=None, run_stats=()), facts))
+    explanation = explanation.with_evidence(error=None, run_stats=None)
+    return save(*pack_explanation(replace(explanation, frames=(None,)), facts))
 
 
 def _write_card(options: RunOptions, out: Path, names: Mapping[str, str], card: TrustCard | BaseException) -> Row:

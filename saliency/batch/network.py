@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..attribution.aliases import option_hint
+from ..aliases import option_hint
 from ..attribution.base import METHODS, Attribution, explain_together, get_method
 from ..attribution.explanation import Explanation
 from ..errors import USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotApplicableError

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
-from ..attribution.aliases import option_hint
+from ..aliases import option_hint
 from ..attribution.options import declared_options
 from ..batch.failures import sentence
 from ..batch.folder_evaluation import evaluate

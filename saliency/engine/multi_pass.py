@@ -530,11 +530,14 @@ def stack_images(images: Sequence[Any], scores: Tensor, stats: tuple[RunStats, .
             expected = "saliency.ImageAttribution(values) with values (C, H, W), or (1, h, w) at a layer"
             raise MethodError(f"explain_image returned {got}; expected {expected}")
     values, errors = torch.stack([image.values for image in images]), [image.error for image in images]
-    error = None if any(own is None for own in errors) else torch.stack(errors)
-    residual = _row([image.residual for image in images], scores)
-    agreement = _row([image.agreement for image in images], scores)
-    first = images[0]
-    return BatchAttribution(values, scores, first.coverage, first.layer, residual, error, agreement, stats)
+    evidence = {
+        "coverage": images[0].coverage,
+        "residual": _row([image.residual for image in images], scores),
+        "error": None if any(own is None for own in errors) else torch.stack(errors),
+        "agreement": _row([image.agreement for image in images], scores),
+        "run_stats": stats,
+    }
+    return BatchAttribution(values, scores, images[0].layer, evidence)
 
 
 def _row(numbers: Sequence[float | Sequence[float] | None], like: Tensor) -> Tensor | None:

@@ -79,10 +79,11 @@ def forward_hooks(module: nn.Module) -> OrderedDict[int, Any]:
 def remove_forward_hook(module: nn.Module, hook: object) -> None:
     """Remove a forward hook or forward pre-hook by identity, if it is registered."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        for key in [key for key, value in list(hooks.items()) if value is hook]:
-            hooks.pop(key, None)
-            module._forward_hooks_with_kwargs.pop(key, None)
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for key, value in list(hooks.items()):
+            if value is hook:
+                hooks.pop(key, None)
+                module._forward_hooks_with_kwargs.pop(key, None)
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def forward_hook_ids(module: nn.Module) -> tuple[int, ...]:
@@ -307,8 +308,10 @@ def next_functions(node: Any) -> tuple[tuple[Node | None, int], ...]:
     """
     functions: tuple[tuple[Node | None, int], ...] = node.metadata.get("saliency.next_functions", ())
     if not functions and (functions := node.next_functions):
-        if _HOOK_NODE in [type(function) for function, _ in functions]:
-            functions = tuple(_without_hook(*edge) for edge in functions)
+        for function, _ in functions:
+            if type(function) is _HOOK_NODE:
+                functions = tuple(_without_hook(*edge) for edge in functions)
+                break
         node.metadata["saliency.next_functions"] = functions
     return functions
 

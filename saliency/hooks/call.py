@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from ..errors import MethodError
+from ..errors import CALL, MethodError
 from ..io.inputs import Batch
 
 ForwardArgs = tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -35,6 +34,7 @@ class Call(NamedTuple):
         logits: The sigmoid or softmax before which the values of each tensor of an output were read; None
             if the output is read unchanged.
         is_tracing: Whether the call is traced into a program, so that no value can be read.
+        warned: The lines of the toolkit that have warned, if each shall warn once, whatever the numbers in its text.
     """
 
     values: Mapping[Any, Any] = {}
@@ -46,6 +46,7 @@ class Call(NamedTuple):
     listener: Callable[..., None] | None = None
     logits: MutableMapping[Tensor, str] | None = None
     is_tracing: bool = False
+    warned: set[tuple[str, int]] | None = None
 
     def numbers(self, x: Tensor) -> list[int]:
         """Return the number of the image that each row of a batch (k, C, H, W) shows."""
@@ -62,17 +63,16 @@ class Call(NamedTuple):
 
 
 _NOTHING = Call()
-_call: ContextVar[Call] = ContextVar("call", default=_NOTHING)
 
 
 @contextmanager
 def bound(**state: Any) -> Iterator[None]:
     """Change the state of the call of this thread in a block."""
-    token = _call.set(_call.get()._replace(**state))
+    token = CALL.set(current_call()._replace(**state))
     try:
         yield
     finally:
-        _call.reset(token)
+        CALL.reset(token)
 
 
 def arguments_of(like: ForwardArgs, batch: Batch, layer: str | None = None) -> dict[str, Any]:
@@ -100,43 +100,43 @@ NO_ARGUMENTS: dict[str, Any] = {"values": {}, "batch": None, "image": None, "cac
 
 def bind_image(image: int) -> AbstractContextManager[None]:
     """Bind one image of the batch in a block, its arguments and options: the model runs only variants of it."""
-    number = _call.get().image
+    number = current_call().image
     return bound(image=image if number is None else number)
 
 
 def current_call() -> Call:
     """Return the state of the innermost call of this thread."""
-    return _call.get()
+    return cast("Call", CALL.get(_NOTHING))
 
 
 def is_tracing() -> bool:
     """Return whether a method is being traced into a program, so that a check of values has nothing to check."""
-    return _call.get().is_tracing
+    return current_call().is_tracing
 
 
 def shown_images(x: Tensor) -> list[int]:
     """Return the number of the image that each row of a batch (k, C, H, W) shows."""
-    return _call.get().numbers(x)
+    return current_call().numbers(x)
 
 
 def has_forward_args() -> bool:
     """Return whether extra arguments are bound."""
-    return _call.get().caches is not None
+    return current_call().caches is not None
 
 
-def forward_args(x: Tensor) -> tuple[list[Any], dict[str, Any]]:
+def forward_args(x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the extra arguments for a batch (k, C, H, W), by position and by name; of an answer, all arguments."""
-    call = _call.get()
+    call = current_call()
     arguments = call.batch and call.batch.arguments
     values: dict[Any, Any] = arguments(x, cast("int", call.image)) if arguments else {}
     values |= {key: call.rows(value, x) for key, value in call.values.items()}
-    positional = [values.pop(key) for key in list(values) if isinstance(key, int)]
+    positional = tuple(values.pop(key) for key in list(values) if isinstance(key, int))
     return positional, values
 
 
 def cache_of(caches: WeakKeyDictionary[nn.Module, dict[Any, Any]], model: nn.Module) -> dict[Any, Any]:
     """Return the cache of a model. A call with extra arguments has its own, since results may depend on them."""
-    call = _call.get()
+    call = current_call()
     if call.caches is None:
         return caches.setdefault(model, {})
     return call.caches.setdefault((id(caches), call.image), {})

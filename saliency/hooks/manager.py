@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any, Self, TypeVar
@@ -22,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 
 from . import autograd_graph as graph
 from .pytree import first_tensor, tree_map_tensors
-from .rectifiers import Nonlinearity
 
 # (gradient at the input of an operation, gradient at its output) -> the gradient that replaces the former
 Rule = Callable[[Tensor, Tensor], Tensor]
@@ -33,21 +33,23 @@ _Begin = Callable[[tuple[Any, ...], dict[str, Any]], _Token]
 _End = Callable[[_Token, Any], Any]
 
 
+@dataclass(eq=False)
 class HookScope:
     """State of one `HookManager` that its hooks share. They do not hold the manager, so it can be freed."""
 
-    def __init__(self, persistent: bool, exclusive: bool) -> None:
-        self.persistent, self.exclusive = persistent, exclusive
-        self.thread = threading.get_ident()
-        self.closed = False
+    persistent: bool
+    exclusive: bool
+    thread: int = field(default_factory=threading.get_ident)
+    closed: bool = False
 
     def acts(self) -> bool:
         """Return whether hooks on modules act: this scope is active in this thread, and no inner scope disables it."""
-        scopes = active_scopes.scopes
-        if self not in scopes:
-            return False
-        inner = (scope for scope in scopes[scopes.index(self) + 1 :] if not scope.closed)
-        return not any(scope.exclusive if self.persistent else not scope.persistent for scope in inner)
+        for scope in reversed(active_scopes.scopes):  # from the innermost one
+            if scope is self:
+                return True
+            if not scope.closed and (scope.exclusive if self.persistent else not scope.persistent):
+                return False
+        return False
 
     def acts_on_leaves(self) -> bool:
         """Return whether hooks on leaves act. Threads share leaves, but hooks ignore backward passes of other threads.
@@ -111,13 +113,36 @@ class HookManager(ExitStack[None]):
     def __enter__(self) -> Self:
         """Make the manager the innermost one of this thread and return it."""
         self._scope.thread = threading.get_ident()
-        # Another thread may have closed some scopes.
-        active_scopes.scopes = [*(scope for scope in active_scopes.scopes if not scope.closed), self._scope]
+        for scope in list(active_scopes.scopes):
+            if scope.closed:  # by another thread
+                active_scopes.scopes.remove(scope)
+        active_scopes.scopes.append(self._scope)
         return self
 
-    def observe(self, layer: nn.Module, callback: Callable[[Any], Any]) -> None:
-        """Call `callback(output)` after each call of `layer`; a result other than None replaces the output."""
-        self._register_first(layer, callback, ModuleHook)
+    def observe(
+        self, layer: nn.Module, callback: Callable[[Any], Any], *, kind: type[ModuleHook] | None = None
+    ) -> None:
+        """Call `callback(output)` after each call of `layer`; a result other than None replaces the output.
+
+        The hook runs before the user's hooks, so that outputs stored by them have a gradient.
+        """
+        if not takes_hooks(layer):
+            return
+        scope = self._scope
+
+        def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+            return callback(output) if scope.acts() else None
+
+        # Append before registering, so that the hook is removed even after Ctrl-C in between.
+        self._registered.append((layer, (kind or ModuleHook)(hook)))
+        layer.register_forward_hook(self._registered[-1][1], prepend=True)
+        hooks = graph.forward_hooks(layer)
+        if len(hooks) == 1:
+            return
+        overrides = [key for key, value in list(hooks.items()) if isinstance(value, OutputOverride)]
+        for key in sorted(overrides, reverse=True):
+            with suppress(KeyError):  # another thread may have removed its hook in the meantime
+                hooks.move_to_end(key, last=False)
 
     def revise(self, layer: nn.Module, change: Callable[[Any], Any]) -> None:
         """Replace the output of each call of `layer` by `change(output)`, unless that is None.
@@ -125,7 +150,7 @@ class HookManager(ExitStack[None]):
         Everything that observes or captures the layer sees the replaced output. If there are several, they act
         in the order of registration.
         """
-        self._register_first(layer, change, OutputOverride)
+        self.observe(layer, change, kind=OutputOverride)
 
     def revise_input(self, layer: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
         """Replace the first argument of each call of `layer` by `change(argument)`."""
@@ -136,24 +161,6 @@ class HookManager(ExitStack[None]):
 
         self._registered.append((layer, ModuleHook(hook)))
         layer.register_forward_pre_hook(self._registered[-1][1])
-
-    def _register_first(self, layer: nn.Module, callback: Callable[[Any], Any], kind: type[ModuleHook]) -> None:
-        """Register a hook that runs before the user's hooks, so that outputs stored by them have a gradient."""
-        if not takes_hooks(layer):
-            return
-        scope = self._scope
-
-        def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
-            return callback(output) if scope.acts() else None
-
-        # Append before registering, so that the hook is removed even after Ctrl-C in between.
-        self._registered.append((layer, kind(hook)))
-        layer.register_forward_hook(self._registered[-1][1], prepend=True)
-        hooks = graph.forward_hooks(layer)
-        overrides = [key for key, value in list(hooks.items()) if isinstance(value, OutputOverride)]
-        for key in sorted(overrides, reverse=True):
-            with suppress(KeyError):  # another thread may have removed its hook in the meantime
-                hooks.move_to_end(key, last=False)
 
     def around(self, layer: nn.Module, begin: _Begin[_Token], end: _End[_Token]) -> None:
         """Call `begin(args, kwargs)` before each call of `layer`, and `end(result of begin, output)` after it.
@@ -180,7 +187,7 @@ class HookManager(ExitStack[None]):
         captured: list[Tensor] = []
 
         def keep(output: Any) -> Any:
-            tensor = first_tensor(output)
+            tensor = output if isinstance(output, Tensor) else first_tensor(output)
             if tensor is None:
                 return None
             if record:
@@ -193,18 +200,20 @@ class HookManager(ExitStack[None]):
             if not clone.requires_grad:
                 return None
             passed_on = clone.clone()
+            if tensor is output:
+                return passed_on
             return tree_map_tensors(output, lambda other: passed_on if other is tensor else other)
 
         self.observe(layer, keep)
         return captured
 
-    def rewrite(self, nonlinearities: Iterable[Nonlinearity], rule_for: Callable[[Nonlinearity], Rule]) -> None:
+    def rewrite(self, rules: Iterable[tuple[Node, Rule]]) -> None:
         """Replace the gradient at the input of each nonlinearity by the result of its rule, within this block.
 
         Only the nonlinearity's own branch changes: a skip connection that shares its input keeps its gradient.
         """
-        for nonlinearity in nonlinearities:
-            self._keep(nonlinearity.node.register_hook(_node_hook(rule_for(nonlinearity), nonlinearity.node)))
+        for node, rule in rules:
+            self._keep(node.register_hook(_node_hook(rule, node)))
 
     def at_node(self, node: Node, callback: Callable[[graph.Gradients, graph.Gradients], None]) -> None:
         """Call `callback` with the gradients of the operands and results of an operation, in each backward pass."""
@@ -280,6 +289,7 @@ def _close(scope: HookScope, registered: _Registered, handles: list[RemovableHan
     scope.closed = True
     for layer, hook in registered:
         graph.remove_forward_hook(layer, hook)
+    registered.clear()  # only now: if Ctrl-C stops this function, the finalizer calls it again
     while handles:
         handles[-1].remove()
         handles.pop()
@@ -330,7 +340,10 @@ def _node_hook(rule: Rule, node: Node) -> Callable[[graph.Gradients, graph.Gradi
     def hook(grad_inputs: graph.Gradients, grad_outputs: graph.Gradients) -> graph.Gradients:
         signal = grad_outputs[0]
         # Only the operand that carries the network's signal has a gradient; bounds and slopes have none.
-        at, operand = next(((i, grad) for i, grad in enumerate(grad_inputs) if grad is not None), (0, None))
+        at, operand = 0, grad_inputs[0]
+        while operand is None and at + 1 < len(grad_inputs):
+            at += 1
+            operand = grad_inputs[at]
         if operand is None or signal is None:
             return grad_inputs
         # If the operation broadcast or promoted its operand, the signal has another shape or type.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, lru_cache, partial
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -129,11 +129,11 @@ def evaluating(model: nn.Module, modules: list[nn.Module] | None = None) -> Abst
         model: The model.
         modules: Its `unique_modules`, if the caller has them already.
     """
-    return _lease(partial(_evaluate, unique_modules(model) if modules is None else modules), _end_evaluation)
+    modules = unique_modules(model) if modules is None else modules
+    return _lease(partial(_evaluate, modules, _traits(frozenset(map(type, modules))).others), _end_evaluation)
 
 
-def _evaluate(modules: list[nn.Module], holder: int) -> None:
-    others = {kind for kind in set(map(type, modules)) if not kind.__module__.startswith("torch.nn.")}
+def _evaluate(modules: list[nn.Module], others: frozenset[type], holder: int) -> None:
     with _lock:
         _held[holder] = modules
         for module in modules:
@@ -211,8 +211,8 @@ def prepared_for_attribution(model: nn.Module, **call: Any) -> Iterator[None]:
         ModelError: The model has lazy parameters.
     """
     modules = unique_modules(model)
-    is_lazy_model, is_scripted = _traits(frozenset(map(type, modules)))
-    if is_lazy_model:
+    traits = _traits(frozenset(map(type, modules)))
+    if traits.is_lazy:
         raise ModelError("the model has lazy parameters, which have no shape yet; run it once on an input first")
     keep_small_heap()
     with ExitStack() as stack:
@@ -220,19 +220,27 @@ def prepared_for_attribution(model: nn.Module, **call: Any) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         if compiler_is_loaded():
             stack.enter_context(eager())
-        if is_scripted:  # the optimised executor fuses operations into nodes that hide their ReLUs
+        if traits.is_scripted:  # the optimised executor fuses operations into nodes that hide their ReLUs
             stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
-        stack.enter_context(evaluating(model, modules))
+        stack.enter_context(_lease(partial(_evaluate, modules, traits.others), _end_evaluation))
         if call:
             stack.enter_context(bound(**call))
         yield
 
 
+class _Traits(NamedTuple):
+    """Traits of a model that follow from the types of its modules."""
+
+    is_lazy: bool
+    is_scripted: bool
+    others: frozenset[type]  # the types that are not from torch.nn
+
+
 @lru_cache
-def _traits(kinds: frozenset[type]) -> tuple[bool, bool]:
-    """Return whether some modules are lazy, and whether some are scripted, by the types of all."""
-    lazy, scripted = LazyModuleMixin, torch.jit.ScriptModule
-    return any(issubclass(kind, lazy) for kind in kinds), any(issubclass(kind, scripted) for kind in kinds)
+def _traits(kinds: frozenset[type]) -> _Traits:
+    """Return the traits of a model with modules of these types."""
+    lazy, scripted = (any(issubclass(own, kind) for own in kinds) for kind in (LazyModuleMixin, torch.jit.ScriptModule))
+    return _Traits(lazy, scripted, frozenset(own for own in kinds if not own.__module__.startswith("torch.nn.")))
 
 
 def run_model(model: nn.Module, x: Tensor) -> Any:
@@ -246,17 +254,28 @@ def run_model(model: nn.Module, x: Tensor) -> Any:
         LayerError: The layer of the neuron was not run, or returned no tensor.
         ModelError: As for `call`.
     """
-    call = current_call()
-    layer = call.layer
-    if layer is None:
-        if call.logits is None:
-            return _run(model, x)
-        with (mode := _Logits(call.logits)):
-            output = _run(model, x)
-        return output if isinstance(output, list) else tree_map_tensors(output, mode.before)  # a list of detections
+    state = current_call()
+    args, kwargs = ((), {}) if state.caches is None else forward_args(x)
+    if "pixel_values" not in kwargs:  # of an answer
+        kind: Any = type(model)
+        if _takes_words_first(kind):
+            kwargs = {**kwargs, "pixel_values": x.clone()}
+        else:
+            args = (x.clone(), *args)
+    if state.layer is not None:
+        return _layer_output(model, state.layer, args, kwargs)
+    if state.logits is None:
+        return call(model, args, kwargs)
+    with (mode := _Logits(state.logits)):
+        output = call(model, args, kwargs)
+    return output if isinstance(output, list) else tree_map_tensors(output, mode.before)  # a list of detections
+
+
+def _layer_output(model: nn.Module, layer: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LayerOutput:
+    """Return the output of a layer in a forward of the model."""
     with HookManager(persistent=True) as hooks:  # the hooks of the method act, too
         outputs = hooks.capture(model.get_submodule(layer))
-        _run(model, x)
+        call(model, args, kwargs)
     if not outputs:
         raise LayerError(f'layer "{layer}" of the neuron was not run, or returned no tensor')
     return LayerOutput(outputs[-1])
@@ -265,11 +284,13 @@ def run_model(model: nn.Module, x: Tensor) -> Any:
 _COPIES = ("clone", "contiguous", "float", "to", "interpolate", "clamp")  # also of hooks that observe a layer
 
 
-def last_operation(tensor: Tensor) -> str:
-    """Return "sigmoid" or "softmax" if a tensor of an output holds the values before it; else an empty text."""
-    names = current_call().logits
-    if names is None:
-        return ""
+def last_operation(tensor: Tensor, names: MutableMapping[Tensor, str]) -> str:
+    """Return "sigmoid" or "softmax" if a tensor of an output holds the values before it; else an empty text.
+
+    Args:
+        tensor: The tensor.
+        names: The operations of such tensors; see `Call.logits`.
+    """
     base = view_base(tensor)  # of the part of one image
     return names.get(tensor if base is None else base, "")
 
@@ -312,16 +333,6 @@ class _Logits(TorchFunctionMode):
             whole = view_base(logits)
             self.names[logits if whole is None else whole] = name
         return logits
-
-
-def _run(model: nn.Module, x: Tensor) -> Any:
-    args, kwargs = forward_args(x)
-    kind: Any = type(model)
-    if "pixel_values" in kwargs:  # of an answer
-        return call(model, tuple(args), kwargs)
-    if _takes_words_first(kind):
-        return call(model, tuple(args), {**kwargs, "pixel_values": x.clone()})
-    return call(model, (x.clone(), *args), kwargs)
 
 
 @lru_cache

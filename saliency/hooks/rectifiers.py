@@ -6,7 +6,7 @@ The classes of nodes are taken from probes, `type(torch.relu(t).grad_fn)`, becau
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -135,7 +135,7 @@ class _Kind(NamedTuple):
 
     name: str
     probe: Callable[[Tensor], Tensor]
-    test: Callable[[Any], bool] = lambda node: True
+    test: Callable[[Any], bool] | None = None
 
 
 _RECTIFIERS = (
@@ -185,7 +185,10 @@ def _kinds_by_class() -> dict[type, list[_Kind]]:
 
 
 def _kind_of(node: Any) -> _Kind | None:
-    return next((kind for kind in _kinds_by_class().get(type(node), ()) if kind.test(node)), None)
+    for kind in _kinds_by_class().get(type(node), ()):
+        if kind.test is None or kind.test(node):
+            return kind
+    return None
 
 
 def output_of(node: Any) -> Tensor:
@@ -226,21 +229,27 @@ def nodes_between(score: Tensor, x: Tensor) -> list[Node]:
     return order[::-1]
 
 
-def _postorder(score: Tensor) -> Iterator[tuple[Node, list[Node]]]:
-    """Yield the nodes reachable from `score`, with their successors, which come first; leaves are not yielded."""
-    if score.grad_fn is None:
-        return
+def _postorder(score: Tensor) -> list[tuple[Node, list[Node]]]:
+    """Return the nodes reachable from `score`, with their successors, which come first; leaves are left out."""
+    order: list[tuple[Node, list[Node]]] = []
     entered: set[Node] = set()
-    stack: list[tuple[Node, list[Node] | None]] = [(graph.source_edge(score)[0], None)]
+    stack: list[tuple[Node, list[Node] | None]] = []
+    if score.grad_fn is not None:
+        stack.append((graph.source_edge(score)[0], None))
     while stack:
         node, successors = stack.pop()
         if successors is not None:
-            yield node, successors
+            order.append((node, successors))
         elif node not in entered:
             entered.add(node)
-            successors = [function for function, _ in graph.next_functions(node) if function is not None]
+            successors = []
             stack.append((node, successors))
-            stack += [(f, None) for f in successors if type(f) is not graph.LEAF_NODE and f not in entered]
+            for function, _ in graph.next_functions(node):
+                if function is not None:
+                    successors.append(function)
+                    if type(function) is not graph.LEAF_NODE and function not in entered:
+                        stack.append((function, None))
+    return order
 
 
 def find_nonlinearities(score: Tensor, x: Tensor) -> Nonlinearities:
@@ -255,6 +264,8 @@ def find_nonlinearities(score: Tensor, x: Tensor) -> Nonlinearities:
     others: list[Nonlinearity] = []
     hidden: Counter[str] = Counter()
     for node in nodes_between(score, x):
+        if type(node) in _transparent:
+            continue
         kind = _kind_of(graph.inner_node(node))
         if kind in _HIDDEN:
             hidden[kind.name] += 1
@@ -312,8 +323,6 @@ def _opaque(node: Any) -> str:
 
     Most of these kinds have no public class to probe, so the C++ name of the node decides.
     """
-    if type(node) in _transparent:
-        return ""
     require_visible(node)
     name = node.name()
     if isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -328,10 +337,10 @@ def _opaque(node: Any) -> str:
         return kind.name if kind else _opaque(wrapped)
     if type(node).__name__ == "CppFunction":
         return "" if "vision::ops" in name or "torchvision" in name else name
-    if type(node).__name__ != "CopySlices":
+    if type(node).__name__ != "CopySlices" and type(node) not in _kinds_by_class():
         _transparent.add(type(node))
     return ""
 
 
-# Node classes whose operations are never opaque. Some other classes represent many operations.
+# Node classes whose operations are neither nonlinearities nor opaque. Some other classes represent many operations.
 _transparent: set[type] = set()

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..attribution.answer import Answer, explained_answer, read_inputs
+from ..attribution.answer import Answer, explained_answer
 from ..attribution.dense_features import cell_at
 from ..attribution.forward import Needs, SharedForward, TargetGradients
 from ..attribution.questions import CallImages, Questions
@@ -23,8 +23,8 @@ from ..hooks.attention import AttentionCall, fuse_heads
 from ..hooks.autograd_graph import sequence_nr
 from ..hooks.call import ForwardArgs, arguments_of, bind_image, shown_images
 from ..hooks.manager import HookManager, is_hookable
-from ..hooks.model_state import categories_of, model_attribute, prepared_for_attribution, unwrap
-from ..io.inputs import Batch, ImagesLike
+from ..hooks.model_state import categories_of, model_attribute, prepared_for_attribution, reference_tensor, unwrap
+from ..io.inputs import Batch, ImagesLike, read
 from ..io.preprocess import Frame
 from ..layers.layout import Layout, token_layout
 from ..layers.positions import PositionTrace
@@ -185,8 +185,8 @@ def attention(
     if reduce is not None:
         check_choice("reduce", reduce, get_args(Reduce))
     model = unwrap(model)
-    read_images = partial(read_inputs, model=model, preprocess=model_attribute("preprocess", model))
-    read_batch = read_images(image)
+    read_images = partial(read, preprocess=model_attribute("preprocess", model), like=reference_tensor(model))
+    read_batch = image.of(model) if isinstance(image, Answer) else read_images(image)
     is_answer = isinstance(read_batch, Answer)
     batch = read_batch.inputs[:1] if is_answer else read_batch.inputs  # all images of an answer are in one row
     names = tuple(name for name, module in model.named_modules() if is_hookable(model, name, module))

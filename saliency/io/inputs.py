@@ -251,16 +251,18 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
         if isinstance(image, str | os.PathLike) and is_volume(os.fsdecode(image)):
             image = preprocess_volume(read_volume(image).values, prepare)[None]  # noqa: PLW2901
         if _is_input(image):
-            inputs.append(_check_input(image, prepare, first=len(frames)))
-            frames += [None] * len(inputs[-1])
+            x = _check_input(image, prepare, first=len(frames))
+            frames += [None] * len(x)
         else:
             frame, x = _preprocess_image(image, prepare, name=f"image {len(frames)}: " if len(images) > 1 else "")
-            inputs.append(x)
             frames.append(frame)
-    if like is not None:
-        inputs = [x.to(like.device, like.dtype if like.is_floating_point() else x.dtype) for x in inputs]
+        if like is not None:
+            x = x.to(like.device, like.dtype if like.is_floating_point() else x.dtype)
+        inputs.append(x)
+    if len(inputs) == 1:
+        return Batch(inputs[0], tuple(frames))
     _require_one_size(inputs)
-    return Batch(inputs[0] if len(inputs) == 1 else torch.cat(inputs), tuple(frames))
+    return Batch(torch.cat(inputs), tuple(frames))
 
 
 def split_images(images: ImagesLike) -> list[ImageLike]:
@@ -334,27 +336,25 @@ def _check_input(image: Tensor, prepare: Prepare, first: int) -> Tensor:
     x = x[None] if x.ndim == 3 else x
     # NaN and infinity show in the minimum or maximum. Checking these needs one transfer from the device for all images.
     extremes = torch.stack([torch.stack(torch.aminmax(axes_in_memory_order(row))) for row in x]).tolist()
+    is_picture, warned = x.ndim == 4 and x.shape[1] in (1, 3, 4), False
     for index, (low, high) in enumerate(extremes, start=first):
         if not (math.isfinite(low) and math.isfinite(high)):
             raise NonFiniteError(f"image {index} holds NaN or infinity; it cannot be explained")
-    if x.ndim == 4 and x.shape[1] in (1, 3, 4):
-        _warn_of_range(extremes, prepare, first)
+        if is_picture and not warned and (white := _white_value(low, high, prepare)):
+            _warn_of_range(index, low, high, white, prepare)
+            warned = True
     return x
 
 
-def _warn_of_range(extremes: Sequence[tuple[float, float]], prepare: Prepare, first: int) -> None:
-    """Warn of the first float tensor whose values are in the range of an image, not of the model's input."""
-    for index, (low, high) in enumerate(extremes, start=first):
-        white = _white_value(low, high, prepare)
-        if white:
-            std = "(1 / 255,) * 3" if white == 255 else "(1, 1, 1)"
-            gives = "" if prepare is None else ", but preprocessing gives {:.3g}..{:.3g}".format(*prepare.input_range)
-            warn(
-                f"image {index} is a float tensor in {low:.3g}..{high:.3g}{gives}: it looks like 0..{white} without "
-                "normalisation, and is used as the model's own input. Pass a uint8 image, or normalise the tensor. "
-                f"If the model takes 0..{white}, declare it: preprocess=saliency.Preprocess(mean=(0, 0, 0), std={std})"
-            )
-            return
+def _warn_of_range(index: int, low: float, high: float, white: int, prepare: Prepare) -> None:
+    """Warn of a float tensor whose values are in the range of an image, not of the model's input."""
+    std = "(1 / 255,) * 3" if white == 255 else "(1, 1, 1)"
+    gives = "" if prepare is None else ", but preprocessing gives {:.3g}..{:.3g}".format(*prepare.input_range)
+    warn(
+        f"image {index} is a float tensor in {low:.3g}..{high:.3g}{gives}: it looks like 0..{white} without "
+        "normalisation, and is used as the model's own input. Pass a uint8 image, or normalise the tensor. "
+        f"If the model takes 0..{white}, declare it: preprocess=saliency.Preprocess(mean=(0, 0, 0), std={std})"
+    )
 
 
 def _white_value(low: float, high: float, prepare: Prepare) -> int | None:

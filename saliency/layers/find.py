@@ -223,8 +223,8 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
 
 def default_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> tuple[str, ...]:
     """Return the layers of all levels that enter a detector's head if the target is a box, else `default_layer`."""
-    levels = [layer.name for layer in head_inputs(model, x, target)]
-    return tuple(levels) or (str(_default_scan(model, x, target).default),)
+    levels = head_inputs(model, x, target)
+    return tuple(layer.name for layer in levels) if levels else (str(_default_scan(model, x, target).default),)
 
 
 def default_layer(model: nn.Module, x: Tensor, target: _Score | None = None) -> str:

@@ -93,9 +93,11 @@ def layout_from(shape: tuple[int, ...], images: int, size: Grid, *, channels_fir
     """
     if len(shape) != len(size) + 2 or shape[0] != images or 0 in shape:
         return None
+    if channels_first:
+        return Layout("NCHW", tuple(shape[2:]))
     first, last = _misfit(shape[2:], size), _misfit(shape[1:-1], size)
-    if channels_first or first <= last:
-        return Layout("NCHW", tuple(shape[2:])) if channels_first or first <= 2 else None
+    if first <= last:
+        return Layout("NCHW", tuple(shape[2:])) if first <= 2 else None
     return Layout("NHWC", tuple(shape[1:-1])) if last <= 2 else None
 
 
@@ -133,7 +135,8 @@ def is_channels_first(module: nn.Module) -> bool:
 
 def _misfit(grid: tuple[int, ...], size: Grid) -> float:
     """Return by how many cells a grid differs from the aspect ratio of the input."""
-    if any(cells > edge for cells, edge in zip(grid, size, strict=True)):
-        return math.inf
+    for cells, edge in zip(grid, size, strict=True):
+        if cells > edge:
+            return math.inf
     (h, w), (height, width) = grid[-2:], size[-2:]
     return min(abs(h - w * height / width), abs(w - h * width / height))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from ..attribution.base import Attribution, TracedAttribution
 from ..attribution.explanation import BatchAttribution, Sign
-from ..attribution.forward import Needs, TargetGradients
+from ..attribution.forward import Needs, TargetGradients, needs_at
 from ..attribution.options import Option, PositionalOption
 from ..attribution.questions import Questions
 from ..axes import along_rows, at_least_float32, max_pool, on_finest_grid, spatial
@@ -88,7 +87,7 @@ class LayerAttribution(TracedAttribution):
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the named layer, or the default one."""
         named = (self.layer,) if isinstance(self.layer, str) else self.layer
-        return replace(self.needs, layers=named or self.default_layers(x, target))
+        return needs_at(self.needs, named or self.default_layers(x, target))
 
     def default_layers(self, x: Tensor, target: Questions) -> tuple[str, ...]:
         """Return the layers that are read if none is named."""

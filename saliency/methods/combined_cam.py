@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..attribution.base import Attribution, TracedAttribution
 from ..attribution.explanation import BatchAttribution
-from ..attribution.forward import Needs, SharedForward, TargetGradients, no_gradient_message
+from ..attribution.forward import Needs, SharedForward, TargetGradients, needs_at, no_gradient_message
 from ..attribution.options import Option, PositionalOption
 from ..attribution.questions import Questions
 from ..axes import on_finest_grid, resize, spatial
@@ -73,7 +73,7 @@ class GuidedGradCAM(LayerAttribution):
         cam = self._cam.explain_gradients(grads, layers).values.clamp(min=0)
         guided, coverage = self._guided.signal(grads)
         cam = resize(cam, guided.shape[2:])
-        return BatchAttribution(guided * cam, grads.scores, coverage, ", ".join(layers))
+        return BatchAttribution(guided * cam, grads.scores, ", ".join(layers), {"coverage": coverage})
 
 
 def _layer_names(method: Attribution, layers: Sequence[str | nn.Module]) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ class _LayerFusion(TracedAttribution):
 
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the named layers, those that enter a detector's head, or the last of each of three resolutions."""
-        return replace(self.needs, layers=self.layers or layers_by_resolution(self.model, x, target))
+        return needs_at(self.needs, self.layers or layers_by_resolution(self.model, x, target))
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Combine the scaled maps of the layers."""

@@ -100,7 +100,9 @@ class DeepLIFT(TracedAttribution):
         values, coverage = estimate.mean.to(grads.x.dtype), Coverage(handled=handled)
         error = None if estimate.error is None or not self.has_error else estimate.error.to(grads.x.dtype)
         missing = residual.mean.to(at_least_float32(grads.scores).dtype)
-        return BatchAttribution(values, grads.scores, coverage, residual=missing, error=error)
+        return BatchAttribution(
+            values, grads.scores, evidence={"coverage": coverage, "residual": missing, "error": error}
+        )
 
     def _values(self, grads: TargetGradients, base: TargetGradients, frees: bool) -> tuple[Tensor, dict[str, int]]:
         """Return the values (N, C, H, W) against one baseline, and the number of operations by kind."""

@@ -66,7 +66,7 @@ class InputXGradient(TracedAttribution):
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the input times the gradient at the input."""
         values = grads.x * grads.input_gradient()
-        return BatchAttribution(values, grads.scores, token_shares=grads.token_shares())
+        return BatchAttribution(values, grads.scores, evidence={"token_shares": grads.token_shares()})
 
 
 class RectifiedGradient(TracedAttribution):
@@ -93,25 +93,23 @@ class RectifiedGradient(TracedAttribution):
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the gradient that arrives at the input."""
         values, coverage = self.signal(grads)
-        return BatchAttribution(values, grads.scores, coverage)
+        return BatchAttribution(values, grads.scores, evidence={"coverage": coverage})
 
     def signal(self, grads: TargetGradients) -> tuple[Tensor, Coverage]:
         """Return the gradient (N, C, H, W) under the rules, and the number of nonlinearities with a rule."""
-        nonlinearities = grads.nonlinearities
-        rewritten = nonlinearities.rectifiers + (nonlinearities.others if self.smooth == "positive" else [])
-        self._require_nonlinearities(nonlinearities, rewritten)
-        rectifiers = {id(nonlinearity.node) for nonlinearity in nonlinearities.rectifiers}
-        values = grads.rewritten_gradient(
-            rewritten,
-            lambda nonlinearity: (
-                self.rule_for(nonlinearity, len(grads.x)) if id(nonlinearity.node) in rectifiers else _positive_signal
-            ),
-        )
+        nonlinearities, images = grads.nonlinearities, len(grads.x)
+        others = nonlinearities.others if self.smooth == "positive" else []
         passed = [] if self.smooth == "positive" else nonlinearities.others
+        rewritten = [*nonlinearities.rectifiers, *others]
+        self._require_nonlinearities(nonlinearities, rewritten)
+        rules = [(own.node, self.rule_for(own, images)) for own in nonlinearities.rectifiers]
+        values = grads.rewritten_gradient([*rules, *((own.node, _positive_signal) for own in others)])
         return values, Coverage(_by_kind(rewritten), _by_kind(passed), dict(nonlinearities.hidden))
 
     def _require_nonlinearities(self, nonlinearities: Nonlinearities, rewritten: list[Nonlinearity]) -> None:
         """Raise if no nonlinearity has a rule; warn if a hand-written ReLU may have been missed."""
+        if rewritten and not nonlinearities.hidden:
+            return
         hidden = ", ".join(f"{n} {kind}" for kind, n in nonlinearities.hidden.items())
         if not rewritten:
             kinds = ", ".join(f"{n} {kind}" for kind, n in _by_kind(nonlinearities.others).items())
@@ -120,11 +118,10 @@ class RectifiedGradient(TracedAttribution):
             raise NotApplicableError(
                 f"{self.name}: no ReLU was called, so the result would be the plain gradient{cure}{doubt}"
             )
-        if hidden:
-            warn(
-                f"{self.name}: {hidden} may be hand-written ReLUs, which the autograd graph does not show; they keep "
-                "their plain derivative (use torch.relu if they are ReLUs)"
-            )
+        warn(
+            f"{self.name}: {hidden} may be hand-written ReLUs, which the autograd graph does not show; they keep their "
+            "plain derivative (use torch.relu if they are ReLUs)"
+        )
 
 
 class GuidedBackprop(RectifiedGradient):
@@ -229,7 +226,7 @@ class RectGrad(RectifiedGradient):
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the gradient that arrives at the input, times the input."""
         values, coverage = self.signal(grads)
-        return BatchAttribution(grads.x * values, grads.scores, coverage)
+        return BatchAttribution(grads.x * values, grads.scores, evidence={"coverage": coverage})
 
 
 def _positive_signal(grad_input: Tensor, grad_output: Tensor) -> Tensor:
@@ -256,4 +253,4 @@ def _nearest_percentile(values: Tensor, percentile: float, images: int) -> Tenso
 
 
 def _by_kind(nonlinearities: list[Nonlinearity]) -> dict[str, int]:
-    return dict(Counter(nonlinearity.kind for nonlinearity in nonlinearities))
+    return dict(Counter([nonlinearity.kind for nonlinearity in nonlinearities]))

@@ -126,16 +126,14 @@ class RelevancePropagation(TracedAttribution):
         if tokens is not None and "tokens" in ledger and (patches is not None or layer is None):
             text = (tokens * ~cast("Answer", explained_answer()).is_image.to(tokens.device)).sum(1)
             ledger = {**ledger, "text": text, "tokens": ledger["tokens"] - text}
-        return BatchAttribution(
-            values,
-            grads.scores,
-            coverage,
-            layer,
-            walk.missing,
-            ledger=torch.stack(list(ledger.values()), 1),
-            ledger_names=tuple(ledger),
-            token_shares=tokens if tokens is None or grads.embeddings_hold_image else None,
-        )
+        evidence = {
+            "coverage": coverage,
+            "residual": walk.missing,
+            "ledger": torch.stack(list(ledger.values()), 1),
+            "ledger_names": tuple(ledger),
+            "token_shares": tokens if tokens is None or grads.embeddings_hold_image else None,
+        }
+        return BatchAttribution(values, grads.scores, layer, evidence)
 
     def patches(self, grads: TargetGradients) -> Patches | None:
         """Return the patches at which relevance is read if no layer is given; None for the input."""
@@ -471,7 +469,7 @@ class ExcitationBackprop(RelevancePropagation):
         if not is_tracing():
             self._check(shares, result.layer)
         values = shares.clamp(min=0) if self.contrastive else shares
-        return replace(result, values=values, residual=None, ledger=None, ledger_names=())
+        return replace(result.with_evidence(residual=None, ledger=None, ledger_names=None), values=values)
 
     def _check(self, shares: Tensor, layer: str | None) -> None:
         """Warn of shares (N, 1, h, w) that are not probabilities."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..attribution.aliases import refuse_unknown_keywords
+from ..aliases import refuse_unknown_keywords
 from ..attribution.base import Attribution
 from ..attribution.explanation import Explanation
 from ..attribution.passes import chunk_size

@@ -207,8 +207,8 @@ class DRISE(RISE):
 
 def target_part(joint: BatchAttribution, at: int) -> BatchAttribution:
     """Return the attribution of one target of a `JointQuestions`, by its number."""
-    own: Any = {name: part[:, at : at + 1] if part.dim() > 2 else part[:, at] for name, part in joint.tensors().items()}
-    return replace(joint, **own)
+    parts = joint.tensors().items()
+    return joint.with_tensors({name: part[:, at : at + 1] if part.dim() > 2 else part[:, at] for name, part in parts})
 
 
 class RandomMasks:

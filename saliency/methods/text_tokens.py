@@ -22,6 +22,7 @@ from ..io.atomic_write import atomic_write
 from ..io.inputs import ImageLike, read
 from ..layers.find import attention_layout
 from ..targets.embedding import similarity
+from ..targets.question import QuestionFacts
 from ..validation import check_choice
 
 TEXT_METHODS = ("integrated_gradients", "deep_lift", "input_x_gradient", "attn_lrp", "cp_lrp")
@@ -165,8 +166,7 @@ def word_similarity(model: nn.Module, image: ImageLike, text: str) -> Explanatio
         layout(similarities).movedim(1, 0),
         similarities[0].amax(0),
         method="word_similarity",
-        target=(None,) * len(words),
-        target_names=words,
+        questions=tuple(map(QuestionFacts, words)),
         input_size=tuple(x.shape[2:]),
         frames=batch.frames * len(words),
         sign="positive",

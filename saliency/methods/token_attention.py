@@ -202,7 +202,7 @@ class AttentionMap(TracedAttribution):
             tokens = values[:, 0] @ self.query_relevance(attention)  # (N, 1, tokens of the image tower)
             values = attention_layout(grads.forward.model, tokens.shape[2], grads.x)(tokens.mT)
         coverage = Coverage(handled={"outlier tokens (hatched)": count}) if count else None
-        return BatchAttribution(values, grads.scores, coverage, outliers=outliers)
+        return BatchAttribution(values, grads.scores, evidence={"coverage": coverage, "outliers": outliers})
 
     @abstractmethod
     def relevance(self, attention: TokenAttention) -> Tensor:

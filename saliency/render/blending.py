@@ -14,8 +14,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from PIL import Image, ImageColor, ImageDraw
 
-from ..attribution.explanation import Explanation, Sign
-from ..attribution.heatmap import PER_UNIT, limits, reduced_maps, require_explanation, rounding_errors
+from ..attribution.explanation import PER_UNIT, Explanation, Sign
+from ..attribution.heatmap import limits, reduced_maps, require_explanation
 from ..errors import RenderError, did_you_mean, errors_as, warn
 from ..io.inputs import ImageLike, open_image
 from ..io.preprocess import Box, Frame, Geometry, drawable, resize_box, scaled_size
@@ -175,7 +175,7 @@ def scale_map(
     if high - low <= LEAST_RANGE * largest:
         is_zeroed = not from_zero
         warn(_why_flat(explanation, low, high, sign))
-    elif largest <= float(rounding_errors(explanation)[0]):
+    elif largest <= float(explanation.rounding_errors[0]):
         # A gradient depends on the units and the size of the input, so a small one may be correct.
         is_zeroed = explanation.units != PER_UNIT
         warn(

@@ -18,7 +18,8 @@ from ..attribution.base import Attribution
 from ..attribution.dense_features import Features
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import single_images
-from ..errors import RenderError, each_warning_once
+from ..errors import RenderError
+from ..hooks.call import bound
 from ..io.preprocess import Frame
 from ..methods.pairs import Matches
 from ..targets.words import words
@@ -220,7 +221,7 @@ def draw_answer(answer: Answer, method: Attribution, *, columns: int | None = No
     if columns is not None:
         check_integer("columns", columns, least=1, error=RenderError)
     names = [word for word, _ in answer.words]
-    with each_warning_once():  # many words, such as "of", follow from the text
+    with bound(warned=set()):  # many words, such as "of", follow from the text
         explanations = method.attribute_classes(answer, [words(at=place) for _, place in answer.words])
     groups, images = [], len(answer.inputs)
     for image in range(images):

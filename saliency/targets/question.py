@@ -37,9 +37,8 @@ class PartialNames(tuple[str, ...]):
 class Readings:
     """Candidates of the output that was read last, which all targets of a call that read it in the same way share."""
 
-    def __init__(self) -> None:
-        self._output: Any = None
-        self._rows: dict[Hashable, list[Any]] = {}
+    _output: Any = None
+    _rows: dict[Hashable, list[Any]]
 
     def of(self, output: Any, key: Hashable, read: Callable[[], list[Any]]) -> list[Any]:
         """Return the candidates of an output, read in one way."""
@@ -59,16 +58,21 @@ class Images:
         count: The number of images in the batch.
         categories: The class names.
         answer: The answer that is explained; None for an image.
-        geometries: The position of the model's input on each image; empty if there are none.
+        located_at: The position of the model's input on each image, if the target knows it; else empty.
         readings: The candidates of the last output of a detector.
         numbers: The images of the batch that are asked about.
     """
 
     def __init__(self, count: int = 1, categories: Categories = None, answer: AnswerText | None = None) -> None:
         self.count, self.categories, self.answer = count, categories, answer
-        self.geometries: tuple[Geometry, ...] = ()
+        self.located_at: tuple[Geometry, ...] = ()
         self.readings = Readings()
         self.numbers: Sequence[int] = range(count)
+
+    @property
+    def geometries(self) -> tuple[Geometry, ...]:
+        """The position of the model's input on each image; empty if there are none."""
+        return self.located_at
 
     def encode_text(self, texts: Sequence[Prompt]) -> tuple[Tensor, float]:
         """Return the embeddings (K, D) of texts, and the model's factor from cosine similarities to logits."""
@@ -103,7 +107,7 @@ class Images:
     def located(self, geometries: Sequence[Geometry]) -> Self:
         """Return the same images at other positions, one for each or one for all."""
         images = copy.copy(self)
-        images.geometries = tuple(geometries) * (self.count if len(geometries) == 1 else 1)
+        images.located_at = tuple(geometries) * (self.count if len(geometries) == 1 else 1)
         return images
 
     def class_count(self, outputs: int) -> int:
@@ -165,6 +169,16 @@ class Target(ABC):
         return ()
 
 
+@dataclass(frozen=True, slots=True)
+class QuestionFacts:
+    """What was asked of one image, as an explanation stores it. `Question` describes the attributes."""
+
+    name: str
+    index: int | None = None
+    is_difference: bool = False
+    box: Box | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Question(Target):
     """What is asked of one image. As a target, it asks the same of another image.
@@ -190,6 +204,11 @@ class Question(Target):
     mirrored: Score | None = None
     part: Hashable = None
     reads_logits: bool = False
+
+    @property
+    def facts(self) -> QuestionFacts:
+        """The facts that an explanation stores."""
+        return QuestionFacts(self.name, self.index, self.is_difference, self.box)
 
     def ask(self, output: Any, images: Images) -> Together:
         """Return the question unchanged, for each image."""

@@ -58,17 +58,11 @@ class ClassScore:
         """Return the scores (N,), in the units of the model's output."""
         return self._of_class(class_scores(output))
 
-    def of(self, row: int) -> ClassScore:
-        """Return the score of one row's class."""
-        return ClassScore(self.classes[row : row + 1], self.link, self.is_binary)
-
     def _of_class(self, scores: Tensor) -> Tensor:
-        if self.is_binary:
-            return scores[:, 0] if all(self.classes) else scores[:, 0] * (2 * self._index(scores) - 1)
-        return scores.gather(1, self._index(scores)[:, None]).squeeze(1)
-
-    def _index(self, scores: Tensor) -> Tensor:
-        return torch.tensor(self.classes, device=scores.device).expand(len(scores))
+        if self.is_binary and all(self.classes):
+            return scores[:, 0]
+        index = torch.tensor(self.classes, device=scores.device).expand(len(scores))
+        return scores[:, 0] * (2 * index - 1) if self.is_binary else scores.gather(1, index[:, None]).squeeze(1)
 
     def probability(self, output: Any) -> Tensor:
         """Return the probabilities (N,) of the classes, with their graph; in float32 if the scores are in half."""
@@ -78,8 +72,8 @@ class ClassScore:
             return self._of_class(scores.softmax(1))
         if self.link == "sigmoid":
             return self._of_class(scores).sigmoid()
-        is_plain = not self.is_binary or all(self.classes)
-        return self._of_class(scores) if is_plain else self._of_class(scores) + (1 - self._index(scores))
+        values = self._of_class(scores)
+        return values + (1 - torch.tensor(self.classes, device=values.device)) if self.is_binary else values
 
 
 def is_probability(question: Question) -> bool:
@@ -102,11 +96,13 @@ class ClassTarget(Target):
     def prepared(self, images: Images) -> ClassTarget:
         """Return the target with class indices instead of names, one per image."""
         labels = per_image(self.classes, len(images.numbers))
-        return ClassTarget(tuple(label if label is None else class_index(label, images.categories) for label in labels))
+        for at, label in enumerate(labels):
+            labels[at] = None if label is None else class_index(label, images.categories)
+        return ClassTarget(tuple(labels))
 
     def ask(self, output: Any, images: Images) -> Together:
         """Return the questions, with the top class of each image for which no class was given."""
-        return _questions(output, images, lambda score: score, "{}", self.find(output, images))
+        return _questions(output, images, None, "{}", self.find(output, images))
 
     def find(self, output: Any, images: Images) -> ClassScore:
         """Return the scores of the images' classes.
@@ -129,16 +125,21 @@ class ClassTarget(Target):
         return ClassScore(classes, link, is_binary)
 
 
-def _questions(output: Any, images: Images, derive: Callable[..., Score], name: str, *scores: ClassScore) -> Together:
-    """Return questions whose score is derived from the scores of classes, of which the first is explained."""
+def _questions(
+    output: Any, images: Images, derive: Callable[..., Score] | None, name: str, *scores: ClassScore
+) -> Together:
+    """Return questions about the scores of classes, or scores derived from these; the first class is explained."""
     first, asked = scores[0], []
     known = None if first.link is None else first.probability(output).detach().float()
     for row, image in enumerate(images.numbers):
-        own = [score.of(row) for score in scores]
-        label = name.format(*(class_name(score.classes[0], images.categories) for score in own))
-        score, probability = derive(*own), None if known is None else known[image]
-        asked.append(Question(score, label, first.classes[row], probability, len(scores) > 1, mirrored=score))
-    return Together(asked, derive(*scores))
+        parts, names = list[ClassScore](), list[str]()
+        for score in scores:
+            parts.append(ClassScore((score.classes[row],), score.link, score.is_binary))
+            names.append(class_name(score.classes[row], images.categories))
+        own, probability = derive(*parts) if derive else parts[0], None if known is None else known[image]
+        label, is_difference = name.format(*names), len(scores) > 1
+        asked.append(Question(own, label, first.classes[row], probability, is_difference, mirrored=own))
+    return Together(asked, derive(*scores) if derive else first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -528,7 +529,7 @@ def class_index(label: Any, categories: Categories) -> int:
     For an unknown name, TargetError lists the closest names. Digits are a name if a class is called so.
     """
     if not isinstance(label, str):
-        index = class_number(label)
+        index = label if type(label) is int and label >= 0 else class_number(label)
         if categories is not None and not isinstance(categories, PartialNames):
             require_class(index, len(categories), "the model's class names")
         return index

@@ -20,9 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from saliency import METHODS, Explanation, ExplanationError, GuidedBackprop
+from saliency.attribution.explanation import joined
+from saliency.attribution.options import RunStats
 from saliency.hooks.rectifiers import Coverage
 from saliency.io.atomic_write import atomic_write
-from saliency.io.preprocess import Frame
+from saliency.io.preprocess import Frame, ImageBox
+from saliency.targets.question import QuestionFacts
 from saliency.testing import tiny_model, tiny_model_for
 
 
@@ -38,37 +41,55 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.fixture
 def explanation() -> Explanation:
     return Explanation(
-        values=numbers(3, 3, 4, 5),
-        scores=numbers(3),
-        method="guided_backprop",
-        settings={"smooth": "leave", "percentile": 98.5, "samples": 25, "on": True, "none": None, "list": [1, ["a"]]},
-        target=(4, None, 0),
-        target_names=("espresso", "contrast of é and 日本", ""),
-        probabilities=numbers(3).sigmoid(),
-        layer="features.0",
-        input_size=(4, 5),
+        numbers(3, 3, 4, 5),
+        numbers(3),
+        "features.0",
+        evidence={
+            "probabilities": numbers(3).sigmoid(),
+            "coverage": Coverage({"relu": 3, "relu6": 1}, {"silu": 2}, {"where": 1}, {"conv by z+": 53}),
+            "residual": numbers(3) / 9,
+            "ledger": numbers(3, 2),
+            "ledger_names": ("input", "biases"),
+            "notes": ("", "the map is 0 everywhere", "é"),
+            "run_stats": tuple(RunStats(passes, passes / 8, "complete") for passes in range(3)),
+            "boxes": (ImageBox((7, 5), (1.5, 0.25, 6.125, 1 / 3)), None, None),
+            "from_zero": True,
+        },
+        questions=(
+            QuestionFacts("espresso", 4, box=(0.5, 1.0, 2.0, 1 / 3)),
+            QuestionFacts("contrast of é and 日本", is_difference=True),
+            QuestionFacts("", 0),
+        ),
         frames=(Frame(picture(7, 5), (1.5, 0.25, 6.125, 1 / 3)), None, Frame(picture(1, 1, 2), (0.0, 0.0, 1.0, 1.0))),
+        input_size=(4, 5),
+        method="guided_backprop",
+        title="GuidedBackprop",
+        units="score per unit of normalised input",
         sign="signed",
-        coverage=Coverage({"relu": 3, "relu6": 1}, {"silu": 2}, {"where": 1}, {"conv by z+": 53}),
-        residual=numbers(3) / 9,
-        ledger=numbers(3, 2),
-        ledger_names=("input", "biases"),
+        settings={"smooth": "leave", "percentile": 98.5, "samples": 25, "on": True, "none": None, "list": [1, ["a"]]},
     )
 
 
 def assert_same(found: Explanation, expected: Explanation) -> None:
-    for each in fields(Explanation):
-        came, wanted = getattr(found, each.name), getattr(expected, each.name)
+    assert found.evidence.keys() == expected.evidence.keys()
+    for name, wanted in facts(expected).items():
+        came = facts(found)[name]
         if isinstance(wanted, Tensor):
-            assert came.dtype == wanted.dtype, each.name
-            assert came.shape == wanted.shape, each.name
-            assert same_bits(came, wanted), each.name
-        elif each.name == "frames":
+            assert came.dtype == wanted.dtype, name
+            assert came.shape == wanted.shape, name
+            assert same_bits(came, wanted), name
+        elif name == "frames":
             assert [frame and frame.box for frame in came] == [frame and frame.box for frame in wanted]
             assert [frame and pixels(frame) for frame in came] == [frame and pixels(frame) for frame in wanted]
         else:
-            assert came == wanted, each.name
-            assert type(came) is type(wanted), each.name
+            assert came == wanted, name
+            assert type(came) is type(wanted), name
+
+
+def facts(explanation: Explanation) -> dict[str, Any]:
+    """Return the fields and the entries of evidence by name."""
+    own = {field.name: getattr(explanation, field.name) for field in fields(explanation) if field.name != "evidence"}
+    return own | dict(explanation.evidence)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -107,17 +128,16 @@ def test_extreme_numbers_come_back(explanation: Explanation, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["probabilities", "layer", "coverage", "residual", "ledger"])
 def test_what_is_not_there_stays_away(name: str, explanation: Explanation, tmp_path: Path) -> None:
-    nothing: dict[str, Any] = {name: None}
-    kept = replace(explanation, **nothing)
+    kept = replace(explanation, layer=None) if name == "layer" else explanation.with_evidence(**{name: None})
     loaded = Explanation.load(kept.save(tmp_path / "a.safetensors"))
     assert getattr(loaded, name) is None
     assert_same(loaded, kept)
 
 
-def test_a_file_from_before_ledgers_is_read(explanation: Explanation, tmp_path: Path) -> None:
-    old = replace(explanation, ledger=None, ledger_names=(), coverage=Coverage({"relu": 3}))
+def test_a_file_whose_coverage_counts_fewer_kinds_is_read(explanation: Explanation, tmp_path: Path) -> None:
+    old = explanation.with_evidence(coverage=Coverage({"relu": 3}))
     header, tensors = opened(old.save(tmp_path / "a.safetensors"))
-    del header["ledger_names"], header["coverage"]["handled"]
+    del header["evidence"]["coverage"]["handled"]
     save_file(tensors, tmp_path / "a.safetensors", metadata={"saliency": json.dumps(header)})
     assert_same(Explanation.load(tmp_path / "a.safetensors"), old)
 
@@ -129,7 +149,7 @@ def test_a_coverage_reads_as_a_list_of_treated_operations() -> None:
 
 
 def test_an_empty_coverage_is_not_none(explanation: Explanation, tmp_path: Path) -> None:
-    kept = replace(explanation, coverage=Coverage())
+    kept = explanation.with_evidence(coverage=Coverage())
     assert Explanation.load(kept.save(tmp_path / "a.safetensors")).coverage == Coverage()
 
 
@@ -157,7 +177,7 @@ def _as_tensor(image: Image.Image) -> Tensor:
 def test_views_and_tensors_that_share_their_memory_are_kept(explanation: Explanation, tmp_path: Path) -> None:
     turned = replace(explanation, values=explanation.values.permute(0, 1, 3, 2), input_size=(5, 4))
     assert_same(Explanation.load(turned.save(tmp_path / "a.safetensors")), turned)
-    shared = replace(explanation, residual=explanation.scores)
+    shared = explanation.with_evidence(residual=explanation.scores)
     assert_same(Explanation.load(shared.save(tmp_path / "b.safetensors")), shared)
     expanded = replace(explanation, values=explanation.values[:, :1, :1, :1].expand(3, 3, 4, 5))
     assert_same(Explanation.load(expanded.save(tmp_path / "c.safetensors")), expanded)
@@ -310,15 +330,20 @@ def test_safetensors_of_somebody_elses_are_refused(kept: Path) -> None:
     "spoil",
     [
         lambda header, tensors: header.pop("method"),
-        lambda header, tensors: header.pop("target"),
+        lambda header, tensors: header.pop("title"),
+        lambda header, tensors: header.pop("questions"),
+        lambda header, tensors: header.pop("evidence"),
         lambda header, tensors: header.pop("frames"),
         lambda header, tensors: header.update(unknown=1),
-        lambda header, tensors: header.update(target=None),
-        lambda header, tensors: header.update(target=[]),
-        lambda header, tensors: header.update(target_names=["one"]),
+        lambda header, tensors: header.update(questions=None),
+        lambda header, tensors: header.update(questions=[]),
+        lambda header, tensors: header.update(questions=header["questions"][:1]),
+        lambda header, tensors: header["questions"][0].update(unknown=1),
+        lambda header, tensors: header["evidence"].update(notes=["one"]),
+        lambda header, tensors: header["evidence"].update(run_stats=[]),
         lambda header, tensors: header.update(input_size=5),
-        lambda header, tensors: header.update(coverage=[1]),
-        lambda header, tensors: header.update(coverage={"unknown": 1}),
+        lambda header, tensors: header["evidence"].update(coverage=[1]),
+        lambda header, tensors: header["evidence"].update(coverage={"unknown": 1}),
         lambda header, tensors: header.update(frames=[3, None, None]),
         lambda header, tensors: header.update(frames=[]),
         lambda header, tensors: header.update(frames=[[1.0], None, None]),
@@ -377,6 +402,38 @@ def test_an_explanation_is_a_sequence_of_its_images(explanation: Explanation) ->
             explanation.sign,
             explanation.input_size,
         )
+
+
+def test_a_new_entry_of_evidence_is_sliced_moved_joined_and_kept(explanation: Explanation, tmp_path: Path) -> None:
+    depth = numbers(3, 2)
+    deep = replace(explanation, evidence={"depth": depth})
+    assert torch.equal(deep[1].evidence["depth"], depth[1:2])
+    assert torch.equal(deep[::2].evidence["depth"], depth[::2])
+    assert deep.to("meta").evidence["depth"].is_meta
+    assert_same(joined(list(deep)), deep)
+    assert_same(Explanation.load(deep.save(tmp_path / "a.safetensors")), deep)
+
+
+def test_evidence_is_replaced_and_removed_by_name(explanation: Explanation) -> None:
+    other = explanation.with_evidence(residual=None, error=explanation.values)
+    assert "residual" not in other.evidence
+    assert other.residual is None
+    assert other.error is explanation.values
+    assert other.ledger is explanation.ledger
+    assert explanation.error is None
+    assert explanation.residual is not None
+
+
+def test_the_questions_are_read_as_attributes(explanation: Explanation) -> None:
+    assert explanation.target == (4, None, 0)
+    assert explanation.target_names == ("espresso", "contrast of é and 日本", "")
+    assert explanation.contrasts == (False, True, False)
+    assert explanation.target_boxes == ((0.5, 1.0, 2.0, 1 / 3), None, None)
+    assert explanation[1:].target_boxes == ()
+
+
+def test_an_explanation_has_few_fields() -> None:
+    assert len(fields(Explanation)) <= 12
 
 
 def test_images_are_counted_from_either_end(explanation: Explanation) -> None:

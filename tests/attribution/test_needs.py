@@ -118,8 +118,6 @@ def test_a_cam_without_gradients_lets_the_other_method_free_the_graph(monkeypatc
 
 
 def test_facts_of_a_result_stand_once_and_all_reach_the_explanation() -> None:
-    own = {"values", "scores", "residual", "run_stats", "outliers"}
-    assert own <= {field.name for field in fields(BatchAttribution)}
     assert not set(Explanation.__annotations__) & {field.name for field in fields(BatchAttribution)}
 
     class Complete(saliency.TracedAttribution):
@@ -134,17 +132,20 @@ def test_facts_of_a_result_stand_once_and_all_reach_the_explanation() -> None:
                 maps,
                 grads.scores,
                 layer="relu",
-                residual=rows,
-                error=maps / 2,
-                agreement=rows,
-                run_stats=(RunStats(1, 0.5, "complete"),) * 2,
-                ledger=torch.ones(2, 1),
-                ledger_names=("all",),
-                outliers=maps[:, 0] > 2,
+                evidence={
+                    "residual": rows,
+                    "error": maps / 2,
+                    "agreement": rows,
+                    "run_stats": (RunStats(1, 0.5, "complete"),) * 2,
+                    "ledger": torch.ones(2, 1),
+                    "ledger_names": ("all",),
+                    "outliers": maps[:, 0] > 2,
+                },
             )
             return self.stated
 
     found = Complete(tiny_model()).attribute(images(2), 1)
-    for field in fields(BatchAttribution):
-        got, stated = getattr(found, field.name), getattr(Complete.stated, field.name)
-        assert torch.equal(got, stated) if isinstance(stated, Tensor) else got == stated, field.name
+    for name in ("values", "scores", "layer", *Complete.stated.evidence):
+        got, stated = getattr(found, name), getattr(Complete.stated, name)
+        assert torch.equal(got, stated) if isinstance(stated, Tensor) else got == stated, name
+    assert found.evidence.keys() == {*Complete.stated.evidence, "probabilities", "notes"}

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +108,9 @@ def test_a_row_accounts_for_the_score_and_says_what_was_treated(
         found = explain(self, *given)
         shares = torch.stack([found.scores * 2, -found.scores], 1)
         coverage = Coverage(handled={"conv by z+": 3})
-        kept = replace(found, ledger=shares, ledger_names=("input", "biases"))
-        return replace(kept, coverage=coverage, residual=torch.full_like(found.scores, 0.25))
+        residual = torch.full_like(found.scores, 0.25)
+        names = ("input", "biases")
+        return found.with_evidence(ledger=shares, ledger_names=names, coverage=coverage, residual=residual)
 
     monkeypatch.setattr(GradCAM, "explain_gradients", accounting)
     quick(source, tmp_path / "out")

@@ -5,21 +5,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from saliency import Explanation
+from saliency.targets.question import QuestionFacts
 
 
 def explanation_of(maps: Tensor) -> Explanation:
     """A signed explanation with the maps (N, H, W) as its values."""
     count = len(maps)
     return Explanation(
-        values=maps[:, None],
-        scores=maps.new_zeros(count),
-        method="vanilla_gradient",
-        settings={},
-        target=(0,) * count,
-        target_names=("class 0",) * count,
-        probabilities=None,
-        layer=None,
-        input_size=(int(maps.shape[1]), int(maps.shape[2])),
+        maps[:, None],
+        maps.new_zeros(count),
+        questions=(QuestionFacts("class 0", 0),) * count,
         frames=(None,) * count,
+        input_size=(int(maps.shape[1]), int(maps.shape[2])),
+        method="vanilla_gradient",
+        title="vanilla_gradient",
+        units="vanilla_gradient value",
         sign="signed",
     )

@@ -6,7 +6,6 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from saliency import Explanation, RenderError, draw_ledger, ledger_table
+from saliency.attribution.explanation import joined
 from saliency.evaluation.ledger import NEGATIVE, POSITIVE, SCORE
 from saliency.hooks.rectifiers import Coverage
 from tests.drawing import explained
@@ -27,14 +27,11 @@ def with_ledger(
     ledger, missing = torch.tensor([shares]), torch.tensor([residual])
     explanation = explained(torch.zeros(1, 2, 2), None, method=method, name=name)
     scores = ledger.sum(1) + missing
-    return replace(explanation, ledger=ledger, ledger_names=NAMES, residual=missing, scores=scores)
+    return replace(explanation, scores=scores).with_evidence(ledger=ledger, ledger_names=NAMES, residual=missing)
 
 
 def batch_of(one: Explanation, other: Explanation) -> Explanation:
-    names = ("values", "scores", "probabilities", "ledger", "residual")
-    both: dict[str, Any] = {name: torch.cat([getattr(one, name), getattr(other, name)]) for name in names}
-    both |= {name: getattr(one, name) + getattr(other, name) for name in ("target", "target_names", "frames")}
-    return replace(one, **both)
+    return joined([one, other])
 
 
 def test_a_table_ends_with_what_is_missing_and_the_score_that_all_sum_to() -> None:
@@ -68,7 +65,7 @@ def test_several_images_and_methods_have_rows_of_their_own() -> None:
 
 def test_the_notes_are_what_each_method_treated() -> None:
     coverage = Coverage(handled={"conv by z+": 53, "linear by epsilon": 1})
-    images = [replace(with_ledger(), coverage=coverage)] * 2
+    images = [with_ledger().with_evidence(coverage=coverage)] * 2
     assert ledger_table([*images, with_ledger()]).notes == ("made_up: 53 conv by z+, 1 linear by epsilon",)
 
 

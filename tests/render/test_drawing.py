@@ -15,7 +15,7 @@ from matplotlib.patches import ConnectionPatch
 from PIL import Image
 
 from saliency import Matches, contact_sheet, draw_ledger, draw_matches, figure, ledger_table
-from saliency.attribution.explanation import Explanation, Sign
+from saliency.attribution.explanation import Explanation, Sign, joined
 from saliency.attribution.heatmap import heatmap, significance, standard_error
 from saliency.errors import RenderError
 from saliency.io.preprocess import Frame
@@ -101,17 +101,8 @@ def test_every_opacity_is_at_most_a_level_off_and_none_and_full_are_exact() -> N
 
 def test_several_images_are_an_error_that_shows_the_loop() -> None:
     one = explained(torch.rand(1, 4, 4), whole(noise(9, 9)))
-    two = replace(
-        one,
-        values=torch.rand(2, 1, 4, 4),
-        scores=torch.ones(2),
-        target=(7, 7),
-        target_names=("espresso",) * 2,
-        probabilities=None,
-        frames=one.frames * 2,
-    )
     with pytest.raises(RenderError, match=r"\[cutout\(e\) for e in explanation\]"):
-        cutout(two)
+        cutout(joined([one, one]))
 
 
 def test_no_picture_is_an_error_that_says_what_to_pass() -> None:
@@ -156,7 +147,7 @@ OPTIONS: dict[str, Callable[[Explanation, Any], object]] = {
     # Before the map is painted, which is not finite.
     "columns": lambda explanation, given: figure(replace(explanation, values=explanation.values / 0), columns=given),
     "min_significance": lambda explanation, given: overlay(
-        replace(explanation, error=explanation.values), min_significance=given
+        explanation.with_evidence(error=explanation.values), min_significance=given
     ),
     "colormap": lambda explanation, given: overlay(explanation, colormap=given),
     "sign": lambda explanation, given: overlay(explanation, sign=given),
@@ -307,16 +298,7 @@ def test_an_overlay_has_the_longer_edge_that_is_asked_for(size: int, expected: t
 
 def test_several_images_give_several_overlays_and_one_gives_one() -> None:
     pair = [explained(torch.rand(1, 4, 4), whole(noise(9, 9, seed=each))) for each in range(2)]
-    one, other = pair
-    both = replace(
-        one,
-        values=torch.cat([one.values, other.values]),
-        scores=one.scores.repeat(2),
-        probabilities=None,
-        target=one.target * 2,
-        target_names=one.target_names * 2,
-        frames=one.frames + other.frames,
-    )
+    both = joined(pair)
     expected = [pixels_of(overlay(each)) for each in pair]
     of_both: Any = overlay(both)  # type checkers do not know the number of images of an explanation
     for drawn in (overlay(pair), overlay(tuple(pair)), of_both, overlay(list(both)), overlay([both])):

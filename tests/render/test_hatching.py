@@ -40,7 +40,7 @@ def hatched(frame: Frame, *, zeroed: bool = False) -> Explanation:
     values = torch.rand(1, 4, 5, generator=torch.Generator().manual_seed(1))
     values[0, 0, 0] = 0
     values[0, ROW, COLUMN] = 0 if zeroed else 50
-    return replace(explained(values, frame), outliers=None if zeroed else marks())
+    return explained(values, frame).with_evidence(outliers=None if zeroed else marks())
 
 
 @pytest.mark.parametrize("opacity", ["map", 0.6])
@@ -77,7 +77,7 @@ def test_the_floor_of_a_map_is_that_of_its_other_cells() -> None:
 
 def test_marks_that_are_all_false_change_nothing() -> None:
     alone = hatched(whole(noise(60, 40)), zeroed=True)
-    unmarked = replace(alone, outliers=torch.zeros(1, 4, 5, dtype=torch.bool))
+    unmarked = alone.with_evidence(outliers=torch.zeros(1, 4, 5, dtype=torch.bool))
     assert np.array_equal(pixels_of(overlay(alone)), pixels_of(overlay(unmarked)))
     assert np.array_equal(pixels_of(contact_sheet([[alone]])), pixels_of(contact_sheet([[unmarked]])))
 

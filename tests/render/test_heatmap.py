@@ -13,22 +13,21 @@ from saliency.attribution.explanation import Explanation, Sign
 from saliency.attribution.heatmap import heatmap, limits
 from saliency.errors import NonFiniteError, RenderError
 from saliency.render.scaling import shared_limit
+from saliency.targets.question import QuestionFacts
 
 
 def explained(values: Tensor, sign: Sign = "signed", size: tuple[int, int] | None = None) -> Explanation:
     """An explanation with these values, as if a method had returned it."""
     count = len(values)
     return Explanation(
-        values=values,
-        scores=torch.ones(count),
-        method="made_up",
-        settings={},
-        target=(7,) * count,
-        target_names=("espresso",) * count,
-        probabilities=torch.full((count,), 0.5),
-        layer=None,
-        input_size=size or (values.shape[-2], values.shape[-1]),
+        values,
+        torch.ones(count),
+        questions=(QuestionFacts("espresso", 7),) * count,
         frames=(None,) * count,
+        input_size=size or (values.shape[-2], values.shape[-1]),
+        method="made_up",
+        title="made_up",
+        units="made_up value",
         sign=sign,
     )
 

@@ -22,6 +22,7 @@ from saliency.attribution.explanation import Explanation
 from saliency.errors import RenderError, SaliencyWarning
 from saliency.io.preprocess import Frame, Preprocess
 from saliency.render.sheet import ellipsised, font_for, wrapped
+from saliency.targets.question import QuestionFacts
 from tests.drawing import explained, hot, noise, pixels_of, whole
 
 
@@ -83,7 +84,7 @@ def test_a_thumbnail_is_the_overlay_in_its_size(shared: bool) -> None:
 def test_a_row_of_several_classes_names_each_below_its_drawing() -> None:
     photo = whole(noise(50, 50))
     same = [explained(torch.rand(1, 7, 7), photo, name="tabby") for _ in range(2)]
-    differ = [same[0], replace(same[1], target_names=("tiger cat",))]
+    differ = [same[0], replace(same[1], questions=(QuestionFacts("tiger cat", 7),))]
     assert contact_sheet([differ]).height > contact_sheet([same]).height
     assert contact_sheet([differ]).width < contact_sheet([same]).width
 
@@ -226,7 +227,8 @@ def test_a_figure_of_several_classes_names_each_above_its_map() -> None:
 def test_a_figure_shows_both_classes_of_a_contrast_and_nothing_of_it_is_cut_off(tmp_path: Path) -> None:
     photo, name = whole(noise(60, 40)), "espresso rather than wooden spoon"
     cat, both, dog = (explained(torch.rand(1, 4, 4), photo, name=each) for each in ("cat", name, "dog"))
-    made = figure([cat, replace(both, contrasts=(True,)), dog], title="Contrast")
+    contrast = replace(both, questions=(QuestionFacts(name, 7, is_difference=True),))
+    made = figure([cat, contrast, dog], title="Contrast")
     made.savefig(tmp_path / "figure.png", dpi=100)
     panel = next(each for each in made.axes if "rather" in each.get_title())
     assert panel.get_title() == "made_up\nespresso rather than\nwooden spoon"

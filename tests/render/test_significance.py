@@ -32,7 +32,7 @@ def sampled(values: Tensor, error: Tensor | None, sign: Sign = "signed") -> Expl
     picture = Image.new("RGB", (64, 48), (128, 128, 128))
     like = VanillaGradient(tiny_model()).attribute(torch.randn(1, 3, 16, 16), 0)
     frames = (Frame(picture, (0.0, 0.0, 64.0, 48.0)),)
-    return replace(like, values=values, error=error, frames=frames, sign=sign)
+    return replace(like.with_evidence(error=error), values=values, frames=frames, sign=sign)
 
 
 def halves(left: float, right: float, channels: int = 1) -> Tensor:
@@ -44,7 +44,7 @@ def halves(left: float, right: float, channels: int = 1) -> Tensor:
 
 def test_the_error_is_an_explanation_that_draws_like_any_other() -> None:
     explanation = sampled(halves(3, -3), halves(1, 2))
-    shares = replace(explanation, residual=torch.zeros(1), ledger=torch.ones(1, 1), ledger_names=("input",))
+    shares = explanation.with_evidence(residual=torch.zeros(1), ledger=torch.ones(1, 1), ledger_names=("input",))
     error = standard_error(shares)
     assert torch.equal(error.values, halves(1, 2))
     assert error.sign == "positive"
@@ -56,7 +56,7 @@ def test_the_error_is_an_explanation_that_draws_like_any_other() -> None:
 def test_colours_of_errors_begin_at_zero() -> None:
     error = standard_error(sampled(halves(3, -3), halves(1, 2)))
     assert overlay(error).tobytes() == overlay(error, limit=shared_limit(error)).tobytes()
-    assert overlay(error).tobytes() != overlay(replace(error, from_zero=False)).tobytes()
+    assert overlay(error).tobytes() != overlay(error.with_evidence(from_zero=None)).tobytes()
 
 
 def test_significance_is_the_number_of_errors_from_zero() -> None:

@@ -284,21 +284,21 @@ class ReportsAnotherScore(Honest):
 class PretendsToBeComplete(Honest):
     def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         values, scores = self.gradient(x, target)
-        return BatchAttribution(values, scores, residual=torch.zeros_like(scores))
+        return BatchAttribution(values, scores, evidence={"residual": torch.zeros_like(scores)})
 
 
 class HidesAResidual(Honest):
     def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         values, scores = self.gradient(x, target)
-        return BatchAttribution(values, scores, residual=torch.zeros(len(x), 1))
+        return BatchAttribution(values, scores, evidence={"residual": torch.zeros(len(x), 1)})
 
 
 class KeepsAFalseLedger(Honest):
     def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         values, scores = self.gradient(x, target)
         ledger = torch.stack([scores / 2, scores / 3], 1)
-        names = ("input", "biases")
-        return BatchAttribution(values, scores, residual=torch.zeros_like(scores), ledger=ledger, ledger_names=names)
+        shares = {"ledger": ledger, "ledger_names": ("input", "biases"), "residual": torch.zeros_like(scores)}
+        return BatchAttribution(values, scores, evidence=shares)
 
 
 class ReadsTheTensorItself(Honest):
@@ -524,7 +524,7 @@ def test_more_backward_passes_than_declared_are_named() -> None:
         needs = saliency.Needs(backwards=1)
 
         def explain_gradients(self, grads: Any, layers: tuple[str, ...]) -> Any:
-            grads.rewritten_gradient([], None)
+            grads.rewritten_gradient([])
             return saliency.BatchAttribution(grads.input_gradient(), grads.scores)
 
     with pytest.raises(AssertionError, match=r"result: MethodError: more backward passes than .* `needs` declare"):
@@ -551,7 +551,10 @@ class Returns(saliency.VanillaGradient):
         (lambda result: replace(result, values=result.values.sum(1)), r"values \(2, 16, 16\) and scores \(2,\) for 2"),
         (lambda result: replace(result, values=result.values[:1]), r"values \(1, 3, 16, 16\)"),
         (lambda result: replace(result, scores=result.scores.sum()), r"scores \(\) for 2 images"),
-        (lambda result: replace(result, residual=result.scores.sum()), r"residual \(\) for 2 images; expected one row"),
+        (
+            lambda result: result.with_evidence(residual=result.scores.sum()),
+            r"residual \(\) for 2 images; expected one row",
+        ),
     ],
 )
 def test_a_method_that_returns_something_else_is_told_what_to_return(

@@ -55,23 +55,7 @@ CENTRE_WIDTH = 0.25
 RELATIVE, ABSOLUTE = 1e-6, 1e-12
 """The tolerances of `isclose` at which values are called equal."""
 
-METRICS: Registry[type[Metric]] = Registry(
-    "metric",
-    {
-        "relevance_mass": "energy_pointing_game",
-        "sign_agreement": "feature_agreement",
-        **dict.fromkeys(("rank_agreement", "signed_rank_agreement"), "feature_agreement or rank_correlation"),
-        "effective_complexity": "gini or entropy",
-        "pixel_flipping": "deletion",
-        "selectivity": "irof",
-        "faithfulness_estimate": "sensitivity_n",
-        "sufficiency": "insertion",
-        **dict.fromkeys(("monotonicity", "monotonicity_correlation", "non_sensitivity"), "faithfulness_correlation"),
-        "input_invariance": "avg_sensitivity",
-        "top_k_intersection": "relevance_rank",
-        "efficient_mprt": "mprt",
-    },
-)
+METRICS: Registry[type[Metric]] = Registry("metric")
 """All metrics by name. A class with a `name` is registered when it is defined."""
 
 

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import saliency
-from saliency import METHODS
-from saliency.attribution import aliases
-from saliency.attribution.aliases import option_hint, public_hint
+from saliency import METHODS, aliases
+from saliency.aliases import option_hint, public_hint
 from saliency.errors import MethodError, closest
 from saliency.metrics import METRICS
 from saliency.testing import tiny_model
@@ -61,11 +60,12 @@ def test_an_unknown_option_names_the_class_that_was_called(name: str) -> None:
 
 
 def test_a_name_that_left_the_registry_is_answered_by_the_nearest_one() -> None:
-    for registry in (METHODS, METRICS):
-        for name, nearest in registry.nearest.items():
+    for registry, table in ((METHODS, aliases.table("methods")), (METRICS, aliases.table("metrics"))):
+        for nearest, names in table.items():
             assert nearest.split()[0] in registry
-            with pytest.raises(MethodError, match=f'"{name}"; not offered here; nearest: {re.escape(nearest)}$'):
-                registry.find(name)
+            for name in names:
+                with pytest.raises(MethodError, match=f'"{name}"; not offered here; nearest: {re.escape(nearest)}$'):
+                    registry.find(name)
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_an_option_that_was_renamed_is_answered_by_its_new_name(cls: Any, old: s
 
 def test_every_spelling_leads_to_an_option_or_a_public_name() -> None:
     options = {option for method in METHODS.values() for option in method.parameters()}
-    assert set(aliases._OPTIONS) <= options | set(inspect.signature(saliency.Attribution.attribute).parameters)
-    assert set(aliases._PUBLIC) <= set(dir(saliency))
-    for text in (*aliases._PUBLIC.values(), *aliases._ABSENT.values()):
-        assert not set(text.split()) & set(dir(saliency))
-    for text in (*aliases._ABSENT, *aliases._RESULT):
+    assert set(aliases.table("options")) <= options | set(inspect.signature(saliency.Attribution.attribute).parameters)
+    assert set(aliases.table("public")) <= set(dir(saliency))
+    for names in (*aliases.table("public").values(), *aliases.table("absent").values()):
+        assert not set(names) & set(dir(saliency))
+    for text in (*aliases.table("absent"), *aliases.table("result")):
         for name in re.findall(r"(?:saliency\.)?([\w.]+)\(", text):
             attrgetter(name)(saliency)
     # Several options may share a spelling of others, but a method answers it with one of them.

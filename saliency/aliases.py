@@ -1,0 +1,91 @@
+"""Names from other toolkits and their equivalents here, for error messages."""
+
+from __future__ import annotations
+
+import inspect
+import tomllib
+from collections.abc import Callable, Collection
+from functools import cache, wraps
+from importlib import resources
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+from .errors import did_you_mean
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@cache
+def table(name: str) -> dict[str, list[str]]:
+    """Return a table of `aliases.toml`: by our name or an advice, the names that it answers."""
+    tables = tomllib.loads(resources.files(__package__).joinpath("aliases.toml").read_text(encoding="utf-8"))
+    return {ours: theirs.split() for ours, theirs in tables[name].items()}
+
+
+def matches(name: str, of: str) -> list[str]:
+    """Return our names or advice for another name in a table of `aliases.toml`."""
+    return [ours for ours, theirs in table(of).items() if name in theirs]
+
+
+def option_hint(name: str, known: Collection[str]) -> str:
+    """Return the end of an error about an unknown option, such as `; it is called steps here`."""
+    for ours in matches(name, "options"):
+        if ours in known:
+            difference = ", as a share of the range of each image instead of in units of the input"
+            return f"; it is called {ours} here{difference if name == 'stdevs' else ''}"
+    for advice in matches(name, "advice"):
+        return f"; {advice}"
+    return did_you_mean(name, known) or (f"; the options are {', '.join(known)}" if known else "; there are no options")
+
+
+def known_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Hide the catch-all of unknown keywords from the signature of `attribute`, which `refuse_keywords` answers."""
+    signature = inspect.signature(function)
+    known = [own for own in signature.parameters.values() if own.kind != own.VAR_KEYWORD]
+    vars(function)["__signature__"] = signature.replace(parameters=known)
+    return function
+
+
+def refuse_unknown_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function of a method with an error for unknown keywords, which may be options of the method."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @wraps(function)
+    def checked(*arguments: _P.args, **keywords: _P.kwargs) -> _R:
+        for name in keywords:
+            if name not in known:
+                method = arguments[0] if arguments else keywords.get("method")
+                hint = _argument_hint(name, type(method), known)
+                raise TypeError(f'{function.__name__} has no argument "{name}"{hint}')
+        return function(*arguments, **keywords)
+
+    return checked
+
+
+def refuse_keywords(names: Collection[str], cls: Any) -> NoReturn:
+    """Raise TypeError for unknown keywords of `attribute`, which may be options of the method."""
+    name, known = next(iter(names)), list(inspect.signature(cls.attribute).parameters)[1:]
+    raise TypeError(f'attribute has no argument "{name}"{_argument_hint(name, cls, known)}')
+
+
+def _argument_hint(name: str, cls: Any, known: Collection[str]) -> str:
+    options: Collection[str] = getattr(cls, "parameters", tuple)()
+    for ours in (name, *matches(name, "options")):
+        if ours in options and ours not in known:
+            each = ", with saliency.PerImage([...]) for one per image" if name == "baselines" else ""
+            return f"; the method takes it: {cls.__name__}(model, {ours}=...){each}"
+    return option_hint(name, known)
+
+
+def public_hint(name: str, known: Collection[str]) -> str:
+    """Return the end of an error about an unknown public name, such as `; did you mean "GradCAM"?`."""
+    for ours in matches(name, "public"):
+        return f"; it is called {ours} here"
+    for nearest in matches(name, "absent"):
+        return f"; not offered here; nearest: {nearest}"
+    return did_you_mean(name, known)
+
+
+def result_hint(name: str) -> str:
+    """Return the end of an error about an unknown attribute of an explanation."""
+    return next((f"; {advice}" for advice in matches(name, "result")), "")
