@@ -117,23 +117,18 @@ def _lease(acquire: Callable[[int], None], release: Callable[[int], None]) -> It
         finalizer.detach()
 
 
-def evaluating(model: nn.Module, modules: list[nn.Module] | None = None) -> AbstractContextManager[None]:
-    """Keep the model in evaluation mode in a block; the last block to end restores every training flag.
+def _evaluate(modules: list[nn.Module], others: frozenset[type], holder: int) -> None:
+    """Set modules to evaluation mode; the last block to end restores every training flag.
 
-    Tensors of inference mode in attributes of modules are replaced by copies, and restored likewise.
-
-    The flags are set one by one, since `model.eval()` may be overridden to do more than that. They are tracked per
-    module, since two models may share modules. Blocks may overlap in several threads.
+    Tensors of inference mode in attributes of modules are replaced by copies, and restored likewise. The flags are set
+    one by one, since `model.eval()` may be overridden to do more than that. They are tracked per module, since two
+    models may share modules. Blocks may overlap in several threads.
 
     Args:
-        model: The model.
-        modules: Its `unique_modules`, if the caller has them already.
+        modules: The modules.
+        others: The types of modules that are not from torch.nn.
+        holder: The identity of the block.
     """
-    modules = unique_modules(model) if modules is None else modules
-    return _lease(partial(_evaluate, modules, _traits(frozenset(map(type, modules))).others), _end_evaluation)
-
-
-def _evaluate(modules: list[nn.Module], others: frozenset[type], holder: int) -> None:
     with _lock:
         _held[holder] = modules
         for module in modules:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import saliency
 from saliency import GradCAM, GuidedBackprop, ImageError, LayerError, ModelError, TargetError, VanillaGradient
 from saliency.hooks.manager import HookManager
-from saliency.hooks.model_state import evaluating, leaf, prepared_for_attribution, reference_tensor, run_model, unwrap
+from saliency.hooks.model_state import leaf, prepared_for_attribution, reference_tensor, run_model, unwrap
 from saliency.testing import tiny_model
 from saliency.testing.case import images
 from tests.models import PooledNet, Raises
@@ -48,7 +48,7 @@ def noise(*shape: int) -> Tensor:
 def test_the_model_is_in_evaluation_mode_inside_and_as_it_was_outside() -> None:
     model = mixed(tiny_model())
     before = flags(model)
-    with evaluating(model):
+    with prepared_for_attribution(model):
         assert not any(flags(model))
     assert flags(model) == before
     assert len(set(before)) == 2
@@ -57,8 +57,8 @@ def test_the_model_is_in_evaluation_mode_inside_and_as_it_was_outside() -> None:
 def test_a_nested_lease_is_given_back_by_the_last_holder() -> None:
     model = mixed(tiny_model())
     before = flags(model)
-    with evaluating(model):
-        with evaluating(model):
+    with prepared_for_attribution(model):
+        with prepared_for_attribution(model):
             assert not any(flags(model))
         assert not any(flags(model))
     assert flags(model) == before
@@ -67,7 +67,7 @@ def test_a_nested_lease_is_given_back_by_the_last_holder() -> None:
 def test_holders_may_leave_in_any_order() -> None:
     model = mixed(tiny_model())
     before = flags(model)
-    first, second = evaluating(model), evaluating(model)
+    first, second = prepared_for_attribution(model), prepared_for_attribution(model)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -80,7 +80,7 @@ def test_holders_may_leave_in_any_order() -> None:
 def test_an_exception_gives_the_model_back(error: type[BaseException]) -> None:
     model = mixed(tiny_model())
     before = flags(model)
-    with pytest.raises(error), evaluating(model):
+    with pytest.raises(error), prepared_for_attribution(model):
         raise error
     assert flags(model) == before
 
@@ -91,7 +91,7 @@ def test_many_threads_share_one_lease() -> None:
 
     def hold() -> None:
         for _ in range(200):
-            with evaluating(model):
+            with prepared_for_attribution(model):
                 seen.append(any(flags(model)))
 
     interval = sys.getswitchinterval()
@@ -111,8 +111,8 @@ def test_many_threads_share_one_lease() -> None:
 def test_models_that_share_a_part_do_not_take_it_from_each_other() -> None:
     shared = nn.Dropout().train()
     one, other = nn.Sequential(shared, nn.Flatten()).train(), nn.Sequential(nn.Identity(), shared).train()
-    with evaluating(one):
-        with evaluating(other):
+    with prepared_for_attribution(one):
+        with prepared_for_attribution(other):
             assert not shared.training
         assert not shared.training
         assert other[0].training
@@ -121,7 +121,7 @@ def test_models_that_share_a_part_do_not_take_it_from_each_other() -> None:
 
 def test_the_lease_keeps_no_model_alive() -> None:
     model = mixed(tiny_model())
-    with evaluating(model), evaluating(model):
+    with prepared_for_attribution(model), prepared_for_attribution(model):
         held = weakref.ref(model)
     del model
     gc.collect()
@@ -164,7 +164,7 @@ def test_flags_that_cannot_be_set_leave_those_before_them_as_they_were() -> None
     with pytest.raises(RuntimeError, match="cannot be evaluated"):
         VanillaGradient(model).attribute(noise(1, 3, 4, 4), lambda output: output.flatten(1).sum(1))
     assert flags(model) == [True] * 4
-    with evaluating(model[0]):
+    with prepared_for_attribution(model[0]):
         assert not model[0].training
     assert model[0].training
 
@@ -214,7 +214,7 @@ def test_the_training_flags_of_a_scripted_model_are_restored() -> None:
     script = scripted(plain_net().train())
     VanillaGradient(script).attribute(noise(1, 3, 12, 12), 0)
     assert all(flags(script))
-    with evaluating(script):
+    with prepared_for_attribution(script):
         assert not any(flags(script))
 
 
