@@ -30,7 +30,7 @@ from ..io.inputs import Batch, ImagesLike, Prepare, read
 from ..io.preprocess import WHOLE, Frame, PreprocessLike, Whole, as_preprocess, without_crop
 from ..layers.find import find
 from ..layers.layout import LayoutFunction, as_layout
-from ..targets.question import Question, Target
+from ..targets.question import Question, QuestionFacts, Target
 from ..targets.targets import Neuron, TargetLike, as_categories, is_probability, per_image
 from ..validation import Registry, check_choice
 from .answer import Answer
@@ -318,8 +318,9 @@ class Attribution(HasOptions, ABC):
         if not asked:
             raise MethodError(f"{label} returned a map of a target whose score it did not compute")
         evidence = {name: entry for name, entry in result.evidence.items() if entry is not None}
-        if (probabilities := target.probabilities) is not None:
-            evidence["probabilities"] = probabilities
+        known = [question.probability for question in asked if question.probability is not None]
+        if len(known) == len(asked):
+            evidence["probabilities"] = torch.stack([part.to(values.device) for part in known])
         if isinstance(batch, Answer) and "token_shares" in evidence:
             evidence["tokens"] = batch.sequence
         explanation = Explanation(
@@ -327,7 +328,7 @@ class Attribution(HasOptions, ABC):
             result.scores.detach(),
             result.layer,
             evidence,
-            questions=tuple([question.facts for question in asked]),
+            questions=tuple([QuestionFacts(own.name, own.index, own.is_difference, own.box) for own in asked]),
             frames=batch.frames,
             input_size=tuple(batch.inputs.shape[2:]),
             method=label,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import compress, islice
+from itertools import islice
 from typing import Any, Literal, TypeVar, cast, get_args
 from weakref import WeakKeyDictionary
 
@@ -197,19 +197,6 @@ class SharedForward:
                 raise MethodError("more backward passes than the methods' `needs` declare: increase `backwards`")
         return self._backwards_left == 0
 
-    def gradients(self, score: Tensor, inputs: Sequence[Tensor | GradientEdge]) -> list[Tensor | None]:
-        """Return the gradients of a score at some results of this forward; None for one without influence on it.
-
-        Raises:
-            NotApplicableError: A part of the model is checkpointed with use_reentrant=True.
-            MethodError: The methods run more backward passes than their `needs` declare.
-        """
-        has_gradient = [isinstance(part, GradientEdge) or part.requires_grad for part in inputs]
-        ends = list(compress(inputs, has_gradient))
-        retain = not self.count_backward()
-        grads = iter(differentiate(score, ends, retain_graph=retain) if ends else ())
-        return [next(grads) if has else None for has in has_gradient]
-
 
 class TargetGradients:
     """Scores, activations and gradients of one forward for one target.
@@ -351,9 +338,19 @@ class TargetGradients:
             raise TargetError(INDEPENDENT)
         return gradient
 
-    def _gradients(self, inputs: Sequence[Tensor | GradientEdge]) -> list[Tensor | None]:
+    def _gradients(self, ends: Sequence[Tensor | GradientEdge]) -> list[Tensor | None]:
+        """Return the gradients of the scores at some results of the forward; None for one without influence on them.
+
+        Raises:
+            NotApplicableError: A part of the model is checkpointed with use_reentrant=True.
+            MethodError: The methods run more backward passes than their `needs` declare.
+        """
         self.require_gradient()
-        return self.forward.gradients(self.scores_in_graph.sum(), inputs)
+        recorded = [end for end in ends if isinstance(end, GradientEdge) or end.requires_grad]
+        score, retain = self.scores_in_graph.sum(), not self.forward.count_backward()
+        grads = differentiate(score, recorded, retain_graph=retain) if recorded else ()
+        known = dict(zip(map(id, recorded), grads, strict=True))
+        return [known.get(id(end)) for end in ends]
 
     def require_gradient(self) -> None:
         """Check that the scores have a gradient.
@@ -379,7 +376,7 @@ class TargetGradients:
         """Return whether the scores have a gradient at the input, by running the model again, for an error only."""
         whole = SharedForward(self.forward.model, self.forward.x, Needs())
         scores = self.target(whole.output)
-        return scores.requires_grad and whole.gradients(scores.sum(), [whole.x])[0] is not None
+        return scores.requires_grad and differentiate(scores.sum(), [whole.x])[0] is not None
 
 
 def no_gradient_message(*layers: str) -> str:

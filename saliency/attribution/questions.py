@@ -181,14 +181,6 @@ class Questions:
         """Class indices, one per image; None if the target is not a class."""
         return tuple([question.index for question in self.asked])
 
-    @property
-    def probabilities(self) -> Tensor | None:
-        """The probabilities (N,) of the classes; None if an image has none."""
-        known = [question.probability for question in self.asked if question.probability is not None]
-        if len(known) < len(self.asked):
-            return None
-        return known[0][None] if len(known) == 1 else torch.stack([part.to(known[0].device) for part in known])
-
     def classes(self, like: Tensor) -> Tensor | None:
         """Return the class indices (N,) on the device of a tensor; None if the target is not a class."""
         return None if None in self.indices else torch.tensor(self.indices, device=like.device)

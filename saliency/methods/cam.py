@@ -85,15 +85,11 @@ class LayerAttribution(TracedAttribution):
     """Whether the method reads all levels of a detector, and not only the last one."""
 
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
-        """Return the named layer, or the default one."""
-        named = (self.layer,) if isinstance(self.layer, str) else self.layer
-        return needs_at(self.needs, named or self.default_layers(x, target))
-
-    def default_layers(self, x: Tensor, target: Questions) -> tuple[str, ...]:
-        """Return the layers that are read if none is named."""
-        if self.reads_levels:
-            return default_layers(self.model, x, target)
-        return (default_layer(self.model, x, target),)
+        """Return the needs at the named layer or layers, or at the default."""
+        layers = (self.layer,) if isinstance(self.layer, str) else self.layer
+        if layers is None and self.reads_levels:
+            layers = default_layers(self.model, x, target)
+        return needs_at(self.needs, layers or (default_layer(self.model, x, target),))
 
 
 def summed_levels(maps: Sequence[Tensor]) -> Tensor:

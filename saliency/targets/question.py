@@ -205,11 +205,6 @@ class Question(Target):
     part: Hashable = None
     reads_logits: bool = False
 
-    @property
-    def facts(self) -> QuestionFacts:
-        """The facts that an explanation stores."""
-        return QuestionFacts(self.name, self.index, self.is_difference, self.box)
-
     def ask(self, output: Any, images: Images) -> Together:
         """Return the question unchanged, for each image."""
         return Together([self] * len(images.numbers), self.score)
