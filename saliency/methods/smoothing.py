@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,9 @@ from ..engine.multi_pass import (
     ImageAttribution,
     MakeInputs,
     MultiPassAttribution,
-    PassRunner,
+    Passes,
     SampledAttribution,
+    Stopping,
     from_estimate,
 )
 from ..errors import MethodError
@@ -80,7 +81,13 @@ class WrappingAttribution(MultiPassAttribution):
         return replace(explanation, sign=self._wrapped.sign) if type(self).sign != "positive" else explanation
 
     def wrapped_results(
-        self, passes: PassRunner, make: MakeInputs, count: int, *, mirrored: bool = False
+        self,
+        passes: Passes,
+        make: MakeInputs,
+        count: int,
+        *,
+        mirrored: bool = False,
+        **stopping: Unpack[Stopping],
     ) -> Iterator[BatchAttribution]:
         """Yield the wrapped method's results for `count` copies of an image, chunk by chunk.
 
@@ -89,6 +96,7 @@ class WrappingAttribution(MultiPassAttribution):
             make: Creates the copies from `start` to `stop`.
             count: The number of copies.
             mirrored: Whether the copies are mirrored from left to right, and the target with them.
+            **stopping: See `Stopping`.
         """
         wrapped = copy.copy(self._wrapped)
         if isinstance(wrapped, MultiPassAttribution):  # the outer method draws the progress
@@ -99,7 +107,7 @@ class WrappingAttribution(MultiPassAttribution):
                 rows = make(start, stop)
             return wrapped.explain(rows, passes.target(len(rows), mirrored=mirrored))
 
-        yield from passes.chunks(compute, count)
+        return passes.chunks(compute, count, **stopping)
 
 
 class NoisyAttribution(WrappingAttribution, SampledAttribution):
@@ -114,18 +122,19 @@ class NoisyAttribution(WrappingAttribution, SampledAttribution):
 
     noise: Option[float] = Option(0.15, check_number, least=0, hint=NOISE_HINT)
 
-    def noisy(self, passes: PassRunner) -> Iterator[BatchAttribution]:
+    def noisy(self, passes: Passes, **stopping: Unpack[Stopping]) -> Iterator[BatchAttribution]:
         """Yield the wrapped method's results for noisy copies of an image, chunk by chunk."""
         make = partial(noisy_copies, passes.x, self.noise, self.seed)
-        if type(self._wrapped) is VanillaGradient:
-            for done in passes.gradients(make, self.most_passes):
-                yield BatchAttribution(done.gradients, done.scores)
-            return
-        yield from self.wrapped_results(passes, make, self.most_passes)
+        if type(self._wrapped) is not VanillaGradient:
+            return self.wrapped_results(passes, make, self.most_passes, **stopping)
+        chunks = passes.gradients(make, self.most_passes, **stopping)
+        return (BatchAttribution(done.gradients, done.scores) for done in chunks)
 
-    def averaged(self, passes: PassRunner, estimate: Estimate, *, squared: bool = False) -> ImageAttribution:
+    def averaged(
+        self, passes: Passes, estimate: Estimate, *, squared: bool = False, least: int = 1
+    ) -> ImageAttribution:
         """Return an estimate over the noisy copies, once all passes ran or it is precise enough."""
-        for result in passes.until_precise(estimate, self.noisy(passes)):
+        for result in self.noisy(passes, estimate=estimate, least=least):
             values = at_least_float32(result.values.detach())
             estimate.add(values.square() if squared else values)
         mean = from_estimate(estimate, at_least_float32(passes.x[:0]), layer=result.layer)
@@ -163,7 +172,7 @@ class Augmented(WrappingAttribution):
     flips: Option[bool] = Option(True, check_flag)
     scales: Option[tuple[float, ...]] = Option((0.9, 1.0, 1.1), check_numbers, above=0)
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Return the mean over the copies."""
         factors = along_rows(passes.x.new_tensor(self.scales), passes.x)
         values: list[Tensor] = []
@@ -204,7 +213,7 @@ class SmoothGrad(NoisyAttribution):
     units = "units of the wrapped method; score per unit of normalised input"
     sign = "absolute"
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Return the mean over noisy copies."""
         return self.averaged(passes, Estimate())
 
@@ -232,7 +241,7 @@ class SmoothGradSquared(NoisyAttribution):
     units = "units of the wrapped method, squared"
     sign = "positive"
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Return the mean of the squares over noisy copies."""
         return self.averaged(passes, Estimate(), squared=True)
 
@@ -263,12 +272,11 @@ class VarGrad(NoisyAttribution):
     units = "units of the wrapped method, squared"
     sign = "positive"
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Return the variance over noisy copies."""
         if self.most_passes < 2:
             raise MethodError(f"passes={self.passes} gives no variance; var_grad takes at least 2")
-        passes.least = 2
-        return self.averaged(passes, Variance())
+        return self.averaged(passes, Variance(), least=2)
 
 
 class Variance(Estimate):

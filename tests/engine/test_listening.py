@@ -11,8 +11,9 @@ import torch
 import saliency
 from saliency import METHODS, SaliencyWarning
 from saliency.attribution.explanation import BatchAttribution
-from saliency.attribution.passes import Partial, current_listener, listening
+from saliency.attribution.passes import Partial, listening
 from saliency.engine.multi_pass import MultiPassAttribution, SampledAttribution
+from saliency.hooks.call import current_call
 from saliency.testing import images, tiny_model, tiny_model_for
 from saliency.testing.unchanged import Snapshot, with_user_state
 
@@ -99,7 +100,7 @@ def test_a_listener_that_raises_leaves_everything_as_it_was(name: str, at: int) 
         else:
             assert heard_calls < at
     assert not before.changes()
-    assert current_listener() is None
+    assert current_call().listener is None
 
 
 def test_a_wrapped_method_reports_the_progress_of_the_outer_one() -> None:
