@@ -70,16 +70,11 @@ class Budget:
     """
 
     def __init__(
-        self,
-        passes: int | None = None,
-        seconds: float | None = None,
-        tolerance: float | None = None,
-        *,
-        spent: float = 0.0,
+        self, passes: int | None = None, seconds: float | None = None, tolerance: float | None = None, spent: float = 0
     ) -> None:
         self.passes, self.seconds, self.tolerance = passes, seconds, tolerance
-        self.used = 0
         self.stopped: Stopped = "complete"
+        self.used = 0
         self._began = time.perf_counter() - spent
         self._next_check = 2 * CHECK_INTERVAL  # the number of samples at which the tolerance is checked next
 
@@ -176,13 +171,11 @@ class Progress(ExitStack):
         else:
             self._bar.total += passes
 
-    def advance(self, passes: int) -> None:
-        """Move the bar by passes that have run."""
+    def report(self, passes: int = 0) -> None:
+        """Move the bar by passes that have run, and call the listener, if there is one."""
         self._done += passes
-        self._bar.update(passes)
-
-    def report(self) -> None:
-        """Call the listener, if there is one."""
+        if passes:
+            self._bar.update(passes)
         if self._listener is not None and self._bar is not None:
             self._listener(self._done / self._bar.total, self._partial)
 

@@ -292,11 +292,10 @@ class Passes(ExitStack):
                 continue
             at += now
             budget.used += now
-            progress.advance(now)
             yield result
             if estimate is not None and budget.is_met(estimate):
                 return
-            progress.report()
+            progress.report(now)
         if at >= most and (most < count or budget.used == budget.passes):
             budget.stopped = "passes"
 

@@ -385,11 +385,11 @@ def on_paths(x: Tensor, references: Tensor, at: Tensor) -> Callable[[int, int], 
         references: (K, C, H, W) the baselines.
         at: (n,) the nodes on each path, 0 at the baseline and 1 at the image.
     """
+    shares = along_rows(at.to(x), x)
 
     def make(start: int, stop: int) -> Tensor:
-        numbers = torch.arange(start, stop, device="cpu")
-        shares = along_rows(at[numbers % len(at)].to(x), x)
-        return torch.lerp(references[(numbers // len(at)).to(x.device)], x, shares)
+        numbers = torch.arange(start, stop, device=x.device)
+        return torch.lerp(references[numbers // len(at)], x, shares[numbers % len(at)])
 
     return make
 
