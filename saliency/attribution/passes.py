@@ -148,19 +148,19 @@ class Progress(ExitStack):
     Args:
         label: The text of the bar.
         is_shown: As for `progress_bar`.
+        budget: Counts the passes.
         partial: Returns the result of the passes so far.
     """
 
-    def __init__(self, label: str, is_shown: bool | None, partial: Partial) -> None:
+    def __init__(self, label: str, is_shown: bool | None, budget: Budget, partial: Partial) -> None:
         super().__init__()
-        self._label, self._is_shown, self._partial = label, is_shown, partial
+        self._label, self._is_shown, self._budget, self._partial = label, is_shown, budget, partial
         self._listener = current_call().listener
-        self._done = 0
         self._bar: Any = None
 
     def __enter__(self) -> Self:
         if self._listener is not None:
-            self.enter_context(listening(lambda *_: self.report()))
+            self.enter_context(listening(lambda *_: self.advance()))
         return self
 
     def extend(self, passes: int) -> None:
@@ -171,13 +171,12 @@ class Progress(ExitStack):
         else:
             self._bar.total += passes
 
-    def report(self, passes: int = 0) -> None:
+    def advance(self, passes: int = 0) -> None:
         """Move the bar by passes that have run, and call the listener, if there is one."""
-        self._done += passes
-        if passes:
+        if self._bar is not None:
             self._bar.update(passes)
-        if self._listener is not None and self._bar is not None:
-            self._listener(self._done / self._bar.total, self._partial)
+            if self._listener is not None:
+                self._listener(self._budget.used / self._bar.total, self._partial)
 
 
 def chunk_size(x: Tensor, on_cpu: int = CHUNK_CPU) -> int:

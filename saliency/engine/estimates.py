@@ -25,6 +25,8 @@ class Estimate:
     """
 
     passes_per_sample = 1
+    notes: Sequence[str] = ()
+    """Remarks for `ImageAttribution`."""
 
     def __init__(self) -> None:
         self.count = 0

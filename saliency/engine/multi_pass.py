@@ -62,7 +62,6 @@ class ChunkResult(NamedTuple):
     """The results of one chunk of passes."""
 
     start: int
-    inputs: Tensor  # (k, C, H, W)
     scores: Tensor  # (k,)
     gradients: Tensor  # (k, C, H, W); no rows if only forwards were asked for
 
@@ -123,7 +122,7 @@ class Passes(ExitStack):
         self.x, self.budget, self.forward = x, budget or Budget(), forward
         self._model, self._target, self._image, self._score = model, target, image, score
         self._chunk, self._most = chunk, sys.maxsize  # the largest chunk that fits into memory
-        self._progress = Progress(label, progress, self._result)
+        self._progress = Progress(label, progress, self.budget, self._result)
         self._partial: Callable[[], ImageAttribution | None] = lambda: None
         self._notes: list[str] = []
         device = x.device.type
@@ -160,6 +159,11 @@ class Passes(ExitStack):
     def _size(self, pixels: int = CHUNK_CPU) -> int:
         """Return the size of chunks, by default with this number of pixels on a CPU."""
         return chunk_size(self.x, pixels) if self._chunk == "auto" else self._chunk
+
+    def scores(self, make: MakeInputs, count: int, *, local: bool = False, **stopping: Unpack[Stopping]) -> Tensor:
+        """Return the scores (k,) of `count` inputs; k < `count` if a limit was met. See `forwards`."""
+        chunks = self.forwards(make, count, local=local, **stopping)
+        return torch.cat([self._score[None][:0], *(chunk.scores for chunk in chunks)])
 
     def forwards(
         self, make: MakeInputs, count: int, *, local: bool = False, **stopping: Unpack[Stopping]
@@ -220,13 +224,12 @@ class Passes(ExitStack):
                     came = f"shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
                     text = f"the inputs of passes {start} to {stop - 1}"
                     raise MethodError(f"{text}: expected a tensor {expected}, got {came}")
-                inputs = inputs.to(self.x)
-            at = leaf(inputs) if has_gradient else inputs
+                inputs = leaf(inputs.to(self.x)) if has_gradient else inputs.to(self.x)
             # Not inference_mode: its tensors fail in worker threads of the model and in tensors that the model caches.
             with torch.set_grad_enabled(has_gradient):
-                scores = self.target(len(inputs))(run(at) if run else run_model(self._model, at))
-                gradients = gradient_at(scores, at) if has_gradient else inputs[:0]
-            return ChunkResult(start, inputs, scores.detach(), gradients)
+                scores = self.target(len(inputs))(run(inputs) if run else run_model(self._model, inputs))
+                gradients = gradient_at(scores, inputs) if has_gradient else inputs[:0]
+            return ChunkResult(start, scores.detach(), gradients)
 
         return compute
 
@@ -295,7 +298,7 @@ class Passes(ExitStack):
             yield result
             if estimate is not None and budget.is_met(estimate):
                 return
-            progress.report(now)
+            progress.advance(now)
         if at >= most and (most < count or budget.used == budget.passes):
             budget.stopped = "passes"
 
@@ -359,6 +362,8 @@ class MultiPassAttribution(Attribution):
     """
 
     per_image: ClassVar[tuple[str, ...]] = ("*",)
+    limits: ClassVar[tuple[str, ...]] = ()
+    """The options that limit the passes of an image, of `Budget`."""
 
     chunk: Option[Chunk] = Option("auto", check_chunk)
     progress: Option[bool | None] = Option(None)
@@ -385,7 +390,7 @@ class MultiPassAttribution(Attribution):
                     image,
                     score,
                     chunk=method.chunk,
-                    budget=method.budget(spent),
+                    budget=Budget(**{name: getattr(method, name) for name in self.limits}, spent=spent),
                     label=self.name or type(self).__name__,
                     progress=method.progress,
                     forward=forward,
@@ -397,10 +402,6 @@ class MultiPassAttribution(Attribution):
     def layers_for(self, x: Tensor, target: Questions) -> tuple[str, ...]:
         """Return the names of the layers to keep from the forward of the batch; none by default."""
         return ()
-
-    def budget(self, spent: float = 0.0) -> Budget:
-        """Return the limits of an image that took a time, in seconds, before; none by default."""
-        return Budget(spent=spent)
 
     @abstractmethod
     def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
@@ -426,11 +427,9 @@ class TimedAttribution(MultiPassAttribution):
 
     draft_options: ClassVar[Mapping[str, Any]] = {"seconds": 1.0}
 
-    seconds: Option[float | None] = Option(None, check_number, above=0)
+    limits: ClassVar[tuple[str, ...]] = ("seconds",)
 
-    def budget(self, spent: float = 0.0) -> Budget:
-        """Return the limits that were set."""
-        return Budget(seconds=self.seconds, spent=spent)
+    seconds: Option[float | None] = Option(None, check_number, above=0)
 
 
 class SampledAttribution(TimedAttribution):
@@ -450,11 +449,8 @@ class SampledAttribution(TimedAttribution):
     tolerance: Option[float | None] = Option(None, check_number, above=0)
     default_passes: ClassVar[int] = 50
     """The number of passes if no limit is set."""
+    limits: ClassVar[tuple[str, ...]] = ("passes", "seconds", "tolerance")
     draft_options: ClassVar[Mapping[str, Any]] = {}
-
-    def budget(self, spent: float = 0.0) -> Budget:
-        """Return the limits that were set."""
-        return Budget(self.passes, self.seconds, self.tolerance, spent=spent)
 
     @property
     def most_passes(self) -> int:
@@ -465,7 +461,7 @@ class SampledAttribution(TimedAttribution):
 def from_estimate(estimate: Estimate, like: Tensor, layer: str | None = None) -> ImageAttribution:
     """Return the mean and the standard error of an estimate as an attribution, in the type of `like`."""
     error = None if estimate.error is None else estimate.error.to(like.dtype)
-    return ImageAttribution(estimate.mean.to(like.dtype), error, estimate.agreement, layer=layer)
+    return ImageAttribution(estimate.mean.to(like.dtype), error, estimate.agreement, layer=layer, notes=estimate.notes)
 
 
 def partial_mean(estimate: Estimate, like: Tensor) -> Callable[[], ImageAttribution | None]:

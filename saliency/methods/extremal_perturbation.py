@@ -156,8 +156,7 @@ class ExtremalPerturbation(TimedAttribution):
     def _score_range(self, passes: Passes, score: Tensor, background: Tensor) -> float:
         """Return the positive change of the score when the whole image is hidden, as in `background` (1, C, H, W)."""
         least = 1e-3 * abs(float(score))
-        (done,) = passes.forwards(lambda start, stop: background, 1)
-        hidden = float(done.scores[0])
+        hidden = float(passes.scores(lambda start, stop: background, 1))
         score_range = abs(float(score) - hidden)
         return score_range if score_range > least else max(least, 1e-3 * abs(hidden)) or 1.0
 

@@ -411,8 +411,7 @@ def residual_of(passes: Passes, values: Tensor, score: Tensor, references: Tenso
     if is_tracing():
         return math.nan
     count = len(references)
-    chunks = passes.forwards(lambda start, stop: references[start:stop], count, least=count)
-    scores = torch.cat([chunk.scores for chunk in chunks])
+    scores = passes.scores(lambda start, stop: references[start:stop], count, least=count)
     return float(score) - float(scores.double().mean()) - float(values.sum(dtype=torch.float64))
 
 

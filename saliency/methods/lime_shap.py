@@ -69,7 +69,7 @@ class Coalitions(ScoreEstimate):
 
     def __init__(self, segments: Segments, filler: Filler, score: Tensor, seed: int) -> None:
         super().__init__()
-        self.segments, self.seed = segments, seed
+        self.segments, self.seed, self.notes = segments, seed, [segments.note]
         self.full = float(score)
         self.rows = torch.zeros(0, segments.count, dtype=torch.bool, device="cpu")  # segments shown in each pass
         self._filler = filler
@@ -113,7 +113,7 @@ class CoalitionSampling(SegmentAttribution, SampledAttribution):
             least: The number of passes that determine the values.
             is_complete: Whether the values sum to the score minus the score of the first pass.
         """
-        count, notes = estimate.segments.count, [estimate.segments.note]
+        count, notes = estimate.segments.count, [*estimate.notes]
         if estimate.count < least:
             notes.append(f"far too few passes for {count} segments")
             warn(

@@ -157,6 +157,6 @@ class FeatureAblation(SegmentAttribution):
             numbers = torch.arange(segments.count, device="cpu")
             return filler(segments.hidden(numbers != torch.arange(start, stop, device="cpu")[:, None]))
 
-        scores = torch.cat([done.scores for done in passes.forwards(make, segments.count)])
+        scores = passes.scores(make, segments.count)
         values = segments.painted((score - scores).cpu().double()).to(passes.x)
         return ImageAttribution(values, notes=[segments.note])

@@ -99,7 +99,7 @@ class Sobol(SampledAttribution):
         x, coarser = passes.x, copy.copy(self)
 
         def trial(count: int) -> None:
-            list(passes.forwards(lambda start, stop: x.expand(stop - start, *x.shape[1:]), count, least=count))
+            passes.scores(lambda start, stop: x.expand(stop - start, *x.shape[1:]), count, least=count)
 
         fitting = passes.budget.affordable(trial, ROWS_IN_TIME * self._length(x))
         while coarser.grid > 2 and ROWS_IN_TIME * coarser._length(x) > fitting:

@@ -93,7 +93,7 @@ def test_scores_and_gradients_are_those_of_single_calls(chunk: Any) -> None:
             torch.cat([each.gradients for each in done])[i], torch.autograd.grad(expected, x)[0][0]
         )
     assert passes.budget.used == 40
-    assert [each.start for each in done] == [sum(len(each.inputs) for each in done[:at]) for at in range(len(done))]
+    assert [each.start for each in done] == [sum(len(each.scores) for each in done[:at]) for at in range(len(done))]
 
 
 def test_forwards_build_no_graph_and_leave_ordinary_tensors() -> None:
@@ -108,7 +108,6 @@ def test_forwards_build_no_graph_and_leave_ordinary_tensors() -> None:
     assert chunks == [(2, False), (2, False), (1, False)]
     for done in made:
         assert not done.scores.is_inference()
-        assert not done.inputs.is_inference()
 
 
 def test_inputs_are_made_chunk_by_chunk() -> None:
@@ -520,7 +519,7 @@ def test_inputs_of_another_type_are_converted() -> None:
         double = list(passes.gradients(lambda start, stop: brighter(passes.x)(start, stop).double(), 6))
         single = list(passes.gradients(brighter(passes.x), 6))
     for first, second in zip(double, single, strict=True):
-        assert first.inputs.dtype is torch.float32
+        assert first.gradients.dtype is torch.float32
         torch.testing.assert_close(first.gradients, second.gradients)
 
 

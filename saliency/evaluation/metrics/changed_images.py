@@ -162,9 +162,7 @@ class PerturbedImage:
         return self.shared.once(("scores", key), self._run, count, make, local)
 
     def _run(self, count: int, make: MakeInputs, local: bool) -> Tensor:
-        none = torch.empty(0, dtype=torch.float64, device="cpu")
-        chunks = self.passes.forwards(make, count, local=local)
-        return torch.cat([none, *(chunk.scores.cpu() for chunk in chunks)])
+        return self.passes.scores(make, count, local=local).cpu().double()
 
     def masked_scores(
         self, key: Hashable, count: int, fill: Fill, hidden: Callable[[int, int], Tensor], *, local: bool = False
