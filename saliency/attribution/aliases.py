@@ -59,6 +59,7 @@ _PUBLIC = {
     "DeepSHAP": "DeepLiftShap DeepExplainer",
     "ExpectedGradients": "GradientShap GradientExplainer",
     "KernelSHAP": "KernelExplainer",
+    "Passes": "PassRunner",
     "SmoothGrad": "NoiseTunnel",
     "GradCAM": "LayerGradCam",
     "HiResCAM": "LayerGradientXActivation",

@@ -121,6 +121,11 @@ def test_a_wrapped_method_reports_the_progress_of_the_outer_one() -> None:
     assert found == [share >= 0.5 for share in shares]  # four samples
 
 
+def test_the_share_grows_with_each_step_of_a_path() -> None:
+    _, shares, _ = heard("guided_ig")
+    assert shares == [1 / 3, 2 / 3, 1, 1]  # three steps, and the score of the baseline
+
+
 def test_a_trust_card_can_be_ended() -> None:
     def listener(share: float, partial: Partial) -> None:
         raise EndedError

@@ -96,6 +96,27 @@ def test_scores_and_gradients_are_those_of_single_calls(chunk: Any) -> None:
     assert [each.start for each in done] == [sum(len(each.scores) for each in done[:at]) for at in range(len(done))]
 
 
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_scores_are_those_of_all_chunks(count: int) -> None:
+    model = tiny_model().double()
+    with prepared_for_attribution(model), passes_on(model, chunk=3) as passes:
+        make = brighter(passes.x)
+        scores = passes.scores(make, count)
+        expected = model(make(0, count))[:, 0] if count else torch.zeros(0, dtype=torch.float64)
+    torch.testing.assert_close(scores, expected.detach())
+    assert passes.budget.used == count
+
+
+def test_notes_of_a_method_follow_those_of_its_passes() -> None:
+    class Noted(Noisy):
+        def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
+            return super().explain_image(passes, score)._replace(notes=["four draws", "four draws"])
+
+    model = Packed(lambda scores: scores.sum(0))  # one pass at a time
+    (stats,) = Noted(model, passes=4).attribute(images(1), lambda output: output[None, 0]).run_stats
+    assert re.fullmatch("one pass at a time: .*; four draws", stats.note)
+
+
 def test_forwards_build_no_graph_and_leave_ordinary_tensors() -> None:
     seen: list[tuple[int, bool]] = []
     model = tiny_model()
