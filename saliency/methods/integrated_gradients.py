@@ -465,8 +465,8 @@ class AdaptiveIntegral:
         """Return the nodes to evaluate next: evenly spaced ones first, then the centres of the worst intervals."""
         if not self.nodes:
             return [i / (FIRST_NODES - 1) for i in range(FIRST_NODES)]
-        _, at, _, _ = self._sorted()
-        residuals = self._mixed()[1].abs()
+        _, at, _, signed = self._mixed()
+        residuals = signed.abs()
         worst = residuals.sort(descending=True, stable=True).indices[:NEW_NODES]
         worst = worst[residuals[worst] > 0.1 * residuals.max()]
         centres: list[float] = ((at[worst] + at[worst + 1]) / 2).sort().values.tolist()
@@ -479,9 +479,8 @@ class AdaptiveIntegral:
     @property
     def weights(self) -> Tensor:
         """The weight of the slope at each node (n,), in the order of arrival; float64, of sum 1."""
-        order, at, _, _ = self._sorted()
-        shares, widths = self._mixed()[0], at.diff()
-        weights = torch.zeros_like(at)
+        order, at, shares, _ = self._mixed()
+        widths, weights = at.diff(), torch.zeros_like(at)
         weights[order[:-1]] += widths * shares
         weights[order[1:]] += widths * (1 - shares)
         return weights
@@ -489,34 +488,32 @@ class AdaptiveIntegral:
     @property
     def rise(self) -> float:
         """The difference of the values at the last and the first node."""
-        _, _, values, _ = self._sorted()
-        return float(values[-1] - values[0])
+        return max(self.nodes)[1] - min(self.nodes)[1]
 
     @property
     def residual(self) -> float:
         """The part of the rise that the weighted slopes do not add up to."""
-        return float(self._mixed()[1].sum())
+        return float(self._mixed()[3].sum())
 
     @property
     def rounding(self) -> float:
         """The residual that rounding may cause, for values in float32."""
         return 1e-6 * max(abs(value) for _, value, _ in self.nodes)
 
-    def _sorted(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the order of the nodes by position (n,), and their positions, values and slopes in this order."""
+    def _mixed(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the order of the nodes by position (n,), and their positions in this order.
+
+        Also return, for each interval (n - 1,), the share of the slope at its left end, and the residual.
+        """
         at, values, slopes = torch.tensor(self.nodes, dtype=torch.float64, device="cpu").T
         order = at.argsort()
-        return order, at[order], values[order], slopes[order]
-
-    def _mixed(self) -> tuple[Tensor, Tensor]:
-        """Return, for each interval (n - 1,), the share of the slope at its left end, and the residual."""
-        _, at, values, slopes = self._sorted()
+        at, values, slopes = at[order], values[order], slopes[order]
         left, right, widths, rises = slopes[:-1], slopes[1:], at.diff(), values.diff()
         difference = left - right
         differs = difference.abs() > 1e-9 * slopes.abs().max()
         shares = (rises / widths - right) / torch.where(differs, difference, 1.0)
         shares = torch.where(differs, shares, 0.5).clamp(0, 1)
-        return shares, rises - widths * (shares * left + (1 - shares) * right)
+        return order, at, shares, rises - widths * (shares * left + (1 - shares) * right)
 
 
 def _adaptively_integrated(passes: Passes, references: Tensor, tolerance: float) -> ImageAttribution:
