@@ -12,9 +12,10 @@ from saliency.attribution.passes import CHECK_INTERVAL, Budget
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(passes, "time", clock)
-    return clock
+    state = SimpleNamespace(now=0.0)
+    state.perf_counter = lambda: state.now
+    monkeypatch.setattr(passes, "time", state)
+    return state
 
 
 def test_the_time_before_the_first_pass_counts(clock: SimpleNamespace) -> None:

@@ -22,6 +22,7 @@ from ...hooks.manager import HookManager
 from ...hooks.model_state import run_model
 from ...io.inputs import Batch
 from ...methods.baselines import Fill, Filler, GivenImages
+from ...methods.gradient import VanillaGradient
 from ...methods.segments import ResolvedSegments, Segments, segmented
 from ...targets.targets import TargetLike, per_image
 from .base import Metric, Outcome, SharedResults, Subject, stacked
@@ -59,7 +60,8 @@ class PerturbationMetric(Metric):
             check_chunk("chunk", passes["chunk"])
         same_kind = [metric for metric in metrics if isinstance(metric, PerturbationMetric)]
         sharing = [metric for metric in same_kind if metric.of_explained_score == self.of_explained_score]
-        reader, images, measured = subject.reader, subject.images, list[list[Outcome]]()
+        images, measured = subject.images, list[list[Outcome]]()
+        reader = VanillaGradient(subject.reader.model, layout=subject.reader.layout)  # without options for each image
         target = subject.explained_target if self.of_explained_score else subject.scored_target
 
         def measure(batch: Batch, target: TargetLike) -> None:
