@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 import saliency
-from saliency.engine.multi_pass import PassRunner
+from saliency.engine.multi_pass import Passes
 from saliency.evaluation.metrics.randomisation import randomise
 from saliency.io.preprocess import Frame
 from saliency.methods import METHODS
@@ -90,7 +90,7 @@ def few_masks() -> Iterator[tuple[str, str]]:
     kept: list[Tensor] = []
     effects = saliency.ViTCX.effects
 
-    def recorded(method: saliency.ViTCX, passes: PassRunner, masks: Tensor) -> Tensor:
+    def recorded(method: saliency.ViTCX, passes: Passes, masks: Tensor) -> Tensor:
         kept.append(effects(method, passes, masks))
         return kept[-1]
 

@@ -31,7 +31,7 @@ from .engine.estimates import Estimate as Estimate
 from .engine.estimates import generator as generator
 from .engine.multi_pass import ImageAttribution as ImageAttribution
 from .engine.multi_pass import MultiPassAttribution as MultiPassAttribution
-from .engine.multi_pass import PassRunner as PassRunner
+from .engine.multi_pass import Passes as Passes
 from .engine.multi_pass import SampledAttribution as SampledAttribution
 from .engine.multi_pass import TimedAttribution as TimedAttribution
 from .engine.multi_pass import from_estimate as from_estimate

@@ -1,4 +1,4 @@
-"""Options of methods, and the budget and statistics of methods of many passes."""
+"""Options of methods, and the statistics of methods of many passes."""
 
 from __future__ import annotations
 
@@ -205,12 +205,3 @@ class RunStats:
     seconds: float
     stopped: Stopped
     note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """Limits of the computation for one image."""
-
-    passes: int | None = None
-    seconds: float | None = None
-    tolerance: float | None = None

@@ -1,15 +1,18 @@
-"""Chunk size, progress bar and listener of methods with many passes."""
+"""Chunk size, budget and progress of methods with many passes."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack
+from itertools import count
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
 from ..hooks.call import bound, current_call
 from .explanation import BatchAttribution
+from .options import Stopped
 
 Partial = Callable[[], BatchAttribution | None]
 """Returns the result of the passes so far, in a call with one image and one target; None if there is none yet."""
@@ -38,6 +41,143 @@ MAX_CHUNK_CPU, MAX_CHUNK_ACCELERATOR = 16, 256
 BAR_DELAY = 1.0
 """Delay in seconds before an automatic progress bar appears."""
 
+CHECK_INTERVAL = 16
+"""A tolerance is checked after multiples of this many passes, so that it does not depend on the chunk size."""
+
+
+class Sampled(Protocol):
+    """What a budget reads of an `Estimate`."""
+
+    count: int
+
+    @property
+    def relative_error(self) -> float:
+        """The root mean square of the errors over the root mean square of the means."""
+
+
+class Budget:
+    """Limits of the passes of one image, and how much of them is used. The first limit that is met ends the passes.
+
+    Args:
+        passes: The maximum number of passes; None for any number.
+        seconds: The maximum time in seconds; None for any time.
+        tolerance: The relative error of an estimate that is small enough; None for none.
+        spent: The time in seconds that the image took before.
+
+    Attributes:
+        used: The number of passes so far.
+        stopped: The reason why the passes ended; "complete" until a limit is met.
+    """
+
+    def __init__(
+        self, passes: int | None = None, seconds: float | None = None, tolerance: float | None = None, spent: float = 0
+    ) -> None:
+        self.passes, self.seconds, self.tolerance = passes, seconds, tolerance
+        self.stopped: Stopped = "complete"
+        self.used = 0
+        self._began = time.perf_counter() - spent
+        self._next_check = 2 * CHECK_INTERVAL  # the number of samples at which the tolerance is checked next
+
+    @property
+    def elapsed(self) -> float:
+        """The time so far in seconds."""
+        return time.perf_counter() - self._began
+
+    def is_over(self) -> bool:
+        """Return whether the time is over."""
+        is_over = self.seconds is not None and self.elapsed >= self.seconds
+        if is_over:
+            self.stopped = "seconds"
+        return is_over
+
+    def is_met(self, estimate: Sampled) -> bool:
+        """Return whether an estimate meets the tolerance.
+
+        A check takes longer with more samples, so the next check waits until there are a sixteenth more.
+        """
+        if self.tolerance is None or estimate.count < self._next_check or estimate.count % CHECK_INTERVAL:
+            return False
+        self._next_check = estimate.count + max(1, estimate.count // 16)
+        if estimate.relative_error > self.tolerance:
+            return False
+        self.stopped = "tolerance"
+        return True
+
+    def fitting(self, size: int, start: int, least: int) -> int:
+        """Return how many passes can run before a limit is checked again.
+
+        Args:
+            size: The largest number.
+            start: The number of the first pass.
+            least: The number of passes that run regardless of the time.
+        """
+        if self.tolerance is not None:
+            size = min(size, CHECK_INTERVAL - start % CHECK_INTERVAL)
+        if self.seconds is not None:
+            elapsed = max(self.elapsed, 1e-9)
+            size = min(size, max(1, least - start, int((self.seconds - elapsed) * self.used / elapsed)))
+        return size
+
+    def affordable(self, run: Callable[[int], object], most: int) -> int:
+        """Return how many steps fit into the remaining time, from trials that take about a tenth of it.
+
+        Args:
+            run: Runs a number of steps, regardless of the time.
+            most: The number of steps without a time limit. The result is at most that, and at least two, or one if
+                `most` is one.
+        """
+        if self.seconds is None:
+            return most
+        began, steps = self.elapsed, min(2, most)
+        for trial in count():
+            start = self.elapsed
+            run(steps)
+            now = self.elapsed
+            # The first trial is warm-up: repeat it, unless it took too long.
+            if now - began > self.seconds / (8 if trial else 2) or (trial and 2 * steps > most):
+                break
+            steps *= 2 if trial else 1
+        return min(most, max(2, int((self.seconds - now) * steps / max(now - start, 1e-9))))
+
+
+class Progress(ExitStack):
+    """Progress of the passes of one image: a bar, and calls of the listener of the call.
+
+    In its block, the passes of a wrapped method report this progress instead of their own.
+
+    Args:
+        label: The text of the bar.
+        is_shown: As for `progress_bar`.
+        budget: Counts the passes.
+        partial: Returns the result of the passes so far.
+    """
+
+    def __init__(self, label: str, is_shown: bool | None, budget: Budget, partial: Partial) -> None:
+        super().__init__()
+        self._label, self._is_shown, self._budget, self._partial = label, is_shown, budget, partial
+        self._listener = current_call().listener
+        self._bar: Any = None
+
+    def __enter__(self) -> Self:
+        if self._listener is not None:
+            self.enter_context(listening(lambda *_: self.advance()))
+        return self
+
+    def extend(self, passes: int) -> None:
+        """Add passes to the total."""
+        if self._bar is None:
+            self._bar = progress_bar(self._label, passes, "pass", self._is_shown)
+            self.callback(self._bar.close)
+        else:
+            self._bar.total += passes
+
+    def advance(self, passes: int = 0) -> None:
+        """Move the bar by passes that have run, and call the listener, if there is one."""
+        if self._bar is not None:
+            self._bar.update(passes)
+            if self._listener is not None:
+                self._listener(self._budget.used / self._bar.total, self._partial)
+
 
 def chunk_size(x: Tensor, on_cpu: int = CHUNK_CPU) -> int:
     """Return the number of passes of inputs like `x` (1, C, H, W) in a chunk, with `on_cpu` pixels on a CPU."""
@@ -60,8 +200,3 @@ def listening(listener: Listener) -> AbstractContextManager[None]:
     An error that it raises ends the call, and the model is left as after any other error.
     """
     return bound(listener=listener)
-
-
-def current_listener() -> Listener | None:
-    """Return the listener of the innermost block, or None."""
-    return current_call().listener

@@ -25,6 +25,8 @@ class Estimate:
     """
 
     passes_per_sample = 1
+    notes: Sequence[str] = ()
+    """Remarks for `ImageAttribution`."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -93,6 +95,61 @@ class Estimate:
         return self._even / evens, (self.mean * self.count - self._even) / (self.count - evens)
 
 
+class Squares(Estimate):
+    """Running mean of the squares of samples."""
+
+    def add(self, samples: Tensor) -> None:
+        """Add a chunk of samples (k, ...)."""
+        super().add(samples.square())
+
+
+class Variance(Estimate):
+    """Running variance per pixel with its standard error, in constant memory.
+
+    It keeps the sums of the first four powers of the difference of each sample from the first one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first = self._sums = self._even_sums = torch.zeros(0, dtype=torch.float64, device="cpu")
+
+    def add(self, samples: Tensor) -> None:
+        """Add a chunk of samples (k, ...)."""
+        samples = samples.detach().to(precise_type(samples))
+        if not self.count:
+            self._first = samples[0].clone()
+            self._sums = samples.new_zeros(4, *samples.shape[1:])
+            self._even_sums = self._sums[:2].clone()  # of the samples 0, 2, 4, ...
+        power = difference = samples - self._first
+        for order in range(4):
+            self._sums[order] += power.sum(0)
+            if order < 2:
+                self._even_sums[order] += power[self.count % 2 :: 2].sum(0)
+            power = power * difference
+        self.count += len(samples)
+
+    @property
+    def mean(self) -> Tensor:
+        """The unbiased variance of the samples (...); zero for a single sample."""
+        return _variance(self._sums, self.count)
+
+    @property
+    def error(self) -> Tensor | None:
+        """The standard error of the variance (...); None for fewer than four samples."""
+        n = self.count
+        if n < 4:
+            return None
+        mean, second, third, fourth = self._sums / n
+        central = fourth - 4 * mean * third + 6 * mean.square() * second - 3 * mean**4
+        variance: Tensor = (central - self.mean.square() * ((n - 3) / (n - 1))) / n
+        return variance.clamp(min=0).sqrt()
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Return the variances of the even and of the odd samples."""
+        evens, odd_sums = (self.count + 1) // 2, self._sums[:2] - self._even_sums
+        return _variance(self._even_sums, evens), _variance(odd_sums, self.count - evens)
+
+
 class ScoreEstimate(Estimate):
     """Base class of maps that are computed from all scores so far; a subclass implements `solve`.
 
@@ -134,6 +191,11 @@ class ScoreEstimate(Estimate):
     def halves(self) -> tuple[Tensor, Tensor]:
         """Return the maps of the even and of the odd samples."""
         return self.solve(slice(0, None, 2))[0], self.solve(slice(1, None, 2))[0]
+
+
+def _variance(sums: Tensor, count: int) -> Tensor:
+    """Return the unbiased variance, from the sums of samples and of their squares."""
+    return ((sums[1] - sums[0].square() / count) / max(count - 1, 1)).clamp(min=0)
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> float:

@@ -20,7 +20,7 @@ from ..attribution.options import Option, PositionalOption
 from ..attribution.questions import Questions
 from ..axes import on_finest_grid, resize, spatial
 from ..engine.estimates import Estimate
-from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, from_estimate
+from ..engine.multi_pass import ImageAttribution, Passes, SampledAttribution, from_estimate
 from ..errors import LayerError, NotApplicableError
 from ..hooks.autograd_graph import PlainAttention
 from ..layers.find import layers_by_resolution
@@ -351,7 +351,7 @@ class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
 
     noise: Option[float] = Option(0.15, check_number, least=0, hint=NOISE_HINT)
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Weight the clean activations by the noisy gradients."""
         layer = self.read_layer(passes)
         needs = Needs("layers", backwards=1, layers=(layer.layer,))
@@ -362,7 +362,7 @@ class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
             return TargetGradients(forward, passes.target(len(noisy))).gradient(layer.layer)  # (k, K, h, w)
 
         estimate = _SmoothMap(layer.maps)
-        for chunk in passes.until_precise(estimate, passes.chunks(compute, self.most_passes)):
+        for chunk in passes.chunks(compute, self.most_passes, estimate=estimate):
             estimate.add(chunk)
         return from_estimate(estimate, layer.maps, layer=layer.layer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..attribution.options import ConvertedOption, Option
 from ..axes import at_least_float32, require_two_axes
 from ..engine.estimates import generator
-from ..engine.multi_pass import ImageAttribution, PassRunner, SteppedAttribution
+from ..engine.multi_pass import ImageAttribution, Passes, TimedAttribution
 from ..hooks.model_state import leaf
 from ..validation import check_choice, check_integer, check_number, check_numbers
 from .baselines import Diffusion
@@ -34,7 +35,7 @@ _TEMPERATURE = 1 / 20
 _GROWTH = 1.0035**800
 
 
-class ExtremalPerturbation(SteppedAttribution):
+class ExtremalPerturbation(TimedAttribution):
     """The part of the image, of a given area, that keeps the score highest while the rest is blurred.
 
     Formula: S = argmax_m y(x blurred by 1 − m) / range − w mean (sort(m) − r)², with r = (0, ..., 0, 1, ..., 1), in
@@ -80,11 +81,11 @@ class ExtremalPerturbation(SteppedAttribution):
     weight: Option[float] = Option(10.0, check_number, above=0)
     keep: Option[Keep] = Option("best", check_choice, get_args(Keep))
 
-    def __post_init__(self) -> None:
-        self.rate = max(0.02, min(0.25, 1.5 / self.steps))  # the largest change of a number in one step
-
-    def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the mean of the masks of all areas."""
+        return passes.in_time(partial(self._mean_mask, passes, score), self.steps)
+
+    def _mean_mask(self, passes: Passes, score: Tensor, steps: int) -> ImageAttribution:
         require_two_axes(passes.x, self.name)
         x = at_least_float32(passes.x.clone())  # an inference tensor cannot be saved for a gradient
         size = (int(x.shape[2]), int(x.shape[3]))
@@ -102,13 +103,14 @@ class ExtremalPerturbation(SteppedAttribution):
         score_range = self._score_range(passes, score, levels[-1:].to(passes.x.dtype))
         # "best" starts from the whole image: on a half blurred image, the gradient is not informative.
         start = x.new_full((len(self.areas), *lattice), 1.0 if sign > 0 else 0.5)
-        numbers, has_gradient = self._descend(passes, start, -sign * score_range, render)
+        numbers, has_gradient = self._descend(passes, start, -sign * score_range, render, steps)
         if not has_gradient:
-            passes.notes.append("the score does not depend on the blurred parts")
-            return ImageAttribution(x.new_zeros(1, *size))
+            return ImageAttribution(x.new_zeros(1, *size), notes=["the score does not depend on the blurred parts"])
         return ImageAttribution(torch.stack(list(map(enlarged, numbers))).mean(0)[None].clamp(0, 1))
 
-    def _descend(self, passes: PassRunner, start: Tensor, score_range: float, render: Render) -> tuple[Tensor, bool]:
+    def _descend(
+        self, passes: Passes, start: Tensor, score_range: float, render: Render, steps: int
+    ) -> tuple[Tensor, bool]:
         """Return the numbers (k, g, g) of some masks after all steps, and whether the score ever had a gradient.
 
         Args:
@@ -116,11 +118,11 @@ class ExtremalPerturbation(SteppedAttribution):
             start: (k, g, g) the first numbers; each of the k masks is optimised separately.
             score_range: The divisor of the score; negative to raise the score.
             render: See `Render`.
+            steps: The number of steps.
         """
         masks, moments = list(start), torch.zeros(2, *start.shape, dtype=start.dtype, device=start.device)
         reach = round(2 * min(passes.x.shape[2:]) / REFERENCE_EDGE)
-        has_gradient = False
-        passes.chunk = 1  # each step starts at the end of the previous one
+        has_gradient, count, rate = False, steps * len(masks), step_size(steps)
 
         def shift(step: int) -> tuple[int, ...]:
             pixels = torch.randint(-reach, reach + 1, (2,), generator=generator(self.seed, step), device="cpu")
@@ -129,35 +131,39 @@ class ExtremalPerturbation(SteppedAttribution):
         def make(start: int, stop: int) -> Tensor:
             return render(masks[start % len(masks)], shift(start // len(masks))).to(passes.x.dtype)
 
-        for done in passes.gradients(make, self.steps * len(masks)):
+        for done in passes.gradients(make, count, size=1, least=count):
             step, number = divmod(done.start, len(masks))
             has_gradient = has_gradient or bool(done.gradients.any())
             with torch.enable_grad():
                 numbers = leaf(masks[number])
                 image = render(numbers, shift(step))
                 loss = (image * done.gradients.to(image.dtype)).sum() / score_range
-                (gradient,) = torch.autograd.grad(loss + self.cost_of(numbers, number, step), numbers)
-            masks[number] = adam_step(masks[number], gradient, moments[:, number], step + 1, self.rate)
+                (gradient,) = torch.autograd.grad(loss + self.cost_of(numbers, number, step / steps), numbers)
+            masks[number] = adam_step(masks[number], gradient, moments[:, number], step + 1, rate)
         return torch.stack(masks), has_gradient
 
-    def cost_of(self, numbers: Tensor, mask: int, step: int) -> Tensor:
-        """Return the distance of the sorted mask from a mask of the right area."""
+    def cost_of(self, numbers: Tensor, mask: int, progress: float) -> Tensor:
+        """Return the distance of the sorted mask from a mask of the right area, after a fraction of all steps."""
         values = smooth_mask(numbers).flatten().sort().values
         ideal = torch.zeros_like(values)
         ideal[len(values) - round(self.areas[mask] * len(values)) :] = 1
         # Equal values share their ideal: sorting would choose some of them by chance.
         group: Tensor = torch.unique_consecutive((values.detach() * 1e6).round(), return_inverse=True)[1]
         ideal = torch.zeros_like(ideal).scatter_reduce(0, group, ideal, "mean", include_self=False)[group]
-        weight: float = self.weight * _GROWTH ** (step / self.steps)
+        weight: float = self.weight * _GROWTH**progress
         return weight * (values - ideal).square().mean()
 
-    def _score_range(self, passes: PassRunner, score: Tensor, background: Tensor) -> float:
+    def _score_range(self, passes: Passes, score: Tensor, background: Tensor) -> float:
         """Return the positive change of the score when the whole image is hidden, as in `background` (1, C, H, W)."""
         least = 1e-3 * abs(float(score))
-        (done,) = passes.forwards(lambda start, stop: background, 1)
-        hidden = float(done.scores[0])
+        hidden = float(passes.scores(lambda start, stop: background, 1))
         score_range = abs(float(score) - hidden)
         return score_range if score_range > least else max(least, 1e-3 * abs(hidden)) or 1.0
+
+
+def step_size(steps: int) -> float:
+    """Return the largest change of a number in one of a number of steps."""
+    return max(0.02, min(0.25, 1.5 / steps))
 
 
 def adam_step(numbers: Tensor, gradient: Tensor, moments: Tensor, step: int, rate: float) -> Tensor:

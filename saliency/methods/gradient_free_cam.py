@@ -13,7 +13,7 @@ from torch import Tensor
 from ..attribution.forward import Needs, SharedForward, TargetGradients
 from ..attribution.options import Option
 from ..axes import resize, spatial
-from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
+from ..engine.multi_pass import ImageAttribution, Passes, TimedAttribution
 from ..errors import NotApplicableError, TargetError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
@@ -74,7 +74,7 @@ class ScoreCAM(LayerPasses, TimedAttribution):
     order: Option[Order] = Option("deviation", check_choice, get_args(Order))
     align_corners: Option[bool] = Option(False, check_flag)
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the map of one image."""
         x, layer = passes.x, self.read_layer(passes)
         is_flat = layer.maps.flatten(1).amax(1) == layer.maps.flatten(1).amin(1)
@@ -82,7 +82,7 @@ class ScoreCAM(LayerPasses, TimedAttribution):
         varied = chosen[~is_flat[chosen]]  # (m,) in descending order of strength
         flat = len(chosen) - len(varied)
         used, left_out = f"{len(varied)} of {len(is_flat)} channels as masks", len(is_flat) - len(chosen)
-        passes.notes.append(f"{used}, one forward for the {flat} constant channels, {left_out} left out")
+        notes = [f"{used}, one forward for the {flat} constant channels, {left_out} left out"]
         count = len(varied) + bool(flat)  # the last mask is empty, for all constant channels
         scores = torch.full((count,), math.nan, dtype=torch.float64, device="cpu")  # NaN: not known yet
 
@@ -99,16 +99,15 @@ class ScoreCAM(LayerPasses, TimedAttribution):
                 channels[len(varied) :] = flat
                 shares = torch.where(known, scores + channels.log(), -math.inf).softmax(0)
                 weights[varied.cpu()] = shares[: len(varied)]
-            return ImageAttribution(layer.weighted(weights), layer=layer.layer)
+            return ImageAttribution(layer.weighted(weights), layer=layer.layer, notes=notes)
 
-        passes.partial = combined
-        for done in passes.forwards(make, count):
+        for done in passes.forwards(make, count, partial=combined):
             scores[done.start : done.start + len(done.scores)] = done.scores.to(scores)
         if bool(scores.isnan().any()):
-            passes.notes.append(f"{passes.used} of {count} masks were run")
+            notes.append(f"{int((~scores.isnan()).sum())} of {count} masks were run")
         return combined()
 
-    def _strength(self, passes: PassRunner, layer: LayerOutput) -> Tensor:
+    def _strength(self, passes: Passes, layer: LayerOutput) -> Tensor:
         """Return the number (K,) by which channels are chosen."""
         if self.order == "deviation":
             return layer.maps.flatten(1).std(1, correction=0)
@@ -148,25 +147,25 @@ class AblationCAM(LayerPasses, TimedAttribution):
 
     channels: Option[int | None] = Option(None, check_integer)
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the map of one image."""
         layer = self.read_layer(passes)
         energy = layer.maps.square().flatten(1).sum(1)
         channels = strongest(energy, self.channels)
         channels = channels[energy[channels] > 0]
-        weights = torch.zeros_like(energy)
-        if len(channels):
+        weights, count, notes = torch.zeros_like(energy), len(channels), list[str]()
+        if count:
             scores = self._scores_in_closed_form(passes, layer, channels)
-            if scores is None:
-                scores = self.tail_scores(
-                    passes, layer, lambda start, stop: layer.without(channels[start:stop, None]), len(channels)
-                )
+            if scores is not None:
+                notes.append("in closed form: only pooling and one linear layer follow the layer")
+            else:
+                scores = passes.tail_scores(layer.layer, lambda i, j: layer.without(channels[i:j, None]), count)
             weights[channels[: len(scores)]] = (score - scores).to(weights)
-            if len(scores) < len(channels):
-                passes.notes.append(f"{len(scores)} of {len(channels)} channels, in descending order of energy")
-        return ImageAttribution(layer.weighted(weights), layer=layer.layer)
+            if len(scores) < count:
+                notes.append(f"{len(scores)} of {count} channels, in descending order of energy")
+        return ImageAttribution(layer.weighted(weights), layer=layer.layer, notes=notes)
 
-    def _scores_in_closed_form(self, passes: PassRunner, layer: LayerOutput, channels: Tensor) -> Tensor | None:
+    def _scores_in_closed_form(self, passes: Passes, layer: LayerOutput, channels: Tensor) -> Tensor | None:
         """Return the scores (m,) without each channel if only pooling and a linear layer follow; else None.
 
         One forward without half of the channels tests the formula.
@@ -196,7 +195,6 @@ class AblationCAM(LayerPasses, TimedAttribution):
 
         if not all(list(passes.chunks(is_right, 1))):
             return None
-        passes.notes.append("in closed form: only pooling and one linear layer follow the layer")
         rows = (tensors[0] - losses.T).to(tensors[0])  # (m, classes)
         return passes.target(len(channels))(tree_map_tensors(layer.output, lambda _: rows))
 
@@ -232,7 +230,7 @@ class ReciproCAM(LayerPasses):
 
     alone: Option[bool] = Option(False, check_flag)
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the map of one image."""
         layer = self.read_layer(passes)
         size = layer.maps.shape[1:]
@@ -248,6 +246,6 @@ class ReciproCAM(LayerPasses):
                 shares = (F.conv2d if len(size) == 2 else F.conv3d)(shares, kernel[None, None], padding=1)
             return layer.scaled(shares[:, 0])
 
-        scores = self.tail_scores(passes, layer, make, 1 + size.numel())
+        scores = passes.tail_scores(layer.layer, make, 1 + size.numel())
         values = (scores[1:] - scores[0]).to(layer.maps)
         return ImageAttribution(values.view(1, *size), layer=layer.layer)

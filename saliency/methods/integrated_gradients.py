@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from ..attribution.options import Option
 from ..axes import along_rows, at_least_float32, spatial
 from ..engine.estimates import Estimate, generator
-from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, SteppedAttribution, from_estimate
+from ..engine.multi_pass import ImageAttribution, Passes, SampledAttribution, TimedAttribution, from_estimate
 from ..errors import warn
 from ..hooks.call import is_tracing
 from ..targets.embedding import Similarity, TextSimilarity
@@ -37,7 +38,7 @@ STEP_TOLERANCE = 1e-9
 """The allowed error in the length of a step of Guided IG, as a share of the whole path."""
 
 
-class IntegratedGradients(SteppedAttribution):
+class IntegratedGradients(TimedAttribution):
     """The mean gradient on the straight path from a baseline to the image, times their difference.
 
     Formula: S = (x − x′) ⊙ ∫₀¹ ∇y(x′ + t (x − x′)) dt.
@@ -82,26 +83,20 @@ class IntegratedGradients(SteppedAttribution):
 
     baseline: BaselineOption = BaselineOption("mean")
     rule: Option[QuadratureRule] = Option("gauss_legendre", check_choice, RULES)
+    steps: Option[int] = Option(50, check_integer)
     tolerance: Option[float | None] = Option(None, check_number, above=0)
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """Compute the integrals in a number of steps, or with nodes that are added until the tolerance is met."""
-        if self.tolerance is None:
-            return super().explain_image(passes, score)
-        references = baselines(self.baseline, passes.x, self.preprocess, self.seed)
-        if self.seconds is not None:
-            passes.least = FIRST_NODES * len(references)
-        return _adaptively_integrated(passes, references, self.tolerance)
-
-    def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the mean over the baselines of the integrals on their paths."""
         references = baselines(self.baseline, passes.x, self.preprocess, self.seed)
-        gradients = mean_gradients(passes, references, self.rule, self.steps)
+        if self.tolerance is not None:
+            return _adaptively_integrated(passes, references, self.tolerance)
+        gradients = passes.in_time(partial(mean_gradients, passes, references, self.rule), self.steps)
         values = ((passes.x - references) * gradients).mean(0)  # (C, H, W)
         return ImageAttribution(values, residual=residual_of(passes, values, score, references))
 
 
-class IDGI(SteppedAttribution):
+class IDGI(TimedAttribution):
     """The rise of the score along the path from a baseline, divided at each step in proportion to squared gradients.
 
     Formula: S = Σ_n (y(x_n+1) − y(x_n)) ∇y(x_n)² / ‖∇y(x_n)‖², with y the probability of the class, and the points x_n
@@ -138,6 +133,7 @@ class IDGI(SteppedAttribution):
     preview_options: ClassVar = {"steps": 3}
 
     baseline: BaselineOption = BaselineOption("mean")
+    steps: Option[int] = Option(50, check_integer)
 
     def explained_target(self, target: Target) -> Target:
         """Return the probability of a class instead of its logit."""
@@ -148,15 +144,18 @@ class IDGI(SteppedAttribution):
             )
         return _ProbabilityIfAny(target) if isinstance(target, ClassTarget) else target
 
-    def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Divide the rise of each step in proportion to the squared gradient at its start."""
+        return passes.in_time(partial(self._divided, passes), self.steps)
+
+    def _divided(self, passes: Passes, steps: int) -> ImageAttribution:
         references = baselines(self.baseline, passes.x, self.preprocess, self.seed)
-        nodes = self.steps + 1
+        nodes, count = steps + 1, (steps + 1) * len(references)
         values = torch.zeros_like(at_least_float32(passes.x[0]))
         rise = 0.0
         last_shares, last_score = torch.zeros_like(values), 0.0
         at = torch.linspace(0, 1, nodes, dtype=torch.float64, device="cpu")
-        for done in passes.gradients(on_paths(passes.x, references, at), len(references) * nodes):
+        for done in passes.gradients(on_paths(passes.x, references, at), count, least=count):
             rows = zip(_squared_shares(done.gradients.to(values.dtype)), done.scores.tolist(), strict=True)
             for node, (shares, node_score) in enumerate(rows, start=done.start):
                 if node % nodes:
@@ -214,7 +213,7 @@ class ExpectedGradients(SampledAttribution):
 
     baseline: BaselineOption = BaselineOption("colours")
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the mean over the samples."""
         x, estimate = passes.x, Estimate()
         is_drawn = self.baseline in ("colours", "noise")
@@ -233,13 +232,13 @@ class ExpectedGradients(SampledAttribution):
             draws = map(draw, range(start, stop))
             return torch.stack([torch.lerp(reference, x[0], point) for reference, point in draws])
 
-        for done in passes.until_precise(estimate, passes.gradients(make, self.most_passes)):
+        for done in passes.gradients(make, self.most_passes, estimate=estimate):
             references = torch.stack([draw(done.start + row)[0] for row in range(len(done.scores))])
             estimate.add(at_least_float32(x - references) * done.gradients)
         return from_estimate(estimate, at_least_float32(x))
 
 
-class GuidedIG(SteppedAttribution):
+class GuidedIG(TimedAttribution):
     """Integrated gradients on a path that moves the values with the smallest gradients first.
 
     Formula: S = Σ_n ∇y(x_n) ⊙ (x_n+1 − x_n), with a path that moves the values of smallest |∇y(x_n)| first.
@@ -276,25 +275,31 @@ class GuidedIG(SteppedAttribution):
     fraction: Option[float] = Option(0.25, check_number, above=0, most=1)
     max_distance: Option[float] = Option(0.02, check_number, least=0, most=1)
 
-    def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the mean over the paths."""
         references = baselines(self.baseline, passes.x, self.preprocess, self.seed)
-        values = torch.stack([self._path_values(passes, reference[None]) for reference in references]).mean(0)
+
+        def run(steps: int) -> Tensor:
+            return torch.stack([self._path_values(passes, reference[None], steps) for reference in references]).mean(0)
+
+        values = passes.in_time(run, self.steps)
         return ImageAttribution(values, residual=residual_of(passes, values, score, references))
 
-    def _path_values(self, passes: PassRunner, reference: Tensor) -> Tensor:
+    def _path_values(self, passes: Passes, reference: Tensor, steps: int) -> Tensor:
         """Return the path's values (C, H, W) from one baseline (1, C, H, W)."""
         start, end = at_least_float32(reference), at_least_float32(passes.x)
         # The position of each value on its path, from 0 at the baseline to 1 at the image, and the path's length.
         position, length = torch.zeros_like(start), (end - start).abs()
         values = torch.zeros_like(start)
-        for step in range(1, self.steps + 1):
-            inputs = torch.lerp(start, end, position).to(passes.x.dtype)
-            for done in passes.gradients(lambda first, last, inputs=inputs: inputs, 1):  # type: ignore[misc] # early
-                gradient = done.gradients.to(start.dtype)
-                moved = self.moved(position, gradient.abs(), length, step / self.steps)
-                values += gradient * (moved - position) * (end - start)
-                position = moved
+
+        def make(first: int, last: int) -> Tensor:
+            return torch.lerp(start, end, position)
+
+        for done in passes.gradients(make, steps, size=1, least=steps):
+            gradient = done.gradients.to(start.dtype)
+            moved = self.moved(position, gradient.abs(), length, (done.start + 1) / steps)
+            values += gradient * (moved - position) * (end - start)
+            position = moved
         return values[0]
 
     def moved(self, position: Tensor, slopes: Tensor, length: Tensor, share: float) -> Tensor:
@@ -325,7 +330,7 @@ class GuidedIG(SteppedAttribution):
             waiting = torch.where(chosen, torch.inf, waiting)
 
 
-class BlurIG(SteppedAttribution):
+class BlurIG(TimedAttribution):
     """Integrated gradients on the path from a blurred image to the sharp image.
 
     Formula: S = −∫ ∇y(x_σ) ⊙ ∂x_σ/∂σ dσ from 0 to the widest blur, with x_σ the image blurred by σ.
@@ -353,18 +358,23 @@ class BlurIG(SteppedAttribution):
     max_sigma: Option[float] = Option(50.0, check_number, above=0)
     steps: Option[int] = Option(100, check_integer)
 
-    def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute minus the integral, over the standard deviation, of gradient times change of the image."""
-        nodes, weights = quadrature("gauss_legendre", self.steps)
-        sigmas, image = nodes * self.max_sigma, Diffusion(passes.x[0], passes.x.dim() - 2)
+        image = Diffusion(passes.x[0], passes.x.dim() - 2)
+        values = passes.in_time(partial(self._integral, passes, image), self.steps)
+        blurred = image(torch.tensor([self.max_sigma], dtype=torch.float64, device="cpu"))
+        return ImageAttribution(values, residual=residual_of(passes, values, score, blurred))
+
+    def _integral(self, passes: Passes, image: Diffusion, steps: int) -> Tensor:
+        nodes, weights = quadrature("gauss_legendre", steps)
+        sigmas = nodes * self.max_sigma
         values = torch.zeros_like(at_least_float32(passes.x[0]))
-        for done in passes.gradients(lambda start, stop: image(sigmas[start:stop]), self.steps):
+        for done in passes.gradients(lambda start, stop: image(sigmas[start:stop]), steps, least=steps):
             rows = slice(done.start, done.start + len(done.scores))
             change = image.derivative(sigmas[rows]).to(values.dtype)  # (k, C, H, W)
             widths = (weights[rows] * self.max_sigma).to(values)
             values -= torch.einsum("k,k...,k...->...", widths, change, done.gradients.to(values.dtype))
-        blurred = image(torch.tensor([self.max_sigma], dtype=torch.float64, device="cpu"))
-        return ImageAttribution(values, residual=residual_of(passes, values, score, blurred))
+        return values
 
 
 def on_paths(x: Tensor, references: Tensor, at: Tensor) -> Callable[[int, int], Tensor]:
@@ -375,33 +385,34 @@ def on_paths(x: Tensor, references: Tensor, at: Tensor) -> Callable[[int, int], 
         references: (K, C, H, W) the baselines.
         at: (n,) the nodes on each path, 0 at the baseline and 1 at the image.
     """
+    shares = along_rows(at.to(x), x)
 
     def make(start: int, stop: int) -> Tensor:
-        numbers = torch.arange(start, stop, device="cpu")
-        shares = along_rows(at[numbers % len(at)].to(x), x)
-        return torch.lerp(references[(numbers // len(at)).to(x.device)], x, shares)
+        numbers = torch.arange(start, stop, device=x.device)
+        return torch.lerp(references[numbers // len(at)], x, shares[numbers % len(at)])
 
     return make
 
 
-def mean_gradients(passes: PassRunner, references: Tensor, rule: QuadratureRule, steps: int) -> Tensor:
+def mean_gradients(passes: Passes, references: Tensor, rule: QuadratureRule, steps: int) -> Tensor:
     """Return the mean gradients (K, C, H, W) on the paths from K baselines to the image, by a rule."""
     nodes, of_path = quadrature(rule, steps)
     repeated = torch.kron(torch.eye(len(references), dtype=torch.float64, device="cpu"), of_path)  # (K, K * n)
     weights = repeated.to(at_least_float32(passes.x))
     total = torch.zeros(len(references), *passes.x.shape[1:], dtype=weights.dtype, device=weights.device)
-    for done in passes.gradients(on_paths(passes.x, references, nodes), weights.shape[1]):
+    for done in passes.gradients(on_paths(passes.x, references, nodes), len(weights[0]), least=len(weights[0])):
         of_chunk = weights[:, done.start : done.start + len(done.scores)]
         total += torch.einsum("pk,k...->p...", of_chunk, done.gradients.to(weights.dtype))
     return total
 
 
-def residual_of(passes: PassRunner, values: Tensor, score: Tensor, references: Tensor) -> float:
+def residual_of(passes: Passes, values: Tensor, score: Tensor, references: Tensor) -> float:
     """Return the difference of the score and the mean score of baselines (K, C, H, W) that values do not add up to."""
     if is_tracing():
         return math.nan
-    scores = [done.scores for done in passes.forwards(lambda start, stop: references[start:stop], len(references))]
-    return float(score) - float(torch.cat(scores).double().mean()) - float(values.sum(dtype=torch.float64))
+    count = len(references)
+    scores = passes.scores(lambda start, stop: references[start:stop], count, least=count)
+    return float(score) - float(scores.double().mean()) - float(values.sum(dtype=torch.float64))
 
 
 def quadrature(rule: QuadratureRule, count: int) -> tuple[Tensor, Tensor]:
@@ -422,7 +433,8 @@ def quadrature(rule: QuadratureRule, count: int) -> tuple[Tensor, Tensor]:
     Source: Golub and Welsch, "Calculation of Gauss Quadrature Rules" (1969),
         https://doi.org/10.1090/S0025-5718-69-99647-1.
     """
-    check_integer("steps", count, least=2 if rule == "trapezoid" else 1)
+    if rule == "trapezoid":
+        check_integer("steps", count, least=2)
     if rule == "gauss_legendre":
         nodes, weights = np.polynomial.legendre.leggauss(count)
         at = (nodes + 1) / 2
@@ -453,8 +465,8 @@ class AdaptiveIntegral:
         """Return the nodes to evaluate next: evenly spaced ones first, then the centres of the worst intervals."""
         if not self.nodes:
             return [i / (FIRST_NODES - 1) for i in range(FIRST_NODES)]
-        _, at, _, _ = self._sorted()
-        residuals = self._mixed()[1].abs()
+        _, at, _, signed = self._mixed()
+        residuals = signed.abs()
         worst = residuals.sort(descending=True, stable=True).indices[:NEW_NODES]
         worst = worst[residuals[worst] > 0.1 * residuals.max()]
         centres: list[float] = ((at[worst] + at[worst + 1]) / 2).sort().values.tolist()
@@ -467,9 +479,8 @@ class AdaptiveIntegral:
     @property
     def weights(self) -> Tensor:
         """The weight of the slope at each node (n,), in the order of arrival; float64, of sum 1."""
-        order, at, _, _ = self._sorted()
-        shares, widths = self._mixed()[0], at.diff()
-        weights = torch.zeros_like(at)
+        order, at, shares, _ = self._mixed()
+        widths, weights = at.diff(), torch.zeros_like(at)
         weights[order[:-1]] += widths * shares
         weights[order[1:]] += widths * (1 - shares)
         return weights
@@ -477,67 +488,66 @@ class AdaptiveIntegral:
     @property
     def rise(self) -> float:
         """The difference of the values at the last and the first node."""
-        _, _, values, _ = self._sorted()
-        return float(values[-1] - values[0])
+        return max(self.nodes)[1] - min(self.nodes)[1]
 
     @property
     def residual(self) -> float:
         """The part of the rise that the weighted slopes do not add up to."""
-        return float(self._mixed()[1].sum())
+        return float(self._mixed()[3].sum())
 
     @property
     def rounding(self) -> float:
         """The residual that rounding may cause, for values in float32."""
         return 1e-6 * max(abs(value) for _, value, _ in self.nodes)
 
-    def _sorted(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the order of the nodes by position (n,), and their positions, values and slopes in this order."""
+    def _mixed(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the order of the nodes by position (n,), and their positions in this order.
+
+        Also return, for each interval (n - 1,), the share of the slope at its left end, and the residual.
+        """
         at, values, slopes = torch.tensor(self.nodes, dtype=torch.float64, device="cpu").T
         order = at.argsort()
-        return order, at[order], values[order], slopes[order]
-
-    def _mixed(self) -> tuple[Tensor, Tensor]:
-        """Return, for each interval (n - 1,), the share of the slope at its left end, and the residual."""
-        _, at, values, slopes = self._sorted()
+        at, values, slopes = at[order], values[order], slopes[order]
         left, right, widths, rises = slopes[:-1], slopes[1:], at.diff(), values.diff()
         difference = left - right
         differs = difference.abs() > 1e-9 * slopes.abs().max()
         shares = (rises / widths - right) / torch.where(differs, difference, 1.0)
         shares = torch.where(differs, shares, 0.5).clamp(0, 1)
-        return shares, rises - widths * (shares * left + (1 - shares) * right)
+        return order, at, shares, rises - widths * (shares * left + (1 - shares) * right)
 
 
-def _adaptively_integrated(passes: PassRunner, references: Tensor, tolerance: float) -> ImageAttribution:
+def _adaptively_integrated(passes: Passes, references: Tensor, tolerance: float) -> ImageAttribution:
     """Return the mean over the baselines, with as many nodes on each path as the tolerance needs."""
     x = passes.x
     differences = at_least_float32(x - references)  # (K, C, H, W)
     paths = [AdaptiveIntegral() for _ in references]
     gradients: list[list[Tensor]] = [[] for _ in references]  # of each path, (C, H, W) at each node
-    while not _is_met(paths, tolerance) and not passes.is_over(passes.used):
-        if passes.used >= MOST_NODES * len(paths):
-            passes.notes.append(f"the tolerance was not met with {MOST_NODES} nodes")
-            break
+    notes = []
+    while True:
         wanted = [(path, at) for path in range(len(paths)) for at in paths[path].wanted()]
 
         def make(start: int, stop: int, wanted: list[tuple[int, float]] = wanted) -> Tensor:
             return torch.stack([torch.lerp(references[path], x[0], at) for path, at in wanted[start:stop]])
 
-        for done in passes.gradients(make, len(wanted)):
+        for done in passes.gradients(make, len(wanted), least=1 if gradients[0] else len(wanted)):
             nodes, own = wanted[done.start : done.start + len(done.scores)], done.gradients.to(differences)
             products = own * differences[[path for path, _ in nodes]]
             slopes = products.flatten(1).sum(1, dtype=torch.float64).tolist()
             for (path, at), value, slope, gradient in zip(nodes, done.scores.tolist(), slopes, own, strict=True):
                 paths[path].add(at, value, slope)
                 gradients[path].append(gradient)
+        if _is_met(paths, tolerance) or passes.budget.is_over():
+            break
+        if sum(map(len, gradients)) >= MOST_NODES * len(paths):
+            notes.append(f"the tolerance was not met with {MOST_NODES} nodes")
+            break
     pairs = zip((path.weights.to(differences) for path in paths), map(torch.stack, gradients), strict=True)
     means = [torch.einsum("n,n...->...", weights, own) for weights, own in pairs]
     values = (differences * torch.stack(means)).mean(0)
-    return ImageAttribution(values, residual=sum(path.residual for path in paths) / len(paths))
+    return ImageAttribution(values, residual=sum(path.residual for path in paths) / len(paths), notes=notes)
 
 
 def _is_met(paths: list[AdaptiveIntegral], tolerance: float) -> bool:
     """Return whether the mean residual is small relative to the mean rise, or no larger than rounding."""
-    if not paths[0].nodes:
-        return False
     residual, rise = abs(sum(path.residual for path in paths)), abs(sum(path.rise for path in paths))
     return residual <= max(tolerance * rise, sum(path.rounding for path in paths))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -10,11 +9,9 @@ from torch import Tensor
 
 from ..attribution.forward import Needs, SharedForward
 from ..attribution.options import PositionalOption
-from ..attribution.passes import CHUNK_BYTES_CPU, MAX_CHUNK_CPU
 from ..attribution.questions import Questions
 from ..axes import at_least_float32, spatial
-from ..engine.multi_pass import MultiPassAttribution, PassRunner
-from ..engine.recording import TailForward
+from ..engine.multi_pass import MultiPassAttribution, Passes
 from ..layers.find import LayerLike, default_layer
 from .cam import layer_name, warn_if_signed
 
@@ -81,38 +78,19 @@ class LayerPasses(MultiPassAttribution):
             return ()
         return (self.layer or default_layer(self.model, x, target),)
 
-    def read_layer(self, passes: PassRunner) -> LayerOutput:
+    def read_layer(self, passes: Passes) -> LayerOutput:
         """Read the layer, in the forward of the score if possible, else in one forward of the image.
 
         Raises:
             LayerError: The layer is not run, or has no spatial output.
         """
-        if (forward := passes.layer_forward) is None:
+        if (forward := passes.forward) is None:
             name = self.layer or default_layer(self.model, passes.x, passes.target(1))
             forward = SharedForward(self.model, passes.x, Needs("none", layers=(name,)))
         layer = LayerOutput(forward)
         if self.assumes_unsigned:
             warn_if_signed(self.name, layer.maps[None])
         return layer
-
-    def tail_scores(
-        self, passes: PassRunner, layer: LayerOutput, make: Callable[[int, int], Tensor], count: int
-    ) -> Tensor:
-        """Return the scores (k,) for the layer's outputs (k, ...) that `make` creates; k < `count` after a time limit.
-
-        Only the part of the model after the layer runs, where that is possible.
-        """
-        tail = TailForward(self.model, layer.layer, passes.x)
-        if passes.x.device.type == "cpu" and tail.row_bytes:
-            passes.set_chunk(min(MAX_CHUNK_CPU, max(1, CHUNK_BYTES_CPU // tail.row_bytes)))
-
-        def compute(start: int, stop: int) -> Tensor:
-            with torch.no_grad():
-                return passes.target(stop - start)(tail(make(start, stop)))
-
-        scores = list(passes.chunks(compute, count))
-        passes.notes.append(tail.how)
-        return torch.cat(scores)
 
 
 def stretched(maps: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attribution.options import Option
 from ..engine.estimates import ScoreEstimate, generator
-from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution
+from ..engine.multi_pass import ImageAttribution, Passes, SampledAttribution
 from ..errors import warn
 from ..validation import check_number
 from .baselines import Filler
@@ -69,7 +69,7 @@ class Coalitions(ScoreEstimate):
 
     def __init__(self, segments: Segments, filler: Filler, score: Tensor, seed: int) -> None:
         super().__init__()
-        self.segments, self.seed = segments, seed
+        self.segments, self.seed, self.notes = segments, seed, [segments.note]
         self.full = float(score)
         self.rows = torch.zeros(0, segments.count, dtype=torch.bool, device="cpu")  # segments shown in each pass
         self._filler = filler
@@ -85,10 +85,13 @@ class Coalitions(ScoreEstimate):
     def _rows(self, start: int, stop: int) -> Tensor:
         return torch.stack([self.row(number) for number in range(start, stop)])
 
-    def run(self, passes: PassRunner, count: int) -> None:
+    def run(self, passes: Passes, count: int) -> None:
         """Run up to `count` passes, until a limit is met."""
-        forwards = passes.forwards(lambda i, j: self._filler(self.segments.hidden(self._rows(i, j))), count)
-        for done in passes.until_precise(self, forwards):
+
+        def make(start: int, stop: int) -> Tensor:
+            return self._filler(self.segments.hidden(self._rows(start, stop)))
+
+        for done in passes.forwards(make, count, estimate=self):
             self.rows = torch.cat([self.rows, self._rows(self.count, self.count + len(done.scores))])
             self.add(done.scores)
 
@@ -101,26 +104,26 @@ class Coalitions(ScoreEstimate):
 class CoalitionSampling(SegmentAttribution, SampledAttribution):
     """Base class of methods that show many combinations of segments."""
 
-    def result(self, estimate: Coalitions, passes: PassRunner, least: int, *, is_complete: bool) -> ImageAttribution:
+    def result(self, estimate: Coalitions, like: Tensor, least: int, *, is_complete: bool) -> ImageAttribution:
         """Return the attribution of an estimate; warn about fewer than the `least` passes that determine the values.
 
         Args:
             estimate: The estimate.
-            passes: The passes.
+            like: A tensor of the type of the result.
             least: The number of passes that determine the values.
             is_complete: Whether the values sum to the score minus the score of the first pass.
         """
-        count = estimate.segments.count
-        if passes.used < least:
-            passes.notes.append(f"far too few passes for {count} segments")
+        count, notes = estimate.segments.count, [*estimate.notes]
+        if estimate.count < least:
+            notes.append(f"far too few passes for {count} segments")
             warn(
-                f"{self.name}: {passes.used} passes do not determine the values of {count} segments; allow for at "
+                f"{self.name}: {estimate.count} passes do not determine the values of {count} segments; allow for at "
                 f"least {least}, and several times that number for precise values, or use fewer segments"
             )
         values, error = estimate.solve(slice(None))
         residual = estimate.full - float(estimate.scores[0]) - float(values.sum()) if is_complete else None
-        error = None if error is None else error.to(passes.x)
-        return ImageAttribution(values.to(passes.x), error, estimate.agreement, residual)
+        error = None if error is None else error.to(like)
+        return ImageAttribution(values.to(like), error, estimate.agreement, residual, notes=notes)
 
 
 class LIME(CoalitionSampling):
@@ -161,15 +164,16 @@ class LIME(CoalitionSampling):
     width: Option[float] = Option(0.25, check_number, least=1e-3)
     penalty: Option[float] = Option(0.0, check_number, least=0)
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the coefficients of the regression."""
-        estimate = _LimeRegression(*self.segmented(passes), score, self.seed)
+        estimate = _LimeRegression(*self.segmented(passes.x), score, self.seed)
         estimate.width, estimate.penalty = self.width, self.penalty
         estimate.run(passes, self.most_passes)
-        result = self.result(estimate, passes, estimate.segments.count + 1, is_complete=False)
-        if estimate.samples > estimate.segments.count + 1:
-            passes.notes.append(f"the linear model explains {estimate.explained():.0%} of the weighted variance")
-        return result
+        result = self.result(estimate, passes.x, estimate.segments.count + 1, is_complete=False)
+        if estimate.samples <= estimate.segments.count + 1:
+            return result
+        note = f"the linear model explains {estimate.explained():.0%} of the weighted variance"
+        return result._replace(notes=[*result.notes, note])
 
 
 class _LimeRegression(Coalitions):
@@ -238,16 +242,15 @@ class KernelSHAP(CoalitionSampling):
     default_passes = 2000
     preview_options: ClassVar = {"segments": (2, 3), "passes": 21}
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Solve the regression."""
-        estimate = _KernelRegression(*self.segmented(passes), score, self.seed)
+        estimate = _KernelRegression(*self.segmented(passes.x), score, self.seed)
         count = estimate.segments.count
         most = min(self.most_passes, max(self.default_passes, self.passes or 0))
         estimate.includes_all = count < 30 and 2**count - 1 <= most
         estimate.run(passes, 2**count - 1 if estimate.includes_all else self.most_passes)
-        if estimate.is_exact:
-            passes.notes.append("all combinations")
-        return self.result(estimate, passes, 0 if estimate.is_exact else 2 * count + 1, is_complete=True)
+        result = self.result(estimate, passes.x, 0 if estimate.is_exact else 2 * count + 1, is_complete=True)
+        return result._replace(notes=[*result.notes, "all combinations"]) if estimate.is_exact else result
 
 
 class _KernelRegression(Coalitions):
@@ -335,13 +338,13 @@ class ShapleySampling(CoalitionSampling):
     default_passes = 2000
     preview_options: ClassVar = {"segments": (2, 2), "passes": 25}
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the mean gains over the pairs of orders."""
-        estimate = _Orders(*self.segmented(passes), score, self.seed)
+        estimate = _Orders(*self.segmented(passes.x), score, self.seed)
         length = estimate.pair_length
         pairs = (self.most_passes - 1) // max(length, 1)
         estimate.run(passes, 1 + pairs * length if pairs else self.most_passes)
-        return self.result(estimate, passes, 1 + length, is_complete=True)
+        return self.result(estimate, passes.x, 1 + length, is_complete=True)
 
 
 class _Orders(Coalitions):

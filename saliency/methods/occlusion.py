@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attribution.options import ConvertedOption
 from ..engine.estimates import generator
-from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
+from ..engine.multi_pass import ImageAttribution, Passes, TimedAttribution
 from ..errors import MethodError
 from ..validation import is_integer
 from .baselines import Filler, FillOption
@@ -75,7 +75,7 @@ class Occlusion(TimedAttribution):
             if step > edge:
                 raise MethodError(f"stride={step} is longer than the window of {edge}: it would leave pixels out")
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the mean drop over the windows that cover each pixel."""
         size = tuple(passes.x.shape[2:])
         window = tuple(map(min, _edges(self.window, len(size)), size))
@@ -85,8 +85,6 @@ class Occlusion(TimedAttribution):
         others = sorted({*product(*starts)} - {*first})
         order = torch.randperm(len(others), generator=generator(self.seed), device="cpu")
         corners = first + [others[number] for number in order.tolist()]
-        if self.seconds is not None:
-            passes.least = len(first)
         filler = Filler(passes.x, self.fill)
         total, covered = torch.zeros(2, *size, dtype=torch.float64, device="cpu")
 
@@ -97,16 +95,18 @@ class Occlusion(TimedAttribution):
             return filler(masks)
 
         def mean() -> ImageAttribution:
-            return ImageAttribution((total / covered)[None].to(passes.x))
+            used = passes.budget.used
+            notes = [f"{used} of {len(corners)} windows"] if used < len(corners) else []
+            return ImageAttribution((total / covered)[None].to(passes.x), notes=notes)
 
-        passes.partial = lambda: mean() if covered.all() else None
-        for done in passes.forwards(make, len(corners), local=True):
+        def so_far() -> ImageAttribution | None:
+            return mean() if covered.all() else None
+
+        for done in passes.forwards(make, len(corners), local=True, least=len(first), partial=so_far):
             for corner, fall in zip(corners[done.start :], (score - done.scores).tolist(), strict=False):
                 hidden = _slices(corner, window)
                 total[hidden] += fall
                 covered[hidden] += 1
-        if passes.used < len(corners):
-            passes.notes.append(f"{passes.used} of {len(corners)} windows")
         return mean()
 
 
@@ -149,13 +149,14 @@ class FeatureAblation(SegmentAttribution):
     cost = f"about {SUPERPIXELS} forwards, one for each segment"
     preview_options: ClassVar = {"segments": (3, 3)}
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the drop in the score for each segment."""
-        segments, filler = self.segmented(passes)
+        segments, filler = self.segmented(passes.x)
 
         def make(start: int, stop: int) -> Tensor:
             numbers = torch.arange(segments.count, device="cpu")
             return filler(segments.hidden(numbers != torch.arange(start, stop, device="cpu")[:, None]))
 
-        scores = torch.cat([done.scores for done in passes.forwards(make, segments.count)])
-        return ImageAttribution(segments.painted((score - scores).cpu().double()).to(passes.x))
+        scores = passes.scores(make, segments.count)
+        values = segments.painted((score - scores).cpu().double()).to(passes.x)
+        return ImageAttribution(values, notes=[segments.note])

@@ -18,7 +18,7 @@ from ..attribution.options import Option
 from ..attribution.questions import Questions
 from ..axes import along_rows
 from ..engine.estimates import Estimate, generator, precise_type, rank_correlation
-from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, from_estimate
+from ..engine.multi_pass import ImageAttribution, Passes, SampledAttribution, from_estimate
 from ..io.inputs import Batch
 from ..targets.box import BoxScore
 from ..targets.question import Question
@@ -81,7 +81,7 @@ class RISE(SampledAttribution):
     uncertainty: Option[bool] = Option(False, check_flag)
     fill: FillOption = FillOption(partial="rise")
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the weighted sum of the masks."""
         x, masks = passes.x, RandomMasks(passes.x, self.grid, self.visible, self.seed)
         background = Filler(x, self.fill).background
@@ -93,7 +93,7 @@ class RISE(SampledAttribution):
             return x * chunk[start] if self.fill == 0 else torch.lerp(background, x, chunk[start])
 
         estimate = self.new_estimate(masks, score)
-        for done in passes.until_precise(estimate, passes.forwards(make, self.most_passes)):
+        for done in passes.forwards(make, self.most_passes, estimate=estimate):
             estimate.take(done.scores, chunk[done.start])
         result = from_estimate(estimate, x)
         return result._replace(agreement=estimate.agreements) if score.dim() else result

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..attribution.options import ConvertedOption
 from ..axes import as_text
-from ..engine.multi_pass import MultiPassAttribution, PassRunner
+from ..engine.multi_pass import MultiPassAttribution
 from ..errors import MethodError, optional_import
 from ..io.preprocess import Preprocess
 from ..validation import is_integer
@@ -74,12 +74,14 @@ class Segments:
         labels: (H, W) the number of each pixel's segment.
         count: The number of segments, M.
         sizes: (M,) the number of pixels of each.
+        note: The number of segments as a text, for `ImageAttribution.notes`.
     """
 
     def __init__(self, labels: Tensor) -> None:
         self.labels: Tensor = torch.unique(labels, return_inverse=True)[1]
         self.sizes = torch.bincount(self.labels.flatten())
         self.count = len(self.sizes)
+        self.note = f"{self.count} segments"
 
     def hidden(self, visible: Tensor) -> Tensor:
         """Return the mask (k, 1, H, W) of hidden pixels, given which segments are shown, boolean (k, M)."""
@@ -167,8 +169,6 @@ class SegmentAttribution(MultiPassAttribution):
     segments: ConvertedOption[SegmentsLike, ResolvedSegments] = ConvertedOption(SUPERPIXELS, resolve_segments)
     fill: FillOption = FillOption()
 
-    def segmented(self, passes: PassRunner) -> tuple[Segments, Filler]:
-        """Return the segments of the image, and the filler that hides its pixels."""
-        segments = segmented(passes.x, self.segments, self.preprocess)
-        passes.notes.append(f"{segments.count} segments")
-        return segments, Filler(passes.x, self.fill)
+    def segmented(self, x: Tensor) -> tuple[Segments, Filler]:
+        """Return the segments of an image (1, C, H, W), and the filler that hides its pixels."""
+        return segmented(x, self.segments, self.preprocess), Filler(x, self.fill)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,14 @@ from ..attribution.explanation import BatchAttribution, Explanation, Setting
 from ..attribution.options import Option, PositionalOption
 from ..attribution.questions import Questions
 from ..axes import along_rows, at_least_float32
-from ..engine.estimates import Estimate, generator, precise_type
+from ..engine.estimates import Estimate, Squares, Variance, generator
 from ..engine.multi_pass import (
     ImageAttribution,
     MakeInputs,
     MultiPassAttribution,
-    PassRunner,
+    Passes,
     SampledAttribution,
+    Stopping,
     from_estimate,
 )
 from ..errors import MethodError
@@ -80,7 +81,13 @@ class WrappingAttribution(MultiPassAttribution):
         return replace(explanation, sign=self._wrapped.sign) if type(self).sign != "positive" else explanation
 
     def wrapped_results(
-        self, passes: PassRunner, make: MakeInputs, count: int, *, mirrored: bool = False
+        self,
+        passes: Passes,
+        make: MakeInputs,
+        count: int,
+        *,
+        mirrored: bool = False,
+        **stopping: Unpack[Stopping],
     ) -> Iterator[BatchAttribution]:
         """Yield the wrapped method's results for `count` copies of an image, chunk by chunk.
 
@@ -89,6 +96,7 @@ class WrappingAttribution(MultiPassAttribution):
             make: Creates the copies from `start` to `stop`.
             count: The number of copies.
             mirrored: Whether the copies are mirrored from left to right, and the target with them.
+            **stopping: See `Stopping`.
         """
         wrapped = copy.copy(self._wrapped)
         if isinstance(wrapped, MultiPassAttribution):  # the outer method draws the progress
@@ -99,7 +107,7 @@ class WrappingAttribution(MultiPassAttribution):
                 rows = make(start, stop)
             return wrapped.explain(rows, passes.target(len(rows), mirrored=mirrored))
 
-        yield from passes.chunks(compute, count)
+        return passes.chunks(compute, count, **stopping)
 
 
 class NoisyAttribution(WrappingAttribution, SampledAttribution):
@@ -114,20 +122,22 @@ class NoisyAttribution(WrappingAttribution, SampledAttribution):
 
     noise: Option[float] = Option(0.15, check_number, least=0, hint=NOISE_HINT)
 
-    def noisy(self, passes: PassRunner) -> Iterator[BatchAttribution]:
-        """Yield the wrapped method's results for noisy copies of an image, chunk by chunk."""
-        make = partial(noisy_copies, passes.x, self.noise, self.seed)
-        if type(self._wrapped) is VanillaGradient:
-            for done in passes.gradients(make, self.most_passes):
-                yield BatchAttribution(done.gradients, done.scores)
-            return
-        yield from self.wrapped_results(passes, make, self.most_passes)
+    estimate: ClassVar[type[Estimate]] = Estimate
+    """The estimate of the map from the values for each copy."""
+    least_passes: ClassVar[int] = 1
 
-    def averaged(self, passes: PassRunner, estimate: Estimate, *, squared: bool = False) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Return an estimate over the noisy copies, once all passes ran or it is precise enough."""
-        for result in passes.until_precise(estimate, self.noisy(passes)):
-            values = at_least_float32(result.values.detach())
-            estimate.add(values.square() if squared else values)
+        estimate, make = self.estimate(), partial(noisy_copies, passes.x, self.noise, self.seed)
+        stopping: Stopping = {"estimate": estimate, "least": self.least_passes}
+        results: Iterator[BatchAttribution]
+        if type(self._wrapped) is VanillaGradient:
+            chunks = passes.gradients(make, self.most_passes, **stopping)
+            results = (BatchAttribution(done.gradients, done.scores) for done in chunks)
+        else:
+            results = self.wrapped_results(passes, make, self.most_passes, **stopping)
+        for result in results:
+            estimate.add(at_least_float32(result.values.detach()))
         mean = from_estimate(estimate, at_least_float32(passes.x[:0]), layer=result.layer)
         return mean._replace(coverage=result.coverage)
 
@@ -163,7 +173,7 @@ class Augmented(WrappingAttribution):
     flips: Option[bool] = Option(True, check_flag)
     scales: Option[tuple[float, ...]] = Option((0.9, 1.0, 1.1), check_numbers, above=0)
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Return the mean over the copies."""
         factors = along_rows(passes.x.new_tensor(self.scales), passes.x)
         values: list[Tensor] = []
@@ -204,10 +214,6 @@ class SmoothGrad(NoisyAttribution):
     units = "units of the wrapped method; score per unit of normalised input"
     sign = "absolute"
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """Return the mean over noisy copies."""
-        return self.averaged(passes, Estimate())
-
 
 class SmoothGradSquared(NoisyAttribution):
     """The mean of a method's squared values over noisy copies of the image; by default of the plain gradient.
@@ -231,10 +237,7 @@ class SmoothGradSquared(NoisyAttribution):
     ignores_sign = True
     units = "units of the wrapped method, squared"
     sign = "positive"
-
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """Return the mean of the squares over noisy copies."""
-        return self.averaged(passes, Estimate(), squared=True)
+    estimate = Squares
 
 
 class VarGrad(NoisyAttribution):
@@ -262,65 +265,14 @@ class VarGrad(NoisyAttribution):
     ignores_sign = True
     units = "units of the wrapped method, squared"
     sign = "positive"
+    estimate = Variance
+    least_passes = 2
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Return the variance over noisy copies."""
-        if self.most_passes < 2:
+        if self.most_passes < self.least_passes:
             raise MethodError(f"passes={self.passes} gives no variance; var_grad takes at least 2")
-        passes.least = 2
-        return self.averaged(passes, Variance())
-
-
-class Variance(Estimate):
-    """Running variance per pixel with its standard error, in constant memory.
-
-    It keeps the sums of the first four powers of the difference of each sample from the first one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._first = self._sums = self._even_sums = torch.zeros(0, dtype=torch.float64, device="cpu")
-
-    def add(self, samples: Tensor) -> None:
-        """Add a chunk of samples (k, ...)."""
-        samples = samples.detach().to(precise_type(samples))
-        if not self.count:
-            self._first = samples[0].clone()
-            self._sums = samples.new_zeros(4, *samples.shape[1:])
-            self._even_sums = self._sums[:2].clone()  # of the samples 0, 2, 4, ...
-        power = difference = samples - self._first
-        for order in range(4):
-            self._sums[order] += power.sum(0)
-            if order < 2:
-                self._even_sums[order] += power[self.count % 2 :: 2].sum(0)
-            power = power * difference
-        self.count += len(samples)
-
-    @property
-    def mean(self) -> Tensor:
-        """The unbiased variance of the samples (...); zero for a single sample."""
-        return _variance(self._sums, self.count)
-
-    @property
-    def error(self) -> Tensor | None:
-        """The standard error of the variance (...); None for fewer than four samples."""
-        n = self.count
-        if n < 4:
-            return None
-        mean, second, third, fourth = self._sums / n
-        central = fourth - 4 * mean * third + 6 * mean.square() * second - 3 * mean**4
-        variance: Tensor = (central - self.mean.square() * ((n - 3) / (n - 1))) / n
-        return variance.clamp(min=0).sqrt()
-
-    def halves(self) -> tuple[Tensor, Tensor]:
-        """Return the variances of the even and of the odd samples."""
-        evens, odd_sums = (self.count + 1) // 2, self._sums[:2] - self._even_sums
-        return _variance(self._even_sums, evens), _variance(odd_sums, self.count - evens)
-
-
-def _variance(sums: Tensor, count: int) -> Tensor:
-    """Return the unbiased variance, from the sums of samples and of their squares."""
-    return ((sums[1] - sums[0].square() / count) / max(count - 1, 1)).clamp(min=0)
+        return super().explain_image(passes, score)
 
 
 def noisy_copies(x: Tensor, noise: float, seed: int, start: int, stop: int) -> Tensor:

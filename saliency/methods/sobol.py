@@ -10,10 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..attribution.options import Budget, Option
+from ..attribution.options import Option
 from ..axes import at_least_float32, resize
 from ..engine.estimates import ScoreEstimate
-from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution
+from ..engine.multi_pass import ImageAttribution, Passes, SampledAttribution
 from ..errors import MethodError, optional_import
 from ..validation import check_integer
 from .baselines import Filler, FillOption
@@ -94,19 +94,19 @@ class Sobol(SampledAttribution):
     grid: Option[int] = Option(8, check_integer)
     fill: FillOption = FillOption(partial="sobol")
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the total effect of each cell, on a coarser grid if too few passes fit into the time."""
         x, coarser = passes.x, copy.copy(self)
 
         def trial(count: int) -> None:
-            list(passes.forwards(lambda start, stop: x.expand(stop - start, *x.shape[1:]), count))
+            passes.scores(lambda start, stop: x.expand(stop - start, *x.shape[1:]), count, least=count)
 
-        fitting = passes.affordable(trial, ROWS_IN_TIME * self._length(x))
+        fitting = passes.budget.affordable(trial, ROWS_IN_TIME * self._length(x))
         while coarser.grid > 2 and ROWS_IN_TIME * coarser._length(x) > fitting:
             coarser.grid -= 1
-        if coarser.grid < self.grid:
-            passes.notes.append(f"a grid of {coarser.grid} cells along each edge, to fit into the time")
-        return coarser._explain_grid(passes, score)
+        is_coarser = coarser.grid < self.grid
+        notes = [f"a grid of {coarser.grid} cells along each edge, to fit into the time"] if is_coarser else []
+        return coarser._explain_grid(passes, score, notes)
 
     def _length(self, x: Tensor) -> int:
         """Return the number of passes of a row. A cell has at least one pixel."""
@@ -120,37 +120,34 @@ class Sobol(SampledAttribution):
         grid = [min(self.grid, edge) for edge in x.shape[2:]]
         return resize(cells.view(-1, 1, *grid).to(at_least_float32(x)), x.shape[2:])
 
-    def _explain_grid(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def _explain_grid(self, passes: Passes, score: Tensor, notes: list[str]) -> ImageAttribution:
         """Compute the total effect of each cell."""
         x = passes.x
         length = self._length(x)
-        rows = self.rows if self.limits() == Budget() else self.most_passes // length
+        rows = self.most_passes // length if self.passes or self.seconds or self.tolerance else self.rows
         design = sobol_masks(length - 2, rows, self.seed)
         background = Filler(x, self.fill).background
 
         def make(start: int, stop: int) -> Tensor:
             return torch.lerp(background, x, self._enlarged(design(start, stop), x).to(x.dtype))
 
-        passes.least = passes.used + 2 * length
         estimate = TotalOrder(length - 2, _rounding(x, score))
+        trials, least = passes.budget.used, 2 * length
 
         def so_far() -> ImageAttribution | None:
-            return self._map(passes, estimate) if passes.used >= passes.least else None
+            if estimate.count < least:
+                return None
+            cells, errors = estimate.solve(slice(None))
+            found = [] if cells.any() else ["the score varied by no more than rounding"]
+            error = None if errors is None else self._enlarged(errors, x)[0]
+            return ImageAttribution(self._enlarged(cells, x)[0], error, estimate.agreement, notes=notes + found)
 
-        for done in passes.until_precise(estimate, passes.forwards(make, rows * length), so_far):
+        for done in passes.forwards(make, rows * length, least=least, estimate=estimate, partial=so_far):
             estimate.add(done.scores)
-        if passes.used < passes.least:
-            needed = f"{self.name} needs {passes.least} passes for a grid of {self.grid}"
-            raise MethodError(f"{needed}, and {passes.used} ran before the limit was met; allow more")
-        return self._map(passes, estimate)
-
-    def _map(self, passes: PassRunner, estimate: TotalOrder) -> ImageAttribution:
-        """Return an estimate as a map."""
-        cells, errors = estimate.solve(slice(None))
-        if not cells.any():
-            passes.notes.append("the score varied by no more than rounding")
-        error = None if errors is None else self._enlarged(errors, passes.x)[0]
-        return ImageAttribution(self._enlarged(cells, passes.x)[0], error, estimate.agreement)
+        if (result := so_far()) is None:
+            needed = f"{self.name} needs {trials + least} passes for a grid of {self.grid}"
+            raise MethodError(f"{needed}, and {passes.budget.used} ran before the limit was met; allow more")
+        return result
 
 
 def sobol_masks(cells: int, rows: int, seed: int) -> Callable[[int, int], Tensor]:

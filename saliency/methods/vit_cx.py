@@ -9,7 +9,7 @@ from torch import Tensor
 from ..attribution.options import Option
 from ..axes import along_rows, resize
 from ..engine.estimates import normal
-from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
+from ..engine.multi_pass import ImageAttribution, Passes, TimedAttribution
 from ..errors import optional_import
 from ..validation import check_number
 from .layer_passes import LayerPasses, stretched
@@ -54,7 +54,7 @@ class ViTCX(LayerPasses, TimedAttribution):
     distance: Option[float] = Option(0.1, check_number, above=0, most=1)
     noise: Option[float] = Option(0.02, check_number, least=0)
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the map of one image."""
         layer, size = self.read_layer(passes), passes.x.shape[2:]
         maps = stretched(resize(layer.maps[None], size))[0]
@@ -62,12 +62,12 @@ class ViTCX(LayerPasses, TimedAttribution):
         if len(maps) < 2:
             return ImageAttribution(maps.new_zeros(1, *size), layer=layer.layer)
         masks = self.cluster_masks(maps)
-        passes.notes.append(f"{len(masks)} clusters of {len(maps)} feature maps")
+        note = f"{len(masks)} clusters of {len(maps)} feature maps"
         effects = self.effects(passes, masks[:, None])
         shown = masks[: len(effects)]  # (k, H, W)
         total = torch.tensordot((effects - effects.mean()).to(shown), shown, 1)
         values = total / shown.sum(0).clamp(min=torch.finfo(shown.dtype).tiny)  # 0 where no mask shows the pixel
-        return ImageAttribution(values[None], layer=layer.layer)
+        return ImageAttribution(values[None], layer=layer.layer, notes=[note])
 
     def cluster_masks(self, maps: Tensor) -> Tensor:
         """Return a mask per cluster (clusters, H, W) of feature maps (K, H, W), largest clusters first."""
@@ -81,10 +81,9 @@ class ViTCX(LayerPasses, TimedAttribution):
         members = F.one_hot(labels)[:, order].to(maps)  # (K, clusters)
         return stretched(torch.tensordot(members.T, maps, 1)[None])[0]
 
-    def effects(self, passes: PassRunner, masks: Tensor) -> Tensor:
+    def effects(self, passes: Passes, masks: Tensor) -> Tensor:
         """Return the effects (k,) of masks (masks, 1, H, W); k < masks after the time limit."""
-        x, passes.least = passes.x, 2
-        deviation = self.noise * (x.max() - x.min())
+        x, deviation = passes.x, self.noise * (passes.x.max() - passes.x.min())
 
         def make(start: int, stop: int) -> Tensor:
             """Pass 2 i shows the image under mask i, and pass 2 i + 1 the whole image; both have the same noise."""
@@ -94,6 +93,6 @@ class ViTCX(LayerPasses, TimedAttribution):
             is_whole = along_rows(torch.tensor([number % 2 for number in numbers], device=x.device), x)
             return x * torch.where(is_whole == 1, 1, part) + deviation * torch.stack(noise).to(part) * (1 - part)
 
-        scores = torch.cat([done.scores for done in passes.forwards(make, 2 * len(masks))])
+        scores = passes.scores(make, 2 * len(masks), least=2)
         pairs = scores[: len(scores) // 2 * 2].view(-1, 2)
         return pairs[:, 0] - pairs[:, 1]

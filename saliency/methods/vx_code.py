@@ -13,7 +13,7 @@ from torch import Tensor
 from ..attribution.explanation import BatchAttribution
 from ..attribution.options import ConvertedOption, Option
 from ..attribution.questions import Questions
-from ..engine.multi_pass import MOST_PASSES, ImageAttribution, PassRunner, TimedAttribution
+from ..engine.multi_pass import MOST_PASSES, ImageAttribution, Passes, TimedAttribution
 from ..errors import MethodError
 from ..validation import check_choice, check_integer
 from .rise import JointQuestions, target_part
@@ -75,19 +75,19 @@ class VXCODE(SegmentAttribution, TimedAttribution):
         """Explain one target."""
         return target_part(super().explain(x, JointQuestions([target])), 0)
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Choose the patches one after the other."""
-        segments, filler = self.segmented(passes)
+        segments, filler = self.segmented(passes.x)
         inserts, sign = (True, 1) if self.mode == "insertion" else (False, -1)
         count, chosen = segments.count, list[int]()
         most = count if self.seconds else 1 + count * (count + 1) // 2  # with a time limit, at least one selection
         if most > MOST_PASSES:
             raise MethodError(f"{count} segments need up to {most} passes, more than {MOST_PASSES}; use fewer segments")
 
-        def gains(groups: Sequence[Sequence[int]]) -> Tensor:
+        def gains(groups: Sequence[Sequence[int]], least: int = 1) -> Tensor:
             """Return the scores after each group of patches, in addition to the chosen ones; negative for deletion.
 
-            A time limit may leave out the last groups, but not of the first selection.
+            A time limit may leave out the last groups, but not the first `least`.
             """
 
             def make(start: int, stop: int) -> Tensor:
@@ -96,16 +96,15 @@ class VXCODE(SegmentAttribution, TimedAttribution):
                     row[[*chosen, *group]] = True
                 return filler(segments.hidden(changed == inserts))
 
-            return torch.cat([done.scores[:, 0] for done in passes.forwards(make, len(groups))]).cpu().double() * sign
+            return passes.scores(make, len(groups), least=least)[:, 0].cpu().double() * sign
 
         whole, none = sign * float(score), float(gains([[] if inserts else range(count)]))
         start, end = (none, whole) if inserts else (whole, none)
         enough = end - NEGLIGIBLE * (end - start) if end > start else math.inf
-        passes.least = passes.used + count
         best = [start]  # the best score before each chosen patch
-        while len(chosen) < count and best[-1] < enough and not passes.is_over(len(chosen)):
+        while len(chosen) < count and best[-1] < enough and not (chosen and passes.budget.is_over()):
             left = [number for number in range(count) if number not in chosen]
-            alone = gains([[number] for number in left])
+            alone = gains([[number] for number in left], 1 if chosen else count)
             if len(alone) < len(left):
                 break
             group, reached = [left[int(alone.argmax())]], [float(alone.max())]
@@ -122,4 +121,4 @@ class VXCODE(SegmentAttribution, TimedAttribution):
             best += [max(best[-1], *reached[: stop + 1]) for stop in range(len(reached))]
         values = torch.zeros(count, dtype=torch.float64, device="cpu")
         values[chosen] = best[-1] - torch.tensor(best[:-1], dtype=torch.float64, device="cpu")
-        return ImageAttribution(values.to(passes.x)[segments.labels][None])
+        return ImageAttribution(values.to(passes.x)[segments.labels][None], notes=[segments.note])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attribution.options import Option
 from ..axes import at_least_float32, require_two_axes
-from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
+from ..engine.multi_pass import ImageAttribution, Passes, TimedAttribution
 from ..errors import optional_import
 from ..validation import check_integer
 from .integrated_gradients import mean_gradients
@@ -62,7 +62,7 @@ class XRAI(TimedAttribution):
 
     steps: Option[int] = Option(50, check_integer)
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the means of the regions."""
         x = passes.x
         require_two_axes(x, self.name)

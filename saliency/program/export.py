@@ -23,9 +23,8 @@ from .._version import __version__
 from ..attribution.base import Attribution, as_setting
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import heatmap, reduce_channels, resized
-from ..attribution.options import Budget
 from ..attribution.questions import Questions, cached_serial_reason
-from ..engine.multi_pass import MOST_PASSES, MultiPassAttribution, SampledAttribution
+from ..engine.multi_pass import MOST_PASSES, MultiPassAttribution, SampledAttribution, TimedAttribution
 from ..errors import MethodError, NotApplicableError, SaliencyError, TargetError, optional_import
 from ..hooks.model_state import prepared_for_attribution, run_model
 from ..hooks.tracing import tracing
@@ -130,7 +129,7 @@ def captured(
         raise MethodError(f"export: expected a method, such as GradCAM(model), got {type(method).__name__}")
     if reason := "it draws random samples" if isinstance(method, SampledAttribution) else NO_PROGRAM.get(method.name):
         raise NotApplicableError(f"export: {method.name} cannot be a program: {reason}")
-    if isinstance(method, MultiPassAttribution) and method.limits() != Budget():
+    if isinstance(method, TimedAttribution) and method.seconds is not None:
         raise MethodError(f"export: a program has no time limit; create {method.name} without seconds=")
     asked = as_target(target)
     if not isinstance(asked, ClassTarget):

@@ -11,8 +11,9 @@ import torch
 import saliency
 from saliency import METHODS, SaliencyWarning
 from saliency.attribution.explanation import BatchAttribution
-from saliency.attribution.passes import Partial, current_listener, listening
+from saliency.attribution.passes import Partial, listening
 from saliency.engine.multi_pass import MultiPassAttribution, SampledAttribution
+from saliency.hooks.call import current_call
 from saliency.testing import images, tiny_model, tiny_model_for
 from saliency.testing.unchanged import Snapshot, with_user_state
 
@@ -99,7 +100,7 @@ def test_a_listener_that_raises_leaves_everything_as_it_was(name: str, at: int) 
         else:
             assert heard_calls < at
     assert not before.changes()
-    assert current_listener() is None
+    assert current_call().listener is None
 
 
 def test_a_wrapped_method_reports_the_progress_of_the_outer_one() -> None:
@@ -118,6 +119,11 @@ def test_a_wrapped_method_reports_the_progress_of_the_outer_one() -> None:
     assert len(shares) > 4  # also between the passes of the wrapped method
     assert set(shares) == {0, 0.25, 0.5, 0.75, 1}
     assert found == [share >= 0.5 for share in shares]  # four samples
+
+
+def test_the_share_grows_with_each_step_of_a_path() -> None:
+    _, shares, _ = heard("guided_ig")
+    assert shares == [1 / 3, 2 / 3, 1, 1]  # three steps, and the score of the baseline
 
 
 def test_a_trust_card_can_be_ended() -> None:

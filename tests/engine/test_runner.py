@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from saliency import METHODS, MethodError, TargetError, contrast, probability, region, value
-from saliency.attribution.options import Budget, Option
-from saliency.attribution.passes import MAX_CHUNK_CPU, chunk_size, listening
+from saliency.attribution import passes as passes_module
+from saliency.attribution.options import Option
+from saliency.attribution.passes import MAX_CHUNK_CPU, Budget, chunk_size, listening
 from saliency.attribution.questions import CallImages, Questions
-from saliency.engine import multi_pass
 from saliency.engine.estimates import Estimate, generator
 from saliency.engine.multi_pass import (
     ImageAttribution,
     MakeInputs,
-    PassRunner,
+    Passes,
     SampledAttribution,
     from_estimate,
 )
@@ -44,7 +44,7 @@ class Noisy(SampledAttribution):
 
     level: Option[float] = Option(0.3)
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         estimate, x = Estimate(), passes.x
 
         def make(start: int, stop: int) -> Tensor:
@@ -53,22 +53,18 @@ class Noisy(SampledAttribution):
             ]
             return x + self.level * torch.stack(noise)
 
-        for done in passes.gradients(make, self.most_passes):
+        for done in passes.gradients(make, self.most_passes, estimate=estimate):
             estimate.add(done.gradients)
-            if passes.enough(estimate):
-                break
         return from_estimate(estimate, x)
 
 
-def passes_on(model: nn.Module, limits: Budget | None = None, **options: Any) -> PassRunner:
+def passes_on(model: nn.Module, budget: Budget | None = None, **options: Any) -> Passes:
     """Passes of one image on a borrowed model, whose target has seen the clean image."""
     x = images(1, dtype=next(model.parameters()).dtype)
     selection = Questions(0, Images(1))
     with torch.no_grad():
-        selection(model(x))
-    limits = limits or Budget()
-    method = Noisy(model, passes=limits.passes, seconds=limits.seconds, tolerance=limits.tolerance, **options)
-    return PassRunner(method, x, selection, 0)
+        score = selection(model(x))[0]
+    return Passes(model, x, selection, 0, score, budget=budget, **options)
 
 
 def brighter(x: Tensor) -> MakeInputs:
@@ -96,8 +92,29 @@ def test_scores_and_gradients_are_those_of_single_calls(chunk: Any) -> None:
         torch.testing.assert_close(
             torch.cat([each.gradients for each in done])[i], torch.autograd.grad(expected, x)[0][0]
         )
-    assert passes.used == 40
-    assert [each.start for each in done] == [sum(len(each.inputs) for each in done[:at]) for at in range(len(done))]
+    assert passes.budget.used == 40
+    assert [each.start for each in done] == [sum(len(each.scores) for each in done[:at]) for at in range(len(done))]
+
+
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_scores_are_those_of_all_chunks(count: int) -> None:
+    model = tiny_model().double()
+    with prepared_for_attribution(model), passes_on(model, chunk=3) as passes:
+        make = brighter(passes.x)
+        scores = passes.scores(make, count)
+        expected = model(make(0, count))[:, 0] if count else torch.zeros(0, dtype=torch.float64)
+    torch.testing.assert_close(scores, expected.detach())
+    assert passes.budget.used == count
+
+
+def test_notes_of_a_method_follow_those_of_its_passes() -> None:
+    class Noted(Noisy):
+        def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
+            return super().explain_image(passes, score)._replace(notes=["four draws", "four draws"])
+
+    model = Packed(lambda scores: scores.sum(0))  # one pass at a time
+    (stats,) = Noted(model, passes=4).attribute(images(1), lambda output: output[None, 0]).run_stats
+    assert re.fullmatch("one pass at a time: .*; four draws", stats.note)
 
 
 def test_forwards_build_no_graph_and_leave_ordinary_tensors() -> None:
@@ -112,7 +129,6 @@ def test_forwards_build_no_graph_and_leave_ordinary_tensors() -> None:
     assert chunks == [(2, False), (2, False), (1, False)]
     for done in made:
         assert not done.scores.is_inference()
-        assert not done.inputs.is_inference()
 
 
 def test_inputs_are_made_chunk_by_chunk() -> None:
@@ -141,11 +157,11 @@ def test_the_first_limit_that_is_met_ends_the_work() -> None:
     model = tiny_model()
     with prepared_for_attribution(model), passes_on(model, Budget(passes=10), chunk=4) as passes:
         assert sum(len(done.scores) for done in passes.forwards(brighter(passes.x), 50)) == 10
-    assert (passes.used, passes.stopped) == (10, "passes")
+    assert (passes.budget.used, passes.budget.stopped) == (10, "passes")
     assert METHODS["rise"](model, passes=10).attribute(images(1, (24, 24)), 0).run_stats[0].stopped == "passes"
     with prepared_for_attribution(model), passes_on(model, Budget(seconds=1e-9), chunk=4) as passes:
         assert sum(len(done.scores) for done in passes.forwards(brighter(passes.x), 50)) == 1  # at the rate before
-    assert passes.stopped == "seconds"
+    assert passes.budget.stopped == "seconds"
 
 
 class Clock:
@@ -184,7 +200,7 @@ def timed(
 ) -> tuple[Any, Clock]:
     """The explanation of one image in two seconds, where a forward takes 20 ms, and the clock."""
     clock = Clock()
-    monkeypatch.setattr(multi_pass, "time", clock)
+    monkeypatch.setattr(passes_module, "time", clock)
     quick = {key: each for key, each in METHODS[name].preview_options.items() if key not in COUNTED}
     method = METHODS[name](
         Ticking(clock, 0.02, inner or tiny_model_for(METHODS[name])()),
@@ -414,7 +430,7 @@ def test_any_target_means_the_same_in_passes_as_in_the_batch(target: Any) -> Non
         expected = selection(model(x))
         for image in range(3):
             one = x[image : image + 1]
-            (done,) = PassRunner(Noisy(model), one, selection, image).forwards(copies(one), 1)
+            (done,) = Passes(model, one, selection, image, expected[image]).forwards(copies(one), 1)
             torch.testing.assert_close(done.scores, expected[image : image + 1])
 
 
@@ -524,7 +540,7 @@ def test_inputs_of_another_type_are_converted() -> None:
         double = list(passes.gradients(lambda start, stop: brighter(passes.x)(start, stop).double(), 6))
         single = list(passes.gradients(brighter(passes.x), 6))
     for first, second in zip(double, single, strict=True):
-        assert first.inputs.dtype is torch.float32
+        assert first.gradients.dtype is torch.float32
         torch.testing.assert_close(first.gradients, second.gradients)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from saliency import Explanation, InputXGradient, MethodError
+from saliency import Explanation, InputXGradient, IntegratedGradients, MethodError, PerImage
 from saliency.engine import multi_pass
 from saliency.evaluation.metrics.base import Metric
 from saliency.evaluation.metrics.faithfulness import (
@@ -27,7 +27,7 @@ from saliency.evaluation.metrics.faithfulness import (
 )
 from saliency.evaluation.metrics.road import ROAD, CombinedROAD, imputed, removed
 from saliency.metrics import METRICS, Measurement, PerturbationMetric, measure
-from saliency.testing import Snapshot
+from saliency.testing import Snapshot, images, tiny_model
 from tests.models import FunctionModel
 
 QUICK: dict[str, dict[str, Any]] = {
@@ -413,3 +413,12 @@ def test_the_interval_of_two_errors_covers_the_value_of_many_samples(name: str) 
 def test_bad_options_are_errors(cls: type[Metric], options: dict[str, Any], words: str) -> None:
     with pytest.raises(MethodError, match=words):
         cls(**options)
+
+
+def test_one_image_of_a_method_with_options_for_each_image_is_measured() -> None:
+    method = IntegratedGradients(tiny_model(), steps=2, baseline=PerImage([0.0, 1.0]))
+    x = images(2)
+    explanation = method.attribute(x, [0, 1])
+    both = measure("deletion", explanation, method=method, inputs=x)[0]
+    one = measure("deletion", explanation[1], method=method, inputs=x[1:])[0]
+    torch.testing.assert_close(one.values, both.values[1:])

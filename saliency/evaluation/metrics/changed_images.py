@@ -12,12 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
+from ...attribution.answer import Answer
 from ...attribution.base import METHODS
 from ...attribution.heatmap import reduced_maps
+from ...attribution.questions import Questions
 from ...engine.estimates import generator, tied_ranks
-from ...engine.multi_pass import ImageAttribution, MakeInputs, MultiPassAttribution, PassRunner
+from ...engine.multi_pass import MakeInputs, Passes, check_chunk
+from ...hooks.manager import HookManager
+from ...hooks.model_state import run_model
+from ...io.inputs import Batch
 from ...methods.baselines import Fill, Filler, GivenImages
+from ...methods.gradient import VanillaGradient
 from ...methods.segments import ResolvedSegments, Segments, segmented
+from ...targets.targets import TargetLike, per_image
 from .base import Metric, Outcome, SharedResults, Subject, stacked
 
 GROUPS = 50
@@ -49,14 +56,35 @@ class PerturbationMetric(Metric):
             subject: The explanation to measure.
             **passes: Options of `MultiPassAttribution`: `chunk`, `progress`.
         """
+        if "chunk" in passes:
+            check_chunk("chunk", passes["chunk"])
         same_kind = [metric for metric in metrics if isinstance(metric, PerturbationMetric)]
         sharing = [metric for metric in same_kind if metric.of_explained_score == self.of_explained_score]
-        reader = subject.reader
-        runner = _MetricPasses(reader.model, layout=reader.layout, **passes)
-        runner.metrics, runner.subject, runner.measured = sharing, subject, []
+        images, measured = subject.images, list[list[Outcome]]()
+        reader = VanillaGradient(subject.reader.model, layout=subject.reader.layout)  # without options for each image
         target = subject.explained_target if self.of_explained_score else subject.scored_target
-        runner.attribute(subject.inputs_for(reader, subject.images), target)
-        return {metric: stacked(own, 1) for metric, *own in zip(sharing, *runner.measured, strict=True)}
+
+        def measure(batch: Batch, target: TargetLike) -> None:
+            """Measure the next images. The model is prepared."""
+            x = batch.inputs
+            asked = Questions(target, reader.images(x, batch.frames))
+            with HookManager(), torch.no_grad():
+                for index, score in enumerate(asked(run_model(reader.model, x))):
+                    with Passes(
+                        reader.model, x[index : index + 1], asked, index, score, label="metrics", **passes
+                    ) as variants:
+                        image = PerturbedImage(variants, score, subject, len(measured), self.of_explained_score)
+                        measured.append([image.measured(metric) for metric in sharing])
+
+        inputs = subject.inputs_for(reader, images)
+        batch = inputs if isinstance(inputs, Answer) else Batch(images, (None,) * len(images))
+        with reader.call(batch, [target]):
+            if isinstance(batch, Answer) and len(images) > 1:
+                targets = per_image(target, len(images))
+                batch.by_image(lambda part, image: measure(part, targets[image]))
+            else:
+                measure(batch, target)
+        return {metric: stacked(own, 1) for metric, *own in zip(sharing, *measured, strict=True)}
 
 
 class PerturbedImage:
@@ -78,7 +106,7 @@ class PerturbedImage:
         shared: Results that do not depend on the map.
     """
 
-    def __init__(self, passes: PassRunner, score: Tensor, subject: Subject, index: int, is_explained: bool) -> None:
+    def __init__(self, passes: Passes, score: Tensor, subject: Subject, index: int, is_explained: bool) -> None:
         self.passes, self.x, self.full = passes, passes.x, float(score)
         self.maps, self.seed = subject.maps[:, index], subject.seed
         self.preprocess = subject.reader.preprocess
@@ -86,6 +114,12 @@ class PerturbedImage:
         target = index, subject.explanation.target[index], subject.explanation.target_names[index], is_explained
         key = "image", id(subject.reader.model), *target, self.seed, digest(self.x)
         self.shared = subject.shared.once(key, SharedResults)
+
+    def measured(self, metric: PerturbationMetric) -> Outcome:
+        """Measure the image by a metric, and count the passes."""
+        before = self.passes.budget.used
+        outcome = metric.measure_image(self)
+        return outcome._replace(passes=self.passes.budget.used - before)
 
     @property
     def pixels(self) -> int:
@@ -124,15 +158,13 @@ class PerturbedImage:
         Args:
             key: A key that identifies the images.
             count: The number of images.
-            make: As for `PassRunner.forwards`.
-            local: As for `PassRunner.forwards`.
+            make: As for `Passes.forwards`.
+            local: As for `Passes.forwards`.
         """
         return self.shared.once(("scores", key), self._run, count, make, local)
 
     def _run(self, count: int, make: MakeInputs, local: bool) -> Tensor:
-        none = torch.empty(0, dtype=torch.float64, device="cpu")
-        chunks = self.passes.forwards(make, count, local=local)
-        return torch.cat([none, *(chunk.scores.cpu() for chunk in chunks)])
+        return self.passes.scores(make, count, local=local).cpu().double()
 
     def masked_scores(
         self, key: Hashable, count: int, fill: Fill, hidden: Callable[[int, int], Tensor], *, local: bool = False
@@ -144,7 +176,7 @@ class PerturbedImage:
             count: The number of images.
             fill: The value of hidden pixels.
             hidden: Returns the masks (k, H, W) from one number to another, true for hidden pixels.
-            local: As for `PassRunner.forwards`.
+            local: As for `Passes.forwards`.
         """
         filler = Filler(self.x, fill)
 
@@ -312,23 +344,3 @@ def correlation(first: Tensor, second: Tensor) -> Tensor:
     first, second = (values.double() - values.double().mean(-1, keepdim=True) for values in (first, second))
     norms = first.norm(dim=-1) * second.norm(dim=-1)
     return torch.where(norms > 0, (first * second).sum(-1) / norms.clamp(min=1e-300), 0.0)
-
-
-class _MetricPasses(MultiPassAttribution):
-    """The passes of metrics over a batch: the map of each image is given, and is measured instead of computed."""
-
-    metrics: Sequence[PerturbationMetric]
-    subject: Subject
-    measured: list[list[Outcome]]
-
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """Measure the next image by all metrics."""
-        is_explained = self.metrics[0].of_explained_score
-        image = PerturbedImage(passes, score, self.subject, len(self.measured), is_explained)
-        outcomes = []
-        for metric in self.metrics:
-            before = passes.used
-            outcome = metric.measure_image(image)
-            outcomes.append(outcome._replace(passes=passes.used - before))
-        self.measured.append(outcomes)
-        return ImageAttribution(torch.ones_like(passes.x[0, :1]))  # not read; a map of zeros would warn
