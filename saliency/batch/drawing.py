@@ -1,4 +1,4 @@
-"""Draw one image: overlays, images of the page, saved maps and manifest rows.
+"""Explain and draw images: overlays, images of the page, saved maps, trust cards and manifest rows.
 
 A map is a file for `Explanation.load`, with float16 values in their original resolution. Of a volume, it is a NIfTI
 file with float32 values in the resolution of the volume.
@@ -6,14 +6,15 @@ file with float32 values in the resolution of the volume.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -22,6 +23,7 @@ from safetensors.torch import save
 from ..attribution.explanation import Explanation, pack_explanation
 from ..attribution.heatmap import heatmap
 from ..errors import USER_CODE_ERRORS
+from ..evaluation.metrics.base import SharedResults
 from ..evaluation.trust import TrustCard
 from ..io.atomic_write import atomic_write, inside
 from ..io.inputs import encode
@@ -41,14 +43,20 @@ from ..render.blending import (
     resize_to_pixels,
     scale_map,
 )
-from ..render.overlay import save_drawing
+from ..render.overlay import encode_drawing
 from ..render.volume import slices
-from .failures import Failure, printable, stops_run, unwritable
+from .engines import Job
+from .failures import Failure, printable, unwritable
+from .listing import ImageEntry
 from .manifest import Row, make_row
-from .network import Cards, LoadedImage, Results
+from .network import LoadedImage, Network, Results, trust_card
+from .options import OutputOptions, OverlayStyle
 from .output_folder import CARD_FILES, file_names
-from .run_options import OverlayStyle, RunOptions
 
+Cards = Mapping[str, TrustCard | BaseException]
+"""Trust card, or why there is none, of methods for one image, by the name of the method."""
+Files = Mapping[str, tuple[str, bytes]]
+"""Name and content of files, by the column of the manifest."""
 THUMBNAIL_SIDE = 640  # longest side, in pixels, of the image that the page shows
 THUMBNAIL_QUALITY, HEAT_QUALITY = 85, 80
 CARD_FACTS = (
@@ -61,8 +69,40 @@ ALPHA_LEVELS = np.float32(64)
 MAX_COARSENESS = 3  # largest number of thumbnail pixels per heat image pixel, along one side
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainJob(Job):
+    """Explains and draws images.
+
+    Attributes:
+        output: The files of each image.
+    """
+
+    output: OutputOptions
+
+    def compute(self, network: Network, batch: Sequence[LoadedImage]) -> list[Any]:
+        """Explain the images of a batch, and measure their trust cards."""
+        start = perf_counter()
+        explained = network.explain(batch)
+        seconds = (perf_counter() - start) / (len(batch) * len(network.methods))
+        return [
+            (results, self._measure(network, loaded, results), seconds, repeated)
+            for loaded, (results, repeated) in zip(batch, explained, strict=True)
+        ]
+
+    def _measure(self, network: Network, loaded: LoadedImage, results: Results) -> Cards:
+        """Return the trust card of each method that explained an image, if the run has trust cards."""
+        methods = [method for method in network.methods if self.output.trust and method.name in loaded.slot.methods]
+        explained = [method for method in methods if isinstance(results.get(method.name), Explanation)]
+        shared = SharedResults()
+        return {one.name: trust_card(one, loaded, self.output.seconds, shared=shared) for one in explained}
+
+    def finish(self, loaded: LoadedImage, results: Any) -> list[Row]:
+        """Draw and write the files of one image, and return its rows."""
+        return list(write_results(self.output, self.out, loaded, *results))
+
+
 def write_results(
-    options: RunOptions,
+    output: OutputOptions,
     out: Path,
     loaded: LoadedImage,
     results: Results,
@@ -73,7 +113,7 @@ def write_results(
     """Write the files of one image, and yield one row per method, or a single row if the image could not be read.
 
     Args:
-        options: Options of the run.
+        output: The files of each image.
         out: Folder of the run.
         loaded: The image.
         results: Results of the methods.
@@ -84,92 +124,122 @@ def write_results(
     Raises:
         StoppedError: The folder cannot be written to.
     """
-    slot = loaded.slot
-    facts: dict[str, Any] = {"index": slot.index, "source": printable(slot.entry.source), "id": slot.entry.name}
-    facts["repeated"] = repeated
-
-    def failed(error: BaseException, method: str | None, *, is_writing: bool = False) -> Row:
-        if is_writing and stops_run(error):
-            raise unwritable(out, error) from error
-        failure = Failure.of(error, slot.entry.path, slot.entry.source, method or "")
-        return make_row(**facts | {"method": method, "error": failure.reason, "error_kind": failure.kind})
-
-    if not slot.methods:
-        return
-    if loaded.failure is not None:
-        yield failed(loaded.failure, None)
-        return
-    try:
-        original: Frame | Volume = loaded.volume or loaded.frame()
-        thumbnail = None
-        if isinstance(original, Frame):
-            image = original.image
-            facts |= {"width": image.width, "height": image.height, "box": list(original.box)}
-            facts["range"] = loaded.range and list(loaded.range)
-            thumbnail = shrink(image, THUMBNAIL_SIDE) if options.with_manifest else None
-        if thumbnail is not None:
-            names = file_names(slot.entry, "", "")
-            facts |= _write(out, names, "thumbnail", encode(thumbnail, "JPEG", quality=THUMBNAIL_QUALITY))
-    except Exception as error:  # noqa: BLE001 - any error becomes a failed row
-        yield failed(error, None, is_writing=True)
-        return
-    for method in slot.methods:
-        result = results[method]
-        if isinstance(result, BaseException):
-            yield failed(result, method)
-            continue
-        start = perf_counter()
+    slot, sizes = loaded.slot, dict[str, int]()
+    about = {"index": slot.index, "source": printable(slot.entry.source), "id": slot.entry.name, "repeated": repeated}
+    for row, files in draw_results(output, loaded, results, cards, seconds) if slot.methods else ():
         try:
-            names = file_names(slot.entry, method, options.style.format, with_manifest=options.with_manifest)
-            row = _write_method(options, out, names, result, original, thumbnail, facts)
-        except Exception as error:  # noqa: BLE001 - any error becomes a failed row
-            row = failed(error, method, is_writing=True)
+            columns = _write(out, files, sizes)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise unwritable(out, error) from error
+            columns = failure_columns(error, slot.entry, row["method"])
+        yield make_row(**about | row | columns)
+
+
+def draw_results(
+    output: OutputOptions, loaded: LoadedImage, results: Results, cards: Cards, seconds: float
+) -> Iterator[tuple[Row, Files]]:
+    """Yield the columns and the files of each method of one image, or of the error of the image."""
+    entry = loaded.slot.entry
+    image = _attempt(ImageDrawing, output, loaded)
+    if isinstance(image, BaseException):
+        yield failure_columns(image, entry, None), {}
+        return
+    for method in loaded.slot.methods:
+        start, row, contents = perf_counter(), {"method": method, **image.facts}, image.contents
+        names = file_names(entry, method, output.style.format, with_manifest=output.with_manifest)
+        drawn = _attempt(image.draw, results[method])
+        if isinstance(drawn, BaseException):
+            row |= failure_columns(drawn, entry, method)
         else:
-            row["seconds"] = round(seconds + perf_counter() - start, 4)
-            try:
-                row |= _write_card(options, out, names, cards[method]) if method in cards else {}
-            except USER_CODE_ERRORS as error:  # any error fails the card; the overlay stays
-                why = failed(error, method, is_writing=True)
-                row |= {"error": f"no trust card: {why['error']}", "error_kind": why["error_kind"]}
-        yield row
+            pages = _attempt(_draw_card, output, names, cards.get(method))
+            if isinstance(pages, BaseException):
+                row |= failure_columns(pages, entry, method, "no trust card: ")
+                pages = {}, {}
+            row |= drawn[0] | pages[0] | {"seconds": round(seconds + perf_counter() - start, 4)}
+            contents = contents | drawn[1] | pages[1]
+        yield row, {column: (names[column], content) for column, content in contents.items()}
 
 
-def _write_method(
-    options: RunOptions,
-    out: Path,
-    names: Mapping[str, str],
-    explanation: Explanation,
-    original: Frame | Volume,
-    thumbnail: Image.Image | None,
-    facts: dict[str, Any],
-) -> Row:
-    """Write the files of one method, and return its row."""
-    style = options.style
-    if isinstance(original, Volume):  # as in `slices`
-        style = OverlayStyle(sign=style.sign, colormap=style.colormap)
-        if original.to_input is not None:
-            maps = heatmap(explanation, sign=style.sign)
-            maps = place_map(maps, original.to_input, original.values.shape[1:])
-            explanation = replace(explanation, values=maps[:, None], error=None)
-    scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
-    facts = facts | explanation_facts(explanation, scaled, style.colormap)
-    if isinstance(original, Volume):
-        explanation = replace(explanation, sign=scaled.sign)
-        drawing = _draw_slices(explanation, original, style.colormap)
-        facts |= {"width": drawing.width, "height": drawing.height}
-        facts |= _write(out, names, "overlay", lambda file: save_drawing(drawing, file))
-        values = heatmap(explanation, size=tuple(original.values.shape[1:]))[0]
-        return make_row(**facts | _write(out, names, "map", encode_map(values, original.affine)))
-    facts["target_box"] = scaled.placed_box(original)
-    drawing = paint(original, scaled, style.colormap, style.opacity)
-    facts |= _write(out, names, "overlay", lambda file: save_drawing(drawing, file))
-    if thumbnail is not None:
-        facts |= _write(out, names, "heat", _heat_image(scaled, original, thumbnail.size, style))
-    if options.maps:
-        saved = replace(explanation, frames=(original,))
-        content = _encode_map(saved, original, facts["range"]) if options.with_manifest else saved.save
-        facts |= _write(out, names, "map", content)
-    return make_row(**facts)
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def _attempt(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | BaseException:
+    """Return the result of a function that may run code of the user, or its error."""
+    try:
+        return function(*args, **kwargs)
+    except USER_CODE_ERRORS as error:
+        return error
+
+
+def failure_columns(error: BaseException, entry: ImageEntry, method: str | None, prefix: str = "") -> Row:
+    """Return the columns of the error of a method, or of an image if there is no method."""
+    failure = Failure.of(error, entry.path, entry.source, method or "")
+    return {"method": method, "error": prefix + failure.reason, "error_kind": failure.kind}
+
+
+class ImageDrawing:
+    """One image, on which the maps of methods are drawn.
+
+    Args:
+        output: The files of each image.
+        loaded: The image.
+
+    Attributes:
+        facts: Columns of the rows of the image.
+        contents: The file of the thumbnail, by column, for the page.
+    """
+
+    def __init__(self, output: OutputOptions, loaded: LoadedImage) -> None:
+        self._output, self._original = output, loaded.volume or loaded.frame()
+        self.facts: Row = {}
+        self.contents: dict[str, bytes] = {}
+        self._size = 0, 0  # of the thumbnail
+        if isinstance(self._original, Frame):
+            image = self._original.image
+            self.facts |= {"width": image.width, "height": image.height, "box": list(self._original.box)}
+            self.facts["range"] = loaded.range and list(loaded.range)
+            if output.with_manifest:
+                thumbnail = shrink(image, THUMBNAIL_SIDE)
+                self._size = thumbnail.size
+                self.contents["thumbnail"] = encode(thumbnail, "JPEG", quality=THUMBNAIL_QUALITY)
+
+    def draw(self, result: Explanation | BaseException) -> tuple[Row, dict[str, bytes]]:
+        """Return the columns and the files of one method, by column. Raises `result` if it is an error."""
+        if isinstance(result, BaseException):
+            raise result
+        if isinstance(self._original, Volume):
+            return _draw_volume(result, self._original, self._output.style)
+        output, style, frame, explanation = self._output, self._output.style, self._original, result
+        scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
+        facts = explanation_facts(explanation, scaled, style.colormap)
+        facts["target_box"] = scaled.placed_box(frame)
+        overlay = paint(frame, scaled, style.colormap, style.opacity)
+        contents = {"overlay": encode_drawing(overlay, f".{style.format}")}
+        if output.with_manifest:
+            contents["heat"] = _heat_image(scaled, frame, self._size, style)
+        if output.maps:
+            saved = replace(explanation, frames=(frame,))
+            image = {"size": frame.image.size, "box": frame.box, "range": self.facts["range"]}
+            contents["map"] = _encode_map(saved, image) if output.with_manifest else save(*pack_explanation(saved))
+        return facts, contents
+
+
+def _draw_volume(explanation: Explanation, volume: Volume, style: OverlayStyle) -> tuple[Row, dict[str, bytes]]:
+    """Return the columns and the files of one method on a volume, by column."""
+    chosen = OverlayStyle(sign=style.sign, colormap=style.colormap)  # as in `slices`
+    if volume.to_input is not None:
+        maps = heatmap(explanation, sign=style.sign)
+        maps = place_map(maps, volume.to_input, volume.values.shape[1:])
+        explanation = replace(explanation, values=maps[:, None], error=None)
+    scaled = scale_map(explanation, chosen.sign, chosen.percentile, smoothing=chosen.smoothing)
+    facts = explanation_facts(explanation, scaled, style.colormap)
+    explanation = replace(explanation, sign=scaled.sign)
+    drawing = _draw_slices(explanation, volume, style.colormap)
+    values = heatmap(explanation, size=tuple(volume.values.shape[1:]))[0]
+    contents = {"overlay": encode_drawing(drawing, f".{style.format}"), "map": encode_map(values, volume.affine)}
+    return facts | {"width": drawing.width, "height": drawing.height}, contents
 
 
 def explanation_facts(explanation: Explanation, scaled: ScaledMap, colormap: str | None) -> Row:
@@ -217,34 +287,40 @@ def _draw_slices(explanation: Explanation, volume: Volume, colormap: str | None)
     return Image.open(file).convert("RGB")
 
 
-def _write(
-    out: Path, names: Mapping[str, str], column: str, content: bytes | Callable[[Path], object]
-) -> dict[str, Any]:
-    """Write a file, given its bytes or a function that saves it, and return its name and size for the row."""
-    file = inside(out, names[column])
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if callable(content):
-        content(file)
-    else:
-        with atomic_write(file) as temporary:
-            temporary.write_bytes(content)
-    return {column: names[column], f"{column}_bytes": file.stat().st_size}
+def _write(out: Path, files: Files, sizes: dict[str, int]) -> Row:
+    """Write the files whose names are not among `sizes`, and return the names and sizes of all, by column."""
+    row: Row = {}
+    for column, (name, content) in files.items():
+        if name not in sizes:
+            write_file(inside(out, name), content)
+            sizes[name] = len(content)
+        row |= {column: name, f"{column}_bytes": sizes[name]}
+    return row
 
 
-def _encode_map(explanation: Explanation, frame: Frame, range: list[float] | None) -> bytes:
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file atomically. Its folder is created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def _encode_map(explanation: Explanation, image: Row) -> bytes:
     """Return the file of a map, for `Explanation.load`: values in float16, no standard errors, no picture, no times."""
-    facts = {"size": frame.image.size, "box": frame.box, "range": range}
-    return save(*pack_explanation(replace(explanation, frames=(None,), error=None, run_stats=()), facts))
+    return save(*pack_explanation(replace(explanation, frames=(None,), error=None, run_stats=()), image))
 
 
-def _write_card(options: RunOptions, out: Path, names: Mapping[str, str], card: TrustCard | BaseException) -> Row:
-    """Write the files of a trust card, and return its columns of the row. Raises `card` if it is an error."""
+def _draw_card(
+    output: OutputOptions, names: Mapping[str, str], card: TrustCard | BaseException | None
+) -> tuple[Row, dict[str, bytes]]:
+    """Return the columns and the files of a trust card, if there is one. Raises `card` if it is an error."""
+    if card is None:
+        return {}, {}
     if isinstance(card, BaseException):
         raise card
-    facts: Row = {"trust": card_facts(card) if options.with_manifest else {"summary": card.summary}}
-    for column in names.keys() & CARD_FILES:
-        facts |= _write(out, names, column, card.save)
-    return facts
+    facts = card_facts(card) if output.with_manifest else {"summary": card.summary}
+    files = {column: card.encoders[suffix]() for column, suffix in CARD_FILES.items() if column in names}
+    return {"trust": facts}, files
 
 
 def card_facts(card: TrustCard) -> dict[str, Row]:

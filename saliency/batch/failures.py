@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeGuard
 
 from ..errors import SaliencyError
 
@@ -50,12 +49,6 @@ def printable(text: str) -> str:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     except UnicodeEncodeError:  # JSON may contain surrogates, which no file name contains
         return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def stops_run(error: BaseException) -> TypeGuard[OSError]:
-    """Return whether a write error concerns the folder, such as a full disk, rather than one image."""
-    # Encoders raise an OSError without errno if their format cannot store an image.
-    return isinstance(error, OSError) and error.errno not in (None, errno.ENAMETOOLONG)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from ..attribution.aliases import option_hint
 from ..attribution.base import METHODS, Attribution, explain_together, get_method
 from ..attribution.explanation import Explanation
 from ..errors import USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotApplicableError
-from ..evaluation.metrics.base import SharedResults
 from ..evaluation.trust import TrustCard, trust
 from ..hooks.model_state import is_out_of_memory, prepared_for_attribution, reference_tensor, run_model
 from ..io.inputs import Prepare
@@ -29,12 +28,11 @@ from ..targets.targets import Located, class_index
 from ..zoo import load
 from .failures import BatchError, Failure
 from .listing import ImageEntry
-from .run_options import RunOptions
+from .options import NetworkOptions
+from .plan import Slot
 
 Results = Mapping[str, Explanation | BaseException]
 """Explanation or error of every method for one image, by the name of the method."""
-Cards = Mapping[str, TrustCard | BaseException]
-"""Trust card, or why there is none, of methods for one image, by the name of the method."""
 _DEVICE_ERRORS = (RuntimeError, AssertionError, NotImplementedError)
 """Errors of PyTorch for a device that does not exist or is full."""
 _Outcomes = dict[str, list[Explanation | BaseException]]
@@ -43,21 +41,6 @@ _Outcomes = dict[str, list[Explanation | BaseException]]
 
 class BatchTooLargeError(MemoryError):
     """A batch of several images does not fit into memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One position of a batch.
-
-    Attributes:
-        index: Number of the image in the listing.
-        entry: The image.
-        methods: Methods without a manifest row; empty for an image that only keeps its position in the batch.
-    """
-
-    index: int
-    entry: ImageEntry
-    methods: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +98,7 @@ class Network:
         TargetError: The target of all images does not exist.
     """
 
-    def __init__(self, options: RunOptions, model: nn.Module) -> None:
+    def __init__(self, options: NetworkOptions, model: nn.Module) -> None:
         like = reference_tensor(model)
         self.device = device_of(model)
         self._dtype = torch.float32 if like is None else like.dtype
@@ -123,7 +106,6 @@ class Network:
         self.preprocess: Prepare = self.methods[0].preprocess
         self.categories = self.methods[0].categories
         self._target = None if options.target is None else self._as_target(options.target)
-        self._trust, self._seconds = options.trust, options.seconds
         self._separate: set[str] = set()  # methods that do not share the passes of the others
 
     def _as_target(self, target: int | str | Target) -> int | Target:
@@ -206,18 +188,6 @@ class Network:
                     results[index] = of_image, next(iter(errors), None)
         return results
 
-    def trust(self, loaded: LoadedImage, results: Results) -> Cards:
-        """Return the trust card of each method that explained an image, if the run has trust cards.
-
-        Args:
-            loaded: The image.
-            results: Results of the methods.
-        """
-        methods = [method for method in self.methods if self._trust and method.name in loaded.slot.methods]
-        explained = [method for method in methods if isinstance(results.get(method.name), Explanation)]
-        shared = SharedResults()
-        return {one.name: trust_card(one, loaded, self._seconds, shared=shared) for one in explained}
-
     def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any], errors: list[str]) -> _Outcomes:
         """Run methods on a batch. If that fails, append the reason to `errors`, and run parts of the batch."""
         error = None
@@ -259,7 +229,7 @@ def trust_card(
         return error
 
 
-def load_model(options: RunOptions) -> nn.Module:
+def load_model(options: NetworkOptions) -> nn.Module:
     """Return the model of a run, on the CPU if it is given by name."""
     return load(options.model, weights=options.weights) if isinstance(options.model, str) else options.model
 
@@ -298,7 +268,7 @@ def move_model(model: nn.Module, device: torch.device) -> nn.Module:
         raise BatchError(f"the device {device} cannot be used: {reason}; try cpu") from error
 
 
-def replicate(options: RunOptions, model: nn.Module, devices: Sequence[torch.device]) -> list[Network]:
+def replicate(options: NetworkOptions, model: nn.Module, devices: Sequence[torch.device]) -> list[Network]:
     """Return a network per device. The first uses the model itself if it is on that device; others use a copy."""
     here = device_of(model)
     return [
@@ -307,7 +277,7 @@ def replicate(options: RunOptions, model: nn.Module, devices: Sequence[torch.dev
     ]
 
 
-def create_methods(options: RunOptions, model: nn.Module) -> list[Attribution]:
+def create_methods(options: NetworkOptions, model: nn.Module) -> list[Attribution]:
     """Create the methods of a run, each with the options that it accepts."""
     classes = [get_method(name) for name in options.methods]
     require_options(options.options, classes)
@@ -325,7 +295,7 @@ def require_options(names: Iterable[str], classes: Collection[type[Attribution]]
             raise MethodError(f'no option "{name}" of {of}{option_hint(name, known)}')
 
 
-def create_method(cls: type[Attribution], options: RunOptions, model: nn.Module) -> Attribution:
+def create_method(cls: type[Attribution], options: NetworkOptions, model: nn.Module) -> Attribution:
     """Create a method with the options that it has, and with the layer if it reads one."""
     values = {"progress": False, **options.options}  # the run shows progress
     given = {name: value for name, value in values.items() if name in cls.options()}

@@ -18,7 +18,7 @@ from ..io.atomic_write import durable_write, inside
 from .failures import BatchError, writing_to
 from .listing import ImageEntry
 from .manifest import CSV, MANIFEST
-from .run_options import FORMATS
+from .options import FORMATS
 
 LOCK = ".lock"
 FORMAT = "saliency batch 3"
@@ -30,7 +30,7 @@ EVALUATION, EVALUATION_PAGE, RESULTS = "evaluation.json", "evaluation.html", "re
 OVERLAYS, THUMBNAILS, HEAT, MAPS, CARDS = "overlays", "thumbnails", "heat", "maps", "trust"
 FOLDERS = (OVERLAYS, THUMBNAILS, HEAT, MAPS, CARDS)
 FILES = (PAGE, CSV, MANIFEST, LISTING, ABOUT)
-CARD_FILES = ("card", "card_json", "card_image")
+CARD_FILES = {"card": ".html", "card_json": ".json", "card_image": ".png"}
 
 HEAD: dict[str, Any] = {
     "format": re.compile(json.dumps(FORMAT)),
@@ -104,79 +104,72 @@ def file_names(entry: ImageEntry, method: str, format: str, *, with_manifest: bo
     }
 
 
-class OutputFolder:
-    """The output folder of a run.
+def read_head(folder: Path) -> dict[str, Any] | None:
+    """Return the content of `manifest.json`; None if there is no run.
 
-    Args:
-        path: The folder.
+    Raises:
+        BatchError: The file is not a manifest of this format, or is damaged; or there is no run, and the folder
+            contains files where a run would write.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def read_head(self) -> dict[str, Any] | None:
-        """Return the content of `manifest.json`; None if there is no run.
-
-        Raises:
-            BatchError: The file is not a manifest of this format, or is damaged; or there is no run, and the folder
-                contains files where a run would write.
-        """
-        if not os.path.lexists(self.path / ABOUT):
-            self.remove_temporary_files()
-            self._require_free()
-            return None
-        head: dict[str, Any] | None = read_json(self.path / ABOUT, HEAD)
+    if os.path.lexists(folder / ABOUT):
+        head: dict[str, Any] | None = read_json(folder / ABOUT, HEAD)
         if head is None:
-            raise BatchError(f"{self.path / ABOUT} is damaged, or from another version; choose another folder")
+            raise BatchError(f"{folder / ABOUT} is damaged, or from another version; choose another folder")
         return head
+    remove_temporary_files(folder)
+    used = [name for name in FILES if os.path.lexists(folder / name)]
+    used += [name for name in FOLDERS if any(files for *_, files in os.walk(folder / name))]
+    if used:
+        raise BatchError(f"{used[0]} exists in {folder}, without a run; choose another folder for --out")
+    return None
 
-    def _require_free(self) -> None:
-        used = [name for name in FILES if os.path.lexists(self.path / name)]
-        used += [name for name in FOLDERS if any(files for *_, files in os.walk(self.path / name))]
-        if used:
-            raise BatchError(f"{used[0]} exists in {self.path}, without a run; choose another folder for --out")
 
-    def write_head(self, head: dict[str, Any]) -> None:
-        """Replace `manifest.json`."""
-        durable_write(self.path / ABOUT, [f"{json.dumps(head, indent=1)}\n".encode()])
+def write_head(folder: Path, head: dict[str, Any]) -> None:
+    """Replace `manifest.json`."""
+    durable_write(folder / ABOUT, [f"{json.dumps(head, indent=1)}\n".encode()])
 
-    def read_listing(self) -> list[ImageEntry]:
-        """Return the numbered images of earlier runs. Raises BatchError if the file is damaged."""
-        try:
-            lines = (self.path / LISTING).read_text("ascii").splitlines()
-            return [ImageEntry.from_fields(fields) for fields in json.loads(f"[{','.join(lines)}]")]
-        except FileNotFoundError:
-            return []
-        except (AttributeError, TypeError, ValueError) as error:
-            raise BatchError(f"{self.path / LISTING} is damaged: {error}; choose another folder") from error
 
-    def write_listing(self, entries: Sequence[ImageEntry]) -> None:
-        """Replace the listing."""
-        durable_write(self.path / LISTING, (f"{entry.to_json()}\n".encode() for entry in entries))
+def read_listing(folder: Path) -> list[ImageEntry]:
+    """Return the numbered images of earlier runs. Raises BatchError if the file is damaged."""
+    try:
+        lines = (folder / LISTING).read_text("ascii").splitlines()
+        return [ImageEntry.from_fields(fields) for fields in json.loads(f"[{','.join(lines)}]")]
+    except FileNotFoundError:
+        return []
+    except (AttributeError, TypeError, ValueError) as error:
+        raise BatchError(f"{folder / LISTING} is damaged: {error}; choose another folder") from error
 
-    def remove_temporary_files(self, folders: Iterable[str] = (*FOLDERS, RESULTS)) -> None:
-        """Remove the temporary files of writers that were killed, from the folder itself and from some in it."""
-        below = (entry for name in folders for entry in os.walk(self.path / name))
-        for folder, _, files in chain([next(os.walk(self.path))], below):
-            for name in filter(_TEMPORARY.fullmatch, files):
-                (Path(folder) / name).unlink(missing_ok=True)
 
-    def clear(self, entries: Sequence[ImageEntry], methods: Sequence[str]) -> None:
-        """Remove all files that a run writes, and no others. Empty folders stay."""
-        self.remove(entries, methods)
-        # manifest.json is removed last: without it, an interrupted removal could not be repeated.
-        for name in FILES:
-            (self.path / name).unlink(missing_ok=True)
+def write_listing(folder: Path, entries: Sequence[ImageEntry]) -> None:
+    """Replace the listing."""
+    durable_write(folder / LISTING, (f"{entry.to_json()}\n".encode() for entry in entries))
 
-    def remove(self, entries: Iterable[ImageEntry], methods: Sequence[str]) -> None:
-        """Remove the files of some images. Files in linked folders stay."""
-        checked = cache(partial(inside, self.path))
-        for entry in entries:
-            files = [file_names(entry, method, suffix) for method in methods for suffix in FORMATS]
-            for name in {name for names in files for name in names.values()}:
-                folder, _, file = name.rpartition("/")
-                with suppress(OSError):
-                    os.unlink(f"{checked(folder)}/{file}")  # noqa: PTH108 - called for every file
+
+def remove_temporary_files(folder: Path, subfolders: Iterable[str] = (*FOLDERS, RESULTS)) -> None:
+    """Remove the temporary files of writers that were killed, from the folder itself and from some in it."""
+    below = (found for name in subfolders for found in os.walk(folder / name))
+    for place, _, files in chain([next(os.walk(folder))], below):
+        for name in filter(_TEMPORARY.fullmatch, files):
+            (Path(place) / name).unlink(missing_ok=True)
+
+
+def clear(folder: Path, entries: Iterable[ImageEntry], methods: Sequence[str]) -> None:
+    """Remove all files that a run writes, and no others. Empty folders stay."""
+    remove_files(folder, entries, methods)
+    # manifest.json is removed last: without it, an interrupted removal could not be repeated.
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
+
+
+def remove_files(folder: Path, entries: Iterable[ImageEntry], methods: Sequence[str]) -> None:
+    """Remove the files of some images. Files in linked folders stay."""
+    checked = cache(partial(inside, folder))
+    for entry in entries:
+        files = [file_names(entry, method, suffix) for method in methods for suffix in FORMATS]
+        for name in {name for names in files for name in names.values()}:
+            subfolder, _, file = name.rpartition("/")
+            with suppress(OSError):
+                os.unlink(f"{checked(subfolder)}/{file}")  # noqa: PTH108 - called for every file
 
 
 def fits(value: object, shape: Any) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 
 from ..batch.failures import Failure, sentence
-from ..batch.network import Network, Slot, load_model, move_model, trust_card
-from ..batch.run_options import RunOptions
+from ..batch.network import Network, load_model, move_model, trust_card
+from ..batch.options import NetworkOptions
+from ..batch.plan import Slot
 from ..batch.sources import find_images
 from ..errors import plural, visible
 from ..evaluation.trust import TrustCard
@@ -28,7 +29,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         counts = f"got {plural(len(entries), 'image')} and {plural(len(methods), 'method')}"
         raise UsageError(f"a trust card is of one image and one method, {counts}; saliency explain --trust writes many")
     given = {**vars(arguments), "methods": methods, "target": choose_target(arguments)}
-    options, (entry,) = RunOptions.of(given), entries
+    options, (entry,) = NetworkOptions.of(given), entries
     with screen.waiting("measuring the map"):
         network = Network(options, move_model(load_model(options), one_device(options)))
         loaded = network.load(Slot(0, entry, (methods[0],)))
