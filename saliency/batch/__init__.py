@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .failures import BatchError, StoppedError, writing_to
 from .options import FORMATS, SIGNS, NetworkOptions, OutputOptions, OverlayStyle, Progress, RunOptions, Summary
-from .output_folder import locked
 from .run import execute
 from .sources import find_images
-from .store import ManifestStore
+from .store import ManifestStore, locked
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -22,7 +22,6 @@ from safetensors.torch import save
 
 from ..attribution.explanation import Explanation, pack_explanation
 from ..attribution.heatmap import heatmap
-from ..errors import USER_CODE_ERRORS
 from ..evaluation.metrics.base import SharedResults
 from ..evaluation.trust import TrustCard
 from ..io.atomic_write import atomic_write, inside
@@ -46,17 +45,13 @@ from ..render.blending import (
 from ..render.overlay import encode_drawing
 from ..render.volume import slices
 from .engines import Job
-from .failures import Failure, printable, unwritable
+from .failures import Failure, attempt, printable, unwritable
 from .listing import ImageEntry
 from .manifest import Row, make_row
 from .network import LoadedImage, Network, Results, trust_card
 from .options import OutputOptions, OverlayStyle
-from .output_folder import CARD_FILES, file_names
+from .store import file_names
 
-Cards = Mapping[str, TrustCard | BaseException]
-"""Trust card, or why there is none, of methods for one image, by the name of the method."""
-Files = Mapping[str, tuple[str, bytes]]
-"""Name and content of files, by the column of the manifest."""
 THUMBNAIL_SIDE = 640  # longest side, in pixels, of the image that the page shows
 THUMBNAIL_QUALITY, HEAT_QUALITY = 85, 80
 CARD_FACTS = (
@@ -69,6 +64,29 @@ ALPHA_LEVELS = np.float32(64)
 MAX_COARSENESS = 3  # largest number of thumbnail pixels per heat image pixel, along one side
 
 
+class ImageResults(NamedTuple):
+    """Results of one image.
+
+    Attributes:
+        explanations: Explanation or error of each method.
+        cards: Trust card or error of the methods that explained the image, if the run has trust cards.
+        seconds: Seconds that the network took per method.
+        repeated: Error after which the batch of the image was repeated in parts.
+    """
+
+    explanations: Results
+    cards: Mapping[str, TrustCard | BaseException] = {}
+    seconds: float = 0.0
+    repeated: str | None = None
+
+
+class Drawing(NamedTuple):
+    """Columns of a row, and the contents of its files by column."""
+
+    columns: Row
+    contents: Mapping[str, bytes] = {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainJob(Job):
     """Explains and draws images.
@@ -79,104 +97,88 @@ class ExplainJob(Job):
 
     output: OutputOptions
 
-    def compute(self, network: Network, batch: Sequence[LoadedImage]) -> list[Any]:
+    def compute(self, network: Network, batch: Sequence[LoadedImage]) -> list[ImageResults]:
         """Explain the images of a batch, and measure their trust cards."""
         start = perf_counter()
         explained = network.explain(batch)
         seconds = (perf_counter() - start) / (len(batch) * len(network.methods))
         return [
-            (results, self._measure(network, loaded, results), seconds, repeated)
-            for loaded, (results, repeated) in zip(batch, explained, strict=True)
+            ImageResults(results, self._measure(network, loaded, results) if self.output.trust else {}, seconds, error)
+            for loaded, (results, error) in zip(batch, explained, strict=True)
         ]
 
-    def _measure(self, network: Network, loaded: LoadedImage, results: Results) -> Cards:
-        """Return the trust card of each method that explained an image, if the run has trust cards."""
-        methods = [method for method in network.methods if self.output.trust and method.name in loaded.slot.methods]
+    def _measure(self, network: Network, loaded: LoadedImage, results: Results) -> dict[str, TrustCard | BaseException]:
+        """Return the trust card of each method that explained an image."""
+        methods = [method for method in network.methods if method.name in loaded.slot.methods]
         explained = [method for method in methods if isinstance(results.get(method.name), Explanation)]
         shared = SharedResults()
         return {one.name: trust_card(one, loaded, self.output.seconds, shared=shared) for one in explained}
 
-    def finish(self, loaded: LoadedImage, results: Any) -> list[Row]:
+    def finish(self, loaded: LoadedImage, results: ImageResults) -> list[Row]:
         """Draw and write the files of one image, and return its rows."""
-        return list(write_results(self.output, self.out, loaded, *results))
+        return list(self.write(loaded, results))
+
+    def write(self, loaded: LoadedImage, results: ImageResults) -> Iterator[Row]:
+        """Write the files of one image, and yield one row per method, or a single row if the image could not be read.
+
+        Raises:
+            StoppedError: The folder cannot be written to.
+        """
+        slot, entry, sizes = loaded.slot, loaded.slot.entry, dict[str, int]()
+        about = {"index": slot.index, "source": printable(entry.source), "id": entry.name, "repeated": results.repeated}
+        for drawing in draw(self.output, loaded, results) if slot.methods else ():
+            row = about | drawing.columns
+            style = self.output.style
+            names = file_names(entry, row["method"] or "", style.format, with_manifest=self.output.with_manifest)
+            try:
+                for column, content in drawing.contents.items():
+                    name = names[column]
+                    if name not in sizes:  # the thumbnail is a file of all rows
+                        sizes[name] = write_file(inside(self.out, name), content)
+                    row |= {column: name, f"{column}_bytes": sizes[name]}
+            except OSError as error:
+                if error.errno != errno.ENAMETOOLONG:
+                    raise unwritable(self.out, error) from error
+                row = about | failure_columns(error, entry, row["method"])
+            yield make_row(**row)
 
 
-def write_results(
-    output: OutputOptions,
-    out: Path,
-    loaded: LoadedImage,
-    results: Results,
-    cards: Cards,
-    seconds: float = 0.0,
-    repeated: str | None = None,
-) -> Iterator[Row]:
-    """Write the files of one image, and yield one row per method, or a single row if the image could not be read.
-
-    Args:
-        output: The files of each image.
-        out: Folder of the run.
-        loaded: The image.
-        results: Results of the methods.
-        cards: Trust cards of the methods, if the run has them.
-        seconds: Seconds that the network took per method.
-        repeated: Error after which the batch of the image was repeated in parts.
-
-    Raises:
-        StoppedError: The folder cannot be written to.
-    """
-    slot, sizes = loaded.slot, dict[str, int]()
-    about = {"index": slot.index, "source": printable(slot.entry.source), "id": slot.entry.name, "repeated": repeated}
-    for row, files in draw_results(output, loaded, results, cards, seconds) if slot.methods else ():
-        try:
-            columns = _write(out, files, sizes)
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
-                raise unwritable(out, error) from error
-            columns = failure_columns(error, slot.entry, row["method"])
-        yield make_row(**about | row | columns)
-
-
-def draw_results(
-    output: OutputOptions, loaded: LoadedImage, results: Results, cards: Cards, seconds: float
-) -> Iterator[tuple[Row, Files]]:
-    """Yield the columns and the files of each method of one image, or of the error of the image."""
-    entry = loaded.slot.entry
-    image = _attempt(ImageDrawing, output, loaded)
-    if isinstance(image, BaseException):
-        yield failure_columns(image, entry, None), {}
-        return
-    for method in loaded.slot.methods:
-        start, row, contents = perf_counter(), {"method": method, **image.facts}, image.contents
-        names = file_names(entry, method, output.style.format, with_manifest=output.with_manifest)
-        drawn = _attempt(image.draw, results[method])
-        if isinstance(drawn, BaseException):
-            row |= failure_columns(drawn, entry, method)
-        else:
-            pages = _attempt(_draw_card, output, names, cards.get(method))
-            if isinstance(pages, BaseException):
-                row |= failure_columns(pages, entry, method, "no trust card: ")
-                pages = {}, {}
-            row |= drawn[0] | pages[0] | {"seconds": round(seconds + perf_counter() - start, 4)}
-            contents = contents | drawn[1] | pages[1]
-        yield row, {column: (names[column], content) for column, content in contents.items()}
-
-
-T = TypeVar("T")
-P = ParamSpec("P")
-
-
-def _attempt(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | BaseException:
-    """Return the result of a function that may run code of the user, or its error."""
-    try:
-        return function(*args, **kwargs)
-    except USER_CODE_ERRORS as error:
-        return error
+def write_file(path: Path, content: bytes) -> int:
+    """Write a file atomically, and return its size. Its folder is created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(content)
+    return len(content)
 
 
 def failure_columns(error: BaseException, entry: ImageEntry, method: str | None, prefix: str = "") -> Row:
     """Return the columns of the error of a method, or of an image if there is no method."""
     failure = Failure.of(error, entry.path, entry.source, method or "")
     return {"method": method, "error": prefix + failure.reason, "error_kind": failure.kind}
+
+
+def draw(output: OutputOptions, loaded: LoadedImage, results: ImageResults) -> Iterator[Drawing]:
+    """Draw one image: yield the columns and files of each method, or of the error of the image."""
+    entry = loaded.slot.entry
+    image = attempt(ImageDrawing, output, loaded)
+    if isinstance(image, BaseException):
+        yield Drawing(failure_columns(image, entry, None))
+        return
+    for method in loaded.slot.methods:
+        start = perf_counter()
+        drawing = _attempt_drawing(entry, method, "", image.draw, results.explanations[method])
+        if "error" not in drawing.columns:
+            card = _attempt_drawing(entry, method, "no trust card: ", _draw_card, output, results.cards.get(method))
+            seconds = round(results.seconds + perf_counter() - start, 4)
+            columns = {"seconds": seconds, **drawing.columns, **card.columns}
+            drawing = Drawing(columns, {**drawing.contents, **card.contents})
+        yield Drawing(image.columns | drawing.columns, {**image.contents, **drawing.contents})
+
+
+def _attempt_drawing(entry: ImageEntry, method: str, prefix: str, draw: Callable[..., Drawing], *args: Any) -> Drawing:
+    """Return a drawing, or the columns of the error that prevents it."""
+    drawing = attempt(draw, *args)
+    return Drawing(failure_columns(drawing, entry, method, prefix)) if isinstance(drawing, BaseException) else drawing
 
 
 class ImageDrawing:
@@ -187,59 +189,57 @@ class ImageDrawing:
         loaded: The image.
 
     Attributes:
-        facts: Columns of the rows of the image.
+        columns: Columns of the rows of the image.
         contents: The file of the thumbnail, by column, for the page.
     """
 
     def __init__(self, output: OutputOptions, loaded: LoadedImage) -> None:
         self._output, self._original = output, loaded.volume or loaded.frame()
-        self.facts: Row = {}
+        self.columns: Row = {}
         self.contents: dict[str, bytes] = {}
-        self._size = 0, 0  # of the thumbnail
         if isinstance(self._original, Frame):
             image = self._original.image
-            self.facts |= {"width": image.width, "height": image.height, "box": list(self._original.box)}
-            self.facts["range"] = loaded.range and list(loaded.range)
+            self.columns |= {"width": image.width, "height": image.height, "box": list(self._original.box)}
+            self.columns["range"] = loaded.range and list(loaded.range)
             if output.with_manifest:
                 thumbnail = shrink(image, THUMBNAIL_SIDE)
-                self._size = thumbnail.size
+                self._thumbnail_size = thumbnail.size
                 self.contents["thumbnail"] = encode(thumbnail, "JPEG", quality=THUMBNAIL_QUALITY)
 
-    def draw(self, result: Explanation | BaseException) -> tuple[Row, dict[str, bytes]]:
-        """Return the columns and the files of one method, by column. Raises `result` if it is an error."""
-        if isinstance(result, BaseException):
-            raise result
-        if isinstance(self._original, Volume):
-            return _draw_volume(result, self._original, self._output.style)
-        output, style, frame, explanation = self._output, self._output.style, self._original, result
+    def draw(self, explanation: Explanation | BaseException) -> Drawing:
+        """Draw the map of one method. Raises the argument if it is an error."""
+        if isinstance(explanation, BaseException):
+            raise explanation
+        output, style, frame = self._output, self._output.style, self._original
+        if isinstance(frame, Volume):
+            return _draw_volume(explanation, frame, style)
         scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
-        facts = explanation_facts(explanation, scaled, style.colormap)
-        facts["target_box"] = scaled.placed_box(frame)
-        overlay = paint(frame, scaled, style.colormap, style.opacity)
-        contents = {"overlay": encode_drawing(overlay, f".{style.format}")}
+        columns = explanation_facts(explanation, scaled, style.colormap) | {"target_box": scaled.placed_box(frame)}
+        drawing = paint(frame, scaled, style.colormap, style.opacity)
+        contents = {"overlay": encode_drawing(drawing, f".{style.format}")}
         if output.with_manifest:
-            contents["heat"] = _heat_image(scaled, frame, self._size, style)
-        if output.maps:
-            saved = replace(explanation, frames=(frame,))
-            image = {"size": frame.image.size, "box": frame.box, "range": self.facts["range"]}
-            contents["map"] = _encode_map(saved, image) if output.with_manifest else save(*pack_explanation(saved))
-        return facts, contents
+            contents["heat"] = _heat_image(scaled, frame, self._thumbnail_size, style)
+        if output.maps and output.with_manifest:
+            contents["map"] = _encode_map(explanation, frame, self.columns["range"])
+        elif output.maps:
+            contents["map"] = save(*pack_explanation(replace(explanation, frames=(frame,))))
+        return Drawing(columns, contents)
 
 
-def _draw_volume(explanation: Explanation, volume: Volume, style: OverlayStyle) -> tuple[Row, dict[str, bytes]]:
-    """Return the columns and the files of one method on a volume, by column."""
-    chosen = OverlayStyle(sign=style.sign, colormap=style.colormap)  # as in `slices`
+def _draw_volume(explanation: Explanation, volume: Volume, style: OverlayStyle) -> Drawing:
+    """Draw the map of one method on a volume."""
     if volume.to_input is not None:
         maps = heatmap(explanation, sign=style.sign)
         maps = place_map(maps, volume.to_input, volume.values.shape[1:])
         explanation = replace(explanation, values=maps[:, None], error=None)
-    scaled = scale_map(explanation, chosen.sign, chosen.percentile, smoothing=chosen.smoothing)
-    facts = explanation_facts(explanation, scaled, style.colormap)
+    of_slices = OverlayStyle()  # as in `slices`
+    scaled = scale_map(explanation, style.sign, of_slices.percentile, smoothing=of_slices.smoothing)
+    columns = explanation_facts(explanation, scaled, style.colormap)
     explanation = replace(explanation, sign=scaled.sign)
     drawing = _draw_slices(explanation, volume, style.colormap)
     values = heatmap(explanation, size=tuple(volume.values.shape[1:]))[0]
     contents = {"overlay": encode_drawing(drawing, f".{style.format}"), "map": encode_map(values, volume.affine)}
-    return facts | {"width": drawing.width, "height": drawing.height}, contents
+    return Drawing(columns | {"width": drawing.width, "height": drawing.height}, contents)
 
 
 def explanation_facts(explanation: Explanation, scaled: ScaledMap, colormap: str | None) -> Row:
@@ -287,40 +287,23 @@ def _draw_slices(explanation: Explanation, volume: Volume, colormap: str | None)
     return Image.open(file).convert("RGB")
 
 
-def _write(out: Path, files: Files, sizes: dict[str, int]) -> Row:
-    """Write the files whose names are not among `sizes`, and return the names and sizes of all, by column."""
-    row: Row = {}
-    for column, (name, content) in files.items():
-        if name not in sizes:
-            write_file(inside(out, name), content)
-            sizes[name] = len(content)
-        row |= {column: name, f"{column}_bytes": sizes[name]}
-    return row
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file atomically. Its folder is created."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(content)
-
-
-def _encode_map(explanation: Explanation, image: Row) -> bytes:
+def _encode_map(explanation: Explanation, frame: Frame, range: list[float] | None) -> bytes:
     """Return the file of a map, for `Explanation.load`: values in float16, no standard errors, no picture, no times."""
-    return save(*pack_explanation(replace(explanation, frames=(None,), error=None, run_stats=()), image))
+    facts = {"size": frame.image.size, "box": frame.box, "range": range}
+    return save(*pack_explanation(replace(explanation, frames=(None,), error=None, run_stats=()), facts))
 
 
-def _draw_card(
-    output: OutputOptions, names: Mapping[str, str], card: TrustCard | BaseException | None
-) -> tuple[Row, dict[str, bytes]]:
-    """Return the columns and the files of a trust card, if there is one. Raises `card` if it is an error."""
-    if card is None:
-        return {}, {}
+def _draw_card(output: OutputOptions, card: TrustCard | BaseException | None) -> Drawing:
+    """Return the columns and the files of a trust card, if there is one. Raises the argument if it is an error."""
     if isinstance(card, BaseException):
         raise card
+    if card is None:
+        return Drawing({})
     facts = card_facts(card) if output.with_manifest else {"summary": card.summary}
-    files = {column: card.encoders[suffix]() for column, suffix in CARD_FILES.items() if column in names}
-    return {"trust": facts}, files
+    second = ("card_json", ".json") if output.with_manifest else ("card_image", ".png")
+    return Drawing(
+        {"trust": facts}, {column: card.encoders[suffix]() for column, suffix in (("card", ".html"), second)}
+    )
 
 
 def card_facts(card: TrustCard) -> dict[str, Row]:

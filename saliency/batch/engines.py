@@ -39,8 +39,8 @@ from .listing import ImageEntry
 from .manifest import Row
 from .network import BatchTooLargeError, LoadedImage, Network, find_devices, replicate
 from .options import NetworkOptions, RunOptions
-from .output_folder import LOCK
 from .plan import Plan, Slot
+from .store import LOCK
 
 MAX_PARALLEL = 8
 """Largest number of networks that run in parallel on CPUs. Each needs memory for one batch."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from ..errors import SaliencyError
+from ..errors import USER_CODE_ERRORS, SaliencyError
 
 
 class BatchError(SaliencyError, RuntimeError):
@@ -35,6 +36,17 @@ class Failure:
         if not isinstance(error, SaliencyError):
             text = f"{type(error).__name__}: {text}" if text else type(error).__name__
         return cls(type(error).__name__, printable(text))
+
+
+T = TypeVar("T")
+
+
+def attempt(function: Callable[..., T], *args: Any, **options: Any) -> T | BaseException:
+    """Return the result of a function that runs code of the user, or its error, which concerns one image only."""
+    try:
+        return function(*args, **options)
+    except USER_CODE_ERRORS as error:
+        return error
 
 
 def sentence(source: str, method: str | None, reason: str) -> str:

@@ -11,23 +11,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..attribution.base import Attribution
 from ..attribution.options import declared_options
-from ..errors import USER_CODE_ERRORS, ImageError
+from ..errors import ImageError
 from ..evaluation.comparison import Comparison, Result, measure_image, unique_names
 from ..evaluation.metrics.base import Metric, SharedResults, resolve_metrics
 from ..io.atomic_write import inside
 from ..methods.baselines import GivenImages
-from .drawing import write_file
+from .drawing import failure_columns, write_file
 from .engines import Job, open_engine
-from .failures import BatchError, Failure, writing_to
+from .failures import BatchError, attempt, writing_to
 from .listing import ImageEntry, merge_listing
 from .manifest import Row
 from .network import LoadedImage, Network
 from .options import NetworkOptions, OutputOptions, Progress, RunOptions, describe, fingerprint
-from .output_folder import ABOUT, EVALUATION, EVALUATION_PAGE, RESULTS, locked, read_json, remove_temporary_files
 from .report import report
 from .run import execute
 from .sources import Paths, find_images
-from .store import Store
+from .store import ABOUT, EVALUATION, EVALUATION_PAGE, RESULTS, Store, locked, read_json, remove_temporary_files
 
 if TYPE_CHECKING:
     from torch import nn
@@ -260,16 +259,14 @@ class MeasureJob(Job):
         for method in network.methods:
             if method.name not in slot.methods or self.is_interrupted():
                 continue
-            row: Row = {"index": slot.index, "source": slot.entry.source, "method": method.name, "error": None}
-            try:
-                row["results"] = self._measure_method(method, loaded, shared)
-            except USER_CODE_ERRORS as error:  # any error is a failure of this image and method only
-                failure = Failure.of(error, slot.entry.source)
-                row |= {"error": failure.reason, "error_kind": failure.kind, "results": []}
-                row |= {"method": None} if isinstance(error, ImageError) else {}
+            row: Row = {"index": slot.index, "source": slot.entry.source, "results": []}
+            results = attempt(self._measure_method, method, loaded, shared)
+            if isinstance(results, BaseException):
+                name = None if isinstance(results, ImageError) else method.name
+                row |= failure_columns(results, slot.entry, name)
             else:
-                row["error_kind"] = None
-                self.files.write(slot.entry, method.name, row["results"])
+                self.files.write(slot.entry, method.name, results)
+                row |= {"method": method.name, "error": None, "error_kind": None, "results": results}
             rows[row["method"]] = row
         return list(rows.values())
 

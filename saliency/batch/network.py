@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,15 +27,13 @@ from ..targets.question import Target
 from ..targets.region import Keypoint, Region
 from ..targets.targets import Located, class_index
 from ..zoo import load
-from .failures import BatchError, Failure
+from .failures import BatchError, Failure, attempt
 from .listing import ImageEntry
 from .options import NetworkOptions
 from .plan import Slot
 
 Results = Mapping[str, Explanation | BaseException]
 """Explanation or error of every method for one image, by the name of the method."""
-_DEVICE_ERRORS = (RuntimeError, AssertionError, NotImplementedError)
-"""Errors of PyTorch for a device that does not exist or is full."""
 _Outcomes = dict[str, list[Explanation | BaseException]]
 """Explanation or error of every image of a batch, by the name of the method."""
 
@@ -223,10 +222,12 @@ def trust_card(
     method: Attribution, loaded: LoadedImage, seconds: float | None, **options: Any
 ) -> TrustCard | BaseException:
     """Return the trust card of a loaded image, or the reason why there is none."""
-    try:
-        return trust(method, loaded.open(), loaded.target, seconds=seconds, **options)
-    except USER_CODE_ERRORS as error:  # any error is a failure of this image only
-        return error
+    image = attempt(loaded.open)
+    return (
+        image
+        if isinstance(image, BaseException)
+        else attempt(trust, method, image, loaded.target, seconds=seconds, **options)
+    )
 
 
 def load_model(options: NetworkOptions) -> nn.Module:
@@ -246,11 +247,18 @@ def find_devices(names: str, model: str | nn.Module) -> list[torch.device]:
         if isinstance(model, str):
             return [torch.device("cuda" if torch.cuda.is_available() else "cpu")]
         return [device_of(model)]
-    try:
+    with _device_errors(f'no device "{names}"', "auto, cpu, cuda, mps or cuda:0,cuda:1"):
         return [torch.empty(0, dtype=torch.uint8, device=name.strip()).device for name in names.split(",")]
-    except _DEVICE_ERRORS as error:
+
+
+@contextmanager
+def _device_errors(problem: str, hint: str) -> Iterator[None]:
+    """Convert the errors of PyTorch for a device that does not exist or is full."""
+    try:
+        yield
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
-        raise BatchError(f'no device "{names}": {reason}; try auto, cpu, cuda, mps or cuda:0,cuda:1') from error
+        raise BatchError(f"{problem}: {reason}; try {hint}") from error
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -261,11 +269,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 def move_model(model: nn.Module, device: torch.device) -> nn.Module:
     """Move a model to a device. Raises BatchError if the device cannot be used."""
-    try:
+    with _device_errors(f"the device {device} cannot be used", "cpu"):
         return model.to(device)
-    except _DEVICE_ERRORS as error:
-        reason = str(error).partition("\n")[0]
-        raise BatchError(f"the device {device} cannot be used: {reason}; try cpu") from error
 
 
 def replicate(options: NetworkOptions, model: nn.Module, devices: Sequence[torch.device]) -> list[Network]:

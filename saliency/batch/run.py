@@ -38,7 +38,7 @@ def execute(job: Job, store: Store, engine: Engine, options: RunOptions) -> None
     network = Network(job.options, model)
     if network.preprocess is None and not all(entry.is_volume for entry in store.entries):
         raise BatchError(f"{job.options.model_name} has no preprocessing; pass --preprocess (preprocess=)")
-    store.prepare(network, engine)
+    store.prepare(network, engine.default_batch_size, engine.parallel)
     with interruption() if store.resumes else nullcontext(bool) as is_interrupted:
         job, is_complete = replace(job, is_interrupted=is_interrupted), False
         try:

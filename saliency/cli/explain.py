@@ -7,29 +7,27 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.text import Text
 
 from ..attribution.base import get_method
 from ..attribution.explanation import Explanation
-from ..batch.drawing import ExplainJob, write_results
+from ..batch.drawing import ExplainJob, ImageResults
 from ..batch.engines import SequentialEngine
 from ..batch.failures import sentence
 from ..batch.listing import ImageEntry, with_names
 from ..batch.manifest import Row
 from ..batch.network import LoadedImage, find_devices
 from ..batch.options import NetworkOptions, OutputOptions, OverlayStyle, RunOptions
-from ..batch.output_folder import file_names
 from ..batch.run import execute
 from ..batch.sources import Found, find_images
-from ..batch.store import Store
+from ..batch.store import Store, file_names
 from ..errors import SaliencyError, plural, visible
 from ..io.atomic_write import inside
 from ..methods import METHODS
@@ -57,18 +55,17 @@ class _Job(ExplainJob):
     rows: list[Row]
     thumbs: dict[int, dict[str, Explanation]] | None
 
-    def finish(self, loaded: LoadedImage, results: Any) -> list[Row]:
-        """Return the rows of one image."""
-        first = len(self.rows)
-        for row in write_results(self.output, self.out, loaded, *results):
+    def write(self, loaded: LoadedImage, results: ImageResults) -> Iterator[Row]:
+        """Write the files of one image, and yield its rows."""
+        for row in ExplainJob.write(self, loaded, results):  # not super(), which classes with slots lack
             self.rows.append(row)
             if self.thumbs is not None and row["overlay"] and loaded.volume is None:
-                explanation = results[0][row["method"]]
+                explanation = results.explanations[row["method"]]
                 frame = shrink(loaded.frame(), THUMB)
                 sign = self.output.style.sign or explanation.sign
                 of_image = self.thumbs.setdefault(row["index"], {})
                 of_image[row["method"]] = replace(explanation, frames=(frame,), sign=sign)
-        return self.rows[first:]
+            yield row
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:

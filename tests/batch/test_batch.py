@@ -22,7 +22,7 @@ from torch import Tensor
 import saliency
 from saliency import BatchAttribution, GradCAM, ImageError, LayerError, TargetError, overlay
 from saliency.batch import BatchError, OverlayStyle, Progress, StoppedError, batch, engines
-from saliency.batch.drawing import write_results
+from saliency.batch.drawing import ImageResults
 from saliency.batch.engines import Job, LocalEngine
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import COLUMNS, Row, make_row
@@ -572,7 +572,7 @@ def test_a_sequential_engine_writes_the_same_files(
             loaded = [network.load(slot) for slot in slots]
             results = [results for results, _ in network.explain(loaded)]
             for each in zip(loaded, results, strict=True):
-                yield list(write_results(OutputOptions(maps=True), job.out, *each, {}))
+                yield job.finish(each[0], ImageResults(each[1]))
 
     monkeypatch.setattr(LocalEngine, "map", in_one_go)
     quick(source, tmp_path / "one go", methods=BOTH, maps=True)

@@ -27,11 +27,10 @@ from saliency.batch.engines import Actor, RayEngine, Resources, open_ray
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import make_row
 from saliency.batch.options import NetworkOptions, OutputOptions, RunOptions
-from saliency.batch.output_folder import LOCK, locked
 from saliency.batch.plan import Plan
 from saliency.batch.run import execute
 from saliency.batch.sources import find_images
-from saliency.batch.store import ManifestStore
+from saliency.batch.store import LOCK, ManifestStore, locked
 from saliency.cli import main
 from tests.batchwork import BLACK, Tiny, assert_same, photos, plain, quick, rows
 

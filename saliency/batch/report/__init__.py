@@ -23,7 +23,7 @@ from ...frontend import read, scripts, styles
 from ...io.atomic_write import durable_write, inside
 from ...render.blending import MOST_OPACITY, color_table
 from ..manifest import MANIFEST, Row, read_rows
-from ..output_folder import ABOUT, EVALUATION, PAGE, locked, read_head, read_json, write_head
+from ..store import ABOUT, EVALUATION, PAGE, locked, read_head, read_json, write_head
 
 SCRIPTS = ("data.js", "layout.js", "state.js", "grid.js", "view.js", "comparison.js", "main.js")
 COMPARISON = {"rows": [dict], "differences": [dict], "notes": [str], "curves": [dict], "results": [dict]}
