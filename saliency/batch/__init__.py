@@ -143,7 +143,13 @@ def batch(
             with open_engine(options, run) as engine:
                 execute(ExplainJob(options=options, out=folder, output=output), store, engine, run)
         with without_garbage_collection():
-            return replace(store.finish(), left_out=left_out)
+            return replace(store.finish(_write_page), left_out=left_out)
+
+
+def _write_page(folder: Path) -> None:
+    from .report import report  # imports torch, which a finished run does not need
+
+    report(folder)
 
 
 @contextmanager

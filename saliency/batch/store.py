@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -443,8 +443,8 @@ class ManifestStore(Store):
         super().append(rows)
         del self.failures[FAILURES_SHOWN:]
 
-    def finish(self) -> Summary:
-        """Sort the manifest, write the page, and return the summary."""
+    def finish(self, write_page: Callable[[Path], object]) -> Summary:
+        """Sort the manifest, write the page of the folder by a function, and return the summary."""
         manifest, methods = self.manifest, self.head["methods"]
         unfinished = Counter(method for index in range(self.total) for method in self.lacking(index, methods))
         failed = {index for index, _ in manifest.failures(methods)}
@@ -452,11 +452,9 @@ class ManifestStore(Store):
         state = {"counts": counts, "finished": not unfinished}
         page = self.out / PAGE
         if not (manifest.is_sorted() and self.head | state == self.head and page.is_file()):
-            from .report import report
-
             with writing_to(self.out):
                 manifest.sort()
-                report(self.out)
+                write_page(self.out)
                 # Write this last: an interrupted update is then repeated.
                 write_head(self.out, self.head | state)
         return Summary(

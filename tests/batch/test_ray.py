@@ -28,6 +28,7 @@ from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import make_row
 from saliency.batch.options import NetworkOptions, OutputOptions, RunOptions
 from saliency.batch.plan import Plan
+from saliency.batch.report import report
 from saliency.batch.run import execute
 from saliency.batch.sources import find_images
 from saliency.batch.store import LOCK, ManifestStore, locked
@@ -99,7 +100,7 @@ def on_cluster(source: Path, out: Path, model: Any, workers: int = 1, **options:
         store = ManifestStore(out, find_images([source]).entries, network, output, run)
         with open_ray("cpu", workers) as engine:
             execute(ExplainJob(options=network, out=out, output=output), store, engine, run)
-        store.finish()
+        store.finish(report)
 
 
 def job(out: Path, model: Any, **options: Any) -> ExplainJob:
