@@ -130,18 +130,18 @@ def batch(
             the command line. Finished images are kept.
     """
     arguments = locals()
-    options, output, run = (kind.of(arguments) for kind in (NetworkOptions, OutputOptions, RunOptions))
+    network, output, run = NetworkOptions.of(arguments), OutputOptions.of(arguments), RunOptions.of(arguments)
     with without_garbage_collection():
         entries, left_out = find_images(sources, recursive=recursive, targets=targets)
     with locked(Path(out)) as folder:
         with writing_to(folder), without_garbage_collection():
-            store = ManifestStore(folder, entries, options, output, run)
+            store = ManifestStore(folder, entries, network, output, run)
         if store.missing:
             from .drawing import ExplainJob
             from .engines import open_engine
 
-            with open_engine(options, run) as engine:
-                execute(ExplainJob(options=options, out=folder, output=output), store, engine, run)
+            with open_engine(network, run) as opened:
+                execute(ExplainJob(options=network, out=folder, output=output), store, opened, run)
         with without_garbage_collection():
             return replace(store.finish(_write_page), left_out=left_out)
 

@@ -7,16 +7,13 @@ file with float32 values in the resolution of the volume.
 from __future__ import annotations
 
 import errno
-import io
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 from PIL import Image
 from safetensors.torch import save
 
@@ -26,24 +23,11 @@ from ..evaluation.metrics.base import SharedResults
 from ..evaluation.trust import TrustCard
 from ..io.atomic_write import atomic_write, inside
 from ..io.inputs import encode
-from ..io.preprocess import Frame, resize_box, scaled_size
+from ..io.preprocess import Frame, scaled_size
 from ..io.volumes import Volume, encode_map, place_map
-from ..render.blending import (
-    DIVERGING,
-    SEQUENTIAL,
-    ScaledMap,
-    blend,
-    box_pixels,
-    colorize,
-    corners,
-    hatching,
-    outline,
-    paint,
-    resize_to_pixels,
-    scale_map,
-)
+from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, heat_image, paint, scale_map
 from ..render.overlay import encode_drawing
-from ..render.volume import slices
+from ..render.volume import anatomical_slices
 from .engines import Job
 from .failures import Failure, attempt, printable, unwritable
 from .listing import ImageEntry
@@ -58,10 +42,6 @@ CARD_FACTS = (
     *("title", "group", "is_clear", "is_worse", "verdict"),
     *("value", "error", "controls", "control_ranges", "higher_is_better"),
 )
-CELL_PIXELS = 16  # pixels of the heat image per cell of the map; more pixels add no detail
-# Levels of the opacity of the heat image, which WebP then encodes faster; off by 2 of 255 levels at most.
-ALPHA_LEVELS = np.float32(64)
-MAX_COARSENESS = 3  # largest number of thumbnail pixels per heat image pixel, along one side
 
 
 class ImageResults(NamedTuple):
@@ -78,13 +58,6 @@ class ImageResults(NamedTuple):
     cards: Mapping[str, TrustCard | BaseException] = {}
     seconds: float = 0.0
     repeated: str | None = None
-
-
-class Drawing(NamedTuple):
-    """Columns of a row, and the contents of its files by column."""
-
-    columns: Row
-    contents: Mapping[str, bytes] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,21 +98,22 @@ class ExplainJob(Job):
             StoppedError: The folder cannot be written to.
         """
         slot, entry, sizes = loaded.slot, loaded.slot.entry, dict[str, int]()
-        about = {"index": slot.index, "source": printable(entry.source), "id": entry.name, "repeated": results.repeated}
-        for drawing in draw(self.output, loaded, results) if slot.methods else ():
-            row = about | drawing.columns
-            style = self.output.style
-            names = file_names(entry, row["method"] or "", style.format, with_manifest=self.output.with_manifest)
+        about: Row = {"index": slot.index, "source": printable(entry.source), "id": entry.name}
+        about["repeated"] = results.repeated
+        for drawn in draw(self.output, loaded, results) if slot.methods else ():
+            names = file_names(entry, drawn["method"], self.output.style.format, self.output.with_manifest)
+            row = about | drawn
             try:
-                for column, content in drawing.contents.items():
-                    name = names[column]
-                    if name not in sizes:  # the thumbnail is a file of all rows
-                        sizes[name] = write_file(inside(self.out, name), content)
-                    row |= {column: name, f"{column}_bytes": sizes[name]}
+                for column, content in drawn.items():
+                    if isinstance(content, bytes):
+                        name = names[column]
+                        if name not in sizes:  # the thumbnail is a file of all rows
+                            sizes[name] = write_file(inside(self.out, name), content)
+                        row |= {column: name, f"{column}_bytes": sizes[name]}
             except OSError as error:
                 if error.errno != errno.ENAMETOOLONG:
                     raise unwritable(self.out, error) from error
-                row = about | failure_columns(error, entry, row["method"])
+                row = about | failure_columns(error, entry, drawn["method"])
             yield make_row(**row)
 
 
@@ -157,28 +131,23 @@ def failure_columns(error: BaseException, entry: ImageEntry, method: str | None,
     return {"method": method, "error": prefix + failure.reason, "error_kind": failure.kind}
 
 
-def draw(output: OutputOptions, loaded: LoadedImage, results: ImageResults) -> Iterator[Drawing]:
-    """Draw one image: yield the columns and files of each method, or of the error of the image."""
+def draw(output: OutputOptions, loaded: LoadedImage, results: ImageResults) -> Iterator[Row]:
+    """Draw one image: yield the columns of each method, or of the error of the image. Files are their contents."""
     entry = loaded.slot.entry
     image = attempt(ImageDrawing, output, loaded)
     if isinstance(image, BaseException):
-        yield Drawing(failure_columns(image, entry, None))
+        yield failure_columns(image, entry, None)
         return
     for method in loaded.slot.methods:
         start = perf_counter()
-        drawing = _attempt_drawing(entry, method, "", image.draw, results.explanations[method])
-        if "error" not in drawing.columns:
-            card = _attempt_drawing(entry, method, "no trust card: ", _draw_card, output, results.cards.get(method))
-            seconds = round(results.seconds + perf_counter() - start, 4)
-            columns = {"seconds": seconds, **drawing.columns, **card.columns}
-            drawing = Drawing(columns, {**drawing.contents, **card.contents})
-        yield Drawing(image.columns | drawing.columns, {**image.contents, **drawing.contents})
-
-
-def _attempt_drawing(entry: ImageEntry, method: str, prefix: str, draw: Callable[..., Drawing], *args: Any) -> Drawing:
-    """Return a drawing, or the columns of the error that prevents it."""
-    drawing = attempt(draw, *args)
-    return Drawing(failure_columns(drawing, entry, method, prefix)) if isinstance(drawing, BaseException) else drawing
+        drawn = attempt(image.draw, results.explanations[method])
+        if isinstance(drawn, BaseException):
+            yield image.columns | failure_columns(drawn, entry, method)
+            continue
+        card = attempt(_draw_card, output, results.cards.get(method))
+        if isinstance(card, BaseException):
+            card = failure_columns(card, entry, method, "no trust card: ")
+        yield image.columns | drawn | card | {"seconds": round(results.seconds + perf_counter() - start, 4)}
 
 
 class ImageDrawing:
@@ -189,14 +158,12 @@ class ImageDrawing:
         loaded: The image.
 
     Attributes:
-        columns: Columns of the rows of the image.
-        contents: The file of the thumbnail, by column, for the page.
+        columns: Columns of all rows of the image, with the content of the thumbnail, which the page shows.
     """
 
     def __init__(self, output: OutputOptions, loaded: LoadedImage) -> None:
         self._output, self._original = output, loaded.volume or loaded.frame()
         self.columns: Row = {}
-        self.contents: dict[str, bytes] = {}
         if isinstance(self._original, Frame):
             image = self._original.image
             self.columns |= {"width": image.width, "height": image.height, "box": list(self._original.box)}
@@ -204,9 +171,9 @@ class ImageDrawing:
             if output.with_manifest:
                 thumbnail = shrink(image, THUMBNAIL_SIDE)
                 self._thumbnail_size = thumbnail.size
-                self.contents["thumbnail"] = encode(thumbnail, "JPEG", quality=THUMBNAIL_QUALITY)
+                self.columns["thumbnail"] = encode(thumbnail, "JPEG", quality=THUMBNAIL_QUALITY)
 
-    def draw(self, explanation: Explanation | BaseException) -> Drawing:
+    def draw(self, explanation: Explanation | BaseException) -> Row:
         """Draw the map of one method. Raises the argument if it is an error."""
         if isinstance(explanation, BaseException):
             raise explanation
@@ -214,19 +181,19 @@ class ImageDrawing:
         if isinstance(frame, Volume):
             return _draw_volume(explanation, frame, style)
         scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
-        columns = explanation_facts(explanation, scaled, style.colormap) | {"target_box": scaled.placed_box(frame)}
-        drawing = paint(frame, scaled, style.colormap, style.opacity)
-        contents = {"overlay": encode_drawing(drawing, f".{style.format}")}
+        row = explanation_facts(explanation, scaled, style.colormap) | {"target_box": scaled.placed_box(frame)}
+        row["overlay"] = encode_drawing(paint(frame, scaled, style.colormap, style.opacity), f".{style.format}")
         if output.with_manifest:
-            contents["heat"] = _heat_image(scaled, frame, self._thumbnail_size, style)
+            heat = heat_image(scaled, frame, self._thumbnail_size, style.colormap, style.opacity)
+            row["heat"] = encode(heat, "WEBP", quality=HEAT_QUALITY, method=0)
         if output.maps and output.with_manifest:
-            contents["map"] = _encode_map(explanation, frame, self.columns["range"])
+            row["map"] = _encode_map(explanation, frame, self.columns["range"])
         elif output.maps:
-            contents["map"] = save(*pack_explanation(replace(explanation, frames=(frame,))))
-        return Drawing(columns, contents)
+            row["map"] = save(*pack_explanation(replace(explanation, frames=(frame,))))
+        return row
 
 
-def _draw_volume(explanation: Explanation, volume: Volume, style: OverlayStyle) -> Drawing:
+def _draw_volume(explanation: Explanation, volume: Volume, style: OverlayStyle) -> Row:
     """Draw the map of one method on a volume."""
     if volume.to_input is not None:
         maps = heatmap(explanation, sign=style.sign)
@@ -234,12 +201,13 @@ def _draw_volume(explanation: Explanation, volume: Volume, style: OverlayStyle) 
         explanation = replace(explanation, values=maps[:, None], error=None)
     of_slices = OverlayStyle()  # as in `slices`
     scaled = scale_map(explanation, style.sign, of_slices.percentile, smoothing=of_slices.smoothing)
-    columns = explanation_facts(explanation, scaled, style.colormap)
+    row = explanation_facts(explanation, scaled, style.colormap)
     explanation = replace(explanation, sign=scaled.sign)
-    drawing = _draw_slices(explanation, volume, style.colormap)
-    values = heatmap(explanation, size=tuple(volume.values.shape[1:]))[0]
-    contents = {"overlay": encode_drawing(drawing, f".{style.format}"), "map": encode_map(values, volume.affine)}
-    return Drawing(columns | {"width": drawing.width, "height": drawing.height}, contents)
+    drawing = anatomical_slices(explanation, volume, style.colormap)
+    row |= {"width": drawing.width, "height": drawing.height}
+    row["overlay"] = encode_drawing(drawing, f".{style.format}")
+    row["map"] = encode_map(heatmap(explanation, size=tuple(volume.values.shape[1:]))[0], volume.affine)
+    return row
 
 
 def explanation_facts(explanation: Explanation, scaled: ScaledMap, colormap: str | None) -> Row:
@@ -266,79 +234,27 @@ def explanation_facts(explanation: Explanation, scaled: ScaledMap, colormap: str
     }
 
 
-def _draw_slices(explanation: Explanation, volume: Volume, colormap: str | None) -> Image.Image:
-    """Draw slices through the maximum as ITK-SNAP and 3D Slicer do: head and front up, the patient's right at the left.
-
-    The first channel of the volume is drawn in grey.
-    """
-    order, ascends = volume.world_axes()
-    values = explanation.values.permute(0, 1, *(2 + axis for axis in order))
-    grey = volume.values[0].permute(order)
-    explanation = replace(explanation, values=values, error=None, input_size=tuple(grey.shape))
-    spacing = np.linalg.norm(volume.affine[:3, :3], axis=0)[order].tolist()
-    drawing = slices(explanation, grey, names=("axial", "coronal", "sagittal"), spacing=spacing, colormap=colormap)
-    for axis, panel in enumerate(drawing.axes[:3]):
-        rows, columns = (ascends[other] for other in range(3) if other != axis)
-        panel.yaxis.set_inverted(not rows)
-        panel.xaxis.set_inverted(columns)
-    file = io.BytesIO()
-    # Not `savefig`, which changes parameters of matplotlib for a moment: several threads draw.
-    drawing.canvas.print_figure(file, format="png", dpi=150, bbox_inches="tight")
-    return Image.open(file).convert("RGB")
-
-
 def _encode_map(explanation: Explanation, frame: Frame, range: list[float] | None) -> bytes:
     """Return the file of a map, for `Explanation.load`: values in float16, no standard errors, no picture, no times."""
     facts = {"size": frame.image.size, "box": frame.box, "range": range}
     return save(*pack_explanation(replace(explanation, frames=(None,), error=None, run_stats=()), facts))
 
 
-def _draw_card(output: OutputOptions, card: TrustCard | BaseException | None) -> Drawing:
-    """Return the columns and the files of a trust card, if there is one. Raises the argument if it is an error."""
+def _draw_card(output: OutputOptions, card: TrustCard | BaseException | None) -> Row:
+    """Return the columns of a trust card, if there is one. Raises the argument if it is an error."""
     if isinstance(card, BaseException):
         raise card
     if card is None:
-        return Drawing({})
+        return {}
     facts = card_facts(card) if output.with_manifest else {"summary": card.summary}
-    second = ("card_json", ".json") if output.with_manifest else ("card_image", ".png")
-    return Drawing(
-        {"trust": facts}, {column: card.encoders[suffix]() for column, suffix in (("card", ".html"), second)}
-    )
+    column, suffix = ("card_json", ".json") if output.with_manifest else ("card_image", ".png")
+    return {"trust": facts, "card": card.encoders[".html"](), column: card.encoders[suffix]()}
 
 
 def card_facts(card: TrustCard) -> dict[str, Row]:
     """Return the columns of each property of a trust card that the page shows, by the name of the property."""
     rows = json.loads(card.to_json())["properties"]
     return {row["name"]: {key: row[key] for key in CARD_FACTS} for row in rows}
-
-
-def _heat_image(scaled: ScaledMap, frame: Frame, thumbnail: tuple[int, int], style: OverlayStyle) -> bytes:
-    """Encode the heatmap without the image: transparent outside the crop.
-
-    Inside the crop it is opaque. If the opacity follows the map, it is as opaque as the scaled map is strong, with the
-    lines around the crop; the page multiplies it by its own opacity.
-
-    The image has the proportions of the thumbnail, and a half or a third of its size if the map cells are large enough.
-    """
-    left, top, right, bottom = frame.box
-    cells = (right - left) / scaled.values.shape[1], (bottom - top) / scaled.values.shape[0]
-    pitch = min(cells) * thumbnail[0] / frame.image.width
-    coarseness = max(1, min(MAX_COARSENESS, int(pitch / CELL_PIXELS)))
-    size = math.ceil(thumbnail[0] / coarseness), math.ceil(thumbnail[1] / coarseness)
-    plane = Frame(Image.new("RGB", size), resize_box(frame.box, frame.image.size, size))
-    area = box_pixels(plane)
-    values = resize_to_pixels(scaled.values, plane, area)
-    heat = plane.image
-    heat.paste(colorize(values, scaled, style.colormap), corners(area))
-    alpha = Image.new("L", size)
-    visibility = np.round(np.abs(values) * ALPHA_LEVELS) / ALPHA_LEVELS
-    blend(alpha, (255,), area, visibility if style.opacity == "map" else np.ones_like(visibility))
-    heat.putalpha(alpha)
-    for tone, share, pixels in hatching(scaled, plane, area):
-        blend(heat, (tone, tone, tone, 255 * share), area, pixels.astype(np.float32))
-    if style.opacity == "map":
-        outline(heat, area)
-    return encode(heat, "WEBP", quality=HEAT_QUALITY, method=0)
 
 
 def shrink(image: Image.Image, longest: int) -> Image.Image:

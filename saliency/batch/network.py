@@ -119,9 +119,8 @@ class Network:
         method, located = self.methods[0], cast("Located", loaded.target)
         x = loaded.input[None].to(self.device, self._dtype)
         with prepared_for_attribution(method.model, layout=method.layout), torch.no_grad():
-            try:
-                output = run_model(method.model, x)
-            except USER_CODE_ERRORS:  # the row of the image states it
+            output = attempt(run_model, method.model, x)
+            if isinstance(output, BaseException):  # the row of the image states it
                 return 0
             images = method.images(x).located(located.geometries)
             return len(cast("BoxTarget", located.target).detections(output, images))
@@ -189,14 +188,11 @@ class Network:
 
     def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any], errors: list[str]) -> _Outcomes:
         """Run methods on a batch. If that fails, append the reason to `errors`, and run parts of the batch."""
-        error = None
-        try:
-            explanations = explain_together(methods, x, targets)
-            return {method.name: list(one.to("cpu")) for method, one in zip(methods, explanations, strict=True)}
-        except USER_CODE_ERRORS as caught:  # any error is a failure of these images
-            error = caught
-        # Free the memory of the pass: after the except block, drop the tracebacks, which reference tensors.
-        cause: BaseException | None = error
+        explained = attempt(lambda: [one.to("cpu") for one in explain_together(methods, x, targets)])
+        if not isinstance(explained, BaseException):
+            return {method.name: list(of_batch) for method, of_batch in zip(methods, explained, strict=True)}
+        # Free the memory of the pass: drop the tracebacks, which reference tensors.
+        error, cause = explained, cast("BaseException | None", explained)
         while cause is not None:
             cause.__traceback__ = None
             cause = cause.__cause__ or cause.__context__
@@ -222,12 +218,7 @@ def trust_card(
     method: Attribution, loaded: LoadedImage, seconds: float | None, **options: Any
 ) -> TrustCard | BaseException:
     """Return the trust card of a loaded image, or the reason why there is none."""
-    image = attempt(loaded.open)
-    return (
-        image
-        if isinstance(image, BaseException)
-        else attempt(trust, method, image, loaded.target, seconds=seconds, **options)
-    )
+    return attempt(lambda: trust(method, loaded.open(), loaded.target, seconds=seconds, **options))
 
 
 def load_model(options: NetworkOptions) -> nn.Module:

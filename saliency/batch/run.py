@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .failures import BatchError, StoppedError, sentence
 from .manifest import Row
-from .options import RunOptions
+from .options import Progress, RunOptions
 from .store import Store
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def execute(job: Job, store: Store, engine: Engine, options: RunOptions) -> None
                             _require_success(job, store, rows, strict=options.strict)
                             store.append(rows)
                             if options.on_progress is not None:
-                                options.on_progress(store.progress())
+                                options.on_progress(Progress(store.done, store.total, store.fresh, len(store.failed)))
                     is_complete = True
                 except BatchTooLargeError:
                     store.write_sizes(store.plan().halved().sizes)

@@ -27,7 +27,7 @@ from ..io.atomic_write import durable_write, inside
 from .failures import BatchError, writing_to
 from .listing import MOST_PER_FOLDER, ImageEntry, merge_listing, with_names
 from .manifest import CSV, MANIFEST, Manifest, Row, read_rows
-from .options import FORMATS, NetworkOptions, OutputOptions, Progress, RunOptions, Summary, fingerprint, without_address
+from .options import FORMATS, NetworkOptions, OutputOptions, RunOptions, Summary, fingerprint, without_address
 from .plan import Plan
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def locked(folder: Path) -> Iterator[Path]:
             raise
 
 
-def file_names(entry: ImageEntry, method: str, format: str, *, with_manifest: bool = True) -> dict[str, str]:
+def file_names(entry: ImageEntry, method: str, format: str, with_manifest: bool) -> dict[str, str]:
     """Return the path of each file of an image and method, relative to the folder."""
     name = f"{entry.name}.{method}"
     map_suffix = "nii.gz" if entry.is_volume else "safetensors"
@@ -180,7 +180,7 @@ def remove_files(folder: Path, entries: Iterable[ImageEntry], methods: Sequence[
     """Remove the files of some images. Files in linked folders stay."""
     checked = cache(partial(inside, folder))
     for entry in entries:
-        files = [file_names(entry, method, suffix) for method in methods for suffix in FORMATS]
+        files = [file_names(entry, method, suffix, with_manifest=True) for method in methods for suffix in FORMATS]
         for name in {name for names in files for name in names.values()}:
             subfolder, _, file = name.rpartition("/")
             with suppress(OSError):
@@ -275,10 +275,6 @@ class Store:
     def plan(self) -> Plan:
         """Return the plan of the missing results."""
         return Plan(self.entries, dict(self.missing), self.sizes)
-
-    def progress(self) -> Progress:
-        """Return the progress of the run."""
-        return Progress(self.done, self.total, self.fresh, len(self.failed))
 
     def prepare(self, network: Network, batch_size: int, parallel: int) -> None:
         """Prepare the output folder before the first image.

@@ -59,8 +59,8 @@ class _Job(ExplainJob):
         """Write the files of one image, and yield its rows."""
         for row in ExplainJob.write(self, loaded, results):  # not super(), which classes with slots lack
             self.rows.append(row)
-            if self.thumbs is not None and row["overlay"] and loaded.volume is None:
-                explanation = results.explanations[row["method"]]
+            explanation = results.explanations.get(row["method"]) if row["overlay"] else None
+            if self.thumbs is not None and isinstance(explanation, Explanation) and loaded.volume is None:
                 frame = shrink(loaded.frame(), THUMB)
                 sign = self.output.style.sign or explanation.sign
                 of_image = self.thumbs.setdefault(row["index"], {})
