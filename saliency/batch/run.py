@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -15,6 +15,8 @@ from .options import Progress, RunOptions
 from .store import Store
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from .engines import Engine, Job
 
 
@@ -32,7 +34,7 @@ def execute(job: Job, store: Store, engine: Engine, options: RunOptions) -> None
         StoppedError: The folder cannot be written to, or an image failed in a strict run.
         SaliencyError: An option is invalid.
     """
-    from .network import BatchTooLargeError, Network, load_model
+    from .network import Network, load_model
 
     model = load_model(job.options)
     network = Network(job.options, model)
@@ -40,24 +42,32 @@ def execute(job: Job, store: Store, engine: Engine, options: RunOptions) -> None
         raise BatchError(f"{job.options.model_name} has no preprocessing; pass --preprocess (preprocess=)")
     store.prepare(network, engine.default_batch_size, engine.parallel)
     with interruption() if store.resumes else nullcontext(bool) as is_interrupted:
-        job, is_complete = replace(job, is_interrupted=is_interrupted), False
+        job = replace(job, is_interrupted=is_interrupted)
         try:
-            while not is_complete and not is_interrupted():
-                try:
-                    with closing(engine.map(job, model, store.plan())) as images:
-                        for rows in images:
-                            _require_success(job, store, rows, strict=options.strict)
-                            store.append(rows)
-                            if options.on_progress is not None:
-                                options.on_progress(Progress(store.done, store.total, store.fresh, len(store.failed)))
-                    is_complete = True
-                except BatchTooLargeError:
-                    store.write_sizes(store.plan().halved().sizes)
+            with closing(_compute(job, store, engine, model)) as images:
+                for rows in images:
+                    _require_success(job, store, rows, strict=options.strict)
+                    store.append(rows)
+                    if options.on_progress is not None:
+                        options.on_progress(Progress(store.done, store.total, store.fresh, len(store.failed)))
             if is_interrupted():
                 raise KeyboardInterrupt
         except KeyboardInterrupt:
             hint = "; re-run to resume" if store.resumes else ""
             raise KeyboardInterrupt(f"{store.done} of {store.total} images are done{hint}") from None
+
+
+def _compute(job: Job, store: Store, engine: Engine, model: nn.Module) -> Generator[list[Row], None, None]:
+    """Yield the rows of each image. If a batch does not fit into memory, go on with a plan of smaller ones."""
+    from .network import BatchTooLargeError
+
+    while not job.is_interrupted():
+        try:
+            with closing(engine.map(job, model, store.plan())) as images:
+                yield from images
+            return
+        except BatchTooLargeError:
+            store.write_sizes(store.plan().halved().sizes)
 
 
 def _require_success(job: Job, store: Store, rows: Sequence[Row], *, strict: bool) -> None:
