@@ -140,8 +140,8 @@ def batch(
             from .drawing import ExplainJob
             from .engines import open_engine
 
-            with open_engine(network, run) as opened:
-                execute(ExplainJob(options=network, out=folder, output=output), store, opened, run)
+            with open_engine(network, run) as run_engine:
+                execute(ExplainJob(options=network, out=folder, output=output), store, run_engine, run)
         with without_garbage_collection():
             return replace(store.finish(_write_page), left_out=left_out)
 

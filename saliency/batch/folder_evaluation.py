@@ -145,9 +145,9 @@ def evaluate(
         files = ResultFiles(folder, by_name, boxes, settings)
         store = ResultStore(files, merge_listing([], entries).entries, network_options.methods, limit)
         if store.missing:
-            with open_engine(network_options, run) as opened:
+            with open_engine(network_options, run) as run_engine:
                 job = MeasureJob(options=network_options, out=folder, metrics=metric_list, files=files)
-                execute(job, store, opened, run)
+                execute(job, store, run_engine, run)
         comparison = FolderComparison(store.all_results())
         comparison.failures, comparison.left_out = store.failures, left_out
         if comparison.results:
