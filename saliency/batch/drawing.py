@@ -139,15 +139,15 @@ def draw(output: OutputOptions, loaded: LoadedImage, results: ImageResults) -> I
         yield failure_columns(image, entry, None)
         return
     for method in loaded.slot.methods:
-        start = perf_counter()
-        drawn = attempt(image.draw, results.explanations[method])
+        start, explanation, card = perf_counter(), results.explanations[method], results.cards.get(method)
+        drawn = attempt(image.draw, explanation) if isinstance(explanation, Explanation) else explanation
         if isinstance(drawn, BaseException):
             yield image.columns | failure_columns(drawn, entry, method)
             continue
-        card = attempt(_draw_card, output, results.cards.get(method))
-        if isinstance(card, BaseException):
-            card = failure_columns(card, entry, method, "no trust card: ")
-        yield image.columns | drawn | card | {"seconds": round(results.seconds + perf_counter() - start, 4)}
+        pages = attempt(_draw_card, output, card) if isinstance(card, TrustCard) else card or {}
+        if isinstance(pages, BaseException):
+            pages = failure_columns(pages, entry, method, "no trust card: ")
+        yield image.columns | drawn | pages | {"seconds": round(results.seconds + perf_counter() - start, 4)}
 
 
 class ImageDrawing:
@@ -173,10 +173,8 @@ class ImageDrawing:
                 self._thumbnail_size = thumbnail.size
                 self.columns["thumbnail"] = encode(thumbnail, "JPEG", quality=THUMBNAIL_QUALITY)
 
-    def draw(self, explanation: Explanation | BaseException) -> Row:
-        """Draw the map of one method. Raises the argument if it is an error."""
-        if isinstance(explanation, BaseException):
-            raise explanation
+    def draw(self, explanation: Explanation) -> Row:
+        """Draw the map of one method."""
         output, style, frame = self._output, self._output.style, self._original
         if isinstance(frame, Volume):
             return _draw_volume(explanation, frame, style)
@@ -186,8 +184,10 @@ class ImageDrawing:
         if output.with_manifest:
             heat = heat_image(scaled, frame, self._thumbnail_size, style.colormap, style.opacity)
             row["heat"] = encode(heat, "WEBP", quality=HEAT_QUALITY, method=0)
-        if output.maps and output.with_manifest:
-            row["map"] = _encode_map(explanation, frame, self.columns["range"])
+        if output.maps and output.with_manifest:  # without standard errors, the image and times
+            facts = {"size": frame.image.size, "box": frame.box, "range": self.columns["range"]}
+            explanation = replace(explanation, frames=(None,), error=None, run_stats=())
+            row["map"] = save(*pack_explanation(explanation, facts))
         elif output.maps:
             row["map"] = save(*pack_explanation(replace(explanation, frames=(frame,))))
         return row
@@ -234,18 +234,8 @@ def explanation_facts(explanation: Explanation, scaled: ScaledMap, colormap: str
     }
 
 
-def _encode_map(explanation: Explanation, frame: Frame, range: list[float] | None) -> bytes:
-    """Return the file of a map, for `Explanation.load`: values in float16, no standard errors, no picture, no times."""
-    facts = {"size": frame.image.size, "box": frame.box, "range": range}
-    return save(*pack_explanation(replace(explanation, frames=(None,), error=None, run_stats=()), facts))
-
-
-def _draw_card(output: OutputOptions, card: TrustCard | BaseException | None) -> Row:
-    """Return the columns of a trust card, if there is one. Raises the argument if it is an error."""
-    if isinstance(card, BaseException):
-        raise card
-    if card is None:
-        return {}
+def _draw_card(output: OutputOptions, card: TrustCard) -> Row:
+    """Draw a trust card."""
     facts = card_facts(card) if output.with_manifest else {"summary": card.summary}
     column, suffix = ("card_json", ".json") if output.with_manifest else ("card_image", ".png")
     return {"trust": facts, "card": card.encoders[".html"](), column: card.encoders[suffix]()}

@@ -34,7 +34,7 @@ from torch import nn
 
 from ..engine.allocator import keep_memory
 from ..errors import SaliencyError, optional_import
-from .failures import BatchError, StoppedError, printable
+from .failures import BatchError, StoppedError, attempt, printable
 from .listing import ImageEntry
 from .manifest import Row
 from .network import BatchTooLargeError, LoadedImage, Network, find_devices, replicate
@@ -388,12 +388,9 @@ class Actor:
 
     def __call__(self, row: dict[str, Any]) -> dict[str, bytes]:
         """Explain a batch. Return the pickled rows of every image, or the pickled error."""
-        results: list[list[Row]] | Exception
-        try:
-            results = self._explain(self._pickle.loads(row["batch"]), row["attempts"])
-        except Exception as error:  # noqa: BLE001 - raised by the run; not every error can be pickled
-            is_known = isinstance(error, SaliencyError | BatchTooLargeError)
-            results = error if is_known else StoppedError(f"{type(error).__name__}: {error}")
+        results = attempt(self._explain, self._pickle.loads(row["batch"]), row["attempts"])
+        if isinstance(results, BaseException) and not isinstance(results, SaliencyError | BatchTooLargeError):
+            results = StoppedError(f"{type(results).__name__}: {results}")  # not every error can be pickled
         return {"results": self._pickle.dumps(results)}
 
     def _explain(self, batch: Sequence[Slot], counter: str) -> list[list[Row]]:
