@@ -253,9 +253,10 @@ def test_slices_are_drawn_with_the_head_up_and_the_right_at_the_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []
+    slices = saliency.slices
 
     def draw(*given: Any, **options: Any) -> Any:
-        drawn.append(saliency.slices(*given, **options))
+        drawn.append(slices(*given, **options))
         return drawn[-1]
 
     monkeypatch.setattr("saliency.render.volume.slices", draw)
