@@ -33,13 +33,14 @@ import saliency
 from benchmarks.ray_faults import write_photos
 from benchmarks.timing import Timing, verdict
 from saliency.batch import OverlayStyle, Progress, batch
-from saliency.batch.drawing import write_results
+from saliency.batch.drawing import ExplainJob, ImageResults
 from saliency.batch.engines import count_cores
 from saliency.batch.listing import with_names
-from saliency.batch.network import Network, Slot
-from saliency.batch.output_folder import LISTING
-from saliency.batch.run_options import RunOptions
+from saliency.batch.network import Network
+from saliency.batch.options import NetworkOptions, OutputOptions
+from saliency.batch.plan import Slot
 from saliency.batch.sources import find_images
+from saliency.batch.store import LISTING
 from saliency.engine.allocator import keep_memory
 from saliency.io.inputs import open_image
 
@@ -74,8 +75,8 @@ def ours(source: Path, out: Path, model: nn.Module, methods: tuple[str, ...] = (
 def stages(source: Path, out: Path, model: nn.Module, size: int) -> dict[str, float]:
     """Return the CPU seconds of each stage over all photos, one stage after the other."""
     out.mkdir(parents=True, exist_ok=True)
-    options = RunOptions(model=model)
-    network = Network(options, model)
+    options = NetworkOptions(model=model)
+    network, job = Network(options, model), ExplainJob(options=options, out=out, output=OutputOptions())
     entries = with_names(find_images([source]).entries)
     slots = [Slot(index, entry, ("grad_cam",)) for index, entry in enumerate(entries)]
     times = [time.process_time()]
@@ -86,7 +87,7 @@ def stages(source: Path, out: Path, model: nn.Module, size: int) -> dict[str, fl
     ]
     times.append(time.process_time())
     for image, result in zip(loaded, results, strict=True):
-        list(write_results(options, out, image, result, {}))
+        job.finish(image, ImageResults(result))
     times.append(time.process_time())
     return dict(zip(("read", "network", "draw"), np.diff(times).tolist(), strict=True))
 

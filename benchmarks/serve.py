@@ -20,7 +20,7 @@ from PIL import Image
 
 from benchmarks.timing import interleaved, ratio
 from saliency import METHODS
-from saliency.batch.run_options import RunOptions
+from saliency.batch.options import NetworkOptions
 from saliency.engine.multi_pass import MultiPassAttribution
 from saliency.explorer.server import Explorer
 from saliency.explorer.session import Session
@@ -103,7 +103,7 @@ def more_time(session: Session) -> float:
 def main() -> None:
     """Print the tables."""
     torch.set_num_threads(1)
-    session = Session(RunOptions(model=MODEL))
+    session = Session(NetworkOptions(model=MODEL))
     with served(session) as client:
         images = photos()
         first_picture(client, images[0])

@@ -299,7 +299,7 @@ class Explanation(BatchAttribution):
                 header = json.loads((file.metadata() or {}).get("saliency", "null"))
                 if not isinstance(header, dict) or header.get("format") != _FORMAT:
                     raise ExplanationError(
-                        f"{path}: a safetensors file, but not one that Explanation.save wrote in the format of this version"
+                        f"{path}: a safetensors file, but not one that this version of Explanation.save wrote"
                     )
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return _from_file(header, tensors)

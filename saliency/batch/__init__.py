@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .failures import BatchError, StoppedError, writing_to
-from .output_folder import locked
-from .run import BatchRun
-from .run_options import FORMATS, SIGNS, OverlayStyle, Progress, RunOptions, Summary
+from .options import FORMATS, SIGNS, NetworkOptions, OutputOptions, OverlayStyle, Progress, RunOptions, Summary
+from .run import execute
 from .sources import find_images
+from .store import ManifestStore, locked
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "SIGNS", "BatchError", "OverlayStyle", "Progress", "StoppedError", "Summary", "batch"]
 
 
-# Here and in `evaluate`, the options of `RunOptions` are spelled out: editors and type checkers read no signature that
+# Here and in `evaluate`, the options of a run are spelled out: editors and type checkers read no signature that
 # a decorator builds, and one of a `TypedDict` would be a third list without the defaults.
 def batch(
     sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -129,15 +129,27 @@ def batch(
         KeyboardInterrupt: Ctrl-C was pressed, or SIGTERM arrived and its handler is `signal.default_int_handler`, as on
             the command line. Finished images are kept.
     """
-    run_options = RunOptions.of(locals())
+    arguments = locals()
+    network, output, run = NetworkOptions.of(arguments), OutputOptions.of(arguments), RunOptions.of(arguments)
     with without_garbage_collection():
         entries, left_out = find_images(sources, recursive=recursive, targets=targets)
     with locked(Path(out)) as folder:
         with writing_to(folder), without_garbage_collection():
-            run = BatchRun(run_options, folder, entries)
-        run.complete()
+            store = ManifestStore(folder, entries, network, output, run)
+        if store.missing:
+            from .drawing import ExplainJob
+            from .engines import open_engine
+
+            with open_engine(network, run) as run_engine:
+                execute(ExplainJob(options=network, out=folder, output=output), store, run_engine, run)
         with without_garbage_collection():
-            return replace(run.finish(), left_out=left_out)
+            return replace(store.finish(_write_page), left_out=left_out)
+
+
+def _write_page(folder: Path) -> None:
+    from .report import report  # imports torch, which a finished run does not need
+
+    report(folder)
 
 
 @contextmanager

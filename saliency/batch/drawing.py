@@ -1,4 +1,4 @@
-"""Draw one image: overlays, images of the page, saved maps and manifest rows.
+"""Explain and draw images: overlays, images of the page, saved maps, trust cards and manifest rows.
 
 A map is a file for `Explanation.load`, with float16 values in their original resolution. Of a volume, it is a NIfTI
 file with float32 values in the resolution of the volume.
@@ -6,48 +6,35 @@ file with float32 values in the resolution of the volume.
 
 from __future__ import annotations
 
-import io
+import errno
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import NamedTuple
 
-import numpy as np
 from PIL import Image
 from safetensors.torch import save
 
 from ..attribution.explanation import Explanation, pack_explanation
 from ..attribution.heatmap import heatmap
-from ..errors import USER_CODE_ERRORS
+from ..evaluation.metrics.base import SharedResults
 from ..evaluation.trust import TrustCard
 from ..io.atomic_write import atomic_write, inside
 from ..io.inputs import encode
-from ..io.preprocess import Frame, resize_box, scaled_size
+from ..io.preprocess import Frame, scaled_size
 from ..io.volumes import Volume, encode_map, place_map
-from ..render.blending import (
-    DIVERGING,
-    SEQUENTIAL,
-    ScaledMap,
-    blend,
-    box_pixels,
-    colorize,
-    corners,
-    hatching,
-    outline,
-    paint,
-    resize_to_pixels,
-    scale_map,
-)
-from ..render.overlay import save_drawing
-from ..render.volume import slices
-from .failures import Failure, printable, stops_run, unwritable
+from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, heat_image, paint, scale_map
+from ..render.overlay import encode_drawing
+from ..render.volume import anatomical_slices
+from .engines import Job
+from .failures import Failure, attempt, printable, unwritable
+from .listing import ImageEntry
 from .manifest import Row, make_row
-from .network import Cards, LoadedImage, Results
-from .output_folder import CARD_FILES, file_names
-from .run_options import OverlayStyle, RunOptions
+from .network import LoadedImage, Network, Results, trust_card
+from .options import OutputOptions, OverlayStyle
+from .store import file_names
 
 THUMBNAIL_SIDE = 640  # longest side, in pixels, of the image that the page shows
 THUMBNAIL_QUALITY, HEAT_QUALITY = 85, 80
@@ -55,121 +42,172 @@ CARD_FACTS = (
     *("title", "group", "is_clear", "is_worse", "verdict"),
     *("value", "error", "controls", "control_ranges", "higher_is_better"),
 )
-CELL_PIXELS = 16  # pixels of the heat image per cell of the map; more pixels add no detail
-# Levels of the opacity of the heat image, which WebP then encodes faster; off by 2 of 255 levels at most.
-ALPHA_LEVELS = np.float32(64)
-MAX_COARSENESS = 3  # largest number of thumbnail pixels per heat image pixel, along one side
 
 
-def write_results(
-    options: RunOptions,
-    out: Path,
-    loaded: LoadedImage,
-    results: Results,
-    cards: Cards,
-    seconds: float = 0.0,
-    repeated: str | None = None,
-) -> Iterator[Row]:
-    """Write the files of one image, and yield one row per method, or a single row if the image could not be read.
+class ImageResults(NamedTuple):
+    """Results of one image.
 
-    Args:
-        options: Options of the run.
-        out: Folder of the run.
-        loaded: The image.
-        results: Results of the methods.
-        cards: Trust cards of the methods, if the run has them.
+    Attributes:
+        explanations: Explanation or error of each method.
+        cards: Trust card or error of the methods that explained the image, if the run has trust cards.
         seconds: Seconds that the network took per method.
         repeated: Error after which the batch of the image was repeated in parts.
-
-    Raises:
-        StoppedError: The folder cannot be written to.
     """
-    slot = loaded.slot
-    facts: dict[str, Any] = {"index": slot.index, "source": printable(slot.entry.source), "id": slot.entry.name}
-    facts["repeated"] = repeated
 
-    def failed(error: BaseException, method: str | None, *, is_writing: bool = False) -> Row:
-        if is_writing and stops_run(error):
-            raise unwritable(out, error) from error
-        failure = Failure.of(error, slot.entry.path, slot.entry.source, method or "")
-        return make_row(**facts | {"method": method, "error": failure.reason, "error_kind": failure.kind})
+    explanations: Results
+    cards: Mapping[str, TrustCard | BaseException] = {}
+    seconds: float = 0.0
+    repeated: str | None = None
 
-    if not slot.methods:
-        return
-    if loaded.failure is not None:
-        yield failed(loaded.failure, None)
-        return
-    try:
-        original: Frame | Volume = loaded.volume or loaded.frame()
-        thumbnail = None
-        if isinstance(original, Frame):
-            image = original.image
-            facts |= {"width": image.width, "height": image.height, "box": list(original.box)}
-            facts["range"] = loaded.range and list(loaded.range)
-            thumbnail = shrink(image, THUMBNAIL_SIDE) if options.with_manifest else None
-        if thumbnail is not None:
-            names = file_names(slot.entry, "", "")
-            facts |= _write(out, names, "thumbnail", encode(thumbnail, "JPEG", quality=THUMBNAIL_QUALITY))
-    except Exception as error:  # noqa: BLE001 - any error becomes a failed row
-        yield failed(error, None, is_writing=True)
-        return
-    for method in slot.methods:
-        result = results[method]
-        if isinstance(result, BaseException):
-            yield failed(result, method)
-            continue
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainJob(Job):
+    """Explains and draws images.
+
+    Attributes:
+        output: The files of each image.
+    """
+
+    output: OutputOptions
+
+    def compute(self, network: Network, batch: Sequence[LoadedImage]) -> list[ImageResults]:
+        """Explain the images of a batch, and measure their trust cards."""
         start = perf_counter()
-        try:
-            names = file_names(slot.entry, method, options.style.format, with_manifest=options.with_manifest)
-            row = _write_method(options, out, names, result, original, thumbnail, facts)
-        except Exception as error:  # noqa: BLE001 - any error becomes a failed row
-            row = failed(error, method, is_writing=True)
-        else:
-            row["seconds"] = round(seconds + perf_counter() - start, 4)
+        explained = network.explain(batch)
+        seconds = (perf_counter() - start) / (len(batch) * len(network.methods))
+        return [
+            ImageResults(results, self._measure(network, loaded, results) if self.output.trust else {}, seconds, error)
+            for loaded, (results, error) in zip(batch, explained, strict=True)
+        ]
+
+    def _measure(self, network: Network, loaded: LoadedImage, results: Results) -> dict[str, TrustCard | BaseException]:
+        """Return the trust card of each method that explained an image."""
+        methods = [method for method in network.methods if method.name in loaded.slot.methods]
+        explained = [method for method in methods if isinstance(results.get(method.name), Explanation)]
+        shared = SharedResults()
+        return {one.name: trust_card(one, loaded, self.output.seconds, shared=shared) for one in explained}
+
+    def finish(self, loaded: LoadedImage, results: ImageResults) -> list[Row]:
+        """Draw and write the files of one image, and return its rows."""
+        return list(self.write(loaded, results))
+
+    def write(self, loaded: LoadedImage, results: ImageResults) -> Iterator[Row]:
+        """Write the files of one image, and yield one row per method, or a single row if the image could not be read.
+
+        Raises:
+            StoppedError: The folder cannot be written to.
+        """
+        slot, entry, sizes = loaded.slot, loaded.slot.entry, dict[str, int]()
+        about: Row = {"index": slot.index, "source": printable(entry.source), "id": entry.name}
+        about["repeated"] = results.repeated
+        for drawn in draw(self.output, loaded, results) if slot.methods else ():
+            names = file_names(entry, drawn["method"], self.output.style.format, self.output.with_manifest)
+            row = about | drawn
             try:
-                row |= _write_card(options, out, names, cards[method]) if method in cards else {}
-            except USER_CODE_ERRORS as error:  # any error fails the card; the overlay stays
-                why = failed(error, method, is_writing=True)
-                row |= {"error": f"no trust card: {why['error']}", "error_kind": why["error_kind"]}
-        yield row
+                for column, content in drawn.items():
+                    if isinstance(content, bytes):
+                        name = names[column]
+                        if name not in sizes:  # the thumbnail is a file of all rows
+                            sizes[name] = write_file(inside(self.out, name), content)
+                        row |= {column: name, f"{column}_bytes": sizes[name]}
+            except OSError as error:
+                if error.errno != errno.ENAMETOOLONG:
+                    raise unwritable(self.out, error) from error
+                row = about | failure_columns(error, entry, drawn["method"])
+            yield make_row(**row)
 
 
-def _write_method(
-    options: RunOptions,
-    out: Path,
-    names: Mapping[str, str],
-    explanation: Explanation,
-    original: Frame | Volume,
-    thumbnail: Image.Image | None,
-    facts: dict[str, Any],
-) -> Row:
-    """Write the files of one method, and return its row."""
-    style = options.style
-    if isinstance(original, Volume):  # as in `slices`
-        style = OverlayStyle(sign=style.sign, colormap=style.colormap)
-        if original.to_input is not None:
-            maps = heatmap(explanation, sign=style.sign)
-            maps = place_map(maps, original.to_input, original.values.shape[1:])
-            explanation = replace(explanation.with_evidence(error=None), values=maps[:, None])
-    scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
-    facts = facts | explanation_facts(explanation, scaled, style.colormap)
-    if isinstance(original, Volume):
-        explanation = replace(explanation, sign=scaled.sign)
-        drawing = _draw_slices(explanation, original, style.colormap)
-        facts |= {"width": drawing.width, "height": drawing.height}
-        facts |= _write(out, names, "overlay", lambda file: save_drawing(drawing, file))
-        values = heatmap(explanation, size=tuple(original.values.shape[1:]))[0]
-        return make_row(**facts | _write(out, names, "map", encode_map(values, original.affine)))
-    facts["target_box"] = scaled.placed_box(original)
-    drawing = paint(original, scaled, style.colormap, style.opacity)
-    facts |= _write(out, names, "overlay", lambda file: save_drawing(drawing, file))
-    if thumbnail is not None:
-        facts |= _write(out, names, "heat", _heat_image(scaled, original, thumbnail.size, style))
-    if options.maps:
-        saved = replace(explanation, frames=(original,))
-        content = _encode_map(saved, original, facts["range"]) if options.with_manifest else saved.save
-        facts |= _write(out, names, "map", content)
-    return make_row(**facts)
+def write_file(path: Path, content: bytes) -> int:
+    """Write a file atomically, and return its size. Its folder is created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(content)
+    return len(content)
+
+
+def failure_columns(error: BaseException, entry: ImageEntry, method: str | None, prefix: str = "") -> Row:
+    """Return the columns of the error of a method, or of an image if there is no method."""
+    failure = Failure.of(error, entry.path, entry.source, method or "")
+    return {"method": method, "error": prefix + failure.reason, "error_kind": failure.kind}
+
+
+def draw(output: OutputOptions, loaded: LoadedImage, results: ImageResults) -> Iterator[Row]:
+    """Draw one image: yield the columns of each method, or of the error of the image. Files are their contents."""
+    entry = loaded.slot.entry
+    image = attempt(ImageDrawing, output, loaded)
+    if isinstance(image, BaseException):
+        yield failure_columns(image, entry, None)
+        return
+    for method in loaded.slot.methods:
+        start, explanation, card = perf_counter(), results.explanations[method], results.cards.get(method)
+        drawn = attempt(image.draw, explanation) if isinstance(explanation, Explanation) else explanation
+        if isinstance(drawn, BaseException):
+            yield image.columns | failure_columns(drawn, entry, method)
+            continue
+        pages = attempt(_draw_card, output, card) if isinstance(card, TrustCard) else card or {}
+        if isinstance(pages, BaseException):
+            pages = failure_columns(pages, entry, method, "no trust card: ")
+        yield image.columns | drawn | pages | {"seconds": round(results.seconds + perf_counter() - start, 4)}
+
+
+class ImageDrawing:
+    """One image, on which the maps of methods are drawn.
+
+    Args:
+        output: The files of each image.
+        loaded: The image.
+
+    Attributes:
+        columns: Columns of all rows of the image, with the content of the thumbnail, which the page shows.
+    """
+
+    def __init__(self, output: OutputOptions, loaded: LoadedImage) -> None:
+        self._output, self._original = output, loaded.volume or loaded.frame()
+        self.columns: Row = {}
+        if isinstance(self._original, Frame):
+            image = self._original.image
+            self.columns |= {"width": image.width, "height": image.height, "box": list(self._original.box)}
+            self.columns["range"] = loaded.range and list(loaded.range)
+            if output.with_manifest:
+                thumbnail = shrink(image, THUMBNAIL_SIDE)
+                self._thumbnail_size = thumbnail.size
+                self.columns["thumbnail"] = encode(thumbnail, "JPEG", quality=THUMBNAIL_QUALITY)
+
+    def draw(self, explanation: Explanation) -> Row:
+        """Draw the map of one method."""
+        output, style, frame = self._output, self._output.style, self._original
+        if isinstance(frame, Volume):
+            return _draw_volume(explanation, frame, style)
+        scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
+        row = explanation_facts(explanation, scaled, style.colormap) | {"target_box": scaled.placed_box(frame)}
+        row["overlay"] = encode_drawing(paint(frame, scaled, style.colormap, style.opacity), f".{style.format}")
+        if output.with_manifest:
+            heat = heat_image(scaled, frame, self._thumbnail_size, style.colormap, style.opacity)
+            row["heat"] = encode(heat, "WEBP", quality=HEAT_QUALITY, method=0)
+        if output.maps and output.with_manifest:  # without standard errors, the image and times
+            facts = {"size": frame.image.size, "box": frame.box, "range": self.columns["range"]}
+            explanation = replace(explanation.with_evidence(error=None, run_stats=None), frames=(None,))
+            row["map"] = save(*pack_explanation(explanation, facts))
+        elif output.maps:
+            row["map"] = save(*pack_explanation(replace(explanation, frames=(frame,))))
+        return row
+
+
+def _draw_volume(explanation: Explanation, volume: Volume, style: OverlayStyle) -> Row:
+    """Draw the map of one method on a volume."""
+    if volume.to_input is not None:
+        maps = heatmap(explanation, sign=style.sign)
+        maps = place_map(maps, volume.to_input, volume.values.shape[1:])
+        explanation = replace(explanation.with_evidence(error=None), values=maps[:, None])
+    of_slices = OverlayStyle()  # as in `slices`
+    scaled = scale_map(explanation, style.sign, of_slices.percentile, smoothing=of_slices.smoothing)
+    row = explanation_facts(explanation, scaled, style.colormap)
+    explanation = replace(explanation, sign=scaled.sign)
+    drawing = anatomical_slices(explanation, volume, style.colormap)
+    row |= {"width": drawing.width, "height": drawing.height}
+    row["overlay"] = encode_drawing(drawing, f".{style.format}")
+    row["map"] = encode_map(heatmap(explanation, size=tuple(volume.values.shape[1:]))[0], volume.affine)
+    return row
 
 
 def explanation_facts(explanation: Explanation, scaled: ScaledMap, colormap: str | None) -> Row:
@@ -196,91 +234,17 @@ def explanation_facts(explanation: Explanation, scaled: ScaledMap, colormap: str
     }
 
 
-def _draw_slices(explanation: Explanation, volume: Volume, colormap: str | None) -> Image.Image:
-    """Draw slices through the maximum as ITK-SNAP and 3D Slicer do: head and front up, the patient's right at the left.
-
-    The first channel of the volume is drawn in grey.
-    """
-    order, ascends = volume.world_axes()
-    values = explanation.values.permute(0, 1, *(2 + axis for axis in order))
-    grey = volume.values[0].permute(order)
-    explanation = replace(explanation.with_evidence(error=None), values=values, input_size=tuple(grey.shape))
-    spacing = np.linalg.norm(volume.affine[:3, :3], axis=0)[order].tolist()
-    drawing = slices(explanation, grey, names=("axial", "coronal", "sagittal"), spacing=spacing, colormap=colormap)
-    for axis, panel in enumerate(drawing.axes[:3]):
-        rows, columns = (ascends[other] for other in range(3) if other != axis)
-        panel.yaxis.set_inverted(not rows)
-        panel.xaxis.set_inverted(columns)
-    file = io.BytesIO()
-    # Not `savefig`, which changes parameters of matplotlib for a moment: several threads draw.
-    drawing.canvas.print_figure(file, format="png", dpi=150, bbox_inches="tight")
-    return Image.open(file).convert("RGB")
-
-
-def _write(
-    out: Path, names: Mapping[str, str], column: str, content: bytes | Callable[[Path], object]
-) -> dict[str, Any]:
-    """Write a file, given its bytes or a function that saves it, and return its name and size for the row."""
-    file = inside(out, names[column])
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if callable(content):
-        content(file)
-    else:
-        with atomic_write(file) as temporary:
-            temporary.write_bytes(content)
-    return {column: names[column], f"{column}_bytes": file.stat().st_size}
-
-
-def _encode_map(explanation: Explanation, frame: Frame, range: list[float] | None) -> bytes:
-    """Return the file of a map, for `Explanation.load`: values in float16, no standard errors, no picture, no times."""
-    facts = {"size": frame.image.size, "box": frame.box, "range": range}
-    explanation = explanation.with_evidence(error=None, run_stats=None)
-    return save(*pack_explanation(replace(explanation, frames=(None,)), facts))
-
-
-def _write_card(options: RunOptions, out: Path, names: Mapping[str, str], card: TrustCard | BaseException) -> Row:
-    """Write the files of a trust card, and return its columns of the row. Raises `card` if it is an error."""
-    if isinstance(card, BaseException):
-        raise card
-    facts: Row = {"trust": card_facts(card) if options.with_manifest else {"summary": card.summary}}
-    for column in names.keys() & CARD_FILES:
-        facts |= _write(out, names, column, card.save)
-    return facts
+def _draw_card(output: OutputOptions, card: TrustCard) -> Row:
+    """Draw a trust card."""
+    facts = card_facts(card) if output.with_manifest else {"summary": card.summary}
+    column, suffix = ("card_json", ".json") if output.with_manifest else ("card_image", ".png")
+    return {"trust": facts, "card": card.encoders[".html"](), column: card.encoders[suffix]()}
 
 
 def card_facts(card: TrustCard) -> dict[str, Row]:
     """Return the columns of each property of a trust card that the page shows, by the name of the property."""
     rows = json.loads(card.to_json())["properties"]
     return {row["name"]: {key: row[key] for key in CARD_FACTS} for row in rows}
-
-
-def _heat_image(scaled: ScaledMap, frame: Frame, thumbnail: tuple[int, int], style: OverlayStyle) -> bytes:
-    """Encode the heatmap without the image: transparent outside the crop.
-
-    Inside the crop it is opaque. If the opacity follows the map, it is as opaque as the scaled map is strong, with the
-    lines around the crop; the page multiplies it by its own opacity.
-
-    The image has the proportions of the thumbnail, and a half or a third of its size if the map cells are large enough.
-    """
-    left, top, right, bottom = frame.box
-    cells = (right - left) / scaled.values.shape[1], (bottom - top) / scaled.values.shape[0]
-    pitch = min(cells) * thumbnail[0] / frame.image.width
-    coarseness = max(1, min(MAX_COARSENESS, int(pitch / CELL_PIXELS)))
-    size = math.ceil(thumbnail[0] / coarseness), math.ceil(thumbnail[1] / coarseness)
-    plane = Frame(Image.new("RGB", size), resize_box(frame.box, frame.image.size, size))
-    area = box_pixels(plane)
-    values = resize_to_pixels(scaled.values, plane, area)
-    heat = plane.image
-    heat.paste(colorize(values, scaled, style.colormap), corners(area))
-    alpha = Image.new("L", size)
-    visibility = np.round(np.abs(values) * ALPHA_LEVELS) / ALPHA_LEVELS
-    blend(alpha, (255,), area, visibility if style.opacity == "map" else np.ones_like(visibility))
-    heat.putalpha(alpha)
-    for tone, share, pixels in hatching(scaled, plane, area):
-        blend(heat, (tone, tone, tone, 255 * share), area, pixels.astype(np.float32))
-    if style.opacity == "map":
-        outline(heat, area)
-    return encode(heat, "WEBP", quality=HEAT_QUALITY, method=0)
 
 
 def shrink(image: Image.Image, longest: int) -> Image.Image:

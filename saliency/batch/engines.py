@@ -18,14 +18,15 @@ import queue
 import re
 import signal
 import threading
-import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from uuid import uuid4
 
 import torch
@@ -33,13 +34,13 @@ from torch import nn
 
 from ..engine.allocator import keep_memory
 from ..errors import SaliencyError, optional_import
-from .drawing import write_results
-from .failures import BatchError, StoppedError, printable
+from .failures import BatchError, StoppedError, attempt, printable
 from .listing import ImageEntry
 from .manifest import Row
-from .network import BatchTooLargeError, LoadedImage, Network, Slot, find_devices, replicate
-from .output_folder import LOCK
-from .run_options import RunOptions
+from .network import BatchTooLargeError, LoadedImage, Network, find_devices, replicate
+from .options import NetworkOptions, RunOptions
+from .plan import Plan, Slot
+from .store import LOCK
 
 MAX_PARALLEL = 8
 """Largest number of networks that run in parallel on CPUs. Each needs memory for one batch."""
@@ -66,50 +67,42 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@dataclass(frozen=True, slots=True)
-class RunContext:
-    """Options, folder and model with which an engine explains and draws images. A subclass may do other work.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(ABC):
+    """The work on each image, which an engine does in the threads and processes of its workers.
 
     Attributes:
-        options: Options of the run.
+        options: The model, the methods and the target.
         out: Folder of the run.
-        model: The model, on the CPU if it was loaded by name.
         is_interrupted: Returns whether to start nothing more for the images in progress.
     """
 
-    options: RunOptions
+    options: NetworkOptions
     out: Path
-    model: nn.Module
     is_interrupted: Callable[[], bool] = bool
 
+    @abstractmethod
     def compute(self, network: Network, batch: Sequence[LoadedImage]) -> Sequence[Any]:
         """Run a network, which no other thread uses, on a batch. Return the input of `finish` for each image."""
-        start = time.perf_counter()
-        explained = network.explain(batch)
-        seconds = (time.perf_counter() - start) / (len(batch) * len(network.methods))
-        return [
-            (results, network.trust(loaded, results), seconds, repeated)
-            for loaded, (results, repeated) in zip(batch, explained, strict=True)
-        ]
 
+    @abstractmethod
     def finish(self, loaded: LoadedImage, results: Any) -> list[Row]:
         """Return the rows of one image, during the passes of other batches."""
-        return list(write_results(self.options, self.out, loaded, *results))
 
 
 class Worker:
-    """Loads the images of a batch, and runs the steps of its context on them.
+    """Loads the images of a batch, and runs the steps of a job on them.
 
     Several threads may use it at once.
 
     Args:
-        context: The run.
+        job: The work on each image.
         networks: Networks for the passes. A network runs one batch at a time.
         threads: Number of threads for loading and drawing.
     """
 
-    def __init__(self, context: RunContext, networks: Sequence[Network], threads: int) -> None:
-        self._context = context
+    def __init__(self, job: Job, networks: Sequence[Network], threads: int) -> None:
+        self._job = job
         self._load = networks[0].load
         self._free: queue.SimpleQueue[Network] = queue.SimpleQueue()
         for network in networks:
@@ -121,10 +114,10 @@ class Worker:
         loaded = list(self.io.map(lambda slot: self._load(slot, MOST_PIXELS), batch))
         network = self._free.get()
         try:
-            results = self._context.compute(network, loaded)
+            results = self._job.compute(network, loaded)
         finally:
             self._free.put(network)
-        return [self.io.submit(self._context.finish, *image) for image in zip(loaded, results, strict=True)]
+        return [self.io.submit(self._job.finish, *image) for image in zip(loaded, results, strict=True)]
 
 
 class LocalEngine:
@@ -147,30 +140,31 @@ class LocalEngine:
         self.parallel = min(self.workers, MAX_PARALLEL) if on_cpu and len(self.devices) == 1 else len(self.devices)
         self.default_batch_size = BATCH_CPU if on_cpu else BATCH_ACCELERATOR
 
-    def execute(self, context: RunContext, batches: Iterable[Sequence[Slot]]) -> Generator[list[Row], None, None]:
+    def map(self, job: Job, model: nn.Module, plan: Plan) -> Generator[list[Row], None, None]:
         """Yield the rows of each image, in the order of the images.
 
         Args:
-            context: The run.
-            batches: The batches. An image without methods is not explained and only keeps its position in the batch.
+            job: The work on each image.
+            model: The model, on the CPU if it was loaded by name.
+            plan: The batches. An image without methods is not explained and only keeps its position in the batch.
 
         Raises:
             BatchTooLargeError: A batch does not fit into memory. The rows of all earlier batches have been returned.
             StoppedError: The folder cannot be written to.
         """
-        replicas = replicate(context.options, context.model, self.devices)
+        replicas = replicate(job.options, model, self.devices)
         networks = [replicas[index % len(replicas)] for index in range(self.parallel)]
         with ExitStack() as undo:
             undo.callback(torch.set_num_threads, torch.get_num_threads())
             threads = max(1, min(self.workers, count_cores()) // self.parallel)
-            worker = Worker(context, networks, max(2, self.workers))
+            worker = Worker(job, networks, max(2, self.workers))
             # One more thread than networks, to load the next batch.
             pool = ThreadPoolExecutor(self.parallel + 1, "saliency-batch", set_threads, (threads,))
             undo.callback(pool.shutdown, cancel_futures=True)
             undo.callback(worker.io.shutdown, cancel_futures=True)
             pending: deque[Future[list[Future[list[Row]]]]] = deque()
-            for batch in batches:
-                if context.is_interrupted():
+            for batch in plan:
+                if job.is_interrupted():
                     break
                 pending.append(pool.submit(worker.run, batch))
                 if len(pending) > self.parallel + 1:
@@ -192,21 +186,20 @@ class SequentialEngine:
     def __init__(self, device: torch.device, on_start: Callable[[ImageEntry], object]) -> None:
         self.devices, self._on_start = [device], on_start
 
-    def execute(self, context: RunContext, batches: Iterable[Sequence[Slot]]) -> Generator[list[Row], None, None]:
-        """Yield the rows of each image, in the order of the images. See `LocalEngine.execute`."""
-        (network,) = replicate(context.options, context.model, self.devices)
-        for batch in batches:
-            for slot in batch:
-                self._on_start(slot.entry)
-                loaded = network.load(slot)
-                yield context.finish(loaded, *context.compute(network, [loaded]))
+    def map(self, job: Job, model: nn.Module, plan: Plan) -> Generator[list[Row], None, None]:
+        """Yield the rows of each image, in the order of the images. See `LocalEngine.map`."""
+        (network,) = replicate(job.options, model, self.devices)
+        for slot in chain.from_iterable(plan):
+            self._on_start(slot.entry)
+            loaded = network.load(slot)
+            yield job.finish(loaded, *job.compute(network, [loaded]))
 
 
-def open_engine(options: RunOptions) -> AbstractContextManager[LocalEngine | RayEngine]:
+def open_engine(options: NetworkOptions, run: RunOptions) -> AbstractContextManager[Engine]:
     """Return the engine of a run for a block; see `LocalEngine`, `find_devices` and `open_ray`."""
-    if options.engine == "ray":
-        return open_ray(options.device, options.workers)
-    return nullcontext(LocalEngine(find_devices(options.device, options.model), options.workers))
+    if run.engine == "ray":
+        return open_ray(options.device, run.workers)
+    return nullcontext(LocalEngine(find_devices(options.device, options.model), run.workers))
 
 
 def _rows(images: Iterable[Future[list[Row]]]) -> Iterator[list[Row]]:
@@ -313,35 +306,36 @@ class RayEngine:
         self.parallel = resources.actors
         self.default_batch_size = BATCH_ACCELERATOR if resources.gpus else BATCH_CPU
 
-    def execute(self, context: RunContext, batches: Iterable[Sequence[Slot]]) -> Generator[list[Row], None, None]:
-        """Yield the rows of each image, in the order of the images. See `LocalEngine.execute`.
+    def map(self, job: Job, model: nn.Module, plan: Plan) -> Generator[list[Row], None, None]:
+        """Yield the rows of each image, in the order of the images. See `LocalEngine.map`.
 
         Raises:
             StoppedError: Ray failed, or several actors died on the same images.
         """
-        items = [{"group": self._ray.cloudpickle.dumps(batch), "attempts": f".{uuid4().hex}.part"} for batch in batches]
+        items = [{"batch": self._ray.cloudpickle.dumps(batch), "attempts": f".{uuid4().hex}.part"} for batch in plan]
         try:
-            for row in self._results(self._share(context), items, context.out) if items else ():
+            for row in self._results(self._share(job, model), items, job.out) if items else ():
                 results = self._ray.cloudpickle.loads(row["results"])
                 if isinstance(results, Exception):
                     raise results
                 yield from results
-                if context.is_interrupted():
+                if job.is_interrupted():
                     return
         except self._ray.exceptions.RayError as error:
             raise StoppedError(
                 f"Ray failed: {_in_one_line(error)}; finished images are kept: re-run to resume"
             ) from error
 
-    def _share(self, context: RunContext) -> Any:
-        """Put the run context, including the model, into the shared memory of the cluster."""
-        options = replace(context.options, model=context.options.model_name, on_progress=None)
+    def _share(self, job: Job, model: nn.Module) -> Any:
+        """Put the job and the model into the shared memory of the cluster."""
+        name = job.options.model_name
         try:
-            return self._ray.put(replace(context, options=options, model=copy.deepcopy(context.model).cpu()))
+            job = replace(job, options=replace(job.options, model=name))
+            return self._ray.put((job, copy.deepcopy(model).cpu()))
         except (TypeError, AttributeError, ValueError) as error:
-            raise BatchError(f"{options.model_name} must be picklable for Ray: {_in_one_line(error)}") from error
+            raise BatchError(f"{name} must be picklable for Ray: {_in_one_line(error)}") from error
 
-    def _results(self, context: Any, items: list[dict[str, Any]], out: Path) -> Iterator[dict[str, bytes]]:
+    def _results(self, shared: Any, items: list[dict[str, Any]], out: Path) -> Iterator[dict[str, bytes]]:
         """Map the batches over the actors, and yield the results of each batch, in order."""
         data, resources = self._ray.data, self._resources
         # One block per batch: its rows return as soon as the batch is done.
@@ -351,7 +345,7 @@ class RayEngine:
         batches.context.execution_no_progress_timeout_s = -1  # a batch may take long
         results = batches.map(
             Actor,
-            fn_constructor_args=(context, (out / LOCK).read_bytes(), resources, MAX_TRIES),
+            fn_constructor_args=(shared, (out / LOCK).read_bytes(), resources, MAX_TRIES),
             compute=data.ActorPoolStrategy(
                 size=resources.actors,
                 # With a GPU, images are loaded and drawn during the passes of another batch.
@@ -364,41 +358,42 @@ class RayEngine:
         yield from results.iter_rows()
 
 
+Engine: TypeAlias = LocalEngine | RayEngine | SequentialEngine
+"""An engine."""
+
+
 class Actor:
     """Ray actor that holds the model and explains batches.
 
     Args:
-        context: Ray reference to the run context.
+        shared: Ray reference to the job and the model.
         holder: Content of the lock file of the run.
         resources: Resources of the actors.
         max_tries: Number of actors that may die on the same batch.
     """
 
-    def __init__(self, context: Any, holder: bytes, resources: Resources, max_tries: int) -> None:
+    def __init__(self, shared: Any, holder: bytes, resources: Resources, max_tries: int) -> None:
         ray = importlib.import_module("ray")
         self._pickle, self._holder, self._max_tries = ray.cloudpickle, holder, max_tries
         self._error: Exception | None = None
         # No other code uses this process, so process-wide settings are safe.
         keep_memory()
         try:
-            shared: RunContext = ray.get(context)
-            self._out = shared.out
-            network = Network(shared.options, shared.model.to("cuda" if resources.gpus else "cpu"))
-            self._worker = Worker(shared, [network], resources.cpus)
+            job, model = ray.get(shared)
+            self._out: Path = job.out
+            network = Network(job.options, model.to("cuda" if resources.gpus else "cpu"))
+            self._worker = Worker(job, [network], resources.cpus)
         except Exception as error:  # noqa: BLE001 - raised in __call__: Ray reports it after a minute, as its own bug
             self._error = error
 
     def __call__(self, row: dict[str, Any]) -> dict[str, bytes]:
         """Explain a batch. Return the pickled rows of every image, or the pickled error."""
-        results: list[list[Row]] | Exception
-        try:
-            results = self._explain(self._pickle.loads(row["group"]), row["attempts"])
-        except Exception as error:  # noqa: BLE001 - raised by the run; not every error can be pickled
-            is_known = isinstance(error, SaliencyError | BatchTooLargeError)
-            results = error if is_known else StoppedError(f"{type(error).__name__}: {error}")
+        results = attempt(self._explain, self._pickle.loads(row["batch"]), row["attempts"])
+        if isinstance(results, BaseException) and not isinstance(results, SaliencyError | BatchTooLargeError):
+            results = StoppedError(f"{type(results).__name__}: {results}")  # not every error can be pickled
         return {"results": self._pickle.dumps(results)}
 
-    def _explain(self, group: Sequence[Slot], counter: str) -> list[list[Row]]:
+    def _explain(self, batch: Sequence[Slot], counter: str) -> list[list[Row]]:
         """Explain a batch, unless the run has ended or too many actors have died on the batch.
 
         The size of the file `counter` is the number of actors that started the batch. The next run with work removes a
@@ -412,7 +407,7 @@ class Actor:
         with attempts.open("ab") as file:
             file.write(b".")
         if attempts.stat().st_size > self._max_tries:
-            names = [printable(slot.entry.source) for slot in group if slot.methods]
+            names = [printable(slot.entry.source) for slot in batch if slot.methods]
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise StoppedError(
                 f"{self._max_tries} workers died on the same images: {names[0]}{more}; finished images are kept: check "
@@ -420,7 +415,7 @@ class Actor:
             )
         try:
             set_threads(1)
-            return list(_rows(self._worker.run(group)))
+            return list(_rows(self._worker.run(batch)))
         finally:
             attempts.unlink(missing_ok=True)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeVar
 
-from ..errors import SaliencyError
+from ..errors import USER_CODE_ERRORS, SaliencyError
 
 
 class BatchError(SaliencyError, RuntimeError):
@@ -38,6 +38,17 @@ class Failure:
         return cls(type(error).__name__, printable(text))
 
 
+T = TypeVar("T")
+
+
+def attempt(function: Callable[..., T], *args: Any, **options: Any) -> T | BaseException:
+    """Return the result of a function that runs code of the user, or its error, which concerns one image only."""
+    try:
+        return function(*args, **options)
+    except USER_CODE_ERRORS as error:
+        return error
+
+
 def sentence(source: str, method: str | None, reason: str) -> str:
     """Return a failure in one line, such as "cat.jpg is damaged: ..." or "cat.jpg by cam: no linear layer"."""
     colon = "" if not method and reason.startswith(("is ", "has ", "cannot ")) else ":"
@@ -50,12 +61,6 @@ def printable(text: str) -> str:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     except UnicodeEncodeError:  # JSON may contain surrogates, which no file name contains
         return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def stops_run(error: BaseException) -> TypeGuard[OSError]:
-    """Return whether a write error concerns the folder, such as a full disk, rather than one image."""
-    # Encoders raise an OSError without errno if their format cannot store an image.
-    return isinstance(error, OSError) and error.errno not in (None, errno.ENAMETOOLONG)
 
 
 @contextmanager

@@ -6,27 +6,27 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..attribution.base import Attribution
 from ..attribution.options import declared_options
-from ..errors import USER_CODE_ERRORS, ImageError
+from ..errors import ImageError
 from ..evaluation.comparison import Comparison, Result, measure_image, unique_names
 from ..evaluation.metrics.base import Metric, SharedResults, resolve_metrics
-from ..io.atomic_write import atomic_write, inside
+from ..io.atomic_write import inside
 from ..methods.baselines import GivenImages
-from .engines import RunContext
-from .failures import BatchError, Failure, writing_to
+from .drawing import failure_columns, write_file
+from .engines import Job, open_engine
+from .failures import BatchError, attempt, writing_to
 from .listing import ImageEntry, merge_listing
 from .manifest import Row
 from .network import LoadedImage, Network
-from .output_folder import ABOUT, EVALUATION, EVALUATION_PAGE, RESULTS, OutputFolder, locked, read_json
+from .options import NetworkOptions, OutputOptions, Progress, RunOptions, describe, fingerprint
 from .report import report
-from .run import Run
-from .run_options import Progress, RunOptions, describe
+from .run import execute
 from .sources import Paths, find_images
+from .store import ABOUT, EVALUATION, EVALUATION_PAGE, RESULTS, Store, locked, read_json, remove_temporary_files
 
 if TYPE_CHECKING:
     from torch import nn
@@ -123,7 +123,8 @@ def evaluate(
         SaliencyError: The model, a method, a metric, a layer or the target of all images does not exist.
         KeyboardInterrupt: Ctrl-C was pressed. Methods in progress are finished first, and their values are kept.
     """
-    run_options = RunOptions.of(locals())
+    arguments = locals()
+    network_options, run = NetworkOptions.of(arguments), RunOptions.of(arguments)
     entries, left_out = find_images(sources, recursive=recursive, targets=targets)
     metric_list, by_name = resolve_metrics(metrics), None
     if masks is not None:
@@ -134,17 +135,21 @@ def evaluate(
         by_name = {mask.name: mask for mask in listing.entries}
     names = unique_names(metric_list)
     about = {"format": FORMAT, "metrics": dict(zip(names, map(_all_settings, metric_list), strict=True))}
-    values = run_options.fingerprint().items()
+    values = fingerprint(network_options, OutputOptions()).items()
     settings = {
         method: {name: value for name, value in values if name.partition(" of ")[2] in ("", method)} | about
-        for method in run_options.methods
+        for method in network_options.methods
     }
     with locked(Path(out)) as folder:
-        storage = Storage(folder, by_name, boxes, settings)
-        run = EvaluationRun(run_options, storage, merge_listing([], entries).entries, metric_list)
-        run.complete()
-        comparison = FolderComparison(run.results())
-        comparison.failures, comparison.left_out = run.failures, left_out
+        remove_temporary_files(folder)
+        files = ResultFiles(folder, by_name, boxes, settings)
+        store = ResultStore(files, merge_listing([], entries).entries, network_options.methods, limit)
+        if store.missing:
+            with open_engine(network_options, run) as run_engine:
+                job = MeasureJob(options=network_options, out=folder, metrics=metric_list, files=files)
+                execute(job, store, run_engine, run)
+        comparison = FolderComparison(store.all_results())
+        comparison.failures, comparison.left_out = store.failures, left_out
         if comparison.results:
             comparison.page = _write(comparison, folder)
         return comparison
@@ -153,7 +158,7 @@ def evaluate(
 # Not rows of one file, as in a manifest: a worker stores each method at once, so a killed run loses only the methods
 # in progress. A card of metrics takes minutes.
 @dataclass(frozen=True, slots=True)
-class Storage:
+class ResultFiles:
     """Files of the results of an evaluation, each with the settings that determine it.
 
     Attributes:
@@ -190,55 +195,55 @@ class Storage:
         name, key = self._file(entry, method)
         content = {"key": key, "results": [asdict(result) for result in results]}
         with writing_to(self.out):
-            path = inside(self.out, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(path) as temporary:
-                temporary.write_text(json.dumps(content, indent=1) + "\n", "ascii")
+            write_file(inside(self.out, name), f"{json.dumps(content, indent=1)}\n".encode("ascii"))
 
 
-class EvaluationRun(Run):
-    """One run that measures images in a locked folder."""
+class ResultStore(Store):
+    """Store of an evaluation, whose results the workers write.
+
+    Args:
+        files: Files of the results.
+        entries: The images.
+        methods: Names of the methods.
+        limit: Largest number of images to measure; None for all.
+    """
 
     resumes = True
 
     def __init__(
-        self, options: RunOptions, storage: Storage, entries: Sequence[ImageEntry], metrics: Sequence[Metric]
+        self, files: ResultFiles, entries: Sequence[ImageEntry], methods: Sequence[str], limit: int | None
     ) -> None:
-        super().__init__(options, storage.out, entries, partial(Measuring, metrics=metrics, storage=storage))
-        OutputFolder(self.out).remove_temporary_files()
-        stored = [{name: storage.read(entry, name) for name in options.methods} for entry in entries[: self.total]]
-        self._results = [{name: own for name, own in results.items() if own is not None} for results in stored]
-        self.done = {index for index in range(self.total) if not self.missing(index)}
+        self._files, self._results = files, dict[tuple[int, str], list[Result]]()
+        super().__init__(files.out, entries, methods, limit)
 
-    def missing(self, index: int) -> tuple[str, ...]:
-        """Return the methods without results for an image."""
-        return tuple(name for name in self.options.methods if name not in self._results[index])
+    def lacking(self, index: int, methods: Sequence[str]) -> tuple[str, ...]:
+        """Read the results of an image, and return the methods without results."""
+        read = {method: self._files.read(self.entries[index], method) for method in methods}
+        self._results |= {(index, method): results for method, results in read.items() if results is not None}
+        return tuple(method for method, results in read.items() if results is None)
 
-    def store(self, rows: Sequence[Row]) -> None:
-        """Keep the results of an image, which are stored already, and its failures."""
-        index = rows[0]["index"]
-        for row in rows:
-            methods = self.missing(index) if row["method"] is None else [row["method"]]
-            self._results[index] |= dict.fromkeys(methods, row["results"])
-        if not self.missing(index):
-            super().store(rows)
+    def append(self, rows: Sequence[Row]) -> None:
+        """Keep the results of an image, which are stored already."""
+        super().append(rows)
+        self._results |= {(row["index"], row["method"]): row["results"] for row in rows}
 
-    def results(self) -> list[Result]:
+    def all_results(self) -> list[Result]:
         """Return all results, in the order of the images and methods."""
-        return [result for own in self._results for name in self.options.methods for result in own.get(name, ())]
+        keys = ((index, method) for index in range(self.total) for method in self.methods)
+        return [result for key in keys for result in self._results.get(key, ())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measuring(RunContext):
+class MeasureJob(Job):
     """Measures each image by its methods, and stores the results.
 
     Attributes:
         metrics: The metrics.
-        storage: Files of the results.
+        files: Files of the results.
     """
 
     metrics: Sequence[Metric]
-    storage: Storage
+    files: ResultFiles
 
     def compute(self, network: Network, batch: Sequence[LoadedImage]) -> list[list[Row]]:
         """Measure each image by the methods of its slot. The row of an error of the image has no method."""
@@ -254,25 +259,23 @@ class Measuring(RunContext):
         for method in network.methods:
             if method.name not in slot.methods or self.is_interrupted():
                 continue
-            row: Row = {"index": slot.index, "source": slot.entry.source, "method": method.name, "error": None}
-            try:
-                row["results"] = self._measure_method(method, loaded, shared)
-            except USER_CODE_ERRORS as error:  # any error is a failure of this image and method only
-                failure = Failure.of(error, slot.entry.source)
-                row |= {"error": failure.reason, "error_kind": failure.kind, "results": []}
-                row |= {"method": None} if isinstance(error, ImageError) else {}
+            row: Row = {"index": slot.index, "source": slot.entry.source, "results": []}
+            results = attempt(self._measure_method, method, loaded, shared)
+            if isinstance(results, BaseException):
+                name = None if isinstance(results, ImageError) else method.name
+                row |= failure_columns(results, slot.entry, name)
             else:
-                row["error_kind"] = None
-                self.storage.write(slot.entry, method.name, row["results"])
+                self.files.write(slot.entry, method.name, results)
+                row |= {"method": method.name, "error": None, "error_kind": None, "results": results}
             rows[row["method"]] = row
         return list(rows.values())
 
     def _measure_method(self, method: Attribution, loaded: LoadedImage, shared: SharedResults) -> list[Result]:
         image, entry = loaded.open(), loaded.slot.entry
-        mask, boxes = self.storage.find_object(entry)
-        if self.storage.masks is not None and mask is None:
+        mask, boxes = self.files.find_object(entry)
+        if self.files.masks is not None and mask is None:
             raise ImageError(f'has no mask: no image in the folder of --masks is called "{entry.name}"')
-        if self.storage.boxes is not None and boxes is None:
+        if self.files.boxes is not None and boxes is None:
             raise ImageError("has no box: the file of --boxes does not name it")
         about = entry.name, method.name, method, image, loaded.target
         mask_image = None if mask is None else mask.open()

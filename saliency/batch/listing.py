@@ -191,12 +191,11 @@ def merge_listing(
 
 def _keys(entries: Sequence[ImageEntry]) -> list[tuple[object, ...]]:
     """Return a unique key per image. An image that a list contains several times gets several keys."""
-    times: dict[tuple[object, ...], int] = {}
+    times: Counter[tuple[object, ...]] = Counter()
     keys: list[tuple[object, ...]] = []
     for entry in entries:
-        key = entry.path, entry.offset
-        times[key] = number = times.get(key, 0) + 1
-        keys.append((*key, number))
+        times[entry.key] += 1
+        keys.append((*entry.key, times[entry.key]))
     return keys
 
 

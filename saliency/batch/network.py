@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,7 +17,6 @@ from ..aliases import option_hint
 from ..attribution.base import METHODS, Attribution, explain_together, get_method
 from ..attribution.explanation import Explanation
 from ..errors import USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotApplicableError
-from ..evaluation.metrics.base import SharedResults
 from ..evaluation.trust import TrustCard, trust
 from ..hooks.model_state import is_out_of_memory, prepared_for_attribution, reference_tensor, run_model
 from ..io.inputs import Prepare
@@ -27,37 +27,19 @@ from ..targets.question import Target
 from ..targets.region import Keypoint, Region
 from ..targets.targets import Located, class_index
 from ..zoo import load
-from .failures import BatchError, Failure
+from .failures import BatchError, Failure, attempt
 from .listing import ImageEntry
-from .run_options import RunOptions
+from .options import NetworkOptions
+from .plan import Slot
 
 Results = Mapping[str, Explanation | BaseException]
 """Explanation or error of every method for one image, by the name of the method."""
-Cards = Mapping[str, TrustCard | BaseException]
-"""Trust card, or why there is none, of methods for one image, by the name of the method."""
-_DEVICE_ERRORS = (RuntimeError, AssertionError, NotImplementedError)
-"""Errors of PyTorch for a device that does not exist or is full."""
 _Outcomes = dict[str, list[Explanation | BaseException]]
 """Explanation or error of every image of a batch, by the name of the method."""
 
 
 class BatchTooLargeError(MemoryError):
     """A batch of several images does not fit into memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One position of a batch.
-
-    Attributes:
-        index: Number of the image in the listing.
-        entry: The image.
-        methods: Methods without a manifest row; empty for an image that only keeps its position in the batch.
-    """
-
-    index: int
-    entry: ImageEntry
-    methods: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +97,7 @@ class Network:
         TargetError: The target of all images does not exist.
     """
 
-    def __init__(self, options: RunOptions, model: nn.Module) -> None:
+    def __init__(self, options: NetworkOptions, model: nn.Module) -> None:
         like = reference_tensor(model)
         self.device = device_of(model)
         self._dtype = torch.float32 if like is None else like.dtype
@@ -123,7 +105,6 @@ class Network:
         self.preprocess: Prepare = self.methods[0].preprocess
         self.categories = self.methods[0].categories
         self._target = None if options.target is None else self._as_target(options.target)
-        self._trust, self._seconds = options.trust, options.seconds
         self._separate: set[str] = set()  # methods that do not share the passes of the others
 
     def _as_target(self, target: int | str | Target) -> int | Target:
@@ -138,9 +119,8 @@ class Network:
         method, located = self.methods[0], cast("Located", loaded.target)
         x = loaded.input[None].to(self.device, self._dtype)
         with prepared_for_attribution(method.model, layout=method.layout), torch.no_grad():
-            try:
-                output = run_model(method.model, x)
-            except USER_CODE_ERRORS:  # the row of the image states it
+            output = attempt(run_model, method.model, x)
+            if isinstance(output, BaseException):  # the row of the image states it
                 return 0
             images = method.images(x).located(located.geometries)
             return len(cast("BoxTarget", located.target).detections(output, images))
@@ -206,28 +186,13 @@ class Network:
                     results[index] = of_image, next(iter(errors), None)
         return results
 
-    def trust(self, loaded: LoadedImage, results: Results) -> Cards:
-        """Return the trust card of each method that explained an image, if the run has trust cards.
-
-        Args:
-            loaded: The image.
-            results: Results of the methods.
-        """
-        methods = [method for method in self.methods if self._trust and method.name in loaded.slot.methods]
-        explained = [method for method in methods if isinstance(results.get(method.name), Explanation)]
-        shared = SharedResults()
-        return {one.name: trust_card(one, loaded, self._seconds, shared=shared) for one in explained}
-
     def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any], errors: list[str]) -> _Outcomes:
         """Run methods on a batch. If that fails, append the reason to `errors`, and run parts of the batch."""
-        error = None
-        try:
-            explanations = explain_together(methods, x, targets)
-            return {method.name: list(one.to("cpu")) for method, one in zip(methods, explanations, strict=True)}
-        except USER_CODE_ERRORS as caught:  # any error is a failure of these images
-            error = caught
-        # Free the memory of the pass: after the except block, drop the tracebacks, which reference tensors.
-        cause: BaseException | None = error
+        explained = attempt(lambda: [one.to("cpu") for one in explain_together(methods, x, targets)])
+        if not isinstance(explained, BaseException):
+            return {method.name: list(of_batch) for method, of_batch in zip(methods, explained, strict=True)}
+        # Free the memory of the pass: drop the tracebacks, which reference tensors.
+        error, cause = explained, cast("BaseException | None", explained)
         while cause is not None:
             cause.__traceback__ = None
             cause = cause.__cause__ or cause.__context__
@@ -253,13 +218,10 @@ def trust_card(
     method: Attribution, loaded: LoadedImage, seconds: float | None, **options: Any
 ) -> TrustCard | BaseException:
     """Return the trust card of a loaded image, or the reason why there is none."""
-    try:
-        return trust(method, loaded.open(), loaded.target, seconds=seconds, **options)
-    except USER_CODE_ERRORS as error:  # any error is a failure of this image only
-        return error
+    return attempt(lambda: trust(method, loaded.open(), loaded.target, seconds=seconds, **options))
 
 
-def load_model(options: RunOptions) -> nn.Module:
+def load_model(options: NetworkOptions) -> nn.Module:
     """Return the model of a run, on the CPU if it is given by name."""
     return load(options.model, weights=options.weights) if isinstance(options.model, str) else options.model
 
@@ -276,11 +238,18 @@ def find_devices(names: str, model: str | nn.Module) -> list[torch.device]:
         if isinstance(model, str):
             return [torch.device("cuda" if torch.cuda.is_available() else "cpu")]
         return [device_of(model)]
-    try:
+    with _device_errors(f'no device "{names}"', "auto, cpu, cuda, mps or cuda:0,cuda:1"):
         return [torch.empty(0, dtype=torch.uint8, device=name.strip()).device for name in names.split(",")]
-    except _DEVICE_ERRORS as error:
+
+
+@contextmanager
+def _device_errors(problem: str, hint: str) -> Iterator[None]:
+    """Convert the errors of PyTorch for a device that does not exist or is full."""
+    try:
+        yield
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
-        raise BatchError(f'no device "{names}": {reason}; try auto, cpu, cuda, mps or cuda:0,cuda:1') from error
+        raise BatchError(f"{problem}: {reason}; try {hint}") from error
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -291,14 +260,11 @@ def device_of(model: nn.Module) -> torch.device:
 
 def move_model(model: nn.Module, device: torch.device) -> nn.Module:
     """Move a model to a device. Raises BatchError if the device cannot be used."""
-    try:
+    with _device_errors(f"the device {device} cannot be used", "cpu"):
         return model.to(device)
-    except _DEVICE_ERRORS as error:
-        reason = str(error).partition("\n")[0]
-        raise BatchError(f"the device {device} cannot be used: {reason}; try cpu") from error
 
 
-def replicate(options: RunOptions, model: nn.Module, devices: Sequence[torch.device]) -> list[Network]:
+def replicate(options: NetworkOptions, model: nn.Module, devices: Sequence[torch.device]) -> list[Network]:
     """Return a network per device. The first uses the model itself if it is on that device; others use a copy."""
     here = device_of(model)
     return [
@@ -307,7 +273,7 @@ def replicate(options: RunOptions, model: nn.Module, devices: Sequence[torch.dev
     ]
 
 
-def create_methods(options: RunOptions, model: nn.Module) -> list[Attribution]:
+def create_methods(options: NetworkOptions, model: nn.Module) -> list[Attribution]:
     """Create the methods of a run, each with the options that it accepts."""
     classes = [get_method(name) for name in options.methods]
     require_options(options.options, classes)
@@ -325,7 +291,7 @@ def require_options(names: Iterable[str], classes: Collection[type[Attribution]]
             raise MethodError(f'no option "{name}" of {of}{option_hint(name, known)}')
 
 
-def create_method(cls: type[Attribution], options: RunOptions, model: nn.Module) -> Attribution:
+def create_method(cls: type[Attribution], options: NetworkOptions, model: nn.Module) -> Attribution:
     """Create a method with the options that it has, and with the layer if it reads one."""
     values = {"progress": False, **options.options}  # the run shows progress
     given = {name: value for name, value in values.items() if name in cls.options()}

@@ -18,7 +18,7 @@ from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing, i
 from ..io.remote import is_remote, list_files
 from .failures import BatchError
 from .listing import ImageEntry
-from .output_folder import is_output
+from .store import is_output
 
 LISTS = frozenset((".csv", ".tsv", ".jsonl", ".ndjson", ".txt"))
 

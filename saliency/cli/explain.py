@@ -7,29 +7,27 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.text import Text
 
 from ..attribution.base import get_method
 from ..attribution.explanation import Explanation
-from ..batch.drawing import write_results
-from ..batch.engines import RunContext, SequentialEngine
+from ..batch.drawing import ExplainJob, ImageResults
+from ..batch.engines import SequentialEngine
 from ..batch.failures import sentence
 from ..batch.listing import ImageEntry, with_names
 from ..batch.manifest import Row
 from ..batch.network import LoadedImage, find_devices
-from ..batch.output_folder import file_names
-from ..batch.run import Run
-from ..batch.run_options import RunOptions
+from ..batch.options import NetworkOptions, OutputOptions, OverlayStyle, RunOptions
+from ..batch.run import execute
 from ..batch.sources import Found, find_images
+from ..batch.store import Store, file_names
 from ..errors import SaliencyError, plural, visible
 from ..io.atomic_write import inside
 from ..methods import METHODS
@@ -46,7 +44,7 @@ THUMB = 240
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Context(RunContext):
+class _Job(ExplainJob):
     """Results to print and draw after the run, also after an interruption.
 
     Attributes:
@@ -57,18 +55,17 @@ class _Context(RunContext):
     rows: list[Row]
     thumbs: dict[int, dict[str, Explanation]] | None
 
-    def finish(self, loaded: LoadedImage, results: Any) -> list[Row]:
-        """Return the rows of one image."""
-        first = len(self.rows)
-        for row in write_results(self.options, self.out, loaded, *results):
+    def write(self, loaded: LoadedImage, results: ImageResults) -> Iterator[Row]:
+        """Write the files of one image, and yield its rows."""
+        for row in ExplainJob.write(self, loaded, results):  # not super(), which classes with slots lack
             self.rows.append(row)
-            if self.thumbs is not None and row["overlay"] and loaded.volume is None:
-                explanation = results[0][row["method"]]
+            explanation = results.explanations.get(row["method"]) if row["overlay"] else None
+            if self.thumbs is not None and isinstance(explanation, Explanation) and loaded.volume is None:
                 frame = shrink(loaded.frame(), THUMB)
-                sign = self.options.style.sign or explanation.sign
+                sign = self.output.style.sign or explanation.sign
                 of_image = self.thumbs.setdefault(row["index"], {})
                 of_image[row["method"]] = replace(explanation, frames=(frame,), sign=sign)
-        return self.rows[first:]
+            yield row
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
@@ -129,9 +126,10 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
     out = arguments.out.absolute()  # code of the user may change the current folder
     try:
         with screen.progress() as show:
-            options = RunOptions.of(given | {"on_progress": show})
+            options, output = NetworkOptions.of(given), OutputOptions.of(given)
             engine = SequentialEngine(one_device(options), lambda entry: screen.name_subject(entry.label))
-            Run(options, out, entries, partial(_Context, rows=rows, thumbs=thumbs)).execute(engine)
+            job = _Job(options=options, out=out, output=output, rows=rows, thumbs=thumbs)
+            execute(job, Store(out, entries, methods), engine, RunOptions(on_progress=show))
     except SaliencyError:  # an invalid option, for which the first image failed, or a full disk
         rows[:] = [row for row in rows if row["overlay"]]
         raise
@@ -139,7 +137,7 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
         screen.name_subject("")
         failures = _print_results(rows, expected_errors(arguments), arguments.out, screen)
     if thumbs:
-        _write_sheet(list(thumbs.values()), options, screen, out)
+        _write_sheet(list(thumbs.values()), methods, output.style, screen, out)
     return 1 if failures or not any(row["overlay"] for row in rows) else 0
 
 
@@ -159,7 +157,7 @@ def methods_and_images(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(dict.fromkeys(methods)), images
 
 
-def one_device(options: RunOptions) -> torch.device:
+def one_device(options: NetworkOptions) -> torch.device:
     """Return the device of the options. Raises UsageError if there are several."""
     first, *others = find_devices(options.device, options.model)
     if others:
@@ -176,19 +174,21 @@ def _require_other_files(arguments: argparse.Namespace, methods: Sequence[str], 
             raise UsageError(f"--out {arguments.out}: {file} would replace one of the images; choose another folder")
 
 
-def _write_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, screen: Screen, out: Path) -> None:
+def _write_sheet(
+    thumbs: Sequence[dict[str, Explanation]], methods: Sequence[str], style: OverlayStyle, screen: Screen, out: Path
+) -> None:
     """Write the contact sheet with the methods that succeeded on most images, and the images on which all of them did.
 
     Nothing is written if a method or an image does not exist.
     """
     counts = Counter(method for row in thumbs for method in row)
-    methods = [method for method in options.methods if 2 * counts[method] > len(thumbs)]
+    methods = [method for method in methods if 2 * counts[method] > len(thumbs)]
     complete = [[row[method] for method in methods] for row in thumbs if row.keys() >= set(methods)]
     if not methods or not complete:
         return
-    style = {name: getattr(options.style, name) for name in ("opacity", "colormap", "percentile", "smoothing")}
+    given = {name: getattr(style, name) for name in ("opacity", "colormap", "percentile", "smoothing")}
     with screen.waiting("drawing the contact sheet"):
-        save_drawing(contact_sheet(complete, thumb=THUMB, **style), inside(out, SHEET))
+        save_drawing(contact_sheet(complete, thumb=THUMB, **given), inside(out, SHEET))
     screen.say(f"contact sheet: {visible(out / SHEET)}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..batch.network import create_methods, load_model
-from ..batch.run_options import RunOptions
+from ..batch.options import NetworkOptions
 from ..errors import visible
 from ..program.export import export
 from .arguments import METHOD
@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     methods, more = methods_and_images(arguments.methods or [METHOD])
     if len(methods) != 1 or more:
         raise UsageError("--method takes one method: a program has one map")
-    options = RunOptions.of({**vars(arguments), "methods": methods})
+    options = NetworkOptions.of({**vars(arguments), "methods": methods})
     with screen.waiting(f"exporting {options.model}"):
         (method,) = create_methods(options, load_model(options))
         path = export(method, arguments.file, arguments.image or noise(), target=arguments.target)

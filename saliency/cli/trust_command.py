@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 
 from ..batch.failures import Failure, sentence
-from ..batch.network import Network, Slot, load_model, move_model, trust_card
-from ..batch.run_options import RunOptions
+from ..batch.network import Network, load_model, move_model, trust_card
+from ..batch.options import NetworkOptions, OutputOptions
+from ..batch.plan import Slot
 from ..batch.sources import find_images
 from ..errors import plural, visible
 from ..evaluation.trust import TrustCard
@@ -28,11 +29,11 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         counts = f"got {plural(len(entries), 'image')} and {plural(len(methods), 'method')}"
         raise UsageError(f"a trust card is of one image and one method, {counts}; saliency explain --trust writes many")
     given = {**vars(arguments), "methods": methods, "target": choose_target(arguments)}
-    options, (entry,) = RunOptions.of(given), entries
+    options, seconds, (entry,) = NetworkOptions.of(given), OutputOptions.of(given).seconds, entries
     with screen.waiting("measuring the map"):
         network = Network(options, move_model(load_model(options), one_device(options)))
         loaded = network.load(Slot(0, entry, (methods[0],)))
-        card = trust_card(network.methods[0], loaded, arguments.seconds, seed=arguments.seed)
+        card = trust_card(network.methods[0], loaded, seconds, seed=arguments.seed)
     if isinstance(card, BaseException):
         screen.error(sentence(entry.source, methods[0], Failure.of(card).reason))
         return 1

@@ -178,7 +178,12 @@ class TrustCard(Table[Property]):
             MethodError: The suffix is not supported.
             OSError: The file cannot be written.
         """
-        return write_by_suffix(path, {".json": lambda: self.to_json().encode(), ".html": self._page, ".png": self._png})
+        return write_by_suffix(path, self.encoders)
+
+    @property
+    def encoders(self) -> dict[str, Callable[[], bytes]]:
+        """Functions that return the card as the content of a file, by suffix."""
+        return {".json": lambda: self.to_json().encode(), ".html": self._page, ".png": self._png}
 
     def to_json(self) -> str:
         """Return the card as JSON, with the settings of each metric. NaN and infinite numbers are null."""

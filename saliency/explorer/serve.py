@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
-from ..batch.run_options import RunOptions
+from ..batch.options import NetworkOptions
 from ..errors import SaliencyError, optional_import
 from ..validation import check_number
 from .session import Session
@@ -74,7 +74,7 @@ def serve(
         asyncio.get_running_loop()
         raise SaliencyError("serve cannot run inside an event loop; in a notebook, use saliency.explore(model, images)")
     check_number("port", port, least=0, most=65535, error=SaliencyError)
-    explorer = Explorer(Session(RunOptions.of({**locals(), "methods": method}), folder))
+    explorer = Explorer(Session(NetworkOptions.of({**locals(), "methods": method}), folder))
     token = secrets.token_urlsafe(24)
     config = uvicorn.Config(
         explorer.app(token, host),

@@ -31,7 +31,7 @@ from ..attribution.passes import Partial, listening
 from ..batch.drawing import card_facts, explanation_facts, shrink
 from ..batch.failures import Failure, printable
 from ..batch.network import create_method, find_devices, load_model, move_model, reads_layer, require_options
-from ..batch.run_options import RunOptions
+from ..batch.options import NetworkOptions, OverlayStyle
 from ..batch.sources import find_images
 from ..engine.multi_pass import MultiPassAttribution, TimedAttribution
 from ..errors import (
@@ -162,7 +162,7 @@ class Session:
         SaliencyError: The model cannot be loaded, has no preprocessing, or an option is invalid.
     """
 
-    def __init__(self, options: RunOptions, images: ImagesLike | None = None) -> None:
+    def __init__(self, options: NetworkOptions, images: ImagesLike | None = None) -> None:
         self._options, self._is_sample = options, isinstance(images, Sequence | None) and not images
         self._offered = _offered([files("saliency.frontend").joinpath(SAMPLE)] if self._is_sample else images)
         device, *_ = find_devices(options.device, options.model)
@@ -465,7 +465,7 @@ class Session:
         self, question: Question, explanation: Explanation, caught: Sequence[warnings.WarningMessage], progress: float
     ) -> Answer:
         """Return the columns of a row, and the map as it is drawn: smoothed, NaN at outliers, but not clipped."""
-        style, frame = self._options.style, question.held.frame
+        style, frame = OverlayStyle(), question.held.frame
         scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
         whole = scale_map(explanation, style.sign, None, smoothing=style.smoothing)
         values = whole.values * np.float32(whole.limit - whole.floor) + np.float32(whole.floor)

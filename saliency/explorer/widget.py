@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from ..batch.failures import Failure
-from ..batch.run_options import RunOptions
+from ..batch.options import NetworkOptions
 from ..errors import USER_CODE_ERRORS, optional_import
 from ..io.inputs import ImagesLike
 from .page import widget_module
@@ -123,7 +123,7 @@ def explore(
         SaliencyError: The model, the method or an option is invalid.
     """
     anywidget = optional_import("anywidget", "notebook", "saliency.explore")
-    session = Session(RunOptions.of({**locals(), "methods": method}), images)
+    session = Session(NetworkOptions.of({**locals(), "methods": method}), images)
     widget: Any = type("ExplorerWidget", (anywidget.AnyWidget,), {"_esm": widget_module()})()
     widget.on_msg(Conversation(session, widget.send).receive)
     return widget

@@ -45,6 +45,10 @@ LINES_PER_CROP = 240  # thickness of the lines around the crop: one of so many p
 STRIPES_PER_EDGE = 400  # thickness of stripes: one of so many parts of the image's longer edge
 STRIPES = 6  # widths of a stripe from one to the next
 CONTOURS_PER_EDGE = 250  # thickness of contours: one of so many parts of the image's longer edge
+CELL_PIXELS = 16  # pixels of a heat image per cell of the map; more pixels add no detail
+# Levels of the opacity of a heat image, which WebP then encodes faster; off by 2 of 255 levels at most.
+ALPHA_LEVELS = np.float32(64)
+MAX_COARSENESS = 3  # largest number of thumbnail pixels per pixel of a heat image, along one side
 CONTOUR_TONES = ((3, "black"), (1, "white"))  # widths in lines: white between black is visible on any image
 
 
@@ -342,6 +346,37 @@ def cut_out(frame: Frame, scaled: ScaledMap, keep: float | None, background: str
     drawing = as_drawing(Image.new("RGB", frame.image.size, color))
     blend(drawing, frame.image.crop(corners(area)), area, weight)
     return drawing
+
+
+def heat_image(
+    scaled: ScaledMap, frame: Frame, thumbnail: tuple[int, int], colormap: str | None, opacity: Opacity
+) -> Image.Image:
+    """Draw the heatmap without the image, which lies below it on a page: transparent outside the crop.
+
+    Inside the crop it is opaque. If the opacity follows the map, it is as opaque as the scaled map is strong, with the
+    lines around the crop; the page multiplies it by its own opacity.
+
+    The image has the proportions of the thumbnail, and a half or a third of its size if the map cells are large enough.
+    """
+    left, top, right, bottom = frame.box
+    cells = (right - left) / scaled.values.shape[1], (bottom - top) / scaled.values.shape[0]
+    pitch = min(cells) * thumbnail[0] / frame.image.width
+    coarseness = max(1, min(MAX_COARSENESS, int(pitch / CELL_PIXELS)))
+    size = math.ceil(thumbnail[0] / coarseness), math.ceil(thumbnail[1] / coarseness)
+    plane = Frame(Image.new("RGB", size), resize_box(frame.box, frame.image.size, size))
+    area = box_pixels(plane)
+    values = resize_to_pixels(scaled.values, plane, area)
+    heat = plane.image
+    heat.paste(colorize(values, scaled, colormap), corners(area))
+    alpha = Image.new("L", size)
+    visibility = np.round(np.abs(values) * ALPHA_LEVELS) / ALPHA_LEVELS
+    blend(alpha, (255,), area, visibility if opacity == "map" else np.ones_like(visibility))
+    heat.putalpha(alpha)
+    for tone, share, pixels in hatching(scaled, plane, area):
+        blend(heat, (tone, tone, tone, 255 * share), area, pixels.astype(np.float32))
+    if opacity == "map":
+        outline(heat, area)
+    return heat
 
 
 def hatching(scaled: ScaledMap, frame: Frame, area: Area) -> Iterator[tuple[int, int, Mask]]:

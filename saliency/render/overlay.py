@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -166,12 +167,17 @@ def save_drawing(image: Image.Image, path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if path.suffix.lower() not in DRAWING_SUFFIXES:
         raise RenderError(f'cannot write "{path.name}": its suffix must be one of {", ".join(DRAWING_SUFFIXES)}')
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(encode_drawing(image, path.suffix.lower()))
+    return path
+
+
+def encode_drawing(image: Image.Image, suffix: str) -> bytes:
+    """Return an RGB image as the content of a file with a suffix; see `save_drawing`."""
+    if suffix == ".png":
+        return encode_png(np.asarray(image), SOFTWARE)
     exif = Image.Exif()
     exif[ExifTags.Base.Software] = SOFTWARE
-    with atomic_write(path) as temporary:
-        if path.suffix.lower() == ".png":
-            temporary.write_bytes(encode_png(np.asarray(image), SOFTWARE))
-        else:
-            kind = "WEBP" if path.suffix.lower() == ".webp" else "JPEG"
-            image.save(temporary, format=kind, quality=QUALITY, exif=exif)
-    return path
+    file = io.BytesIO()
+    image.save(file, format="WEBP" if suffix == ".webp" else "JPEG", quality=QUALITY, exif=exif)
+    return file.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from ..attribution.explanation import Explanation
 from ..attribution.heatmap import heatmap, require_explanation, resized
 from ..errors import RenderError, plural
 from ..io.preprocess import Frame
+from ..io.volumes import Volume
 from ..validation import check_choice, check_integer
 from .blending import Opacity, paint, scale_map
 from .figure import TITLE_SIZE, WIDTH, add_bar, class_title, new_figure
@@ -85,6 +87,27 @@ def slices(
         axes.axhline(point[rows], color=CROSS, linewidth=0.8)
         axes.axvline(point[columns], color=CROSS, linewidth=0.8)
     return drawn.finish(drawing, panels)
+
+
+def anatomical_slices(explanation: Explanation, volume: Volume, colormap: str | None) -> Image.Image:
+    """Draw slices through the maximum as ITK-SNAP and 3D Slicer do: head and front up, the patient's right at the left.
+
+    The first channel of the volume is drawn in grey.
+    """
+    order, ascends = volume.world_axes()
+    values = explanation.values.permute(0, 1, *(2 + axis for axis in order))
+    grey = volume.values[0].permute(order)
+    explanation = replace(explanation.with_evidence(error=None), values=values, input_size=tuple(grey.shape))
+    spacing = np.linalg.norm(volume.affine[:3, :3], axis=0)[order].tolist()
+    drawing = slices(explanation, grey, names=("axial", "coronal", "sagittal"), spacing=spacing, colormap=colormap)
+    for axis, panel in enumerate(drawing.axes[:3]):
+        rows, columns = (ascends[other] for other in range(3) if other != axis)
+        panel.yaxis.set_inverted(not rows)
+        panel.xaxis.set_inverted(columns)
+    file = io.BytesIO()
+    # Not `savefig`, which changes parameters of matplotlib for a moment: several threads draw.
+    drawing.canvas.print_figure(file, format="png", dpi=150, bbox_inches="tight")
+    return Image.open(file).convert("RGB")
 
 
 def montage(

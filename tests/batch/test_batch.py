@@ -8,7 +8,7 @@ import pickle
 import re
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,14 @@ from torch import Tensor
 import saliency
 from saliency import BatchAttribution, GradCAM, ImageError, LayerError, TargetError, overlay
 from saliency.batch import BatchError, OverlayStyle, Progress, StoppedError, batch, engines
-from saliency.batch import run as running
-from saliency.batch.drawing import write_results
-from saliency.batch.engines import LocalEngine, RunContext
+from saliency.batch.drawing import ImageResults
+from saliency.batch.engines import Job, LocalEngine
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import COLUMNS, Row, make_row
-from saliency.batch.network import Network, Slot, replicate
+from saliency.batch.network import Network, replicate
+from saliency.batch.options import NetworkOptions, OutputOptions
+from saliency.batch.plan import Plan, Slot
 from saliency.batch.report import report
-from saliency.batch.run_options import RunOptions
 from saliency.hooks.rectifiers import Coverage
 from saliency.io.preprocess import Preprocess
 from tests.batchwork import WHITE, Tiny, assert_same, contents, kinds, noise, photos, plain, quick, rows
@@ -246,7 +246,7 @@ def test_a_finished_run_is_recognised_without_a_model(
     def refuse(*arguments: object) -> None:
         raise AssertionError("nothing is missing")
 
-    monkeypatch.setattr(running.Run, "execute", refuse)
+    monkeypatch.setattr("saliency.batch.execute", refuse)
     again = quick(source, tmp_path / "out")
     assert (again.done, again.fresh, again.page) == (10, 0, tmp_path / "out" / "index.html")
     assert contents(tmp_path / "out") == before
@@ -486,7 +486,7 @@ def test_only_changed_images_are_explained_again(source: Path, tmp_path: Path) -
     assert quick(source, out, methods=BOTH, maps=True).failed == 0
 
 
-@pytest.mark.parametrize("step", ["remove", "write_head", "write_listing"])
+@pytest.mark.parametrize("step", ["remove_files", "write_head", "write_listing"])
 def test_changes_are_noticed_after_an_interruption_at_any_step(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -497,7 +497,7 @@ def test_changes_are_noticed_after_an_interruption_at_any_step(
     quick(source, tmp_path / "out")
     change(source)
     with monkeypatch.context() as patch:
-        patch.setattr(f"saliency.batch.output_folder.OutputFolder.{step}", cut_short)
+        patch.setattr(f"saliency.batch.store.{step}", cut_short)
         with pytest.raises(KeyboardInterrupt):
             quick(source, tmp_path / "out")
     assert quick(source, tmp_path / "out").fresh == 3
@@ -566,23 +566,21 @@ def test_a_sequential_engine_writes_the_same_files(
     (source / "06.png").write_bytes(b"")
     quick(source, tmp_path / "threads", methods=BOTH, maps=True)
 
-    def in_one_go(
-        engine: LocalEngine, context: RunContext, batches: Iterator[Sequence[Slot]], *rest: object
-    ) -> Iterator[list[Row]]:
-        network = replicate(context.options, context.model, engine.devices)[0]
-        for slots in batches:
+    def in_one_go(engine: LocalEngine, job: Job, model: torch.nn.Module, plan: Plan) -> Iterator[list[Row]]:
+        network = replicate(job.options, model, engine.devices)[0]
+        for slots in plan:
             loaded = [network.load(slot) for slot in slots]
             results = [results for results, _ in network.explain(loaded)]
             for each in zip(loaded, results, strict=True):
-                yield list(write_results(context.options, context.out, *each, {}))
+                yield job.finish(each[0], ImageResults(each[1]))
 
-    monkeypatch.setattr(LocalEngine, "execute", in_one_go)
+    monkeypatch.setattr(LocalEngine, "map", in_one_go)
     quick(source, tmp_path / "one go", methods=BOTH, maps=True)
     assert_same(tmp_path / "one go", tmp_path / "threads")
 
 
 def test_options_tasks_and_rows_can_be_pickled() -> None:
-    options = RunOptions(model="tiny", style=OverlayStyle(format="jpg"))
+    options = NetworkOptions(model="tiny"), OutputOptions(style=OverlayStyle(format="jpg"))
     image = ImageEntry("/a.png", "a.png", name="a", folder=("x",), target="cat")
     given = options, Slot(3, image, ("grad_cam",)), [make_row(index=3, score=0.5)]
     assert pickle.loads(pickle.dumps(given)) == given
@@ -990,7 +988,7 @@ def test_other_values_of_a_tensor_option_are_other_options(source: Path, tmp_pat
 def test_the_files_of_a_large_folder_are_in_numbered_folders_and_a_resumed_run_and_the_page_find_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("saliency.batch.run.MOST_PER_FOLDER", 2)
+    monkeypatch.setattr("saliency.batch.store.MOST_PER_FOLDER", 2)
     photos(tmp_path / "in", 5)
     quick(tmp_path / "in", tmp_path / "out", limit=2)
     for number in (5, 6):

@@ -31,9 +31,11 @@ from torch import Tensor
 
 from saliency import Explanation, GradCAM, ImageError
 from saliency.batch import BatchError, Progress, StoppedError
+from saliency.batch.drawing import write_file
 from saliency.batch.listing import ImageEntry, with_names
-from saliency.batch.network import LoadedImage, Network, Slot, trust_card
-from saliency.batch.run_options import RunOptions
+from saliency.batch.network import LoadedImage, Network, trust_card
+from saliency.batch.options import NetworkOptions
+from saliency.batch.plan import Slot
 from saliency.batch.sources import find_images
 from tests.batchwork import (
     BLACK,
@@ -225,11 +227,13 @@ def test_a_full_disk_stops_the_run_and_it_resumes(tmp_path: Path, small_disk: Pa
 
 
 def test_no_row_is_written_before_its_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def full(path: Path, content: bytes) -> None:
+        if path.suffix == ".safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_file(path, content)
 
     photos(tmp_path / "in", 4)
-    monkeypatch.setattr("saliency.batch.drawing._encode_map", full)
+    monkeypatch.setattr("saliency.batch.drawing.write_file", full)
     with pytest.raises(StoppedError, match="free disk space"):
         quick(tmp_path / "in", tmp_path / "out", maps=True)
     assert not (tmp_path / "out" / "manifest.jsonl").exists()
@@ -423,7 +427,7 @@ def test_a_map_depends_on_its_position_in_the_batch_but_not_on_the_other_images(
     """So a resumed run, whose images keep their batch and position, makes equal files; see docs/batch.md."""
     paths = photos(tmp_path / "in", 15)
     model = Tiny()
-    network = Network(RunOptions(model=model), model)
+    network = Network(NetworkOptions(model=model), model)
     loaded = [network.load(Slot(0, ImageEntry(str(path), path.name), ())) for path in paths]
 
     def values(batch: Sequence[LoadedImage]) -> list[Tensor]:
@@ -609,7 +613,7 @@ def test_a_large_image_that_changes_during_the_run_is_an_error_and_not_a_map_on_
     path = tmp_path / "photo.png"
     Image.new("RGB", (1500, 1400), "red").save(path)
     (entry,) = with_names(find_images(path).entries)
-    loaded = Network(RunOptions(model=Tiny(), methods=("grad_cam",)), Tiny()).load(
+    loaded = Network(NetworkOptions(model=Tiny(), methods=("grad_cam",)), Tiny()).load(
         Slot(0, entry, ("grad_cam",)), 2_000_000
     )
     assert loaded.image is None

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saliency.batch.listing import LONGEST, ImageEntry, with_names
-from saliency.batch.output_folder import is_output
+from saliency.batch.store import is_output
 
 
 def photo(name: str, *folder: str) -> ImageEntry:

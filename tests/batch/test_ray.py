@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +22,16 @@ from torch import Tensor
 
 from saliency import DependencyError
 from saliency.batch import BatchError, Progress, StoppedError, batch, engines
-from saliency.batch.engines import Actor, RayEngine, Resources, RunContext, open_ray
+from saliency.batch.drawing import ExplainJob
+from saliency.batch.engines import Actor, RayEngine, Resources, open_ray
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import make_row
-from saliency.batch.network import Slot
-from saliency.batch.output_folder import LOCK, locked
-from saliency.batch.run import BatchRun
-from saliency.batch.run_options import RunOptions
+from saliency.batch.options import NetworkOptions, OutputOptions, RunOptions
+from saliency.batch.plan import Plan
+from saliency.batch.report import report
+from saliency.batch.run import execute
 from saliency.batch.sources import find_images
+from saliency.batch.store import LOCK, ManifestStore, locked
 from saliency.cli import main
 from tests.batchwork import BLACK, Tiny, assert_same, photos, plain, quick, rows
 
@@ -37,6 +40,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(r"ignore::Deprecation
 
 ASSETS = Path(__file__).parents[2] / "assets"
 METHODS = ("grad_cam", "layer_cam")
+PLAN = Plan([ImageEntry("0", "0")], {0: ("grad_cam",)}, [(0, 1)])
 
 
 class Deadly(Tiny):
@@ -87,16 +91,21 @@ def cluster(ray: Any) -> Iterator[Any]:
         signal.signal(signal.SIGTERM, before)
 
 
-def on_cluster(source: Path, out: Path, model: Any, workers: int = 1, **options: Any) -> BatchRun:
+def on_cluster(source: Path, out: Path, model: Any, workers: int = 1, **options: Any) -> None:
     """Run a batch on Ray. Each worker is a new process, which imports torch."""
     out.mkdir(exist_ok=True)
-    run_options = RunOptions(model=model, **{"methods": METHODS, "batch_size": 4, **options})
+    given = {"model": model, "methods": METHODS, "batch_size": 4, **options}
+    network, output, run = NetworkOptions.of(given), OutputOptions.of(given), RunOptions.of(given)
     with locked(out):
-        run = BatchRun(run_options, out, find_images([source]).entries)
+        store = ManifestStore(out, find_images([source]).entries, network, output, run)
         with open_ray("cpu", workers) as engine:
-            run.execute(engine)
-        run.finish()
-    return run
+            execute(ExplainJob(options=network, out=out, output=output), store, engine, run)
+        store.finish(report)
+
+
+def job(out: Path, model: Any, **options: Any) -> ExplainJob:
+    """Return the job of a run."""
+    return ExplainJob(options=NetworkOptions(model=model, **options), out=out, output=OutputOptions())
 
 
 def child_processes() -> set[Any]:
@@ -308,7 +317,7 @@ class DeadError(Exception):
 def engine(results: Callable[[], Iterator[Any]], monkeypatch: pytest.MonkeyPatch) -> RayEngine:
     """Return an engine with given results instead of those of a cluster."""
     ray = SimpleNamespace(
-        cloudpickle=SimpleNamespace(dumps=lambda group: b"", loads=lambda result: result),
+        cloudpickle=SimpleNamespace(dumps=lambda batch: b"", loads=lambda result: result),
         exceptions=SimpleNamespace(RayError=DeadError),
         put=lambda options: options,
     )
@@ -317,9 +326,8 @@ def engine(results: Callable[[], Iterator[Any]], monkeypatch: pytest.MonkeyPatch
 
 
 def executed(local: RayEngine, tmp_path: Path, is_interrupted: Callable[[], bool] = lambda: False) -> list[Any]:
-    groups = iter([[Slot(0, ImageEntry("0", "0"), ("grad_cam",))]])
-    context = RunContext(RunOptions(model=Tiny()), tmp_path, torch.nn.Identity(), is_interrupted)
-    return list(local.execute(context, groups))
+    given = replace(job(tmp_path, Tiny()), is_interrupted=is_interrupted)
+    return list(local.map(given, torch.nn.Identity(), PLAN))
 
 
 def test_rows_come_back_image_by_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,28 +363,27 @@ def test_a_run_can_be_resumed_after_ray_failed(tmp_path: Path, monkeypatch: pyte
 def test_a_worker_that_sees_another_folder_is_an_error(
     ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray, "get", lambda context: context)
-    context = RunContext(RunOptions(model="tiny"), tmp_path, Tiny())
+    monkeypatch.setattr(ray, "get", lambda shared: shared)
     for holder in (b"1", b"2"):
-        actor = Actor(context, holder, Resources(actors=1), 1)
+        actor = Actor((job(tmp_path, "tiny"), Tiny()), holder, Resources(actors=1), 1)
         with pytest.raises(BatchError, match="choose a folder for --out that all machines share"):
-            actor._explain([Slot(0, ImageEntry("0", "0"), ("grad_cam",))], "attempts")
+            actor._explain(next(iter(PLAN)), "attempts")
         (tmp_path / LOCK).write_bytes(b"1")
 
 
 def test_an_error_of_a_worker_that_cannot_start_is_returned_and_not_raised(
     ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray, "get", lambda context: context)
-    context = RunContext(RunOptions(model="tiny", methods=("no_method",)), tmp_path, Tiny())
-    returned = Actor(context, b"", Resources(actors=1), 1)({"group": ray.cloudpickle.dumps([]), "attempts": "attempts"})
+    monkeypatch.setattr(ray, "get", lambda shared: shared)
+    shared = job(tmp_path, "tiny", methods=("no_method",)), Tiny()
+    returned = Actor(shared, b"", Resources(actors=1), 1)({"batch": ray.cloudpickle.dumps([]), "attempts": "attempts"})
     assert "no_method" in str(ray.cloudpickle.loads(returned["results"]))
 
 
 def test_a_model_that_cannot_be_pickled_is_named() -> None:
-    def refuse(context: RunContext) -> None:
+    def refuse(shared: object) -> None:
         raise TypeError("cannot pickle '_thread.lock' object")
 
     local = RayEngine(SimpleNamespace(put=refuse), Resources(actors=1))
     with pytest.raises(BatchError, match=r"Tiny must be picklable for Ray: cannot pickle"):
-        local._share(RunContext(RunOptions(model=Tiny()), Path(), torch.nn.Identity()))
+        local._share(job(Path(), Tiny()), torch.nn.Identity())

@@ -17,8 +17,8 @@ from PIL import Image
 from saliency.batch import BatchError, batch, sources
 from saliency.batch.failures import printable
 from saliency.batch.listing import ImageEntry
-from saliency.batch.output_folder import FORMAT
 from saliency.batch.sources import parse_target
+from saliency.batch.store import FORMAT
 from saliency.errors import ImageError
 from saliency.io.inputs import open_image
 from saliency.render.overlay import save_drawing

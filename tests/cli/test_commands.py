@@ -28,10 +28,11 @@ from saliency._version import __version__
 from saliency.attribution.base import explain_together
 from saliency.attribution.forward import SharedForward
 from saliency.attribution.heatmap import SIGNS
+from saliency.batch.drawing import write_file
 from saliency.cli import arguments, command_parser, main
 from saliency.io.preprocess import as_preprocess
 from saliency.methods import METHODS
-from saliency.render.overlay import overlay, save_drawing
+from saliency.render.overlay import overlay
 from saliency.testing import tiny_model
 from tests.commandline import ASSETS, COFFEE, copies, forked_command, loaded, share_models, started
 
@@ -391,12 +392,12 @@ def test_an_error_in_the_model_costs_only_its_photo(
 def test_a_full_disk_is_told_of_the_file(
     run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(picture: Image.Image, path: Path) -> Path:
+    def full(path: Path, content: bytes) -> None:
         if path.name.startswith("coffee"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return save_drawing(picture, path)
+        write_file(path, content)
 
-    monkeypatch.setattr("saliency.batch.drawing.save_drawing", full)
+    monkeypatch.setattr("saliency.batch.drawing.write_file", full)
     answer = explain(run, tmp_path, *PHOTOS)
     assert answer.code == 1
     assert names(tmp_path) == ["astronaut.grad_cam.png", "camera.grad_cam.png", "chelsea.grad_cam.png"]
@@ -537,12 +538,12 @@ def test_no_photo_of_the_run_is_ever_replaced(run: Callable[..., Run], tmp_path:
 def test_an_interrupted_run_keeps_what_is_made(
     run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(picture: Image.Image, path: Path) -> Path:
+    def interrupted(path: Path, content: bytes) -> None:
         if path.name == "chelsea.layer_cam.png":
             raise KeyboardInterrupt
-        return save_drawing(picture, path)
+        write_file(path, content)
 
-    monkeypatch.setattr("saliency.batch.drawing.save_drawing", interrupted)
+    monkeypatch.setattr("saliency.batch.drawing.write_file", interrupted)
     got = explain(run, tmp_path, *PHOTOS, "-m", "grad_cam", "layer_cam", "--sheet")
     assert got.code == 130
     made = [f"{name}.{method}.png" for name in ("astronaut", "camera") for method in ("grad_cam", "layer_cam")]

@@ -21,8 +21,9 @@ from PIL import Image
 
 import saliency
 from saliency.batch import batch
-from saliency.batch.network import Network, Slot, trust_card
-from saliency.batch.run_options import RunOptions
+from saliency.batch.network import Network, trust_card
+from saliency.batch.options import NetworkOptions
+from saliency.batch.plan import Slot
 from saliency.batch.sources import find_images
 from saliency.cli import batch_commands as batching
 from saliency.cli import command_parser, main
@@ -201,7 +202,7 @@ def test_a_full_disk_is_told_in_one_line_and_is_exit_code_1(
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("saliency.batch.drawing.save_drawing", full)
+    monkeypatch.setattr("saliency.batch.drawing.write_file", full)
     monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: Tiny())
     assert main(["batch", str(source), "--out", str(tmp_path / "out")]) == 1
     err = capsys.readouterr().err
@@ -302,7 +303,7 @@ def test_trust_cards_and_saved_explanations_are_of_the_16_bits_that_the_model_se
     model = Tiny()
     model.preprocess = replace(model.preprocess, range=(0, 4095))
     explanation = saliency.GradCAM(model).attribute(path)
-    network, (entry,) = Network(RunOptions(model=model), model), find_images([path]).entries
+    network, (entry,) = Network(NetworkOptions(model=model), model), find_images([path]).entries
     card = trust_card(network.methods[0], network.load(Slot(0, entry, ())), 0.1)
     assert isinstance(card, TrustCard)
     assert torch.equal(card.explanation.values, explanation.values)

@@ -18,7 +18,7 @@ from PIL import Image
 
 import saliency
 from saliency import METHODS
-from saliency.batch.run_options import RunOptions
+from saliency.batch.options import NetworkOptions
 from saliency.explorer.page import static_files, widget_module
 from saliency.explorer.session import Answer, Session
 from saliency.testbed.shapes import draw_scenes
@@ -83,7 +83,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def session() -> Session:
-    return Session(RunOptions(model="efficientnet_lite0"))
+    return Session(NetworkOptions(model="efficientnet_lite0"))
 
 
 @pytest.fixture(scope="module")
@@ -419,7 +419,7 @@ def test_two_maps_fit_on_a_phone(browser: Browser, address: str) -> None:
 
 
 def test_a_detector_that_finds_nothing_is_still_a_detector(browser: Browser) -> None:
-    model = Session(RunOptions(model="shapes_detector"))
+    model = Session(NetworkOptions(model="shapes_detector"))
     model._detections = lambda output, batch: []  # type: ignore[method-assign]
     with served(model) as address, at(browser, address) as page:
         drop(page, scene(), "scene.png")
@@ -462,7 +462,7 @@ def scene() -> bytes:
 
 
 def test_a_box_is_explained_by_a_click_on_it(browser: Browser) -> None:
-    with served(Session(RunOptions(model="shapes_detector"))) as address, at(browser, address) as page:
+    with served(Session(NetworkOptions(model="shapes_detector"))) as address, at(browser, address) as page:
         drop(page, scene(), "scene.png")
         settle(page)
         spots = page.locator(".spot")
@@ -474,7 +474,7 @@ def test_a_box_is_explained_by_a_click_on_it(browser: Browser) -> None:
 
 
 def test_a_region_is_explained_by_a_click_on_it_as_a_whole_and_at_a_point(browser: Browser) -> None:
-    with served(Session(RunOptions(model="shapes_unet"))) as address, at(browser, address) as page:
+    with served(Session(NetworkOptions(model="shapes_unet"))) as address, at(browser, address) as page:
         drop(page, scene(), "scene.png")
         settle(page)
         second = page.locator(".choice").nth(1)
@@ -492,7 +492,7 @@ def test_a_region_is_explained_by_a_click_on_it_as_a_whole_and_at_a_point(browse
 
 
 def test_a_text_is_explained_by_a_model_of_images_and_texts(browser: Browser) -> None:
-    with served(Session(RunOptions(model="shapes_two_tower"))) as address, at(browser, address) as page:
+    with served(Session(NetworkOptions(model="shapes_two_tower"))) as address, at(browser, address) as page:
         drop(page, scene(), "scene.png")
         settle(page)
         assert "Write a text" in page.locator(".why").inner_text()

@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from saliency import SaliencyError
-from saliency.batch.run_options import RunOptions
+from saliency.batch.options import NetworkOptions
 from saliency.cli import main, serve_command
 from saliency.explorer import serve as serve_module
 from saliency.explorer import server as module
@@ -51,7 +51,7 @@ def bomb(width: int = 60_000, height: int = 60_000) -> bytes:
 
 @contextmanager
 def explorer(**options: Any) -> Iterator[Explorer]:
-    with closing(Explorer(Session(RunOptions(model=Tiny(), options=options), [photo()]))) as own:
+    with closing(Explorer(Session(NetworkOptions(model=Tiny(), options=options), [photo()]))) as own:
         yield own
 
 
@@ -242,7 +242,7 @@ def test_a_card_is_not_replaced_by_a_newer_question() -> None:
 
 
 def test_a_flood_of_200_questions_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = Session(RunOptions(model=Tiny()), [photo()])
+    session = Session(NetworkOptions(model=Tiny()), [photo()])
     explain, is_over = session.explain, threading.Event()
 
     def explain_later(*arguments: Any) -> None:
@@ -276,7 +276,7 @@ def test_a_flood_of_200_questions_is_answered(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_closed_connection_ends_the_passes() -> None:
-    session = Session(RunOptions(model=Tiny(), options=SLOW), [photo()])
+    session = Session(NetworkOptions(model=Tiny(), options=SLOW), [photo()])
     sizes: Any = session.model.sizes
     with served(session) as address, httpx.Client(base_url=address) as client:
         image = client.post("image/0").json()["image"]

@@ -17,7 +17,7 @@ from torch import nn
 
 import saliency
 from saliency import METHODS, MethodError, ModelError, TargetError
-from saliency.batch.run_options import RunOptions
+from saliency.batch.options import NetworkOptions
 from saliency.engine.multi_pass import TimedAttribution
 from saliency.explorer import session as module
 from saliency.explorer.session import Session, StoppedQuestion, UnknownImageError, read_target
@@ -38,7 +38,7 @@ def photo(size: tuple[int, int] = (40, 24), seed: int = 0) -> bytes:
 
 
 def tiny(**options: Any) -> Session:
-    return Session(RunOptions(model=Tiny(), **options), [photo()])
+    return Session(NetworkOptions(model=Tiny(), **options), [photo()])
 
 
 def answers(session: Session, check: Callable[[], None] = lambda: None, **asked: Any) -> list[Answer]:
@@ -73,7 +73,7 @@ class Segmenter(nn.Module):
 @cache
 def detector() -> Session:
     scene = draw_scenes(1, seed=1_000_009, task="several").images[0].permute(1, 2, 0).numpy()
-    return Session(RunOptions(model="shapes_detector"), [Image.fromarray(scene)])
+    return Session(NetworkOptions(model="shapes_detector"), [Image.fromarray(scene)])
 
 
 # What can be asked.
@@ -84,8 +84,8 @@ def detector() -> Session:
     [
         (tiny, ["class"]),
         (detector, ["box", "point"]),
-        (lambda: Session(RunOptions(model=Segmenter())), ["region", "point"]),
-        (lambda: Session(RunOptions(model=for_photos())), ["text"]),
+        (lambda: Session(NetworkOptions(model=Segmenter())), ["region", "point"]),
+        (lambda: Session(NetworkOptions(model=for_photos())), ["text"]),
     ],
 )
 def test_the_kinds_of_targets_follow_from_the_output(session: Callable[[], Session], asks: list[str]) -> None:
@@ -97,7 +97,7 @@ def test_a_model_without_any_target_is_refused() -> None:
     model.forward = lambda x: {"a": x.mean((2, 3)), "b": x.mean((2, 3))}
     model.preprocess = Tiny().preprocess
     with pytest.raises(ModelError, match="no classes, boxes, regions or embeddings"):
-        Session(RunOptions(model=model))
+        Session(NetworkOptions(model=model))
 
 
 def test_the_page_learns_all_methods_classes_and_layers() -> None:
@@ -108,7 +108,7 @@ def test_the_page_learns_all_methods_classes_and_layers() -> None:
     assert [len(about["colors"][name]) for name in ("inferno", "bwr")] == [256, 256]
     assert about["images"] == [{"index": 0, "name": "image 0"}]
     assert not about["sample"]
-    assert Session(RunOptions(model=Tiny())).about()["images"] == [{"index": 0, "name": "sample.jpg"}]
+    assert Session(NetworkOptions(model=Tiny())).about()["images"] == [{"index": 0, "name": "sample.jpg"}]
 
 
 # Images.
@@ -143,7 +143,7 @@ def test_a_detector_lists_its_boxes_and_explains_a_click() -> None:
 
 
 def test_a_segmenter_lists_its_regions_and_where_they_are() -> None:
-    session = Session(RunOptions(model=Segmenter()))
+    session = Session(NetworkOptions(model=Segmenter()))
     pixels = np.zeros((16, 16, 3), np.uint8)
     pixels[:4] = 255
     file = io.BytesIO()
@@ -171,12 +171,12 @@ def test_a_segmenter_of_one_sigmoid_has_a_region_where_it_is_above_a_half() -> N
     pixels[:4] = 255
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
-    opened = Session(RunOptions(model=Sigmoid())).open(file.getvalue())
+    opened = Session(NetworkOptions(model=Sigmoid())).open(file.getvalue())
     assert {region["name"]: region["share"] for region in opened["regions"]} == {"background": 0.75, "bright": 0.25}
 
 
 def test_texts_are_asked_of_models_of_texts() -> None:
-    session = Session(RunOptions(model=for_photos()))
+    session = Session(NetworkOptions(model=for_photos()))
     opened = session.open(photo((64, 64)))
     (answer,) = answers(session, image=opened["image"], methods=["vanilla_gradient"])
     assert "type a text" in answer["row"]["error"]
@@ -358,7 +358,7 @@ def test_a_trust_card_has_the_columns_of_the_batch_page() -> None:
 def test_the_code_draws_the_saved_picture(
     style: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = Session(RunOptions(model="shapes_vit", methods=["vanilla_gradient"]))
+    session = Session(NetworkOptions(model="shapes_vit", methods=["vanilla_gradient"]))
     (tmp_path / "it's.png").write_bytes(content := photo((64, 64)))
     monkeypatch.chdir(tmp_path)
     image = session.open(content, "it's.png")["image"]
@@ -378,6 +378,6 @@ def test_the_code_draws_the_saved_picture(
 def test_one_image_in_any_form_is_one_offered_image(tmp_path: Path) -> None:
     image = Image.open(io.BytesIO(photo()))
     for images in (np.asarray(image), image, photo(), [image]):
-        session = Session(RunOptions(model=Tiny()), images)
+        session = Session(NetworkOptions(model=Tiny()), images)
         assert session.about()["images"] == [{"index": 0, "name": "image 0"}]
         assert (session.open(0)["width"], session.about()["sample"]) == (40, False)

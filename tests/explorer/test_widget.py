@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import saliency
-from saliency.batch.run_options import RunOptions
+from saliency.batch.options import NetworkOptions
 from saliency.explorer.page import widget_module
 from saliency.explorer.session import Answer, Session
 from saliency.explorer.widget import Conversation
@@ -50,7 +50,7 @@ class FrontEnd:
 
 @pytest.fixture(scope="module")
 def session() -> Session:
-    return Session(RunOptions(model="shapes_cnn"), list(SCENES))
+    return Session(NetworkOptions(model="shapes_cnn"), list(SCENES))
 
 
 def test_a_photo_and_its_map_are_messages_with_buffers(session: Session) -> None:

@@ -23,7 +23,7 @@ from ...frontend import read, scripts, styles
 from ...io.atomic_write import durable_write, inside
 from ...render.blending import MOST_OPACITY, color_table
 from ..manifest import MANIFEST, Row, read_rows
-from ..output_folder import ABOUT, EVALUATION, PAGE, OutputFolder, locked, read_json
+from ..store import ABOUT, EVALUATION, PAGE, locked, read_head, read_json, write_head
 
 SCRIPTS = ("data.js", "layout.js", "state.js", "grid.js", "view.js", "comparison.js", "main.js")
 COMPARISON = {"rows": [dict], "differences": [dict], "notes": [str], "curves": [dict], "results": [dict]}
@@ -55,13 +55,13 @@ def report(folder: Path, *, title: str | None = None) -> Path:
         OSError: The folder cannot be written to.
     """
     folder = Path(folder)
-    run = OutputFolder(folder).read_head() if (folder / ABOUT).is_file() else None
+    run = read_head(folder) if (folder / ABOUT).is_file() else None
     if run is None:
         raise ExplanationError(f"no {ABOUT} in {folder}; expected the folder that saliency batch --out wrote")
     if title is not None:
         with locked(folder):
             run["title"] = title
-            OutputFolder(folder).write_head(run)
+            write_head(folder, run)
     page = _page(run, _rows(folder / MANIFEST), _comparison(folder))
     return durable_write(inside(folder, PAGE), [page.encode()])
 

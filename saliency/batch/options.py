@@ -1,4 +1,4 @@
-"""Options of a run, and the fingerprint of the options that determine its files."""
+"""Options of a run, the fingerprint of those that determine its files, and its progress and summary."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..validation import check_choice, check_integer, check_number
 from .failures import BatchError
@@ -122,9 +123,26 @@ class OverlayStyle:
             color_table(self.colormap)  # raises RenderError
 
 
+class Options:
+    """Base of the options of a run."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Create the options from the arguments of a function or command. Other arguments are ignored."""
+        names = signature(cls).parameters.keys() & arguments.keys()
+        given = {name: arguments[name] for name in names if arguments[name] is not None or name == "weights"}
+        if "methods" in given:
+            given["methods"] = [given["methods"]] if isinstance(given["methods"], str) else list(given["methods"])
+        if "options" in given:
+            given["options"] = dict(given["options"])
+        return cls(**given)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """Options of a run. The options from `model` to `seconds` determine the content of its files.
+class NetworkOptions(Options):
+    """The explained model, the methods and the target.
 
     Attributes:
         model: A name that `saliency.load` accepts, or a model.
@@ -139,22 +157,10 @@ class RunOptions:
             None for the top class of each image.
         detections: The number of detections to explain in each image, the most probable, or "all"; None to explain one
             target of each image. The target is then the class of the detections; None for all classes.
-        style: How overlays are drawn.
-        maps: Whether the values are saved.
-        trust: Whether a trust card of each overlay is written.
-        seconds: The time limit for each trust card; None for no limit.
-        engine: "local" or "ray".
         device: Device names such as "auto", "cpu" or "cuda:0,cuda:1".
-        workers: Number of threads, or of actors on Ray; None for the default of the engine.
-        batch_size: Number of images per batch; None for the default of the device.
-        restart: Whether the results of an earlier run are removed first.
-        retry: Whether images that failed in an earlier run are tried again.
-        limit: Number of images to explain, in the order of the listing.
-        strict: Whether the first failure stops the run.
-        command: The command line, stored in the manifest.
-        on_progress: Called after every image.
-        with_manifest: Whether the manifest and the images of its page are written. If not, only overlays and values are
-            written.
+
+    Raises:
+        BatchError: An option is invalid.
     """
 
     model: str | nn.Module
@@ -167,12 +173,70 @@ class RunOptions:
     whole: Whole = False
     target: int | str | Target | None = None
     detections: int | Literal["all"] | None = None
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not self.methods:
+            raise BatchError("methods=(): expected a list of names, such as ['grad_cam']")
+        if len(set(self.methods)) < len(self.methods):
+            raise BatchError(f"methods={list(self.methods)}: a method occurs twice")
+        if self.detections is not None and not isinstance(self.target, int | str | None):
+            raise BatchError("detections= explains boxes of all detections; target= can only be their class")
+        if self.detections not in (None, "all"):
+            check_integer("detections", self.detections, error=BatchError)
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model, or of its class."""
+        return self.model if isinstance(self.model, str) else type(self.model).__name__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions(Options):
+    """The files of each image.
+
+    Attributes:
+        style: How overlays are drawn.
+        maps: Whether the values are saved.
+        trust: Whether a trust card of each overlay is written.
+        seconds: The time limit for each trust card; None for no limit.
+        with_manifest: Whether the folder has a manifest with a page, and the images that the page shows.
+
+    Raises:
+        BatchError: An option is invalid.
+    """
+
     style: OverlayStyle = field(default_factory=OverlayStyle)
     maps: bool = False
     trust: bool = False
     seconds: float | None = None
+    with_manifest: bool = True
+
+    def __post_init__(self) -> None:
+        if self.seconds is not None:
+            check_number("seconds", self.seconds, above=0, error=BatchError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions(Options):
+    """The course of a run.
+
+    Attributes:
+        engine: "local" or "ray".
+        workers: Number of threads, or of actors on Ray; None for the default of the engine.
+        batch_size: Number of images per batch; None for the default of the device.
+        restart: Whether the results of an earlier run are removed first.
+        retry: Whether images that failed in an earlier run are tried again.
+        limit: Number of images to explain, in the order of the listing.
+        strict: Whether the first failure stops the run.
+        command: The command line, stored in the manifest.
+        on_progress: Called after every image.
+
+    Raises:
+        BatchError: An option is invalid.
+    """
+
     engine: Literal["local", "ray"] = "local"
-    device: str = "auto"
     workers: int | None = None
     batch_size: int | None = None
     restart: bool = False
@@ -181,74 +245,54 @@ class RunOptions:
     strict: bool = False
     command: Sequence[str] = ()
     on_progress: Callable[[Progress], None] | None = None
-    with_manifest: bool = True
 
     def __post_init__(self) -> None:
-        if not self.methods:
-            raise BatchError("methods=(): expected a list of names, such as ['grad_cam']")
-        if len(set(self.methods)) < len(self.methods):
-            raise BatchError(f"methods={list(self.methods)}: a method occurs twice")
         check_choice("engine", self.engine, ("local", "ray"), error=BatchError)
-        if self.detections is not None and not isinstance(self.target, int | str | None):
-            raise BatchError("detections= explains boxes of all detections; target= can only be their class")
-        counts = ("workers", "batch_size", "limit", *(("detections",) if self.detections != "all" else ()))
-        for name in counts:
+        for name in ("workers", "batch_size", "limit"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), error=BatchError)
-        if self.seconds is not None:
-            check_number("seconds", self.seconds, above=0, error=BatchError)
 
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> RunOptions:
-        """Create the options from the arguments of a function or command. Other arguments are ignored."""
-        names = {option.name for option in fields(cls)} & arguments.keys()
-        given = {name: arguments[name] for name in names if arguments[name] is not None or name == "weights"}
-        if "methods" in given:
-            given["methods"] = [given["methods"]] if isinstance(given["methods"], str) else list(given["methods"])
-        return cls(**given | {"options": dict(given.get("options", ()))})
 
-    @property
-    def model_name(self) -> str:
-        """The name of the model, or of its class."""
-        return self.model if isinstance(self.model, str) else type(self.model).__name__
+def fingerprint(options: NetworkOptions, output: OutputOptions) -> dict[str, Any]:
+    """Return the options that determine the files, as JSON values.
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the options that determine the files, as JSON values.
+    A run resumes only if they equal those in the folder. A method that is not in the folder has options of its own.
+    """
+    names = options.categories
+    names = list(names) if isinstance(names, Sequence) else names
+    values = {
+        "model": options.model_name,
+        "weights": _weights(options),
+        "model source": _source(options.model),
+        "preprocess": None if options.preprocess is None else _describe_preprocess(options.preprocess),
+        "classes": None if names is None else _sha256(str(names).encode()),
+        "whole": options.whole,
+        "target": _describe_target(options.target),
+        "detections": options.detections,
+        **asdict(output.style),
+    }
+    for method in options.methods:
+        values[f"layer of {method}"] = options.layer
+        values[f"options of {method}"] = dict(sorted(options.options.items()))
+        values[f"maps of {method}"] = output.maps
+        values[f"trust of {method}"] = {"seconds": output.seconds} if output.trust else None
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=describe))  # as read back from the file
+    return plain
 
-        A run resumes only if they equal those in the folder. A method that is not in the folder has options of its own.
-        """
-        names = self.categories
-        names = list(names) if isinstance(names, Sequence) else names
-        values = {
-            "model": self.model_name,
-            "weights": self._weights(),
-            "model source": self._source(),
-            "preprocess": None if self.preprocess is None else _describe_preprocess(self.preprocess),
-            "classes": None if names is None else _sha256(str(names).encode()),
-            "whole": self.whole,
-            "target": _describe_target(self.target),
-            "detections": self.detections,
-            **asdict(self.style),
-        }
-        for method in self.methods:
-            own = {"layer": self.layer, "options": dict(sorted(self.options.items())), "maps": self.maps}
-            own["trust"] = {"seconds": self.seconds} if self.trust else None
-            values |= {f"{name} of {method}": value for name, value in own.items()}
-        plain: dict[str, Any] = json.loads(json.dumps(values, default=describe))  # as read back from the file
-        return plain
 
-    def _weights(self) -> str | None:
-        """Return the name of the weights, or a digest of a file or a model in memory."""
-        if not isinstance(self.model, str):
-            return _digest(self.model.state_dict())
-        return _file_digest(self.weights) or self.weights
+def _weights(options: NetworkOptions) -> str | None:
+    """Return the name of the weights, or a digest of a file or a model in memory."""
+    if not isinstance(options.model, str):
+        return _digest(options.model.state_dict())
+    return _file_digest(options.weights) or options.weights
 
-    def _source(self) -> str | None:
-        """Return a digest of the file with the code of the model, if it is a file or in the current folder."""
-        if not isinstance(self.model, str):
-            return None
-        place = self.model.partition(":")[0]
-        return _file_digest(place if place.endswith(".py") else f"{place.replace('.', '/')}.py")
+
+def _source(model: str | nn.Module) -> str | None:
+    """Return a digest of the file with the code of the model, if it is a file or in the current folder."""
+    if not isinstance(model, str):
+        return None
+    module = model.partition(":")[0]
+    return _file_digest(module if module.endswith(".py") else f"{module.replace('.', '/')}.py")
 
 
 def _describe_preprocess(preprocess: PreprocessLike) -> str:
