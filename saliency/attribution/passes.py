@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from itertools import count
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -140,43 +140,41 @@ class Budget:
         return min(most, max(2, int((self.seconds - now) * steps / max(now - start, 1e-9))))
 
 
-class Progress(ExitStack):
+class PassProgress:
     """Progress of the passes of one image: a bar, and calls of the listener of the call.
-
-    In its block, the passes of a wrapped method report this progress instead of their own.
 
     Args:
         label: The text of the bar.
         is_shown: As for `progress_bar`.
         budget: Counts the passes.
-        partial: Returns the result of the passes so far.
+
+    Attributes:
+        listener: The listener; None without one.
     """
 
-    def __init__(self, label: str, is_shown: bool | None, budget: Budget, partial: Partial) -> None:
-        super().__init__()
-        self._label, self._is_shown, self._budget, self._partial = label, is_shown, budget, partial
-        self._listener = current_call().listener
+    def __init__(self, label: str, is_shown: bool | None, budget: Budget) -> None:
+        self.listener: Listener | None = current_call().listener
+        self._label, self._is_shown, self._budget = label, is_shown, budget
         self._bar: Any = None
-
-    def __enter__(self) -> Self:
-        if self._listener is not None:
-            self.enter_context(listening(lambda *_: self.advance()))
-        return self
 
     def extend(self, passes: int) -> None:
         """Add passes to the total."""
         if self._bar is None:
             self._bar = progress_bar(self._label, passes, "pass", self._is_shown)
-            self.callback(self._bar.close)
         else:
             self._bar.total += passes
 
-    def advance(self, passes: int = 0) -> None:
-        """Move the bar by passes that have run, and call the listener, if there is one."""
+    def advance(self, partial: Partial, passes: int = 0) -> None:
+        """Move the bar by passes that have run, and call the listener, if there is one, with the result so far."""
         if self._bar is not None:
             self._bar.update(passes)
-            if self._listener is not None:
-                self._listener(self._budget.used / self._bar.total, self._partial)
+            if self.listener is not None:
+                self.listener(self._budget.used / self._bar.total, partial)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 def chunk_size(x: Tensor, on_cpu: int = CHUNK_CPU) -> int:

@@ -10,7 +10,7 @@ import copy
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
@@ -28,8 +28,9 @@ from ..attribution.passes import (
     CHUNK_WINDOW_CPU,
     MAX_CHUNK_CPU,
     Budget,
-    Progress,
+    PassProgress,
     chunk_size,
+    listening,
 )
 from ..attribution.questions import Questions
 from ..axes import at_least_float32
@@ -122,15 +123,17 @@ class Passes(ExitStack):
         self.x, self.budget, self.forward = x, budget or Budget(), forward
         self._model, self._target, self._image, self._score = model, target, image, score
         self._chunk, self._most = chunk, sys.maxsize  # the largest chunk that fits into memory
-        self._progress = Progress(label, progress, self.budget, self._result)
+        self._progress = PassProgress(label, progress, self.budget)
         self._partial: Callable[[], ImageAttribution | None] = lambda: None
         self._notes: list[str] = []
         device = x.device.type
         self._autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
 
     def __enter__(self) -> Self:
-        for context in (bind_image(self._image), self._progress, no_autocast(self.x)):
+        for context in (bind_image(self._image), closing(self._progress), no_autocast(self.x)):
             self.enter_context(context)
+        if self._progress.listener is not None:  # the passes of a wrapped method report the progress of this one
+            self.enter_context(listening(lambda *_: self._progress.advance(self._result)))
         return self
 
     def _result(self) -> BatchAttribution | None:
@@ -298,7 +301,7 @@ class Passes(ExitStack):
             yield result
             if estimate is not None and budget.is_met(estimate):
                 return
-            progress.advance(now)
+            progress.advance(self._result, now)
         if at >= most and (most < count or budget.used == budget.passes):
             budget.stopped = "passes"
 

@@ -77,7 +77,8 @@ class Occlusion(TimedAttribution):
 
     def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the mean drop over the windows that cover each pixel."""
-        size = tuple(passes.x.shape[2:])
+        x, budget = passes.x, passes.budget
+        size = tuple(x.shape[2:])
         window = tuple(map(min, _edges(self.window, len(size)), size))
         steps = zip(size, window, _edges(self.stride, len(size)), strict=True)
         starts = [[*range(0, length - edge, step), length - edge] for length, edge, step in steps]  # the last fits in
@@ -85,19 +86,18 @@ class Occlusion(TimedAttribution):
         others = sorted({*product(*starts)} - {*first})
         order = torch.randperm(len(others), generator=generator(self.seed), device="cpu")
         corners = first + [others[number] for number in order.tolist()]
-        filler = Filler(passes.x, self.fill)
+        filler = Filler(x, self.fill)
         total, covered = torch.zeros(2, *size, dtype=torch.float64, device="cpu")
 
         def make(start: int, stop: int) -> Tensor:
-            masks = torch.zeros(stop - start, 1, *size, dtype=torch.bool, device=passes.x.device)
+            masks = torch.zeros(stop - start, 1, *size, dtype=torch.bool, device=x.device)
             for mask, corner in zip(masks, corners[start:stop], strict=True):
                 mask[0][_slices(corner, window)] = True
             return filler(masks)
 
         def mean() -> ImageAttribution:
-            used = passes.budget.used
-            notes = [f"{used} of {len(corners)} windows"] if used < len(corners) else []
-            return ImageAttribution((total / covered)[None].to(passes.x), notes=notes)
+            notes = [f"{budget.used} of {len(corners)} windows"] if budget.used < len(corners) else []
+            return ImageAttribution((total / covered)[None].to(x), notes=notes)
 
         def so_far() -> ImageAttribution | None:
             return mean() if covered.all() else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -325,6 +326,27 @@ def test_options_and_settings_list_the_shared_ones_too() -> None:
 
 
 # Memory.
+
+
+@pytest.mark.parametrize("name", ["occlusion", "rise", "score_cam", "sobol", "kernel_shap", "integrated_gradients"])
+def test_the_passes_of_an_image_are_freed_with_its_map(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Passes]] = []
+    cls = METHODS[name]
+    explain: Callable[..., ImageAttribution] = getattr(cls, "explain_image")  # noqa: B009 - only methods of many passes have it
+
+    def watched(self: Any, passes: Passes, score: Tensor) -> ImageAttribution:
+        alive.append(weakref.ref(passes))
+        return explain(self, passes, score)
+
+    monkeypatch.setattr(cls, "explain_image", watched)
+    gc.collect()
+    gc.disable()  # a cycle would keep the maps of all layers until Python finds it
+    try:
+        with _quiet():
+            named[name](tiny_model_for(cls)(), **cls.preview_options).attribute(images(1), 0)
+        assert [each() for each in alive] == [None]
+    finally:
+        gc.enable()
 
 
 class Crammed(nn.Module):
