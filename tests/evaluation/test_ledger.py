@@ -14,8 +14,8 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from saliency import Explanation, RenderError, draw_ledger, ledger_table
-from saliency.evaluation.ledger import NEGATIVE, POSITIVE, SCORE
 from saliency.hooks.rectifiers import Coverage
+from saliency.render.evaluation import NEGATIVE, POSITIVE, SCORE
 from tests.drawing import explained
 
 NAMES = ("input", "biases", "softmax")
