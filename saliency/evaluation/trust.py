@@ -25,12 +25,11 @@ from ..tables import Column, Table, escaped, number
 from ..targets.embedding import ITSELF
 from ..targets.targets import TargetLike
 from ..validation import check_number
-from .metrics.agreement import RankCorrelation
 from .metrics.base import RANDOM_CONTROLS, Measurement, Metric, Outcome, SharedResults, Subject, measure, measurement
 from .metrics.faithfulness import Deletion, Infidelity, Insertion
-from .metrics.randomisation import MPRT, RandomLogit
+from .metrics.map_metrics import RankCorrelation
+from .metrics.method_metrics import MPRT, NoiseMargin, RandomLogit
 from .metrics.road import ROAD
-from .metrics.robustness import NoiseMargin
 
 UNCLEAR = "cannot be told from chance"
 WORSE = "worse than all controls"

@@ -18,7 +18,7 @@ from saliency import InputXGradient, MethodError, VanillaGradient
 from saliency.attribution.base import Attribution
 from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.questions import Questions
-from saliency.evaluation.metrics.agreement import RankCorrelation
+from saliency.evaluation.metrics.map_metrics import RankCorrelation
 from saliency.evaluation.trust import GROUPS, UNCLEAR, WORSE, TrustCard, property_of, trust
 from saliency.io.atomic_write import is_drawing
 from saliency.metrics import Control
