@@ -5,8 +5,6 @@ from .evaluation.metrics.base import Metric as Metric
 from .evaluation.metrics.base import Outcome as Outcome
 from .evaluation.metrics.base import Subject as Subject
 from .evaluation.metrics.base import measure as measure
-from .evaluation.metrics.changed_images import PerturbationMetric as PerturbationMetric
-from .evaluation.metrics.changed_images import PerturbedImage as PerturbedImage
 from .evaluation.metrics.faithfulness import ABPC as ABPC
 from .evaluation.metrics.faithfulness import AOPC as AOPC
 from .evaluation.metrics.faithfulness import IROF as IROF
@@ -18,6 +16,8 @@ from .evaluation.metrics.faithfulness import FaithfulnessCorrelation as Faithful
 from .evaluation.metrics.faithfulness import Increase as Increase
 from .evaluation.metrics.faithfulness import Infidelity as Infidelity
 from .evaluation.metrics.faithfulness import Insertion as Insertion
+from .evaluation.metrics.faithfulness import PerturbationMetric as PerturbationMetric
+from .evaluation.metrics.faithfulness import PerturbedImage as PerturbedImage
 from .evaluation.metrics.faithfulness import SensitivityN as SensitivityN
 from .evaluation.metrics.map_metrics import EnergyPointingGame as EnergyPointingGame
 from .evaluation.metrics.map_metrics import Entropy as Entropy

@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 
 from saliency import Explanation, RenderError, draw_ledger, ledger_table
 from saliency.hooks.rectifiers import Coverage
-from saliency.render.evaluation import NEGATIVE, POSITIVE, SCORE
+from saliency.render.measurements import NEGATIVE, POSITIVE, SCORE
 from tests.drawing import explained
 
 NAMES = ("input", "biases", "softmax")

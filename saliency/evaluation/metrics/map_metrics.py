@@ -16,7 +16,7 @@ from ...engine.estimates import precise_type
 from ...errors import MethodError
 from ...validation import check_integer, check_number
 from .base import Metric, Outcome, Subject, resized_within
-from .changed_images import correlation, ranks_of, row_ranks
+from .faithfulness import correlation, ranks_of, row_ranks
 
 
 class ComplexityMetric(Metric):

@@ -31,7 +31,7 @@ from ...targets.question import Images
 from ...targets.targets import TargetLike, class_scores
 from ...validation import check_choice, check_integer, check_number, check_numbers
 from .base import Metric, Outcome, SharedResults, Subject, edges, outputs, stacked
-from .changed_images import correlation, ranks_of, row_ranks, scaled_to_one
+from .faithfulness import correlation, ranks_of, row_ranks, scaled_to_one
 from .map_metrics import WINDOW, ssim
 from .road import NOISE, removed
 
