@@ -251,7 +251,7 @@ def ends_in_probability(tensor: Tensor) -> bool:
 
 def memory_id(tensor: Tensor) -> int:
     """Return a number for the memory of a tensor, which its views share."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 class DispatchMode(TorchDispatchMode):
@@ -296,7 +296,8 @@ class MemoryMode(DispatchMode, Generic[State]):
 
     def forget_freed(self) -> None:
         """Free the states of memories that no tensor uses any more."""
-        self._memories = {at: entry for at, entry in self._memories.items() if not entry[0].expired()}
+        known = self._memories.items()
+        self._memories = {number: entry for number, entry in known if not entry[0].expired()}  # type: ignore[no-untyped-call]
 
 
 def operator_schema(op: OpOverload[..., Any]) -> Any:

@@ -133,8 +133,10 @@ class PositionTrace(MemoryMode[_Memory]):
         A dimension along which all are equal may have length 1.
         """
         memory = self.known_memory(tensor)
-        positions = memory and memory.read(_Geometry.of(tensor))
-        return positions[..., 0] if positions is not None and tensor.is_complex() else positions
+        if memory is None:
+            return None
+        positions = memory.read(_Geometry.of(tensor))
+        return positions[..., 0] if tensor.is_complex() else positions
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and place its results."""

@@ -350,13 +350,6 @@ POINTS = 1001
 Order = Literal["morf", "lerf"]
 
 
-class SegmentsOption(ConvertedOption[SegmentsLike, ResolvedSegments]):
-    """Option for the features that are hidden as a whole; see `saliency.FeatureAblation`."""
-
-    def __init__(self, default: SegmentsLike) -> None:
-        super().__init__(default, resolve_segments)
-
-
 def _counts(steps: int, pixels: int, until: float = 1) -> list[int]:
     """Return the numbers of pixels that equal steps replace, from 0 to a share of all."""
     last = max(1, round(until * pixels))
@@ -536,7 +529,7 @@ class IROF(PerturbationMetric):
     name = "irof"
     higher_is_better = True
 
-    segments: SegmentsOption = SegmentsOption(100)
+    segments: ConvertedOption[SegmentsLike, ResolvedSegments] = ConvertedOption(100, resolve_segments)
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
         """Compute the areas of one image."""
@@ -617,7 +610,7 @@ class FaithfulnessCorrelation(PerturbationMetric):
     name = "faithfulness_correlation"
     higher_is_better = True
 
-    segments: SegmentsOption = SegmentsOption((16, 16))
+    segments: ConvertedOption[SegmentsLike, ResolvedSegments] = ConvertedOption((16, 16), resolve_segments)
     share: Option[float] = Option(0.25, check_number, above=0, below=1)
     passes: Option[int] = Option(200, check_integer, least=2)
     fill: FillOption = FillOption()
@@ -650,7 +643,7 @@ class SensitivityN(PerturbationMetric):
     name = "sensitivity_n"
     higher_is_better = True
 
-    segments: SegmentsOption = SegmentsOption((16, 16))
+    segments: ConvertedOption[SegmentsLike, ResolvedSegments] = ConvertedOption((16, 16), resolve_segments)
     sizes: Option[int] = Option(8, check_integer)
     passes: Option[int] = Option(100, check_integer, least=2)
     fill: FillOption = FillOption()
