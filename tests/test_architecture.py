@@ -263,6 +263,11 @@ def test_private_names_of_torch_are_in_one_file(name: str) -> None:
     assert not list(private_names_of_torch(PARSED[name]))
 
 
+@pytest.mark.parametrize("name", sorted(set(MODULES) - {PRIVATE_NAMES_OF_TORCH}))
+def test_the_memory_of_tensors_is_tracked_by_one_mode(name: str) -> None:
+    assert not [each for each in imports(name) if each.endswith("StorageWeakRef")]
+
+
 @pytest.mark.parametrize(
     "source",
     [

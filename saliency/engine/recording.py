@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -115,13 +115,13 @@ class UntracedAccess(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@dataclass(slots=True)
 class _Memory:
     """The state of one block of memory."""
 
-    depends: bool = False  # on the source
-    writes: int = 0
-    external: list[int] = field(default_factory=list)  # indices in `Tape.external`
+    def __init__(self, tensor: Tensor) -> None:
+        self.depends = False  # on the source
+        self.writes = 0
+        self.external: list[int] = []  # indices in `Tape.external`
 
 
 class Tape(MemoryMode[_Memory]):
@@ -141,7 +141,7 @@ class Tape(MemoryMode[_Memory]):
     """
 
     def __init__(self) -> None:
-        super().__init__(lambda tensor: _Memory())
+        super().__init__(_Memory)
         self.steps: list[ReplayStep] = []
         self.external: list[Tensor] = []
         self.overwritten: set[int] = set()

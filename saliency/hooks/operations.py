@@ -363,12 +363,12 @@ def operation_of(node: Node, on_path: Container[Node | None]) -> Operation | Non
     return Operation(op, args) if is_known else None
 
 
-@dataclass(slots=True)
 class _Memory:
     """The state of one block of memory."""
 
-    depends: bool = False  # on the image
-    holders: list[Operation] = field(default_factory=list)  # operations that store values in it
+    def __init__(self, tensor: Tensor) -> None:
+        self.depends = False  # on the image
+        self.holders: list[Operation] = []  # operations that store values in it
 
 
 class OperationRecord(MemoryMode[_Memory]):
@@ -383,7 +383,7 @@ class OperationRecord(MemoryMode[_Memory]):
     """
 
     def __init__(self, source: Tensor, keep: SavedValues) -> None:
-        super().__init__(lambda tensor: _Memory())
+        super().__init__(_Memory)
         self.keep = keep
         self.calls: defaultdict[str, list[range]] = defaultdict(list)
         self.memory(source).depends = True

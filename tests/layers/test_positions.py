@@ -177,13 +177,12 @@ def rotated(tokens: Tensor) -> Tensor:
     """With rotary positions: pairs of channels as complex numbers, each token turned by an angle of its own."""
     pairs = torch.view_as_complex(tokens.reshape(*tokens.shape[:2], -1, 2))
     turned = pairs * torch.exp(1j * torch.arange(tokens.shape[1]))[:, None]
-    real: Tensor = torch.view_as_real(turned)
-    return real.flatten(2)
+    return cast("Tensor", torch.view_as_real(turned).flatten(2))
 
 
 def by_fourier(tokens: Tensor) -> Tensor:
     """Mixed as in FNet: by the real part of a Fourier transform over the tokens, next to the tokens themselves."""
-    return tokens + torch.fft.fft(tokens, dim=1).real
+    return cast("Tensor", tokens + torch.fft.fft(tokens, dim=1).real)
 
 
 @pytest.mark.parametrize("move", [rotated, by_fourier])
