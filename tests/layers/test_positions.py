@@ -177,7 +177,7 @@ def rotated(tokens: Tensor) -> Tensor:
     """With rotary positions: pairs of channels as complex numbers, each token turned by an angle of its own."""
     pairs = torch.view_as_complex(tokens.reshape(*tokens.shape[:2], -1, 2))
     turned = pairs * torch.exp(1j * torch.arange(tokens.shape[1]))[:, None]
-    return cast("Tensor", torch.view_as_real(turned).flatten(2))
+    return torch.view_as_real(turned).flatten(2)
 
 
 def by_fourier(tokens: Tensor) -> Tensor:
