@@ -19,7 +19,7 @@ from torch import Tensor
 
 import saliency
 from saliency.engine.multi_pass import Passes
-from saliency.evaluation.metrics.randomisation import randomise
+from saliency.evaluation.metrics.method_metrics import randomise
 from saliency.io.preprocess import Frame
 from saliency.methods import METHODS
 from saliency.render.figure import _centre

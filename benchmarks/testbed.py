@@ -37,7 +37,7 @@ from saliency import METHODS, Attribution, NotApplicableError, SaliencyError
 from saliency.attribution.heatmap import reduced_maps
 from saliency.evaluation.comparison import holm
 from saliency.evaluation.metrics.base import control_maps, resized_within
-from saliency.evaluation.metrics.localisation import (
+from saliency.evaluation.metrics.map_metrics import (
     EnergyPointingGame,
     LocalisationMetric,
     PointingGame,

@@ -36,8 +36,16 @@ from torchvision.ops import batched_nms, box_convert, box_iou, generalized_box_i
 import saliency
 from saliency import DualEncoder
 from saliency.testbed import CLASSES, COLOURS, DISTRACTORS, TASKS, Scenes, Task, Volumes, draw_scenes, draw_volumes
-from saliency.testbed.networks import NETWORKS, Captioner, CaptionProcessor, Tokenizer, TwoTower, weights_file
-from saliency.testbed.object_networks import OBJECTS, QueryDetector
+from saliency.testbed.networks import (
+    NETWORKS,
+    OBJECTS,
+    Captioner,
+    CaptionProcessor,
+    QueryDetector,
+    Tokenizer,
+    TwoTower,
+    weights_file,
+)
 from saliency.testbed.shapes import SIZE
 
 SHAPES = CLASSES + DISTRACTORS

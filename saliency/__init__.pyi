@@ -21,6 +21,7 @@ from .attribution.forward import TargetGradients as TargetGradients
 from .attribution.heatmap import heatmap as heatmap
 from .attribution.heatmap import significance as significance
 from .attribution.heatmap import standard_error as standard_error
+from .attribution.matches import Matches as Matches
 from .attribution.options import Option as Option
 from .attribution.options import PerImage as PerImage
 from .attribution.questions import Questions as Questions
@@ -51,10 +52,8 @@ from .errors import TargetError as TargetError
 from .evaluation.comparison import Comparison as Comparison
 from .evaluation.comparison import compare as compare
 from .evaluation.ledger import LedgerRow as LedgerRow
-from .evaluation.ledger import draw_ledger as draw_ledger
 from .evaluation.ledger import ledger_table as ledger_table
 from .evaluation.trust import TrustCard as TrustCard
-from .evaluation.trust import draw_trust as draw_trust
 from .evaluation.trust import trust as trust
 from .explorer.serve import serve as serve
 from .explorer.widget import explore as explore
@@ -62,8 +61,6 @@ from .hooks.dual_encoder import DualEncoder as DualEncoder
 from .hooks.dual_encoder import LateInteraction as LateInteraction
 from .inspection.attention_record import LayerAttention as LayerAttention
 from .inspection.attention_record import attention as attention
-from .inspection.attention_record import draw_attention as draw_attention
-from .inspection.statistics import gradient_flow as gradient_flow
 from .io.canvas import Canvas as Canvas
 from .io.preprocess import Preprocess as Preprocess
 from .methods import METHODS as METHODS
@@ -116,7 +113,6 @@ from .methods.lrp import RelevancePropagation as RelevancePropagation
 from .methods.object_cam import ODAM as ODAM
 from .methods.occlusion import FeatureAblation as FeatureAblation
 from .methods.occlusion import Occlusion as Occlusion
-from .methods.pairs import Matches as Matches
 from .methods.pairs import explain_matches as explain_matches
 from .methods.pairs import explain_pair as explain_pair
 from .methods.rise import DRISE as DRISE
@@ -147,6 +143,10 @@ from .render.figure import draw_answer as draw_answer
 from .render.figure import draw_features as draw_features
 from .render.figure import draw_matches as draw_matches
 from .render.figure import figure as figure
+from .render.measurements import draw_attention as draw_attention
+from .render.measurements import draw_ledger as draw_ledger
+from .render.measurements import draw_trust as draw_trust
+from .render.measurements import gradient_flow as gradient_flow
 from .render.overlay import cutout as cutout
 from .render.overlay import overlay as overlay
 from .render.scaling import shared_limit as shared_limit

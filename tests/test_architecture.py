@@ -37,10 +37,10 @@ LAYERS = [
     "engine",
     "relevance",
     "methods",
-    "render",
     "evaluation",
     "metrics",
     "inspection",
+    "render",
     "testbed",
     "zoo",
     "program",
@@ -141,6 +141,13 @@ def test_the_walk_sees_an_import_that_goes_up(monkeypatch: pytest.MonkeyPatch) -
         test_imports_only_go_down("errors")
 
 
+@pytest.mark.parametrize("name", ["evaluation.trust", "evaluation.ledger", "inspection.statistics"])
+def test_the_walk_sees_a_judgement_that_draws(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PARSED, name, ast.parse("def f():\n    from ..render.figure import new_figure"))
+    with pytest.raises(AssertionError, match=f"{name} imports up"):
+        test_imports_only_go_down(name)
+
+
 def test_the_walk_sees_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PARSED, "methods.cam", ast.parse("from .gradient import VanillaGradient"))
     monkeypatch.setitem(PARSED, "methods.gradient", ast.parse("def f():\n    from .cam import GradCAM"))
@@ -155,6 +162,18 @@ def test_nothing_below_the_drawing_draws(name: str) -> None:
         drawing.remove("cv2")
     found = [each for each in imports(name) if each in drawing or each.split(".")[0] in drawing]
     assert not found
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(MODULES) if name.startswith("render")])
+def test_drawing_imports_no_method(name: str) -> None:
+    assert not [each for each in below(name) if each.startswith("methods")]
+
+
+@pytest.mark.parametrize("name", ["figure", "overlay", "sheet", "volume", "notebook"])
+def test_drawing_an_explanation_loads_no_method_and_no_metric(name: str) -> None:
+    code = f"import saliency.render.{name}, sys\nloaded = [name.rpartition('.')[0] for name in sys.modules]"
+    code += "\nassert not {'saliency.methods', 'saliency.evaluation', 'saliency.inspection'} & set(loaded), loaded"
+    loaded_by(code)
 
 
 HEAVY = (
@@ -243,6 +262,11 @@ def is_attribute_of_torch(name: str) -> bool:
 @pytest.mark.parametrize("name", sorted(set(MODULES) - {PRIVATE_NAMES_OF_TORCH}))
 def test_private_names_of_torch_are_in_one_file(name: str) -> None:
     assert not list(private_names_of_torch(PARSED[name]))
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) - {PRIVATE_NAMES_OF_TORCH}))
+def test_the_memory_of_tensors_is_tracked_by_one_mode(name: str) -> None:
+    assert not [each for each in imports(name) if each.endswith("StorageWeakRef")]
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,21 @@ def single_images(explanations: Explanation | Iterable[Explanation], name: str) 
     return [one for explanation in several(explanations, name) for one in explanation]
 
 
+def method_titles(explanations: Sequence[Explanation]) -> list[str]:
+    """Return the title of each method, with the settings and the layer in which methods of one name differ."""
+    facts = [{"layer": one.layer, **one.settings} for one in explanations]
+    titles = []
+    for explanation, own in zip(explanations, facts, strict=True):
+        same = [other for other, one in zip(facts, explanations, strict=True) if one.method == explanation.method]
+        words = [
+            value if isinstance(value, str) else f"{name}={value}"
+            for name, value in own.items()
+            if value is not None and any(other.get(name) != value for other in same)
+        ]
+        titles.append(" ".join([explanation.title, *words]))
+    return titles
+
+
 def _require_finite(maps: Tensor, explanation: Explanation) -> None:
     bad = (~torch.isfinite(maps)).flatten(1).sum(dim=1).tolist()
     for image, count in enumerate(bad):

@@ -227,7 +227,7 @@ files:
     "trust": Command(
         "measure whether the heatmap of one image can be trusted",
         f"IMAGE --quiet {_MODEL} --seconds --seed --json --html --png",
-        "trust_command:run",
+        "explain:trust",
         f"""\
 examples:
   saliency trust cat.jpg -m grad_cam --target "tiger cat"
@@ -301,7 +301,7 @@ examples:
     "layers": Command(
         "list the layers of a model: shapes, sizes, times, default layer of CAMs",
         "MODEL --image --weights --classes --preprocess --all --depth --stats --gradients --target",
-        "layers_command:run",
+        "lists:layers",
         """\
 examples:
   saliency layers vgg16 --weights none --depth 1

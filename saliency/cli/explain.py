@@ -1,4 +1,4 @@
-"""`saliency explain`: a run over images one by one, without a manifest."""
+"""`saliency explain`, a run over images one by one without a manifest, and `saliency trust`, the card of one image."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from ..attribution.base import get_method
 from ..attribution.explanation import Explanation
 from ..batch.drawing import ExplainJob, ImageResults
 from ..batch.engines import SequentialEngine
-from ..batch.failures import sentence
+from ..batch.failures import Failure, sentence
 from ..batch.listing import ImageEntry, with_names
 from ..batch.manifest import Row
-from ..batch.network import LoadedImage, find_devices
+from ..batch.network import LoadedImage, Network, find_devices, load_model, move_model, trust_card
 from ..batch.options import NetworkOptions, OutputOptions, OverlayStyle, RunOptions
+from ..batch.plan import Slot
 from ..batch.run import execute
 from ..batch.sources import Found, find_images
 from ..batch.store import Store, file_names
@@ -246,3 +247,35 @@ def _print_totals(written: Sequence[Row], failures: int, out: Path, screen: Scre
         screen.say(Text(covered, "dim"))
     if failures:
         screen.say(Text(plural(failures, "failure"), "red"))
+
+
+def trust(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Print the card, write it to files, and return the exit code.
+
+    Raises:
+        SaliencyError: The command line is invalid. Nothing has been written.
+    """
+    methods, more_images = methods_and_images(arguments.methods or [METHOD])
+    entries = find_images([*arguments.images, *more_images]).entries
+    if len(entries) != 1 or len(methods) != 1:
+        counts = f"got {plural(len(entries), 'image')} and {plural(len(methods), 'method')}"
+        raise UsageError(f"a trust card is of one image and one method, {counts}; saliency explain --trust writes many")
+    given = {**vars(arguments), "methods": methods, "target": choose_target(arguments)}
+    options, seconds, (entry,) = NetworkOptions.of(given), OutputOptions.of(given).seconds, entries
+    with screen.waiting("measuring the map"):
+        network = Network(options, move_model(load_model(options), one_device(options)))
+        loaded = network.load(Slot(0, entry, (methods[0],)))
+        card = trust_card(network.methods[0], loaded, seconds, seed=arguments.seed)
+    if isinstance(card, BaseException):
+        screen.error(sentence(entry.source, methods[0], Failure.of(card).reason))
+        return 1
+    if arguments.json:
+        print(card.to_json(), end="")
+    else:
+        screen.say(str(card.of(card)), cut=True)
+        screen.say("\n".join(["", *card.notes]))
+    for file in filter(None, (arguments.html, arguments.png)):
+        card.save(file)
+        if not arguments.json:
+            screen.say(f"written: {visible(file)}")
+    return 0

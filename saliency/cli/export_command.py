@@ -11,7 +11,7 @@ from ..program.export import export
 from .arguments import METHOD
 from .console import Screen, UsageError
 from .explain import methods_and_images
-from .layers_command import noise
+from .lists import noise
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:

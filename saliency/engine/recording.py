@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import LayerError
-from ..hooks.autograd_graph import DispatchMode
+from ..hooks.autograd_graph import MemoryMode
 from ..hooks.manager import HookManager
 from ..hooks.model_state import is_out_of_memory, run_model
 from ..hooks.operations import Op, as_results, written
@@ -117,16 +115,16 @@ class UntracedAccess(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@dataclass(slots=True)
 class _Memory:
     """The state of one block of memory."""
 
-    depends: bool = False  # on the source
-    writes: int = 0
-    external: list[int] = field(default_factory=list)  # indices in `Tape.external`
+    def __init__(self, tensor: Tensor) -> None:
+        self.depends = False  # on the source
+        self.writes = 0
+        self.external: list[int] = []  # indices in `Tape.external`
 
 
-class Tape(DispatchMode):
+class Tape(MemoryMode[_Memory]):
     """Recorder of the operations that one forward computes from one tensor, the source.
 
     Attributes:
@@ -143,7 +141,7 @@ class Tape(DispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(_Memory)
         self.steps: list[ReplayStep] = []
         self.external: list[Tensor] = []
         self.overwritten: set[int] = set()
@@ -155,8 +153,6 @@ class Tape(DispatchMode):
         self.shapes: list[list[int]] = []
         self._known: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()  # slot, earlier writes
         self._held: dict[int, int] = {}  # by id: index in `external`
-        # Unlike an address, a weak reference to freed memory is never reused.
-        self._memories: defaultdict[StorageWeakRef, _Memory] = defaultdict(_Memory)
 
     def begin(self, source: Tensor) -> None:
         """Record all operations that depend on a tensor from now on."""
@@ -200,7 +196,7 @@ class Tape(DispatchMode):
         for tensor in tensors:
             if not _is_plain(tensor):
                 return "the model uses sparse, quantised or otherwise special tensors"
-            known, memory = self._known.get(tensor), self._memory(tensor)
+            known, memory = self._known.get(tensor), self.memory(tensor)
             if known is None and memory.depends:
                 return "a tensor is read whose memory was written to through another tensor"
             self.aliased |= known is not None and known[1] != memory.writes
@@ -208,7 +204,7 @@ class Tape(DispatchMode):
 
     def _add_slot(self, tensor: Tensor) -> int:
         """Return a new slot for a tensor. The result of an in-place operation gets another slot."""
-        memory = self._memory(tensor)
+        memory = self.memory(tensor)
         memory.depends = True
         self._known[tensor] = (self.slots, memory.writes)
         self.slots += 1
@@ -221,21 +217,18 @@ class Tape(DispatchMode):
             return Slot(self._known[part][0])
         if id(part) not in self._held:
             self._held[id(part)] = len(self.external)
-            self._memory(part).external.append(len(self.external))
+            self.memory(part).external.append(len(self.external))
             self.external.append(part)
         return ExternalTensor(self._held[id(part)])
 
     def _before_write(self, tensor: Tensor) -> None:
         """Copy the external tensors in the memory that is about to be written to."""
-        memory = self._memory(tensor)
+        memory = self.memory(tensor)
         memory.writes += 1
         for at in memory.external:
             self._held.pop(id(self.external[at]), None)
             self.external[at] = self.external[at].clone()
         memory.external.clear()
-
-    def _memory(self, tensor: Tensor) -> _Memory:
-        return self._memories[StorageWeakRef(tensor.untyped_storage())]  # type: ignore[no-untyped-call]
 
 
 def _value_dependence(op: Op, dependent: list[Tensor]) -> str:

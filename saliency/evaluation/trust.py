@@ -10,37 +10,26 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 
+from .. import notebook
 from ..attribution.answer import Answer
 from ..attribution.base import METHODS, Attribution, explain_together
 from ..attribution.explanation import Explanation
 from ..errors import LayerError, MethodError, NotApplicableError
-from ..io.atomic_write import SOFTWARE, write_by_suffix
+from ..io.atomic_write import write_by_suffix
 from ..io.inputs import ImagesLike
-from ..render.figure import SCREEN_DPI, TEXT_SIZE, TITLE_SIZE, as_png, new_figure
-from ..render.notebook import framed
-from ..render.overlay import overlay
 from ..tables import Column, Table, escaped, number
 from ..targets.embedding import ITSELF
 from ..targets.targets import TargetLike
 from ..validation import check_number
-from .metrics.agreement import RankCorrelation
 from .metrics.base import RANDOM_CONTROLS, Measurement, Metric, Outcome, SharedResults, Subject, measure, measurement
 from .metrics.faithfulness import Deletion, Infidelity, Insertion
-from .metrics.randomisation import MPRT, RandomLogit
+from .metrics.map_metrics import RankCorrelation
+from .metrics.method_metrics import MPRT, NoiseMargin, RandomLogit
 from .metrics.road import ROAD
-from .metrics.robustness import NoiseMargin
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-GREY, GREEN, RED, INK = "#8a8f98", "#1a8a4a", "#c0392b", "#202430"
-MARKERS = {"constant": "s", "centre": "o", "random": "x", "edges": "^"}
 
 UNCLEAR = "cannot be told from chance"
 WORSE = "worse than all controls"
@@ -183,7 +172,7 @@ class TrustCard(Table[Property]):
     @property
     def encoders(self) -> dict[str, Callable[[], bytes]]:
         """Functions that return the card as the content of a file, by suffix."""
-        return {".json": lambda: self.to_json().encode(), ".html": self._page, ".png": self._png}
+        return {".json": lambda: self.to_json().encode(), ".html": self._page, ".png": lambda: notebook.draw_card(self)}
 
     def to_json(self) -> str:
         """Return the card as JSON, with the settings of each metric. NaN and infinite numbers are null."""
@@ -195,12 +184,9 @@ class TrustCard(Table[Property]):
 
     def _repr_html_(self) -> str:
         """Return the figure, as data within the text, and the table."""
-        data = base64.b64encode(self._png()).decode()
+        data = base64.b64encode(notebook.draw_card(self)).decode()
         image = f'<img src="data:image/png;base64,{data}" alt="{escaped(self.title)}" style="max-width: 100%">'
         return f"{image}\n{self.to_html()}"
-
-    def _png(self) -> bytes:
-        return as_png(draw_trust(self), 1.5 * SCREEN_DPI, metadata={"Software": SOFTWARE})
 
     def _page(self) -> bytes:
         style = "<style>body { font-family: sans-serif; margin: 2em }</style>"
@@ -354,57 +340,3 @@ def _notes(explanation: Explanation, measured: Collection[str]) -> list[str]:
         share = float(explanation.residual[0]) / (float(explanation.scores[0]) or 1.0)
         notes.append(f"residual: {share:.2%} of the score")
     return notes
-
-
-def draw_trust(card: TrustCard) -> Figure:
-    """Draw a trust card: the overlay, and one axis for each property, with better values to the right.
-
-    The bar of the map shows two standard errors. The grey bars of the controls show their ranges. The map is green
-    where it is better than all controls, and red where it is worse.
-
-    Args:
-        card: The result of `trust`.
-
-    Returns:
-        A matplotlib Figure, which a notebook shows.
-    """
-    rows = list(card)
-    drawing = new_figure(10, 0.6 * len(rows) + 1.4)
-    grid = drawing.add_gridspec(len(rows), 2, width_ratios=(1, 2))
-    axes = drawing.add_subplot(grid[:, 0])
-    axes.imshow(np.asarray(overlay(framed(card.explanation))))
-    axes.set_axis_off()
-    groups = set[str]()
-    for number_of_row, row in enumerate(rows):
-        axes = drawing.add_subplot(grid[number_of_row, 1])
-        _draw_property(axes, row)
-        if row.group not in groups:
-            groups.add(row.group)
-            title = f"{row.group}: {card.clear_in(row.group)}\n"
-            axes.set_title(title, x=0, ha="left", weight="bold", fontsize=TEXT_SIZE + 1)
-    drawing.suptitle(card.title, fontsize=TITLE_SIZE + 2, parse_math=False)
-    from matplotlib.lines import Line2D  # takes a second to import
-
-    names = dict.fromkeys(name for row in rows for name in row.controls)
-    keys = [Line2D([], [], color=GREY, marker=MARKERS[name], linestyle="", label=name) for name in names]
-    title = "better values lie to the right; grey: maps that ignore the prediction"
-    style: dict[str, Any] = {"fontsize": TEXT_SIZE, "title_fontsize": TEXT_SIZE, "frameon": False}
-    drawing.legend(handles=keys, title=title, loc="outside lower right", ncols=len(keys), **style)
-    return drawing
-
-
-def _draw_property(axes: Axes, row: Property) -> None:
-    """Draw the value and the controls of a property on one line."""
-    for name, value in row.controls.items():
-        axes.plot(row.control_ranges[name], (0, 0), color=GREY, alpha=0.8)
-        axes.plot(value, 0, color=GREY, marker=MARKERS[name], markersize=5, alpha=0.8)
-    error = 0.0 if math.isnan(row.error) else 2 * row.error
-    color = GREEN if row.is_clear else RED if row.is_worse else INK
-    axes.errorbar(row.value, 0, xerr=error, color=color, marker="D", markersize=7)
-    axes.set_title(f"{row.title}: {row.verdict}", loc="left", fontsize=TEXT_SIZE)
-    axes.set_yticks([])
-    axes.xaxis.set_major_formatter(lambda value, place: f"{value:.4g}")
-    axes.tick_params(labelsize=TEXT_SIZE - 1)
-    axes.spines[["left", "right", "top"]].set_visible(False)
-    if not row.higher_is_better:
-        axes.invert_xaxis()

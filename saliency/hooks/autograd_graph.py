@@ -13,7 +13,7 @@ the test that fails first when PyTorch changes it:
   tensors: `inspection/test_record.py`, `inspection/test_edit.py`.
 - `Module._forward_hooks` and similar dicts list and order hooks; `_modules` and `_parameters` also list entries that
   are None or have two names: `hooks/test_hooks.py`.
-- `TorchDispatchMode`, `OpOverload._schema` record a forward to run parts of it again:
+- `TorchDispatchMode`, `OpOverload._schema`, `UntypedStorage._cdata` record a forward to run parts of it again:
   `engine/test_tail.py`.
 - `torch._C._functorch` detects tensors inside `torch.func` transformations: `inspection/test_record.py`.
 - `_scaled_dot_product_attention_math` makes second derivatives possible: `methods/test_combined_cam.py`.
@@ -30,7 +30,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,11 +38,14 @@ from torch import Tensor, nn
 from torch._C import _functorch
 from torch._ops import OpOverload as OpOverload
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as _nn_module
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
+
+State = TypeVar("State")
 
 # Tensors.
 
@@ -247,6 +250,11 @@ def ends_in_probability(tensor: Tensor) -> bool:
 # Operators.
 
 
+def memory_id(tensor: Tensor) -> int:
+    """Return a number for the memory of a tensor, which its views share."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 class DispatchMode(TorchDispatchMode):
     """Dispatch mode that is not hidden from the compiler: hiding it would import the compiler, which takes seconds."""
 
@@ -259,6 +267,38 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+class MemoryMode(DispatchMode, Generic[State]):
+    """Dispatch mode that keeps a state of each memory that tensors share with their views.
+
+    Args:
+        new_state: Function from a tensor to the first state of its memory.
+    """
+
+    def __init__(self, new_state: Callable[[Tensor], State]) -> None:
+        super().__init__()
+        self._new_state = new_state
+        # While a weak reference exists, no other memory gets its number.
+        self._memories: dict[int, tuple[StorageWeakRef, State]] = {}
+
+    def known_memory(self, tensor: Tensor) -> State | None:
+        """Return the state of the memory of a tensor; None if it has none."""
+        entry = self._memories.get(memory_id(tensor))
+        return entry and entry[1]
+
+    def memory(self, tensor: Tensor) -> State:
+        """Return the state of the memory of a tensor, a new one if it has none."""
+        number = memory_id(tensor)
+        if number not in self._memories:
+            reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self._memories[number] = reference, self._new_state(tensor)
+        return self._memories[number][1]
+
+    def forget_freed(self) -> None:
+        """Free the states of memories that no tensor uses any more."""
+        known = self._memories.items()
+        self._memories = {number: entry for number, entry in known if not entry[0].expired()}  # type: ignore[no-untyped-call]
 
 
 def operator_schema(op: OpOverload[..., Any]) -> Any:

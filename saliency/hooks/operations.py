@@ -22,11 +22,12 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.weak import TensorWeakRef
 
 from .autograd_graph import (
-    DispatchMode,
+    MemoryMode,
     OpOverload,
     current_sequence_nr,
     free_saved,
     is_python_function,
+    memory_id,
     next_functions,
     operator_schema,
     saved,
@@ -362,7 +363,15 @@ def operation_of(node: Node, on_path: Container[Node | None]) -> Operation | Non
     return Operation(op, args) if is_known else None
 
 
-class OperationRecord(DispatchMode):
+class _Memory:
+    """The state of one block of memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.depends = False  # on the image
+        self.holders: list[Operation] = []  # operations that store values in it
+
+
+class OperationRecord(MemoryMode[_Memory]):
     """Recorder of this thread's operations, by the sequence numbers of their nodes. It can be entered several times.
 
     Args:
@@ -374,14 +383,13 @@ class OperationRecord(DispatchMode):
     """
 
     def __init__(self, source: Tensor, keep: SavedValues) -> None:
-        super().__init__()
+        super().__init__(_Memory)
         self.keep = keep
         self.calls: defaultdict[str, list[range]] = defaultdict(list)
-        self._dependent = {_address(source)}  # the memory of tensors that depend on the image
+        self.memory(source).depends = True
         self._operations: dict[int, Operation] = {}
         self._clone: tuple[int, Tensor, Tensor] | None = None  # the last operation, if it was a clone
         self._chunks: dict[int, Tensor] = {}  # constants that share their memory with signals, by id
-        self._holders: defaultdict[int, list[Operation]] = defaultdict(list)  # by the address of the memory
 
     def operation(self, node: Node) -> Operation | None:
         """Return the operation of a node; None if it was not recorded."""
@@ -421,7 +429,6 @@ class OperationRecord(DispatchMode):
 
     def free(self, node: Node) -> None:
         """Free the stored values of a node's operation, and the tensors that the node saved for its gradient."""
-        self._holders.clear()
         if (operation := self._operations.pop(sequence_nr(node), None)) is not None:
             # A walk, or an operation off the path, may refer to it.
             operation.kept_args, operation.kept_result, operation.shared = {}, None, {}
@@ -446,8 +453,6 @@ class OperationRecord(DispatchMode):
         kwargs, dependent = kwargs or {}, [self._depends(value) for value in args]
         if not any(dependent):
             result = op(*args, **kwargs)
-            # It may reuse the memory of a freed tensor, unless it is a view.
-            self._dependent.difference_update({*_addresses(result)} - {*_addresses(args)})
             if operator_name(op) in ("unsafe_split", "unsafe_chunk"):  # each is written to by itself, as in a GRU
                 self._chunks.update((id(chunk), chunk) for chunk in result)
             self._remember_clone(op, args, result)
@@ -471,12 +476,13 @@ class OperationRecord(DispatchMode):
         if writes:
             number = self._before_write(operation, target, number)
         result = op(*args, **kwargs)
-        addresses = [] if is_view(op) else _addresses(result)
-        self._dependent.update(addresses)
+        memories = [] if is_view(op) else list(map(self.memory, _tensors(result)))
+        for memory in memories:
+            memory.depends = True
         if kept:
             operation.kept_result = self._kept_result(operation, base if target is base else result)
-            for address in {*addresses, *_addresses(args)}:
-                self._holders[address].append(operation)
+            for memory in (*memories, *map(self.memory, _tensors(args))):
+                memory.holders.append(operation)
         if has_node:
             self._remember_clone(op, args, result)
             self._operations.setdefault(number, operation)
@@ -524,8 +530,10 @@ class OperationRecord(DispatchMode):
     def _depends(self, argument: Any) -> bool:
         """Return whether an argument is or holds a tensor that depends on the image."""
         if isinstance(argument, Tensor):
-            is_near = argument.requires_grad and (_address(argument) in self._dependent or self._is_custom(argument))
-            return is_near and id(argument) not in self._chunks
+            if not argument.requires_grad or id(argument) in self._chunks:
+                return False
+            memory = self.known_memory(argument)
+            return (memory is not None and memory.depends) or self._is_custom(argument)
         return isinstance(argument, _LISTS) and any(map(self._depends, argument))
 
     def _is_custom(self, tensor: Tensor) -> bool:
@@ -534,7 +542,7 @@ class OperationRecord(DispatchMode):
         nodes: list[Any] = [tensor.grad_fn] if is_custom_function(tensor.grad_fn) else []
         for node in nodes:
             if self.operation(node):
-                self._dependent.add(_address(tensor))
+                self.memory(tensor).depends = True
                 return True
             nodes += {function for function, _ in next_functions(node)} - {None, *nodes}
         return False
@@ -545,11 +553,11 @@ class OperationRecord(DispatchMode):
 
     def _before_write(self, operation: Operation, target: Tensor, number: int) -> int:
         """Copy stored values in the memory of a tensor that is about to be written; return the node's number."""
-        address = _address(target)
+        memory = memory_id(target)
         self._chunks.pop(id(target), None)
         clone = self._clone if self._clone and self._clone[0] == number else None
         # An operation that needs its operand later clones it first, and this clone takes the next number.
-        is_own = clone is not None and _address(clone[1]) == address
+        is_own = clone is not None and memory_id(clone[1]) == memory
         is_kept = any(value is target for value in operation.kept_args.values())
         copied = clone[2] if clone and clone[1] is target else target.clone() if is_kept else target
         operation.kept_args = {
@@ -557,18 +565,18 @@ class OperationRecord(DispatchMode):
         }
 
         def kept_copy(kept: Tensor) -> Tensor:
-            if _address(kept) != address:
+            if memory_id(kept) != memory:
                 return kept
             return copied if kept is target and copied is not target else kept.clone()
 
         # A ReLU has gradient zero at each value that it changes, so results need no copy.
         is_rectified = operation.name == "relu" and self.keep != SavedValues.ALL
-        for holder in self._holders.get(address, ()):
+        for holder in self.memory(target).holders:
             holder.kept_args = tree_map_tensors(holder.kept_args, kept_copy)
             result = holder.kept_result
             if not is_rectified:
                 holder.kept_result = tree_map_tensors(result, kept_copy)
-            elif holder.name in LINEAR and result is not None and _address(result) == address:
+            elif holder.name in LINEAR and result is not None and memory_id(result) == memory:
                 dims = tuple(range(1, result.dim())) if holder.name == "convolution" else (-1,)
                 holder.norms = norms_over(result, dims) if holder.norms is None else holder.norms
         if is_own:
@@ -598,13 +606,9 @@ def _unread(of: tuple[torch.Size, torch.dtype, torch.device]) -> Tensor:
     return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _addresses(values: Any) -> list[int]:
-    """Return the memory addresses of a tensor, or of the tensors of a list."""
+def _tensors(values: Any) -> list[Tensor]:
+    """Return a tensor, or the tensors of a list, as a list."""
     if isinstance(values, Tensor):
-        return [_address(values)]
+        return [values]
     holders = [value for value in values if isinstance(value, _HOLDERS)] if isinstance(values, _LISTS) else []
-    return [address for value in holders for address in _addresses(value)]
+    return [tensor for value in holders for tensor in _tensors(value)]

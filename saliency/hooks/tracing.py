@@ -13,10 +13,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import NotApplicableError
-from .autograd_graph import DispatchMode, OpOverload
+from .autograd_graph import MemoryMode, OpOverload
 from .call import bound
 from .operations import is_attention, operator_name, written
 from .pytree import tree_tensors
@@ -30,13 +29,12 @@ def tracing(image: Tensor) -> Iterator[None]:
         yield
 
 
-class _Dependent(DispatchMode):
-    """Mode that tracks the tensors that depend on the image, and refuses to read a value of one or a random number."""
+class _Dependent(MemoryMode[bool]):
+    """Mode that tracks the memory that depends on the image, and refuses to read a value of it or a random number."""
 
     def __init__(self, image: Tensor) -> None:
-        super().__init__()
-        self._tensors = WeakIdKeyDictionary({image: True})
-        self._memory: dict[int, Tensor] = {}  # tensors that got such values, by address; held, so that none is reused
+        super().__init__(lambda tensor: True)
+        self.memory(image)
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_dependent = self.depends((args, kwargs))
@@ -48,17 +46,13 @@ class _Dependent(DispatchMode):
             raise NotApplicableError(f"it draws random numbers ({func}), and a program would repeat one draw")
         result = func(*args, **(kwargs or {}))
         if is_dependent and operator_name(func) not in _CONSTANT:
-            targets = [tensor for tensor in written(func, args, kwargs or {}) if tensor not in self._tensors]
-            self._memory.update((tensor.untyped_storage().data_ptr(), tensor) for tensor in targets)
-            self._tensors.update(dict.fromkeys(tree_tensors(result), True))
+            for tensor in (*written(func, args, kwargs or {}), *tree_tensors(result)):
+                self.memory(tensor)
         return result
 
     def depends(self, arguments: Any) -> bool:
         """Return whether a tensor among some arguments depends on the image."""
-        return any(
-            tensor in self._tensors or tensor.untyped_storage().data_ptr() in self._memory
-            for tensor in tree_tensors(arguments)
-        )
+        return any(map(self.known_memory, tree_tensors(arguments)))
 
 
 class _HostReads(TorchFunctionMode):

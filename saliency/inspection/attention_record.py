@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from ..attribution.answer import Answer, explained_answer
@@ -18,31 +17,22 @@ from ..attribution.dense_features import cell_at
 from ..attribution.forward import Needs, SharedForward, TargetGradients
 from ..attribution.questions import CallImages, Questions
 from ..axes import require_two_axes
-from ..errors import LayerError, NotApplicableError, RenderError, TargetError, plural, warn
+from ..errors import LayerError, NotApplicableError, TargetError, plural, warn
 from ..hooks.attention import AttentionCall, fuse_heads
 from ..hooks.autograd_graph import sequence_nr
 from ..hooks.call import ForwardArgs, arguments_of, bind_image, shown_images
 from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import categories_of, model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..io.inputs import Batch, ImagesLike, read
-from ..io.preprocess import Frame
 from ..layers.layout import Layout, token_layout
 from ..layers.positions import PositionTrace
-from ..render.blending import ScaledMap, paint, shrink
-from ..render.figure import PRINT_DPI, TEXT_SIZE, Panel, draw_panels
 from ..targets.box import as_place
 from ..targets.targets import TargetLike
 from ..validation import check_choice, is_integer
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 Reduce = Literal["mean_heads", "max_heads", "min_heads"]
 Query = int | Sequence[float] | None
 """A query: the number of its token, the point (x, y) of its patch on the image, or None for the mean of all."""
-
-_PANEL, _TITLE = 1.1, 0.4  # of `draw_attention`, in inches: the width of an image, and the height of its title
-_LONGEST_LABEL = 24  # characters of a layer's name
 
 _Layouts = tuple[Layout | None, Layout | None]
 """Layouts of the queries and the keys of a call, in the windows of one image; None if they are not a grid."""
@@ -251,52 +241,6 @@ def _trace_layouts(model: nn.Module, x: Tensor, target: Questions, names: Sequen
                 (layout(call.query if call.weights is None else call.weights, call), layout(call.value, call))
             )
     return layouts
-
-
-def draw_attention(layers: Sequence[LayerAttention], query: Query = None, *, image: int = 0) -> Figure:
-    """Draw one row per layer and one column per head: the attention of a query to each patch of an image.
-
-    Each panel has its own scale. Its title has the value at full colour.
-
-    Args:
-        layers: The result of `attention`, or a part of it.
-        query: As for `LayerAttention.maps`. A point is marked by a cross.
-        image: The index of the image.
-
-    Returns:
-        A matplotlib Figure, as from `figure`.
-
-    Raises:
-        LayerError: As for `LayerAttention.maps`.
-        NotApplicableError: The input is a volume.
-        RenderError: There are no layers.
-        TargetError: As for `LayerAttention.maps`.
-    """
-    if not layers:
-        raise RenderError("draw_attention got nothing to draw; pass the result of saliency.attention")
-    batch = layers[0].batch
-    require_two_axes(batch.inputs, "draw_attention")
-    height, width = batch.inputs.shape[2:]
-    frame = batch.frames[image] or Frame(Image.new("RGB", (width, height)), (0, 0, width, height))
-    small, rows = shrink(frame, round(_PANEL * PRINT_DPI)), []
-    for layer in layers:
-        maps = layer.maps(query)[image]
-        panels = []
-        for head, values in enumerate(maps.reshape(-1, *maps.shape[-2:]).float().cpu().numpy()):
-            limit = float(values.max())
-            scaled = ScaledMap(values / (limit or 1), "positive", 0.0, limit, is_saturated=False, outliers=None)
-            names = [f"head {head}"] * (maps.dim() == 3) + [f"max {limit:.2g}"]
-            panels.append(Panel(paint(small, scaled, None, "map"), names))
-        rows.append(panels)
-    drawing, grid = draw_panels(rows, _PANEL, _TITLE)
-    for layer, row in zip(layers, grid, strict=True):
-        label = layer.layer[-_LONGEST_LABEL:]
-        row[0].text(-0.1, 0.5, label, fontsize=TEXT_SIZE, parse_math=False, ha="right", transform=row[0].transAxes)
-        if isinstance(query, Sequence):
-            x, y = (place * small.image.width / frame.image.width for place in query)
-            for axes in row:
-                axes.plot(x, y, "x", color="white", markersize=4)
-    return drawing
 
 
 def _warn_of_others(model: nn.Module, forward: SharedForward, grads: TargetGradients) -> None:

@@ -1,30 +1,27 @@
-"""Statistics of activations and gradients over any number of batches, and a plot of the gradient by layer.
+"""Statistics of activations and gradients over any number of batches.
 
 The statistics are moments, zeros, dead channels and the first NaN.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..attribution.questions import target_of
 from ..axes import at_least_float32
-from ..errors import ImageError, LayerError, RenderError, TargetError, plural
+from ..errors import ImageError, LayerError, TargetError, plural
 from ..hooks.autograd_graph import ends_in_probability, this_backward
 from ..hooks.manager import HookManager
 from ..hooks.model_state import categories_of, leaf, prepared_for_attribution
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..hooks.rectifiers import differentiate
-from ..render.figure import new_figure
 from ..tables import Column, Table, number, share
 from ..targets.question import Categories, Images
 from ..targets.targets import TargetLike
@@ -32,9 +29,6 @@ from ..validation import check_choice
 from .arguments import Batches, LayersLike, ModelCall, select_layers
 from .moments import Moments, moments, real_values
 from .record import ModuleCall, Recording
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold)
 
@@ -440,7 +434,7 @@ def _statistics(known: Moments) -> dict[str, Any]:
 
 def _layer_columns(*names: str, noun: str = "layer") -> list[Column[Any]]:
     return [
-        Column(noun, lambda row: _label(row, row.name or "(the model)"), "left"),
+        Column(noun, lambda row: call_label(row, row.name or "(the model)"), "left"),
         Column("kind", lambda row: row.kind, "left"),
         *(Column(name, partial(_text, name)) for name in names),
         Column("zeros", lambda row: share(row.zero_share), hint="exactly 0"),
@@ -448,72 +442,10 @@ def _layer_columns(*names: str, noun: str = "layer") -> list[Column[Any]]:
     ]
 
 
-def _label(row: _LayerStatistics[Any], name: str) -> str:
+def call_label(row: _LayerStatistics[Any], name: str) -> str:
     """Return the name with the number of the call, if the layer is called several times: "relu (2)"."""
     return f"{name} ({row.call + 1})" if row.calls > 1 else name
 
 
 def _text(name: str, row: _LayerStatistics[Any]) -> str:
     return number(getattr(row, name)) or "-"
-
-
-_LABELS_PER_INCH = 2.8
-_LONGEST_LABEL = 30  # characters
-
-
-def gradient_flow(statistics: GradientStatistics, *, size: tuple[float, float] = (10.0, 4.8)) -> Figure:
-    """Plot the norm of the gradient at each layer from the input (left) to the output (right), on a log axis.
-
-    Each point is one call of a layer, in forward order, or one parameter. Only the innermost layers are shown, without
-    `nn.Identity`. The backward pass runs from right to left: a gradient that decreases towards the left vanishes, and
-    one that increases explodes. Marks at the lower edge show gradients that are zero or missing, and at the upper edge
-    NaN or infinity.
-
-    Args:
-        statistics: From `gradient_statistics`.
-        size: Width and height in inches.
-
-    Returns:
-        A matplotlib Figure, independent of pyplot: `gradient_flow(s).savefig("flow.png")`. Notebooks display it.
-
-    Raises:
-        RenderError: There is nothing to draw.
-    """
-    rows = _innermost(statistics)
-    if not rows:
-        raise RenderError("there are no layers in these statistics to draw")
-    is_broken = np.array([row.nan + row.inf > 0 for row in rows.values()])
-    norms = np.array([row.norm for row in rows.values()], dtype=float)  # None becomes NaN
-    norms[is_broken] = math.nan
-    drawing = new_figure(*size)
-    axes = drawing.subplots()
-    positive = norms[norms > 0] if (norms > 0).any() else np.ones(1)
-    axes.set(yscale="log", ylim=(positive.min() / 10, 10 * positive.max()))
-    axes.plot(norms, "o-", markersize=5)  # zeros are not drawn
-    marks = (("zero", "s", 0, norms == 0), ("no gradient", "D", 0, np.isnan(norms) & ~is_broken))
-    for label, marker, height, is_marked in (*marks, ("NaN or infinity", "X", 1, is_broken)):
-        if is_marked.any():
-            places, edge = np.flatnonzero(is_marked), axes.get_xaxis_transform()
-            axes.plot(places, np.full(len(places), height), marker, label=label, transform=edge, clip_on=False)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
-    step = math.ceil(len(rows) / (_LABELS_PER_INCH * size[0]))
-    names = [name[-_LONGEST_LABEL:] for name in rows]
-    axes.set_xticks(range(0, len(rows), step), names[::step], rotation=90, fontsize="small", parse_math=False)
-    axes.set_xlabel(f"{statistics.columns[0].title}s, from the input to the output")
-    axes.set_ylabel(f"norm of the gradient of the {statistics.objective}")
-    axes.grid(axis="y", alpha=0.3)
-    return drawing
-
-
-def _innermost(table: Iterable[LayerGradients]) -> dict[str, LayerGradients]:
-    """Return the innermost layers by label: their name, with the kind if the name contains no letters."""
-    # Skip modules that compute a weight, such as weight_norm: activations do not pass through them.
-    rows = [row for row in table if "parametrizations" not in row.name.split(".")]
-    containers = {row.name[:at] for row in rows for at in range(len(row.name)) if row.name[at] == "."}
-    inner = [row for row in rows if row.name not in containers and (row.name or len(rows) == row.calls)]
-    labelled = {}
-    for row in [row for row in inner if row.kind != "Identity"] or inner:
-        label = row.name if any(map(str.isalpha, row.name)) else f"{row.name} {row.kind}".strip()
-        labelled[_label(row, label)] = row
-    return labelled

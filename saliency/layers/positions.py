@@ -14,9 +14,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..hooks.autograd_graph import DispatchMode
+from ..hooks.autograd_graph import MemoryMode, memory_id
 from ..hooks.operations import (
     NORMS,
     SOFTMAX,
@@ -48,7 +47,7 @@ PART = 0.6  # of the height or width of an image: maps that cover less are of a 
 
 
 class _Geometry(NamedTuple):
-    """Which numbers of a memory a tensor holds."""
+    """Which numbers of a memory a tensor holds. A complex number is two, with one position."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -56,7 +55,10 @@ class _Geometry(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Geometry:
-        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        shape, strides, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        if tensor.is_complex():
+            return cls((*shape, 2), (*(2 * stride for stride in strides), 1), 2 * offset)
+        return cls(shape, strides, offset)
 
     def view(self, memory: Tensor) -> Tensor:
         """Return the part (axes, *shape) of a memory (axes, numbers)."""
@@ -70,16 +72,11 @@ class _Memory:
     """
 
     def __init__(self, tensor: Tensor, axes: int) -> None:
-        storage = tensor.untyped_storage()
-        self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._numbers, self._device = storage.nbytes() // tensor.element_size(), tensor.device
+        size = tensor.element_size() // (2 if tensor.is_complex() else 1)
+        self._numbers, self._device = tensor.untyped_storage().nbytes() // size, tensor.device
         self._known: dict[_Geometry, Tensor] = {}
         self._axes = axes
         self._whole: Tensor | None = None  # (axes, numbers), once a tensor is not known
-
-    def is_freed(self) -> bool:
-        """Return whether no tensor uses the memory any more."""
-        return bool(self._storage.expired())  # type: ignore[no-untyped-call]
 
     def read(self, geometry: _Geometry) -> Tensor:
         """Return the positions of a tensor in this memory, which expand to (axes, *shape)."""
@@ -106,7 +103,7 @@ class _Memory:
         return self._whole
 
 
-class PositionTrace(DispatchMode):
+class PositionTrace(MemoryMode[_Memory]):
     """Mode that follows the positions of an image's pixels through the operations of this thread.
 
     A position is a row and a column in pixels, after a depth in volumes, of one pixel or of the centre of several. A
@@ -123,11 +120,10 @@ class PositionTrace(DispatchMode):
     """
 
     def __init__(self, x: Tensor, *, follows_values: bool = False) -> None:
-        super().__init__()
+        self._axes = x.dim() - 2
+        super().__init__(lambda tensor: _Memory(tensor, self._axes))
         self.queries: list[Tensor] = []
         self._follows_values = follows_values
-        self._memories: dict[int, _Memory] = {}  # by address
-        self._axes = x.dim() - 2
         edges = [torch.arange(length, device=x.device, dtype=torch.float32) for length in x.shape[2:]]
         self._place(x, torch.stack(torch.meshgrid(edges, indexing="ij"))[:, None, None])
 
@@ -136,12 +132,11 @@ class PositionTrace(DispatchMode):
 
         A dimension along which all are equal may have length 1.
         """
-        memory = self._memory(tensor)
-        return None if memory is None else memory.read(_Geometry.of(tensor))
-
-    def _memory(self, tensor: Tensor) -> _Memory | None:
-        memory = self._memories.get(_address(tensor))
-        return None if memory is None or memory.is_freed() else memory
+        memory = self.known_memory(tensor)
+        if memory is None:
+            return None
+        positions = memory.read(_Geometry.of(tensor))
+        return positions[..., 0] if tensor.is_complex() else positions
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and place its results."""
@@ -149,14 +144,14 @@ class PositionTrace(DispatchMode):
         result = op(*args, **kwargs)
         tensors = list(tree_tensors((args, kwargs)))
         operands = list(filter(_is_plain, tensors))
-        addresses = {_address(tensor) for tensor in operands}
+        memories = {memory_id(tensor) for tensor in operands}
         is_random = torch.Tag.nondeterministic_seeded in op.tags
-        is_traced = is_random or len(operands) < len(tensors) or any(map(self._memory, operands))
+        is_traced = is_random or len(operands) < len(tensors) or any(map(self.known_memory, operands))
         named = named_arguments(op, args, kwargs)
         for number, tensor in enumerate(as_results(result)):
             if not isinstance(tensor, Tensor) or not _is_plain(tensor):
                 continue
-            if _address(tensor) in addresses and not writes_operand(op):
+            if memory_id(tensor) in memories and not writes_operand(op):
                 self._view(op, named, number, tensor)
             elif is_traced:
                 self._place(tensor, None if number else self._of_result(op, named, tensor.shape))
@@ -164,17 +159,16 @@ class PositionTrace(DispatchMode):
 
     def _place(self, tensor: Tensor, positions: Tensor | None) -> None:
         """Store the positions of a result; None if they are not known."""
-        memory = self._memory(tensor)
-        if memory is None:
-            self._memories = {at: memory for at, memory in self._memories.items() if not memory.is_freed()}
-            self._memories[_address(tensor)] = memory = _Memory(tensor, self._axes)
-        memory.write(_Geometry.of(tensor), _unknown(tensor) if positions is None else positions)
+        self.forget_freed()
+        positions = _unknown(tensor) if positions is None else positions
+        self.memory(tensor).write(_Geometry.of(tensor), positions[..., None] if tensor.is_complex() else positions)
 
     def _view(self, op: Op, named: dict[str, Any], number: int, view: Tensor) -> None:
         """Store the positions of a view, if they need no copy of the positions of the viewed tensor."""
         operand = next(tree_tensors(named))
-        memory = self._memory(operand)
-        if memory is not None and "stride" not in named:  # the stride describes the memory
+        memory = self.known_memory(operand)
+        has_real = not (operand.is_complex() or view.is_complex())  # operations on complex numbers refuse positions
+        if memory is not None and has_real and "stride" not in named:  # the stride describes the memory
             positions = memory.read(_Geometry.of(operand))
             planes = positions.expand(self._axes, *operand.shape)
             with suppress(RuntimeError):  # the view needs positions along which all are equal
@@ -293,17 +287,13 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def _unknown(like: Tensor) -> Tensor:
     return torch.full([1] * (like.dim() + 1), torch.nan, device=like.device, dtype=torch.float32)
 
 
 def _ranked(positions: Tensor, dims: int) -> Tensor:
     """Return positions for a tensor with more dimensions."""
-    return positions.reshape(-1, *[1] * (dims + 1 - positions.dim()), *positions.shape[1:])
+    return positions.reshape(len(positions), *[1] * (dims + 1 - positions.dim()), *positions.shape[1:])
 
 
 def _compact(positions: Tensor) -> Tensor:

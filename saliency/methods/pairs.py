@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from ..aliases import refuse_unknown_keywords
 from ..attribution.base import Attribution
 from ..attribution.explanation import Explanation
+from ..attribution.matches import Matches, Product
 from ..attribution.passes import chunk_size
 from ..axes import at_least_float32
 from ..engine.estimates import normal
@@ -19,7 +20,6 @@ from ..errors import MethodError, TargetError, plural
 from ..hooks.call import NO_ARGUMENTS
 from ..hooks.model_state import prepared_for_attribution, run_model
 from ..io.inputs import Batch, ImagesLike
-from ..io.preprocess import Frame
 from ..targets.embedding import Measure, Similarity, similarity
 from ..targets.question import Images, Together
 from ..targets.targets import TargetList, embedding
@@ -29,7 +29,6 @@ from .deep_lift import DeepLIFT
 from .gradient import InputXGradient, VanillaGradient
 from .lrp import LRP, AttnLRP
 
-Product = Literal["cosine", "dot"]
 LINEAR = (LRP, AttnLRP, DeepLIFT, HiResCAM, InputXGradient, VanillaGradient)
 """Methods whose map of a sum of scores is the sum of the maps, so that directions can replace numbers."""
 
@@ -84,26 +83,6 @@ class PairSimilarity(Similarity):
         partners = zip(self.references, own.roll(len(own) // 2, 0)[:, None], strict=True)
         targets = [Similarity((one,), self.measure, embeddings=row) for one, row in partners]
         return TargetList(tuple(targets)).ask(output, images)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Matches:
-    """Result of `explain_matches`: the share of each pair of cells in the similarity of two images.
-
-    Attributes:
-        values: (h, w, h', w') the shares of the score, signed, in units of the score: `values[i, j, k, l]` belongs to
-            the cell in row i and column j of the first image, and the cell in row k and column l of the second.
-        score: The similarity of both images.
-        measure: The similarity: "cosine", or "dot" for the inner product of the embeddings.
-        method: The method's name in the registry.
-        frames: The position of the model's input on each original image; None for an image given as a tensor.
-    """
-
-    values: Tensor = field(repr=False)
-    score: float
-    measure: Product
-    method: str
-    frames: tuple[Frame | None, Frame | None] = field(repr=False)
 
 
 @refuse_unknown_keywords

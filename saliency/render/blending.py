@@ -486,18 +486,3 @@ def probability(explanation: Explanation) -> list[str]:
     if explanation.probabilities is None or any(explanation.contrasts):
         return []
     return [f"{100 * float(explanation.probabilities[0]):.1f} %"]
-
-
-def method_titles(explanations: Sequence[Explanation]) -> list[str]:
-    """Return the title of each method, with the settings and the layer in which methods of one name differ."""
-    facts = [{"layer": one.layer, **one.settings} for one in explanations]
-    titles = []
-    for explanation, own in zip(explanations, facts, strict=True):
-        same = [other for other, one in zip(facts, explanations, strict=True) if one.method == explanation.method]
-        words = [
-            value if isinstance(value, str) else f"{name}={value}"
-            for name, value in own.items()
-            if value is not None and any(other.get(name) != value for other in same)
-        ]
-        titles.append(" ".join([explanation.title, *words]))
-    return titles

@@ -17,14 +17,14 @@ from ..attribution.answer import Answer
 from ..attribution.base import Attribution
 from ..attribution.dense_features import Features
 from ..attribution.explanation import Explanation
-from ..attribution.heatmap import single_images
+from ..attribution.heatmap import method_titles, single_images
+from ..attribution.matches import Matches
 from ..errors import RenderError
 from ..hooks.call import bound
 from ..io.preprocess import Frame
-from ..methods.pairs import Matches
 from ..targets.words import words
 from ..validation import check_integer
-from .blending import HATCHED, Opacity, ScaledMap, frame_of, method_titles, paint, probability, scale_map, shrink
+from .blending import HATCHED, Opacity, ScaledMap, frame_of, paint, probability, scale_map, shrink
 from .scaling import SMOOTHING, shared_limit
 
 if TYPE_CHECKING:

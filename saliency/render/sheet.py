@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import string
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -14,9 +15,10 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from ..attribution.explanation import Explanation
+from ..attribution.heatmap import method_titles
 from ..errors import RenderError
 from ..validation import check_integer
-from .blending import HATCHED, Opacity, as_drawing, frame_of, method_titles, probability, require_one, shrink
+from .blending import HATCHED, Opacity, as_drawing, frame_of, probability, require_one, shrink
 from .overlay import overlay
 from .scaling import SMOOTHING, Percentile, shared_limit
 
@@ -207,13 +209,10 @@ def ellipsised(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
 
 
 def wrapped(text: str, font: ImageFont.FreeTypeFont, width: float, max_lines: int = 3) -> list[str]:
-    """Return the text in at most `max_lines` lines of whole words; a line that is too long ends in an ellipsis."""
+    """Return the text in at most `max_lines` lines that fit into the width; the last one may end in an ellipsis."""
     lines: list[str] = []
-    words = text.split()
-    while words and len(lines) < max_lines - 1:
-        count = 1
-        while count < len(words) and font.getlength(" ".join(words[: count + 1])) <= width:
-            count += 1
-        lines.append(ellipsised(" ".join(words[:count]), font, width))
-        words = words[count:]
-    return [*lines, ellipsised(" ".join(words), font, width)] if words else lines
+    for columns in range(min(len(text), int(width)), 0, -1):  # a letter is at least a pixel wide
+        lines = textwrap.wrap(text, columns, max_lines=max_lines, placeholder=ELLIPSIS, break_on_hyphens=False)
+        if all(font.getlength(line) <= width for line in lines):
+            break
+    return lines

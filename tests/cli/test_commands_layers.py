@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from saliency import ModelError
-from saliency.cli import layers_command as inspecting
+from saliency.cli import lists as inspecting
 from saliency.cli import main
 from tests.cli.test_console import under_terminal
 from tests.commandline import COFFEE, loaded, share_models

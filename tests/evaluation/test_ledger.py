@@ -14,8 +14,8 @@ from matplotlib.patches import Rectangle
 
 from saliency import Explanation, RenderError, draw_ledger, ledger_table
 from saliency.attribution.explanation import joined
-from saliency.evaluation.ledger import NEGATIVE, POSITIVE, SCORE
 from saliency.hooks.rectifiers import Coverage
+from saliency.render.measurements import NEGATIVE, POSITIVE, SCORE
 from tests.drawing import explained
 
 NAMES = ("input", "biases", "softmax")

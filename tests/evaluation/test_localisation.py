@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saliency import MethodError
-from saliency.evaluation.metrics.localisation import (
+from saliency.evaluation.metrics.map_metrics import (
     IoU,
     LocalisationMetric,
     PointingGame,

@@ -25,7 +25,7 @@ from saliency import (
 from saliency.attribution.base import Attribution
 from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.questions import Questions
-from saliency.evaluation.metrics.randomisation import MPRT, layers_from_the_top, randomise, restore
+from saliency.evaluation.metrics.method_metrics import MPRT, layers_from_the_top, randomise, restore
 from saliency.metrics import METRICS, Measurement, measure
 from saliency.testing import Snapshot, images, tiny_model
 

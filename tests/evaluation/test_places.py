@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import saliency
 from saliency import Attribution, Explanation, GradCAM, MethodError, TargetError, VanillaGradient
 from saliency.evaluation.metrics.base import Subject
-from saliency.evaluation.metrics.randomisation import RandomLogit
+from saliency.evaluation.metrics.method_metrics import RandomLogit
 from saliency.evaluation.metrics.road import ROAD
 from saliency.metrics import Deletion, Insertion, measure
 from saliency.targets.box import BoxScore

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from saliency import Explanation
 from saliency.evaluation.metrics.faithfulness import Deletion, FaithfulnessCorrelation, Infidelity
-from saliency.evaluation.metrics.localisation import PointingGame
+from saliency.evaluation.metrics.map_metrics import PointingGame
 from saliency.evaluation.metrics.road import ROAD
 from saliency.metrics import Measurement, Metric, measure
 from tests.evaluation.maps import explanation_of

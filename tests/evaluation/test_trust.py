@@ -18,8 +18,8 @@ from saliency import InputXGradient, MethodError, VanillaGradient
 from saliency.attribution.base import Attribution
 from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.questions import Questions
-from saliency.evaluation.metrics.agreement import RankCorrelation
-from saliency.evaluation.trust import GROUPS, UNCLEAR, WORSE, TrustCard, draw_trust, property_of, trust
+from saliency.evaluation.metrics.map_metrics import RankCorrelation
+from saliency.evaluation.trust import GROUPS, UNCLEAR, WORSE, TrustCard, property_of, trust
 from saliency.io.atomic_write import is_drawing
 from saliency.metrics import Control
 from saliency.testing import Snapshot, images, tiny_model
@@ -159,7 +159,7 @@ def test_the_card_draws_each_property_on_an_axis() -> None:
     photo = saliency.testbed.draw_scenes(1, seed=3).images[0].permute(1, 2, 0).numpy()
     method = VanillaGradient(model)
     card = trust(method, photo)
-    drawing = draw_trust(card)
+    drawing = saliency.draw_trust(card)
     (title,) = [each for each in drawing.findobj(Text) if each.get_text() == card.title]
     assert not title.get_parse_math()  # it names the class
     assert len(drawing.axes) == 1 + len(card)

@@ -14,6 +14,7 @@ from saliency import METHODS, AttentionRollout, CheferAttention, GradCAM, HiResC
 from saliency.hooks.model_state import prepared_for_attribution
 from saliency.layers.find import attention_layout, scan_layers
 from saliency.layers.layout import Layout
+from saliency.layers.positions import PositionTrace
 from saliency.testing import images
 
 GRID, SIZE, WIDTH = (4, 7), (32, 56), 8
@@ -170,6 +171,38 @@ def test_positions_are_traced_once_for_a_model_and_a_size() -> None:
     assert len(calls) == 2
     AttentionRollout(model).attribute(X + 1, 1)
     assert len(calls) == 3
+
+
+def rotated(tokens: Tensor) -> Tensor:
+    """With rotary positions: pairs of channels as complex numbers, each token turned by an angle of its own."""
+    pairs = torch.view_as_complex(tokens.reshape(*tokens.shape[:2], -1, 2))
+    turned = pairs * torch.exp(1j * torch.arange(tokens.shape[1]))[:, None]
+    return torch.view_as_real(turned).flatten(2)
+
+
+def by_fourier(tokens: Tensor) -> Tensor:
+    """Mixed as in FNet: by the real part of a Fourier transform over the tokens, next to the tokens themselves."""
+    return cast("Tensor", tokens + torch.fft.fft(tokens, dim=1).real)
+
+
+@pytest.mark.parametrize("move", [rotated, by_fourier])
+def test_positions_are_followed_through_views_of_complex_numbers(move: Move) -> None:
+    x = images(1, (4, 6))
+    with PositionTrace(x) as trace:
+        tokens = x.flatten(2).transpose(1, 2).repeat(1, 1, 2).contiguous()
+        positions = trace.positions(move(tokens))
+    assert positions is not None
+    expected = torch.stack(torch.meshgrid(torch.arange(4.0), torch.arange(6.0), indexing="ij")).flatten(1)
+    assert torch.equal(positions.nanmean(-1).expand(2, 1, 24)[:, 0], expected)
+
+
+@pytest.mark.parametrize("part", [lambda z: z.real, lambda z: z.imag, lambda z: torch.view_as_real(z)[..., 1]])
+def test_parts_of_complex_numbers_that_mix_all_positions_have_none(part: Move) -> None:
+    x = images(1, (4, 6))
+    with PositionTrace(x) as trace:
+        positions = trace.positions(part(torch.fft.ifft2(torch.fft.fft2(x))))
+    assert positions is not None
+    assert positions.isnan().all()
 
 
 class Encoder(nn.Module):

@@ -13,8 +13,7 @@ from ...axes import at_least_float32
 from ...engine.estimates import generator
 from ...validation import check_number, check_numbers
 from .base import Outcome
-from .changed_images import PerturbationMetric, PerturbedImage, digest
-from .faithfulness import Order, OrderedMetric
+from .faithfulness import Order, OrderedMetric, PerturbationMetric, PerturbedImage, digest
 
 TOLERANCE = 1e-4
 """The norm of the residual of the linear equations, relative to the norm of their right side."""

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import nn
 
-from saliency import RenderError
-from saliency.inspection.statistics import GradientStatistics, LayerGradients, gradient_flow, gradient_statistics
+from saliency import RenderError, gradient_flow
+from saliency.inspection import GradientStatistics, LayerGradients, gradient_statistics
 from saliency.testing import images, tiny_model
 
 LABELS = torch.tensor([1, 2, 3, 4])
@@ -190,8 +190,8 @@ def test_drawing_leaves_pyplot_and_the_styles_alone() -> None:
         # To ask for the backend is to import pyplot.
         "state = lambda: {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != 'backend'}\n"
         "before = state()\n"
-        "from saliency.inspection.statistics import gradient_flow\n"
-        "from saliency.inspection.statistics import gradient_statistics\n"
+        "from saliency import gradient_flow\n"
+        "from saliency.inspection import gradient_statistics\n"
         "gradient_flow(gradient_statistics(torch.nn.Linear(3, 2), torch.ones(1, 3))).savefig(io.BytesIO())\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
         "assert state() == before\n"

@@ -1,0 +1,250 @@
+"""Figures of what is measured: trust cards, ledgers of scores, gradients by layer, and attention."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from ..attribution.explanation import Explanation
+from ..attribution.heatmap import single_images
+from ..axes import require_two_axes
+from ..errors import RenderError
+from ..evaluation.ledger import LedgerRow, ledger_table
+from ..inspection.statistics import GradientStatistics, LayerGradients, call_label
+from ..io.atomic_write import SOFTWARE
+from ..io.preprocess import Frame
+from .blending import ScaledMap, paint, shrink
+from .figure import PRINT_DPI, SCREEN_DPI, TEXT_SIZE, TITLE_SIZE, Panel, as_png, draw_panels, new_figure
+from .notebook import framed
+from .overlay import overlay
+from .sheet import font_for
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from ..evaluation.trust import Property, TrustCard
+    from ..inspection.attention_record import LayerAttention, Query
+
+GREY, GREEN, RED, INK = "#8a8f98", "#1a8a4a", "#c0392b", "#202430"  # of a card
+MARKERS = {"constant": "s", "centre": "o", "random": "x", "edges": "^"}
+
+POSITIVE, NEGATIVE, SCORE = "#c8352b", "#2b62c8", "#222222"  # of a ledger
+WIDTH, ROW_HEIGHT = 9.0, 0.36  # inches
+LONGEST_HEADING = 80  # characters
+
+
+def draw_trust(card: TrustCard) -> Figure:
+    """Draw a trust card: the overlay, and one axis for each property, with better values to the right.
+
+    The bar of the map shows two standard errors. The grey bars of the controls show their ranges. The map is green
+    where it is better than all controls, and red where it is worse.
+
+    Args:
+        card: The result of `trust`.
+
+    Returns:
+        A matplotlib Figure, which a notebook shows.
+    """
+    rows = list(card)
+    drawing = new_figure(10, 0.6 * len(rows) + 1.4)
+    grid = drawing.add_gridspec(len(rows), 2, width_ratios=(1, 2))
+    axes = drawing.add_subplot(grid[:, 0])
+    axes.imshow(np.asarray(overlay(framed(card.explanation))))
+    axes.set_axis_off()
+    groups = set[str]()
+    for number_of_row, row in enumerate(rows):
+        axes = drawing.add_subplot(grid[number_of_row, 1])
+        _draw_property(axes, row)
+        if row.group not in groups:
+            groups.add(row.group)
+            title = f"{row.group}: {card.clear_in(row.group)}\n"
+            axes.set_title(title, x=0, ha="left", weight="bold", fontsize=TEXT_SIZE + 1)
+    drawing.suptitle(card.title, fontsize=TITLE_SIZE + 2, parse_math=False)
+    from matplotlib.lines import Line2D  # takes a second to import
+
+    names = dict.fromkeys(name for row in rows for name in row.controls)
+    keys = [Line2D([], [], color=GREY, marker=MARKERS[name], linestyle="", label=name) for name in names]
+    title = "better values lie to the right; grey: maps that ignore the prediction"
+    style: dict[str, Any] = {"fontsize": TEXT_SIZE, "title_fontsize": TEXT_SIZE, "frameon": False}
+    drawing.legend(handles=keys, title=title, loc="outside lower right", ncols=len(keys), **style)
+    return drawing
+
+
+def card_png(card: TrustCard) -> bytes:
+    """Return the figure of a trust card as the content of a PNG file."""
+    return as_png(draw_trust(card), 1.5 * SCREEN_DPI, metadata={"Software": SOFTWARE})
+
+
+def _draw_property(axes: Axes, row: Property) -> None:
+    """Draw the value and the controls of a property on one line."""
+    for name, value in row.controls.items():
+        axes.plot(row.control_ranges[name], (0, 0), color=GREY, alpha=0.8)
+        axes.plot(value, 0, color=GREY, marker=MARKERS[name], markersize=5, alpha=0.8)
+    error = 0.0 if math.isnan(row.error) else 2 * row.error
+    color = GREEN if row.is_clear else RED if row.is_worse else INK
+    axes.errorbar(row.value, 0, xerr=error, color=color, marker="D", markersize=7)
+    axes.set_title(f"{row.title}: {row.verdict}", loc="left", fontsize=TEXT_SIZE)
+    axes.set_yticks([])
+    axes.xaxis.set_major_formatter(lambda value, place: f"{value:.4g}")
+    axes.tick_params(labelsize=TEXT_SIZE - 1)
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    if not row.higher_is_better:
+        axes.invert_xaxis()
+
+
+def draw_ledger(explanations: Explanation | Iterable[Explanation]) -> Figure:
+    """Draw the shares of the score as horizontal bars that add up to the score.
+
+    Each bar begins where the previous one ends: positive shares go to the right, in red, and negative ones to the left,
+    in blue. The last bar is the score, which begins at zero. The numbers are the shares in score units, and their
+    percentages of the score.
+
+    Args:
+        explanations: As in `ledger_table`. The bars of several images are below each other, on one scale.
+
+    Returns:
+        A matplotlib Figure: `draw_ledger(e).savefig("ledger.png")`. Notebooks display it.
+
+    Raises:
+        RenderError: There is no explanation, or an explanation has no ledger.
+    """
+    table = ledger_table(single_images(explanations, "draw_ledger"))
+    ledgers = [list(rows) for _, rows in groupby(table, lambda row: row.image)]
+    heights = [ROW_HEIGHT * (len(ledger) + 2) for ledger in ledgers]
+    drawing = new_figure(WIDTH, sum(heights))
+    panels = drawing.subplots(len(ledgers), sharex=True, squeeze=False, height_ratios=heights)
+    for axes, ledger in zip(panels.flat, ledgers, strict=True):
+        _draw_bars(axes, ledger)
+        labels = ["   ".join(column.text(row) for column in table.columns[-3:]) for row in ledger]
+        axes.set_yticks(range(len(ledger)), labels, parse_math=False)
+    return drawing
+
+
+def _draw_bars(axes: Axes, ledger: Sequence[LedgerRow]) -> None:
+    shares = [row.share for row in ledger]  # the last one is the score
+    starts = [0.0, *accumulate(shares[:-2]), 0.0]
+    colors = [*(POSITIVE if share > 0 else NEGATIVE for share in shares[:-1]), SCORE]
+    axes.barh(range(len(ledger)), shares, left=starts, color=colors, height=0.7)
+    axes.invert_yaxis()
+    axes.axvline(0.0, color="#d5d8dd", zorder=0)
+    heading = textwrap.shorten(f"{ledger[0].method}: {ledger[0].target}", LONGEST_HEADING, placeholder="…")
+    font = Path(str(font_for([heading], 1).path))  # of the target's alphabet
+    axes.set_title(heading, loc="left", font=font, fontsize="medium", parse_math=False)
+
+
+PANEL, TITLE = 1.1, 0.4  # of `draw_attention`, in inches: the width of an image, and the height of its title
+LONGEST_LAYER = 24  # characters of a layer's name in `draw_attention`
+LABELS_PER_INCH = 2.8  # of `gradient_flow`
+LONGEST_LABEL = 30  # characters
+
+
+def gradient_flow(statistics: GradientStatistics, *, size: tuple[float, float] = (10.0, 4.8)) -> Figure:
+    """Plot the norm of the gradient at each layer from the input (left) to the output (right), on a log axis.
+
+    Each point is one call of a layer, in forward order, or one parameter. Only the innermost layers are shown, without
+    `nn.Identity`. The backward pass runs from right to left: a gradient that decreases towards the left vanishes, and
+    one that increases explodes. Marks at the lower edge show gradients that are zero or missing, and at the upper edge
+    NaN or infinity.
+
+    Args:
+        statistics: From `gradient_statistics`.
+        size: Width and height in inches.
+
+    Returns:
+        A matplotlib Figure, independent of pyplot: `gradient_flow(s).savefig("flow.png")`. Notebooks display it.
+
+    Raises:
+        RenderError: There is nothing to draw.
+    """
+    rows = _innermost(statistics)
+    if not rows:
+        raise RenderError("there are no layers in these statistics to draw")
+    is_broken = np.array([row.nan + row.inf > 0 for row in rows.values()])
+    norms = np.array([row.norm for row in rows.values()], dtype=float)  # None becomes NaN
+    norms[is_broken] = math.nan
+    drawing = new_figure(*size)
+    axes = drawing.subplots()
+    positive = norms[norms > 0] if (norms > 0).any() else np.ones(1)
+    axes.set(yscale="log", ylim=(positive.min() / 10, 10 * positive.max()))
+    axes.plot(norms, "o-", markersize=5)  # zeros are not drawn
+    marks = (("zero", "s", 0, norms == 0), ("no gradient", "D", 0, np.isnan(norms) & ~is_broken))
+    for label, marker, height, is_marked in (*marks, ("NaN or infinity", "X", 1, is_broken)):
+        if is_marked.any():
+            places, edge = np.flatnonzero(is_marked), axes.get_xaxis_transform()
+            axes.plot(places, np.full(len(places), height), marker, label=label, transform=edge, clip_on=False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+    step = math.ceil(len(rows) / (LABELS_PER_INCH * size[0]))
+    names = [name[-LONGEST_LABEL:] for name in rows]
+    axes.set_xticks(range(0, len(rows), step), names[::step], rotation=90, fontsize="small", parse_math=False)
+    axes.set_xlabel(f"{statistics.columns[0].title}s, from the input to the output")
+    axes.set_ylabel(f"norm of the gradient of the {statistics.objective}")
+    axes.grid(axis="y", alpha=0.3)
+    return drawing
+
+
+def _innermost(table: Iterable[LayerGradients]) -> dict[str, LayerGradients]:
+    """Return the innermost layers by label: their name, with the kind if the name contains no letters."""
+    # Skip modules that compute a weight, such as weight_norm: activations do not pass through them.
+    rows = [row for row in table if "parametrizations" not in row.name.split(".")]
+    containers = {row.name[:at] for row in rows for at in range(len(row.name)) if row.name[at] == "."}
+    inner = [row for row in rows if row.name not in containers and (row.name or len(rows) == row.calls)]
+    labelled = {}
+    for row in [row for row in inner if row.kind != "Identity"] or inner:
+        label = row.name if any(map(str.isalpha, row.name)) else f"{row.name} {row.kind}".strip()
+        labelled[call_label(row, label)] = row
+    return labelled
+
+
+def draw_attention(layers: Sequence[LayerAttention], query: Query = None, *, image: int = 0) -> Figure:
+    """Draw one row per layer and one column per head: the attention of a query to each patch of an image.
+
+    Each panel has its own scale. Its title has the value at full colour.
+
+    Args:
+        layers: The result of `attention`, or a part of it.
+        query: As for `LayerAttention.maps`. A point is marked by a cross.
+        image: The index of the image.
+
+    Returns:
+        A matplotlib Figure, as from `figure`.
+
+    Raises:
+        LayerError: As for `LayerAttention.maps`.
+        NotApplicableError: The input is a volume.
+        RenderError: There are no layers.
+        TargetError: As for `LayerAttention.maps`.
+    """
+    if not layers:
+        raise RenderError("draw_attention got nothing to draw; pass the result of saliency.attention")
+    batch = layers[0].batch
+    require_two_axes(batch.inputs, "draw_attention")
+    height, width = batch.inputs.shape[2:]
+    frame = batch.frames[image] or Frame(Image.new("RGB", (width, height)), (0, 0, width, height))
+    small, rows = shrink(frame, round(PANEL * PRINT_DPI)), []
+    for layer in layers:
+        maps = layer.maps(query)[image]
+        panels = []
+        for head, values in enumerate(maps.reshape(-1, *maps.shape[-2:]).float().cpu().numpy()):
+            limit = float(values.max())
+            scaled = ScaledMap(values / (limit or 1), "positive", 0.0, limit, is_saturated=False, outliers=None)
+            names = [f"head {head}"] * (maps.dim() == 3) + [f"max {limit:.2g}"]
+            panels.append(Panel(paint(small, scaled, None, "map"), names))
+        rows.append(panels)
+    drawing, grid = draw_panels(rows, PANEL, TITLE)
+    for layer, row in zip(layers, grid, strict=True):
+        label = layer.layer[-LONGEST_LAYER:]
+        row[0].text(-0.1, 0.5, label, fontsize=TEXT_SIZE, parse_math=False, ha="right", transform=row[0].transAxes)
+        if isinstance(query, Sequence):
+            x, y = (place * small.image.width / frame.image.width for place in query)
+            for axes in row:
+                axes.plot(x, y, "x", color="white", markersize=4)
+    return drawing
