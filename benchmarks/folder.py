@@ -33,7 +33,7 @@ import saliency
 from benchmarks.ray_faults import write_photos
 from benchmarks.timing import Timing, verdict
 from saliency.batch import OverlayStyle, Progress, batch
-from saliency.batch.drawing import ExplainJob, ImageResults
+from saliency.batch.drawing import ExplainMapper, ImageResults
 from saliency.batch.engines import count_cores
 from saliency.batch.listing import with_names
 from saliency.batch.network import Network
@@ -76,7 +76,7 @@ def stages(source: Path, out: Path, model: nn.Module, size: int) -> dict[str, fl
     """Return the CPU seconds of each stage over all photos, one stage after the other."""
     out.mkdir(parents=True, exist_ok=True)
     options = NetworkOptions(model=model)
-    network, job = Network(options, model), ExplainJob(options=options, out=out, output=OutputOptions())
+    network, mapper = Network(options, model), ExplainMapper(options=options, out=out, output=OutputOptions())
     entries = with_names(find_images([source]).entries)
     slots = [Slot(index, entry, ("grad_cam",)) for index, entry in enumerate(entries)]
     times = [time.process_time()]
@@ -87,7 +87,7 @@ def stages(source: Path, out: Path, model: nn.Module, size: int) -> dict[str, fl
     ]
     times.append(time.process_time())
     for image, result in zip(loaded, results, strict=True):
-        job.finish(image, ImageResults(result))
+        mapper.finish(image, ImageResults(result))
     times.append(time.process_time())
     return dict(zip(("read", "network", "draw"), np.diff(times).tolist(), strict=True))
 

@@ -137,11 +137,11 @@ def batch(
         with writing_to(folder), without_garbage_collection():
             store = ManifestStore(folder, entries, network, output, run)
         if store.missing:
-            from .drawing import ExplainJob
+            from .drawing import ExplainMapper
             from .engines import open_engine
 
             with open_engine(network, run) as run_engine:
-                execute(ExplainJob(options=network, out=folder, output=output), store, run_engine, run)
+                execute(ExplainMapper(options=network, out=folder, output=output), store, run_engine, run)
         with without_garbage_collection():
             return replace(store.finish(_write_page), left_out=left_out)
 

@@ -28,7 +28,7 @@ from ..io.volumes import Volume, encode_map, place_map
 from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, heat_image, paint, scale_map
 from ..render.overlay import encode_drawing
 from ..render.volume import anatomical_slices
-from .engines import Job
+from .engines import Mapper
 from .failures import Failure, attempt, printable, unwritable
 from .listing import ImageEntry
 from .manifest import Row, make_row
@@ -61,7 +61,7 @@ class ImageResults(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExplainJob(Job):
+class ExplainMapper(Mapper):
     """Explains and draws images.
 
     Attributes:

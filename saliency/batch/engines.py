@@ -68,7 +68,7 @@ def count_cores() -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job(ABC):
+class Mapper(ABC):
     """The work on each image, which an engine does in the threads and processes of its workers.
 
     Attributes:
@@ -91,18 +91,18 @@ class Job(ABC):
 
 
 class Worker:
-    """Loads the images of a batch, and runs the steps of a job on them.
+    """Loads the images of a batch, and runs the steps of a mapper on them.
 
     Several threads may use it at once.
 
     Args:
-        job: The work on each image.
+        mapper: The work on each image.
         networks: Networks for the passes. A network runs one batch at a time.
         threads: Number of threads for loading and drawing.
     """
 
-    def __init__(self, job: Job, networks: Sequence[Network], threads: int) -> None:
-        self._job = job
+    def __init__(self, mapper: Mapper, networks: Sequence[Network], threads: int) -> None:
+        self._mapper = mapper
         self._load = networks[0].load
         self._free: queue.SimpleQueue[Network] = queue.SimpleQueue()
         for network in networks:
@@ -114,10 +114,10 @@ class Worker:
         loaded = list(self.io.map(lambda slot: self._load(slot, MOST_PIXELS), batch))
         network = self._free.get()
         try:
-            results = self._job.compute(network, loaded)
+            results = self._mapper.compute(network, loaded)
         finally:
             self._free.put(network)
-        return [self.io.submit(self._job.finish, *image) for image in zip(loaded, results, strict=True)]
+        return [self.io.submit(self._mapper.finish, *image) for image in zip(loaded, results, strict=True)]
 
 
 class LocalEngine:
@@ -140,11 +140,11 @@ class LocalEngine:
         self.parallel = min(self.workers, MAX_PARALLEL) if on_cpu and len(self.devices) == 1 else len(self.devices)
         self.default_batch_size = BATCH_CPU if on_cpu else BATCH_ACCELERATOR
 
-    def map(self, job: Job, model: nn.Module, plan: Plan) -> Generator[list[Row], None, None]:
+    def map(self, mapper: Mapper, model: nn.Module, plan: Plan) -> Generator[list[Row], None, None]:
         """Yield the rows of each image, in the order of the images.
 
         Args:
-            job: The work on each image.
+            mapper: The work on each image.
             model: The model, on the CPU if it was loaded by name.
             plan: The batches. An image without methods is not explained and only keeps its position in the batch.
 
@@ -152,19 +152,19 @@ class LocalEngine:
             BatchTooLargeError: A batch does not fit into memory. The rows of all earlier batches have been returned.
             StoppedError: The folder cannot be written to.
         """
-        replicas = replicate(job.options, model, self.devices)
+        replicas = replicate(mapper.options, model, self.devices)
         networks = [replicas[index % len(replicas)] for index in range(self.parallel)]
         with ExitStack() as undo:
             undo.callback(torch.set_num_threads, torch.get_num_threads())
             threads = max(1, min(self.workers, count_cores()) // self.parallel)
-            worker = Worker(job, networks, max(2, self.workers))
+            worker = Worker(mapper, networks, max(2, self.workers))
             # One more thread than networks, to load the next batch.
             pool = ThreadPoolExecutor(self.parallel + 1, "saliency-batch", set_threads, (threads,))
             undo.callback(pool.shutdown, cancel_futures=True)
             undo.callback(worker.io.shutdown, cancel_futures=True)
             pending: deque[Future[list[Future[list[Row]]]]] = deque()
             for batch in plan:
-                if job.is_interrupted():
+                if mapper.is_interrupted():
                     break
                 pending.append(pool.submit(worker.run, batch))
                 if len(pending) > self.parallel + 1:
@@ -186,13 +186,13 @@ class SequentialEngine:
     def __init__(self, device: torch.device, on_start: Callable[[ImageEntry], object]) -> None:
         self.devices, self._on_start = [device], on_start
 
-    def map(self, job: Job, model: nn.Module, plan: Plan) -> Generator[list[Row], None, None]:
+    def map(self, mapper: Mapper, model: nn.Module, plan: Plan) -> Generator[list[Row], None, None]:
         """Yield the rows of each image, in the order of the images. See `LocalEngine.map`."""
-        (network,) = replicate(job.options, model, self.devices)
+        (network,) = replicate(mapper.options, model, self.devices)
         for slot in chain.from_iterable(plan):
             self._on_start(slot.entry)
             loaded = network.load(slot)
-            yield job.finish(loaded, *job.compute(network, [loaded]))
+            yield mapper.finish(loaded, *mapper.compute(network, [loaded]))
 
 
 def open_engine(options: NetworkOptions, run: RunOptions) -> AbstractContextManager[Engine]:
@@ -306,7 +306,7 @@ class RayEngine:
         self.parallel = resources.actors
         self.default_batch_size = BATCH_ACCELERATOR if resources.gpus else BATCH_CPU
 
-    def map(self, job: Job, model: nn.Module, plan: Plan) -> Generator[list[Row], None, None]:
+    def map(self, mapper: Mapper, model: nn.Module, plan: Plan) -> Generator[list[Row], None, None]:
         """Yield the rows of each image, in the order of the images. See `LocalEngine.map`.
 
         Raises:
@@ -314,24 +314,24 @@ class RayEngine:
         """
         items = [{"batch": self._ray.cloudpickle.dumps(batch), "attempts": f".{uuid4().hex}.part"} for batch in plan]
         try:
-            for row in self._results(self._share(job, model), items, job.out) if items else ():
+            for row in self._results(self._share(mapper, model), items, mapper.out) if items else ():
                 results = self._ray.cloudpickle.loads(row["results"])
                 if isinstance(results, Exception):
                     raise results
                 yield from results
-                if job.is_interrupted():
+                if mapper.is_interrupted():
                     return
         except self._ray.exceptions.RayError as error:
             raise StoppedError(
                 f"Ray failed: {_in_one_line(error)}; finished images are kept: re-run to resume"
             ) from error
 
-    def _share(self, job: Job, model: nn.Module) -> Any:
-        """Put the job and the model into the shared memory of the cluster."""
-        name = job.options.model_name
+    def _share(self, mapper: Mapper, model: nn.Module) -> Any:
+        """Put the mapper and the model into the shared memory of the cluster."""
+        name = mapper.options.model_name
         try:
-            job = replace(job, options=replace(job.options, model=name))
-            return self._ray.put((job, copy.deepcopy(model).cpu()))
+            mapper = replace(mapper, options=replace(mapper.options, model=name))
+            return self._ray.put((mapper, copy.deepcopy(model).cpu()))
         except (TypeError, AttributeError, ValueError) as error:
             raise BatchError(f"{name} must be picklable for Ray: {_in_one_line(error)}") from error
 
@@ -366,7 +366,7 @@ class Actor:
     """Ray actor that holds the model and explains batches.
 
     Args:
-        shared: Ray reference to the job and the model.
+        shared: Ray reference to the mapper and the model.
         holder: Content of the lock file of the run.
         resources: Resources of the actors.
         max_tries: Number of actors that may die on the same batch.
@@ -379,10 +379,10 @@ class Actor:
         # No other code uses this process, so process-wide settings are safe.
         keep_memory()
         try:
-            job, model = ray.get(shared)
-            self._out: Path = job.out
-            network = Network(job.options, model.to("cuda" if resources.gpus else "cpu"))
-            self._worker = Worker(job, [network], resources.cpus)
+            mapper, model = ray.get(shared)
+            self._out: Path = mapper.out
+            network = Network(mapper.options, model.to("cuda" if resources.gpus else "cpu"))
+            self._worker = Worker(mapper, [network], resources.cpus)
         except Exception as error:  # noqa: BLE001 - raised in __call__: Ray reports it after a minute, as its own bug
             self._error = error
 

@@ -17,7 +17,7 @@ from ..evaluation.metrics.base import Metric, SharedResults, resolve_metrics
 from ..io.atomic_write import inside
 from ..methods.baselines import GivenImages
 from .drawing import failure_columns, write_file
-from .engines import Job, open_engine
+from .engines import Mapper, open_engine
 from .failures import BatchError, attempt, writing_to
 from .listing import ImageEntry, merge_listing
 from .manifest import Row
@@ -146,8 +146,8 @@ def evaluate(
         store = ResultStore(files, merge_listing([], entries).entries, network_options.methods, limit)
         if store.missing:
             with open_engine(network_options, run) as run_engine:
-                job = MeasureJob(options=network_options, out=folder, metrics=metric_list, files=files)
-                execute(job, store, run_engine, run)
+                mapper = MeasureMapper(options=network_options, out=folder, metrics=metric_list, files=files)
+                execute(mapper, store, run_engine, run)
         comparison = FolderComparison(store.all_results())
         comparison.failures, comparison.left_out = store.failures, left_out
         if comparison.results:
@@ -234,7 +234,7 @@ class ResultStore(Store):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasureJob(Job):
+class MeasureMapper(Mapper):
     """Measures each image by its methods, and stores the results.
 
     Attributes:

@@ -17,14 +17,14 @@ from .store import Store
 if TYPE_CHECKING:
     from torch import nn
 
-    from .engines import Engine, Job
+    from .engines import Engine, Mapper
 
 
-def execute(job: Job, store: Store, engine: Engine, options: RunOptions) -> None:
+def execute(mapper: Mapper, store: Store, engine: Engine, options: RunOptions) -> None:
     """Compute the missing results of a store on an engine, and report each image.
 
     Args:
-        job: The work on each image.
+        mapper: The work on each image.
         store: The images and their results.
         engine: The engine.
         options: Options of the run.
@@ -36,17 +36,17 @@ def execute(job: Job, store: Store, engine: Engine, options: RunOptions) -> None
     """
     from .network import Network, load_model
 
-    model = load_model(job.options)
-    network = Network(job.options, model)
+    model = load_model(mapper.options)
+    network = Network(mapper.options, model)
     if network.preprocess is None and not all(entry.is_volume for entry in store.entries):
-        raise BatchError(f"{job.options.model_name} has no preprocessing; pass --preprocess (preprocess=)")
+        raise BatchError(f"{mapper.options.model_name} has no preprocessing; pass --preprocess (preprocess=)")
     store.prepare(network, engine.default_batch_size, engine.parallel)
     with interruption() if store.resumes else nullcontext(bool) as is_interrupted:
-        job = replace(job, is_interrupted=is_interrupted)
+        mapper = replace(mapper, is_interrupted=is_interrupted)
         try:
-            with closing(_compute(job, store, engine, model)) as images:
+            with closing(_compute(mapper, store, engine, model)) as images:
                 for rows in images:
-                    _require_success(job, store, rows, strict=options.strict)
+                    _require_success(mapper, store, rows, strict=options.strict)
                     store.append(rows)
                     if options.on_progress is not None:
                         options.on_progress(Progress(store.done, store.total, store.fresh, len(store.failed)))
@@ -57,20 +57,20 @@ def execute(job: Job, store: Store, engine: Engine, options: RunOptions) -> None
             raise KeyboardInterrupt(f"{store.done} of {store.total} images are done{hint}") from None
 
 
-def _compute(job: Job, store: Store, engine: Engine, model: nn.Module) -> Generator[list[Row], None, None]:
+def _compute(mapper: Mapper, store: Store, engine: Engine, model: nn.Module) -> Generator[list[Row], None, None]:
     """Yield the rows of each image. If a batch does not fit into memory, go on with a plan of smaller ones."""
     from .network import BatchTooLargeError
 
-    while not job.is_interrupted():
+    while not mapper.is_interrupted():
         try:
-            with closing(engine.map(job, model, store.plan())) as images:
+            with closing(engine.map(mapper, model, store.plan())) as images:
                 yield from images
             return
         except BatchTooLargeError:
             store.write_sizes(store.plan().halved().sizes)
 
 
-def _require_success(job: Job, store: Store, rows: Sequence[Row], *, strict: bool) -> None:
+def _require_success(mapper: Mapper, store: Store, rows: Sequence[Row], *, strict: bool) -> None:
     """Raise an error for failures that stop the run.
 
     Raises:
@@ -80,7 +80,7 @@ def _require_success(job: Job, store: Store, rows: Sequence[Row], *, strict: boo
     failed = [row for row in rows if row["error"] is not None]
     has_succeeded = store.done > len(store.failed) or isinstance(store.entries[rows[0]["index"]].target, int | str)
     kinds = [None if row.get("overlay") else row["error_kind"] for row in rows]  # with an overlay, only its card failed
-    if not has_succeeded and job.options.layer is not None and "LayerError" in kinds:
+    if not has_succeeded and mapper.options.layer is not None and "LayerError" in kinds:
         raise BatchError(rows[kinds.index("LayerError")]["error"])
     if not has_succeeded and all(kind in ("MethodError", "TargetError") for kind in kinds):
         raise BatchError(rows[0]["error"])

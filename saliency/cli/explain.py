@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ..attribution.base import get_method
 from ..attribution.explanation import Explanation
-from ..batch.drawing import ExplainJob, ImageResults
+from ..batch.drawing import ExplainMapper, ImageResults
 from ..batch.engines import SequentialEngine
 from ..batch.failures import Failure, sentence
 from ..batch.listing import ImageEntry, with_names
@@ -45,7 +45,7 @@ THUMB = 240
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job(ExplainJob):
+class _Mapper(ExplainMapper):
     """Results to print and draw after the run, also after an interruption.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Job(ExplainJob):
 
     def write(self, loaded: LoadedImage, results: ImageResults) -> Iterator[Row]:
         """Write the files of one image, and yield its rows."""
-        for row in ExplainJob.write(self, loaded, results):  # not super(), which classes with slots lack
+        for row in ExplainMapper.write(self, loaded, results):  # not super(), which classes with slots lack
             self.rows.append(row)
             explanation = results.explanations.get(row["method"]) if row["overlay"] else None
             if self.thumbs is not None and isinstance(explanation, Explanation) and loaded.volume is None:
@@ -129,8 +129,8 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
         with screen.progress() as show:
             options, output = NetworkOptions.of(given), OutputOptions.of(given)
             engine = SequentialEngine(one_device(options), lambda entry: screen.name_subject(entry.label))
-            job = _Job(options=options, out=out, output=output, rows=rows, thumbs=thumbs)
-            execute(job, Store(out, entries, methods), engine, RunOptions(on_progress=show))
+            mapper = _Mapper(options=options, out=out, output=output, rows=rows, thumbs=thumbs)
+            execute(mapper, Store(out, entries, methods), engine, RunOptions(on_progress=show))
     except SaliencyError:  # an invalid option, for which the first image failed, or a full disk
         rows[:] = [row for row in rows if row["overlay"]]
         raise

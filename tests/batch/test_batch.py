@@ -22,7 +22,7 @@ import saliency
 from saliency import BatchAttribution, GradCAM, ImageError, LayerError, TargetError, overlay
 from saliency.batch import BatchError, OverlayStyle, Progress, StoppedError, batch, engines
 from saliency.batch.drawing import ImageResults
-from saliency.batch.engines import Job, LocalEngine
+from saliency.batch.engines import LocalEngine, Mapper
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import COLUMNS, Row, make_row
 from saliency.batch.network import Network, replicate
@@ -566,13 +566,13 @@ def test_a_sequential_engine_writes_the_same_files(
     (source / "06.png").write_bytes(b"")
     quick(source, tmp_path / "threads", methods=BOTH, maps=True)
 
-    def in_one_go(engine: LocalEngine, job: Job, model: torch.nn.Module, plan: Plan) -> Iterator[list[Row]]:
-        network = replicate(job.options, model, engine.devices)[0]
+    def in_one_go(engine: LocalEngine, mapper: Mapper, model: torch.nn.Module, plan: Plan) -> Iterator[list[Row]]:
+        network = replicate(mapper.options, model, engine.devices)[0]
         for slots in plan:
             loaded = [network.load(slot) for slot in slots]
             results = [results for results, _ in network.explain(loaded)]
             for each in zip(loaded, results, strict=True):
-                yield job.finish(each[0], ImageResults(each[1]))
+                yield mapper.finish(each[0], ImageResults(each[1]))
 
     monkeypatch.setattr(LocalEngine, "map", in_one_go)
     quick(source, tmp_path / "one go", methods=BOTH, maps=True)

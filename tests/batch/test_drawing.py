@@ -13,7 +13,7 @@ from PIL import Image
 
 from saliency import Explanation
 from saliency.batch import StoppedError
-from saliency.batch.drawing import ExplainJob, ImageResults, draw
+from saliency.batch.drawing import ExplainMapper, ImageResults, draw
 from saliency.batch.listing import with_names
 from saliency.batch.network import LoadedImage, Network
 from saliency.batch.options import NetworkOptions, OutputOptions
@@ -33,8 +33,8 @@ def explained(tmp_path: Path) -> tuple[LoadedImage, ImageResults]:
     return loaded, ImageResults(results)
 
 
-def job(out: Path, **options: Any) -> ExplainJob:
-    return ExplainJob(options=NetworkOptions(model="tiny"), out=out, output=OutputOptions(**options))
+def mapper(out: Path, **options: Any) -> ExplainMapper:
+    return ExplainMapper(options=NetworkOptions(model="tiny"), out=out, output=OutputOptions(**options))
 
 
 def test_drawing_touches_no_disk_and_writing_writes_its_bytes(
@@ -44,7 +44,7 @@ def test_drawing_touches_no_disk_and_writing_writes_its_bytes(
     contents = [{key: value for key, value in row.items() if isinstance(value, bytes)} for row in drawings]
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
     assert [row["method"] for row in drawings] == list(METHODS)
-    rows = job(tmp_path / "out", maps=True).finish(*explained)
+    rows = mapper(tmp_path / "out", maps=True).finish(*explained)
     for row, files in zip(rows, contents, strict=True):
         assert set(files) == {"overlay", "thumbnail", "heat", "map"}
         for column, content in files.items():
@@ -61,7 +61,7 @@ def test_an_error_of_drawing_is_a_row_and_never_stops_the_run(
         raise (SystemExit("bye") if explanation.method == "grad_cam" else OSError(errno.ENOSPC, "not of the folder"))
 
     monkeypatch.setattr("saliency.batch.drawing.scale_map", exit_)
-    first, second = job(tmp_path / "out").finish(*explained)
+    first, second = mapper(tmp_path / "out").finish(*explained)
     assert (first["error"], first["error_kind"]) == ("SystemExit: bye", "SystemExit")
     assert second["error_kind"] == "OSError"
     assert first["thumbnail"] == second["thumbnail"] == "thumbnails/a.jpg"
@@ -78,9 +78,9 @@ def test_an_error_of_the_disk_stops_the_run_unless_the_name_is_too_long(
 
     monkeypatch.setattr("saliency.batch.drawing.write_file", fail)
     with pytest.raises(StoppedError, match="free disk space"):
-        job(tmp_path / "out").finish(*explained)
+        mapper(tmp_path / "out").finish(*explained)
     code = errno.ENAMETOOLONG
-    rows = job(tmp_path / "out").finish(*explained)
+    rows = mapper(tmp_path / "out").finish(*explained)
     assert [(row["method"], row["error_kind"], row["thumbnail"]) for row in rows] == [
         (method, "OSError", None) for method in METHODS
     ]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from saliency import DependencyError
 from saliency.batch import BatchError, Progress, StoppedError, batch, engines
-from saliency.batch.drawing import ExplainJob
+from saliency.batch.drawing import ExplainMapper
 from saliency.batch.engines import Actor, RayEngine, Resources, open_ray
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import make_row
@@ -99,13 +99,13 @@ def on_cluster(source: Path, out: Path, model: Any, workers: int = 1, **options:
     with locked(out):
         store = ManifestStore(out, find_images([source]).entries, network, output, run)
         with open_ray("cpu", workers) as engine:
-            execute(ExplainJob(options=network, out=out, output=output), store, engine, run)
+            execute(ExplainMapper(options=network, out=out, output=output), store, engine, run)
         store.finish(report)
 
 
-def job(out: Path, model: Any, **options: Any) -> ExplainJob:
-    """Return the job of a run."""
-    return ExplainJob(options=NetworkOptions(model=model, **options), out=out, output=OutputOptions())
+def mapper(out: Path, model: Any, **options: Any) -> ExplainMapper:
+    """Return the mapper of a run."""
+    return ExplainMapper(options=NetworkOptions(model=model, **options), out=out, output=OutputOptions())
 
 
 def child_processes() -> set[Any]:
@@ -326,7 +326,7 @@ def engine(results: Callable[[], Iterator[Any]], monkeypatch: pytest.MonkeyPatch
 
 
 def executed(local: RayEngine, tmp_path: Path, is_interrupted: Callable[[], bool] = lambda: False) -> list[Any]:
-    given = replace(job(tmp_path, Tiny()), is_interrupted=is_interrupted)
+    given = replace(mapper(tmp_path, Tiny()), is_interrupted=is_interrupted)
     return list(local.map(given, torch.nn.Identity(), PLAN))
 
 
@@ -365,7 +365,7 @@ def test_a_worker_that_sees_another_folder_is_an_error(
 ) -> None:
     monkeypatch.setattr(ray, "get", lambda shared: shared)
     for holder in (b"1", b"2"):
-        actor = Actor((job(tmp_path, "tiny"), Tiny()), holder, Resources(actors=1), 1)
+        actor = Actor((mapper(tmp_path, "tiny"), Tiny()), holder, Resources(actors=1), 1)
         with pytest.raises(BatchError, match="choose a folder for --out that all machines share"):
             actor._explain(next(iter(PLAN)), "attempts")
         (tmp_path / LOCK).write_bytes(b"1")
@@ -375,7 +375,7 @@ def test_an_error_of_a_worker_that_cannot_start_is_returned_and_not_raised(
     ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray, "get", lambda shared: shared)
-    shared = job(tmp_path, "tiny", methods=("no_method",)), Tiny()
+    shared = mapper(tmp_path, "tiny", methods=("no_method",)), Tiny()
     returned = Actor(shared, b"", Resources(actors=1), 1)({"batch": ray.cloudpickle.dumps([]), "attempts": "attempts"})
     assert "no_method" in str(ray.cloudpickle.loads(returned["results"]))
 
@@ -386,4 +386,4 @@ def test_a_model_that_cannot_be_pickled_is_named() -> None:
 
     local = RayEngine(SimpleNamespace(put=refuse), Resources(actors=1))
     with pytest.raises(BatchError, match=r"Tiny must be picklable for Ray: cannot pickle"):
-        local._share(job(Path(), Tiny()), torch.nn.Identity())
+        local._share(mapper(Path(), Tiny()), torch.nn.Identity())
