@@ -139,14 +139,15 @@ def result_shape(node: Any) -> tuple[int, ...]:
     return tuple(node._input_metadata[0].shape)
 
 
-def result_specs(node: Any) -> list[GradSpec]:
-    """Return the shape and type of the gradient of each result of an operation."""
-    return [GradSpec(torch.Size(metadata.shape), metadata.dtype) for metadata in node._input_metadata]
+def result_specs(nodes: Iterable[Any]) -> dict[Node, list[GradSpec]]:
+    """Return the shape and type of the gradient of each result of some operations."""
+    return {node: [GradSpec(torch.Size(part.shape), part.dtype) for part in node._input_metadata] for node in nodes}
 
 
 def result_spec(node: Any, at: int) -> GradSpec:
     """Return the shape and type of the gradient of a result of an operation."""
-    return result_specs(node)[at]
+    metadata = node._input_metadata[at]
+    return GradSpec(torch.Size(metadata.shape), metadata.dtype)
 
 
 def call_node(node: Any, grads: Gradients) -> Gradients:
