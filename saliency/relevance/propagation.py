@@ -96,23 +96,24 @@ _CURES = {"mkldnn_rnn_layer": ", or call in `torch.backends.mkldnn.flags(enabled
 _VIEW_AFTER_WRITE = "AsStridedBackward0"
 
 
+_KINDS = {
+    **dict.fromkeys(PLAIN | OF_DEGREE_ONE, "plain"),
+    **dict.fromkeys(LINEAR, "linear"),
+    **dict.fromkeys(SOFTMAX, "softmax"),
+    **dict.fromkeys(NORMS, "norm"),
+    **dict.fromkeys(_LOGSUMEXP, "logsumexp"),
+    "mul": "mul",
+    "div": "div",
+    "log_sigmoid_forward": "activation",
+}
+_TESTS = {"attention": is_attention, "batch_norm": is_batch_norm, "plain": is_view, "activation": is_pointwise}
+
+
 @cache
 def kind_of(op: Op) -> str:
     """Return the kind of an operation; "" if it has no rule."""
     name = operator_name(op)
-    if name in ("mul", "div"):
-        return name
-    named = {
-        "activation": {"log_sigmoid_forward"},
-        "logsumexp": _LOGSUMEXP,
-        "norm": NORMS,
-        "softmax": SOFTMAX,
-        "linear": LINEAR,
-        "plain": PLAIN | OF_DEGREE_ONE,
-    }
-    tests = {"attention": is_attention, "batch_norm": is_batch_norm, "plain": is_view, "activation": is_pointwise}
-    kinds = [kind for kind, names in named.items() if name in names]
-    return next(iter([*kinds, *(kind for kind, test in tests.items() if test(op))]), "")
+    return _KINDS[name] if name in _KINDS else next((kind for kind, test in _TESTS.items() if test(op)), "")
 
 
 def linear_weight(operation: Operation) -> Tensor:
@@ -254,25 +255,9 @@ class Propagation:
         rule = self._linear_rule(walk, node)
         self.rules[linear_weight(operation).data_ptr()] = rule
         walk.handled[f"{_linear_kind(operation)} by {rule.name}"] += 1
-        op, whole, grad = linear_operation(operation, at), None, at_least_float32(visit.grad)
-        # A ReLU in place has overwritten a value that another operation had read.
-        is_overwritten = operation.norms is not None and walk.graph.users[node, 0] > 1
-        recorded = None if operation.result is None or is_overwritten else at_least_float32(operation.result)
-        is_sum = bool(offset and visit.on_path[0])
-        if is_sum:  # the product alone
-            op.bias = recorded = None
-        if node in self._merged:
-            kept, norm = self._merged.pop(node)
-            recorded = recorded if kept is None else kept.to(op.input.dtype)
-            op, whole = _merged(op, operation, recorded, norm)
-        elif node in self._biases:
-            op.bias = bias = at_least_float32(self._biases[node])
-            op.find_output = recorded if recorded is None else partial(torch.add, recorded, bias)
-        elif recorded is not None:
-            op.output = recorded
-            if operation.norms is not None and not at:
-                op.scale = op.scale_of(operation.norms)
         edge = cast("Edge", walk.graph.next[node][at + offset])
+        is_sum = bool(offset and visit.on_path[0])
+        op, whole = self._with_norm(visit, operation, at, is_sum=is_sum)
         if isinstance(rule, ZBox) and node in walk.graph.first_and_last[0]:
             op.bound = partial(_bound, walk, edge, op.input)
         if walk.grads.forward.targets > 1:
@@ -280,17 +265,14 @@ class Propagation:
             op.shared = operation.shared.setdefault(key, {})
         op.is_positive = node in walk.holds_relevance
         op.is_rectified = _is_rectified(walk, edge[0]) and op.input.dtype == visit.grad.dtype
-
-        def relevance() -> Tensor:
-            return grad if op.is_positive else (op.output if whole is None else whole()) * grad
-
+        relevance = grad = at_least_float32(visit.grad)
+        if not op.is_positive and (node is self.first or not reads_gradient(rule)):
+            relevance = (op.output if whole is None else whole()) * grad
         if node is self.first:
-            self.relevance = relevance()
-        if not reads_gradient(rule):
-            grad = relevance()
-        elif op.unit is not None:
-            grad = grad * op.unit
-        passed = self.passed(visit, rule, op, grad)
+            self.relevance = relevance
+        if reads_gradient(rule):
+            relevance = grad if op.unit is None else grad * op.unit
+        passed = self.passed(visit, rule, op, relevance)
         _check_shape(visit, passed.relevance if passed.grad is None else passed.grad, rule, op.input)
         grads: list[Tensor | None] = [None] * len(visit.on_path)
         grads[at + offset] = None if passed.grad is None else passed.grad.to(visit.grad.dtype)
@@ -306,6 +288,31 @@ class Propagation:
         if passed.lost is not None:
             visit.absorb("stabiliser", passed.lost)
         return tuple(grads)
+
+    def _with_norm(
+        self, visit: Visit, operation: Operation, at: int, *, is_sum: bool
+    ) -> tuple[LinearOperation, Callable[[], Tensor] | None]:
+        """Return a linear operation with the batch norm or the bias after it, and the function for that result.
+
+        The function is None if there is no batch norm. `is_sum` says whether the operation adds a second signal.
+        """
+        node, op = visit.node, linear_operation(operation, at)
+        # A ReLU in place has overwritten a value that another operation had read.
+        is_overwritten = operation.norms is not None and visit.walk.graph.users[node, 0] > 1
+        recorded = None if operation.result is None or is_overwritten else at_least_float32(operation.result)
+        if is_sum:  # the product alone
+            op.bias = recorded = None
+        if node in self._merged:
+            kept, norm = self._merged.pop(node)
+            return _merged(op, operation, recorded if kept is None else kept.to(op.input.dtype), norm)
+        if node in self._biases:
+            op.bias = at_least_float32(self._biases[node])
+            op.find_output = None if recorded is None else partial(torch.add, recorded, op.bias)
+        elif recorded is not None:
+            op.output = recorded
+            if operation.norms is not None and not at:
+                op.scale = op.scale_of(operation.norms)
+        return op, None
 
     def passed(self, visit: Visit, rule: Rule, op: LinearOperation, given: Tensor) -> Passed:
         """Return the result of a rule for a linear operation, given the relevance of the output, or G if it reads G."""
