@@ -149,7 +149,7 @@ class RelevancePropagation(TracedAttribution):
         """Return the walk of this method from the scores of one forward; methods with the same rules share it."""
         composite, first = self.rules(grads), patches and patches.node
         key = composite, self._through, self.unknown, first
-        return grads.shared(key, lambda: self._checked_walk(grads, composite, first))
+        return grads.shared(key, partial(self._checked_walk, grads, composite, first))
 
     def _checked_walk(self, grads: TargetGradients, composite: Composite, first: Node | None) -> Walk:
         """Return a walk, and warn if its ledger does not hold the whole score."""
@@ -452,9 +452,9 @@ class _Excitation(Propagation):
         visit.absorb("softmax", torch.where(visit.grad == 0, 0, (probabilities - logits) * visit.grad))
         return visit.grads
 
-    def passed(self, visit: Visit, rule: Rule, op: LinearOperation, given: Tensor) -> Passed:
+    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, given: Tensor) -> Passed:
         """Return G at the input of a linear operation."""
-        passed = super().passed(visit, rule, op, given)
+        passed = super().propagate(visit, rule, op, given)
         if isinstance(rule, Excitation):
             self.received[visit.node] = (op.input * cast("Tensor", passed.grad)).clamp(min=0)
         return passed

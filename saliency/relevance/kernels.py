@@ -49,18 +49,6 @@ class Passed(NamedTuple):
     lost: Tensor | None = None
 
 
-def propagate(rule: Rule, op: LinearOperation, given: Tensor) -> Passed:
-    """Return the result of a rule for the input of an operation, by its kernel or its formula.
-
-    Args:
-        rule: The rule.
-        op: The operation.
-        given: The relevance of the output, or G at the output for a rule that `reads_gradient`.
-    """
-    kernel = KERNELS.get(type(rule))
-    return Passed(relevance=rule.relevance(op, given)) if kernel is None else kernel(rule, op, given)
-
-
 def reads_gradient(rule: Rule) -> bool:
     """Return whether the kernel of a rule reads G at the output, where the relevance is z * G, also where z is 0."""
     is_gradient = isinstance(rule, Epsilon) and not rule.epsilon

@@ -44,7 +44,7 @@ from ..hooks.operations import (
 )
 from ..hooks.pytree import tree_map, tree_tensors
 from ..hooks.rectifiers import require_visible
-from .kernels import Passed, propagate, reads_gradient
+from .kernels import KERNELS, Passed, reads_gradient
 from .rules import (
     AnyRule,
     Composite,
@@ -120,10 +120,6 @@ def linear_weight(operation: Operation) -> Tensor:
     """Return the weights of a convolution or matrix product, perhaps transposed."""
     names = ("weight",) if operation.name == "convolution" else {**_FACTORS, **_OF_VECTORS}[operation.name]
     return cast("Tensor", operation.args[names[-1]])
-
-
-def _linear_kind(operation: Operation) -> str:
-    return "conv" if operation.name == "convolution" else "linear"
 
 
 class Propagation:
@@ -254,7 +250,7 @@ class Propagation:
         at, node = factors.index(True), visit.node
         rule = self._linear_rule(walk, node)
         self.rules[linear_weight(operation).data_ptr()] = rule
-        walk.handled[f"{_linear_kind(operation)} by {rule.name}"] += 1
+        walk.handled[f"{'conv' if operation.name == 'convolution' else 'linear'} by {rule.name}"] += 1
         edge = cast("Edge", walk.graph.next[node][at + offset])
         is_sum = bool(offset and visit.on_path[0])
         op, whole = self._with_norm(visit, operation, at, is_sum=is_sum)
@@ -272,7 +268,7 @@ class Propagation:
             self.relevance = relevance
         if reads_gradient(rule):
             relevance = grad if op.unit is None else grad * op.unit
-        passed = self.passed(visit, rule, op, relevance)
+        passed = self.propagate(visit, rule, op, relevance)
         _check_shape(visit, passed.relevance if passed.grad is None else passed.grad, rule, op.input)
         grads: list[Tensor | None] = [None] * len(visit.on_path)
         grads[at + offset] = None if passed.grad is None else passed.grad.to(visit.grad.dtype)
@@ -314,13 +310,21 @@ class Propagation:
                 op.scale = op.scale_of(operation.norms)
         return op, None
 
-    def passed(self, visit: Visit, rule: Rule, op: LinearOperation, given: Tensor) -> Passed:
-        """Return the result of a rule for a linear operation, given the relevance of the output, or G if it reads G."""
-        return propagate(rule, op, given)
+    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, given: Tensor) -> Passed:
+        """Return the result of a rule for the input of a linear operation, by its kernel or its formula.
+
+        Args:
+            visit: The visit of the operation.
+            rule: The rule.
+            op: The operation.
+            given: The relevance of the output, or G at the output for a rule that `reads_gradient`.
+        """
+        kernel = KERNELS.get(type(rule))
+        return Passed(relevance=rule.relevance(op, given)) if kernel is None else kernel(rule, op, given)
 
     def _linear_rule(self, walk: Walk, node: Node) -> Rule:
         """Return the rule of a convolution or matrix product."""
-        kind = _linear_kind(cast("Operation", walk.graph.operations.get(node)))
+        kind = "conv" if cast("Operation", walk.graph.operations[node]).name == "convolution" else "linear"
         return cast("Rule | None", self._rule(walk, node, kind, Rule)) or _GRADIENT
 
     def _nonlinear_rule(self, visit: Visit) -> NonlinearRule | None:

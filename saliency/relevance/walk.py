@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import repeat
 from typing import Any, NamedTuple, cast
 
@@ -118,6 +118,7 @@ class CallGraph:
         on_path: The nodes and the node of the image.
         operations: The operation of each node, None if it was not recorded.
         next: The edges to the operands of each node.
+        operands: The nodes of these operands.
         reads: Whether each of these operands depends on the image.
         users: The number of operands that are each result.
         specs: The shape and type of each result, by node.
@@ -132,12 +133,14 @@ class CallGraph:
         self.operations = self.record.operations(self.nodes)
         self.specs = result_specs(self.on_path)
         self.next: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
+        self.operands: dict[Node, list[Node | None]] = {}
         self.reads: dict[Node, list[bool]] = {}
         self.users: Counter[tuple[Node | None, int]] = Counter()
         self.linear: dict[Node, None] = {}
         for node, operation in self.operations.items():
             self.next[node] = edges = next_functions(node)
-            self.reads[node] = reads = [function in self.on_path for function, _ in edges]
+            self.operands[node] = operands = [operand for operand, _ in edges]
+            self.reads[node] = reads = list(map(self.on_path.__contains__, operands))
             self.users.update(edges)
             if operation is not None and operation.name in LINEAR and not all(reads[-2:]):
                 self.linear[node] = None
@@ -145,7 +148,7 @@ class CallGraph:
     @classmethod
     def of(cls, grads: TargetGradients) -> CallGraph:
         """Return the graph of the scores. It is listed once for all that read it."""
-        return grads.shared(cls, lambda: cls(grads))
+        return grads.shared(cls, partial(cls, grads))
 
     @cached_property
     def is_complex(self) -> bool:
@@ -155,21 +158,11 @@ class CallGraph:
     @cached_property
     def first_and_last(self) -> tuple[set[Node], set[Node]]:
         """The linear operations before which no other one runs, and those after which no other one runs."""
-        return self._outermost(self.nodes[::-1], self.followers), self._outermost(self.nodes, self.operands)
-
-    @cached_property
-    def operands(self) -> dict[Node, list[Node | None]]:
-        """The nodes of the operands of each node."""
-        return {node: [operand for operand, _ in edges] for node, edges in self.next.items()}
-
-    @cached_property
-    def followers(self) -> defaultdict[Node | None, list[Node | None]]:
-        """The nodes that read a result of each node."""
         followers: defaultdict[Node | None, list[Node | None]] = defaultdict(list)
-        for node, edges in self.next.items():
-            for operand, _ in edges:
+        for node, operands in self.operands.items():
+            for operand in operands:
                 followers[operand].append(node)
-        return followers
+        return self._outermost(self.nodes[::-1], followers), self._outermost(self.nodes, self.operands)
 
     def _outermost(self, nodes: Iterable[Node], following: Mapping[Any, Sequence[Node | None]]) -> set[Node]:
         """Return the linear operations that come before all others on each path, given the nodes after each node."""
@@ -205,7 +198,8 @@ class CallGraph:
         operation = self.operations[node]
         if operation is None or not is_batch_norm(operation.op) or uses_batch_statistics(operation):
             return None
-        args, eps = operation.args, operation.args.get("eps", operation.args.get("epsilon"))
+        args = operation.args
+        eps = args["eps"] if "eps" in args else args["epsilon"]
         scale = (at_least_float32(args["running_var"]) + eps).rsqrt()
         scale = scale if args["weight"] is None else scale * at_least_float32(args["weight"])
         shift = -at_least_float32(args["running_mean"]) * scale
@@ -298,7 +292,7 @@ class Walk:
     def _visit(self, node: Node) -> None:
         edges = list(zip(repeat(node), range(len(self.graph.specs[node]))))
         grads = tuple(map(self._arrived.pop, edges, repeat(None)))
-        fixed = tuple(map(self._fixed.pop, edges, repeat(None))) if self._fixed else (None,)
+        fixed = tuple(map(self._fixed.pop, edges, repeat(None))) if self._fixed else ()
         if self.watched:
             fixed = tuple(self.watch(edge, part, 1.0) for edge, part in zip(edges, fixed, strict=False))
             value = 1.0 if node in self.holds_relevance else None
@@ -306,7 +300,7 @@ class Walk:
         visit = Visit(self, node, self.graph.operations[node], grads, self.graph.reads[node])
         if grads[0] is not None or any(grad is not None for grad in grads):
             self._pass_on(visit, self.rule(visit), self._arrived)
-        if fixed[0] is not None or any(part is not None for part in fixed):
+        if fixed and any(part is not None for part in fixed):
             visit = visit._replace(grads=fixed)
             moved = _moved(visit)
             if visit.operation and visit.operation.name == "constant_pad_nd" and moved[0] is not None:
@@ -373,7 +367,7 @@ class Walk:
 
     def absorb(self, name: str, values: Tensor, node: Node) -> None:
         """Add values, in the shape of the result of a node, to an entry of the ledger."""
-        self._absorbed.append((name, node, [self._per_image(values, node, reading) for reading in self._readings]))
+        self._absorbed.append((name, node, [self.per_image(values, node, reading) for reading in self._readings]))
 
     def absorbed(self, nodes: Iterable[Node]) -> dict[str, Tensor]:
         """Return the relevance (N,) that some nodes absorb, by name."""
@@ -398,17 +392,15 @@ class Walk:
         ledger["other paths"] = total(self.ledger) - total(ledger)
         return ledger
 
-    def per_image(self, values: Tensor, node: Node | None = None) -> Tensor:
+    def per_image(self, values: Tensor, node: Node | None = None, reading: int | None = None) -> Tensor:
         """Return the sums (N,) of values over all positions of each image.
 
         Args:
             values: The values, in the shape of the result of a node.
             node: The node; None if images come first.
+            reading: The reading of ambiguous shapes; None for the one of the ledger.
         """
-        return self._per_image(values, node, self._reading)
-
-    def _per_image(self, values: Tensor, node: Node | None, reading: int) -> Tensor:
-        values = at_least_float32(values)
+        values, reading = at_least_float32(values), self._reading if reading is None else reading
         if self.images == 1:
             return values if values.shape == (1,) else values.sum().reshape(1)
         if node is not None and (image := self._image.get(node)) is not None:

@@ -650,8 +650,8 @@ def test_nan_in_the_ledger_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel(rule: Epsilon, op: saliency.relevance.LinearOperation, relevance: Tensor) -> Passed:
         return epsilon(rule, op, relevance)._replace(biases=torch.full_like(relevance, torch.nan))
 
-    epsilon = KERNELS[Epsilon]
-    monkeypatch.setitem(KERNELS, Epsilon, kernel)
+    epsilon, table = KERNELS[Epsilon], cast("dict[Any, Any]", KERNELS)
+    monkeypatch.setitem(table, Epsilon, kernel)
     with pytest.warns(saliency.SaliencyWarning, match="nan of the score is missing from the ledger"):
         found = LRP(residual(), composite={"last": Epsilon()}).attribute(images(), 1)
     assert found.values.isfinite().all()
