@@ -163,7 +163,7 @@ def _linear(step: MultiplierStep) -> Gradients:
 
 def _batch_norm(step: MultiplierStep) -> Gradients:
     """Pass the gradient of a batch norm with constant statistics."""
-    factors = step.visit.walk.graph.channel_factors(step.visit.node)
+    factors = step.visit.walk.graph.channel_factors.get(step.visit.node)
     return _norm(step) if factors is None else (step.grad * channelwise(factors.scale, step.grad), None, None)
 
 

@@ -379,7 +379,7 @@ class Propagation:
     def _batch_norm(self, visit: Visit) -> Gradients:
         """Merge a batch norm into the linear operation before it, or give x and the constant shares by magnitude."""
         operation, walk, y_grad = visit.known, visit.walk, visit.grad
-        factors = walk.graph.channel_factors(visit.node)
+        factors = walk.graph.channel_factors.get(visit.node)
         if factors is None:
             return self._norm(visit)
         x = operation.args["input"]

@@ -114,6 +114,7 @@ class CallGraph:
     Attributes:
         record: The record of the operations.
         nodes: The nodes, in the order of a backward pass.
+        device: The device of the image.
         end: The edge at the image.
         on_path: The nodes and the node of the image.
         operations: The operation of each node, None if it was not recorded.
@@ -128,7 +129,7 @@ class CallGraph:
     def __init__(self, grads: TargetGradients) -> None:
         self.record: OperationRecord = grads.forward.operations
         self.nodes = grads.nodes
-        self.end: Edge = get_gradient_edge(grads.forward.x)[:2]
+        self.device, self.end = grads.x.device, cast("Edge", get_gradient_edge(grads.forward.x)[:2])
         self.on_path = {*self.nodes, self.end[0]}
         self.operations = self.record.operations(self.nodes)
         self.specs = result_specs(self.on_path)
@@ -193,18 +194,26 @@ class CallGraph:
                 after.add(node)
         return after - {first}
 
-    def channel_factors(self, node: Node) -> ChannelFactors | None:
-        """Return the factors of a batch norm with constant statistics; None for another operation."""
-        operation = self.operations[node]
-        if operation is None or not is_batch_norm(operation.op) or uses_batch_statistics(operation):
-            return None
-        args = operation.args
-        eps = args["eps"] if "eps" in args else args["epsilon"]
-        scale = (at_least_float32(args["running_var"]) + eps).rsqrt()
-        scale = scale if args["weight"] is None else scale * at_least_float32(args["weight"])
-        shift = -at_least_float32(args["running_mean"]) * scale
-        shift = shift if args["bias"] is None else shift + at_least_float32(args["bias"])
-        return ChannelFactors(scale, shift, shift / scale if float(scale.min()) > 0 else None)
+    @cached_property
+    def channel_factors(self) -> dict[Node, ChannelFactors]:
+        """The factors of the batch norms with constant statistics."""
+        factors: dict[Node, tuple[Tensor, Tensor]] = {}
+        for node, operation in self.operations.items():
+            if operation is None or not is_batch_norm(operation.op) or uses_batch_statistics(operation):
+                continue
+            args = operation.args
+            scale = (at_least_float32(args["running_var"]) + args["eps" if "eps" in args else "epsilon"]).rsqrt()
+            scale = scale if args["weight"] is None else scale * at_least_float32(args["weight"])
+            shift = -at_least_float32(args["running_mean"]) * scale
+            factors[node] = scale, shift if args["bias"] is None else shift + at_least_float32(args["bias"])
+        # One read for all of them: on an accelerator, each read waits for the device.
+        lowest = (
+            torch.stack([scale.amin().to(self.device) for scale, _ in factors.values()]).tolist() if factors else []
+        )
+        return {
+            node: ChannelFactors(scale, shift, shift / scale if least > 0 else None)
+            for (node, (scale, shift)), least in zip(factors.items(), lowest, strict=True)
+        }
 
 
 class Walk:
@@ -431,7 +440,7 @@ def _moved(visit: Visit) -> Gradients:
         if is_view(operation.op) or operation.name in _MOVES:
             return visit.plain()
         if (
-            visit.walk.graph.channel_factors(visit.node)
+            visit.node in visit.walk.graph.channel_factors
             or is_pointwise(operation.op)
             or (operation.name in {"mul", "div", *ADDITIVE} and sum(visit.on_path) == 1)
         ):
