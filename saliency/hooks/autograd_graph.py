@@ -11,8 +11,8 @@ the test that fails first when PyTorch changes it:
   `inspection/test_edit.py`.
 - `Tensor._version`, `_base`, `_backward_hooks` detect in-place operations and restore the state of
   tensors: `inspection/test_record.py`, `inspection/test_edit.py`.
-- `Module._forward_hooks` and similar dicts list and order hooks; `_modules` and `_parameters` also list entries that
-  are None or have two names: `hooks/test_hooks.py`.
+- `Module._forward_hooks` and similar dicts list and order hooks; `_modules` also lists entries that are None or have
+  two names: `hooks/test_hooks.py`.
 - `TorchDispatchMode`, `OpOverload._schema` record a forward to run parts of it again:
   `engine/test_tail.py`.
 - `torch._C._functorch` detects tensors inside `torch.func` transformations: `inspection/test_record.py`.
@@ -108,11 +108,6 @@ def unique_modules(model: nn.Module) -> list[nn.Module]:
                 if child._modules:
                     stack.append(child)
     return list(modules)
-
-
-def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
-    """Return the parameters of a module itself by name, without parameters of its children. A parameter may be None."""
-    return module._parameters
 
 
 # Nodes of the autograd graph.

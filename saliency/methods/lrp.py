@@ -174,8 +174,8 @@ class RelevancePropagation(TracedAttribution):
 def _rules_of_modules(model: nn.Module, walk: Walk) -> dict[str, str]:
     """Return the rules of the modules that hold the weights of convolutions and matrix products."""
     rules = cast("Propagation", walk.rule).rules
-    weights = {name: own.data_ptr() for name, own in model.named_parameters(remove_duplicate=False)}
-    return {name.rpartition(".")[0]: repr(rules[address]) for name, address in weights.items() if address in rules}
+    weights = [(name, own.data_ptr()) for name, each in model.named_modules() for own in each.parameters(recurse=False)]
+    return {name: repr(rules[address]) for name, address in weights if address in rules}
 
 
 def _at_layer(walk: Walk, layer: str) -> tuple[Tensor, dict[str, Tensor]]:
