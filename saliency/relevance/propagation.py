@@ -187,7 +187,7 @@ class Propagation:
             ends = [own for own, _ in path if cast("Operation", walk.graph.operations[own]).name in _CHANNELS]
             end = ends[0] if len(ends) == 1 else node
             before = walk.graph.operations.get(end)
-        on_path = [function in walk.graph.on_path for function, _ in walk.graph.next.get(end, ())]
+        on_path = walk.graph.reads.get(end, [])
         if before is None or before.name not in LINEAR or sum(on_path) != 1 or end in self._biases:
             return False
         if reads_gradient(self._linear_rule(walk, end)):
@@ -253,17 +253,17 @@ class Propagation:
         walk.handled[f"{'conv' if operation.name == 'convolution' else 'linear'} by {rule.name}"] += 1
         edge = cast("Edge", walk.graph.next[node][at + offset])
         is_sum = bool(offset and visit.on_path[0])
-        op, whole = self._with_norm(visit, operation, at, is_sum=is_sum)
+        is_merged, (op, whole) = node in self._merged, self._with_norm(visit, operation, at, is_sum=is_sum)
         if isinstance(rule, ZBox) and node in walk.graph.first_and_last[0]:
             op.bound = partial(_bound, walk, edge, op.input)
         if walk.grads.forward.targets > 1:
-            key = type(rule), repr(rule), op.bias is None, whole is None, node in self._biases
+            key = type(rule), repr(rule), op.bias is None, is_merged, node in self._biases
             op.shared = operation.shared.setdefault(key, {})
         op.is_positive = node in walk.holds_relevance
         op.is_rectified = _is_rectified(walk, edge[0]) and op.input.dtype == visit.grad.dtype
         relevance = grad = at_least_float32(visit.grad)
         if not op.is_positive and (node is self.first or not reads_gradient(rule)):
-            relevance = (op.output if whole is None else whole()) * grad
+            relevance = op.output * grad if whole is None else whole().mul_(grad)
         if node is self.first:
             self.relevance = relevance
         if reads_gradient(rule):
@@ -290,7 +290,7 @@ class Propagation:
     ) -> tuple[LinearOperation, Callable[[], Tensor] | None]:
         """Return a linear operation with the batch norm or the bias after it, and the function for that result.
 
-        The function is None if there is no batch norm. `is_sum` says whether the operation adds a second signal.
+        The function is None if the output is that result. `is_sum` says whether the operation adds a second signal.
         """
         node, op = visit.node, linear_operation(operation, at)
         # A ReLU in place has overwritten a value that another operation had read.
@@ -416,7 +416,7 @@ class Propagation:
         while ahead:
             edge, numbers = ahead.pop()
             node, operation = edge[0], walk.graph.operations.get(edge[0])
-            on_path = [operand in walk.graph.on_path for operand, _ in walk.graph.next.get(node, ())]
+            on_path = walk.graph.reads.get(node, [])
             if operation is None or walk.graph.users[edge] != 1:
                 return {}
             path[edge], name, specs = numbers, operation.name, walk.graph.specs[node]
@@ -694,8 +694,7 @@ def _is_zero_at_zero(walk: Walk, edge: Edge, sources: set[Edge]) -> bool:
     operands = [_is_zero_at_zero(walk, operand, sources) for operand in _pointwise_operands(walk, edge)]
     if operation.name == "mul":
         return any(operands)
-    on_path = [function in walk.graph.on_path for function, _ in next_functions(edge[0])]
-    if holds_constant(_constants(Visit(walk, edge[0], operation, (), on_path))):
+    if holds_constant(_constants(Visit(walk, edge[0], operation, (), walk.graph.reads[edge[0]]))):
         return False
     is_shifted = kind_of(operation.op) == "activation" and bool(_at_zero(operation).any())
     return all(operands) and not is_shifted
@@ -925,8 +924,10 @@ def linear_operation(operation: Operation, at: int) -> LinearOperation:
 
 def _merged(
     op: LinearOperation, operation: Operation, recorded: Tensor | None, norm: ChannelFactors
-) -> tuple[LinearOperation, Callable[[], Tensor]]:
+) -> tuple[LinearOperation, Callable[[], Tensor] | None]:
     """Return an operation with the batch norm after it, and the function that computes the result of the norm.
+
+    The function is None if the output is that result.
 
     Args:
         op: The operation.
@@ -939,7 +940,7 @@ def _merged(
         bias = shift if op.bias is None else torch.addcmul(shift, op.bias, scale)
         op = replace(op, bias=bias, weight=op.weight * _of_weights(operation, scale))
         op.find_output = None if recorded is None else partial(torch.addcmul, shift, recorded, scale)
-        return op, lambda: op.output
+        return op, None
     relative = channelwise(norm.relative, op.input).to(op.input.dtype)
     op = replace(op, bias=relative if op.bias is None else op.bias + relative, unit=scale)
     if recorded is None:

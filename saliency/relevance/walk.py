@@ -114,7 +114,6 @@ class CallGraph:
     Attributes:
         record: The record of the operations.
         nodes: The nodes, in the order of a backward pass.
-        device: The device of the image.
         end: The edge at the image.
         on_path: The nodes and the node of the image.
         operations: The operation of each node, None if it was not recorded.
@@ -129,7 +128,7 @@ class CallGraph:
     def __init__(self, grads: TargetGradients) -> None:
         self.record: OperationRecord = grads.forward.operations
         self.nodes = grads.nodes
-        self.device, self.end = grads.x.device, cast("Edge", get_gradient_edge(grads.forward.x)[:2])
+        self.end: Edge = get_gradient_edge(grads.forward.x)[:2]
         self.on_path = {*self.nodes, self.end[0]}
         self.operations = self.record.operations(self.nodes)
         self.specs = result_specs(self.on_path)
@@ -196,24 +195,26 @@ class CallGraph:
 
     @cached_property
     def channel_factors(self) -> dict[Node, ChannelFactors]:
-        """The factors of the batch norms with constant statistics."""
-        factors: dict[Node, tuple[Tensor, Tensor]] = {}
+        """The factors of the batch norms with constant statistics. Those with equal options are computed at once."""
+        groups: defaultdict[Any, dict[Node, list[Tensor]]] = defaultdict(dict)
         for node, operation in self.operations.items():
-            if operation is None or not is_batch_norm(operation.op) or uses_batch_statistics(operation):
-                continue
-            args = operation.args
-            scale = (at_least_float32(args["running_var"]) + args["eps" if "eps" in args else "epsilon"]).rsqrt()
-            scale = scale if args["weight"] is None else scale * at_least_float32(args["weight"])
-            shift = -at_least_float32(args["running_mean"]) * scale
-            factors[node] = scale, shift if args["bias"] is None else shift + at_least_float32(args["bias"])
-        # One read for all of them: on an accelerator, each read waits for the device.
-        lowest = (
-            torch.stack([scale.amin().to(self.device) for scale, _ in factors.values()]).tolist() if factors else []
-        )
-        return {
-            node: ChannelFactors(scale, shift, shift / scale if least > 0 else None)
-            for (node, (scale, shift)), least in zip(factors.items(), lowest, strict=True)
-        }
+            if operation is not None and is_batch_norm(operation.op) and not uses_batch_statistics(operation):
+                args, var = operation.args, operation.args["running_var"]
+                weight = torch.ones_like(var) if args["weight"] is None else args["weight"]
+                bias = torch.zeros_like(var) if args["bias"] is None else args["bias"]
+                options = var.device, var.dtype, args.get("eps", args.get("epsilon"))
+                groups[options][node] = [var, args["running_mean"], weight, bias]
+        factors = {}
+        for (*_, eps), norms in groups.items():
+            var, mean, weight, bias = (at_least_float32(torch.cat(rows)) for rows in zip(*norms.values(), strict=True))
+            scale = (var + eps).rsqrt() * weight
+            shift = bias - mean * scale
+            sizes, lowest = [len(var) for var, *_ in norms.values()], float(scale.min())
+            parts = zip(norms, *(whole.split(sizes) for whole in (scale, shift, shift / scale)), strict=True)
+            for node, own, constant, relative in parts:
+                is_positive = lowest > 0 or float(own.min()) > 0
+                factors[node] = ChannelFactors(own, constant, relative if is_positive else None)
+        return factors
 
 
 class Walk:
