@@ -11,8 +11,8 @@ the test that fails first when PyTorch changes it:
   `inspection/test_edit.py`.
 - `Tensor._version`, `_base`, `_backward_hooks` detect in-place operations and restore the state of
   tensors: `inspection/test_record.py`, `inspection/test_edit.py`.
-- `Module._forward_hooks` and similar dicts list and order hooks; `_modules` and `_parameters` also list entries that
-  are None or have two names: `hooks/test_hooks.py`.
+- `Module._forward_hooks` and similar dicts list and order hooks; `_modules` also lists entries that are None or have
+  two names: `hooks/test_hooks.py`.
 - `TorchDispatchMode`, `OpOverload._schema`, `UntypedStorage._cdata` record a forward to run parts of it again:
   `engine/test_tail.py`.
 - `torch._C._functorch` detects tensors inside `torch.func` transformations: `inspection/test_record.py`.
@@ -114,11 +114,6 @@ def unique_modules(model: nn.Module) -> list[nn.Module]:
     return list(modules)
 
 
-def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
-    """Return the parameters of a module itself by name, without parameters of its children. A parameter may be None."""
-    return module._parameters
-
-
 # Nodes of the autograd graph.
 
 # Class of the node of a part that is checkpointed with `use_reentrant=True`.
@@ -143,14 +138,15 @@ def result_shape(node: Any) -> tuple[int, ...]:
     return tuple(node._input_metadata[0].shape)
 
 
-def result_specs(node: Any) -> list[GradSpec]:
-    """Return the shape and type of the gradient of each result of an operation."""
-    return [GradSpec(torch.Size(metadata.shape), metadata.dtype) for metadata in node._input_metadata]
+def result_specs(nodes: Iterable[Any]) -> dict[Node, list[GradSpec]]:
+    """Return the shape and type of the gradient of each result of some operations."""
+    return {node: [GradSpec(torch.Size(part.shape), part.dtype) for part in node._input_metadata] for node in nodes}
 
 
 def result_spec(node: Any, at: int) -> GradSpec:
     """Return the shape and type of the gradient of a result of an operation."""
-    return result_specs(node)[at]
+    metadata = node._input_metadata[at]
+    return GradSpec(torch.Size(metadata.shape), metadata.dtype)
 
 
 def call_node(node: Any, grads: Gradients) -> Gradients:

@@ -42,7 +42,7 @@ from .pytree import tree_leaves, tree_map, tree_map_tensors, tree_tensors
 Op = OpOverload
 # Checked for each argument: a union would be built each time.
 _LISTS = (list, tuple)
-_HOLDERS = (Tensor, *_LISTS)
+_CLONE = torch.ops.aten.clone.default
 
 
 class SavedValues(IntEnum):
@@ -80,16 +80,13 @@ class Operation:
     """
 
     op: Op
+    name: str
     kept_args: dict[str, Any] = field(default_factory=dict)
     kept_result: Any = None
     norms: Tensor | None = None
     is_weak: bool = False
     is_part: bool = False
     shared: dict[Any, Any] = field(default_factory=dict)
-    name: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.name = operator_name(self.op)
 
     @property
     def args(self) -> dict[str, Any]:
@@ -304,7 +301,8 @@ def _is_linear(op: Op, args: Sequence[Any], dependent: Sequence[bool]) -> bool:
 def _linear_of_torchvision(node: Node) -> Operation | None:
     """Return the linear operation, such as roi_align, whose gradient torchvision has registered; else None."""
     name = node.name().removeprefix("GeneratedBackwardFor_torchvision_").removesuffix("_defaultBackward")
-    return Operation(getattr(torch.ops.torchvision, name).default) if name in ("roi_align", "ps_roi_align") else None
+    is_known = name in ("roi_align", "ps_roi_align")
+    return Operation(getattr(torch.ops.torchvision, name).default, name) if is_known else None
 
 
 _aten = torch.ops.aten
@@ -342,6 +340,12 @@ def _parts(op: Op) -> list[tuple[str, bool]]:
     return [(part.name, "Tensor" in str(part.type)) for part in operator_schema(op).arguments]
 
 
+@cache
+def _operand_places(op: Op) -> list[int]:
+    """Return the places of the arguments of an operation that are or hold tensors."""
+    return [place for place, (_, is_tensor) in enumerate(_parts(op)) if is_tensor]
+
+
 def operation_of(node: Node, on_path: Container[Node | None]) -> Operation | None:
     """Return the operation of a node by the tensors that the graph holds; None if it does not hold enough."""
     op = _SELF_CONTAINED.get(node.name())
@@ -360,7 +364,7 @@ def operation_of(node: Node, on_path: Container[Node | None]) -> Operation | Non
             args[name] = value
     # All operands of a concatenation are one argument.
     is_known = all(function in on_path for function, _ in operands)
-    return Operation(op, args) if is_known else None
+    return Operation(op, operator_name(op), args) if is_known else None
 
 
 class _Memory:
@@ -391,6 +395,10 @@ class OperationRecord(MemoryMode[_Memory]):
         self._clone: tuple[int, Tensor, Tensor] | None = None  # the last operation, if it was a clone
         self._chunks: dict[int, Tensor] = {}  # constants that share their memory with signals, by id
 
+    def operations(self, nodes: Sequence[Node]) -> dict[Node, Operation | None]:
+        """Return the operation of each node; None if it was not recorded."""
+        return {node: self.operation(node) for node in nodes}
+
     def operation(self, node: Node) -> Operation | None:
         """Return the operation of a node; None if it was not recorded."""
         if is_python_function(node):
@@ -407,17 +415,19 @@ class OperationRecord(MemoryMode[_Memory]):
             replaces: Whether nothing was recorded, so that the operations of the nodes are taken from the graph.
         """
         on_path = {*nodes, next_functions(nodes[-1])[0][0]}
-        normalised, of_changes = set(), self.keep == SavedValues.CHANGES
+        of_changes = self.keep == SavedValues.CHANGES
+        if self.keep == SavedValues.LINEAR:  # the result of a convolution is only in the graph as input of a batch norm
+            unread = {node for node in nodes if node.name() == "ConvolutionBackward0"}
+            norms = [node for node in nodes if node.name() == "NativeBatchNormBackward0"]
+            if unread.difference(next_functions(node)[0][0] for node in norms):
+                return False
         for node in nodes:
             own, operation = operation_of(node, on_path), self.operation(node)
             if of_changes and node.name() in _SAVE_NO_OPERAND:
                 return False
-            # The value of a padding is in a record only. The result of a convolution is the input of its batch norm.
-            is_result = self.keep == SavedValues.LINEAR and node.name() == "ConvolutionBackward0"
-            if own is None or (operation and operation.args.get("value")) or (is_result and node not in normalised):
+            # The value of a padding is in a record only.
+            if own is None or (operation and operation.args.get("value")):
                 return False
-            if is_batch_norm(own.op):
-                normalised.add(next_functions(node)[0][0])
             if replaces:
                 self._operations.setdefault(sequence_nr(node), own)
             is_linear = own.name == "convolution" or own.args.get("training") is False
@@ -450,12 +460,14 @@ class OperationRecord(MemoryMode[_Memory]):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and record it if it depends on the image."""
-        kwargs, dependent = kwargs or {}, [self._depends(value) for value in args]
-        if not any(dependent):
+        kwargs, name = kwargs or {}, operator_name(op)
+        operands = [args[place] for place in _operand_places(op) if place < len(args)]
+        dependent = list(map(self._depends, operands))
+        if True not in dependent:
             result = op(*args, **kwargs)
-            if operator_name(op) in ("unsafe_split", "unsafe_chunk"):  # each is written to by itself, as in a GRU
+            if name in ("unsafe_split", "unsafe_chunk"):  # each is written to by itself, as in a GRU
                 self._chunks.update((id(chunk), chunk) for chunk in result)
-            self._remember_clone(op, args, result)
+            self._clone = (current_sequence_nr() - 1, args[0], result) if op is _CLONE else None
             return result
         number = current_sequence_nr() - 1
         # Without gradients no node is created, as in a hook of saved tensors, which runs inside another operation.
@@ -465,14 +477,12 @@ class OperationRecord(MemoryMode[_Memory]):
         base = view_base(args[0]) if writes else None
         is_alone = base is not None and is_elementwise(op) and not any(isinstance(part, Tensor) for part in args[1:])
         target = base if base is not None and is_alone and base.numel() == args[0].numel() else args[0]
-        operation = Operation(op, is_weak=self.keep == SavedValues.ALL, is_part=base is not None and target is not base)
-        named = named_arguments(op, (target, *args[1:]), kwargs)
-        if operation.is_weak:
-            operation.kept_args = tree_map_tensors(named, self._weak)
-        elif kept:
-            operation.kept_args = named
-        elif operation.name in ADDITIVE or is_batch_norm(op):
-            operation.kept_args = tree_map_tensors(named, self._constant)
+        is_weak = self.keep == SavedValues.ALL
+        operation = Operation(op, name, is_weak=is_weak, is_part=base is not None and target is not base)
+        if kept or is_weak or name in ADDITIVE or is_batch_norm(op):
+            named = named_arguments(op, (target, *args[1:]), kwargs)
+            change = self._weak if is_weak else None if kept else self._constant
+            operation.kept_args = named if change is None else tree_map_tensors(named, change)
         if writes:
             number = self._before_write(operation, target, number)
         result = op(*args, **kwargs)
@@ -481,16 +491,12 @@ class OperationRecord(MemoryMode[_Memory]):
             memory.depends = True
         if kept:
             operation.kept_result = self._kept_result(operation, base if target is base else result)
-            for memory in (*memories, *map(self.memory, _tensors(args))):
+            for memory in (*memories, *map(self.memory, _tensors(operands))):
                 memory.holders.append(operation)
         if has_node:
-            self._remember_clone(op, args, result)
+            self._clone = (current_sequence_nr() - 1, args[0], result) if op is _CLONE else None
             self._operations.setdefault(number, operation)
         return result
-
-    def _remember_clone(self, op: Op, args: Any, result: Any) -> None:
-        is_clone = op is torch.ops.aten.clone.default
-        self._clone = (current_sequence_nr() - 1, args[0], result) if is_clone else None
 
     def _kept_result(self, operation: Operation, result: Any) -> Any:
         """Return the part of a result that rules read: of some, the results other than the first."""
@@ -529,12 +535,12 @@ class OperationRecord(MemoryMode[_Memory]):
 
     def _depends(self, argument: Any) -> bool:
         """Return whether an argument is or holds a tensor that depends on the image."""
-        if isinstance(argument, Tensor):
-            if not argument.requires_grad or id(argument) in self._chunks:
-                return False
-            memory = self.known_memory(argument)
-            return (memory is not None and memory.depends) or self._is_custom(argument)
-        return isinstance(argument, _LISTS) and any(map(self._depends, argument))
+        if not isinstance(argument, Tensor):
+            return isinstance(argument, _LISTS) and any(map(self._depends, argument))
+        if not argument.requires_grad or id(argument) in self._chunks:
+            return False
+        memory = self.known_memory(argument)
+        return (memory is not None and memory.depends) or (argument.grad_fn is not None and self._is_custom(argument))
 
     def _is_custom(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the result of a custom function of the image, whose operations have no nodes."""
@@ -610,5 +616,4 @@ def _tensors(values: Any) -> list[Tensor]:
     """Return a tensor, or the tensors of a list, as a list."""
     if isinstance(values, Tensor):
         return [values]
-    holders = [value for value in values if isinstance(value, _HOLDERS)] if isinstance(values, _LISTS) else []
-    return [tensor for value in holders for tensor in _tensors(value)]
+    return [tensor for value in values for tensor in _tensors(value)] if isinstance(values, _LISTS) else []

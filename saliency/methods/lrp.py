@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,28 +21,32 @@ from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..attribution.questions import Questions
 from ..axes import along_rows, at_least_float32
 from ..errors import LayerError, MethodError, warn
-from ..hooks.autograd_graph import Gradients, own_parameters
+from ..hooks.autograd_graph import Gradients, result_spec
 from ..hooks.call import is_tracing
-from ..hooks.operations import LINEAR, SOFTMAX, SavedValues
+from ..hooks.operations import LINEAR, SOFTMAX, Operation, SavedValues
 from ..hooks.rectifiers import Coverage, require_visible
 from ..io.preprocess import Preprocess
-from ..layers.find import LayerLike, layers_by_resolution
-from ..relevance.composites import COMPOSITES, Composite, CompositeLike, RuleKey, as_composite
-from ..relevance.patches import Patches, attention_nodes, embeds_patches, find_patches, first_linear, following
-from ..relevance.propagation import Propagation, Unknown
+from ..layers.find import LayerLike, layers_by_resolution, named_layers, trace_layers
+from ..layers.layout import given_layout
+from ..relevance.kernels import Passed
+from ..relevance.propagation import NONLINEAR, Propagation, Unknown, linear_weight
 from ..relevance.rules import (
+    COMPOSITES,
     AnyRule,
+    Composite,
+    CompositeLike,
     ContrastiveRule,
     Excitation,
     Gamma,
     LinearOperation,
     NonlinearRule,
-    Passed,
     Rule,
+    RuleKey,
     ZBox,
+    as_composite,
     divided,
 )
-from ..relevance.walk import Visit, Walk
+from ..relevance.walk import CallGraph, Visit, Walk
 from ..validation import check_choice, check_flag, check_number, is_integer
 from .cam import layer_name
 
@@ -118,7 +122,7 @@ class RelevancePropagation(TracedAttribution):
             values, ledger = _at_layer(walk, layer)
         elif patches is not None:
             layer, values = patches.layer, patches.read(cast("Tensor", cast("Propagation", walk.rule).relevance))
-            ledger = walk.ledger_at(values, following(walk.nodes, patches.node))
+            ledger = walk.ledger_at(values, walk.graph.after(patches.node))
         if values is not walk.relevance and not self.per_channel:
             values = values.sum(1, keepdim=True)
         coverage = Coverage(handled=dict(walk.handled), rules=_rules_of_modules(self.model, walk))
@@ -135,15 +139,15 @@ class RelevancePropagation(TracedAttribution):
         }
         return BatchAttribution(values, grads.scores, layer, evidence)
 
-    def patches(self, grads: TargetGradients) -> Patches | None:
+    def patches(self, grads: TargetGradients) -> _Patches | None:
         """Return the patches at which relevance is read if no layer is given; None for the input."""
         return None
 
-    def walk(self, grads: TargetGradients, patches: Patches | None = None) -> Walk:
+    def walk(self, grads: TargetGradients, patches: _Patches | None = None) -> Walk:
         """Return the walk of this method from the scores of one forward; methods with the same rules share it."""
         composite, first = self.rules(grads), patches and patches.node
         key = composite, self._through, self.unknown, first
-        return grads.shared(key, lambda: self._checked_walk(grads, composite, first))
+        return grads.shared(key, partial(self._checked_walk, grads, composite, first))
 
     def _checked_walk(self, grads: TargetGradients, composite: Composite, first: Node | None) -> Walk:
         """Return a walk, and warn if its ledger does not hold the whole score."""
@@ -168,8 +172,7 @@ class RelevancePropagation(TracedAttribution):
 def _rules_of_modules(model: nn.Module, walk: Walk) -> dict[str, str]:
     """Return the rules of the modules that hold the weights of convolutions and matrix products."""
     rules = cast("Propagation", walk.rule).rules
-    parameters = ((name, own) for name, module in model.named_modules() for own in own_parameters(module).values())
-    weights = ((name, parameter.data_ptr()) for name, parameter in parameters if parameter is not None)
+    weights = [(name, own.data_ptr()) for name, each in model.named_modules() for own in each.parameters(recurse=False)]
     return {name: repr(rules[address]) for name, address in weights if address in rules}
 
 
@@ -182,7 +185,7 @@ def _at_layer(walk: Walk, layer: str) -> tuple[Tensor, dict[str, Tensor]]:
     if layout.kind == "NTC" and len(layout.tokens) < relevance.shape[1]:
         others = [token for token in range(relevance.shape[1]) if token not in layout.tokens]
         tokens = relevance[:, torch.tensor(others, device=relevance.device)]
-    return values, walk.ledger_at(values, {node, *following(walk.nodes, node)}, tokens)
+    return values, walk.ledger_at(values, {node, *walk.graph.after(node)}, tokens)
 
 
 def _restricted(
@@ -196,6 +199,55 @@ def _restricted(
     lost = grad.index_fill(channels, torch.tensor(selected, dtype=torch.long, device=grad.device), 0)
     walk.absorb("other channels", value * lost, cast("Node", tensor.grad_fn))
     return grad - lost
+
+
+class _Patches(NamedTuple):
+    """The output of the first convolution or linear layer.
+
+    Attributes:
+        node: The operation.
+        layer: The name of the module; None if its weights match no composite.
+        read: The function from a tensor like the result of the operation to maps (N, K, h, w).
+    """
+
+    node: Node
+    layer: str | None
+    read: Callable[[Tensor], Tensor]
+
+
+def _find_patches(model: nn.Module, grads: TargetGradients, node: Node) -> _Patches | None:
+    """Return the output of a linear operation as patches; None if it has no spatial extent."""
+    operation = cast("Operation", CallGraph.of(grads).operations[node])
+    address, images = linear_weight(operation).data_ptr(), len(grads.x)
+    weights = ((name, getattr(module, "weight", None)) for name, module in named_layers(model).items())
+    name = next((name for name, own in weights if isinstance(own, Tensor) and own.data_ptr() == address), None)
+    if operation.name == "convolution":
+        shape = result_spec(node, 0).shape
+        is_map = len(shape) == grads.x.dim() and shape[0] == images  # not patches of patches, as in TNT
+        return _Patches(node, name, lambda maps: maps) if is_map else None
+    layer = next((layer for layer in trace_layers(model, grads.x).spatial if layer.name == name), None)
+    if layer is None:
+        return None
+    layout, tokens = given_layout(grads.x.new_zeros(layer.shape)) or layer.layout, layer.shape[1:]
+    return _Patches(node, name, lambda rows: layout(rows.reshape(images, *tokens)))
+
+
+def _embeds_patches(graph: CallGraph, first: Node) -> bool:
+    """Return whether the first linear operation is a patch embedding, whose results are the tokens of attention.
+
+    All other linear operations come after it, and at least one, but no activation, between it and the attention.
+    """
+    if not graph.attention:
+        return False
+    names = {node: operation.name for node, operation in graph.operations.items() if operation is not None}
+    before, after = {graph.attention[-1]}, {first, *graph.after(first)}
+    for node in graph.nodes:
+        if node in before:
+            before.update(operand for operand in graph.operands[node] if operand is not None)
+    linear = {node for node, name in names.items() if name in LINEAR}
+    between = before & after - {*graph.attention}
+    has_activation = any(names.get(node) in NONLINEAR for node in between)
+    return first in between and linear <= after and len(linear & between) > 1 and not has_activation
 
 
 class PixelRelevance(RelevancePropagation):
@@ -214,12 +266,12 @@ class PixelRelevance(RelevancePropagation):
 
     at: Option[At | None] = Option(None, check_choice, get_args(At))
 
-    def patches(self, grads: TargetGradients) -> Patches | None:
+    def patches(self, grads: TargetGradients) -> _Patches | None:
         """Return the patches at which relevance is read; None for the input."""
-        first = first_linear(grads)
-        patches = None
-        if first is not None and (self.at == "patches" or (self.at is None and embeds_patches(grads, first))):
-            patches = find_patches(self.model, grads, first)
+        graph = CallGraph.of(grads)
+        first, patches = next(reversed(graph.linear), None), None
+        if first is not None and (self.at == "patches" or (self.at is None and _embeds_patches(graph, first))):
+            patches = _find_patches(self.model, grads, first)
         if patches is None and self.at == "patches":
             raise LayerError('at="patches": the first convolution or linear layer has no spatial output; pass layer=')
         return patches
@@ -300,7 +352,7 @@ class LRP(PixelRelevance):
 
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the given composite; by default the composite for the network's kind."""
-        return self.composite or COMPOSITES["attn_lrp" if attention_nodes(grads) else "epsilon_plus"]
+        return self.composite or COMPOSITES["attn_lrp" if CallGraph.of(grads).attention else "epsilon_plus"]
 
 
 class AttnLRP(PixelRelevance):
@@ -391,16 +443,16 @@ class _Excitation(Propagation):
         """Return G at the operands of a node."""
         name, is_below = visit.known.name if visit.operation else "", visit.node in self._below
         if is_below or name in LINEAR:
-            self._below.update(operand for operand, _ in visit.walk.next[visit.node])
+            self._below.update(operand for operand, _ in visit.walk.graph.next[visit.node])
         if is_below or name not in ("_log_softmax", *SOFTMAX):
             return super().__call__(visit)
         logits, probabilities = visit.known.args["self"], visit.known.result
         visit.absorb("softmax", torch.where(visit.grad == 0, 0, (probabilities - logits) * visit.grad))
         return visit.grads
 
-    def passed(self, visit: Visit, rule: Rule, op: LinearOperation) -> Passed:
+    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, given: Tensor) -> Passed:
         """Return G at the input of a linear operation."""
-        passed = rule.propagate(op)
+        passed = super().propagate(visit, rule, op, given)
         if isinstance(rule, Excitation):
             self.received[visit.node] = (op.input * cast("Tensor", passed.grad)).clamp(min=0)
         return passed

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import ClassVar, cast
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from ..attribution.forward import Needs
+from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall
 from ..hooks.autograd_graph import Gradients
 from ..hooks.operations import NORMS, SOFTMAX, SavedValues
-from ..relevance.composites import Composite
+from ..relevance.kernels import Passed
 from ..relevance.propagation import Propagation
-from ..relevance.rules import LinearOperation, Passed, ZPlus, divided
+from ..relevance.rules import Composite, LinearOperation, Rule, ZPlus, divided
 from ..relevance.walk import Visit, Walk
 from .token_attention import CheferAttention, TokenAttention
 
@@ -65,43 +66,6 @@ class CheferLRP(CheferAttention):
         return rules.weights.pop
 
 
-@dataclass(frozen=True)
-class _PositiveParts(ZPlus):
-    """The rule of linear layers. Rows without relevance, such as most tokens in the last block, are skipped."""
-
-    bias: bool = False
-
-    def propagate(self, op: LinearOperation) -> Passed:
-        """Return G at the input."""
-        rows = op.relevance.any(-1)
-        if op.recorded is None or op.dims != (-1,) or op.input.dim() > 2 or not 0 < int(rows.sum()) < len(rows):
-            return super().propagate(op)
-        grad, output_relevance = (None if part is None else part[rows] for part in (op.grad, op.output_relevance))
-        part = replace(
-            op,
-            input=op.input[rows],
-            recorded=op.recorded[rows],
-            grad=grad,
-            output_relevance=output_relevance,
-            shared=None,
-        )
-        passed = super().propagate(part)
-        at_input = torch.zeros_like(op.input)
-        at_input[rows] = cast("Tensor", passed.grad)
-        return Passed(at_input)
-
-
-@dataclass(frozen=True)
-class _Start(_PositiveParts):
-    """The rule of the last linear layer: its output has as relevance the size of the gradient of the score."""
-
-    reads_gradient: ClassVar[bool] = True
-
-    def propagate(self, op: LinearOperation) -> Passed:
-        """Return G at the input, given G at the output."""
-        return super().propagate(replace(op, grad=divided(cast("Tensor", op.grad).abs(), op.output)))
-
-
 class _Rules(Propagation):
     """The rules of the authors, down to the first attention.
 
@@ -115,8 +79,8 @@ class _Rules(Propagation):
     """
 
     def __init__(self, attention: TokenAttention) -> None:
-        linear = _PositiveParts()
-        super().__init__(Composite({"conv": linear, "linear": linear, "last": _Start()}), {}, "refuse")
+        linear = ZPlus(bias=False)
+        super().__init__(Composite({"conv": linear, "linear": linear}), {}, "refuse")
         self.weights: dict[AttentionCall, Tensor] = {}
         self._calls = {call.node: call for call in attention.calls}
         self._gradients = {call: attention.grads.node_gradient(call.node) for call in attention.calls}
@@ -132,12 +96,25 @@ class _Rules(Propagation):
             return (None,)
         if name in NORMS or (name in SOFTMAX and self.weights):  # the softmax of a target has a gradient
             return self._unchanged(visit)
-        if visit.node in self._first_and_last(visit.walk)[1]:
+        if visit.node in visit.walk.graph.first_and_last[1]:
             self.rises |= visit.walk.per_image(visit.grad > 0, visit.node) > 0
             self.falls |= visit.walk.per_image(visit.grad < 0, visit.node) > 0
         # The sum of two heads (N, classes) is not a residual connection: relevance of opposite signs would cancel.
         is_residual = name == "add" and visit.on_path == [True, True] and visit.grad.dim() > 2
         return self._residual(visit) if is_residual else super().__call__(visit)
+
+    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, given: Tensor) -> Passed:
+        """Skip rows without relevance, such as most tokens in the last block. Start with the size of the gradient."""
+        if visit.node in visit.walk.graph.first_and_last[1]:
+            given = at_least_float32(visit.grad).abs()
+        rows = given.any(-1)
+        if op.dims != (-1,) or op.input.dim() > 2 or not 0 < int(rows.sum()) < len(rows):
+            return super().propagate(visit, rule, op, given)
+        part = replace(op, input=op.input[rows], find_output=lambda: op.output[rows], shared=None)
+        passed = super().propagate(visit, rule, part, given[rows])
+        at_input = torch.zeros_like(op.input)
+        at_input[rows] = cast("Tensor", passed.grad)
+        return Passed(at_input)
 
     def _attend(self, visit: Visit, call: AttentionCall) -> Gradients:
         """Weight attention. Pass half of its relevance through its softmax, by halves to query and key."""

@@ -1,8 +1,8 @@
 """Relevance propagation: a walk of the autograd graph of one call, its rules, and composites of rules."""
 
-from .composites import COMPOSITES as COMPOSITES
-from .composites import Composite as Composite
+from .rules import COMPOSITES as COMPOSITES
 from .rules import AlphaBeta as AlphaBeta
+from .rules import Composite as Composite
 from .rules import ContrastiveRule as ContrastiveRule
 from .rules import Epsilon as Epsilon
 from .rules import Excitation as Excitation

@@ -152,8 +152,8 @@ def _linear(step: MultiplierStep) -> Gradients:
     at = visit.on_path.index(True)
     if at == 0 and visit.node.name() == "ConvolutionBackward0":
         weight, *options = (saved(visit.node, name) for name in ("weight", *CONVOLUTION_OPTIONS))
-        node, result = cast("Edge", visit.walk.next[visit.node][0])
-        like, mask = visit.grad.new_empty(visit.walk.specs[node][result].shape), [True, False, False]
+        node, result = cast("Edge", visit.walk.graph.next[visit.node][0])
+        like, mask = visit.grad.new_empty(visit.walk.graph.specs[node][result].shape), [True, False, False]
         passed = torch.ops.aten.convolution_backward.default(visit.grad, like, weight, None, *options, mask)
         return cast("Gradients", passed)
     # Unlike the node as a function, the engine computes no gradients of weights.
@@ -163,7 +163,7 @@ def _linear(step: MultiplierStep) -> Gradients:
 
 def _batch_norm(step: MultiplierStep) -> Gradients:
     """Pass the gradient of a batch norm with constant statistics."""
-    factors = step.visit.walk.channel_factors.get(step.visit.node)
+    factors = step.visit.walk.graph.channel_factors.get(step.visit.node)
     return _norm(step) if factors is None else (step.grad * channelwise(factors.scale, step.grad), None, None)
 
 

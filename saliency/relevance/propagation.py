@@ -6,8 +6,8 @@ The relevance of a value x is R = x * G. A kind without an entry here has no rul
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from operator import itemgetter
@@ -44,17 +44,19 @@ from ..hooks.operations import (
 )
 from ..hooks.pytree import tree_map, tree_tensors
 from ..hooks.rectifiers import require_visible
-from .composites import Composite, RuleKey, key_name
+from .kernels import KERNELS, Passed, reads_gradient
 from .rules import (
     AnyRule,
+    Composite,
     Epsilon,
     LinearOperation,
     NonlinearOperation,
     NonlinearRule,
-    Passed,
     Rule,
+    RuleKey,
     ZBox,
     divided,
+    key_name,
     per_channel,
     where_above,
 )
@@ -86,6 +88,7 @@ CONVOLUTION_OPTIONS = ("stride", "padding", "dilation", "transposed", "output_pa
 _GRADIENT = Epsilon(0)
 NONLINEAR = ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
 _OF_RECTIFIED = frozenset({"constant_pad_nd", "max_pool2d_with_indices", "max_pool3d_with_indices"})
+_RECTIFIERS = ("relu", "hardtanh")
 # The types of operands in the arguments of an operation, which keep None for some.
 _OPERANDS = (Tensor, type(None))
 _CURES = {"mkldnn_rnn_layer": ", or call in `torch.backends.mkldnn.flags(enabled=False)`, where an LSTM is not fused"}
@@ -93,33 +96,30 @@ _CURES = {"mkldnn_rnn_layer": ", or call in `torch.backends.mkldnn.flags(enabled
 _VIEW_AFTER_WRITE = "AsStridedBackward0"
 
 
+_KINDS = {
+    **dict.fromkeys(PLAIN | OF_DEGREE_ONE, "plain"),
+    **dict.fromkeys(LINEAR, "linear"),
+    **dict.fromkeys(SOFTMAX, "softmax"),
+    **dict.fromkeys(NORMS, "norm"),
+    **dict.fromkeys(_LOGSUMEXP, "logsumexp"),
+    "mul": "mul",
+    "div": "div",
+    "log_sigmoid_forward": "activation",
+}
+_TESTS = {"attention": is_attention, "batch_norm": is_batch_norm, "plain": is_view, "activation": is_pointwise}
+
+
 @cache
 def kind_of(op: Op) -> str:
     """Return the kind of an operation; "" if it has no rule."""
     name = operator_name(op)
-    if name in ("mul", "div"):
-        return name
-    named = {
-        "activation": {"log_sigmoid_forward"},
-        "logsumexp": _LOGSUMEXP,
-        "norm": NORMS,
-        "softmax": SOFTMAX,
-        "linear": LINEAR,
-        "plain": PLAIN | OF_DEGREE_ONE,
-    }
-    tests = {"attention": is_attention, "batch_norm": is_batch_norm, "plain": is_view, "activation": is_pointwise}
-    kinds = [kind for kind, names in named.items() if name in names]
-    return next(iter([*kinds, *(kind for kind, test in tests.items() if test(op))]), "")
+    return _KINDS[name] if name in _KINDS else next((kind for kind, test in _TESTS.items() if test(op)), "")
 
 
 def linear_weight(operation: Operation) -> Tensor:
     """Return the weights of a convolution or matrix product, perhaps transposed."""
     names = ("weight",) if operation.name == "convolution" else {**_FACTORS, **_OF_VECTORS}[operation.name]
     return cast("Tensor", operation.args[names[-1]])
-
-
-def _linear_kind(operation: Operation) -> str:
-    return "conv" if operation.name == "convolution" else "linear"
 
 
 class Propagation:
@@ -147,7 +147,7 @@ class Propagation:
         self.rules: dict[int, Rule] = {}
         self._has_nonlinear = any(isinstance(rule, NonlinearRule) for rule in composite.rules.values())
         linear = (rule for rule in composite.rules.values() if isinstance(rule, Rule))
-        self._reads_relevance = not all(rule.reads_gradient for rule in linear)
+        self._reads_relevance = not all(map(reads_gradient, linear))
         self._used: set[RuleKey] = set()  # the keys by which operations got their rules
         self.relevance: Tensor | None = None
         # By linear operation: its result, if it is the input of the batch norm after it, and the factors of that.
@@ -155,43 +155,42 @@ class Propagation:
         self._paths: dict[Node, dict[Edge, Tensor | None]] = {}  # of batch norms
         self.unmerged: Counter[str] = Counter()  # batch norms, by what prevents that they are merged
         self._biases: dict[Node, Tensor] = {}
-        self._ends: tuple[set[Node], set[Node]] | None = None
         self._has_product = False  # whether the walk has passed a product of two signals
         self._alone: set[Node | None] = set()  # nodes of whose result one number of each image counts
 
     def __call__(self, visit: Visit) -> Gradients:
         """Return G at the operands of a node."""
-        kind = kind_of(visit.operation.op) if visit.operation else ""
-        if not kind or not _fits(visit) or refuses_complex(visit):
+        operation = visit.operation
+        kind = kind_of(operation.op) if operation else ""
+        if operation is None or not kind or not _fits(visit, operation) or refuses_complex(visit):
             return without_rule(visit, self.unknown)
-        if visit.node in self._alone or visit.node is visit.walk.nodes[0]:
+        if visit.node in self._alone or visit.node is visit.walk.graph.nodes[0]:
             self._follow_score(visit)
         if self._has_nonlinear and (rule := self._nonlinear_rule(visit)):
             return self._nonlinear(visit, rule)
-        if is_rectifier(visit.walk, visit.node) and self._passes_relevance(visit):
+        if operation.name in _RECTIFIERS and is_rectifier(visit.walk, visit.node) and self._passes_relevance(visit):
             if kind == "activation":
-                visit.walk.handled[f"{visit.known.name} by f(x)/x"] += 1
+                visit.walk.handled[f"{operation.name} by f(x)/x"] += 1
             return (_times_output(visit),)
-        handler: Callable[[Visit], Gradients] = getattr(self, f"_{kind}")  # as in `ast.NodeVisitor`
-        return handler(visit)
+        return RULES[kind](self, visit)
 
     def _passes_relevance(self, visit: Visit) -> bool:
         """Return whether a rectifier passes relevance: alone it reads a linear operation whose rule reads relevance."""
-        walk, (node, at) = visit.walk, cast("Edge", visit.walk.next[visit.node][0])
-        is_alone = self._reads_relevance and walk.users[node, at] == 1
+        walk, (node, at) = visit.walk, cast("Edge", visit.walk.graph.next[visit.node][0])
+        is_alone = self._reads_relevance and walk.graph.users[node, at] == 1
         if not is_alone or visit.grad.dtype not in (torch.float32, torch.float64):
             return False
-        before, end = walk.operations.get(node), node
+        before, end = walk.graph.operations.get(node), node
         if before is not None and is_batch_norm(before.op):
             is_whole = not uses_batch_statistics(before) and not self._has_nonlinear
             path = self._merged_path(walk, node) if is_whole else {}
-            ends = [own for own, _ in path if cast("Operation", walk.operations[own]).name in _CHANNELS]
+            ends = [own for own, _ in path if cast("Operation", walk.graph.operations[own]).name in _CHANNELS]
             end = ends[0] if len(ends) == 1 else node
-            before = walk.operations.get(end)
-        on_path = [function in walk.on_path for function, _ in walk.next.get(end, ())]
+            before = walk.graph.operations.get(end)
+        on_path = walk.graph.reads.get(end, [])
         if before is None or before.name not in LINEAR or sum(on_path) != 1 or end in self._biases:
             return False
-        if (self._linear_rule(walk, end)).reads_gradient:
+        if reads_gradient(self._linear_rule(walk, end)):
             return False
         walk.holds_relevance.add(node)
         return True
@@ -201,7 +200,9 @@ class Propagation:
         op, name = visit.known.op, visit.known.name
         is_changed = is_elementwise(op) and sum(visit.on_path) == 1
         is_moved = is_view(op) or name in _SELECTIONS or name in ("cat", "stack")
-        self._alone.update({visit.node}, (node for node, _ in visit.walk.next[visit.node] if is_changed or is_moved))
+        self._alone.update(
+            {visit.node}, (node for node, _ in visit.walk.graph.next[visit.node] if is_changed or is_moved)
+        )
 
     def _plain(self, visit: Visit) -> Gradients:
         """Pass the gradient. Constant operands of sums absorb relevance."""
@@ -215,7 +216,7 @@ class Propagation:
             variance, *mean = visit.grads
             visit = visit._replace(grads=(None if variance is None else variance / 2, *mean))
         if operation.name == "prod":  # of degree n
-            operand = result_spec(*cast("Edge", visit.walk.next[visit.node][0]))
+            operand = result_spec(*cast("Edge", visit.walk.graph.next[visit.node][0]))
             visit = visit._replace(grads=(visit.grad * (visit.grad.numel() / operand.shape.numel()),))
         is_product = operation.name == "addcmul" and all(visit.on_path[1:])
         return self._product(visit) if is_product else visit.plain()
@@ -226,10 +227,10 @@ class Propagation:
         if operation.name != "add" or "alpha" in operation.args or not isinstance(bias, Tensor) or bias.dim() != 1:
             return False
         edge = next_functions(visit.node)[0]
-        while walk.users[edge] == 1 and edge[0] is not None and (before := walk.operations.get(edge[0])):
+        while walk.graph.users[edge] == 1 and edge[0] is not None and (before := walk.graph.operations.get(edge[0])):
             if result_spec(*edge).shape[-1] != len(bias):
                 return False
-            if before.name in ("mm", "bmm") and next_functions(edge[0])[0][0] in walk.on_path:
+            if before.name in ("mm", "bmm") and next_functions(edge[0])[0][0] in walk.graph.on_path:
                 self._biases[edge[0]] = bias
                 return True
             if before.name not in ("view", "_unsafe_view"):
@@ -246,39 +247,32 @@ class Propagation:
             return self._product(visit)
         if operation.name in _OF_VECTORS:
             return self._linear(visit._replace(operation=_of_matrices(operation), grads=(visit.grad.reshape(-1, 1),)))
-        at = factors.index(True)
-        if operation.norms is not None and walk.users[visit.node, 0] > 1:
-            # A ReLU in place has overwritten a value that another operation had read.
-            operation = replace(operation, kept_result=None)
-        op, grad = linear_operation(operation, at), at_least_float32(visit.grad)
-        rule = self._linear_rule(walk, visit.node)
+        at, node = factors.index(True), visit.node
+        rule = self._linear_rule(walk, node)
         self.rules[linear_weight(operation).data_ptr()] = rule
-        walk.handled[f"{_linear_kind(operation)} by {rule.name}"] += 1
+        walk.handled[f"{'conv' if operation.name == 'convolution' else 'linear'} by {rule.name}"] += 1
+        edge = cast("Edge", walk.graph.next[node][at + offset])
         is_sum = bool(offset and visit.on_path[0])
-        op = replace(op, bias=None, recorded=None, norms=None) if is_sum else op  # the product alone
-        if visit.node in self._biases:
-            bias = at_least_float32(self._biases[visit.node])
-            op = replace(op, bias=bias, shift=bias, norms=None)
-        edge = cast("Edge", walk.next[visit.node][at + offset])
-        if isinstance(rule, ZBox) and visit.node in self._first_and_last(walk)[0]:
-            op = replace(op, bound=partial(_bound, walk, edge, op.input))
-        if visit.node in self._merged:
-            recorded, norm = self._merged.pop(visit.node)
-            op.recorded = op.recorded if recorded is None else recorded.to(op.input.dtype)
-            scale, shift = (channelwise(own, op.input).to(op.input.dtype) for own in norm[:2])
-            relative = None if norm.relative is None else channelwise(norm.relative, op.input).to(op.input.dtype)
-            op.merge(scale, shift, relative, _of_weights(operation, scale))
+        is_merged, (op, whole) = node in self._merged, self._with_norm(visit, operation, at, is_sum=is_sum)
+        if isinstance(rule, ZBox) and node in walk.graph.first_and_last[0]:
+            op.bound = partial(_bound, walk, edge, op.input)
         if walk.grads.forward.targets > 1:
-            key = repr(rule), op.shift is None, visit.node in self._biases
-            op.shared = operation.shared.setdefault((type(rule), *key), {})
-        is_relevance = visit.node in walk.holds_relevance
-        op.grad, op.output_relevance = (None, grad) if is_relevance else (grad, None)
+            key = type(rule), repr(rule), op.bias is None, is_merged, node in self._biases
+            op.shared = operation.shared.setdefault(key, {})
+        op.is_positive = node in walk.holds_relevance
         op.is_rectified = _is_rectified(walk, edge[0]) and op.input.dtype == visit.grad.dtype
-        passed = self.passed(visit, rule, op)
+        relevance = grad = at_least_float32(visit.grad)
+        if not op.is_positive and (node is self.first or not reads_gradient(rule)):
+            relevance = op.output * grad if whole is None else whole().mul_(grad)
+        if node is self.first:
+            self.relevance = relevance
+        if reads_gradient(rule):
+            relevance = grad if op.unit is None else grad * op.unit
+        passed = self.propagate(visit, rule, op, relevance)
         _check_shape(visit, passed.relevance if passed.grad is None else passed.grad, rule, op.input)
         grads: list[Tensor | None] = [None] * len(visit.on_path)
         grads[at + offset] = None if passed.grad is None else passed.grad.to(visit.grad.dtype)
-        if passed.relevance is not None and visit.node in self._first_and_last(walk)[0]:
+        if passed.relevance is not None and node in walk.graph.first_and_last[0]:
             walk.fix(visit, at + offset, passed.relevance)
         elif passed.relevance is not None:
             grads[at + offset] = divided(passed.relevance, op.input)
@@ -291,15 +285,46 @@ class Propagation:
             visit.absorb("stabiliser", passed.lost)
         return tuple(grads)
 
-    def passed(self, visit: Visit, rule: Rule, op: LinearOperation) -> Passed:
-        """Return the result of a rule for the input of a linear operation."""
-        if visit.node is self.first:
-            self.relevance = op.relevance
-        return rule.propagate(op)
+    def _with_norm(
+        self, visit: Visit, operation: Operation, at: int, *, is_sum: bool
+    ) -> tuple[LinearOperation, Callable[[], Tensor] | None]:
+        """Return a linear operation with the batch norm or the bias after it, and the function for that result.
+
+        The function is None if the output is that result. `is_sum` says whether the operation adds a second signal.
+        """
+        node, op = visit.node, linear_operation(operation, at)
+        # A ReLU in place has overwritten a value that another operation had read.
+        is_overwritten = operation.norms is not None and visit.walk.graph.users[node, 0] > 1
+        recorded = None if operation.result is None or is_overwritten else at_least_float32(operation.result)
+        if is_sum:  # the product alone
+            op.bias = recorded = None
+        if node in self._merged:
+            kept, norm = self._merged.pop(node)
+            return _merged(op, operation, recorded if kept is None else kept.to(op.input.dtype), norm)
+        if node in self._biases:
+            op.bias = at_least_float32(self._biases[node])
+            op.find_output = None if recorded is None else partial(torch.add, recorded, op.bias)
+        elif recorded is not None:
+            op.output = recorded
+            if operation.norms is not None and not at:
+                op.scale = op.scale_of(operation.norms)
+        return op, None
+
+    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, given: Tensor) -> Passed:
+        """Return the result of a rule for the input of a linear operation, by its kernel or its formula.
+
+        Args:
+            visit: The visit of the operation.
+            rule: The rule.
+            op: The operation.
+            given: The relevance of the output, or G at the output for a rule that `reads_gradient`.
+        """
+        kernel = KERNELS.get(type(rule))
+        return Passed(relevance=rule.relevance(op, given)) if kernel is None else kernel(rule, op, given)
 
     def _linear_rule(self, walk: Walk, node: Node) -> Rule:
         """Return the rule of a convolution or matrix product."""
-        kind = _linear_kind(cast("Operation", walk.operations.get(node)))
+        kind = "conv" if cast("Operation", walk.graph.operations[node]).name == "convolution" else "linear"
         return cast("Rule | None", self._rule(walk, node, kind, Rule)) or _GRADIENT
 
     def _nonlinear_rule(self, visit: Visit) -> NonlinearRule | None:
@@ -330,10 +355,11 @@ class Propagation:
 
     def _rule(self, walk: Walk, node: Node, kind: str, base: type) -> AnyRule | None:
         """Return the rule of an operation: by its most specific key, or by its kind."""
-        rules, modules = self.composite.rules, walk.record.modules(node)
+        rules, modules = self.composite.rules, walk.graph.record.modules(node) if self.layers else ()
         keys = [(_rank(key, name), key) for key, names in self.layers.items() for name in modules if name in names]
-        ends = ((at, end) for at, end in enumerate(("first", "last")) if end in rules)
-        keys += [((1, at), end) for at, end in ends if node in self._first_and_last(walk)[at]]
+        for at, end in enumerate(("first", "last")):
+            if end in rules and node in walk.graph.first_and_last[at]:
+                keys.append(((1, at), end))
         fitting = [(rank, key) for rank, key in keys if isinstance(rules[key], base)]
         _, key = max(fitting, key=itemgetter(0), default=((), kind))
         self._used.add(key)
@@ -350,21 +376,10 @@ class Propagation:
                     "input and the score, or more specific keys precede it"
                 )
 
-    def _first_and_last(self, walk: Walk) -> tuple[set[Node], set[Node]]:
-        """Return the linear operations before which no other one runs, and those after which no other one runs."""
-        if self._ends is None:
-            operands = {node: [operand for operand, _ in edges] for node, edges in walk.next.items()}
-            users: defaultdict[Node | None, list[Node | None]] = defaultdict(list)
-            for node, before in operands.items():
-                for operand in before:
-                    users[operand].append(node)
-            self._ends = _outermost(walk, walk.nodes[::-1], users), _outermost(walk, walk.nodes, operands)
-        return self._ends
-
     def _batch_norm(self, visit: Visit) -> Gradients:
         """Merge a batch norm into the linear operation before it, or give x and the constant shares by magnitude."""
         operation, walk, y_grad = visit.known, visit.walk, visit.grad
-        factors = walk.channel_factors.get(visit.node)
+        factors = walk.graph.channel_factors.get(visit.node)
         if factors is None:
             return self._norm(visit)
         x = operation.args["input"]
@@ -376,7 +391,7 @@ class Propagation:
                 if edge in walk.watched:  # relevance there is the relevance of the merged output
                     scale, shift = (channelwise(own, x) if numbers is None else own for own in norm[:2])
                     walk.merged[edge] = scale, shift
-                if cast("Operation", walk.operations[edge[0]]).name in _CHANNELS:
+                if cast("Operation", walk.graph.operations[edge[0]]).name in _CHANNELS:
                     self._merged[edge[0]] = x if numbers is None else None, norm
             walk.handled["batch_norm merged"] += 1
             return (y_grad, None, None)
@@ -397,14 +412,14 @@ class Propagation:
         if norm in self._paths:
             return self._paths[norm]
         self._paths[norm], path, obstacle = {}, dict[Edge, Tensor | None](), ""
-        ahead: list[tuple[Edge, Tensor | None]] = [(cast("Edge", walk.next[norm][0]), None)]
+        ahead: list[tuple[Edge, Tensor | None]] = [(cast("Edge", walk.graph.next[norm][0]), None)]
         while ahead:
             edge, numbers = ahead.pop()
-            node, operation = edge[0], walk.operations.get(edge[0])
-            on_path = [operand in walk.on_path for operand, _ in walk.next.get(node, ())]
-            if operation is None or walk.users[edge] != 1:
+            node, operation = edge[0], walk.graph.operations.get(edge[0])
+            on_path = walk.graph.reads.get(node, [])
+            if operation is None or walk.graph.users[edge] != 1:
                 return {}
-            path[edge], name, specs = numbers, operation.name, walk.specs[node]
+            path[edge], name, specs = numbers, operation.name, walk.graph.specs[node]
             if name in _CHANNELS and sum(on_path) == 1:
                 if numbers is not None:
                     others = {*range(numbers.dim())} - {_CHANNELS[name] % numbers.dim()}
@@ -413,7 +428,7 @@ class Propagation:
                 continue
             parts: Gradients = (numbers,)
             if all(on_path) and (name == "cat" or (is_view(operation.op) and name != "expand")):
-                obstacle = obstacle or name * (sum(walk.users[node, at] for at in range(len(specs))) != 1)
+                obstacle = obstacle or name * (sum(walk.graph.users[node, at] for at in range(len(specs))) != 1)
                 if numbers is None:
                     shape = specs[edge[1]].shape
                     counts = torch.arange(1, shape[1] + 1, dtype=torch.float32, device=walk.x.device)
@@ -424,7 +439,7 @@ class Propagation:
                 obstacle = name
             elif name not in ("clone", "_to_copy"):
                 return {}
-            ahead += zip(cast("tuple[Edge, ...]", walk.next[node]), parts, strict=False)
+            ahead += zip(cast("tuple[Edge, ...]", walk.graph.next[node]), parts, strict=False)
         self.unmerged.update([obstacle] if obstacle else [])
         self._paths[norm] = {} if obstacle else path
         return self._paths[norm]
@@ -477,11 +492,11 @@ class Propagation:
 
         So all increasing functions of a score have its map. The logarithm of a softmax is as a log-softmax.
         """
-        walk, source = visit.walk, _origin(visit.walk, visit.walk.next[visit.node][0][0])
-        before = getattr(walk.operations.get(cast("Node", source)), "name", "")
+        walk, source = visit.walk, _origin(visit.walk, visit.walk.graph.next[visit.node][0][0])
+        before = getattr(walk.graph.operations.get(cast("Node", source)), "name", "")
         if before in SOFTMAX:
             return torch.where(visit.grad == 0, 0, cast("Tensor", visit.plain()[0]))
-        is_inverse = (name, before, walk.users[source, 0]) == ("logit", "sigmoid", 1)
+        is_inverse = (name, before, walk.graph.users[source, 0]) == ("logit", "sigmoid", 1)
         self._alone.update({source} if is_inverse else ())
         return visit.grad if is_inverse or (visit.node in self._alone and name in _INCREASING) else None
 
@@ -514,7 +529,7 @@ class Propagation:
 
     def _is_constant_factor(self, node: Node | None, walk: Walk) -> bool:
         """Return whether a factor of a product counts as constant, by the operation that computes it."""
-        operation = walk.operations.get(cast("Node", _origin(walk, node)))
+        operation = walk.graph.operations.get(cast("Node", _origin(walk, node)))
         gates = _GATES if self.composite.constant_gates else frozenset()
         return operation is not None and operation.name in _DEVIATIONS | gates
 
@@ -562,6 +577,21 @@ class Propagation:
         return tuple(grads)
 
 
+RULES: dict[str, Callable[[Propagation, Visit], Gradients]] = {
+    "plain": Propagation._plain,
+    "linear": Propagation._linear,
+    "batch_norm": Propagation._batch_norm,
+    "norm": Propagation._norm,
+    "activation": Propagation._activation,
+    "mul": Propagation._mul,
+    "div": Propagation._div,
+    "softmax": Propagation._softmax,
+    "logsumexp": Propagation._logsumexp,
+    "attention": Propagation._attention,
+}
+"""The rule of each kind of operation."""
+
+
 def _rank(key: RuleKey, module: str) -> tuple[int, ...]:
     """Return how specific a key of a module is: an exact name, then a pattern, then (after "last", "first") a type."""
     return (0, len(module), len(key.__mro__)) if isinstance(key, type) else (2 + (key == module), len(key))
@@ -569,7 +599,7 @@ def _rank(key: RuleKey, module: str) -> tuple[int, ...]:
 
 def _origin(walk: Walk, node: Node | None) -> Node | None:
     """Return the node that computes a value, without the operations that move or select its numbers."""
-    while node is not None and (operation := walk.operations.get(node)):
+    while node is not None and (operation := walk.graph.operations.get(node)):
         if not (is_view(operation.op) or operation.name in _SELECTIONS):
             break
         node = next_functions(node)[0][0]
@@ -592,8 +622,8 @@ def _of_matrices(operation: Operation) -> Operation:
     factors = first.reshape(-1, len(second)), second[:, None]
     if operation.name == "addmv":
         args = {**args, "self": args["self"].reshape(-1, 1)}
-        return Operation(aten.addmm.default, {**args, **dict(zip(_FACTORS["addmm"], factors, strict=True))})
-    return Operation(aten.mm.default, dict(zip(_FACTORS["mm"], factors, strict=True)))
+        return Operation(aten.addmm.default, "addmm", {**args, **dict(zip(_FACTORS["addmm"], factors, strict=True))})
+    return Operation(aten.mm.default, "mm", dict(zip(_FACTORS["mm"], factors, strict=True)))
 
 
 def _function_of(operation: Operation, at: int) -> Operation:
@@ -601,20 +631,22 @@ def _function_of(operation: Operation, at: int) -> Operation:
     name = [name for name, value in operation.args.items() if isinstance(value, Tensor)][at]
     op = aten.log_sigmoid.default if operation.name == "log_sigmoid_forward" else operation.op
     args = {name: operation.kept_args[name], **operation.kept_args}
-    return replace(operation, op=op, kept_args=args, kept_result=as_results(operation.result)[0])
+    return replace(
+        operation, op=op, name=operator_name(op), kept_args=args, kept_result=as_results(operation.result)[0]
+    )
 
 
 def is_rectifier(walk: Walk, node: Node | None) -> bool:
     """Return whether a node is a ReLU or ReLU6, whose result is nowhere negative."""
-    operation = None if node is None or type(node).__name__ == "CopySlices" else walk.operations.get(node)
-    if operation is None or operation.name not in ("relu", "hardtanh"):
+    operation = None if node is None or type(node).__name__ == "CopySlices" else walk.graph.operations.get(node)
+    if operation is None or operation.name not in _RECTIFIERS:
         return False
     return operation.name == "relu" or operation.kept_args.get("min_val", -1) == 0
 
 
 def _is_rectified(walk: Walk, node: Node | None) -> bool:
     """Return whether a node is a rectifier, or a max pool or a padding with zeros of its result."""
-    while node is not None and (operation := walk.operations.get(node)):
+    while node is not None and (operation := walk.graph.operations.get(node)):
         if operation.name not in _OF_RECTIFIED or operation.kept_args.get("value"):
             break
         node = next_functions(node)[0][0]
@@ -635,7 +667,7 @@ def _gate(visit: Visit, factors: Sequence[int]) -> int | None:
     walk, edges = visit.walk, [cast("Edge", next_functions(visit.node)[at]) for at in factors]
     above = {*edges}
     while len(above) > 1:
-        latest = max(above, key=lambda edge: sequence_nr(edge[0]) if edge[0] in walk.next else -1)
+        latest = max(above, key=lambda edge: sequence_nr(edge[0]) if edge[0] in walk.graph.next else -1)
         operands = _pointwise_operands(walk, latest)
         if not operands:
             return None
@@ -646,10 +678,10 @@ def _gate(visit: Visit, factors: Sequence[int]) -> int | None:
 
 def _pointwise_operands(walk: Walk, edge: Edge) -> list[Edge]:
     """Return the operands that depend on the image, if the operation changes each number by itself; else []."""
-    operation = walk.operations.get(edge[0])
+    operation = walk.graph.operations.get(edge[0])
     if operation is None or not is_elementwise(operation.op) or operation.is_part:
         return []
-    operands = [cast("Edge", operand) for operand in next_functions(edge[0]) if operand[0] in walk.on_path]
+    operands = [cast("Edge", operand) for operand in next_functions(edge[0]) if operand[0] in walk.graph.on_path]
     shape = result_spec(*edge).shape
     return operands if all(result_spec(*operand).shape == shape for operand in operands) else []
 
@@ -658,12 +690,11 @@ def _is_zero_at_zero(walk: Walk, edge: Edge, sources: set[Edge]) -> bool:
     """Return whether a pointwise function of a value is 0 where the value is."""
     if edge in sources:
         return True
-    operation = cast("Operation", walk.operations.get(edge[0]))
+    operation = cast("Operation", walk.graph.operations.get(edge[0]))
     operands = [_is_zero_at_zero(walk, operand, sources) for operand in _pointwise_operands(walk, edge)]
     if operation.name == "mul":
         return any(operands)
-    on_path = [function in walk.on_path for function, _ in next_functions(edge[0])]
-    if holds_constant(_constants(Visit(walk, edge[0], operation, (), on_path))):
+    if holds_constant(_constants(Visit(walk, edge[0], operation, (), walk.graph.reads[edge[0]]))):
         return False
     is_shifted = kind_of(operation.op) == "activation" and bool(_at_zero(operation).any())
     return all(operands) and not is_shifted
@@ -674,7 +705,7 @@ def _check_shape(visit: Visit, values: object, rule: AnyRule, x: Tensor) -> None
     found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
     if found == x.shape:
         return
-    names = visit.walk.record.modules(visit.node)
+    names = visit.walk.graph.record.modules(visit.node)
     weights = f" with weights {tuple(linear_weight(visit.known).shape)}" if isinstance(rule, Rule) else ""
     place = f'layer "{max(names, key=len)}"' if names else f"an operation {visit.known.name}{weights}"
     raise MethodError(
@@ -708,26 +739,11 @@ def _at_zero(operation: Operation) -> Tensor:
     return cast("Tensor", operation.repeat(**{name: operation.args[name].new_zeros(())}))
 
 
-def _outermost(walk: Walk, nodes: Iterable[Node], following: Mapping[Any, Sequence[Node | None]]) -> set[Node]:
-    """Return the linear operations that come before all others on each path, given the nodes after each node."""
-    outermost: set[Node] = set()
-    covered: set[Node | None] = set()
-    for node in nodes:
-        operation = walk.operations.get(node)
-        is_product = all(operand in walk.on_path for operand, _ in walk.next[node][-2:])  # of two signals
-        is_linear = operation is not None and operation.name in LINEAR and not is_product
-        if is_linear and node not in covered:
-            outermost.add(node)
-        if is_linear or node in covered:
-            covered.update(following[node])
-    return outermost
-
-
 def without_rule(visit: Visit, unknown: Unknown) -> Gradients:
     """Pass the gradient of an operation without a rule, or refuse it."""
     if visit.node.name() == _VIEW_AFTER_WRITE:
         return visit.plain()
-    for node in visit.walk.nodes:
+    for node in visit.walk.graph.nodes:
         if unknown == "refuse" or isinstance(node, CHECKPOINT_NODE):
             require_visible(node)
     name = visit.operation.name if visit.operation else visit.node.name()
@@ -746,20 +762,22 @@ def without_rule(visit: Visit, unknown: Unknown) -> Gradients:
 
 def refuses_complex(visit: Visit) -> bool:
     """Return whether an operation on complex numbers is not linear, so that no rule fits it."""
-    if not visit.walk.is_complex:
+    if not visit.walk.graph.is_complex:
         return False
-    operands = (result_spec(*edge).dtype for edge in visit.walk.next[visit.node] if edge[0] in visit.walk.on_path)
+    operands = (
+        result_spec(*edge).dtype for edge in visit.walk.graph.next[visit.node] if edge[0] in visit.walk.graph.on_path
+    )
     name = visit.known.name
     is_linear = name in PLAIN or is_view(visit.known.op) or (name in ("mul", "div") and visit.on_path == [True, False])
     return not is_linear and (visit.grad.is_complex() or any(dtype.is_complex for dtype in operands))
 
 
-def _fits(visit: Visit) -> bool:
+def _fits(visit: Visit, operation: Operation) -> bool:
     """Return whether the rule of an operation fits its operands."""
-    name, on_path = visit.known.name, visit.on_path
+    name, on_path = operation.name, visit.on_path
     if name in ("maximum", "minimum"):
         return all(on_path)
-    if not visit.known.is_part:
+    if not operation.is_part:
         return True
     # G at a part of a tensor is not known: only operations that pass just their gradient have a rule.
     if name in ("mul", "div"):
@@ -890,31 +908,57 @@ def linear_operation(operation: Operation, at: int) -> LinearOperation:
         operation: The operation, with its operands.
         at: The place of the operand that depends on the image; the other one holds the weights.
     """
-    is_convolution = operation.name == "convolution"
-    args = {
-        name: at_least_float32(value) if isinstance(value, Tensor) else value for name, value in operation.args.items()
-    }
+    is_convolution, args = operation.name == "convolution", operation.args
     names = ("input", "weight") if is_convolution else _FACTORS[operation.name]
-    bias = args["bias"] if is_convolution else args["self"] * args.get("beta", 1) if "self" not in names else None
-    bias = channelwise(bias, args["input"]) if is_convolution and bias is not None else bias
-    run, transposed = _convolution(args) if is_convolution else _matrix_product(at)
-    own, weight, norms = args[names[at]], args[names[1 - at]], None if at else operation.norms
-    weight = weight * args["alpha"] if args.get("alpha", 1) != 1 else weight
-    result = None if operation.result is None else at_least_float32(operation.result)
-    dims = tuple(range(1, args["input"].dim())) if is_convolution else (-1 - at,)
-    return LinearOperation(own, weight, bias, run, transposed, result, dims=dims, norms=norms)
+    own, weight = at_least_float32(args[names[at]]), at_least_float32(args[names[1 - at]])
+    if (alpha := args.get("alpha", 1)) != 1:
+        weight = weight * alpha
+    bias = args["bias"] if is_convolution else args["self"] if "self" not in names else None
+    if bias is not None:
+        bias = at_least_float32(bias)
+        bias = channelwise(bias, own) if is_convolution else bias * args.get("beta", 1)
+    run, transposed = _convolution(args, own) if is_convolution else _matrix_product(at)
+    dims = tuple(range(1, own.dim())) if is_convolution else (-1 - at,)
+    return LinearOperation(own, weight, bias, run, transposed, dims)
+
+
+def _merged(
+    op: LinearOperation, operation: Operation, recorded: Tensor | None, norm: ChannelFactors
+) -> tuple[LinearOperation, Callable[[], Tensor] | None]:
+    """Return an operation with the batch norm after it, and the function that computes the result of the norm.
+
+    The function is None if the output is that result.
+
+    Args:
+        op: The operation.
+        operation: Its record.
+        recorded: Its result, without the norm; None if it is not known.
+        norm: The factors of the norm.
+    """
+    scale, shift = (channelwise(own, op.input).to(op.input.dtype) for own in norm[:2])
+    if norm.relative is None:
+        bias = shift if op.bias is None else torch.addcmul(shift, op.bias, scale)
+        op = replace(op, bias=bias, weight=op.weight * _of_weights(operation, scale))
+        op.find_output = None if recorded is None else partial(torch.addcmul, shift, recorded, scale)
+        return op, None
+    relative = channelwise(norm.relative, op.input).to(op.input.dtype)
+    op = replace(op, bias=relative if op.bias is None else op.bias + relative, unit=scale)
+    if recorded is None:
+        return op, lambda: op.output * scale
+    op.find_output = partial(torch.add, recorded, relative)
+    return op, partial(torch.addcmul, shift, recorded, scale)
 
 
 _Function = Callable[..., Tensor]
 
 
-def _convolution(args: Mapping[str, Any]) -> tuple[_Function, _Function]:
+def _convolution(args: Mapping[str, Any], own: Tensor) -> tuple[_Function, _Function]:
     """Return a convolution, and its transpose in the input, as functions of a tensor and the weights."""
     options = [args[name] for name in CONVOLUTION_OPTIONS]
 
     def transposed(grad: Tensor, weight: Tensor) -> Tensor:
         mask = [True, False, False]
-        return cast("Tensor", aten.convolution_backward.default(grad, args["input"], weight, None, *options, mask)[0])
+        return cast("Tensor", aten.convolution_backward.default(grad, own, weight, None, *options, mask)[0])
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return cast("Tensor", aten.convolution.default(x, weight, None if bias is None else bias.flatten(), *options))

@@ -8,9 +8,9 @@ nothing is computed twice.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import repeat
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,8 +25,10 @@ from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_
 from ..hooks.call import is_tracing
 from ..hooks.operations import (
     ADDITIVE,
+    LINEAR,
     Operation,
     OperationRecord,
+    is_attention,
     is_batch_norm,
     is_pointwise,
     is_view,
@@ -103,69 +105,93 @@ class ChannelFactors(NamedTuple):
         return ChannelFactors(scale, shift, None if self.relative is None else shift / scale)
 
 
-class Walk:
-    """One pass from the scores to the image.
+class CallGraph:
+    """The autograd graph between the scores and the image of one call, listed once.
 
     Args:
         grads: The forward, with its record, and the scores.
-        rule: The function from a visit to G at the operands of the node.
-        watched: Tensors of the forward at which relevance is read, by name.
-        changes: Functions that change G at watched tensors, by name, given the walk, the value and G.
-        frees: Whether values of the forward are freed as soon as they are used. No other walk can follow.
 
     Attributes:
-        x: The image (N, C, H, W), as the leaf of the graph.
-        relevance: The relevance of the image (N, C, H, W).
-        gradient: G at the image (N, C, H, W); None if nothing arrives.
-        at: The relevance of the watched tensors, by name, in their shapes.
-        watched: The names of the watched tensors by edge.
-        rule: The rule.
-        ledger: The shares (N,) of the scores, by name: of the input, and of each kind of absorbed relevance.
-        missing: (N,) the scores minus the sum of the ledger.
-        handled: The number of operations by kind and rule.
+        record: The record of the operations.
+        nodes: The nodes, in the order of a backward pass.
+        end: The edge at the image.
+        on_path: The nodes and the node of the image.
         operations: The operation of each node, None if it was not recorded.
+        next: The edges to the operands of each node.
+        operands: The nodes of these operands.
+        reads: Whether each of these operands depends on the image.
+        users: The number of operands that are each result.
         specs: The shape and type of each result, by node.
-        is_complex: Whether any of these is complex.
-        holds_relevance: The nodes at whose only result relevance arrives instead of G.
-        merged: The factors and constants that are merged into a watched tensor, by edge.
+        linear: The convolutions and matrix products with weights, in the order of a backward pass.
     """
 
-    def __init__(
-        self,
-        grads: TargetGradients,
-        rule: Rule,
-        watched: Mapping[str, Tensor] | None = None,
-        changes: Mapping[str, Callable[[Walk, Tensor | float, Tensor], Tensor]] | None = None,
-        *,
-        frees: bool = False,
-    ) -> None:
-        self.grads, self.rule, self._changes, self._frees = grads, rule, changes or {}, frees
-        self.x, self.images = grads.forward.x, len(grads.x)
+    def __init__(self, grads: TargetGradients) -> None:
         self.record: OperationRecord = grads.forward.operations
         self.nodes = grads.nodes
-        self.on_path = {*self.nodes, get_gradient_edge(self.x).node}
-        self.operations = {node: self.record.operation(node) for node in self.nodes}
-        self.specs = {node: result_specs(node) for node in self.on_path}
-        self.is_complex = any(spec.dtype.is_complex for specs in self.specs.values() for spec in specs)
-        self.next = {node: next_functions(node) for node in self.nodes}
-        self.users = Counter(chain.from_iterable(self.next.values()))
-        self.at: dict[str, Tensor] = {}
-        self.handled: Counter[str] = Counter()
-        self._tensors = {name: tensor for name, tensor in (watched or {}).items() if tensor.requires_grad}
-        edges = {name: get_gradient_edge(tensor) for name, tensor in self._tensors.items()}
-        self.watched = {(edge.node, edge.output_nr): name for name, edge in edges.items()}
-        self.holds_relevance: set[Node] = set()
-        self.merged: dict[Edge, tuple[Tensor, Tensor]] = {}
-        self._arrived: dict[Edge, Tensor] = {}
-        self._fixed: dict[Edge, Tensor] = {}  # relevance that has no G
-        self._image: dict[Node, int | None] = {}  # of nodes that compute something for one image alone
-        shapes = [self.specs[node][0].shape for node in self.nodes] if self.images > 1 else []
-        is_ambiguous = any(self._is_length_first(shape, 1) != self._is_length_first(shape, 0) for shape in shapes)
-        # The ledger is kept for each reading of shapes that may be (N, ...) or (length, N, ...): reading 1 takes them
-        # as (length, N, ...).
-        self._reading, self._readings = 0, range(1 + is_ambiguous)
-        self._interleaved: tuple[set[Node], ...] = tuple(set() for _ in self._readings)
-        self._absorbed: list[tuple[str, Node, list[Tensor]]] = []
+        self.end: Edge = get_gradient_edge(grads.forward.x)[:2]
+        self.on_path = {*self.nodes, self.end[0]}
+        self.operations = self.record.operations(self.nodes)
+        self.specs = result_specs(self.on_path)
+        self.next: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
+        self.operands: dict[Node, list[Node | None]] = {}
+        self.reads: dict[Node, list[bool]] = {}
+        self.users: Counter[tuple[Node | None, int]] = Counter()
+        self.linear: dict[Node, None] = {}
+        for node, operation in self.operations.items():
+            self.next[node] = edges = next_functions(node)
+            self.operands[node] = operands = [operand for operand, _ in edges]
+            self.reads[node] = reads = list(map(self.on_path.__contains__, operands))
+            self.users.update(edges)
+            if operation is not None and operation.name in LINEAR and not all(reads[-2:]):
+                self.linear[node] = None
+
+    @classmethod
+    def of(cls, grads: TargetGradients) -> CallGraph:
+        """Return the graph of the scores. It is listed once for all that read it."""
+        return grads.shared(cls, partial(cls, grads))
+
+    @cached_property
+    def is_complex(self) -> bool:
+        """Whether a result is complex."""
+        return any(spec.dtype.is_complex for specs in self.specs.values() for spec in specs)
+
+    @cached_property
+    def first_and_last(self) -> tuple[set[Node], set[Node]]:
+        """The linear operations before which no other one runs, and those after which no other one runs."""
+        followers: defaultdict[Node | None, list[Node | None]] = defaultdict(list)
+        for node, operands in self.operands.items():
+            for operand in operands:
+                followers[operand].append(node)
+        return self._outermost(self.nodes[::-1], followers), self._outermost(self.nodes, self.operands)
+
+    def _outermost(self, nodes: Iterable[Node], following: Mapping[Any, Sequence[Node | None]]) -> set[Node]:
+        """Return the linear operations that come before all others on each path, given the nodes after each node."""
+        outermost: set[Node] = set()
+        covered: set[Node | None] = set()
+        for node in nodes:
+            if node in self.linear and node not in covered:
+                outermost.add(node)
+            if node in self.linear or node in covered:
+                covered.update(following[node])
+        return outermost
+
+    @cached_property
+    def attention(self) -> list[Node]:
+        """The attention on which the scores depend: fused, or products of two signals. The last one comes first."""
+        return [
+            node
+            for node, operation in self.operations.items()
+            if operation is not None
+            and (is_attention(operation.op) or (operation.name in ("bmm", "baddbmm") and all(self.reads[node][-2:])))
+        ]
+
+    def after(self, first: Node) -> set[Node]:
+        """Return the nodes that depend on the result of a node."""
+        after = {first}
+        for node in reversed(self.nodes):
+            if not after.isdisjoint(self.operands[node]):
+                after.add(node)
+        return after - {first}
 
     @cached_property
     def channel_factors(self) -> dict[Node, ChannelFactors]:
@@ -190,18 +216,74 @@ class Walk:
                 factors[node] = ChannelFactors(own, constant, relative if is_positive else None)
         return factors
 
+
+class Walk:
+    """One pass from the scores to the image.
+
+    Args:
+        grads: The forward, with its record, and the scores.
+        rule: The function from a visit to G at the operands of the node.
+        watched: Tensors of the forward at which relevance is read, by name.
+        changes: Functions that change G at watched tensors, by name, given the walk, the value and G.
+        frees: Whether values of the forward are freed as soon as they are used. No other walk can follow.
+
+    Attributes:
+        x: The image (N, C, H, W), as the leaf of the graph.
+        graph: The graph.
+        relevance: The relevance of the image (N, C, H, W).
+        gradient: G at the image (N, C, H, W); None if nothing arrives.
+        at: The relevance of the watched tensors, by name, in their shapes.
+        watched: The names of the watched tensors by edge.
+        rule: The rule.
+        ledger: The shares (N,) of the scores, by name: of the input, and of each kind of absorbed relevance.
+        missing: (N,) the scores minus the sum of the ledger.
+        handled: The number of operations by kind and rule.
+        holds_relevance: The nodes at whose only result relevance arrives instead of G.
+        merged: The factors and constants that are merged into a watched tensor, by edge.
+    """
+
+    def __init__(
+        self,
+        grads: TargetGradients,
+        rule: Rule,
+        watched: Mapping[str, Tensor] | None = None,
+        changes: Mapping[str, Callable[[Walk, Tensor | float, Tensor], Tensor]] | None = None,
+        *,
+        frees: bool = False,
+    ) -> None:
+        self.grads, self.rule, self._changes, self._frees = grads, rule, changes or {}, frees
+        self.x, self.images = grads.forward.x, len(grads.x)
+        self.graph = CallGraph.of(grads)
+        self.at: dict[str, Tensor] = {}
+        self.handled: Counter[str] = Counter()
+        self._tensors = {name: tensor for name, tensor in (watched or {}).items() if tensor.requires_grad}
+        edges = {name: get_gradient_edge(tensor) for name, tensor in self._tensors.items()}
+        self.watched = {(edge.node, edge.output_nr): name for name, edge in edges.items()}
+        self.holds_relevance: set[Node] = set()
+        self.merged: dict[Edge, tuple[Tensor, Tensor]] = {}
+        self._arrived: dict[Edge, Tensor] = {}
+        self._fixed: dict[Edge, Tensor] = {}  # relevance that has no G
+        self._image: dict[Node, int | None] = {}  # of nodes that compute something for one image alone
+        shapes = [self.graph.specs[node][0].shape for node in self.graph.nodes] if self.images > 1 else []
+        is_ambiguous = any(self._is_length_first(shape, 1) != self._is_length_first(shape, 0) for shape in shapes)
+        # The ledger is kept for each reading of shapes that may be (N, ...) or (length, N, ...): reading 1 takes them
+        # as (length, N, ...).
+        self._reading, self._readings = 0, range(1 + is_ambiguous)
+        self._interleaved: tuple[set[Node], ...] = tuple(set() for _ in self._readings)
+        self._absorbed: list[tuple[str, Node, list[Tensor]]] = []
+
     def run(self) -> Walk:
         """Walk from the scores to the image, and return this walk."""
-        score, (end, at) = self.grads.scores_in_graph, get_gradient_edge(self.x)[:2]
+        score = self.grads.scores_in_graph
         self._arrived[source_edge(score)] = torch.ones_like(score)
         with torch.no_grad():
-            for node in self.nodes:
+            for node in self.graph.nodes:
                 self._visit(node)
                 if self._frees:
-                    self.record.free(node)
-        self.gradient = self._arrived.get((end, at))
-        x, fixed = self.grads.x, self._fixed.get((end, at), torch.zeros_like(self.grads.x))
-        self.relevance = fixed if self.gradient is None else torch.addcmul(fixed, x, self.gradient)
+                    self.graph.record.free(node)
+        self.gradient, fixed = self._arrived.get(self.graph.end), self._fixed.get(self.graph.end)
+        fixed = torch.zeros_like(self.grads.x) if fixed is None else fixed
+        self.relevance = fixed if self.gradient is None else torch.addcmul(fixed, self.grads.x, self.gradient)
         self._balance()
         return self
 
@@ -210,7 +292,7 @@ class Walk:
         scores, tried = at_least_float32(self.grads.scores), []
         for reading in self._readings:
             self._reading = reading
-            ledger = {"input": self.per_image(self.relevance), **self.absorbed(self.nodes)}
+            ledger = {"input": self.per_image(self.relevance), **self.absorbed(self.graph.nodes)}
             tried.append((ledger, scores - total(ledger)))
         if len(tried) > 1 and not is_tracing():  # a program has no ledger
             rounding = _ROUNDING * float(scores.abs().max())
@@ -218,17 +300,17 @@ class Walk:
         self.ledger, self.missing = tried[self._reading]
 
     def _visit(self, node: Node) -> None:
-        edges = [(node, at) for at in range(len(self.specs[node]))]
-        fixed, grads = (tuple([arrived.pop(edge, None) for edge in edges]) for arrived in (self._fixed, self._arrived))
+        edges = list(zip(repeat(node), range(len(self.graph.specs[node]))))
+        grads = tuple(map(self._arrived.pop, edges, repeat(None)))
+        fixed = tuple(map(self._fixed.pop, edges, repeat(None))) if self._fixed else ()
         if self.watched:
-            fixed = tuple(self.watch(edge, part, 1.0) for edge, part in zip(edges, fixed, strict=True))
+            fixed = tuple(self.watch(edge, part, 1.0) for edge, part in zip(edges, fixed, strict=False))
             value = 1.0 if node in self.holds_relevance else None
             grads = tuple(self.watch(edge, grad, value) for edge, grad in zip(edges, grads, strict=True))
-        on_path = [function in self.on_path for function, _ in self.next[node]]
-        visit = Visit(self, node, self.operations[node], grads, on_path)
-        if any(grad is not None for grad in grads):
+        visit = Visit(self, node, self.graph.operations[node], grads, self.graph.reads[node])
+        if grads[0] is not None or any(grad is not None for grad in grads):
             self._pass_on(visit, self.rule(visit), self._arrived)
-        if any(part is not None for part in fixed):
+        if fixed and any(part is not None for part in fixed):
             visit = visit._replace(grads=fixed)
             moved = _moved(visit)
             if visit.operation and visit.operation.name == "constant_pad_nd" and moved[0] is not None:
@@ -259,12 +341,12 @@ class Walk:
         # A target may compute the score of each image alone, and then put the scores together.
         is_join = self.images > 1 and visit.operation is not None and visit.operation.name in ("cat", "stack")
         is_joint = is_join and visit.grad.shape == (self.images,) == (len(grads),)
-        edges = zip(self.next[visit.node], visit.on_path, grads, strict=False)
+        edges = zip(self.graph.next[visit.node], visit.on_path, grads, strict=False)
         for operand, ((node, at), on_path, grad) in enumerate(edges):
             if node is None or not on_path or grad is None:
                 continue
             # Like the engine of autograd: an operation leaves the sum over broadcast dimensions to its caller.
-            fitted = self.specs[node][at].fitted(grad)
+            fitted = self.graph.specs[node][at].fitted(grad)
             known = arrived.get((node, at))
             arrived[node, at] = fitted if known is None else known + fitted
             if self.images == 1:
@@ -277,7 +359,7 @@ class Walk:
 
     def fix(self, visit: Visit, operand: int, relevance: Tensor) -> None:
         """Send relevance to an operand that has no G, because the operand may be zero."""
-        edge = cast("Edge", self.next[visit.node][operand])
+        edge = cast("Edge", self.graph.next[visit.node][operand])
         known = self._fixed.get(edge)
         self._fixed[edge] = relevance if known is None else known + relevance
 
@@ -295,7 +377,7 @@ class Walk:
 
     def absorb(self, name: str, values: Tensor, node: Node) -> None:
         """Add values, in the shape of the result of a node, to an entry of the ledger."""
-        self._absorbed.append((name, node, [self._per_image(values, node, reading) for reading in self._readings]))
+        self._absorbed.append((name, node, [self.per_image(values, node, reading) for reading in self._readings]))
 
     def absorbed(self, nodes: Iterable[Node]) -> dict[str, Tensor]:
         """Return the relevance (N,) that some nodes absorb, by name."""
@@ -320,17 +402,15 @@ class Walk:
         ledger["other paths"] = total(self.ledger) - total(ledger)
         return ledger
 
-    def per_image(self, values: Tensor, node: Node | None = None) -> Tensor:
+    def per_image(self, values: Tensor, node: Node | None = None, reading: int | None = None) -> Tensor:
         """Return the sums (N,) of values over all positions of each image.
 
         Args:
             values: The values, in the shape of the result of a node.
             node: The node; None if images come first.
+            reading: The reading of ambiguous shapes; None for the one of the ledger.
         """
-        return self._per_image(values, node, self._reading)
-
-    def _per_image(self, values: Tensor, node: Node | None, reading: int) -> Tensor:
-        values = at_least_float32(values)
+        values, reading = at_least_float32(values), self._reading if reading is None else reading
         if self.images == 1:
             return values if values.shape == (1,) else values.sum().reshape(1)
         if node is not None and (image := self._image.get(node)) is not None:
@@ -361,7 +441,7 @@ def _moved(visit: Visit) -> Gradients:
         if is_view(operation.op) or operation.name in _MOVES:
             return visit.plain()
         if (
-            visit.node in visit.walk.channel_factors
+            visit.node in visit.walk.graph.channel_factors
             or is_pointwise(operation.op)
             or (operation.name in {"mul", "div", *ADDITIVE} and sum(visit.on_path) == 1)
         ):

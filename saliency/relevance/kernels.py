@@ -1,0 +1,251 @@
+"""Fast forms of the rules, by class of rule. Each is tested equal to the formula of its rule in float64.
+
+Products of single inputs and weights are never formed: with t = |W| |a|, their positive parts sum to (W a + t) / 2 and
+their negative parts to (W a - t) / 2. The relevance of a bias needs only the sums of the shares over all positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..hooks.call import is_tracing
+from .rules import (
+    TINY,
+    AlphaBeta,
+    ContrastiveRule,
+    Epsilon,
+    Excitation,
+    Gamma,
+    LinearOperation,
+    Rule,
+    ZPlus,
+    signed,
+    where_above,
+)
+
+_ROUNDING = 128  # sums of parts below this many units of rounding of the other parts count as zero
+_LARGE = 1e15
+
+
+class Passed(NamedTuple):
+    """Result of a rule for the input of an operation.
+
+    Attributes:
+        grad: G at the input, where the relevance is input * G; None if the rule returns relevance.
+        relevance: The relevance of the input, of rules that also give relevance to an input of zero.
+        biases: The relevance that the bias absorbs, by image (row of a matrix product) or channel; None if it is zero.
+        lost: The relevance that nothing receives, like the biases; None if it is zero.
+    """
+
+    grad: Tensor | None = None
+    relevance: Tensor | None = None
+    biases: Tensor | None = None
+    lost: Tensor | None = None
+
+
+def reads_gradient(rule: Rule) -> bool:
+    """Return whether the kernel of a rule reads G at the output, where the relevance is z * G, also where z is 0."""
+    is_gradient = isinstance(rule, Epsilon) and not rule.epsilon
+    return type(rule) in KERNELS and (is_gradient or isinstance(rule, Excitation))
+
+
+def _epsilon(rule: Epsilon, op: LinearOperation, given: Tensor) -> Passed:
+    """Divide the relevance by z + epsilon sign z, or pass G if epsilon is 0."""
+    if not rule.epsilon:
+        return _passed(op, op.transposed(given, op.weight), _position_sums(op, given), op.bias)
+    z = op.output
+    epsilon = rule.epsilon * (op.scale if rule.relative else z.new_ones([1] * z.dim()))
+    if op.is_positive:
+        shares, sums, _ = _quotients(op, given, z + epsilon)
+        size = sums
+    else:
+        shares = given / z.abs().add_(epsilon)
+        size = _position_sums(op, shares)
+        shares = shares * z.sign()
+        sums = _position_sums(op, shares)
+    lost = size * (epsilon.flatten(1) if len(op.dims) > 1 else epsilon)
+    return _passed(op, op.transposed(shares, op.weight), sums, op.bias, lost.sum(1) if len(op.dims) > 1 else lost)
+
+
+def _gamma(rule: Gamma, op: LinearOperation, relevance: Tensor) -> Passed:
+    """Divide the relevance by the parts of both signs, those with the sign of z enlarged."""
+    is_known = op.is_positive or not (is_tracing() or bool(where_above(relevance, -op.output, 0).any()))
+    if is_known and op.is_nonnegative:
+        # Up to the factor 1 + gamma, which cancels, this is the operation with larger positive weights.
+        return _divided_by(op, relevance, lambda part: F.leaky_relu(part, 1 / (1 + rule.gamma)), op.bias)
+    # The sum of both parts of which the one with the sign of z counts more, up to a factor.
+    z, factor = op.output, rule.gamma / (2 + rule.gamma)
+    magnitudes = _magnitudes(op, op.bias).copysign_(z)
+    parts = torch.add(z, magnitudes, alpha=factor, out=magnitudes)
+    sign = parts.sign()
+    shares, sums, lost = _quotients(op, relevance, parts)
+    of_magnitudes = sign.mul_(shares).mul_(factor)
+    passed = _passed(op, _spread(op, shares, of_magnitudes), sums, op.bias, lost)
+    if op.bias is None or passed.biases is None:
+        return passed
+    return passed._replace(
+        biases=passed.biases + _bias_share(op, _position_sums(op, of_magnitudes), op.bias.abs()),
+    )
+
+
+def _alpha_beta(rule: AlphaBeta, op: LinearOperation, relevance: Tensor) -> Passed:
+    """Divide the relevance by the positive parts, and by the negative ones."""
+    bias = op.bias if rule.bias else None
+    if not rule.beta and op.is_nonnegative:
+        return _divided_by(op, relevance, F.relu, bias, tiny=TINY)
+    positive = None if bias is None else bias.clamp(min=0)
+    if not rule.beta:
+        magnitudes = _magnitudes(op, bias)
+        parts = _without(op, rule, magnitudes) + magnitudes
+        shares, sums, lost = _quotients(op, relevance, _cleared(op, rule, parts, magnitudes, 1))
+        return _passed(op, _spread(op, shares, shares), sums, None if positive is None else 2 * positive, lost)
+    # The negative parts are summed for themselves: the positive ones are then sums without cancellation, as long as
+    # the output is positive.
+    negative = None if bias is None else bias.clamp(max=0)
+    parts = _negative_parts(op, None if negative is None else negative - TINY)
+    up, sums, lost = _quotients(op, relevance, _cleared(op, rule, _without(op, rule, -parts) - parts, parts, -1))
+    biases = None if positive is None else _bias_share(op, sums, rule.alpha * positive)
+    down, sums, unreached = _quotients(op, relevance, parts, None if negative is None else -TINY)
+    losses = [factor * part for factor, part in ((rule.alpha, lost), (-rule.beta, unreached)) if part is not None]
+    lost = torch.stack(losses).sum(0) if losses else None
+    if biases is not None and negative is not None:
+        biases = biases - _bias_share(op, sums, rule.beta * negative)
+    if op.is_nonnegative:
+        grad = op.transposed(down, signed(op.weight, -1))
+        grad = grad.lerp_(op.transposed(up, signed(op.weight, 1)), rule.alpha)
+        return Passed(grad, biases=biases, lost=lost)
+    factor = rule.beta / rule.alpha
+    grad = _spread(op, torch.sub(up, down, alpha=factor), up.add_(down, alpha=factor))
+    return Passed(grad.mul_(rule.alpha / 2), biases=biases, lost=lost)
+
+
+def _excitation(rule: Excitation, op: LinearOperation, grad: Tensor) -> Passed:
+    """Weight the input by its gradient."""
+    weights = op.transposed(grad, op.weight)
+    parts = op.input * weights
+    passed = torch.where(parts > 0, weights, weights * rule.inhibition(parts, op.dims))
+    return Passed(passed, lost=(op.output * grad).sum(op.dims) - (op.input * passed).sum(op.dims))
+
+
+KERNELS: dict[type[Rule], Callable[[Any, LinearOperation, Tensor], Passed]] = {
+    Epsilon: _epsilon,
+    Gamma: _gamma,
+    AlphaBeta: _alpha_beta,
+    ZPlus: _alpha_beta,
+    Excitation: _excitation,
+    ContrastiveRule: _excitation,
+}
+"""The kernels by class of rule. A rule of another class, such as a subclass, is computed by its formula."""
+
+
+def _passed(op: LinearOperation, grad: Tensor, sums: Tensor, bias: Tensor | None, lost: Tensor | None = None) -> Passed:
+    """Return a result, given the sums of the shares over all positions and the bias that they multiply."""
+    return Passed(grad, biases=None if bias is None else _bias_share(op, sums, bias), lost=lost)
+
+
+def _bias_share(op: LinearOperation, sums: Tensor, bias: Tensor) -> Tensor:
+    """Return the relevance of a bias, given the sums of the shares over all positions."""
+    is_vector = len(op.dims) > 1 or bias.numel() == bias.shape[-1] == sums.shape[-1]
+    return sums @ bias.flatten() if is_vector else sums * bias
+
+
+def _position_sums(op: LinearOperation, shares: Tensor) -> Tensor:
+    """Return the sums over all positions (N, channels) of a convolution; of a matrix product, the shares."""
+    return shares.sum(op.dims[1:]) if len(op.dims) > 1 else shares
+
+
+def _quotients(
+    op: LinearOperation, relevance: Tensor, parts: Tensor, tiny: float | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Divide the relevance of the output by sums of parts, which are overwritten.
+
+    Args:
+        op: The operation.
+        relevance: The relevance.
+        parts: The sums of parts.
+        tiny: The tiny number that was added to exact sums of parts of one sign; None for other sums.
+
+    Returns:
+        The quotients; their sums over all positions; and the relevance of each image (row of a matrix product) that
+        nothing receives because no part has the right sign, None if there is none.
+    """
+    shares = torch.div(relevance, parts, out=parts)
+    if tiny is not None and op.is_rectified and len(op.dims) > 1:
+        # Where there is no part, quotients are huge. They need no mask, because they reach only inputs of zero, which
+        # have no relevance. Times the tiny number, they are the lost relevance.
+        sums = _position_sums(op, shares)
+        return shares, sums, sums.sum(1).mul_(tiny)
+    if is_tracing():
+        shares.nan_to_num_(0, torch.inf, -torch.inf)
+    else:
+        sums = _position_sums(op, shares)
+        total = float(sums.abs().sum())
+        if not math.isfinite(total):  # 0 / 0 is 0
+            sums = _position_sums(op, shares.nan_to_num_(0, torch.inf, -torch.inf))
+            total = float(sums.abs().sum())
+        if total <= _LARGE:  # false for NaN
+            return shares, sums, None
+    sizes = shares.abs()
+    lost = where_above(relevance, sizes, _LARGE).sum(op.dims)
+    shares = where_above(shares, sizes.neg_(), -_LARGE)
+    return shares, _position_sums(op, shares), lost
+
+
+def _divided_by(
+    op: LinearOperation,
+    relevance: Tensor,
+    part: Callable[[Tensor], Tensor],
+    bias: Tensor | None,
+    tiny: float | None = None,
+) -> Passed:
+    """Divide the relevance of the output by parts with some of the weights and of the bias; no input is negative."""
+    bias = None if bias is None else part(bias)
+    shared = {} if op.shared is None else op.shared
+    if "parts" not in shared:
+        weight = part(op.weight)
+        shared["parts"] = weight, op.run(op.input, weight, None if bias is None else bias + TINY)
+    weight, parts = shared["parts"]
+    parts = parts if op.shared is None else parts.clone()
+    shares, sums, lost = _quotients(op, relevance, parts, None if bias is None else tiny)
+    return _passed(op, op.transposed(shares, weight), sums, bias, lost)
+
+
+def _magnitudes(op: LinearOperation, bias: Tensor | None) -> Tensor:
+    """Return |W| |a| + |bias| as a new tensor."""
+    return op.run(op.input.abs(), op.weight.abs(), None if bias is None else bias.abs())
+
+
+def _negative_parts(op: LinearOperation, bias: Tensor | None) -> Tensor:
+    """Return the sum of the negative parts as a new tensor, with a negative bias."""
+    if op.is_nonnegative:
+        return op.run(op.input, signed(op.weight, -1), bias)
+    parts = op.run(signed(op.input, 1), signed(op.weight, -1), bias)
+    return parts.add_(op.run(signed(op.input, -1), signed(op.weight, 1)))
+
+
+def _without(op: LinearOperation, rule: AlphaBeta, magnitudes: Tensor) -> Tensor:
+    """Return the output, or W a if the bias is no part; computed again if a large bias would lose digits."""
+    if rule.bias or op.bias is None:
+        return op.output
+    is_small = not is_tracing() and float(op.bias.abs().amax()) <= 8 * float(magnitudes.amin())
+    return op.output - op.bias if is_small else op.run(op.input, op.weight)
+
+
+def _cleared(op: LinearOperation, rule: AlphaBeta, parts: Tensor, others: Tensor, sign: int) -> Tensor:
+    """Return sums of positive parts; 0 where they may be rounding errors of others, which have one sign."""
+    if op.is_positive and rule.bias:
+        return parts
+    least = sign * _ROUNDING * torch.finfo(parts.dtype).eps
+    return where_above(parts, torch.sub(parts, others, alpha=least), 0)
+
+
+def _spread(op: LinearOperation, shares: Tensor, of_magnitudes: Tensor) -> Tensor:
+    """Return G at the input for shares of the parts a w, and other shares of their magnitudes |a w|."""
+    magnitudes = op.transposed(of_magnitudes, op.weight.abs())
+    return op.transposed(shares, op.weight).add_(magnitudes.mul_(op.input.sign()))
