@@ -21,19 +21,12 @@ from ..axes import at_least_float32
 from ..errors import LayerError, MethodError, TargetError
 from ..hooks import autograd_graph as graph
 from ..hooks.attention import AttentionCall, find_attention, find_passages
+from ..hooks.autograd_graph import CUT, INDEPENDENT, NO_GRADIENT, differentiate, nodes_between
 from ..hooks.manager import HookManager, Rule
 from ..hooks.model_state import leaf, run_model
 from ..hooks.operations import OperationRecord, SavedValues
 from ..hooks.pytree import tree_tensors
-from ..hooks.rectifiers import (
-    CUT,
-    INDEPENDENT,
-    NO_GRADIENT,
-    Nonlinearities,
-    differentiate,
-    find_nonlinearities,
-    nodes_between,
-)
+from ..hooks.rectifiers import Nonlinearities, find_nonlinearities
 from ..layers.find import find, layout_of
 from ..layers.layout import Layout
 from ..validation import check_choice, check_integer

@@ -45,7 +45,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from ..errors import NotApplicableError, TargetError
+
 State = TypeVar("State")
+
+REENTRANT = "a checkpoint with use_reentrant=True hides operations of the model; pass use_reentrant=False"
+CUT = "the gradient is cut in between, for example by a quantised layer, detach or argmax"
+_FORWARD_ONLY = "methods that only run the model forwards, such as occlusion and rise, need no gradient"
+NO_GRADIENT = "the score has no gradient: the target or the model detaches it, or uses argmax or .item()"
+INDEPENDENT = f"no gradient of the score reaches the input: it does not depend on the input, or {CUT}; {_FORWARD_ONLY}"
 
 # Tensors.
 
@@ -517,3 +525,77 @@ def _with_gradient(grads: Gradients, operands: tuple[int, ...], gradient: Tensor
 def this_backward() -> int:
     """Return the unique number of the backward pass that runs in this thread; -1 outside a backward pass."""
     return int(torch._C._current_graph_task_id())
+
+
+# Traversals and gradients of a whole call.
+
+
+def nodes_between(score: Tensor, x: Tensor) -> list[Node]:
+    """Return the nodes between `score` and `x` in the order of the backward pass.
+
+    Nodes that lead to parameters only are left out: a ReLU on a weight is not a nonlinearity of the network.
+
+    Raises:
+        TargetError: No gradient reaches `x`.
+    """
+    end = get_gradient_edge(x).node
+    reaching = {end}
+    order = []
+    for node, successors in _postorder(score):
+        if not reaching.isdisjoint(successors):
+            reaching.add(node)
+            order.append(node)
+    if not order:
+        raise TargetError(INDEPENDENT)
+    return order[::-1]
+
+
+def _postorder(score: Tensor) -> list[tuple[Node, list[Node]]]:
+    """Return the nodes reachable from `score`, with their successors, which come first; leaves are left out."""
+    order: list[tuple[Node, list[Node]]] = []
+    entered: set[Node] = set()
+    stack: list[tuple[Node, list[Node] | None]] = []
+    if score.grad_fn is not None:
+        stack.append((source_edge(score)[0], None))
+    while stack:
+        node, successors = stack.pop()
+        if successors is not None:
+            order.append((node, successors))
+        elif node not in entered:
+            entered.add(node)
+            successors = []
+            stack.append((node, successors))
+            for function, _ in next_functions(node):
+                if function is not None:
+                    successors.append(function)
+                    if type(function) is not LEAF_NODE and function not in entered:
+                        stack.append((function, None))
+    return order
+
+
+def differentiate(
+    output: Tensor | GradientEdge,
+    inputs: Sequence[Tensor | GradientEdge],
+    weights: Tensor | None = None,
+    **options: bool,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of an output at some tensors or edges; None for one without influence on it.
+
+    Args:
+        output: A tensor that requires a gradient, or an edge.
+        inputs: The tensors or edges.
+        weights: The weights of the values of the output; None for a single value.
+        **options: As for `torch.autograd.grad`.
+
+    Raises:
+        NotApplicableError: A part of the model is checkpointed with use_reentrant=True.
+    """
+    ends: Any = inputs  # PyTorch declares tensors or edges, and takes both
+    try:
+        grads: tuple[Tensor | None, ...] = torch.autograd.grad(output, ends, weights, allow_unused=True, **options)
+    except RuntimeError as error:
+        nodes = _postorder(output) if isinstance(output, Tensor) else ()
+        if any(isinstance(node, CHECKPOINT_NODE) for node, _ in nodes):
+            raise NotApplicableError(REENTRANT) from error
+        raise
+    return grads

@@ -6,7 +6,7 @@ The classes of nodes are taken from probes, `type(torch.relu(t).grad_fn)`, becau
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -14,17 +14,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import Node
 
-from ..errors import NotApplicableError, TargetError
+from ..errors import NotApplicableError
 from . import autograd_graph as graph
 
-_REENTRANT = "a checkpoint with use_reentrant=True hides operations of the model; pass use_reentrant=False"
 _IN_PLACE = "so its gradient cannot be rewritten; use inplace=False"
-CUT = "the gradient is cut in between, for example by a quantised layer, detach or argmax"
-_FORWARD_ONLY = "methods that only run the model forwards, such as occlusion and rise, need no gradient"
-NO_GRADIENT = "the score has no gradient: the target or the model detaches it, or uses argmax or .item()"
-INDEPENDENT = f"no gradient of the score reaches the input: it does not depend on the input, or {CUT}; {_FORWARD_ONLY}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,49 +204,6 @@ def saturation_of(node: Any) -> Tensor | float | None:
     return highest
 
 
-def nodes_between(score: Tensor, x: Tensor) -> list[Node]:
-    """Return the nodes between `score` and `x` in the order of the backward pass.
-
-    Nodes that lead to parameters only are left out: a ReLU on a weight is not a nonlinearity of the network.
-
-    Raises:
-        TargetError: No gradient reaches `x`.
-    """
-    end = get_gradient_edge(x).node
-    reaching = {end}
-    order = []
-    for node, successors in _postorder(score):
-        if not reaching.isdisjoint(successors):
-            reaching.add(node)
-            order.append(node)
-    if not order:
-        raise TargetError(INDEPENDENT)
-    return order[::-1]
-
-
-def _postorder(score: Tensor) -> list[tuple[Node, list[Node]]]:
-    """Return the nodes reachable from `score`, with their successors, which come first; leaves are left out."""
-    order: list[tuple[Node, list[Node]]] = []
-    entered: set[Node] = set()
-    stack: list[tuple[Node, list[Node] | None]] = []
-    if score.grad_fn is not None:
-        stack.append((graph.source_edge(score)[0], None))
-    while stack:
-        node, successors = stack.pop()
-        if successors is not None:
-            order.append((node, successors))
-        elif node not in entered:
-            entered.add(node)
-            successors = []
-            stack.append((node, successors))
-            for function, _ in graph.next_functions(node):
-                if function is not None:
-                    successors.append(function)
-                    if type(function) is not graph.LEAF_NODE and function not in entered:
-                        stack.append((function, None))
-    return order
-
-
 def find_nonlinearities(score: Tensor, x: Tensor) -> Nonlinearities:
     """Find the nonlinearities between `score` and `x`: rectifiers, others, and nodes that may hide one.
 
@@ -263,7 +215,7 @@ def find_nonlinearities(score: Tensor, x: Tensor) -> Nonlinearities:
     rectifiers: list[Nonlinearity] = []
     others: list[Nonlinearity] = []
     hidden: Counter[str] = Counter()
-    for node in nodes_between(score, x):
+    for node in graph.nodes_between(score, x):
         if type(node) in _transparent:
             continue
         kind = _kind_of(graph.inner_node(node))
@@ -276,39 +228,11 @@ def find_nonlinearities(score: Tensor, x: Tensor) -> Nonlinearities:
     return Nonlinearities(rectifiers, others, hidden)
 
 
-def differentiate(
-    output: Tensor | GradientEdge,
-    inputs: Sequence[Tensor | GradientEdge],
-    weights: Tensor | None = None,
-    **options: bool,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of an output at some tensors or edges; None for one without influence on it.
-
-    Args:
-        output: A tensor that requires a gradient, or an edge.
-        inputs: The tensors or edges.
-        weights: The weights of the values of the output; None for a single value.
-        **options: As for `torch.autograd.grad`.
-
-    Raises:
-        NotApplicableError: A part of the model is checkpointed with use_reentrant=True.
-    """
-    ends: Any = inputs  # PyTorch declares tensors or edges, and takes both
-    try:
-        grads: tuple[Tensor | None, ...] = torch.autograd.grad(output, ends, weights, allow_unused=True, **options)
-    except RuntimeError as error:
-        nodes = _postorder(output) if isinstance(output, Tensor) else ()
-        if any(isinstance(node, graph.CHECKPOINT_NODE) for node, _ in nodes):
-            raise NotApplicableError(_REENTRANT) from error
-        raise
-    return grads
-
-
 def require_visible(node: Node) -> None:
     """Raise NotApplicableError if a node represents a part of the model: checkpointed, compiled or scripted."""
     name = node.name()
     if isinstance(node, graph.CHECKPOINT_NODE):
-        raise NotApplicableError(_REENTRANT)
+        raise NotApplicableError(graph.REENTRANT)
     if name.startswith("CompiledFunction"):
         raise NotApplicableError(
             "a part of the model is compiled, which hides its operations; pass it without torch.compile"

@@ -27,9 +27,8 @@ from saliency import (
     explain_together,
 )
 from saliency.attribution.forward import Needs, SharedForward
-from saliency.hooks.autograd_graph import saved
+from saliency.hooks.autograd_graph import nodes_between, saved
 from saliency.hooks.operations import SavedValues
-from saliency.hooks.rectifiers import nodes_between
 from saliency.testing.case import images, tiny_model
 from tests.models import FunctionModel, small_vgg
 from tests.relevance.vision_transformers import MODELS

@@ -18,7 +18,7 @@ from saliency import CPLRP, AttnLRP, SaliencyWarning, probability
 from saliency.attribution.explanation import Explanation
 from saliency.attribution.forward import SharedForward
 from saliency.attribution.questions import Questions
-from saliency.hooks.rectifiers import nodes_between
+from saliency.hooks.autograd_graph import nodes_between
 from saliency.relevance.walk import Walk
 from saliency.targets.question import Images
 from tests.models import Checkpointed, FunctionModel, OwnForward, small_vit
