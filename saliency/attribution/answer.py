@@ -16,9 +16,18 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..errors import ImageError, MethodError, ModelError, NotApplicableError
-from ..hooks.call import arguments_of, bind_image, bound, current_call
+from ..hooks.call import (
+    arguments_of,
+    bind_image,
+    bound,
+    call,
+    current_call,
+    prepared_for_attribution,
+    reference_tensor,
+    run_model,
+)
 from ..hooks.manager import HookManager
-from ..hooks.model_state import call, prepared_for_attribution, reference_tensor, run_model, unwrap
+from ..hooks.model_attributes import unwrap
 from ..hooks.pytree import tree_tensors
 from ..io.canvas import TOLERANCE, Canvas, find_canvas
 from ..io.inputs import Batch, ImageLike, open_image, split_images

@@ -24,8 +24,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..aliases import known_keywords, refuse_keywords
 from ..errors import MethodError, NonFiniteError, TargetError, plural, warn
-from ..hooks.call import ForwardArgs, arguments_of
-from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
+from ..hooks.call import ForwardArgs, arguments_of, prepared_for_attribution, reference_tensor
+from ..hooks.model_attributes import model_attribute, unwrap
 from ..io.inputs import Batch, ImagesLike, Prepare, read
 from ..io.preprocess import WHOLE, Frame, PreprocessLike, Whole, as_preprocess, without_crop
 from ..layers.find import find

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ..axes import along_rows, at_least_float32, require_two_axes
 from ..errors import LayerError, NonFiniteError, TargetError, plural
-from ..hooks.call import ForwardArgs, arguments_of
+from ..hooks.call import ForwardArgs, arguments_of, prepared_for_attribution, reference_tensor
 from ..hooks.manager import HookManager
-from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
+from ..hooks.model_attributes import model_attribute, unwrap
 from ..io.inputs import ImagesLike, read
 from ..io.preprocess import Frame, Geometry, PreprocessLike, Whole, without_crop
 from ..layers.find import feature_layer, find

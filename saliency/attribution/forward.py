@@ -22,8 +22,8 @@ from ..errors import LayerError, MethodError, TargetError
 from ..hooks import autograd_graph as graph
 from ..hooks.attention import AttentionCall, find_attention, find_passages
 from ..hooks.autograd_graph import CUT, INDEPENDENT, NO_GRADIENT, differentiate, nodes_between
+from ..hooks.call import leaf, run_model
 from ..hooks.manager import HookManager, Rule
-from ..hooks.model_state import leaf, run_model
 from ..hooks.operations import OperationRecord, SavedValues
 from ..hooks.pytree import tree_tensors
 from ..hooks.rectifiers import Nonlinearities, find_nonlinearities

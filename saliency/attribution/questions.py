@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NonFiniteError, TargetError, warn
-from ..hooks.autograd_graph import ends_in_probability, forward_hook_ids, tensor_version
-from ..hooks.call import NO_ARGUMENTS, bind_image, bound, cache_of, current_call
+from ..hooks.autograd_graph import ends_in_probability, forward_hook_ids, tensor_version, unique_modules
+from ..hooks.call import NO_ARGUMENTS, bind_image, bound, cache_of, current_call, last_operation, leaf, run_model
 from ..hooks.dual_encoder import DualEncoder
-from ..hooks.model_state import last_operation, leaf, run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
 from ..io.inputs import Batch
 from ..io.preprocess import Frame, Geometry

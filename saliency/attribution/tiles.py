@@ -23,8 +23,7 @@ from torch import Tensor
 
 from ..axes import require_two_axes
 from ..errors import ImageError, MethodError, NotFoundError, TargetError
-from ..hooks.call import ForwardArgs, bound
-from ..hooks.model_state import reference_tensor
+from ..hooks.call import ForwardArgs, bound, reference_tensor
 from ..io.inputs import MAX_PIXELS, Batch, ImagesLike, Prepare, open_image, read, split_images
 from ..io.preprocess import Frame, Geometry, drawable, only_normalised
 from ..targets.box import BoxTarget

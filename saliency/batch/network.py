@@ -18,7 +18,7 @@ from ..attribution.base import METHODS, Attribution, explain_together, get_metho
 from ..attribution.explanation import Explanation
 from ..errors import USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotApplicableError
 from ..evaluation.trust import TrustCard, trust
-from ..hooks.model_state import is_out_of_memory, prepared_for_attribution, reference_tensor, run_model
+from ..hooks.call import is_out_of_memory, prepared_for_attribution, reference_tensor, run_model
 from ..io.inputs import Prepare
 from ..io.preprocess import Box, Frame, Geometry, Preprocess, Range, TransformPreprocess, drawable, locate
 from ..io.volumes import Volume, locate_volume, preprocess_volume, read_volume

@@ -17,7 +17,8 @@ from rich.text import Text
 from ..attribution.base import Attribution, get_method, source, summary
 from ..attribution.options import declared_options
 from ..errors import did_you_mean, visible
-from ..hooks.model_state import categories_of, prepared_for_attribution, reference_tensor
+from ..hooks.call import prepared_for_attribution, reference_tensor
+from ..hooks.model_attributes import categories_of
 from ..inspection import activation_statistics, gradient_statistics, layer_table
 from ..inspection.layer_table import LayerRow, LayerTable
 from ..io.inputs import read

@@ -36,9 +36,8 @@ from ..attribution.questions import Questions
 from ..axes import at_least_float32
 from ..errors import MethodError, TargetError
 from ..hooks.autograd_graph import INDEPENDENT, NO_GRADIENT, differentiate
-from ..hooks.call import bind_image, shown_images
+from ..hooks.call import bind_image, is_out_of_memory, leaf, run_model, shown_images
 from ..hooks.manager import HookManager
-from ..hooks.model_state import is_out_of_memory, leaf, run_model
 from ..hooks.rectifiers import Coverage
 from ..validation import check_integer, check_number
 from .estimates import Estimate

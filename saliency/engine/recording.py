@@ -21,8 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import LayerError
 from ..hooks.autograd_graph import MemoryMode
+from ..hooks.call import is_out_of_memory, run_model
 from ..hooks.manager import HookManager
-from ..hooks.model_state import is_out_of_memory, run_model
 from ..hooks.operations import Op, as_results, written
 from ..hooks.pytree import first_tensor, tree_leaves, tree_map_tensors, tree_tensors, trees_agree
 from ..layers.find import find

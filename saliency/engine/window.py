@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..hooks.model_state import run_model
+from ..hooks.call import run_model
 from ..hooks.operations import Op, as_results, named_arguments
 from .recording import PartialForward, Program, Replay, ReplayMismatch, ReplayStep, Tape
 

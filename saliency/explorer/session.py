@@ -47,8 +47,8 @@ from ..errors import (
     TargetError,
 )
 from ..evaluation.trust import missing_properties, trust
+from ..hooks.call import prepared_for_attribution, run_model
 from ..hooks.dual_encoder import DualEncoder
-from ..hooks.model_state import prepared_for_attribution, run_model
 from ..io.atomic_write import SOFTWARE
 from ..io.inputs import Batch, ImagesLike, decode, encode, open_image, split_images
 from ..io.png import encode_png

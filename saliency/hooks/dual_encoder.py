@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ..errors import ModelError, plural, warn
 from ..targets.question import Prompt
 from .autograd_graph import tensor_version
-from .model_state import model_attribute, prepared_for_attribution
+from .call import prepared_for_attribution
+from .model_attributes import model_attribute
 
 _MOST_QUOTED = 60  # characters of a text in a warning
 # By model: the state of its weights, and the embeddings of its prompts in that state.

@@ -20,9 +20,9 @@ from ..axes import require_two_axes
 from ..errors import LayerError, NotApplicableError, TargetError, plural, warn
 from ..hooks.attention import AttentionCall, fuse_heads
 from ..hooks.autograd_graph import sequence_nr
-from ..hooks.call import ForwardArgs, arguments_of, bind_image, shown_images
+from ..hooks.call import ForwardArgs, arguments_of, bind_image, prepared_for_attribution, reference_tensor, shown_images
 from ..hooks.manager import HookManager, is_hookable
-from ..hooks.model_state import categories_of, model_attribute, prepared_for_attribution, reference_tensor, unwrap
+from ..hooks.model_attributes import categories_of, model_attribute, unwrap
 from ..io.inputs import Batch, ImagesLike, read
 from ..layers.layout import Layout, token_layout
 from ..layers.positions import PositionTrace

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..errors import LayerError, MethodError, NotApplicableError, warn
 from ..hooks import autograd_graph as graph
 from ..hooks.manager import HookManager, is_hookable
-from ..hooks.model_state import unwrap
+from ..hooks.model_attributes import unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..layers.find import named_layers
 from ..validation import check_choice

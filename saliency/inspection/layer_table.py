@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
-from ..hooks.autograd_graph import DispatchMode
+from ..hooks.autograd_graph import DispatchMode, unique_modules
+from ..hooks.call import prepared_for_attribution
 from ..hooks.manager import HookManager
-from ..hooks.model_state import prepared_for_attribution, unique_modules, unwrap
+from ..hooks.model_attributes import unwrap
 from ..hooks.pytree import first_tensor, tree_tensors
 from ..tables import Column, Shapes, Table, shape_text, share, si
 from ..validation import check_integer

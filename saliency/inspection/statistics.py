@@ -18,8 +18,9 @@ from ..attribution.questions import target_of
 from ..axes import at_least_float32
 from ..errors import ImageError, LayerError, TargetError, plural
 from ..hooks.autograd_graph import differentiate, ends_in_probability, this_backward
+from ..hooks.call import leaf, prepared_for_attribution
 from ..hooks.manager import HookManager
-from ..hooks.model_state import categories_of, leaf, prepared_for_attribution
+from ..hooks.model_attributes import categories_of
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..tables import Column, Table, number, share
 from ..targets.question import Categories, Images

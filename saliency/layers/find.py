@@ -17,9 +17,8 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from ..axes import as_text
 from ..errors import LayerError, TargetError, closest, warn
 from ..hooks.autograd_graph import combines_channels, differentiate, reached_nodes, source_edge, unique_modules
-from ..hooks.call import bind_image, cache_of, has_forward_args
+from ..hooks.call import bind_image, cache_of, has_forward_args, leaf, run_model
 from ..hooks.manager import HookManager
-from ..hooks.model_state import leaf, run_model
 from ..hooks.pytree import first_tensor, tree_tensors
 from ..targets.targets import output_tensor
 from .layout import GIVE_LAYOUT, Layout, given_layout, is_channels_first, layout_from, token_layout, traced_layout

@@ -14,7 +14,7 @@ from ..attribution.options import ConvertedOption, Option
 from ..axes import at_least_float32, require_two_axes
 from ..engine.estimates import generator
 from ..engine.multi_pass import ImageAttribution, Passes, TimedAttribution
-from ..hooks.model_state import leaf
+from ..hooks.call import leaf
 from ..validation import check_choice, check_integer, check_number, check_numbers
 from .baselines import Diffusion
 

@@ -22,9 +22,8 @@ from ..axes import at_least_float32, resize
 from ..engine.multi_pass import ImageAttribution, stack_images
 from ..errors import warn
 from ..hooks.autograd_graph import Gradients, next_functions, result_shape
-from ..hooks.call import bind_image
+from ..hooks.call import bind_image, run_model
 from ..hooks.manager import HookManager
-from ..hooks.model_state import run_model
 from ..hooks.operations import ACTIVATIONS, HOMOGENEOUS, PLAIN, Operation, SavedValues, is_batch_norm, is_view
 from ..layers.find import trace_layers
 from ..layers.layout import layout_from

@@ -15,8 +15,8 @@ from ..attribution.options import Option
 from ..axes import resize, spatial
 from ..engine.multi_pass import ImageAttribution, Passes, TimedAttribution
 from ..errors import NotApplicableError, TargetError
+from ..hooks.call import run_model
 from ..hooks.manager import HookManager
-from ..hooks.model_state import run_model
 from ..hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
 from ..validation import check_choice, check_flag, check_integer
 from .cam import is_close, linear_head

@@ -17,8 +17,7 @@ from ..attribution.passes import chunk_size
 from ..axes import at_least_float32
 from ..engine.estimates import normal
 from ..errors import MethodError, TargetError, plural
-from ..hooks.call import NO_ARGUMENTS
-from ..hooks.model_state import prepared_for_attribution, run_model
+from ..hooks.call import NO_ARGUMENTS, prepared_for_attribution, run_model
 from ..io.inputs import Batch, ImagesLike
 from ..targets.embedding import Measure, Similarity, similarity
 from ..targets.question import Images, Together

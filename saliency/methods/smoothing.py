@@ -27,7 +27,7 @@ from ..engine.multi_pass import (
     from_estimate,
 )
 from ..errors import MethodError
-from ..hooks.model_state import unwrap
+from ..hooks.model_attributes import unwrap
 from ..io.inputs import Batch
 from ..targets.question import Target
 from ..validation import check_flag, check_number, check_numbers

@@ -15,9 +15,10 @@ from ..attribution.base import get_method
 from ..attribution.explanation import Explanation
 from ..axes import at_least_float32
 from ..errors import ImageError, LayerError, MethodError, ModelError
+from ..hooks.call import prepared_for_attribution, reference_tensor, run_model
 from ..hooks.dual_encoder import DualEncoder, LateInteraction
 from ..hooks.manager import HookManager
-from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, run_model, unwrap
+from ..hooks.model_attributes import model_attribute, unwrap
 from ..io.atomic_write import atomic_write
 from ..io.inputs import ImageLike, read
 from ..layers.find import attention_layout

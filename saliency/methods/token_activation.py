@@ -15,9 +15,8 @@ from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.questions import Questions
 from ..axes import at_least_float32
 from ..errors import NotApplicableError
-from ..hooks.call import forward_args, shown_images
+from ..hooks.call import call, forward_args, shown_images
 from ..hooks.manager import HookManager
-from ..hooks.model_state import call
 from ..targets.targets import output_tensor
 from ..targets.words import WordScore
 

@@ -16,7 +16,7 @@ from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
 from ..hooks.autograd_graph import DispatchMode, differentiate, next_functions, nodes_between, result_shape
-from ..hooks.model_state import leaf
+from ..hooks.call import leaf
 from ..hooks.operations import Operation, SavedValues, WeakResult, as_results
 from ..hooks.pytree import tree_map
 from .token_attention import AttentionMap, TokenAttention

@@ -26,7 +26,7 @@ from ..attribution.heatmap import heatmap, reduce_channels, resized
 from ..attribution.questions import Questions, cached_serial_reason
 from ..engine.multi_pass import MOST_PASSES, MultiPassAttribution, SampledAttribution, TimedAttribution
 from ..errors import MethodError, NotApplicableError, SaliencyError, TargetError, optional_import
-from ..hooks.model_state import prepared_for_attribution, run_model
+from ..hooks.call import prepared_for_attribution, run_model
 from ..hooks.tracing import tracing
 from ..io.atomic_write import is_stream
 from ..io.inputs import ImagesLike

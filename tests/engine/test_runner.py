@@ -30,7 +30,7 @@ from saliency.engine.multi_pass import (
     from_estimate,
 )
 from saliency.errors import SaliencyWarning
-from saliency.hooks.model_state import is_out_of_memory, prepared_for_attribution
+from saliency.hooks.call import is_out_of_memory, prepared_for_attribution
 from saliency.targets.question import Images
 from saliency.testing import images, tiny_model, tiny_model_for
 from tests.models import Interrupting, Packed

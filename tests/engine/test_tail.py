@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import saliency
 from saliency.engine.recording import Program, TailForward
 from saliency.errors import LayerError, ModelError
+from saliency.hooks.call import prepared_for_attribution
 from saliency.hooks.manager import HookManager
-from saliency.hooks.model_state import prepared_for_attribution
 from saliency.hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
 from tests.models import small_vit
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from saliency.engine.window import PATCH_RULES, Kernel, WindowForward, pointwise
-from saliency.hooks.model_state import prepared_for_attribution
+from saliency.hooks.call import prepared_for_attribution
 from saliency.hooks.pytree import tree_tensors
 from tests.models import small_vit
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from saliency import Attribution, GradCAM, GuidedBackprop
-from saliency.hooks import model_state
+from saliency.hooks import call as call_state
 from saliency.hooks.manager import active_scopes
 from saliency.inspection import edit_activations, edit_gradients
 from saliency.inspection.record import record
@@ -56,8 +56,8 @@ def rebuilt() -> tuple[nn.Module, list[Attribution]]:
 def reset_process() -> None:
     """Reset the state of the process too, or one interrupt in a finalizer would count in all later runs."""
     active_scopes.scopes.clear()
-    model_state._eager_holders.clear()
-    model_state._eager_stance.clear()
+    call_state._eager_holders.clear()
+    call_state._eager_stance.clear()
     torch.compiler.set_stance("default")
 
 

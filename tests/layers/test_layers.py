@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import EigenCAM, FusedCAM, GradCAM, LayerError, NotApplicableError, TargetError
-from saliency.hooks.model_state import prepared_for_attribution
+from saliency.hooks.call import prepared_for_attribution
 from saliency.inspection import layer_table
 from saliency.inspection.arguments import select_layers
 from saliency.io.preprocess import Preprocess

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saliency import METHODS, AttentionRollout, CheferAttention, GradCAM, HiResCAM, LayerError
-from saliency.hooks.model_state import prepared_for_attribution
+from saliency.hooks.call import prepared_for_attribution
 from saliency.layers.find import attention_layout, scan_layers
 from saliency.layers.layout import Layout
 from saliency.layers.positions import PositionTrace

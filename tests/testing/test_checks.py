@@ -19,7 +19,7 @@ from saliency import METHODS, Attribution, GradCAM, NotApplicableError, TargetEr
 from saliency.attribution.base import get_method, source, summary
 from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.questions import Questions
-from saliency.hooks.model_state import leaf, run_model
+from saliency.hooks.call import leaf, run_model
 from saliency.methods.cam import WeightedCAM
 from saliency.metrics import Metric, Outcome
 from saliency.targets.targets import ClassTarget

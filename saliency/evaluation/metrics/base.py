@@ -21,8 +21,7 @@ from ...attribution.options import Chunk, HasOptions, declared_options
 from ...attribution.questions import Questions
 from ...engine.estimates import generator
 from ...errors import MethodError, did_you_mean, errors_as
-from ...hooks.call import arguments_of, bound
-from ...hooks.model_state import prepared_for_attribution, run_model
+from ...hooks.call import arguments_of, bound, prepared_for_attribution, run_model
 from ...io.inputs import Batch, ImagesLike
 from ...methods.gradient import VanillaGradient
 from ...targets.box import BoxTarget

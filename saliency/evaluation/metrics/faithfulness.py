@@ -26,8 +26,8 @@ from ...attribution.options import ConvertedOption, Option
 from ...attribution.questions import Questions
 from ...engine.estimates import generator, tied_ranks
 from ...engine.multi_pass import MakeInputs, Passes, check_chunk
+from ...hooks.call import run_model
 from ...hooks.manager import HookManager
-from ...hooks.model_state import run_model
 from ...io.inputs import Batch, encode
 from ...methods.baselines import Fill, Filler, FillOption, GivenImages
 from ...methods.gradient import VanillaGradient

@@ -24,8 +24,8 @@ from ...attribution.heatmap import resized
 from ...attribution.options import Option
 from ...engine.estimates import generator
 from ...errors import MethodError, TargetError
+from ...hooks.call import prepared_for_attribution, run_model
 from ...hooks.manager import HookManager
-from ...hooks.model_state import prepared_for_attribution, run_model
 from ...layers.find import default_layer, find
 from ...targets.question import Images
 from ...targets.targets import TargetLike, class_scores

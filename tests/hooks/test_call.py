@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import GradCAM, GuidedBackprop, ImageError, LayerError, ModelError, TargetError, VanillaGradient
+from saliency.hooks.call import leaf, prepared_for_attribution, reference_tensor, run_model
 from saliency.hooks.manager import HookManager
-from saliency.hooks.model_state import leaf, prepared_for_attribution, reference_tensor, run_model, unwrap
+from saliency.hooks.model_attributes import unwrap
 from saliency.testing import tiny_model
 from saliency.testing.case import images
 from tests.models import PooledNet, Raises
@@ -592,7 +593,7 @@ def test_a_model_without_preprocessing_is_offered_no_constants() -> None:
 MAPPED_BLOCKS = """
 import ctypes
 import torch
-from saliency.hooks.model_state import prepared_for_attribution
+from saliency.hooks.call import prepared_for_attribution
 
 class Counters(ctypes.Structure):  # mallinfo2(3)
     _fields_ = [("before", ctypes.c_size_t * 3), ("hblks", ctypes.c_size_t), ("after", ctypes.c_size_t * 6)]
