@@ -21,7 +21,6 @@ from ..hooks.call import (
     bind_image,
     bound,
     call,
-    current_call,
     prepared_for_attribution,
     reference_tensor,
     run_model,
@@ -180,12 +179,6 @@ class Answer(Batch):
     def __repr__(self) -> str:
         """Return the answer and the number of images."""
         return f"<Answer {self.text!r} about {len(self.inputs)} image{'s' * (len(self.inputs) > 1)}>"
-
-
-def explained_answer() -> Answer | None:
-    """Return the answer that is explained; None if it is an image."""
-    batch = current_call().batch
-    return batch if isinstance(batch, Answer) else None
 
 
 def generate(

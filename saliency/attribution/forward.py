@@ -30,8 +30,8 @@ from ..hooks.rectifiers import Nonlinearities, find_nonlinearities
 from ..layers.find import find, layout_of
 from ..layers.layout import Layout
 from ..validation import check_choice, check_integer
-from .answer import explained_answer
-from .questions import Questions
+from .answer import Answer
+from .questions import Questions, explained_answer
 
 T = TypeVar("T")
 
@@ -92,9 +92,9 @@ class Needs:
 
 
 @lru_cache
-def needs_at(needs: Needs, layers: tuple[str, ...]) -> Needs:
-    """Return the same needs at other layers."""
-    return replace(needs, layers=layers)
+def needs_with(needs: Needs, **changes: Any) -> Needs:
+    """Return needs with some other values."""
+    return replace(needs, **changes)
 
 
 class SharedForward:
@@ -128,7 +128,8 @@ class SharedForward:
             for name in needs.layers:
                 if name not in captured:
                     captured[name] = hooks.capture(_submodule(model, name), record=starts)
-            self.embeddings = _capture_embeddings(hooks, model, self.x) if needs.gradients == "input" else []
+            answer = explained_answer() if needs.gradients == "input" else None
+            self.embeddings = _capture_embeddings(hooks, answer, self.x) if answer else []
             with torch.set_grad_enabled(needs.gradients == "input"), self.recording():
                 self.output: Any = run_model(model, self.x)
         self.layers: dict[str, Tensor] = {}
@@ -389,10 +390,10 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
         return find(model, name)[1]
 
 
-def _capture_embeddings(hooks: HookManager, model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Return a list that receives the embeddings (N, L, D) of all tokens of an answer; it stays empty for an image."""
-    answer, captured = explained_answer(), list[Tensor]()
-    if answer is None or answer.reader is None:
+def _capture_embeddings(hooks: HookManager, answer: Answer, x: Tensor) -> list[Tensor]:
+    """Return a list that receives the embeddings (N, L, D) of all tokens of an answer."""
+    captured = list[Tensor]()
+    if answer.reader is None:
         return captured
     shape = (len(x), len(answer.is_image))
 
@@ -400,7 +401,7 @@ def _capture_embeddings(hooks: HookManager, model: nn.Module, x: Tensor) -> list
         found = (tensor for tensor in tree_tensors(arguments) if tensor.requires_grad and tensor.shape[:-1] == shape)
         captured[:] = captured or islice(found, 1)
 
-    hooks.around(model.get_submodule(answer.reader), begin, lambda token, output: None)
+    hooks.around(answer.model.get_submodule(answer.reader), begin, lambda token, output: None)
     return captured
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NonFiniteError, TargetError, warn
-from ..hooks.autograd_graph import ends_in_probability, forward_hook_ids, tensor_version, unique_modules
+from ..hooks.autograd_graph import ends_in_probability, modules_and_hooks, tensor_version, unique_modules
 from ..hooks.call import NO_ARGUMENTS, bind_image, bound, cache_of, current_call, last_operation, leaf, run_model
 from ..hooks.dual_encoder import DualEncoder
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
@@ -54,8 +54,7 @@ class CallImages(Images):
         read: Callable[[Any], Batch] | None = None,
     ) -> None:
         call = current_call()
-        answer = call.batch.answer_text if isinstance(call.batch, Answer) else None
-        super().__init__(len(x), categories, answer)
+        super().__init__(len(x), categories, call.batch.answer_text if isinstance(call.batch, Answer) else None)
         self._model, self._x, self._frames, self._read, self._logits = model, x, frames, read, call.logits
         self._rows: list[OutputRows] = []
 
@@ -239,6 +238,12 @@ def _unasked(output: Any) -> NoReturn:
 _UNASKED = Together([], _unasked)
 
 
+def explained_answer() -> Answer | None:
+    """Return the answer that is explained; None if it is an image."""
+    batch = current_call().batch
+    return batch if isinstance(batch, Answer) else None
+
+
 def target_of(target: TargetLike, images: Images) -> Target:
     """Return the target of a caller; by default the top class, or the whole answer."""
     if images.answer is not None and isinstance(target, int | str):
@@ -360,7 +365,7 @@ _serial_reasons: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, str]] = wea
 
 def cached_serial_reason(model: nn.Module, x: Tensor) -> str:
     """Return why passes cannot run together for a class, cached for the modules, their hooks and the image's shape."""
-    key = tuple(x.shape[1:]), x.dtype, x.device, _dtype_of(x), _identity(model)
+    key = tuple(x.shape[1:]), x.dtype, x.device, _dtype_of(x), modules_and_hooks(model)
     known: dict[Hashable, str] = cache_of(_serial_reasons, model)
     if key in known:
         return known[key]
@@ -379,17 +384,12 @@ def _ends_in_probability(model: nn.Module, x: Tensor, scores: Tensor) -> bool:
     The model runs once on one image; the answer is cached for its modules, their hooks and the size of the scores.
     """
     size = scores[0].numel()
-    key, known = (_identity(model), size), cache_of(_probabilities, model)
+    key, known = (modules_and_hooks(model), size), cache_of(_probabilities, model)
     if key not in known:
         with bind_image(0), torch.enable_grad():
             outputs = [part for part in tree_tensors(run_model(model, leaf(x[:1]))) if part.numel() == size]
             known[key] = any(map(ends_in_probability, outputs))
     return bool(known[key])
-
-
-def _identity(model: nn.Module) -> Hashable:
-    """Return a key that identifies the modules of a model and their hooks."""
-    return tuple((id(module), *forward_hook_ids(module)) for module in unique_modules(model))
 
 
 def has_batch_statistics(model: nn.Module) -> bool:

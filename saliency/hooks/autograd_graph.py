@@ -97,9 +97,12 @@ def remove_forward_hook(module: nn.Module, hook: object) -> None:
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def forward_hook_ids(module: nn.Module) -> tuple[int, ...]:
-    """Return the ids of the forward hooks and forward pre-hooks of a module, which are unique in the process."""
-    return (*module._forward_hooks, *module._forward_pre_hooks)
+def modules_and_hooks(model: nn.Module) -> tuple[int, ...]:
+    """Return the id of each module of a model, followed by the ids of its forward hooks, unique in the process."""
+    ids: list[int] = []
+    for module in unique_modules(model):
+        ids += (id(module), *module._forward_hooks, *module._forward_pre_hooks)
+    return tuple(ids)
 
 
 def global_module_hooks() -> Iterator[tuple[str, Mapping[int, Any]]]:

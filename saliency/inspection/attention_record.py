@@ -12,10 +12,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ..attribution.answer import Answer, explained_answer
+from ..attribution.answer import Answer
 from ..attribution.dense_features import cell_at
 from ..attribution.forward import Needs, SharedForward, TargetGradients
-from ..attribution.questions import CallImages, Questions
+from ..attribution.questions import CallImages, Questions, explained_answer
 from ..axes import require_two_axes
 from ..errors import LayerError, NotApplicableError, TargetError, plural, warn
 from ..hooks.attention import AttentionCall, fuse_heads

@@ -335,19 +335,26 @@ def _check_input(image: Tensor, prepare: Prepare, first: int) -> Tensor:
     x = image.detach().as_subclass(Tensor)
     x = x[None] if x.ndim == 3 else x
     # NaN and infinity show in the minimum or maximum. Checking these needs one transfer from the device for all images.
-    extremes = torch.stack([torch.stack(torch.aminmax(axes_in_memory_order(row))) for row in x]).tolist()
-    is_picture, warned = x.ndim == 4 and x.shape[1] in (1, 3, 4), False
-    for index, (low, high) in enumerate(extremes, start=first):
+    extremes: list[Tensor] = []
+    for row in x:
+        extremes += torch.aminmax(axes_in_memory_order(row))
+    ranges, is_warned = torch.stack(extremes).view(-1, 2).tolist(), x.ndim == 5 or x.shape[1] not in (1, 3, 4)
+    for index, (low, high) in enumerate(ranges, start=first):
         if not (math.isfinite(low) and math.isfinite(high)):
             raise NonFiniteError(f"image {index} holds NaN or infinity; it cannot be explained")
-        if is_picture and not warned and (white := _white_value(low, high, prepare)):
-            _warn_of_range(index, low, high, white, prepare)
-            warned = True
+        is_warned = is_warned or _warn_of_range(index, low, high, prepare)
     return x
 
 
-def _warn_of_range(index: int, low: float, high: float, white: int, prepare: Prepare) -> None:
-    """Warn of a float tensor whose values are in the range of an image, not of the model's input."""
+def _warn_of_range(index: int, low: float, high: float, prepare: Prepare) -> bool:
+    """Warn of a float tensor whose values are in the range of an image, not of the model's input, and return True."""
+    white = 0  # in an image of that range
+    if low >= 0 and 20 < high <= 255 and (prepare is None or high > 1.001 * prepare.input_range[1]):
+        white = 255
+    elif 0 <= low < high <= 1 and prepare is not None and prepare.input_range[0] < 0:
+        white = 1
+    if not white:
+        return False
     std = "(1 / 255,) * 3" if white == 255 else "(1, 1, 1)"
     gives = "" if prepare is None else ", but preprocessing gives {:.3g}..{:.3g}".format(*prepare.input_range)
     warn(
@@ -355,13 +362,7 @@ def _warn_of_range(index: int, low: float, high: float, white: int, prepare: Pre
         "normalisation, and is used as the model's own input. Pass a uint8 image, or normalise the tensor. "
         f"If the model takes 0..{white}, declare it: preprocess=saliency.Preprocess(mean=(0, 0, 0), std={std})"
     )
-
-
-def _white_value(low: float, high: float, prepare: Prepare) -> int | None:
-    """Return the value of white in an image of that range, 1 or 255; None for the range of a normalised input."""
-    if low >= 0 and 20 < high <= 255 and (prepare is None or high > 1.001 * prepare.input_range[1]):
-        return 255
-    return 1 if 0 <= low < high <= 1 and prepare is not None and prepare.input_range[0] < 0 else None
+    return True
 
 
 def axes_in_memory_order(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..attribution.base import Attribution, TracedAttribution
 from ..attribution.explanation import BatchAttribution, Sign
-from ..attribution.forward import Needs, TargetGradients, needs_at
+from ..attribution.forward import Needs, TargetGradients, needs_with
 from ..attribution.options import Option, PositionalOption
 from ..attribution.questions import Questions
 from ..axes import along_rows, at_least_float32, max_pool, on_finest_grid, spatial
@@ -89,7 +89,7 @@ class LayerAttribution(TracedAttribution):
         layers = (self.layer,) if isinstance(self.layer, str) else self.layer
         if layers is None and self.reads_levels:
             layers = default_layers(self.model, x, target)
-        return needs_at(self.needs, layers or (default_layer(self.model, x, target),))
+        return needs_with(self.needs, layers=layers or (default_layer(self.model, x, target),))
 
 
 def summed_levels(maps: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..attribution.base import Attribution, TracedAttribution
 from ..attribution.explanation import BatchAttribution
-from ..attribution.forward import Needs, SharedForward, TargetGradients, needs_at, no_gradient_message
+from ..attribution.forward import Needs, SharedForward, TargetGradients, needs_with, no_gradient_message
 from ..attribution.options import Option, PositionalOption
 from ..attribution.questions import Questions
 from ..axes import on_finest_grid, resize, spatial
@@ -98,7 +98,7 @@ class _LayerFusion(TracedAttribution):
 
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the named layers, those that enter a detector's head, or the last of each of three resolutions."""
-        return needs_at(self.needs, self.layers or layers_by_resolution(self.model, x, target))
+        return needs_with(self.needs, layers=self.layers or layers_by_resolution(self.model, x, target))
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Combine the scaled maps of the layers."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from ..attribution.base import TracedAttribution
 from ..attribution.explanation import BatchAttribution
-from ..attribution.forward import Needs, TargetGradients
+from ..attribution.forward import Needs, TargetGradients, needs_with
 from ..attribution.options import Option, PerImage
 from ..attribution.questions import Questions
 from ..axes import at_least_float32
@@ -75,7 +74,7 @@ class DeepLIFT(TracedAttribution):
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the values that the rules read."""
         # Only gradients of unknown operations read the values of linear operations.
-        return replace(self.needs, values=SavedValues.CHANGES if self.unknown == "refuse" else SavedValues.ALL)
+        return needs_with(self.needs, values=SavedValues.CHANGES if self.unknown == "refuse" else SavedValues.ALL)
 
     def references(self, x: Tensor) -> Tensor:
         """Return the baselines (K, N, C, H, W) of a batch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
+from operator import attrgetter
 from typing import Literal, get_args
 
 import torch
@@ -101,15 +102,15 @@ class RectifiedGradient(TracedAttribution):
         others = nonlinearities.others if self.smooth == "positive" else []
         passed = [] if self.smooth == "positive" else nonlinearities.others
         rewritten = [*nonlinearities.rectifiers, *others]
-        self._require_nonlinearities(nonlinearities, rewritten)
+        if not rewritten or nonlinearities.hidden:
+            self._doubt(nonlinearities, rewritten)
         rules = [(own.node, self.rule_for(own, images)) for own in nonlinearities.rectifiers]
-        values = grads.rewritten_gradient([*rules, *((own.node, _positive_signal) for own in others)])
+        rules += [(own.node, _positive_signal) for own in others]
+        values = grads.rewritten_gradient(rules)
         return values, Coverage(_by_kind(rewritten), _by_kind(passed), dict(nonlinearities.hidden))
 
-    def _require_nonlinearities(self, nonlinearities: Nonlinearities, rewritten: list[Nonlinearity]) -> None:
+    def _doubt(self, nonlinearities: Nonlinearities, rewritten: list[Nonlinearity]) -> None:
         """Raise if no nonlinearity has a rule; warn if a hand-written ReLU may have been missed."""
-        if rewritten and not nonlinearities.hidden:
-            return
         hidden = ", ".join(f"{n} {kind}" for kind, n in nonlinearities.hidden.items())
         if not rewritten:
             kinds = ", ".join(f"{n} {kind}" for kind, n in _by_kind(nonlinearities.others).items())
@@ -253,4 +254,4 @@ def _nearest_percentile(values: Tensor, percentile: float, images: int) -> Tenso
 
 
 def _by_kind(nonlinearities: list[Nonlinearity]) -> dict[str, int]:
-    return dict(Counter([nonlinearity.kind for nonlinearity in nonlinearities]))
+    return dict(Counter(map(attrgetter("kind"), nonlinearities)))

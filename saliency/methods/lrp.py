@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from ..attribution.answer import Answer, explained_answer
+from ..attribution.answer import Answer
 from ..attribution.base import TracedAttribution
 from ..attribution.explanation import BatchAttribution, Sign
-from ..attribution.forward import Needs, TargetGradients, no_gradient_message
+from ..attribution.forward import Needs, TargetGradients, needs_with, no_gradient_message
 from ..attribution.options import ConvertedOption, Option, PositionalOption
-from ..attribution.questions import Questions
+from ..attribution.questions import Questions, explained_answer
 from ..axes import along_rows, at_least_float32
 from ..errors import LayerError, MethodError, warn
 from ..hooks.autograd_graph import Gradients, result_spec
@@ -105,7 +105,7 @@ class RelevancePropagation(TracedAttribution):
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the layers whose relevance is restricted, and the one whose relevance is read, if any."""
         layer = self.read_layer(x, target)
-        return replace(self.needs, layers=(*self._through, *([] if layer is None else [layer])))
+        return needs_with(self.needs, layers=(*self._through, *([] if layer is None else [layer])))
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Propagate the relevance of the scores."""
@@ -348,7 +348,7 @@ class LRP(PixelRelevance):
             return needs
         is_nonlinear = any(isinstance(rule, NonlinearRule) for rule in self.composite.rules.values())
         values = SavedValues.ALL if is_nonlinear else needs.values  # the operands of ReLUs too
-        return replace(needs, values=values, modules=tuple(chain(*self.composite.layers(self.model).values())))
+        return needs_with(needs, values=values, modules=tuple(chain(*self.composite.layers(self.model).values())))
 
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the given composite; by default the composite for the network's kind."""
@@ -399,7 +399,7 @@ class AttnLRP(PixelRelevance):
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the layers, and the values that the rules read."""
         values = SavedValues.LINEAR if self._composite.rules else SavedValues.ACTIVATIONS
-        return replace(super().needs_for(x, target), values=values)
+        return needs_with(super().needs_for(x, target), values=values)
 
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the rules of the options."""

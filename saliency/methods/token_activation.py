@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attribution.answer import Answer, explained_answer
+from ..attribution.answer import Answer
 from ..attribution.base import Attribution
 from ..attribution.explanation import BatchAttribution, Sign
-from ..attribution.questions import Questions
+from ..attribution.questions import Questions, explained_answer
 from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.call import call, forward_args, shown_images

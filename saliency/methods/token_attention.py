@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import dropwhile, takewhile
 from typing import ClassVar, Literal, cast, get_args
@@ -15,13 +14,13 @@ from typing import ClassVar, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from ..attribution.answer import Answer, explained_answer
+from ..attribution.answer import Answer
 from ..attribution.base import TracedAttribution
 from ..attribution.dense_features import outlying
 from ..attribution.explanation import BatchAttribution, Sign
-from ..attribution.forward import Needs, TargetGradients
+from ..attribution.forward import Needs, TargetGradients, needs_with
 from ..attribution.options import Option
-from ..attribution.questions import Questions
+from ..attribution.questions import Questions, explained_answer
 from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_passages, fuse_heads, is_chain
@@ -189,7 +188,7 @@ class AttentionMap(TracedAttribution):
         """Return the needs. For an answer, they name the language model, to find its calls of attention."""
         answer = explained_answer()
         reader = None if answer is None else answer.reader
-        return self.needs if reader is None else replace(self.needs, modules=(reader,))
+        return self.needs if reader is None else needs_with(self.needs, modules=(reader,))
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the relevance of the patches."""
