@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,12 @@ def module_name(path: Path) -> str:
 
 
 MODULES = {module_name(path): path for path in sorted(HOME.rglob("*.py"))}
-PARSED = {name: ast.parse(path.read_text("utf-8")) for name, path in MODULES.items()}
+
+
+@cache
+def parsed() -> dict[str, ast.Module]:
+    """The syntax tree of each module, parsed once."""
+    return {name: ast.parse(path.read_text("utf-8")) for name, path in MODULES.items()}
 
 
 def imports(name: str, *, lazy: bool = True) -> Iterator[str]:
@@ -70,7 +76,7 @@ def imports(name: str, *, lazy: bool = True) -> Iterator[str]:
     package = f"saliency.{name}".rstrip(".")
     if MODULES[name].name != "__init__.py":
         package = package.rpartition(".")[0]
-    for node in ast.walk(PARSED[name]) if lazy else at_import(PARSED[name]):
+    for node in ast.walk(parsed()[name]) if lazy else at_import(parsed()[name]):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -140,14 +146,14 @@ def test_the_walk_sees_an_import_that_goes_up(monkeypatch: pytest.MonkeyPatch) -
         ("errors", "def f():\n    from saliency import overlay", "errors imports"),
         ("methods.cam", "from ..render.overlay import overlay", r"methods\.cam imports up"),
     ):
-        monkeypatch.setitem(PARSED, name, ast.parse(source))
+        monkeypatch.setitem(parsed(), name, ast.parse(source))
         with pytest.raises(AssertionError, match=message):
             assert_imports_go_down(name)
 
 
 def test_the_walk_sees_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PARSED, "methods.cam", ast.parse("from .gradient import VanillaGradient"))
-    monkeypatch.setitem(PARSED, "methods.gradient", ast.parse("def f():\n    from .cam import GradCAM"))
+    monkeypatch.setitem(parsed(), "methods.cam", ast.parse("from .gradient import VanillaGradient"))
+    monkeypatch.setitem(parsed(), "methods.gradient", ast.parse("def f():\n    from .cam import GradCAM"))
     with pytest.raises(AssertionError, match=r"a cycle among .*methods\.cam"):
         test_no_module_imports_itself_through_others()
 
@@ -250,7 +256,7 @@ def is_attribute_of_torch(name: str) -> bool:
 
 def test_private_names_of_torch_are_in_one_file() -> None:
     for name in MODULES.keys() - {PRIVATE_NAMES_OF_TORCH}:
-        assert not list(private_names_of_torch(PARSED[name])), name
+        assert not list(private_names_of_torch(parsed()[name])), name
 
 
 def test_the_check_sees_a_private_name_of_torch() -> None:
@@ -331,7 +337,7 @@ def test_every_error_is_public() -> None:
 
 
 def test_everything_public_says_what_it_is() -> None:
-    for name, tree in PARSED.items():
+    for name, tree in parsed().items():
         assert ast.get_docstring(tree), f"{name} has no docstring"
         for node in public(tree):
             doc = ast.get_docstring(node)
@@ -353,16 +359,15 @@ def public(
             yield from public(node)
 
 
-CALLS = [
-    (name, node, ast.unparse(node.func))
-    for name, tree in PARSED.items()
-    for node in ast.walk(tree)
-    if isinstance(node, ast.Call)
-]
+@cache
+def calls() -> list[tuple[str, ast.Call, str]]:
+    """All calls: the module, the node, and the text of what is called."""
+    nodes = ((name, node) for name, tree in parsed().items() for node in ast.walk(tree))
+    return [(name, node, ast.unparse(node.func)) for name, node in nodes if isinstance(node, ast.Call)]
 
 
 def test_the_library_prints_nothing_and_runs_no_text() -> None:
-    for name, _, called in CALLS:
+    for name, _, called in calls():
         assert called not in ("breakpoint", "exec", "eval"), name
         assert called != "print" or name.startswith("cli"), name
 
@@ -376,7 +381,7 @@ WHOLE_OR_AS_GIVEN = ("arange", "as_tensor", "asarray", "randint", "randperm", "t
 
 def test_every_new_tensor_names_its_device_and_type() -> None:
     """The defaults of `torch.set_default_device` and `torch.set_default_dtype` are for the user's tensors."""
-    for name, node, called in CALLS:
+    for name, node, called in calls():
         if called not in [f"torch.{constructor}" for constructor in CONSTRUCTORS]:
             continue
         lacking = {"device", "dtype"} - {keyword.arg for keyword in node.keywords}
@@ -387,7 +392,7 @@ def test_every_new_tensor_names_its_device_and_type() -> None:
 
 def test_the_model_is_evaluated_by_its_lease_alone_and_never_by_backward() -> None:
     """No other code calls `.eval()`, none `.backward()`, and the manager alone registers hooks."""
-    for name, node, _ in CALLS:
+    for name, node, _ in calls():
         if not isinstance(node.func, ast.Attribute) or name.startswith("testing"):
             continue
         method = node.func.attr
