@@ -34,7 +34,7 @@ class Mistake:
 
 MISTAKES = (
     Mistake(
-        "hooks act in other threads",
+        "hooks on leaves act in other threads",
         "hooks/manager.py",
         "not self.closed and (is_engine_thread or threading.get_ident() == self.thread)",
         "not self.closed",

@@ -17,7 +17,8 @@ def of_each_family(names: Iterable[str] = METHODS) -> list[Any]:
     A family is a file under `saliency/methods`. The method with the most base classes stands for it, because base
     classes keep the promises that hold for every method.
     """
-    names = sorted(names, key=lambda name: METHODS[name].__module__)
+    order = list(METHODS)
+    names = sorted(names, key=lambda name: (METHODS[name].__module__, order.index(name)))
     families = [list(family) for _, family in groupby(names, lambda name: METHODS[name].__module__)]
     chosen = {max(family, key=lambda name: len(METHODS[name].__mro__)) for family in families}
     return [case(name, by_default=name in chosen) for name in names]
