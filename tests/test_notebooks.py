@@ -20,8 +20,7 @@ from PIL import Image
 from notebooks import checks
 from notebooks.__main__ import main
 from notebooks.pages import HOME, CellError, execute, notebook_of, pages, read, tidy, write
-
-pytestmark = pytest.mark.slow
+from tests.selection import case
 
 MIB = 2**20
 EACH_PAGE = pytest.mark.parametrize("script", pages(), ids=lambda script: script.stem)
@@ -50,7 +49,9 @@ def test_a_notebook_is_written_as_the_runner_writes_it(script: Path) -> None:
     nbformat.validate(notebook)
 
 
-@EACH_PAGE
+@pytest.mark.parametrize(
+    "script", [case(page, by_default="first_heatmap" in page.stem, id=page.stem) for page in pages()]
+)
 def test_a_notebook_runs_again_and_shows_the_same(script: Path) -> None:
     fresh = asyncio.run(execute(script))
     assert checks.problems(fresh) == []
@@ -91,18 +92,21 @@ def script_of(folder: Path, *cells: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_failing_cell_is_named_with_its_error(tmp_path: Path) -> None:
     script = script_of(tmp_path, "x = 1", "# divide\nx / 0", "x")
     with pytest.raises(CellError, match=r"(?s)00_page, cell 2 \(# divide\):.*ZeroDivisionError: division by zero"):
         asyncio.run(execute(script))
 
 
+@pytest.mark.slow
 def test_an_end_of_the_kernel_is_told_with_its_cell(tmp_path: Path) -> None:
     script = script_of(tmp_path, "x = 1", "import os; os._exit(1)")
     with pytest.raises(CellError, match=r"(?s)00_page, cell 2 .*died"):
         asyncio.run(execute(script))
 
 
+@pytest.mark.slow
 def test_two_runs_of_a_page_are_the_same_file_and_know_nothing_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

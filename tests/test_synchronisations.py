@@ -13,10 +13,10 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
-from torchvision.models import VisionTransformer
 
 from saliency import IDGI, METHODS, RISE, Attribution, IntegratedGradients, SmoothGrad, TracedAttribution
 from saliency.errors import NotApplicableError
+from tests.models import torchvision_models
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WAITING = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero")
@@ -55,7 +55,7 @@ def convolutional(layers: int) -> nn.Module:
 
 def transformer(layers: int) -> nn.Module:
     """Return a vision transformer of some blocks."""
-    model: nn.Module = VisionTransformer(32, 8, layers, 2, 8, 16, num_classes=3)
+    model: nn.Module = torchvision_models().VisionTransformer(32, 8, layers, 2, 8, 16, num_classes=3)
     nn.init.normal_(model.get_parameter("heads.head.weight"))  # 0 by default
     return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ from tests.vision_language import (
     scene,
 )
 
-pytest.importorskip("transformers")
 pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
     pytest.mark.filterwarnings("ignore:the image has only:saliency.SaliencyWarning"),  # random weights
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # of PaliGemmaProcessor
 ]

@@ -36,7 +36,7 @@ from saliency.cli import main
 from tests.batchwork import BLACK, Tiny, assert_same, photos, plain, quick, rows
 
 # Ray builds its settings by way of names that it has deprecated itself.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\.")]
+pytestmark = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\.")
 
 ASSETS = Path(__file__).parents[2] / "assets"
 METHODS = ("grad_cam", "layer_cam")
@@ -138,6 +138,7 @@ def test_ray_writes_the_files_of_the_local_engine_and_is_unchanged(ray: Any, tmp
     assert [row["error_kind"] for row in rows(tmp_path / "out")].count("ImageError") == 1
 
 
+@pytest.mark.slow
 def test_the_batch_of_a_killed_worker_is_repeated(cluster: Any, tmp_path: Path) -> None:
     photos(tmp_path / "in", 20)
     plain(tmp_path / "in" / "09.png", BLACK)
@@ -152,6 +153,7 @@ def test_the_batch_of_a_killed_worker_is_repeated(cluster: Any, tmp_path: Path) 
     assert_same(tmp_path / "out", tmp_path / "local")
 
 
+@pytest.mark.slow
 def test_images_that_kill_every_worker_stop_the_run_and_it_resumes(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +170,7 @@ def test_images_that_kill_every_worker_stop_the_run_and_it_resumes(
     assert_same(tmp_path / "out", tmp_path / "local")
 
 
+@pytest.mark.slow
 def test_ray_adds_a_method_to_a_local_run_and_either_engine_resumes_it(cluster: Any, tmp_path: Path) -> None:
     photos(tmp_path / "in", 40)
     quick(tmp_path / "in", tmp_path / "out", methods=METHODS[:1])
@@ -189,6 +192,7 @@ def test_ray_adds_a_method_to_a_local_run_and_either_engine_resumes_it(cluster: 
     assert_same(tmp_path / "out", tmp_path / "local")
 
 
+@pytest.mark.slow
 def test_a_first_batch_that_does_not_fit_is_halved_and_the_size_is_stored(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +205,7 @@ def test_a_first_batch_that_does_not_fit_is_halved_and_the_size_is_stored(
     assert [row["score"] for row in rows(tmp_path / "out")] == [row["score"] for row in rows(tmp_path / "local")]
 
 
+@pytest.mark.slow
 def test_trust_cards_of_a_cluster_equal_those_of_this_machine(cluster: Any, tmp_path: Path) -> None:
     source = photos(tmp_path / "in", 1)[0]
     options: dict[str, Any] = {"methods": ("grad_cam",), "trust": True}
@@ -211,6 +216,7 @@ def test_trust_cards_of_a_cluster_equal_those_of_this_machine(cluster: Any, tmp_
     assert (tmp_path / "ray" / card["card"]).stat().st_size == card["card_bytes"]
 
 
+@pytest.mark.slow
 def test_evaluate_measures_on_ray_as_it_does_here_and_either_resumes_the_other(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +247,7 @@ def test_evaluate_measures_on_ray_as_it_does_here_and_either_resumes_the_other(
     assert written == {path: path.stat().st_mtime_ns for path in written}
 
 
+@pytest.mark.slow
 def test_more_workers_than_processors_are_refused(cluster: Any) -> None:
     with pytest.raises(BatchError, match="3 workers: the Ray cluster has 2 CPU cores and 0 GPUs"), open_ray("cpu", 3):
         pass

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +18,7 @@ from saliency.errors import LayerError, ModelError
 from saliency.hooks.call import prepared_for_attribution
 from saliency.hooks.manager import HookManager
 from saliency.hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
-from tests.models import small_vit
+from tests.models import small_vit, torchvision_models
 
 
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -182,12 +181,12 @@ def made(kind: Callable[[], nn.Module]) -> nn.Module:
 
 
 def small_resnet() -> nn.Module:
-    model: nn.Module = torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=7)
+    model: nn.Module = torchvision_models().ResNet(torchvision_models().resnet.BasicBlock, [1, 1, 1, 1], num_classes=7)
     return model
 
 
 def googlenet() -> nn.Module:
-    model: nn.Module = torchvision.models.GoogLeNet(num_classes=7, aux_logits=False, init_weights=False)
+    model: nn.Module = torchvision_models().GoogLeNet(num_classes=7, aux_logits=False, init_weights=False)
     return model
 
 
@@ -201,19 +200,19 @@ NETWORKS: list[tuple[Callable[[], nn.Module], str]] = [
 LARGER: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "resnet": (small_resnet, ("layer1", "layer3.0.bn1", "layer3.0.downsample", "layer4")),
     "densenet": (
-        lambda: torchvision.models.DenseNet(8, (2, 3), 8, num_classes=7),
+        lambda: torchvision_models().DenseNet(8, (2, 3), 8, num_classes=7),
         ("features.denseblock1", "features.denseblock2.denselayer1.norm1", "features.transition1.relu"),
     ),
     "googlenet": (googlenet, ("inception4c", "inception4c.branch2")),
     "mobilenet": (
-        lambda: torchvision.models.mobilenet_v3_small(num_classes=7),
+        lambda: torchvision_models().mobilenet_v3_small(num_classes=7),
         ("features.4", "features.4.block.1", "features.12"),
     ),
     "convnext": (
-        lambda: torchvision.models.ConvNeXt(
+        lambda: torchvision_models().ConvNeXt(
             [
-                torchvision.models.convnext.CNBlockConfig(8, 16, 2),
-                torchvision.models.convnext.CNBlockConfig(16, None, 2),
+                torchvision_models().convnext.CNBlockConfig(8, 16, 2),
+                torchvision_models().convnext.CNBlockConfig(16, None, 2),
             ]
         ),
         ("features.1", "features.3.0.block.0"),
@@ -223,7 +222,7 @@ LARGER: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
         ("conv_proj", "encoder.layers.encoder_layer_0", "encoder.layers.encoder_layer_1.ln_1"),
     ),
     "swin": (
-        lambda: torchvision.models.SwinTransformer([4, 4], 8, [2, 2], [2, 2], [4, 4], num_classes=7),
+        lambda: torchvision_models().SwinTransformer([4, 4], 8, [2, 2], [2, 2], [4, 4], num_classes=7),
         ("features.1.0", "features.1", "features.3.1.norm1", "permute"),
     ),
 }

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from saliency.engine.window import PATCH_RULES, Kernel, WindowForward, pointwise
 from saliency.hooks.call import prepared_for_attribution
 from saliency.hooks.pytree import tree_tensors
-from tests.models import small_vit
+from tests.models import small_vit, torchvision_models
 
 
 def pasted(x: Tensor, patches: Tensor, tops: list[int], lefts: list[int]) -> Tensor:
@@ -238,10 +237,10 @@ def test_windows_as_large_as_the_picture_are_right(size: tuple[int, int]) -> Non
 
 
 ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], float]] = {
-    "resnet": (lambda: torchvision.models.ResNet(torchvision.models.resnet.Bottleneck, [1, 1, 1, 1]), 0.8),
-    "densenet": (lambda: torchvision.models.DenseNet(8, (2, 3), 8, num_classes=7), 0.8),
-    "shufflenet": (lambda: torchvision.models.shufflenet_v2_x0_5(num_classes=7), 1.0),
-    "mobilenet": (lambda: torchvision.models.mobilenet_v2(width_mult=0.25, num_classes=7), 0.9),
+    "resnet": (lambda: torchvision_models().ResNet(torchvision_models().resnet.Bottleneck, [1, 1, 1, 1]), 0.8),
+    "densenet": (lambda: torchvision_models().DenseNet(8, (2, 3), 8, num_classes=7), 0.8),
+    "shufflenet": (lambda: torchvision_models().shufflenet_v2_x0_5(num_classes=7), 1.0),
+    "mobilenet": (lambda: torchvision_models().mobilenet_v2(width_mult=0.25, num_classes=7), 0.9),
 }
 
 

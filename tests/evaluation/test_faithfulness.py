@@ -29,6 +29,7 @@ from saliency.evaluation.metrics.road import ROAD, CombinedROAD, imputed, remove
 from saliency.metrics import METRICS, Measurement, PerturbationMetric, measure
 from saliency.testing import Snapshot, images, tiny_model
 from tests.models import FunctionModel
+from tests.selection import case
 
 QUICK: dict[str, dict[str, Any]] = {
     "deletion": {"steps": 8},
@@ -320,7 +321,7 @@ def same(first: Measurement, second: Measurement, rows: slice = slice(None)) -> 
         assert one is None or other is None or torch.allclose(one[rows], other, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", [case(name, by_default=name != "combined_road") for name in SHARED])
 def test_a_batch_is_its_images_in_chunks_of_any_size(name: str, model: nn.Module, x: Tensor) -> None:
     explanation, metric = explained(model, x), quick(name)
     together = metric.measure(explanation, model=model, inputs=x, chunk=3)
@@ -329,7 +330,7 @@ def test_a_batch_is_its_images_in_chunks_of_any_size(name: str, model: nn.Module
         same(together, alone, slice(index, index + 1))
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", [case(name, by_default=name != "combined_road") for name in SHARED])
 def test_a_seed_fixes_the_result_and_the_model_stays_as_it_is(name: str, model: nn.Module, x: Tensor) -> None:
     explanation, metric = explained(model, x), quick(name)
     before = Snapshot(model=model, x=x, values=explanation.values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +18,11 @@ from saliency.evaluation.metrics.road import ROAD
 from saliency.metrics import Measurement, Metric, measure
 from tests.evaluation.maps import explanation_of
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    quantus: Any = pytest.importorskip("quantus")
-
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def quantus() -> Any:
+    return pytest.importorskip("quantus")  # its import takes more than a second
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -60,7 +59,7 @@ def ours(metric: str | Metric, maps: Tensor = MAPS, **context: Any) -> Measureme
 def theirs(
     name: str, maps: Tensor = MAPS, x: Tensor = IMAGES, model: nn.Module = GREY, masks: Tensor = MASKS, **options: Any
 ) -> NDArray[Any]:
-    metric = getattr(quantus, name)(disable_warnings=True, **{"normalise": False} | options)
+    metric = getattr(quantus(), name)(disable_warnings=True, **{"normalise": False} | options)
     arguments = (x.numpy(), np.zeros(len(x), int), maps[:, None].numpy())
     values = metric(model, *arguments, s_batch=masks[:, None].numpy(), softmax=True, device="cpu")
     return np.asarray(values)
@@ -131,7 +130,7 @@ def test_road_there_takes_ranks_of_channels_as_places_of_pixels() -> None:
 
 
 def test_road_there_is_accuracy_over_the_batch() -> None:
-    metric = quantus.ROAD(percentages=[50], disable_warnings=True, normalise=False)
+    metric = quantus().ROAD(percentages=[50], disable_warnings=True, normalise=False)
     shares = metric(GREY, IMAGES.numpy(), np.zeros(4, int), MAPS[:, None].numpy(), softmax=True, device="cpu")
     assert list(shares) == [50]
     assert float(shares[50]) * 4 in range(5)

@@ -1,4 +1,4 @@
-"""Tests of the server need Starlette, which `make quick` does not install."""
+"""Tests of the server need Starlette, which `make test-oldest` does not install."""
 
 from importlib.util import find_spec
 

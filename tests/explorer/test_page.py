@@ -28,8 +28,6 @@ from tests.explorer.serving import served
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-pytestmark = pytest.mark.slow
-
 CAT = Path(__file__).parents[2] / "assets" / "chelsea.jpg"
 FRAMES = "document.querySelectorAll('.frame')"
 DONE = f"{FRAMES}.length && [...{FRAMES}].every(each => each.getAttribute('aria-busy') === 'false')"
@@ -163,6 +161,7 @@ def test_the_scripts_make_no_html_out_of_text_and_ask_nobody_else() -> None:
     assert addresses <= {"http://www.w3.org/2000/svg"}
 
 
+@pytest.mark.slow
 def test_a_dropped_photo_shows_its_classes_and_its_first_map(page: Page) -> None:
     assert page.locator(".choice").all_inner_texts()[0].split("\n") == ["tiger cat", "38.6%"]
     assert titles(page) == ["tiger cat\nby GradCAM"]
@@ -170,6 +169,7 @@ def test_a_dropped_photo_shows_its_classes_and_its_first_map(page: Page) -> None
     assert page.locator(".bar-colours").get_attribute("aria-label", timeout=1000).startswith("Colours from 0")  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_photo_may_be_pasted_or_chosen(browser: Browser, address: str) -> None:
     with at(browser, address) as page:
         page.locator("input[type=file]").set_input_files(CAT)
@@ -180,6 +180,7 @@ def test_a_photo_may_be_pasted_or_chosen(browser: Browser, address: str) -> None
         until(page, "document.querySelector('.panel h3').textContent.includes('espresso')")
 
 
+@pytest.mark.slow
 def test_the_first_page_says_what_to_do_and_has_a_sample(browser: Browser, address: str) -> None:
     with at(browser, address) as page:
         assert "Drop a photo here, paste one, or" in page.locator(".drop").inner_text()
@@ -189,6 +190,7 @@ def test_the_first_page_says_what_to_do_and_has_a_sample(browser: Browser, addre
         assert titles(page) == ["tiger cat\nby GradCAM"]
 
 
+@pytest.mark.slow
 def test_a_class_is_found_by_its_name_and_set_against_another_one(page: Page) -> None:
     page.get_by_label("Search all classes").fill("siamese")
     page.get_by_role("button", name="Siamese cat", exact=True).click()
@@ -203,6 +205,7 @@ def test_a_class_is_found_by_its_name_and_set_against_another_one(page: Page) ->
     assert titles(page) == ["Siamese cat\nby GradCAM"]
 
 
+@pytest.mark.slow
 def test_two_methods_are_compared_under_one_slider_and_read_at_one_point(page: Page, session: Session) -> None:
     choose(page, "Compare with", "layer_cam")
     assert titles(page) == ["tiger cat\nby GradCAM", "tiger cat\nby LayerCAM"]
@@ -221,6 +224,7 @@ def test_two_methods_are_compared_under_one_slider_and_read_at_one_point(page: P
     assert left == pytest.approx([52, 52], abs=0.3)
 
 
+@pytest.mark.slow
 def test_values_below_the_threshold_are_transparent(page: Page) -> None:
     page.get_by_label("Hide values below").fill("50")
     _, opacity = drawn(page)
@@ -248,6 +252,7 @@ def answer(name: str, method: str, value: float, progress: float) -> Answer:
     return {"method": method, "row": row, "map": plane, "progress": progress, "done": progress == 1}
 
 
+@pytest.mark.slow
 def test_a_map_of_many_passes_is_shown_early_and_refined_in_place(page: Page, session: Session) -> None:
     refined = threading.Event()
 
@@ -271,6 +276,7 @@ def test_a_map_of_many_passes_is_shown_early_and_refined_in_place(page: Page, se
     assert page.locator(".saves").is_visible()
 
 
+@pytest.mark.slow
 def test_another_question_cancels_the_one_before_whose_answers_are_never_shown(page: Page, session: Session) -> None:
     stopped = threading.Event()
 
@@ -299,6 +305,7 @@ def test_another_question_cancels_the_one_before_whose_answers_are_never_shown(p
     assert not [text for text in page.evaluate("[...window.seen]") if "late" in text]
 
 
+@pytest.mark.slow
 def test_a_file_that_is_refused_while_a_map_is_refined_leaves_the_map(browser: Browser, session: Session) -> None:
     def explain(asked: Answer, send: Callable[[Answer], None], check: Callable[[], None]) -> None:
         (name,), is_first = asked["methods"], not asks
@@ -318,6 +325,7 @@ def test_a_file_that_is_refused_while_a_map_is_refined_leaves_the_map(browser: B
         assert page.locator(".saves").is_visible()
 
 
+@pytest.mark.slow
 def test_a_method_that_is_chosen_while_a_photo_is_opened_explains_this_photo(page: Page, session: Session) -> None:
     is_opened = threading.Event()
     opened = session.open
@@ -338,6 +346,7 @@ def test_a_method_that_is_chosen_while_a_photo_is_opened_explains_this_photo(pag
     assert page.locator(".opening").count() == 0
 
 
+@pytest.mark.slow
 def test_a_long_wait_is_explained(browser: Browser, session: Session) -> None:
     with served(session) as address, visit(browser) as window:
         window.page.clock.install()
@@ -349,6 +358,7 @@ def test_a_long_wait_is_explained(browser: Browser, session: Session) -> None:
         assert "another page uses it" in window.page.get_by_role("status").first.inner_text()
 
 
+@pytest.mark.slow
 def test_a_method_that_does_not_apply_says_so_in_its_frame_beside_the_other_one(page: Page) -> None:
     choose(page, "Compare with", "attention_rollout")
     assert "attention" in page.locator(".panel").nth(1).locator(".why").inner_text()
@@ -357,6 +367,7 @@ def test_a_method_that_does_not_apply_says_so_in_its_frame_beside_the_other_one(
     assert page.locator("canvas.heat").nth(1).is_hidden()
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_image_is_refused_in_one_sentence(browser: Browser, address: str) -> None:
     with at(browser, address, complaints=True) as page:
         drop(page, b"not an image", "notes.txt")
@@ -365,6 +376,7 @@ def test_a_file_that_is_no_image_is_refused_in_one_sentence(browser: Browser, ad
         assert page.locator(".drop").is_visible()
 
 
+@pytest.mark.slow
 def test_a_lost_server_is_named(browser: Browser, address: str) -> None:
     with at(browser, address, complaints=True) as page:
         drop(page, CAT.read_bytes())
@@ -374,6 +386,7 @@ def test_a_lost_server_is_named(browser: Browser, address: str) -> None:
         assert "Start saliency serve again" in page.get_by_role("alert").inner_text()
 
 
+@pytest.mark.slow
 def test_the_card_and_the_files_are_made_on_demand(page: Page) -> None:
     page.get_by_role("button", name="Python").click()
     assert "saliency.GradCAM(model)" in page.locator("dialog pre").inner_text()
@@ -403,6 +416,7 @@ PROPERTY = {
 CARD = {"summary": "1 of 1 clear", "notes": [], "trust": {"mprt": PROPERTY}}
 
 
+@pytest.mark.slow
 def test_code_that_cannot_be_copied_can_be_selected(page: Page) -> None:
     page.evaluate("delete Navigator.prototype.clipboard")  # as with --host, without https
     page.get_by_role("button", name="Python").click()
@@ -410,6 +424,7 @@ def test_code_that_cannot_be_copied_can_be_selected(page: Page) -> None:
     until(page, "document.querySelector('dialog .actions').textContent.startsWith('Select the text')")
 
 
+@pytest.mark.slow
 def test_two_maps_fit_on_a_phone(browser: Browser, address: str) -> None:
     with at(browser, address, viewport={"width": 375, "height": 740}) as page:
         drop(page, CAT.read_bytes())
@@ -418,6 +433,7 @@ def test_two_maps_fit_on_a_phone(browser: Browser, address: str) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") == 375
 
 
+@pytest.mark.slow
 def test_a_detector_that_finds_nothing_is_still_a_detector(browser: Browser) -> None:
     model = Session(NetworkOptions(model="shapes_detector"))
     model._detections = lambda output, batch: []  # type: ignore[method-assign]
@@ -427,6 +443,7 @@ def test_a_detector_that_finds_nothing_is_still_a_detector(browser: Browser) -> 
         assert page.get_by_role("heading", name="Explain a detection").is_visible()
 
 
+@pytest.mark.slow
 def test_texts_have_contrast_and_controls_have_names_on_desktop_and_phone(browser: Browser, address: str) -> None:
     with at(browser, address) as page:
         contrasts: list[tuple[str, float]] = []
@@ -461,6 +478,7 @@ def scene() -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.slow
 def test_a_box_is_explained_by_a_click_on_it(browser: Browser) -> None:
     with served(Session(NetworkOptions(model="shapes_detector"))) as address, at(browser, address) as page:
         drop(page, scene(), "scene.png")
@@ -473,6 +491,7 @@ def test_a_box_is_explained_by_a_click_on_it(browser: Browser) -> None:
         assert page.locator(".frame svg.box").count() == 1
 
 
+@pytest.mark.slow
 def test_a_region_is_explained_by_a_click_on_it_as_a_whole_and_at_a_point(browser: Browser) -> None:
     with served(Session(NetworkOptions(model="shapes_unet"))) as address, at(browser, address) as page:
         drop(page, scene(), "scene.png")
@@ -491,6 +510,7 @@ def test_a_region_is_explained_by_a_click_on_it_as_a_whole_and_at_a_point(browse
         assert "background" in titles(page)[0]
 
 
+@pytest.mark.slow
 def test_a_text_is_explained_by_a_model_of_images_and_texts(browser: Browser) -> None:
     with served(Session(NetworkOptions(model="shapes_two_tower"))) as address, at(browser, address) as page:
         drop(page, scene(), "scene.png")

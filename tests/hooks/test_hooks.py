@@ -94,6 +94,23 @@ def test_an_in_place_operation_behind_the_layer_does_not_reach_the_capture(
     assert torch.equal(model(x)[:, 1], GradCAM(model, "body").attribute(x, 1).scores)
 
 
+def test_a_capture_without_gradients_is_not_overwritten_in_place() -> None:
+    model, x = Cut(torch.relu_), torch.randn(1, 3, 8, 8)
+    with torch.no_grad(), HookManager() as hooks:
+        captured = hooks.capture(model.body)
+        model(x)
+    assert torch.equal(captured[0], model.body(x))
+
+
+def test_hooks_of_the_user_see_an_output_with_a_gradient() -> None:
+    model, seen = Cut(), list[bool]()
+    model.body.register_forward_hook(lambda module, inputs, output: seen.append(output.requires_grad))
+    with torch.no_grad(), HookManager() as hooks:
+        hooks.capture(model.body, record=True)
+        model(torch.randn(1, 3, 8, 8))
+    assert seen == [True]
+
+
 def test_a_module_that_is_used_many_times_gives_one_entry_per_call_and_is_read_at_its_last_use() -> None:
     class Reused(nn.Module):
         def __init__(self) -> None:
@@ -185,6 +202,22 @@ def test_another_thread_running_the_same_model_is_not_captured() -> None:
         with torch.no_grad():
             model(x)
     assert len(captured) == 1
+
+
+def test_a_backward_pass_of_another_thread_is_not_observed() -> None:
+    x, seen = torch.ones(2, requires_grad=True), list[Tensor]()
+
+    def differentiate() -> None:
+        torch.autograd.grad(x.sum(), x)
+
+    with HookManager() as hooks:
+        hooks.at_gradient(x, seen.append)
+        thread = threading.Thread(target=differentiate)
+        thread.start()
+        thread.join()
+        assert seen == []
+        differentiate()
+    assert len(seen) == 1
 
 
 def test_a_forward_in_another_thread_during_a_call_changes_nothing() -> None:

@@ -16,8 +16,6 @@ from saliency import LayerError, NotApplicableError, TargetError
 from saliency.testing import Snapshot, images, tiny_model, tiny_transformer
 from tests.models import Checkpointed
 
-timm: Any = pytest.importorskip("timm")
-
 
 def unfused(model: nn.Module, x: Tensor, target: int) -> list[tuple[Tensor, Tensor]]:
     """The probabilities and gradients of a timm model without fused attention."""
@@ -58,7 +56,7 @@ TIMM = {
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
 def test_attention_of_timm_equals_that_of_its_unfused_form(name: str, fused: bool) -> None:
     torch.manual_seed(0)
-    model = timm.create_model(name, **{"depth": 3, "num_classes": 7, **TIMM[name]}).eval()
+    model = pytest.importorskip("timm").create_model(name, **{"depth": 3, "num_classes": 7, **TIMM[name]}).eval()
     size = TIMM[name].get("img_size", 224)
     x = torch.randn(2, 3, size, size)
     wanted = unfused(model, x, 3)
@@ -76,7 +74,11 @@ def test_attention_of_timm_equals_that_of_its_unfused_form(name: str, fused: boo
 
 def test_windows_of_swin_are_read() -> None:
     torch.manual_seed(0)
-    model = timm.create_model("swin_tiny_patch4_window7_224", depths=(2, 1, 1, 1), num_classes=4).eval()
+    model = (
+        pytest.importorskip("timm")
+        .create_model("swin_tiny_patch4_window7_224", depths=(2, 1, 1, 1), num_classes=4)
+        .eval()
+    )
     x = torch.randn(1, 3, 224, 224)
     found = saliency.attention(model, x, 1)
     wanted = unfused(model, x, 1)
@@ -244,7 +246,9 @@ def test_what_is_not_attention_is_not_taken_for_it() -> None:
 
 
 def test_layers_whose_attention_is_not_read_are_counted() -> None:
-    model = timm.create_model("cait_xxs24_224", img_size=32, embed_dim=48, depth=3).eval()  # talking heads
+    model = (
+        pytest.importorskip("timm").create_model("cait_xxs24_224", img_size=32, embed_dim=48, depth=3).eval()
+    )  # talking heads
     with pytest.warns(saliency.SaliencyWarning, match=r'2 of 5 layers; .* "blocks.0.attn" \(TalkingHeadAttn\)'):
         assert len(saliency.attention(model, torch.randn(1, 3, 32, 32))) == 2
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor, nn
 
 import saliency
@@ -23,7 +22,7 @@ from saliency.errors import LayerError, MethodError, NotApplicableError, Salienc
 from saliency.inspection import edit_rules
 from saliency.inspection.edit import edit_activations, edit_gradients
 from saliency.testing import Snapshot
-from tests.models import Argmax, Checkpointed, Fork, OwnForward, small_vgg
+from tests.models import Argmax, Checkpointed, Fork, OwnForward, small_vgg, torchvision_models
 
 
 class Plain(nn.Module):
@@ -271,12 +270,12 @@ def test_the_second_backward_through_a_retained_graph_doubles_the_edited_gradien
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "resnet18": lambda: torchvision.models.resnet18(weights=None),
-    "densenet121": lambda: torchvision.models.densenet121(weights=None),
-    "mobilenet_v2": lambda: torchvision.models.mobilenet_v2(weights=None),
-    "googlenet": lambda: torchvision.models.googlenet(weights=None, init_weights=False, aux_logits=False),
+    "resnet18": lambda: torchvision_models().resnet18(weights=None),
+    "densenet121": lambda: torchvision_models().densenet121(weights=None),
+    "mobilenet_v2": lambda: torchvision_models().mobilenet_v2(weights=None),
+    "googlenet": lambda: torchvision_models().googlenet(weights=None, init_weights=False, aux_logits=False),
     "vgg11": small_vgg,
-    "shufflenet": lambda: torchvision.models.shufflenet_v2_x0_5(weights=None),
+    "shufflenet": lambda: torchvision_models().shufflenet_v2_x0_5(weights=None),
 }
 
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor, nn
 
 from saliency import GradCAM, LayerError, MethodError, NotApplicableError
@@ -23,7 +22,7 @@ from saliency.hooks.pytree import tree_tensors
 from saliency.inspection import ModuleCall, Recording, TensorStatistics
 from saliency.inspection.record import record
 from saliency.testing import Snapshot
-from tests.models import Checkpointed, OwnForward, PooledNet, Raises, sigmoid_net
+from tests.models import Checkpointed, OwnForward, PooledNet, Raises, sigmoid_net, torchvision_models
 
 
 def near(found: Any, expected: list[Any], digits: int = 4) -> bool:
@@ -156,16 +155,18 @@ class Reused(nn.Module):
 
 
 def vit_with_a_head_of_zeros() -> nn.Module:
-    model: nn.Module = torchvision.models.VisionTransformer(32, 8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=24)
+    model: nn.Module = torchvision_models().VisionTransformer(
+        32, 8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=24
+    )
     return model
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "reused": Reused,
     "vit": vit_with_a_head_of_zeros,
-    "resnet18": lambda: torchvision.models.resnet18(),
-    "mobilenet_v3_small": lambda: torchvision.models.mobilenet_v3_small(),
-    "shufflenet": lambda: torchvision.models.shufflenet_v2_x0_5(),
+    "resnet18": lambda: torchvision_models().resnet18(),
+    "mobilenet_v3_small": lambda: torchvision_models().mobilenet_v3_small(),
+    "shufflenet": lambda: torchvision_models().shufflenet_v2_x0_5(),
 }
 
 
@@ -190,10 +191,10 @@ def test_the_gradients_are_those_of_full_backward_hooks_bit_for_bit(name: str) -
 
 
 IN_PLACE = {
-    "resnet18": torchvision.models.resnet18,
-    "densenet121": torchvision.models.densenet121,
-    "mobilenet_v2": torchvision.models.mobilenet_v2,
-    "squeezenet": torchvision.models.squeezenet1_1,
+    "resnet18": lambda: torchvision_models().resnet18(),
+    "densenet121": lambda: torchvision_models().densenet121(),
+    "mobilenet_v2": lambda: torchvision_models().mobilenet_v2(),
+    "squeezenet": lambda: torchvision_models().squeezenet1_1(),
 }
 
 
@@ -480,7 +481,7 @@ def test_a_module_called_n_times_has_n_calls_in_order() -> None:
 
 
 def test_calls_stand_in_the_order_in_which_they_began() -> None:
-    model = torchvision.models.resnet18()
+    model = torchvision_models().resnet18()
     with record(model, keep="statistics", parts=("outputs",)) as recording, torch.no_grad():
         model.eval()(torch.randn(1, 3, 32, 32))
     begun = recording.layers

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import torchvision
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,7 +31,7 @@ from saliency.inspection.statistics import (
     gradient_statistics,
 )
 from saliency.testing import Snapshot, images, tiny_model
-from tests.models import OwnForward, Raises
+from tests.models import OwnForward, Raises, torchvision_models
 from tests.threads import in_threads
 
 
@@ -306,7 +305,7 @@ def test_dead_channels_are_shown_where_the_smallest_output_is_zero() -> None:
 
 
 def test_rows_come_as_the_layers_begin_a_container_before_its_parts_as_in_the_layer_table() -> None:
-    model = torchvision.models.resnet18(weights=None)
+    model = torchvision_models().resnet18(weights=None)
     names = [row.name for row in layer_table(model, images(1), times=False)]
     assert list(dict.fromkeys(row.name for row in activation_statistics(model, images(1)))) == names
     assert list(dict.fromkeys(row.name for row in gradient_statistics(model, images(1)))) == names

@@ -190,6 +190,11 @@ def test_arrays_and_uint8_tensors_are_pictures(make: Callable[[Any], Any]) -> No
     assert open_image(image).tobytes() == gradient().tobytes()
 
 
+def test_16_bits_of_a_colour_are_rounded_to_8() -> None:
+    values = np.arange(0, 65536, 41, np.uint16)[:1599].reshape(41, 13, 3)
+    assert (pixels(open_image(values)) == np.rint(values / 257)).all()
+
+
 @pytest.mark.parametrize("shape", [(16, 24), (16, 24, 1)])
 def test_grey_arrays_are_pictures(shape: tuple[int, ...]) -> None:
     assert (pixels(open_image(np.full(shape, 9, np.uint8))) == 9).all()

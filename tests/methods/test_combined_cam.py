@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -34,6 +33,7 @@ from saliency.engine.estimates import generator
 from saliency.methods.cam import LayerAttribution
 from saliency.methods.combined_cam import FinerCAM, RefineCAM, ShapleyCAM, SmoothGradCAMPlusPlus
 from saliency.testing import tiny_model
+from tests.models import torchvision_models
 
 
 @pytest.fixture(autouse=True)
@@ -285,7 +285,7 @@ def test_shapley_is_pytorch_grad_cams() -> None:
 
 
 def test_shapley_passes_through_attention() -> None:
-    model = torchvision.models.VisionTransformer(16, 4, 2, 2, 8, 16, num_classes=5).eval()
+    model = torchvision_models().VisionTransformer(16, 4, 2, 2, 8, 16, num_classes=5).eval()
     nn.init.normal_(model.heads[0].weight)
     small = torch.randn(1, 3, 16, 16)
     found = ShapleyCAM(model, "encoder.layers.encoder_layer_0").attribute(small, 2)
@@ -301,7 +301,7 @@ def test_shapley_replaces_fused_attention_by_its_formula() -> None:
 
 
 def test_shapley_leaves_the_attention_kernels_of_other_threads() -> None:
-    model = torchvision.models.VisionTransformer(16, 4, 2, 2, 8, 16, num_classes=5).eval()
+    model = torchvision_models().VisionTransformer(16, 4, 2, 2, 8, 16, num_classes=5).eval()
     allowed: list[bool] = []
     model.heads.register_forward_hook(lambda *_: allowed.append(torch.backends.cuda.flash_sdp_enabled()))  # type: ignore[no-untyped-call]
     ShapleyCAM(model, "encoder.layers.encoder_layer_0").attribute(torch.randn(1, 3, 16, 16), 2)

@@ -8,13 +8,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor, nn
 
 import saliency
 from saliency import SaliencyWarning, TargetError
 from saliency.methods.full_grad import FullGrad
-from tests.models import OwnForward, small_vit
+from tests.models import OwnForward, small_vit, torchvision_models
 
 
 @pytest.fixture(autouse=True)
@@ -83,12 +82,12 @@ def test_the_terms_make_up_the_score(act: str) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: torchvision.models.resnet18(num_classes=5),
-        lambda: torchvision.models.DenseNet(4, (2, 2), 6, num_classes=5),
-        lambda: torchvision.models.googlenet(num_classes=5, aux_logits=False, init_weights=False),
-        lambda: torchvision.models.mobilenet_v3_small(num_classes=5),
+        lambda: torchvision_models().resnet18(num_classes=5),
+        lambda: torchvision_models().DenseNet(4, (2, 2), 6, num_classes=5),
+        lambda: torchvision_models().googlenet(num_classes=5, aux_logits=False, init_weights=False),
+        lambda: torchvision_models().mobilenet_v3_small(num_classes=5),
         small_vit,
-        lambda: torchvision.models.SwinTransformer([4, 4], 8, [2, 2], [2, 2], [4, 4], num_classes=5),
+        lambda: torchvision_models().SwinTransformer([4, 4], 8, [2, 2], [2, 2], [4, 4], num_classes=5),
     ],
     ids=["resnet18", "densenet", "googlenet", "mobilenet_v3", "vit", "swin"],
 )

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor, nn
 
 import saliency
@@ -21,7 +20,7 @@ from saliency.hooks.manager import HookManager
 from saliency.hooks.pytree import first_tensor, tree_map_tensors
 from saliency.layers.find import layout_of
 from saliency.methods.gradient_free_cam import AblationCAM, Order, ReciproCAM, ScoreCAM
-from tests.models import Packed, PooledNet, small_vit
+from tests.models import Packed, PooledNet, small_vit, torchvision_models
 
 
 @pytest.fixture(autouse=True)
@@ -292,14 +291,14 @@ def torchvision_case(name: str) -> tuple[nn.Module, str, Tensor]:
     """A network of torchvision, one of its layers, and an image."""
     size = 32
     if name == "resnet18":
-        model, layer = torchvision.models.resnet18(num_classes=7), "layer3"
+        model, layer = torchvision_models().resnet18(num_classes=7), "layer3"
     elif name == "densenet":
-        model = torchvision.models.DenseNet(8, (2, 2, 2), 8, num_classes=7)
+        model = torchvision_models().DenseNet(8, (2, 2, 2), 8, num_classes=7)
         layer = "features.denseblock2"
     elif name == "vit":
         model, layer = small_vit(7), "encoder.layers.encoder_layer_0"
     else:
-        model = torchvision.models.SwinTransformer([4, 4], 8, [2, 2], [2, 2], [4, 4], num_classes=7)
+        model = torchvision_models().SwinTransformer([4, 4], 8, [2, 2], [2, 2], [4, 4], num_classes=7)
         layer = "features.2"
     return model.double().eval(), layer, torch.randn(1, 3, size, size, dtype=torch.float64)
 

@@ -13,12 +13,11 @@ from saliency import LateInteraction, LayerError, ModelError, TargetError
 from tests.dual_encoders import tokenizer
 from tests.models import PooledNet
 
-transformers: Any = pytest.importorskip("transformers")
-
 
 @cache
 def colpali() -> LateInteraction:
     """ColPali with random weights: 4 x 4 patches, and a text of few words."""
+    transformers: Any = pytest.importorskip("transformers")
     own = tokenizer("<pad>")
     images = transformers.SiglipImageProcessor(size={"height": 32, "width": 32})
     images.image_seq_length = 16

@@ -13,13 +13,22 @@ import saliency
 from saliency import METHODS, Attribution, GradCAM
 from saliency.attribution.base import get_method
 from saliency.testing import checks, images, tiny_model_for
+from saliency.testing.checks import CHECKS
 from tests.methods.model_checks import model_checks
+from tests.selection import case, of_each_family
 
 pytestmark = pytest.mark.usefixtures("_registry_restored")
 
+# What a method computes decides over these, so they run on every method by default. The base classes keep the others,
+# which run on one method of each family.
+OF_EACH_METHOD = {
+    *("documented", "result", "residual", "settings", "batch_equals_single_images", "signed_layer", "non_square"),
+    *("global_seed_does_not_matter", "chunk_size_does_not_matter", "constant_image", "zero_gradient", "one_pixel"),
+}
+
 CASES = [
-    pytest.param(check, id=f"{name}-{check_name}")
-    for name in METHODS
+    case(check, id=f"{name}-{check_name}", by_default=check_name in OF_EACH_METHOD or not marks)
+    for (name,), marks, _ in of_each_family()
     for check_name, check in checks(METHODS[name]) + model_checks(METHODS[name])
 ]
 
@@ -178,6 +187,10 @@ def test_an_unknown_method_gets_the_closest() -> None:
         get_method("gradcam")
     with pytest.raises(saliency.MethodError, match=r"the methods are .*guided_backprop"):
         get_method("zzzz")
+
+
+def test_the_promises_of_each_method_are_among_the_checks() -> None:
+    assert CHECKS.keys() >= OF_EACH_METHOD
 
 
 def test_keywords_without_types_go_on_to_the_base_class() -> None:

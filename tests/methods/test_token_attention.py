@@ -23,12 +23,14 @@ from saliency import (
 )
 from saliency.testing import images, tiny_transformer
 
-timm: Any = pytest.importorskip("timm")
-
 
 def tiny_timm(name: str = "vit_tiny_patch16_224", **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    model: nn.Module = timm.create_model(name, **{"depth": 3, "num_classes": 5, "img_size": 64, **options}).eval()
+    model: nn.Module = (
+        pytest.importorskip("timm")
+        .create_model(name, **{"depth": 3, "num_classes": 5, "img_size": 64, **options})
+        .eval()
+    )
     return model
 
 
@@ -204,7 +206,7 @@ def test_registers_are_not_patches() -> None:
 def test_a_network_for_which_it_is_not_defined_is_refused(
     method: Any, name: str, options: dict[str, Any], problem: str
 ) -> None:
-    model = timm.create_model(name, num_classes=3, **options).eval()
+    model = pytest.importorskip("timm").create_model(name, num_classes=3, **options).eval()
     size = options.get("img_size", 64)
     with pytest.raises(NotApplicableError, match=problem):
         method(model).attribute(images(1, (size, size)), 0)

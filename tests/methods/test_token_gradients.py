@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torchvision
 from torch import Tensor, nn
 
 import saliency
@@ -21,9 +20,7 @@ from saliency import (
 )
 from saliency.attribution.forward import TargetGradients
 from saliency.testing import images, tiny_transformer
-from tests.models import OwnForward
-
-timm: Any = pytest.importorskip("timm")
+from tests.models import OwnForward, torchvision_models
 
 METHODS = [LeGrad, AGCAM]
 TARGETS = [1, 3]
@@ -38,7 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, slice]] = {
 
 def timm_model(name: str, **options: Any) -> Any:
     torch.manual_seed(0)
-    return trained(timm.create_model(name, **{"depth": 3, "num_classes": 5, **options}))
+    return trained(pytest.importorskip("timm").create_model(name, **{"depth": 3, "num_classes": 5, **options}))
 
 
 def trained(model: Any) -> Any:
@@ -160,7 +157,7 @@ class PostNorm(nn.Module):
 
 
 def from_torchvision() -> tuple[Any, Any, str]:
-    model: Any = trained(torchvision.models.VisionTransformer(32, 8, 3, 2, 16, 32, num_classes=5))
+    model: Any = trained(torchvision_models().VisionTransformer(32, 8, 3, 2, 16, 32, num_classes=5))
     return model, model.encoder, "layers"
 
 
@@ -208,7 +205,7 @@ def test_a_pooling_head_and_tokens_in_the_first_dimension_are_read(method: Any) 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_windows_and_stages_are_refused(method: Any) -> None:
-    model = timm.create_model("swin_tiny_patch4_window7_224", num_classes=3).eval()
+    model = pytest.importorskip("timm").create_model("swin_tiny_patch4_window7_224", num_classes=3).eval()
     with pytest.raises(NotApplicableError, match=r"not among all tokens in each block.*attn_lrp"):
         method(model).attribute(images(1, (224, 224)), 0)
 

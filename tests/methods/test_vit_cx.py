@@ -13,13 +13,14 @@ from saliency import GradCAM, LayerError, ViTCX
 from saliency.testing import images, tiny_model
 from tests.models import OwnForward
 
-timm: Any = pytest.importorskip("timm")
-cluster: Any = pytest.importorskip("sklearn.cluster")
-
 
 def tiny_timm(name: str = "vit_tiny_patch16_224", **options: Any) -> Any:
     torch.manual_seed(0)
-    return timm.create_model(name, **{"depth": 2, "num_classes": 5, "img_size": 64, **options}).eval()
+    return (
+        pytest.importorskip("timm")
+        .create_model(name, **{"depth": 2, "num_classes": 5, "img_size": 64, **options})
+        .eval()
+    )
 
 
 X = images(2, (64, 64))
@@ -72,7 +73,7 @@ def clusters(model: Any, x: Tensor, distance: float, prefix: int) -> Tensor:
     maps = tokens[:, prefix:].transpose(1, 2).reshape(1, -1, 4, 4)
     maps = stretched(F.interpolate(maps, x.shape[-2:], mode="bilinear")[0].flatten(1))
     unlike = 1 - F.cosine_similarity(maps[:, None], maps[None], dim=2)
-    grouping = cluster.AgglomerativeClustering(
+    grouping = pytest.importorskip("sklearn.cluster").AgglomerativeClustering(
         None, metric="precomputed", linkage="complete", distance_threshold=distance
     )
     labels = torch.from_numpy(grouping.fit(unlike.numpy()).labels_)

@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torchvision.models import VisionTransformer
 
 import saliency
 from saliency import NotApplicableError
 from saliency.program.decompositions import BEFORE_MAPPING, DECOMPOSITIONS, FOR_ONNX, batch_norm
-from tests.models import FunctionModel
+from tests.models import FunctionModel, torchvision_models
 from tests.reference import error
 
 ATEN = torch.ops.aten
@@ -155,7 +154,7 @@ def mixed_network() -> nn.Module:
 
 def one_block() -> nn.Module:
     """A vision transformer of one block, whose head is drawn."""
-    model: nn.Module = VisionTransformer(32, 16, 1, 2, 16, 32, num_classes=5)
+    model: nn.Module = torchvision_models().VisionTransformer(32, 16, 1, 2, 16, 32, num_classes=5)
     nn.init.normal_(model.get_parameter("heads.head.weight"))
     return model
 

@@ -99,6 +99,18 @@ def test_the_score_is_the_weighted_mean_of_the_logits_near_the_box(against: Any)
         torch.testing.assert_close(explanation.values[row], grad, rtol=1e-3, atol=1e-5)
 
 
+def test_the_mirrored_question_is_about_the_mirrored_box() -> None:
+    model = detector()
+    questions = VanillaGradient(model).questions(saliency.box(box=(20.0, 12.0, 44.0, 34.0), cls="cup"), X)
+    boxes, raw = model(X)
+    questions((boxes, raw))
+    mirrored = boxes.clone()
+    mirrored[:, 0] = X.shape[3] - boxes[:, 0]  # the centres
+    question = questions[0]
+    assert torch.allclose(question.mirrored((mirrored, raw)), question.score((boxes, raw)), atol=1e-5)
+    assert not torch.allclose(question.mirrored((boxes, raw)), question.score((boxes, raw)), atol=1e-3)
+
+
 def test_the_score_is_continuous_where_another_candidate_becomes_the_best() -> None:
     box, other = (10.0, 10.0, 30.0, 30.0), (60.0, 10.0, 80.0, 30.0)
 

@@ -14,6 +14,7 @@ import saliency
 from benchmarks import testbed
 from benchmarks.testbed import CONTROLS, Case, p_value, ranks, scenes_of, standard_error
 from saliency import METHODS
+from tests.selection import case
 
 ERRORS = 4
 IMAGES = 16
@@ -144,7 +145,7 @@ def test_the_map_of_an_object_lies_on_it_rather_than_on_another_of_its_class(met
     assert margins.mean() > 2 * testbed.standard_error(margins)
 
 
-@pytest.mark.parametrize("network", ["shapes_detector", "shapes_queries"])
+@pytest.mark.parametrize("network", ["shapes_detector", case("shapes_queries", by_default=False)])
 def test_the_map_of_vx_code_lies_on_the_box(network: str) -> None:
     margins = testbed.object_margins("vx_code", network, 6, segments=(6, 6))
     assert margins.mean() > 2 * testbed.standard_error(margins)

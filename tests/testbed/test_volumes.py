@@ -12,6 +12,7 @@ from benchmarks import testbed
 from benchmarks.train_testbed import volume_accuracy
 from saliency import METHODS, MethodError, NotApplicableError
 from saliency.testbed import SOLIDS, Volumes, draw_volumes
+from tests.selection import of_each_family
 
 DRAWN = draw_volumes(100, seed=3)
 BLOCKS = {"segments": (2, 4, 4), "passes": 96}
@@ -81,7 +82,7 @@ def margins(method: str) -> torch.Tensor:
     return testbed.object_margins(method, "shapes_volume", 6, **QUICK.get(method, {}))
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in REFUSED | UNCLEAR])
+@pytest.mark.parametrize("method", of_each_family(METHODS.keys() - REFUSED - UNCLEAR))
 def test_the_map_of_a_class_lies_on_its_object_rather_than_on_the_other(method: str) -> None:
     found = margins(method)
     assert found.mean() > 2 * testbed.standard_error(found)
