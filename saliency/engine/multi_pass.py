@@ -90,7 +90,7 @@ class Passes(ExitStack):
     Args:
         model: The model, in `prepared_for_attribution`.
         x: (1, C, H, W) the image.
-        target: The resolved target of the batch.
+        target: The questions about the batch.
         image: The image's index in the batch.
         score: () the score of the image.
         chunk: The number of passes that run at once; "auto" chooses it by the device and the size of the image.
