@@ -326,7 +326,8 @@ class TargetGradients:
         return get_gradient_edge(self.forward.x).node not in reached
 
     def _backward_to_input(self) -> Tensor:
-        self._require_recorded("input")
+        if self.forward.needs.gradients != "input":
+            self._require_recorded("input")
         gradient, *self._embedding_gradients = self._gradients([self.forward.x, *self.forward.embeddings])
         if gradient is None:
             raise TargetError(INDEPENDENT)

@@ -133,11 +133,6 @@ def shown_images(x: Tensor) -> list[int]:
     return current_call().numbers(x)
 
 
-def has_forward_args() -> bool:
-    """Return whether extra arguments are bound."""
-    return current_call().caches is not None
-
-
 def forward_args(x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the extra arguments for a batch (k, C, H, W), by position and by name; of an answer, all arguments."""
     call = current_call()

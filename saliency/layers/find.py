@@ -17,7 +17,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from ..axes import as_text
 from ..errors import LayerError, TargetError, closest, warn
 from ..hooks.autograd_graph import combines_channels, differentiate, reached_nodes, source_edge, unique_modules
-from ..hooks.call import bind_image, cache_of, has_forward_args, leaf, run_model
+from ..hooks.call import bind_image, cache_of, current_call, leaf, run_model
 from ..hooks.manager import HookManager
 from ..hooks.pytree import first_tensor, tree_tensors
 from ..targets.targets import output_tensor
@@ -72,12 +72,13 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
     Raises:
         LayerError: The output has no spatial extent, or is computed from other arguments of the model's forward alone.
     """
-    if has_forward_args() and name not in trace_layers(model, x).sources:
+    call = current_call()
+    if call.caches is not None and name not in trace_layers(model, x).sources:
         raise LayerError(f'layer "{name}" does not depend on the explained image; pass one that does, or no layer')
     shape, size = tuple(tensor.shape), tuple(x.shape[2:])
     known = is_channels_first(model.get_submodule(name)) and tensor.dim() == x.dim()
-    if not known and (given := given_layout(tensor.detach())) is not None:
-        return given
+    if not known and call.layout is not None:
+        return given_layout(call.layout, tensor.detach())
     layout = layout_from(shape, len(x), size, channels_first=known)
     if layout is None or layout.kind != "NCHW":
         spatial = {layer.name: layer for layer in trace_layers(model, x).spatial if layer.shape[1:] == shape[1:]}
@@ -105,8 +106,8 @@ def attention_layout(model: nn.Module, tokens: int, x: Tensor) -> Layout:
     Raises:
         LayerError: The tokens are not a grid of patches that covers the image.
     """
-    if (given := given_layout(x.new_zeros(len(x), tokens, 1))) is not None:
-        return given
+    if (function := current_call().layout) is not None:
+        return given_layout(function, x.new_zeros(len(x), tokens, 1))
     layout = trace_layers(model, x).attention.get(tokens)
     if layout is None:
         problem = f"the attention of {type(model).__name__} has {tokens} tokens, {_UNKNOWN_ORDER}"
@@ -342,7 +343,7 @@ def trace_layers(model: nn.Module, x: Tensor) -> LayerTrace:
     traces, key = cache_of(_traces, model), _key(model, x)
     if key not in traces:
         # Extra arguments, such as an order of the patches, may differ between the images.
-        noise = _noise(len(x) if has_forward_args() else 1, *x.shape[1:]).to(x)
+        noise = _noise(1 if current_call().caches is None else len(x), *x.shape[1:]).to(x)
         with HookManager(exclusive=True):
             traces[key] = _trace(model, noise)
     trace: LayerTrace = traces[key]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LayerError, MethodError
-from ..hooks.call import current_call
 from .positions import Grid, grid_of
 
 LayoutFunction = Callable[[Tensor], Tensor]
@@ -65,15 +64,12 @@ def as_layout(option: str, function: object) -> LayoutFunction:
     return function
 
 
-def given_layout(tensor: Tensor) -> Layout | None:
-    """Return the layout of a layer's output by the user's function; None without one.
+def given_layout(function: LayoutFunction, tensor: Tensor) -> Layout:
+    """Return the layout of a layer's output by the user's function.
 
     Raises:
         LayerError: The function does not return maps.
     """
-    function = current_call().layout
-    if function is None:
-        return None
     maps = function(tensor)
     if maps.dim() not in (4, 5) or len(maps) != len(tensor):
         raise LayerError(

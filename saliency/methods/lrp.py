@@ -22,7 +22,7 @@ from ..attribution.questions import Questions, explained_answer
 from ..axes import along_rows, at_least_float32
 from ..errors import LayerError, MethodError, warn
 from ..hooks.autograd_graph import Gradients, result_spec
-from ..hooks.call import is_tracing
+from ..hooks.call import current_call, is_tracing
 from ..hooks.operations import LINEAR, SOFTMAX, Operation, SavedValues
 from ..hooks.rectifiers import Coverage, require_visible
 from ..io.preprocess import Preprocess
@@ -228,7 +228,8 @@ def _find_patches(model: nn.Module, grads: TargetGradients, node: Node) -> _Patc
     layer = next((layer for layer in trace_layers(model, grads.x).spatial if layer.name == name), None)
     if layer is None:
         return None
-    layout, tokens = given_layout(grads.x.new_zeros(layer.shape)) or layer.layout, layer.shape[1:]
+    function, tokens = current_call().layout, layer.shape[1:]
+    layout = given_layout(function, grads.x.new_zeros(layer.shape)) if function else layer.layout
     return _Patches(node, name, lambda rows: layout(rows.reshape(images, *tokens)))
 
 
