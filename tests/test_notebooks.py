@@ -24,6 +24,10 @@ from tests.selection import case
 
 MIB = 2**20
 EACH_PAGE = pytest.mark.parametrize("script", pages(), ids=lambda script: script.stem)
+# By default, one page runs.
+ONE_PAGE = pytest.mark.parametrize(
+    "script", [case(page, by_default="first_heatmap" in page.stem, id=page.stem) for page in pages()]
+)
 
 
 def kept(script: Path) -> NotebookNode:
@@ -37,7 +41,7 @@ def test_a_notebook_has_the_cells_of_its_script(script: Path) -> None:
     assert checks.stale(read(script), kept(script)) == [], "run: make notebooks"
 
 
-@EACH_PAGE
+@ONE_PAGE
 def test_a_notebook_shows_pictures_and_no_errors_warnings_or_paths(script: Path) -> None:
     assert checks.problems(kept(script)) == []
 
@@ -49,9 +53,7 @@ def test_a_notebook_is_written_as_the_runner_writes_it(script: Path) -> None:
     nbformat.validate(notebook)
 
 
-@pytest.mark.parametrize(
-    "script", [case(page, by_default="first_heatmap" in page.stem, id=page.stem) for page in pages()]
-)
+@ONE_PAGE
 def test_a_notebook_runs_again_and_shows_the_same(script: Path) -> None:
     fresh = asyncio.run(execute(script))
     assert checks.problems(fresh) == []

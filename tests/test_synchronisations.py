@@ -17,6 +17,7 @@ from torch import nn
 from saliency import IDGI, METHODS, RISE, Attribution, IntegratedGradients, SmoothGrad, TracedAttribution
 from saliency.errors import NotApplicableError
 from tests.models import torchvision_models
+from tests.selection import of_each_family
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WAITING = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero")
@@ -74,7 +75,7 @@ def waits_of(name: str, layers: int) -> int:
     pytest.skip("needs another network")
 
 
-@pytest.mark.parametrize("name", [*TRACED, "full_grad"])
+@pytest.mark.parametrize("name", of_each_family([*TRACED, "full_grad"]))
 def test_no_method_waits_once_per_layer(name: str) -> None:
     assert waits_of(name, 5) - waits_of(name, 2) <= 3 * PER_LAYER.get(name, 0)
 

@@ -25,6 +25,7 @@ from saliency import (
 from saliency.testing import tiny_model, tiny_model_for
 from saliency.testing.case import images
 from tests.models import OwnForward
+from tests.selection import of_each_family
 
 
 def masked(model: Any, x: Tensor, mask: Tensor, *, stretch: float = 1.0) -> Tensor:
@@ -57,7 +58,7 @@ def mask() -> Tensor:
     return (torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(3)) > 0.3).float()
 
 
-@pytest.mark.parametrize("name", sorted(METHODS))
+@pytest.mark.parametrize("name", of_each_family())
 def test_each_image_has_its_own_row_in_every_method(name: str, x: Tensor, mask: Tensor) -> None:
     method, options = METHODS[name], dict(METHODS[name].preview_options)
     options |= {"chunk": 16} if "chunk" in method.options() else {}

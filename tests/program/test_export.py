@@ -21,6 +21,7 @@ from saliency.attribution.heatmap import resized
 from saliency.engine.multi_pass import SampledAttribution
 from saliency.program.export import NO_PROGRAM, _require_equal, captured
 from tests.models import FunctionModel, PooledNet
+from tests.selection import of_each_family
 
 
 def images(count: int, size: int = 32) -> Tensor:
@@ -85,7 +86,7 @@ EXPORTED = {
 
 
 # Mapping the 50 passes of recipro_cam over the batch takes 20 seconds.
-@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"recipro_cam"} - NO_PROGRAM.keys()))
+@pytest.mark.parametrize("name", of_each_family(METHODS.keys() - {"recipro_cam"} - NO_PROGRAM.keys()))
 def test_every_method_is_exact_or_refused_by_name(name: str) -> None:
     cls = METHODS[name]
     torch.manual_seed(0)

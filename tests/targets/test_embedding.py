@@ -23,6 +23,7 @@ from saliency.inspection import gradient_statistics
 from saliency.testing import Snapshot
 from tests.dual_encoders import MODELS, TOWER, config, tokenizer
 from tests.models import Packed, PooledNet
+from tests.selection import of_each_family
 
 BY_NAME = pytest.mark.parametrize("name", MODELS)
 OTHERS = ["a photo of a dog", "a bus"]
@@ -188,7 +189,7 @@ NEED_RELU = {"guided_backprop", "deconvnet", "rectgrad", "guided_grad_cam"}
 
 
 @pytest.mark.filterwarnings("ignore::saliency.SaliencyWarning")
-@pytest.mark.parametrize("method", saliency.METHODS)
+@pytest.mark.parametrize("method", of_each_family())
 @pytest.mark.parametrize("name", ["open_clip ResNet", "transformers CLIP"])
 def test_every_method_explains_a_text_and_a_reference(name: str, method: str) -> None:
     model, x = MODELS[name]()

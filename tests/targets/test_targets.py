@@ -39,6 +39,7 @@ from saliency.testing import tiny_model, tiny_model_for
 from saliency.testing.case import images
 from tests import dual_encoders
 from tests.models import LinearModel, Packed
+from tests.selection import of_each_family
 
 NAMES = ["ant", "crane", "tiger cat", "crane", "Tabby"]
 
@@ -808,7 +809,12 @@ LISTS: dict[str, tuple[Callable[[nn.Module], nn.Module], list[Any]]] = {
 @pytest.mark.filterwarnings("ignore::saliency.SaliencyWarning")
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(kind, name) for i, kind in enumerate(LISTS) for j, name in enumerate(sorted(METHODS)) if (i + j) % 2 == 0],
+    [
+        pytest.param(kind, *method.values, marks=method.marks)
+        for i, kind in enumerate(LISTS)
+        for j, method in enumerate(of_each_family())
+        if (i + j) % 2 == 0
+    ],
 )
 def test_each_image_has_its_own_target_in_every_method(kind: str, name: str) -> None:
     cls, (wrap, targets) = METHODS[name], LISTS[kind]
