@@ -107,6 +107,7 @@ def test_the_mirrored_question_is_about_the_mirrored_box() -> None:
     mirrored = boxes.clone()
     mirrored[:, 0] = X.shape[3] - boxes[:, 0]  # the centres
     question = questions[0]
+    assert question.mirrored is not None
     assert torch.allclose(question.mirrored((mirrored, raw)), question.score((boxes, raw)), atol=1e-5)
     assert not torch.allclose(question.mirrored((boxes, raw)), question.score((boxes, raw)), atol=1e-3)
 
