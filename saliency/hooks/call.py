@@ -10,7 +10,7 @@ import inspect
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple, cast
@@ -48,6 +48,7 @@ class Call(NamedTuple):
         logits: The sigmoid or softmax before which the values of each tensor of an output were read; None
             if the output is read unchanged.
         is_tracing: Whether the call is traced into a program, so that no value can be read.
+        modules: The modules of the prepared model, itself first.
         warned: The lines of the toolkit that have warned, if each shall warn once, whatever the numbers in its text.
     """
 
@@ -60,6 +61,7 @@ class Call(NamedTuple):
     listener: Callable[..., None] | None = None
     logits: MutableMapping[Tensor, str] | None = None
     is_tracing: bool = False
+    modules: Sequence[nn.Module] = ()
     warned: set[tuple[str, int]] | None = None
 
     def numbers(self, x: Tensor) -> list[int]:
@@ -121,6 +123,12 @@ def bind_image(image: int) -> AbstractContextManager[None]:
 def current_call() -> Call:
     """Return the state of the innermost call of this thread."""
     return cast("Call", CALL.get(_NOTHING))
+
+
+def modules_of(model: nn.Module) -> Sequence[nn.Module]:
+    """Return each module of a model once, the model first. Those of the prepared model are listed once per call."""
+    modules = current_call().modules
+    return modules if modules and modules[0] is model else unique_modules(model)
 
 
 def is_tracing() -> bool:
@@ -279,8 +287,7 @@ def prepared_for_attribution(model: nn.Module, **call: Any) -> Iterator[None]:
         if traits.is_scripted:  # the optimised executor fuses operations into nodes that hide their ReLUs
             stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
         stack.enter_context(_lease(partial(_evaluate, modules, traits.others), _end_evaluation))
-        if call:
-            stack.enter_context(bound(**call))
+        stack.enter_context(bound(**call, modules=modules))
         yield
 
 

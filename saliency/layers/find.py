@@ -17,7 +17,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from ..axes import as_text
 from ..errors import LayerError, TargetError, closest, warn
 from ..hooks.autograd_graph import combines_channels, differentiate, reached_nodes, source_edge, unique_modules
-from ..hooks.call import bind_image, cache_of, current_call, leaf, run_model
+from ..hooks.call import bind_image, cache_of, current_call, leaf, modules_of, run_model
 from ..hooks.manager import HookManager
 from ..hooks.pytree import first_tensor, tree_tensors
 from ..targets.targets import output_tensor
@@ -351,7 +351,7 @@ def trace_layers(model: nn.Module, x: Tensor) -> LayerTrace:
 
 
 def _key(model: nn.Module, x: Tensor) -> Hashable:
-    return tuple(x.shape[1:]), tuple(map(id, unique_modules(model)))
+    return tuple(x.shape[1:]), tuple(map(id, modules_of(model)))
 
 
 def _noise(*shape: int) -> Tensor:
