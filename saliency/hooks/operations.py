@@ -96,11 +96,13 @@ class Operation:
     @property
     def result(self) -> Any:
         """Its result; None if it is not stored. An in-place ReLU may have written to it."""
+        if not self.is_weak:
+            return self.kept_result
         weak = next(tree_leaves(self.kept_result, WeakTensor), None)
         first = weak and weak.alive()
         if first is not None:
             return tree_map(self.kept_result, WeakTensor, lambda _: first)
-        if self.is_weak and (weak is not None or self.kept_result is None):
+        if weak is not None or self.kept_result is None:
             with torch.no_grad():
                 self.kept_result = self.repeat()
         return self.kept_result
