@@ -49,7 +49,7 @@ MISTAKES = (
     ),
     Mistake(
         "the first of overlapping calls restores the training mode",
-        "hooks/model_state.py",
+        "hooks/call.py",
         "_was_training.difference(*_held.values())",
         "set(_was_training)",
     ),
@@ -68,16 +68,16 @@ MISTAKES = (
     Mistake(
         "negative inputs with negative weights count as negative parts",
         "relevance/rules.py",
-        "self.run(self.input.clamp(max=0), self.weight.clamp(min=0))",
-        "self.run(self.input.clamp(max=0), self.weight.clamp(max=0))",
+        "op.run(up, like) + op.run(down, unlike)",
+        "op.run(up, like) + op.run(down, like)",
     ),
     Mistake(
-        "a batch norm does not scale the bias",
-        "relevance/rules.py",
-        "torch.addcmul(shift, self.bias, scale)",
-        "shift + self.bias",
+        "a bias gets no relevance in alpha-beta",
+        "relevance/kernels.py",
+        "positive = None if bias is None else bias.clamp(min=0)",
+        "positive = None if bias is None else bias.clamp(max=0)",
     ),
-    Mistake("gamma counts twice", "relevance/rules.py", "self.gamma / (2 + self.gamma)", "self.gamma"),
+    Mistake("gamma counts twice", "relevance/kernels.py", "rule.gamma / (2 + rule.gamma)", "rule.gamma"),
     Mistake(
         "a product counts its first factor at the image",
         "relevance/multipliers.py",

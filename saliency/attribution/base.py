@@ -544,8 +544,8 @@ def neuron_layer(model: nn.Module, targets: Sequence[TargetLike]) -> str:
         LayerError: There is no such layer.
         TargetError: Only some are neurons, or they belong to several layers.
     """
-    layers = {find(model, target.layer)[0] if isinstance(target, Neuron) else "" for target in targets}
-    if len(layers) > 1:
+    layers = {find(model, target.layer)[0] for target in targets if isinstance(target, Neuron)}
+    if len(layers) > 1 or not all(isinstance(target, Neuron) for target in targets):
         raise TargetError("all targets of one call must be neurons of one layer, or none")
     return layers.pop()
 

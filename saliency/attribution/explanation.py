@@ -51,7 +51,6 @@ class Evidence:
     """Entries of `evidence` as attributes; `Explanation` describes them."""
 
     __slots__ = ()
-    evidence: Mapping[str, Any]
     agreement: Tensor | None
     boxes: tuple[ImageBox | None, ...]
     coverage: Coverage | None

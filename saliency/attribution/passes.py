@@ -122,13 +122,14 @@ class Budget:
         """Return how many steps fit into the remaining time, from trials that take about a tenth of it.
 
         Args:
-            run: Runs a number of steps, regardless of the time.
+            run: Runs a number of steps, regardless of the limits.
             most: The number of steps without a time limit. The result is at most that, and at least two, or one if
                 `most` is one.
         """
         if self.seconds is None:
             return most
-        began, steps = self.elapsed, min(2, most)
+        began, steps, passes = self.elapsed, min(2, most), self.passes
+        self.passes = None
         for trial in count():
             start = self.elapsed
             run(steps)
@@ -137,6 +138,7 @@ class Budget:
             if now - began > self.seconds / (8 if trial else 2) or (trial and 2 * steps > most):
                 break
             steps *= 2 if trial else 1
+        self.passes = passes
         return min(most, max(2, int((self.seconds - now) * steps / max(now - start, 1e-9))))
 
 

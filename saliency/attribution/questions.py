@@ -61,8 +61,10 @@ class CallImages(Images):
     @property
     def geometries(self) -> tuple[Geometry, ...]:
         """The position of the model's input on each image."""
-        size = tuple(self._x.shape[2:])
-        return self.located_at or tuple(Geometry.of(frame, size) for frame in self._frames or [None] * self.count)
+        if not self.located_at:
+            size, frames = tuple(self._x.shape[2:]), self._frames or [None] * self.count
+            self.located_at = tuple(Geometry.of(frame, size) for frame in frames)
+        return self.located_at
 
     def encode_text(self, texts: Sequence[Prompt]) -> tuple[Tensor, float]:
         """Return the embeddings (K, D) of texts, and the model's factor from cosine similarities to logits."""

@@ -11,7 +11,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
 import torch
@@ -127,7 +127,10 @@ class Passes(ExitStack):
         self._partial: Callable[[], ImageAttribution | None] = lambda: None
         self._notes: list[str] = []
         device = x.device.type
-        self._autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        # Of the caller. A context is not reentrant, so each use has its own.
+        self._autocast = partial(
+            torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        )
 
     def __enter__(self) -> Self:
         for context in (bind_image(self._image), closing(self._progress), no_autocast(self.x)):
@@ -153,7 +156,7 @@ class Passes(ExitStack):
     @cached_property
     def _is_single(self) -> bool:
         """Return whether passes must run one at a time."""
-        with torch.no_grad(), self._autocast:
+        with torch.no_grad(), self._autocast():
             reason = self._target.serial_reason(self._image, self._model, self.x)
         if reason:
             self._notes.append(reason)
@@ -284,7 +287,7 @@ class Passes(ExitStack):
             if now > 1 and self._is_single:
                 now = 1
             try:
-                with torch.enable_grad(), self._autocast:
+                with torch.enable_grad(), self._autocast():
                     result = compute(at, at + now)
                 if self.x.is_cuda:  # only a finished chunk can be timed, or be known to fit into memory
                     torch.cuda.synchronize(self.x.device)

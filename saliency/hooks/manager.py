@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import filterfalse
+from operator import attrgetter
 from types import FrameType
 from typing import Any, Self, TypeVar
 
@@ -113,10 +115,8 @@ class HookManager(ExitStack[None]):
     def __enter__(self) -> Self:
         """Make the manager the innermost one of this thread and return it."""
         self._scope.thread = threading.get_ident()
-        for scope in list(active_scopes.scopes):
-            if scope.closed:  # by another thread
-                active_scopes.scopes.remove(scope)
-        active_scopes.scopes.append(self._scope)
+        # Another thread may have closed some scopes.
+        active_scopes.scopes = [*filterfalse(attrgetter("closed"), active_scopes.scopes), self._scope]
         return self
 
     def observe(
@@ -340,7 +340,7 @@ def _node_hook(rule: Rule, node: Node) -> Callable[[graph.Gradients, graph.Gradi
     def hook(grad_inputs: graph.Gradients, grad_outputs: graph.Gradients) -> graph.Gradients:
         signal = grad_outputs[0]
         # Only the operand that carries the network's signal has a gradient; bounds and slopes have none.
-        at, operand = 0, grad_inputs[0]
+        at, operand = -1, None
         while operand is None and at + 1 < len(grad_inputs):
             at += 1
             operand = grad_inputs[at]

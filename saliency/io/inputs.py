@@ -338,11 +338,14 @@ def _check_input(image: Tensor, prepare: Prepare, first: int) -> Tensor:
     extremes: list[Tensor] = []
     for row in x:
         extremes += torch.aminmax(axes_in_memory_order(row))
-    ranges, is_warned = torch.stack(extremes).view(-1, 2).tolist(), x.ndim == 5 or x.shape[1] not in (1, 3, 4)
+    ranges = torch.stack(extremes).view(-1, 2).tolist()
     for index, (low, high) in enumerate(ranges, start=first):
         if not (math.isfinite(low) and math.isfinite(high)):
             raise NonFiniteError(f"image {index} holds NaN or infinity; it cannot be explained")
-        is_warned = is_warned or _warn_of_range(index, low, high, prepare)
+    if x.ndim == 4 and x.shape[1] in (1, 3, 4):
+        for index, (low, high) in enumerate(ranges, start=first):
+            if _warn_of_range(index, low, high, prepare):
+                break
     return x
 
 

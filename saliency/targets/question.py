@@ -37,7 +37,7 @@ class PartialNames(tuple[str, ...]):
 class Readings:
     """Candidates of the output that was read last, which all targets of a call that read it in the same way share."""
 
-    _output: Any = None
+    _output: Any = object()  # no output of a model
     _rows: dict[Hashable, list[Any]]
 
     def of(self, output: Any, key: Hashable, read: Callable[[], list[Any]]) -> list[Any]:
@@ -58,7 +58,7 @@ class Images:
         count: The number of images in the batch.
         categories: The class names.
         answer: The answer that is explained; None for an image.
-        located_at: The position of the model's input on each image, if the target knows it; else empty.
+        located_at: The position of the model's input on each image; empty if it is not known, or not computed yet.
         readings: The candidates of the last output of a detector.
         numbers: The images of the batch that are asked about.
     """

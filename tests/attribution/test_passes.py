@@ -75,3 +75,15 @@ def test_trials_leave_most_of_the_time_to_the_steps_that_fit(most: int, expected
 
     assert budget.affordable(run, most) == expected
     assert budget.elapsed + 0.125 * expected <= 10
+
+
+def test_a_trial_runs_without_the_limit_of_passes_which_holds_afterwards(clock: SimpleNamespace) -> None:
+    budget, limits = Budget(passes=3, seconds=10), []
+
+    def run(steps: int) -> None:
+        limits.append(budget.passes)
+        clock.now += 0.125 * steps
+
+    budget.affordable(run, 64)
+    assert set(limits) == {None}
+    assert budget.passes == 3

@@ -270,6 +270,15 @@ def test_an_output_that_is_no_detection_says_which_function_to_write() -> None:
         VanillaGradient(nn.Identity()).attribute(X, saliency.box())
 
 
+def test_a_forward_without_a_return_is_named() -> None:
+    class Forgetful(nn.Module):
+        def forward(self, x: Tensor) -> None:
+            x.mean()
+
+    with pytest.raises(TargetError, match="no adapter reads boxes from this output: NoneType"):
+        VanillaGradient(Forgetful()).attribute(X, saliency.box())
+
+
 def test_after_suppression_no_class_can_be_compared() -> None:
     class Detections(nn.Module):
         def forward(self, x: Tensor) -> Any:

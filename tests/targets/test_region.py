@@ -489,6 +489,7 @@ def test_the_layer_of_a_neuron_may_be_the_module_itself() -> None:
         (saliency.neuron("down", 0, at=(9, 0)), r"no position \(9, 0\)"),
         (saliency.neuron("down", 0, at=1), r"no position \(1,\)"),
         ([saliency.neuron("down", 0), saliency.value(1)], "neurons of one layer, or none"),
+        ([saliency.neuron("", 0), saliency.value(1)], "neurons of one layer, or none"),  # of the whole model
         ([saliency.neuron("down", 0), saliency.neuron("stem", 0)], "neurons of one layer"),
     ],
 )
