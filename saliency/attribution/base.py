@@ -337,6 +337,7 @@ class Attribution(HasOptions, ABC):
             sign=self.sign,
             settings=self.settings,
         )
+        # The notes follow from the explanation, whose mapping nobody else has yet.
         evidence["notes"] = tuple(self._notes(explanation, asked))
         return explanation
 
