@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..hooks.call import run_model
-from ..hooks.operations import Op, as_results, named_arguments
+from ..hooks.operations import Op, as_results, named_arguments, operator_name, out_of_place
 from .recording import PartialForward, Program, Replay, ReplayMismatch, ReplayStep, Tape
 
 aten = torch.ops.aten
@@ -267,14 +267,13 @@ PATCH_RULES: dict[Op, PatchRule] = {
 }
 """The operations that can be computed on patches, in addition to batch norms and pointwise ones."""
 
-_UNTAGGED_POINTWISE = {aten.hardswish_.default, aten.gelu_.default, aten.mish_.default, aten._to_copy.default}
-
 
 def patch_rule(op: Op) -> PatchRule | None:
     """Return how an operation is computed on patches; None if it needs whole maps."""
     if "batch_norm" in str(op):
         return _normalise
-    is_pointwise = torch.Tag.pointwise in op.tags or op in _UNTAGGED_POINTWISE
+    # Of operations in place, some have no tag, which differs among versions of PyTorch.
+    is_pointwise = torch.Tag.pointwise in out_of_place(op).tags or operator_name(op) in ("hardswish", "_to_copy")
     return PATCH_RULES.get(op, pointwise if is_pointwise else None)
 
 
