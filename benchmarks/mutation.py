@@ -66,7 +66,7 @@ MISTAKES = (
         "norms",
     ),
     Mistake(
-        "negative inputs with negative weights count as negative parts",
+        "products of negative inputs and negative weights are negative parts",
         "relevance/rules.py",
         "op.run(up, like) + op.run(down, unlike)",
         "op.run(up, like) + op.run(down, like)",

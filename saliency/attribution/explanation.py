@@ -181,7 +181,7 @@ class Explanation(BatchAttribution):
 
     @property
     def contrasts(self) -> tuple[bool, ...]:
-        """Whether the score of each image is a difference."""
+        """Whether each score is the difference of two scores, as of two classes."""
         return tuple(question.is_difference for question in self.questions)
 
     @property
@@ -207,8 +207,8 @@ class Explanation(BatchAttribution):
         itself has a gradient of zero. For this score, the largest values of gradients, Grad-CAM and Layer-CAM are at
         most 0.23 times this error. Those of Grad-CAM++ and DeconvNet reach 5 times this error. For a probability of
         1 - 1e-6 the maps are still correct, and their largest values are at least 2.8 times this error. float16 and
-        bfloat16 count as float32: the errors of their gradients are relative, and far below the rounding error of the
-        score.
+        bfloat16 are treated as float32: the errors of their gradients are relative, and far below the rounding error
+        of the score.
 
         It is 0 for shares of a ledger, as in LRP. Their errors are relative too: where biases absorb all but 1e-4 of
         the score, the values at the pixels are still correct to 6e-6 of their largest with z+ and gamma, and to 1e-3 to

@@ -46,7 +46,7 @@ CHECK_INTERVAL = 16
 
 
 class Sampled(Protocol):
-    """What a budget reads of an `Estimate`."""
+    """Estimate whose number of samples and error a budget reads."""
 
     count: int
 
@@ -151,7 +151,7 @@ class PassProgress:
         budget: Counts the passes.
 
     Attributes:
-        listener: The listener; None without one.
+        listener: The listener of the call, or None.
     """
 
     def __init__(self, label: str, is_shown: bool | None, budget: Budget) -> None:

@@ -269,7 +269,7 @@ class Store:
         return self.total - len(self.missing)
 
     def lacking(self, index: int, methods: Sequence[str]) -> tuple[str, ...]:
-        """Return those of the methods that have no stored results for an image."""
+        """Return the methods that have no stored results for an image."""
         return tuple(methods)
 
     def plan(self) -> Plan:
@@ -387,7 +387,7 @@ class ManifestStore(Store):
         return head | {"fingerprint": old | new, "command": command}
 
     def lacking(self, index: int, methods: Sequence[str]) -> tuple[str, ...]:
-        """Return those of the methods that have no row for an image."""
+        """Return the methods that have no row for an image."""
         is_done = self.manifest.is_done
         return () if index in self._kept else tuple(method for method in methods if not is_done(index, method))
 
@@ -403,7 +403,7 @@ class ManifestStore(Store):
         size = chosen or max(1, min(1 if is_slow else batch_size, len(self.entries) // parallel))
         # A resumed run keeps its batch sizes. Only a smaller size is accepted, for machines with less memory.
         stored = self.head.get("batch_sizes", [(0, size)])
-        # Write manifest.json first: without it, a listing counts as a file that does not belong to a run.
+        # Write manifest.json first: without it, a listing is treated as a file without a run.
         self.write_sizes([(first, min(size, chosen or size)) for first, size in stored])
         with writing_to(self.out):
             write_listing(self.out, self.entries)

@@ -119,9 +119,7 @@ class HookManager(ExitStack[None]):
         active_scopes.scopes = [*filterfalse(attrgetter("closed"), active_scopes.scopes), self._scope]
         return self
 
-    def observe(
-        self, layer: nn.Module, callback: Callable[[Any], Any], *, kind: type[ModuleHook] | None = None
-    ) -> None:
+    def observe(self, layer: nn.Module, callback: Callable[[Any], Any], *, kind: type[ModuleHook] = ModuleHook) -> None:
         """Call `callback(output)` after each call of `layer`; a result other than None replaces the output.
 
         The hook runs before the user's hooks, so that outputs stored by them have a gradient.
@@ -134,7 +132,7 @@ class HookManager(ExitStack[None]):
             return callback(output) if scope.acts() else None
 
         # Append before registering, so that the hook is removed even after Ctrl-C in between.
-        self._registered.append((layer, (kind or ModuleHook)(hook)))
+        self._registered.append((layer, kind(hook)))
         layer.register_forward_hook(self._registered[-1][1], prepend=True)
         hooks = graph.forward_hooks(layer)
         if len(hooks) == 1:

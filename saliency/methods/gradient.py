@@ -103,13 +103,13 @@ class RectifiedGradient(TracedAttribution):
         passed = [] if self.smooth == "positive" else nonlinearities.others
         rewritten = [*nonlinearities.rectifiers, *others]
         if not rewritten or nonlinearities.hidden:
-            self._doubt(nonlinearities, rewritten)
+            self._refuse_or_warn(nonlinearities, rewritten)
         rules = [(own.node, self.rule_for(own, images)) for own in nonlinearities.rectifiers]
         rules += [(own.node, _positive_signal) for own in others]
         values = grads.rewritten_gradient(rules)
         return values, Coverage(_by_kind(rewritten), _by_kind(passed), dict(nonlinearities.hidden))
 
-    def _doubt(self, nonlinearities: Nonlinearities, rewritten: list[Nonlinearity]) -> None:
+    def _refuse_or_warn(self, nonlinearities: Nonlinearities, rewritten: list[Nonlinearity]) -> None:
         """Raise if no nonlinearity has a rule; warn if a hand-written ReLU may have been missed."""
         hidden = ", ".join(f"{n} {kind}" for kind, n in nonlinearities.hidden.items())
         if not rewritten:

@@ -69,7 +69,7 @@ aten = torch.ops.aten
 # These also have a rule where they are not of degree one: an addcmul of two signals, a variance, a product.
 OF_DEGREE_ONE = HOMOGENEOUS | {"addcmul", "var", "var_mean", "prod"}
 _LOGSUMEXP = frozenset({"logsumexp", "_log_softmax"})
-# A factor that one of these computes counts as constant: the deviation of a normalisation written by hand,
+# A factor that one of these computes is treated as constant: the deviation of a normalisation written by hand,
 _DEVIATIONS = frozenset({"rsqrt", "reciprocal"})
 # and on request the gate of a signal.
 _GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *SOFTMAX})
@@ -505,9 +505,9 @@ class Propagation:
         return self._product(visit) if visit.on_path == [True, True] else visit.plain()
 
     def _product(self, visit: Visit) -> Gradients:
-        """Give each factor of a product half of the relevance, or all to one if the other counts as constant.
+        """Give each factor of a product half of the relevance, or all to one if the other is treated as constant.
 
-        In an activation, such as x * sigmoid(x), every factor except x counts as constant, which is the rule f(x)/x.
+        In an activation, such as x * sigmoid(x), all factors except x are treated as constant: this is the rule f(x)/x.
         """
         walk, self._has_product = visit.walk, True
         grads = list(visit.plain())
@@ -528,7 +528,7 @@ class Propagation:
         return tuple(grads)
 
     def _is_constant_factor(self, node: Node | None, walk: Walk) -> bool:
-        """Return whether a factor of a product counts as constant, by the operation that computes it."""
+        """Return whether a factor of a product is treated as constant, by the operation that computes it."""
         operation = walk.graph.operations.get(cast("Node", _origin(walk, node)))
         gates = _GATES if self.composite.constant_gates else frozenset()
         return operation is not None and operation.name in _DEVIATIONS | gates

@@ -47,7 +47,7 @@ class PerturbationMetric(Metric):
     """
 
     of_explained_score: ClassVar[bool] = False
-    """Whether the metric needs the explained score, even if others get the probability."""
+    """Whether the metric reads the explained score where other metrics read the probability."""
 
     @abstractmethod
     def measure_image(self, image: PerturbedImage) -> Outcome:

@@ -121,8 +121,8 @@ class PointingGame(LocalisationMetric):
 class EnergyPointingGame(LocalisationMetric):
     """Share of the positive relevance that lies on the object.
 
-    Values: (N,), from 0 to 1. A map without positive values counts as constant: its value is the object's share of the
-    area. Also called relevance mass accuracy (Arras et al. 2022).
+    Values: (N,), from 0 to 1. A map without positive values is treated as constant: its value is the object's
+    fraction of the area. Also called relevance mass accuracy (Arras et al. 2022).
 
     Source: Wang et al., "Score-CAM: Score-Weighted Visual Explanations for Convolutional Neural Networks" (2020),
         https://arxiv.org/abs/1910.01279.
@@ -180,7 +180,7 @@ class IoU(LocalisationMetric):
         threshold: The lowest of the high pixels, as a share of the map's maximum; or "area", for as many pixels as the
             object has. Pixels at the threshold are high; pixels without positive relevance are not.
 
-    Values: (N,), from 0 to 1. A map without positive values counts as constant.
+    Values: (N,), from 0 to 1. A map without positive values is treated as constant.
 
     Source: Zhou et al., "Learning Deep Features for Discriminative Localization" (2016),
         https://arxiv.org/abs/1512.04150, for the threshold of 20 %.
