@@ -16,7 +16,7 @@ FACES := facenet-pytorch==2.6.0
 # It requires opencv-python-headless, which overwrites the files of opencv-python.
 GRAD_CAM := grad-cam==1.5.7 ttach
 # The tests that `make test-oldest` runs: those of the code that depends on how PyTorch records and runs a graph.
-OLDEST_TESTS := tests/hooks tests/engine tests/methods/test_methods.py tests/methods/test_gradient.py tests/relevance
+OLDEST_TESTS := tests/hooks tests/model tests/attribution tests/methods/test_methods.py tests/methods/test_gradient.py tests/relevance
 # With ALL=--all, pytest runs the tests marked slow, too.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest $(ALL) --numprocesses auto --dist worksteal
 DEMO_METHODS := grad_cam layer_cam guided_backprop guided_grad_cam vanilla_gradient

@@ -18,9 +18,9 @@ from PIL import Image
 from torch import Tensor
 
 import saliency
-from saliency.engine.multi_pass import Passes
+from saliency.attribution.passes import Passes
 from saliency.evaluation.metrics.method_metrics import randomise
-from saliency.io.preprocess import Frame
+from saliency.io.geometry import Frame
 from saliency.methods import METHODS
 from saliency.render.figure import _centre
 

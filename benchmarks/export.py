@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import saliency
 from benchmarks.timing import Contender, Timing, interleaved, wall_ratio
-from saliency.program.export import captured
-from saliency.program.onnx import write_onnx
+from saliency.program.export import captured, write_onnx
 
 
 def vit_b_16() -> nn.Module:

@@ -32,6 +32,7 @@ from torch import nn
 import saliency
 from benchmarks.ray_faults import write_photos
 from benchmarks.timing import Timing, verdict
+from saliency.attribution.allocator import keep_memory
 from saliency.batch import OverlayStyle, Progress, batch
 from saliency.batch.drawing import ExplainMapper, ImageResults
 from saliency.batch.engines import count_cores
@@ -41,7 +42,6 @@ from saliency.batch.options import NetworkOptions, OutputOptions
 from saliency.batch.plan import Slot
 from saliency.batch.sources import find_images
 from saliency.batch.store import LISTING
-from saliency.engine.allocator import keep_memory
 from saliency.io.inputs import open_image
 
 ASSETS = Path(__file__).parent.parent / "assets"

@@ -49,7 +49,7 @@ MISTAKES = (
     ),
     Mistake(
         "the first of overlapping calls restores the training mode",
-        "hooks/call.py",
+        "model/call.py",
         "_was_training.difference(*_held.values())",
         "set(_was_training)",
     ),
@@ -91,29 +91,29 @@ MISTAKES = (
         ".scatter_add_(-1, at, share.sub_(gain))",
     ),
     Mistake(
-        "a contrast is a sum", "targets/targets.py", "first(output) - second(output)", "first(output) + second(output)"
+        "a contrast is a sum", "targets/classes.py", "first(output) - second(output)", "first(output) + second(output)"
     ),
     Mistake(
         "the top of two classes is the other one",
-        "targets/targets.py",
+        "targets/classes.py",
         "scores.detach()[:, 0] > threshold(link)",
         "scores.detach()[:, 0] < threshold(link)",
     ),
     Mistake(
         "log-odds are against the best other text",
-        "targets/embedding.py",
+        "targets/similarity.py",
         "scores[:, 0] - scores[:, 1:].logsumexp(1)",
         "scores[:, 0] - scores[:, 1:].amax(1)",
     ),
     Mistake(
         "a mirrored image has the box of the image",
-        "targets/box.py",
+        "targets/boxes.py",
         "box=(ends - x1, y0, ends - x0, y1)",
         "box=(x0, y0, x1, y1)",
     ),
     Mistake(
         "masks of queries are logits",
-        "targets/region.py",
+        "targets/regions.py",
         '"nqc,nqhw->nchw", classes, masks.sigmoid())',
         '"nqc,nqhw->nchw", classes, masks)',
     ),

@@ -15,8 +15,8 @@ from PIL import Image
 
 from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
 from saliency import Explanation, Preprocess, overlay
+from saliency.io.geometry import Frame
 from saliency.io.inputs import open_image
-from saliency.io.preprocess import Frame
 from saliency.render.overlay import save_drawing
 from saliency.targets.question import QuestionFacts
 

@@ -20,8 +20,8 @@ from PIL import Image
 
 from benchmarks.timing import interleaved, ratio
 from saliency import METHODS
+from saliency.attribution.passes import MultiPassAttribution
 from saliency.batch.options import NetworkOptions
-from saliency.engine.multi_pass import MultiPassAttribution
 from saliency.explorer.server import Explorer
 from saliency.explorer.session import Session
 

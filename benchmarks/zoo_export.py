@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 import saliency
 from benchmarks.zoo import make_usable
-from saliency.program.export import captured
-from saliency.program.onnx import write_onnx
+from saliency.program.export import captured, write_onnx
 from tests.reference import error
 
 RESULTS = Path(__file__).parent / "results" / "zoo_export.md"

@@ -4,13 +4,13 @@ import importlib
 
 import lazy_loader
 
-from . import notebook
+from . import tables
 
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 # Drawing loads when the first result is shown or saved.
-notebook.draw_png = lambda result: importlib.import_module(".render.notebook", __name__).notebook_png(result)
-notebook.draw_card = lambda card: importlib.import_module(".render.measurements", __name__).card_png(card)
+tables.draw_png = lambda result: importlib.import_module(".render.notebook", __name__).notebook_png(result)
+tables.draw_card = lambda card: importlib.import_module(".render.measurements", __name__).card_png(card)
 
 
 def __getattr__(name: str) -> object:

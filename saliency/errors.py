@@ -103,7 +103,7 @@ def errors_as(kind: type[SaliencyError], problem: str) -> Iterator[None]:
 
 
 CALL: ContextVar[Any] = ContextVar("call")
-"""The state of the call of this thread, see `hooks.call.Call`. It is declared here because `warn` reads it."""
+"""The state of the call of this thread, see `model.call.Call`. It is declared here because `warn` reads it."""
 
 
 def warn(message: str, category: type[Warning] = SaliencyWarning) -> None:

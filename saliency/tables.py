@@ -197,3 +197,9 @@ def _heading(column: Column[Any]) -> str:
 
 def _cell(column: Column[Row], row: Row) -> str:
     return f'<td class="{column.align}">{escaped(column.text(row))}</td>'
+
+
+draw_png: Callable[[object], bytes | None]
+"""Draw an explanation at the end of a notebook cell."""
+draw_card: Callable[[object], bytes]
+"""Draw a trust card."""

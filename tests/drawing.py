@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saliency import METHODS
 from saliency.attribution.explanation import Explanation, Sign
-from saliency.io.preprocess import Frame
+from saliency.io.geometry import Frame
 from saliency.targets.question import QuestionFacts
 
 

@@ -24,16 +24,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..aliases import known_keywords, refuse_keywords
 from ..errors import MethodError, NonFiniteError, TargetError, plural, warn
-from ..hooks.call import ForwardArgs, arguments_of, prepared_for_attribution, reference_tensor
-from ..hooks.model_attributes import model_attribute, unwrap
+from ..io.geometry import Frame
 from ..io.inputs import Batch, ImagesLike, Prepare, read
-from ..io.preprocess import WHOLE, Frame, PreprocessLike, Whole, as_preprocess, without_crop
-from ..layers.find import find
-from ..layers.layout import LayoutFunction, as_layout
+from ..io.preprocess import WHOLE, PreprocessLike, Whole, as_preprocess, without_crop
+from ..model.answer import Answer
+from ..model.call import ForwardArgs, arguments_of, model_attribute, prepared_for_attribution, reference_tensor, unwrap
+from ..model.layers import LayoutFunction, as_layout, find
+from ..targets.classes import Neuron, TargetLike, as_categories, is_probability, per_image
 from ..targets.question import Question, QuestionFacts, Target
-from ..targets.targets import Neuron, TargetLike, as_categories, is_probability, per_image
 from ..validation import Registry, check_choice
-from .answer import Answer
 from .explanation import BatchAttribution, Explanation, Setting, Sign, joined
 from .forward import Needs, SharedForward, TargetGradients
 from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOption, declared_options

@@ -20,13 +20,13 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from .. import notebook
+from .. import tables
 from ..aliases import result_hint
 from ..errors import ExplanationError, errors_as
 from ..hooks.rectifiers import Coverage
 from ..io.atomic_write import write_by_suffix
+from ..io.geometry import Box, Frame, ImageBox
 from ..io.inputs import decode, encode
-from ..io.preprocess import Box, Frame, ImageBox
 from ..targets.question import QuestionFacts
 from .options import RunStats
 
@@ -250,7 +250,7 @@ class Explanation(BatchAttribution):
 
     def _repr_png_(self) -> bytes | None:
         """Return the image that a notebook shows; None if it cannot be drawn, then it shows the text."""
-        return notebook.draw_png(self)
+        return tables.draw_png(self)
 
     def to(self, device: torch.device | str) -> Explanation:
         """Return the explanation with its tensors on another device."""
@@ -390,3 +390,27 @@ def _encode_png(image: Image.Image) -> Tensor:
 
 def _frame(png: Tensor, left: float, top: float, right: float, bottom: float) -> Frame:
     return Frame(decode(io.BytesIO(png.numpy().tobytes()), "the image"), (left, top, right, bottom))
+
+
+Product = Literal["cosine", "dot"]
+"""Similarities that are a sum over pairs of cells."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matches:
+    """Result of `explain_matches`: the share of each pair of cells in the similarity of two images.
+
+    Attributes:
+        values: (h, w, h', w') the shares of the score, signed, in units of the score: `values[i, j, k, l]` belongs to
+            the cell in row i and column j of the first image, and the cell in row k and column l of the second.
+        score: The similarity of both images.
+        measure: The similarity: "cosine", or "dot" for the inner product of the embeddings.
+        method: The method's name in the registry.
+        frames: The position of the model's input on each original image; None for an image given as a tensor.
+    """
+
+    values: Tensor = field(repr=False)
+    score: float
+    measure: Product
+    method: str
+    frames: tuple[Frame | None, Frame | None] = field(repr=False)

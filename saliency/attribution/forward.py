@@ -17,20 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from ..axes import at_least_float32
 from ..errors import LayerError, MethodError, TargetError
 from ..hooks import autograd_graph as graph
 from ..hooks.attention import AttentionCall, find_attention, find_passages
 from ..hooks.autograd_graph import CUT, INDEPENDENT, NO_GRADIENT, differentiate, nodes_between
-from ..hooks.call import leaf, run_model
 from ..hooks.manager import HookManager, Rule
 from ..hooks.operations import OperationRecord, SavedValues
 from ..hooks.pytree import tree_tensors
 from ..hooks.rectifiers import Nonlinearities, find_nonlinearities
-from ..layers.find import find, layout_of
-from ..layers.layout import Layout
+from ..io.axes import at_least_float32
+from ..model.answer import Answer
+from ..model.call import leaf, run_model
+from ..model.layers import Layout, find, layout_of
 from ..validation import check_choice, check_integer
-from .answer import Answer
 from .questions import Questions, explained_answer
 
 T = TypeVar("T")

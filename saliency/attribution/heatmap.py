@@ -15,8 +15,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ..axes import along_rows, at_least_float32, resize
 from ..errors import NonFiniteError, RenderError
+from ..io.axes import along_rows, at_least_float32, resize
 from ..validation import check_choice, check_number, is_integer
 from .explanation import Explanation, Sign
 

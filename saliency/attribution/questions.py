@@ -15,17 +15,16 @@ from torch import Tensor, nn
 
 from ..errors import NonFiniteError, TargetError, warn
 from ..hooks.autograd_graph import ends_in_probability, modules_and_hooks, tensor_version, unique_modules
-from ..hooks.call import NO_ARGUMENTS, bind_image, bound, cache_of, current_call, last_operation, leaf, run_model
-from ..hooks.dual_encoder import DualEncoder
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
+from ..io.geometry import Frame, Geometry
 from ..io.inputs import Batch
-from ..io.preprocess import Frame, Geometry
-from ..layers.find import find, trace_layers
-from ..layers.layout import is_channels_first
+from ..model.answer import Answer
+from ..model.call import NO_ARGUMENTS, bind_image, bound, cache_of, current_call, last_operation, leaf, run_model
+from ..model.dual_encoder import DualEncoder
+from ..model.layers import find, is_channels_first, trace_layers
+from ..targets.classes import TargetLike, as_target
 from ..targets.question import Categories, Images, Prompt, Question, Score, Target, Together, one_score_each
-from ..targets.targets import TargetLike, as_target
 from ..targets.words import words
-from .answer import Answer
 
 _COUPLED = "one pass at a time: the images of a batch affect each other in this model"
 _UNDIVIDED = "one pass at a time: the output does not show which part of it belongs to which image"

@@ -21,14 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..axes import require_two_axes
 from ..errors import ImageError, MethodError, NotFoundError, TargetError
-from ..hooks.call import ForwardArgs, bound, reference_tensor
+from ..io.axes import require_two_axes
+from ..io.geometry import Frame, Geometry
 from ..io.inputs import MAX_PIXELS, Batch, ImagesLike, Prepare, open_image, read, split_images
-from ..io.preprocess import Frame, Geometry, drawable, only_normalised
-from ..targets.box import BoxTarget
-from ..targets.region import Keypoint, Region
-from ..targets.targets import Contrast, Located, Probability, TargetLike, per_image
+from ..io.preprocess import drawable, only_normalised
+from ..model.call import ForwardArgs, bound, reference_tensor
+from ..targets.boxes import BoxTarget
+from ..targets.classes import Contrast, Located, Probability, TargetLike, per_image
+from ..targets.regions import Keypoint, Region
 from ..validation import check_integer
 from .base import Attribution
 from .explanation import BatchAttribution, Explanation

@@ -22,11 +22,12 @@ from ..attribution.heatmap import heatmap
 from ..evaluation.metrics.base import SharedResults
 from ..evaluation.trust import TrustCard
 from ..io.atomic_write import atomic_write, inside
+from ..io.geometry import Frame, scaled_size
 from ..io.inputs import encode
-from ..io.preprocess import Frame, scaled_size
 from ..io.volumes import Volume, encode_map, place_map
-from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, heat_image, paint, scale_map
+from ..render.blending import heat_image, paint
 from ..render.overlay import encode_drawing
+from ..render.scaling import DIVERGING, SEQUENTIAL, ScaledMap, scale_map
 from ..render.volume import anatomical_slices
 from .engines import Mapper
 from .failures import Failure, attempt, printable, unwritable

@@ -32,7 +32,7 @@ from uuid import uuid4
 import torch
 from torch import nn
 
-from ..engine.allocator import keep_memory
+from ..attribution.allocator import keep_memory
 from ..errors import SaliencyError, optional_import
 from .failures import BatchError, StoppedError, attempt, printable
 from .listing import ImageEntry

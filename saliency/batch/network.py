@@ -18,14 +18,15 @@ from ..attribution.base import METHODS, Attribution, explain_together, get_metho
 from ..attribution.explanation import Explanation
 from ..errors import USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotApplicableError
 from ..evaluation.trust import TrustCard, trust
-from ..hooks.call import is_out_of_memory, prepared_for_attribution, reference_tensor, run_model
+from ..io.geometry import Box, Frame, Geometry, Range
 from ..io.inputs import Prepare
-from ..io.preprocess import Box, Frame, Geometry, Preprocess, Range, TransformPreprocess, drawable, locate
+from ..io.preprocess import Preprocess, TransformPreprocess, drawable, locate
 from ..io.volumes import Volume, locate_volume, preprocess_volume, read_volume
-from ..targets.box import BoxTarget, box
+from ..model.call import is_out_of_memory, prepared_for_attribution, reference_tensor, run_model
+from ..targets.boxes import BoxTarget, box
+from ..targets.classes import Located, class_index
 from ..targets.question import Target
-from ..targets.region import Keypoint, Region
-from ..targets.targets import Located, class_index
+from ..targets.regions import Keypoint, Region
 from ..zoo import load
 from .failures import BatchError, Failure, attempt
 from .listing import ImageEntry

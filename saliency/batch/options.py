@@ -118,7 +118,7 @@ class OverlayStyle:
             hint = ', "auto" or None'
             check_number("percentile", self.percentile, above=0, most=100, hint=hint, error=BatchError)
         if self.colormap is not None:
-            from ..render.blending import color_table
+            from ..render.scaling import color_table
 
             color_table(self.colormap)  # raises RenderError
 

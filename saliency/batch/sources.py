@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, TextIO
 
 from ..errors import ImageError, errors_as
 from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing, is_image, is_volume
-from ..io.remote import is_remote, list_files
 from .failures import BatchError
-from .listing import ImageEntry
+from .listing import ImageEntry, is_remote, list_files
 from .store import is_output
 
 LISTS = frozenset((".csv", ".tsv", ".jsonl", ".ndjson", ".txt"))

@@ -14,8 +14,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from .._version import __version__
+from ..attribution.allocator import keep_memory
 from ..batch import StoppedError
-from ..engine.allocator import keep_memory
 from ..errors import DependencyError, SaliencyError, did_you_mean, optional_import
 from .arguments import METHOD, Parser
 
@@ -138,7 +138,7 @@ COMMANDS: dict[str, Command] = {
     "explain": Command(
         "draw heatmaps over images",
         f"IMAGE --quiet --recursive {_MODEL} --text --out --sheet --save --trust --seconds {_STYLE}",
-        "explain:run",
+        "commands:explain",
         f"""\
 examples:
   saliency explain cat.jpg
@@ -204,7 +204,7 @@ files:
         "compare methods by metrics on a folder of images",
         f"SOURCE --quiet --recursive --limit {_MODEL} --text --targets --metrics --masks --boxes "
         "--set-metric --out --engine --workers",
-        "evaluate:run",
+        "commands:evaluate",
         f"""\
 examples:
   saliency evaluate photos/ -m grad_cam layer_cam lrp --out measured
@@ -227,7 +227,7 @@ files:
     "trust": Command(
         "measure whether the heatmap of one image can be trusted",
         f"IMAGE --quiet {_MODEL} --seconds --seed --json --html --png",
-        "explain:trust",
+        "commands:trust",
         f"""\
 examples:
   saliency trust cat.jpg -m grad_cam --target "tiger cat"
@@ -248,7 +248,7 @@ Each property is compared with maps that ignore the prediction. The result is
         "show a page on which a model explains photos: drop one, compare methods",
         "MODEL FOLDER --quiet --weights --classes --preprocess --whole --whole-aspect --method --layer --set --device "
         "--port --host --no-browser",
-        "serve_command:run",
+        "commands:serve",
         """\
 examples:
   saliency serve
@@ -267,7 +267,7 @@ Ctrl-C ends it. Whoever has the address can use the model, so keep it secret.
         "write a model and its heatmap as one program, for PyTorch or ONNX",
         "MODEL --quiet --image --weights --classes --preprocess --whole --whole-aspect --method --layer --set --target "
         "--output",
-        "export_command:run",
+        "commands:export",
         """\
 examples:
   saliency export resnet50 --method grad_cam -o model.onnx

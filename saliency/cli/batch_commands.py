@@ -46,7 +46,7 @@ def run_arguments(function: Callable[..., object], arguments: argparse.Namespace
     given = arguments_of(function, arguments) | {"sources": list(read_sources(arguments.sources)), "methods": methods}
     given["target"] = choose_target(arguments)
     if arguments.texts:
-        from ..targets.embedding import text
+        from ..targets.similarity import text
 
         given["target"] = text(arguments.texts[0], against=arguments.texts[1:])
     return given
@@ -71,8 +71,8 @@ def choose_target(arguments: argparse.Namespace) -> Any:
 
     from ..io.inputs import open_image
     from ..io.preprocess import drawable
-    from ..targets.box import box
-    from ..targets.region import keypoint, region
+    from ..targets.boxes import box
+    from ..targets.regions import keypoint, region
 
     if "region" in given:
         where = arguments.where

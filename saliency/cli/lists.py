@@ -17,16 +17,15 @@ from rich.text import Text
 from ..attribution.base import Attribution, get_method, source, summary
 from ..attribution.options import declared_options
 from ..errors import did_you_mean, visible
-from ..hooks.call import prepared_for_attribution, reference_tensor
-from ..hooks.model_attributes import categories_of
 from ..inspection import activation_statistics, gradient_statistics, layer_table
 from ..inspection.layer_table import LayerRow, LayerTable
 from ..io.inputs import read
-from ..layers.find import LayerScan, scan_layers
 from ..methods import METHODS
+from ..model.call import categories_of, prepared_for_attribution, reference_tensor
+from ..model.layers import LayerScan, scan_layers
 from ..tables import Column, Table
+from ..targets.classes import as_categories, as_target
 from ..targets.question import Images
-from ..targets.targets import as_categories, as_target
 from ..validation import check_integer
 from ..zoo import load
 from ..zoo import models as zoo_models

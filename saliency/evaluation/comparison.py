@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ..attribution.answer import Answer
 from ..attribution.base import Attribution, require_methods
+from ..attribution.estimates import tied_ranks
 from ..attribution.explanation import Explanation
-from ..engine.estimates import tied_ranks
 from ..errors import ImageError, MethodError, errors_as, plural
 from ..io.atomic_write import write_by_suffix
 from ..io.inputs import ImageLike, ImagesLike, open_image, split_images
 from ..io.preprocess import drawable
+from ..model.answer import Answer
 from ..tables import Column, Table, number
-from ..targets.targets import TargetLike
+from ..targets.classes import TargetLike
 from .metrics.base import ABSOLUTE, RELATIVE, Measurement, Metric, SharedResults, measure, resolve_metrics
 
 LEVEL = 0.05

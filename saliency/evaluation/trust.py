@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from .. import notebook
-from ..attribution.answer import Answer
+from .. import tables
 from ..attribution.base import METHODS, Attribution, explain_together
 from ..attribution.explanation import Explanation
 from ..errors import LayerError, MethodError, NotApplicableError
 from ..io.atomic_write import write_by_suffix
 from ..io.inputs import ImagesLike
+from ..model.answer import Answer
 from ..tables import Column, Table, escaped, number
-from ..targets.embedding import ITSELF
-from ..targets.targets import TargetLike
+from ..targets.classes import TargetLike
+from ..targets.similarity import ITSELF
 from ..validation import check_number
 from .metrics.base import RANDOM_CONTROLS, Measurement, Metric, Outcome, SharedResults, Subject, measure, measurement
 from .metrics.faithfulness import Deletion, Infidelity, Insertion
@@ -172,7 +172,7 @@ class TrustCard(Table[Property]):
     @property
     def encoders(self) -> dict[str, Callable[[], bytes]]:
         """Functions that return the card as the content of a file, by suffix."""
-        return {".json": lambda: self.to_json().encode(), ".html": self._page, ".png": lambda: notebook.draw_card(self)}
+        return {".json": lambda: self.to_json().encode(), ".html": self._page, ".png": lambda: tables.draw_card(self)}
 
     def to_json(self) -> str:
         """Return the card as JSON, with the settings of each metric. NaN and infinite numbers are null."""
@@ -184,7 +184,7 @@ class TrustCard(Table[Property]):
 
     def _repr_html_(self) -> str:
         """Return the figure, as data within the text, and the table."""
-        data = base64.b64encode(notebook.draw_card(self)).decode()
+        data = base64.b64encode(tables.draw_card(self)).decode()
         image = f'<img src="data:image/png;base64,{data}" alt="{escaped(self.title)}" style="max-width: 100%">'
         return f"{image}\n{self.to_html()}"
 

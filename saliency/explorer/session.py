@@ -27,13 +27,12 @@ from PIL import Image
 from .._version import __version__
 from ..attribution.base import METHODS, Attribution, get_method, summary
 from ..attribution.explanation import Explanation
-from ..attribution.passes import Partial, listening
+from ..attribution.passes import MultiPassAttribution, Partial, TimedAttribution, listening
 from ..batch.drawing import card_facts, explanation_facts, shrink
 from ..batch.failures import Failure, printable
 from ..batch.network import create_method, find_devices, load_model, move_model, reads_layer, require_options
 from ..batch.options import NetworkOptions, OverlayStyle
 from ..batch.sources import find_images
-from ..engine.multi_pass import MultiPassAttribution, TimedAttribution
 from ..errors import (
     USER_CODE_ERRORS,
     ImageError,
@@ -47,21 +46,22 @@ from ..errors import (
     TargetError,
 )
 from ..evaluation.trust import missing_properties, trust
-from ..hooks.call import prepared_for_attribution, run_model
-from ..hooks.dual_encoder import DualEncoder
 from ..io.atomic_write import SOFTWARE
+from ..io.geometry import Frame, scaled_size
 from ..io.inputs import Batch, ImagesLike, decode, encode, open_image, split_images
-from ..io.png import encode_png
-from ..io.preprocess import Frame, Preprocess, drawable, scaled_size
-from ..layers.find import scan_layers
-from ..render.blending import DIVERGING, MOST_OPACITY, SEQUENTIAL, color_table, scale_map
+from ..io.preprocess import Preprocess, drawable
+from ..model.call import prepared_for_attribution, run_model
+from ..model.dual_encoder import DualEncoder
+from ..model.layers import scan_layers
+from ..render.blending import MOST_OPACITY
 from ..render.figure import as_png, figure
-from ..render.overlay import overlay
-from ..targets.box import BoxTarget, as_place, box
-from ..targets.embedding import text
+from ..render.overlay import encode_png, overlay
+from ..render.scaling import DIVERGING, SEQUENTIAL, color_table, scale_map
+from ..targets.boxes import BoxTarget, as_place, box
+from ..targets.classes import ClassTarget, as_target, class_name, class_scores, contrast
 from ..targets.question import Categories
-from ..targets.region import RegionScore, region, score_maps
-from ..targets.targets import ClassTarget, as_target, class_name, class_scores, contrast
+from ..targets.regions import RegionScore, region, score_maps
+from ..targets.similarity import text
 from ..validation import check_choice, check_number
 
 Answer = dict[str, Any]

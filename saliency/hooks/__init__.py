@@ -1,1 +1,1 @@
-"""Hooks on modules and autograd nodes, and the model's state before and after a call."""
+"""Hooks and the autograd graph of one call. Private names of PyTorch stand here."""

@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..axes import at_least_float32
 from ..errors import NotApplicableError
-from .autograd_graph import next_functions, saved, sequence_nr
-from .call import is_tracing
+from ..io.axes import at_least_float32
+from .autograd_graph import is_tracing, next_functions, saved, sequence_nr
 from .rectifiers import require_visible
 
 _SOFTMAX = frozenset({"SoftmaxBackward0", "SafeSoftmaxBackward0"})

@@ -45,7 +45,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..errors import NotApplicableError, TargetError
+from ..errors import CALL, NotApplicableError, TargetError
 
 State = TypeVar("State")
 
@@ -56,6 +56,11 @@ NO_GRADIENT = "the score has no gradient: the target or the model detaches it, o
 INDEPENDENT = f"no gradient of the score reaches the input: it does not depend on the input, or {CUT}; {_FORWARD_ONLY}"
 
 # Tensors.
+
+
+def is_tracing() -> bool:
+    """Return whether this call is traced into a program, so that a check of values has nothing to check."""
+    return bool(getattr(CALL.get(None), "is_tracing", False))
 
 
 def tensor_version(tensor: Tensor) -> int:

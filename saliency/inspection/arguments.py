@@ -12,12 +12,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..errors import ImageError, LayerError, ModelError, NotApplicableError, plural
-from ..hooks.call import call, prepared_for_attribution, reference_tensor
 from ..hooks.manager import is_hookable
-from ..hooks.model_attributes import model_attribute, unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..io.inputs import read
-from ..layers.find import find, named_layers
+from ..model.call import call, model_attribute, prepared_for_attribution, reference_tensor, unwrap
+from ..model.layers import find, named_layers
 
 LayersLike = str | nn.Module | type[nn.Module] | Iterable[str | nn.Module | type[nn.Module]]
 """A dotted name, a pattern as in "layer4.*.conv?" (`*` also matches dots), a module, a class of modules, or several."""

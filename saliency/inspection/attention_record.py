@@ -12,22 +12,31 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ..attribution.answer import Answer
-from ..attribution.dense_features import cell_at
+from ..attribution.features import cell_at
 from ..attribution.forward import Needs, SharedForward, TargetGradients
 from ..attribution.questions import CallImages, Questions, explained_answer
-from ..axes import require_two_axes
 from ..errors import LayerError, NotApplicableError, TargetError, plural, warn
 from ..hooks.attention import AttentionCall, fuse_heads
 from ..hooks.autograd_graph import sequence_nr
-from ..hooks.call import ForwardArgs, arguments_of, bind_image, prepared_for_attribution, reference_tensor, shown_images
 from ..hooks.manager import HookManager, is_hookable
-from ..hooks.model_attributes import categories_of, model_attribute, unwrap
+from ..io.axes import require_two_axes
 from ..io.inputs import Batch, ImagesLike, read
-from ..layers.layout import Layout, token_layout
-from ..layers.positions import PositionTrace
-from ..targets.box import as_place
-from ..targets.targets import TargetLike
+from ..model.answer import Answer
+from ..model.call import (
+    ForwardArgs,
+    arguments_of,
+    bind_image,
+    categories_of,
+    model_attribute,
+    prepared_for_attribution,
+    reference_tensor,
+    shown_images,
+    unwrap,
+)
+from ..model.layers import Layout, token_layout
+from ..model.positions import PositionTrace
+from ..targets.boxes import as_place
+from ..targets.classes import TargetLike
 from ..validation import check_choice, is_integer
 
 Reduce = Literal["mean_heads", "max_heads", "min_heads"]

@@ -18,9 +18,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..errors import LayerError, MethodError, NotApplicableError, warn
 from ..hooks import autograd_graph as graph
 from ..hooks.manager import HookManager, is_hookable
-from ..hooks.model_attributes import unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
-from ..layers.find import named_layers
+from ..model.call import unwrap
+from ..model.layers import named_layers
 from ..validation import check_choice
 from .arguments import LayersLike, is_pattern, require_hookable, select_layers
 from .edit_rules import Rule, RuleLike, apply_rules, as_rules

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ImageError, LayerError, plural
-from ..hooks.call import prepared_for_attribution
 from ..hooks.manager import HookManager
-from ..hooks.model_attributes import unwrap
 from ..hooks.pytree import tree_tensors
+from ..model.call import prepared_for_attribution, unwrap
 from .arguments import LayersLike, ModelCall, model_calls, require_hookable, select_layers
 
 Pool = Callable[[Tensor], Tensor] | None

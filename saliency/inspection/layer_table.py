@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
 from ..hooks.autograd_graph import DispatchMode, unique_modules
-from ..hooks.call import prepared_for_attribution
 from ..hooks.manager import HookManager
-from ..hooks.model_attributes import unwrap
 from ..hooks.pytree import first_tensor, tree_tensors
+from ..model.call import prepared_for_attribution, unwrap
 from ..tables import Column, Shapes, Table, shape_text, share, si
 from ..validation import check_integer
 from .arguments import LayersLike, ModelCall, model_call, require_hookable, select_layers

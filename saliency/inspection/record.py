@@ -17,10 +17,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import LayerError, MethodError, did_you_mean
 from ..hooks import autograd_graph as graph
-from ..hooks.call import eager
 from ..hooks.manager import HookManager, is_hookable
-from ..hooks.model_attributes import unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
+from ..model.call import eager, unwrap
 from ..validation import check_choice
 from .arguments import LayersLike, require_hookable, select_layers
 from .moments import TensorStatistics, require_plain

@@ -15,16 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from ..attribution.questions import target_of
-from ..axes import at_least_float32
 from ..errors import ImageError, LayerError, TargetError, plural
 from ..hooks.autograd_graph import differentiate, ends_in_probability, this_backward
-from ..hooks.call import leaf, prepared_for_attribution
 from ..hooks.manager import HookManager
-from ..hooks.model_attributes import categories_of
 from ..hooks.pytree import tree_map_tensors, tree_tensors
+from ..io.axes import at_least_float32
+from ..model.call import categories_of, leaf, prepared_for_attribution
 from ..tables import Column, Table, number, share
+from ..targets.classes import TargetLike
 from ..targets.question import Categories, Images
-from ..targets.targets import TargetLike
 from ..validation import check_choice
 from .arguments import Batches, LayersLike, ModelCall, select_layers
 from .moments import Moments, moments, real_values

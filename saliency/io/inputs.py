@@ -20,16 +20,8 @@ from torch import Tensor
 
 from ..errors import ImageError, NonFiniteError, errors_as, warn
 from .atomic_write import ADDRESS, is_address, is_volume
-from .preprocess import (
-    Frame,
-    Preprocess,
-    PreprocessLike,
-    TransformPreprocess,
-    as_preprocess,
-    drawable,
-    is_deep,
-    locate,
-)
+from .geometry import Frame
+from .preprocess import Preprocess, PreprocessLike, TransformPreprocess, as_preprocess, drawable, is_deep, locate
 from .volumes import preprocess_volume, read_volume
 
 Bytes = bytes | bytearray | memoryview

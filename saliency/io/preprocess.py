@@ -10,20 +10,19 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
 from ..errors import ImageError, NonFiniteError, warn
 from ..validation import check_choice, is_integer, is_pair, is_real
+from .geometry import Box, Range
+from .probe import Probe, require_repeatable
 
-Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels of the image
-Range = tuple[float, float]  # pixel values that become 0 and 1
 Fit = Literal["stretch", "cover", "contain"]
 Whole = bool | Literal["aspect"]
 WHOLE: tuple[Whole, ...] = (False, True, "aspect")
@@ -33,87 +32,6 @@ _FILTERS["nearest-exact"] = Image.Resampling.NEAREST  # torchvision's name
 _TIMM_FITS: dict[str, Fit] = {"center": "cover", "squash": "stretch", "border": "contain"}  # by timm's crop_mode
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _MAX_RESIZED = 178_956_970  # pixels; a strip of 1 x 60000 would otherwise be enlarged to 256 x 15 million
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """Position of the model's input on the original image.
-
-    The box is in pixels of `image` (RGB, upright) and may be fractional. It extends beyond the image where the
-    preprocessing padded it.
-    """
-
-    image: Image.Image
-    box: Box
-
-
-@dataclass(frozen=True, slots=True)
-class ImageBox:
-    """Position of the model's input on an image that was not saved: a `Frame` without its image.
-
-    It has the size (w, h) of the image, and the range of a deep image.
-    """
-
-    size: tuple[int, int]
-    box: Box
-    range: Range | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Scale, offset and padding of the model's input on an image, in pixels of both.
-
-    Attributes:
-        box: The box of the input on the image, as in `Frame`.
-        image_size: The size (w, h) of the image.
-        input_size: The size (h, w) of the input; (d, h, w) of a volume.
-    """
-
-    box: Box
-    image_size: tuple[int, int]
-    input_size: tuple[int, ...]
-
-    @classmethod
-    def of(cls, frame: Frame | None, input_size: tuple[int, ...]) -> Geometry:
-        """Return the geometry of a frame. Without one, the input itself is the image."""
-        if frame is not None:
-            return cls(frame.box, frame.image.size, input_size)
-        height, width = input_size[-2:]
-        return cls((0, 0, width, height), (width, height), input_size)
-
-    @property
-    def scale(self) -> tuple[float, float]:
-        """Pixels of the image per pixel of the input, (x, y)."""
-        left, top, right, bottom = self.box
-        return (right - left) / self.input_size[1], (bottom - top) / self.input_size[0]
-
-    @property
-    def pads(self) -> Box:
-        """Padding at the left, top, right and bottom, in pixels of the input; negative where the image was cropped."""
-        (x, y), (left, top, right, bottom), (width, height) = self.scale, self.box, self.image_size
-        return -left / x, -top / y, (right - width) / x, (bottom - height) / y
-
-    def to_image(self, points: Tensor) -> Tensor:
-        """Convert x and y in pixels of the input, (..., 2) or boxes (..., 4), to pixels of the image."""
-        repeats = points.shape[-1] // 2
-        return points * points.new_tensor(self.scale * repeats) + points.new_tensor(self.box[:2] * repeats)
-
-    def to_input(self, box: Box) -> Box:
-        """Convert a box in pixels of the image to pixels of the input."""
-        (x, y), (left, top) = self.scale, self.box[:2]
-        return (box[0] - left) / x, (box[1] - top) / y, (box[2] - left) / x, (box[3] - top) / y
-
-
-def scaled_size(size: tuple[int, int], longest: int) -> tuple[int, int]:
-    """Return the size (w, h) of an image after resizing its longer edge to `longest` pixels."""
-    width, height = (max(1, round(edge * longest / max(size))) for edge in size)
-    return width, height
-
-
-def resize_box(box: Box, size: tuple[int, int], new_size: tuple[int, int]) -> Box:
-    """Return a box after the image was resized from `size` to `new_size`, both (w, h)."""
-    scale_x, scale_y = new_size[0] / size[0], new_size[1] / size[1]
-    return box[0] * scale_x, box[1] * scale_y, box[2] * scale_x, box[3] * scale_y
 
 
 # Images of one channel with more than 8 bits
@@ -491,9 +409,9 @@ class TransformPreprocess:
         """
         with _box_lock:
             if (image_size, highest) not in self._boxes:
-                _require_repeatable(self, image_size, highest)
+                require_repeatable(self, image_size, highest)
                 # In transformed grey ramps, each output pixel gives a coordinate of the image.
-                self._boxes[image_size, highest] = _Probe(self, image_size, highest).box()
+                self._boxes[image_size, highest] = Probe(self, image_size, highest).box()
             return self._boxes[image_size, highest]
 
 
@@ -597,134 +515,3 @@ def _are_numbers(values: object, channels: tuple[int, ...], is_valid: Callable[[
 def _filter_name(interpolation: Any) -> str:
     name = str(getattr(interpolation, "value", interpolation))
     return "bilinear" if name == "random" else name  # timm's name for a random choice in training
-
-
-# The crop of a callable
-
-_Array = NDArray[np.floating[Any]]
-_NO_BOX = "the preprocessing {} the image; only resizing, cropping and padding can be detected"
-
-
-def _transform_grey(preprocess: TransformPreprocess, values: Any, size: tuple[int, int], highest: int | None) -> _Array:
-    """Transform a grey image of (w, h) pixels with values in 0..1. Returns (C, h, w).
-
-    It is an RGB image, or one of mode I;16 if there is a highest pixel value.
-    """
-    grey = np.round((highest or 255) * np.asarray(values, np.float64))[..., None]
-    image = np.broadcast_to(grey, (size[1], size[0], 1 if highest else 3))
-    image = image[..., 0].astype(np.uint16) if highest else image.astype(np.uint8)
-    return np.asarray(
-        preprocess(Image.fromarray(np.ascontiguousarray(image))).to(device="cpu", dtype=torch.float64).numpy()
-    )
-
-
-def _require_repeatable(preprocess: TransformPreprocess, size: tuple[int, int], highest: int | None) -> None:
-    """Raise ImageError if eight transforms of one asymmetric image differ.
-
-    A random flip with probability 1/2 is missed in 1 of 128 cases.
-    """
-    edges = (min(size[0], 640), min(size[1], 640))  # large enough to crop, small enough to be quick
-    ramp = np.add.outer(np.linspace(0, 0.3, edges[1]), np.linspace(0, 0.6, edges[0]))
-    first, *others = (_transform_grey(preprocess, ramp, edges, highest) for _ in range(8))
-    if not all(np.array_equal(other, first, equal_nan=True) for other in others):
-        raise ImageError("the preprocessing is random; pass the transform for evaluation, which has no random part")
-
-
-def boxes_of_views(views: Callable[[Image.Image], Tensor], image_size: tuple[int, int]) -> list[Box]:
-    """Return the box of each view on an image of (w, h) pixels, accurate to one pixel.
-
-    Args:
-        views: Returns the views (V, C, h, w) of an image, which are resized, cropped, padded and normalised.
-        image_size: The size of the image.
-
-    Raises:
-        ImageError: A view is flipped, rotated or warped.
-    """
-
-    @cache
-    def known(pixels: bytes) -> Tensor:
-        return views(Image.frombytes("RGB", image_size, pixels))
-
-    def view(number: int, image: Image.Image) -> Tensor:
-        return known(image.tobytes())[number]
-
-    count = len(views(Image.new("RGB", image_size)))
-    functions = [TransformPreprocess(partial(view, number)) for number in range(count)]
-    return [_Probe(function, image_size, None).box() for function in functions]
-
-
-class _Probe:
-    """Transformed grey images of one size, denormalised.
-
-    A black and a white image give the offset and the scale of each output value. In the padding, both images give the
-    same value. The images are grey, so neither the order of the channels nor a conversion to grey matters.
-    """
-
-    def __init__(self, preprocess: TransformPreprocess, image_size: tuple[int, int], highest: int | None) -> None:
-        self.preprocess, self.image_size, self.highest = preprocess, image_size, highest
-        self.black = self._transformed([[0]])
-        self.scale = self._transformed([[1]]) - self.black
-        if not np.isfinite(self.scale).all() or not self.scale.any():
-            problem = "the preprocessing gives equal or non-finite values for black and white, so its crop is unknown"
-            raise ImageError(f"{problem}; describe it with saliency.Preprocess, or pass float tensors")
-        usual = [np.median(channel[channel != 0]) for channel in self.scale]
-        deviation = np.abs(self.scale / np.reshape(usual, (-1, 1, 1)) - 1)
-        self.content = (deviation < 0.02).all(axis=0)  # (h, w)
-
-    def _transformed(self, values: Any) -> _Array:
-        return _transform_grey(self.preprocess, values, self.image_size, self.highest)
-
-    def box(self) -> Box:
-        """Return the box of the output on the image."""
-        (left, right), (top, bottom) = self.span(axis=2), self.span(axis=1)
-        return left, top, right, bottom
-
-    def span(self, axis: int) -> tuple[float, float]:
-        """Return the start and end of the output on the image, along one axis of (C, h, w)."""
-        length = self.image_size[2 - axis]
-        centres = (np.arange(length) + 0.5) / length
-        positions = length * self._profile(centres, axis)  # in the image, of the centre of each output pixel
-        start, step = _fit_line(positions, length)
-        folds = int(min(0.05 * length / step, length / 64))
-        if length > 256 and folds > 1:
-            # A zigzag of n folds is n times steeper than a ramp, so 256 grey levels resolve single pixels.
-            zigzag = self._profile(np.abs((centres * folds + 1) % 2 - 1), axis)
-            start, step = _fit_line(_unfold(zigzag, start + step * np.arange(len(positions)), length / folds), length)
-        return (start - step / 2, start + step * (len(positions) - 0.5))
-
-    def _profile(self, ramp: _Array, axis: int) -> _Array:
-        """Return the denormalised values of a transformed ramp along an axis; NaN in the padding."""
-        values = ramp[:, None] if axis == 1 else ramp[None, :]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            restored = (self._transformed(values) - self.black) / self.scale
-        lines = np.ma.masked_array(restored, np.broadcast_to(~self.content, restored.shape))
-        if np.ma.max(np.ma.ptp(lines, axis=(0, 3 - axis))) > 0.03:
-            raise ImageError(_NO_BOX.format("rotates or warps"))
-        return np.asarray(lines.mean(axis=(0, 3 - axis)).filled(np.nan))
-
-
-def _unfold(zigzag: _Array, guess: _Array, fold: float) -> _Array:
-    """Return the positions that a zigzag encodes, NaN near its corners. `guess` identifies the fold."""
-    fold_index = np.floor(guess / fold)
-    inside = np.abs(guess / fold - fold_index - 0.5) < 0.35
-    positions = fold * (fold_index + np.where(fold_index % 2 == 0, zigzag, 1 - zigzag))
-    return np.asarray(np.where(inside, positions, np.nan))
-
-
-def _fit_line(positions: _Array, length: int) -> tuple[float, float]:
-    """Return the start and the step of positions, fitted by least squares."""
-    index = np.flatnonzero(np.isfinite(positions))
-    if length == 1:  # the content covers the only pixel on this axis
-        return (float((0.5 - index[0]) / len(index)), 1 / len(index))
-    position = positions[index]
-    rise = position[-1] - position[0]
-    if rise <= 0:
-        raise ImageError(_NO_BOX.format("flips or rotates, or keeps a single pixel of"))
-    # Resampling bends a ramp near the edges of the image.
-    margin = min(3 * max(rise / len(index), 1) + 0.5, 0.3 * length)
-    inner = np.abs(position - length / 2) < length / 2 - margin
-    index, position = (index[inner], position[inner]) if inner.sum() > 1 else (index, position)
-    step, start = np.polyfit(index, position, 1)
-    if np.abs(position - start - step * index).max() > 1 + length / 128 + step or step <= 0:
-        raise ImageError(_NO_BOX.format("warps"))
-    return (float(start), float(step))

@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ..attribution.estimates import normal
 from ..attribution.options import ConvertedOption
-from ..axes import along_axes, at_least_float32, require_two_axes, spatial
-from ..engine.estimates import normal
 from ..errors import MethodError, did_you_mean, optional_import
+from ..io.axes import along_axes, at_least_float32, require_two_axes, spatial
 from ..io.inputs import ImageLike, Prepare, read
 from ..validation import check_number, is_real
 

@@ -20,12 +20,13 @@ from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.forward import Needs, TargetGradients, needs_with
 from ..attribution.options import Option, PositionalOption
 from ..attribution.questions import Questions
-from ..axes import along_rows, at_least_float32, max_pool, on_finest_grid, spatial
 from ..errors import LayerError, MethodError, NotApplicableError, warn
-from ..hooks.call import is_tracing
-from ..layers.find import LayerLike, default_layer, default_layers, find
-from ..targets.targets import output_tensor
-from ..validation import check_integer
+from ..hooks.autograd_graph import is_tracing
+from ..io.axes import along_rows, at_least_float32, max_pool, on_finest_grid, spatial
+from ..model.layers import LayerLike, default_layer, default_layers, find
+from ..targets.classes import output_tensor
+from ..validation import check_integer, check_number
+from .baselines import blurred
 
 SIGNED_SHARE = 0.3
 """Activations count as signed if negative values hold more than this share of their energy (sum of squares)."""
@@ -477,3 +478,35 @@ def is_close(output: Tensor, expected: Tensor) -> bool:
     """Return whether the output of a model is the expected one up to the rounding of its type."""
     rounding = 1e-6 if output.dtype == torch.float64 else 1e-3 if output.dtype == torch.float32 else 3e-2
     return torch.allclose(output, expected.to(output), rtol=rounding, atol=rounding * float(expected.abs().max()))
+
+
+class ODAM(LayerCombination):
+    """The positive part of activation times blurred gradient, summed over the channels, for one object.
+
+    Formula: S_i = (Σ_k A_ki (b ∗ ∂y/∂A_k)_i)⁺, with b a Gaussian.
+
+    For boxes, explain the class or an edge with `saliency.box(of="x0")`. The maps of all levels that enter the head are
+    resized bilinearly to the finest, and their maximum is taken. Other targets are explained at one layer.
+
+    Args:
+        blur: The standard deviation of the Gaussian that blurs the gradients, in cells of the layer. 0 does not blur
+            them, as in the authors' code.
+
+    Values: (N, 1, h, w), not negative, in score units; for an edge in pixels of the image.
+
+    Source: Zhao and Chan, "ODAM: Gradient-based Instance-specific Visual Explanations for Object Detection" (2023),
+        https://arxiv.org/abs/2304.06354.
+    """
+
+    name = "odam"
+
+    blur: Option[float] = Option(1.0, check_number, least=0)
+
+    def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
+        """Return the positive part of the sum over the channels of blurred gradient times activation."""
+        smooth = blurred(gradient, self.blur) if self.blur else gradient
+        return (smooth * activation).sum(1, keepdim=True).clamp(min=0)
+
+    def combine_levels(self, maps: Sequence[Tensor]) -> Tensor:
+        """Return the maximum of the maps of all levels."""
+        return on_finest_grid(maps).amax(0)

@@ -14,22 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attribution.base import Attribution, TracedAttribution
+from ..attribution.estimates import Estimate
 from ..attribution.explanation import BatchAttribution
 from ..attribution.forward import Needs, SharedForward, TargetGradients, needs_with, no_gradient_message
 from ..attribution.options import Option, PositionalOption
+from ..attribution.passes import ImageAttribution, Passes, SampledAttribution, from_estimate
 from ..attribution.questions import Questions
-from ..axes import on_finest_grid, resize, spatial
-from ..engine.estimates import Estimate
-from ..engine.multi_pass import ImageAttribution, Passes, SampledAttribution, from_estimate
 from ..errors import LayerError, NotApplicableError
 from ..hooks.autograd_graph import PlainAttention
-from ..layers.find import layers_by_resolution
+from ..io.axes import on_finest_grid, resize, spatial
+from ..model.layers import layers_by_resolution
+from ..targets.classes import ClassScore, ClassTarget, class_scores
 from ..targets.question import Together
-from ..targets.targets import ClassScore, ClassTarget, class_scores
 from ..validation import check_choice, check_integer, check_number
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, XGradCAM, layer_name, weighted_sum
 from .gradient import GuidedBackprop, Smooth
-from .layer_passes import LayerPasses
+from .gradient_free_cam import LayerPasses
 from .smoothing import NOISE_HINT, noisy_copies
 
 _CAMS: dict[str, type[LayerAttribution]] = {

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from ..attribution.base import TracedAttribution
+from ..attribution.estimates import Estimate, normal
 from ..attribution.explanation import BatchAttribution
 from ..attribution.forward import Needs, TargetGradients, needs_with
 from ..attribution.options import Option, PerImage
 from ..attribution.questions import Questions
-from ..axes import at_least_float32
-from ..engine.estimates import Estimate, normal
 from ..errors import warn
-from ..hooks.call import shown_images
 from ..hooks.operations import SavedValues
 from ..hooks.rectifiers import Coverage
+from ..io.axes import at_least_float32
+from ..model.call import shown_images
 from ..relevance.multipliers import Multipliers
 from ..relevance.propagation import Unknown
 from ..relevance.walk import Walk

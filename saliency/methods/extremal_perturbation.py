@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..attribution.estimates import generator
 from ..attribution.options import ConvertedOption, Option
-from ..axes import at_least_float32, require_two_axes
-from ..engine.estimates import generator
-from ..engine.multi_pass import ImageAttribution, Passes, TimedAttribution
-from ..hooks.call import leaf
+from ..attribution.passes import ImageAttribution, Passes, TimedAttribution
+from ..io.axes import at_least_float32, require_two_axes
+from ..model.call import leaf
 from ..validation import check_choice, check_integer, check_number, check_numbers
 from .baselines import Diffusion
 

@@ -17,16 +17,15 @@ from ..attribution.base import Attribution
 from ..attribution.explanation import BatchAttribution
 from ..attribution.forward import Needs, SharedForward, TargetGradients
 from ..attribution.options import RunStats
+from ..attribution.passes import ImageAttribution, stack_images
 from ..attribution.questions import Questions
-from ..axes import at_least_float32, resize
-from ..engine.multi_pass import ImageAttribution, stack_images
 from ..errors import warn
 from ..hooks.autograd_graph import Gradients, next_functions, result_shape
-from ..hooks.call import bind_image, run_model
 from ..hooks.manager import HookManager
 from ..hooks.operations import ACTIVATIONS, HOMOGENEOUS, PLAIN, Operation, SavedValues, is_batch_norm, is_view
-from ..layers.find import trace_layers
-from ..layers.layout import layout_from
+from ..io.axes import at_least_float32, resize
+from ..model.call import bind_image, run_model
+from ..model.layers import layout_from, trace_layers
 from ..relevance.propagation import constant_part, holds_constant, kind_of
 
 MAX_MISSING_SHARE = 1e-3

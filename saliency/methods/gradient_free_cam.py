@@ -10,17 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..attribution.estimates import normal
 from ..attribution.forward import Needs, SharedForward, TargetGradients
-from ..attribution.options import Option
-from ..axes import resize, spatial
-from ..engine.multi_pass import ImageAttribution, Passes, TimedAttribution
-from ..errors import NotApplicableError, TargetError
-from ..hooks.call import run_model
+from ..attribution.options import Option, PositionalOption
+from ..attribution.passes import ImageAttribution, MultiPassAttribution, Passes, TimedAttribution
+from ..attribution.questions import Questions
+from ..errors import NotApplicableError, TargetError, optional_import
 from ..hooks.manager import HookManager
 from ..hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
-from ..validation import check_choice, check_flag, check_integer
-from .cam import is_close, linear_head
-from .layer_passes import LayerOutput, LayerPasses, stretched
+from ..io.axes import along_rows, at_least_float32, resize, spatial
+from ..model.call import run_model
+from ..model.layers import LayerLike, default_layer
+from ..validation import check_choice, check_flag, check_integer, check_number
+from .cam import is_close, layer_name, linear_head, warn_if_signed
 
 Order = Literal["deviation", "gradient"]
 
@@ -28,6 +30,89 @@ Order = Literal["deviation", "gradient"]
 def strongest(strength: Tensor, limit: int | None) -> Tensor:
     """Return the channels in descending order of strength (K,), at most `limit`; ties by number."""
     return torch.sort(strength, descending=True, stable=True).indices[:limit]
+
+
+class LayerOutput:
+    """Output of a layer for one image, and the channel and location of each of its values.
+
+    Args:
+        forward: A forward of the image (1, C, H, W), with the layer.
+
+    Attributes:
+        layer: The layer's name.
+        raw: (1, ...) the output in its own layout.
+        maps: (K, h, w) the output as maps; half precision as float32.
+        output: The output of the model.
+    """
+
+    def __init__(self, forward: SharedForward) -> None:
+        ((self.layer, self.raw),) = forward.layers.items()
+        self.output, layout = forward.output, forward.layout(self.layer)
+        self.maps = at_least_float32(layout(self.raw)[0])
+        positions = torch.arange(self.raw.numel(), device=self.raw.device).view(self.raw.shape)
+        self._positions = layout(positions)[0].flatten(1)  # (K, h * w) the index of each value in the raw output
+
+    def without(self, channels: Tensor) -> Tensor:
+        """Return the raw output (k, ...), where the channels (k, m) of each row are set to 0."""
+        rows = self.raw.flatten()[None].repeat(len(channels), 1)
+        rows.scatter_(1, self._positions[channels].flatten(1), 0)
+        return rows.view(-1, *self.raw.shape[1:])
+
+    def scaled(self, factors: Tensor) -> Tensor:
+        """Return the raw output (k, ...), where the locations of each row are scaled by factors (k, h, w).
+
+        Values without a location, such as class tokens, are unchanged.
+        """
+        rows = self.raw.flatten()[None].repeat(len(factors), 1)
+        rows[:, self._positions] *= factors.to(rows).flatten(1)[:, None]
+        return rows.view(-1, *self.raw.shape[1:])
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """Return the map (1, h, w): the sum over the channels of weight (K,) times activation."""
+        return torch.einsum("k,k...->...", weights.to(self.maps), self.maps)[None]
+
+
+class LayerPasses(MultiPassAttribution):
+    """Base class of methods that read a layer of one image once, and then run the model many times.
+
+    Args:
+        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
+
+    Raises:
+        LayerError: The layer does not exist, is not run, or has no spatial output.
+    """
+
+    sign = "positive"
+    assumes_unsigned: ClassVar[bool] = True
+    """As for `LayerCombination`."""
+
+    layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
+
+    def layers_for(self, x: Tensor, target: Questions) -> tuple[str, ...]:
+        """Return the layer of a single image, unless the caller's autocast would round its output."""
+        if len(x) > 1 or torch.is_autocast_enabled(x.device.type):
+            return ()
+        return (self.layer or default_layer(self.model, x, target),)
+
+    def read_layer(self, passes: Passes) -> LayerOutput:
+        """Read the layer, in the forward of the score if possible, else in one forward of the image.
+
+        Raises:
+            LayerError: The layer is not run, or has no spatial output.
+        """
+        if (forward := passes.forward) is None:
+            name = self.layer or default_layer(self.model, passes.x, passes.target(1))
+            forward = SharedForward(self.model, passes.x, Needs("none", layers=(name,)))
+        layer = LayerOutput(forward)
+        if self.assumes_unsigned:
+            warn_if_signed(self.name, layer.maps[None])
+        return layer
+
+
+def stretched(maps: Tensor) -> Tensor:
+    """Return maps (N, K, H, W), each stretched to 0..1; constant ones become 0."""
+    low, high = maps.amin(axes := spatial(maps), keepdim=True), maps.amax(axes, keepdim=True)
+    return (maps - low) / torch.where(high == low, torch.ones_like(high), high - low)
 
 
 class ScoreCAM(LayerPasses, TimedAttribution):
@@ -249,3 +334,86 @@ class ReciproCAM(LayerPasses):
         scores = passes.tail_scores(layer.layer, make, 1 + size.numel())
         values = (scores[1:] - scores[0]).to(layer.maps)
         return ImageAttribution(values.view(1, *size), layer=layer.layer)
+
+
+class ViTCX(LayerPasses, TimedAttribution):
+    """Effect on the score of showing only the region highlighted by a cluster of feature maps.
+
+    Formula: S_i = Σ_m (e_m − ē) m_i / Σ_m m_i, with e_m = y(x ⊙ m + z ⊙ (1 − m)) − y(x + z ⊙ (1 − m)) for a mask m and
+    noise z, and ē their mean.
+
+    The feature maps are resized to the image and stretched to 0..1. Maps with a small cosine distance form a cluster,
+    by agglomerative clustering with complete linkage. The sum of a cluster, stretched to 0..1, is a mask M. Its effect
+    is f(x M + z (1 - M)) - f(x + z (1 - M)), where z is normal noise: the second score cancels the effect of the noise
+    alone. The value of a pixel is the mean of the effects, weighted by the fraction of the pixel that each mask shows.
+    This corrects for pixels that many masks show. The mean effect of all masks is subtracted: the paper's map is the
+    same up to a constant and a factor. The paper takes class probabilities: the target `saliency.probability(...)`.
+
+    The clusters depend on the network's rounding, see docs/transformers.md for bfloat16. Feature maps that are constant
+    highlight nothing and form no cluster. With a single mask there is nothing to
+    compare, so the map is 0.
+
+    Args:
+        layer: As for `LayerAttribution`. In a vision transformer with a class token, this is the first normalisation of
+            the last block, as in the authors' code. Other networks have feature maps too.
+        distance: The largest cosine distance of two feature maps of one cluster.
+        noise: The standard deviation of the noise, as a share of the range of the image's values. For a photo, 0.02 is
+            about the paper's 0.1 in the normalised input.
+
+    Values: (N, 1, H, W), signed, in score units; 0 if no mask shows the pixel.
+
+    Raises:
+        DependencyError: SciPy is not installed.
+
+    Source: Xie et al., "ViT-CX: Causal Explanation of Vision Transformers" (2023), https://arxiv.org/abs/2211.03064.
+    """
+
+    name = "vit_cx"
+    cost = "1 forward, 2 forwards for each cluster of feature maps"
+    assumes_unsigned = False
+
+    distance: Option[float] = Option(0.1, check_number, above=0, most=1)
+    noise: Option[float] = Option(0.02, check_number, least=0)
+
+    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
+        """Compute the map of one image."""
+        layer, size = self.read_layer(passes), passes.x.shape[2:]
+        maps = stretched(resize(layer.maps[None], size))[0]
+        maps = maps[maps.flatten(1).any(1)]
+        if len(maps) < 2:
+            return ImageAttribution(maps.new_zeros(1, *size), layer=layer.layer)
+        masks = self.cluster_masks(maps)
+        note = f"{len(masks)} clusters of {len(maps)} feature maps"
+        effects = self.effects(passes, masks[:, None])
+        shown = masks[: len(effects)]  # (k, H, W)
+        total = torch.tensordot((effects - effects.mean()).to(shown), shown, 1)
+        values = total / shown.sum(0).clamp(min=torch.finfo(shown.dtype).tiny)  # 0 where no mask shows the pixel
+        return ImageAttribution(values[None], layer=layer.layer, notes=[note])
+
+    def cluster_masks(self, maps: Tensor) -> Tensor:
+        """Return a mask per cluster (clusters, H, W) of feature maps (K, H, W), largest clusters first."""
+        hierarchy = optional_import("scipy.cluster.hierarchy", "perturbation", "ViTCX")
+        directions = F.normalize(maps.flatten(1))
+        first, second = torch.triu_indices(len(maps), len(maps), 1, device="cpu")
+        distances = (1 - directions @ directions.T).clamp(min=0).cpu()[first, second]  # of each pair
+        tree = hierarchy.linkage(distances.numpy(), "complete")
+        labels = torch.from_numpy(hierarchy.fcluster(tree, self.distance, "distance")).long() - 1
+        order = labels.bincount().argsort(descending=True, stable=True)
+        members = F.one_hot(labels)[:, order].to(maps)  # (K, clusters)
+        return stretched(torch.tensordot(members.T, maps, 1)[None])[0]
+
+    def effects(self, passes: Passes, masks: Tensor) -> Tensor:
+        """Return the effects (k,) of masks (masks, 1, H, W); k < masks after the time limit."""
+        x, deviation = passes.x, self.noise * (passes.x.max() - passes.x.min())
+
+        def make(start: int, stop: int) -> Tensor:
+            """Pass 2 i shows the image under mask i, and pass 2 i + 1 the whole image; both have the same noise."""
+            numbers = range(start, stop)
+            noise = [normal(x.shape[1:], self.seed, number // 2) for number in numbers]
+            part = masks[[number // 2 for number in numbers]]
+            is_whole = along_rows(torch.tensor([number % 2 for number in numbers], device=x.device), x)
+            return x * torch.where(is_whole == 1, 1, part) + deviation * torch.stack(noise).to(part) * (1 - part)
+
+        scores = passes.scores(make, 2 * len(masks), least=2)
+        pairs = scores[: len(scores) // 2 * 2].view(-1, 2)
+        return pairs[:, 0] - pairs[:, 1]

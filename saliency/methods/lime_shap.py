@@ -10,9 +10,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..attribution.estimates import ScoreEstimate, generator
 from ..attribution.options import Option
-from ..engine.estimates import ScoreEstimate, generator
-from ..engine.multi_pass import ImageAttribution, Passes, SampledAttribution
+from ..attribution.passes import ImageAttribution, Passes, SampledAttribution
 from ..errors import warn
 from ..validation import check_number
 from .baselines import Filler

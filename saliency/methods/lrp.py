@@ -13,21 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from ..attribution.answer import Answer
 from ..attribution.base import TracedAttribution
 from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.forward import Needs, TargetGradients, needs_with, no_gradient_message
 from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..attribution.questions import Questions, explained_answer
-from ..axes import along_rows, at_least_float32
 from ..errors import LayerError, MethodError, warn
-from ..hooks.autograd_graph import Gradients, result_spec
-from ..hooks.call import current_call, is_tracing
+from ..hooks.autograd_graph import Gradients, is_tracing, result_spec
 from ..hooks.operations import LINEAR, SOFTMAX, Operation, SavedValues
 from ..hooks.rectifiers import Coverage, require_visible
+from ..io.axes import along_rows, at_least_float32
 from ..io.preprocess import Preprocess
-from ..layers.find import LayerLike, layers_by_resolution, named_layers, trace_layers
-from ..layers.layout import given_layout
+from ..model.answer import Answer
+from ..model.call import current_call
+from ..model.layers import LayerLike, given_layout, layers_by_resolution, named_layers, trace_layers
 from ..relevance.kernels import Passed
 from ..relevance.propagation import NONLINEAR, Propagation, Unknown, linear_weight
 from ..relevance.rules import (

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..attribution.estimates import generator
 from ..attribution.options import ConvertedOption
-from ..engine.estimates import generator
-from ..engine.multi_pass import ImageAttribution, Passes, TimedAttribution
+from ..attribution.passes import ImageAttribution, Passes, TimedAttribution
 from ..errors import MethodError
 from ..validation import is_integer
 from .baselines import Filler, FillOption

@@ -11,17 +11,16 @@ from torch import Tensor
 
 from ..aliases import refuse_unknown_keywords
 from ..attribution.base import Attribution
-from ..attribution.explanation import Explanation
-from ..attribution.matches import Matches, Product
+from ..attribution.estimates import normal
+from ..attribution.explanation import Explanation, Matches, Product
 from ..attribution.passes import chunk_size
-from ..axes import at_least_float32
-from ..engine.estimates import normal
 from ..errors import MethodError, TargetError, plural
-from ..hooks.call import NO_ARGUMENTS, prepared_for_attribution, run_model
+from ..io.axes import at_least_float32
 from ..io.inputs import Batch, ImagesLike
-from ..targets.embedding import Measure, Similarity, similarity
+from ..model.call import NO_ARGUMENTS, prepared_for_attribution, run_model
+from ..targets.classes import TargetList, embedding
 from ..targets.question import Images, Together
-from ..targets.targets import TargetList, embedding
+from ..targets.similarity import Measure, Similarity, similarity
 from ..validation import check_choice, check_integer
 from .cam import HiResCAM
 from .deep_lift import DeepLIFT

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attribution.options import ConvertedOption
-from ..axes import as_text
-from ..engine.multi_pass import MultiPassAttribution
+from ..attribution.passes import MultiPassAttribution
 from ..errors import MethodError, optional_import
+from ..io.axes import as_text
 from ..io.preprocess import Preprocess
 from ..validation import is_integer
 from .baselines import Filler, FillOption

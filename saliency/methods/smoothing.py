@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..attribution.base import Attribution, get_method
+from ..attribution.estimates import Estimate, Squares, Variance, generator
 from ..attribution.explanation import BatchAttribution, Explanation, Setting
 from ..attribution.options import Option, PositionalOption
-from ..attribution.questions import Questions
-from ..axes import along_rows, at_least_float32
-from ..engine.estimates import Estimate, Squares, Variance, generator
-from ..engine.multi_pass import (
+from ..attribution.passes import (
     ImageAttribution,
     MakeInputs,
     MultiPassAttribution,
@@ -26,9 +24,11 @@ from ..engine.multi_pass import (
     Stopping,
     from_estimate,
 )
+from ..attribution.questions import Questions
 from ..errors import MethodError
-from ..hooks.model_attributes import unwrap
+from ..io.axes import along_rows, at_least_float32
 from ..io.inputs import Batch
+from ..model.call import unwrap
 from ..targets.question import Target
 from ..validation import check_flag, check_number, check_numbers
 from .gradient import VanillaGradient

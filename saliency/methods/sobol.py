@@ -10,11 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..attribution.estimates import ScoreEstimate
 from ..attribution.options import Option
-from ..axes import at_least_float32, resize
-from ..engine.estimates import ScoreEstimate
-from ..engine.multi_pass import ImageAttribution, Passes, SampledAttribution
+from ..attribution.passes import ImageAttribution, Passes, SampledAttribution
 from ..errors import MethodError, optional_import
+from ..io.axes import at_least_float32, resize
 from ..validation import check_integer
 from .baselines import Filler, FillOption
 

@@ -13,17 +13,16 @@ from torch import Tensor, nn
 
 from ..attribution.base import get_method
 from ..attribution.explanation import Explanation
-from ..axes import at_least_float32
 from ..errors import ImageError, LayerError, MethodError, ModelError
-from ..hooks.call import prepared_for_attribution, reference_tensor, run_model
-from ..hooks.dual_encoder import DualEncoder, LateInteraction
 from ..hooks.manager import HookManager
-from ..hooks.model_attributes import model_attribute, unwrap
 from ..io.atomic_write import atomic_write
+from ..io.axes import at_least_float32
 from ..io.inputs import ImageLike, read
-from ..layers.find import attention_layout
-from ..targets.embedding import similarity
+from ..model.call import model_attribute, prepared_for_attribution, reference_tensor, run_model, unwrap
+from ..model.dual_encoder import DualEncoder, LateInteraction
+from ..model.layers import attention_layout
 from ..targets.question import QuestionFacts
+from ..targets.similarity import similarity
 from ..validation import check_choice
 
 TEXT_METHODS = ("integrated_gradients", "deep_lift", "input_x_gradient", "attn_lrp", "cp_lrp")

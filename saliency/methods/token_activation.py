@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attribution.answer import Answer
 from ..attribution.base import Attribution
 from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.questions import Questions, explained_answer
-from ..axes import at_least_float32
 from ..errors import NotApplicableError
-from ..hooks.call import call, forward_args, shown_images
 from ..hooks.manager import HookManager
-from ..targets.targets import output_tensor
+from ..io.axes import at_least_float32
+from ..model.answer import Answer
+from ..model.call import call, forward_args, shown_images
+from ..targets.classes import output_tensor
 from ..targets.words import WordScore
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..attribution.forward import Needs
-from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall
 from ..hooks.autograd_graph import Gradients
 from ..hooks.operations import NORMS, SOFTMAX, SavedValues
+from ..io.axes import at_least_float32
 from ..relevance.kernels import Passed
 from ..relevance.propagation import Propagation
 from ..relevance.rules import Composite, LinearOperation, Rule, ZPlus, divided

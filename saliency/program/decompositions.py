@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..axes import at_least_float32
+from ..io.axes import at_least_float32
 
 ATEN: Any = torch.ops.aten
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..hooks.call import is_tracing
+from ..hooks.autograd_graph import is_tracing
 from .rules import (
     TINY,
     AlphaBeta,

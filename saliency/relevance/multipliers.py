@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..attribution.forward import TargetGradients
-from ..axes import at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.attention import grouped
 from ..hooks.autograd_graph import Gradients, saved
 from ..hooks.operations import Op, Operation, is_pointwise, operator_name
 from ..hooks.pytree import tree_map_tensors, tree_tensors
+from ..io.axes import at_least_float32
 from .propagation import (
     CONVOLUTION_OPTIONS,
     OF_DEGREE_ONE,

@@ -17,33 +17,21 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from ..axes import at_least_float32
 from ..errors import MethodError, NotApplicableError
+from ..hooks import operations
 from ..hooks.attention import masked_logits
-from ..hooks.autograd_graph import CHECKPOINT_NODE, Gradients, next_functions, result_spec, saved, sequence_nr
-from ..hooks.call import is_tracing
-from ..hooks.operations import (
-    ACTIVATIONS,
-    ADDITIVE,
-    HOMOGENEOUS,
-    LINEAR,
-    NORMS,
-    PLAIN,
-    SOFTMAX,
-    Op,
-    Operation,
-    as_results,
-    is_attention,
-    is_batch_norm,
-    is_custom_function,
-    is_elementwise,
-    is_pointwise,
-    is_view,
-    operator_name,
-    uses_batch_statistics,
+from ..hooks.autograd_graph import (
+    CHECKPOINT_NODE,
+    Gradients,
+    is_tracing,
+    next_functions,
+    result_spec,
+    saved,
+    sequence_nr,
 )
 from ..hooks.pytree import tree_map, tree_tensors
 from ..hooks.rectifiers import require_visible
+from ..io.axes import at_least_float32
 from .kernels import KERNELS, Passed, reads_gradient
 from .rules import (
     AnyRule,
@@ -67,12 +55,12 @@ Unknown = Literal["refuse", "gradient"]
 aten = torch.ops.aten
 
 # These also have a rule where they are not of degree one: an addcmul of two signals, a variance, a product.
-OF_DEGREE_ONE = HOMOGENEOUS | {"addcmul", "var", "var_mean", "prod"}
+OF_DEGREE_ONE = operations.HOMOGENEOUS | {"addcmul", "var", "var_mean", "prod"}
 _LOGSUMEXP = frozenset({"logsumexp", "_log_softmax"})
 # A factor that one of these computes is treated as constant: the deviation of a normalisation written by hand,
 _DEVIATIONS = frozenset({"rsqrt", "reciprocal"})
 # and on request the gate of a signal.
-_GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *SOFTMAX})
+_GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *operations.SOFTMAX})
 # Increasing functions that are not 0 at 0.
 _INCREASING = frozenset({"sigmoid", "hardsigmoid", "log_sigmoid", "logit", "log", "log2", "log10", "exp", "softplus"})
 # Operations that move or select numbers of their first operand, besides views.
@@ -86,7 +74,7 @@ _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "
 _OF_VECTORS = {"mv": ("self", "vec"), "addmv": ("mat", "vec"), "dot": ("self", "tensor"), "vdot": ("self", "other")}
 CONVOLUTION_OPTIONS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 _GRADIENT = Epsilon(0)
-NONLINEAR = ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
+NONLINEAR = operations.ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
 _OF_RECTIFIED = frozenset({"constant_pad_nd", "max_pool2d_with_indices", "max_pool3d_with_indices"})
 _RECTIFIERS = ("relu", "hardtanh")
 # The types of operands in the arguments of an operation, which keep None for some.
@@ -97,26 +85,31 @@ _VIEW_AFTER_WRITE = "AsStridedBackward0"
 
 
 _KINDS = {
-    **dict.fromkeys(PLAIN | OF_DEGREE_ONE, "plain"),
-    **dict.fromkeys(LINEAR, "linear"),
-    **dict.fromkeys(SOFTMAX, "softmax"),
-    **dict.fromkeys(NORMS, "norm"),
+    **dict.fromkeys(operations.PLAIN | OF_DEGREE_ONE, "plain"),
+    **dict.fromkeys(operations.LINEAR, "linear"),
+    **dict.fromkeys(operations.SOFTMAX, "softmax"),
+    **dict.fromkeys(operations.NORMS, "norm"),
     **dict.fromkeys(_LOGSUMEXP, "logsumexp"),
     "mul": "mul",
     "div": "div",
     "log_sigmoid_forward": "activation",
 }
-_TESTS = {"attention": is_attention, "batch_norm": is_batch_norm, "plain": is_view, "activation": is_pointwise}
+_TESTS = {
+    "attention": operations.is_attention,
+    "batch_norm": operations.is_batch_norm,
+    "plain": operations.is_view,
+    "activation": operations.is_pointwise,
+}
 
 
 @cache
-def kind_of(op: Op) -> str:
+def kind_of(op: operations.Op) -> str:
     """Return the kind of an operation; "" if it has no rule."""
-    name = operator_name(op)
+    name = operations.operator_name(op)
     return _KINDS[name] if name in _KINDS else next((kind for kind, test in _TESTS.items() if test(op)), "")
 
 
-def linear_weight(operation: Operation) -> Tensor:
+def linear_weight(operation: operations.Operation) -> Tensor:
     """Return the weights of a convolution or matrix product, perhaps transposed."""
     names = ("weight",) if operation.name == "convolution" else {**_FACTORS, **_OF_VECTORS}[operation.name]
     return cast("Tensor", operation.args[names[-1]])
@@ -181,14 +174,16 @@ class Propagation:
         if not is_alone or visit.grad.dtype not in (torch.float32, torch.float64):
             return False
         before, end = walk.graph.operations.get(node), node
-        if before is not None and is_batch_norm(before.op):
-            is_whole = not uses_batch_statistics(before) and not self._has_nonlinear
+        if before is not None and operations.is_batch_norm(before.op):
+            is_whole = not operations.uses_batch_statistics(before) and not self._has_nonlinear
             path = self._merged_path(walk, node) if is_whole else {}
-            ends = [own for own, _ in path if cast("Operation", walk.graph.operations[own]).name in _CHANNELS]
+            ends = [
+                own for own, _ in path if cast("operations.Operation", walk.graph.operations[own]).name in _CHANNELS
+            ]
             end = ends[0] if len(ends) == 1 else node
             before = walk.graph.operations.get(end)
         on_path = walk.graph.reads.get(end, [])
-        if before is None or before.name not in LINEAR or sum(on_path) != 1 or end in self._biases:
+        if before is None or before.name not in operations.LINEAR or sum(on_path) != 1 or end in self._biases:
             return False
         if reads_gradient(self._linear_rule(walk, end)):
             return False
@@ -198,15 +193,15 @@ class Propagation:
     def _follow_score(self, visit: Visit) -> None:
         """Note the operation itself, and its operand if the score depends on one number of that too."""
         op, name = visit.known.op, visit.known.name
-        is_changed = is_elementwise(op) and sum(visit.on_path) == 1
-        is_moved = is_view(op) or name in _SELECTIONS or name in ("cat", "stack")
+        is_changed = operations.is_elementwise(op) and sum(visit.on_path) == 1
+        is_moved = operations.is_view(op) or name in _SELECTIONS or name in ("cat", "stack")
         self._alone.update(
             {visit.node}, (node for node, _ in visit.walk.graph.next[visit.node] if is_changed or is_moved)
         )
 
     def _plain(self, visit: Visit) -> Gradients:
         """Pass the gradient. Constant operands of sums absorb relevance."""
-        operation = _constants(visit) if visit.known.name in ADDITIVE else visit.known
+        operation = _constants(visit) if visit.known.name in operations.ADDITIVE else visit.known
         if holds_constant(operation) and not self._merge_bias(visit, operation):
             name = "biases" if _adds_bias(operation, visit.grad.dim()) else "tokens"
             visit.absorb(
@@ -221,7 +216,7 @@ class Propagation:
         is_product = operation.name == "addcmul" and all(visit.on_path[1:])
         return self._product(visit) if is_product else visit.plain()
 
-    def _merge_bias(self, visit: Visit, operation: Operation) -> bool:
+    def _merge_bias(self, visit: Visit, operation: operations.Operation) -> bool:
         """Make a summand the bias of the matrix product before it if nothing else reads that, as `F.linear` may."""
         bias, walk = operation.args.get("other"), visit.walk
         if operation.name != "add" or "alpha" in operation.args or not isinstance(bias, Tensor) or bias.dim() != 1:
@@ -286,7 +281,7 @@ class Propagation:
         return tuple(grads)
 
     def _with_norm(
-        self, visit: Visit, operation: Operation, at: int, *, is_sum: bool
+        self, visit: Visit, operation: operations.Operation, at: int, *, is_sum: bool
     ) -> tuple[LinearOperation, Callable[[], Tensor] | None]:
         """Return a linear operation with the batch norm or the bias after it, and the function for that result.
 
@@ -324,13 +319,19 @@ class Propagation:
 
     def _linear_rule(self, walk: Walk, node: Node) -> Rule:
         """Return the rule of a convolution or matrix product."""
-        kind = "conv" if cast("Operation", walk.graph.operations[node]).name == "convolution" else "linear"
+        kind = "conv" if cast("operations.Operation", walk.graph.operations[node]).name == "convolution" else "linear"
         return cast("Rule | None", self._rule(walk, node, kind, Rule)) or _GRADIENT
 
     def _nonlinear_rule(self, visit: Visit) -> NonlinearRule | None:
         """Return the given rule of an activation or a normalisation; None for the usual one."""
         name, op = visit.known.name, visit.known.op
-        kind = "activation" if name in NONLINEAR else "norm" if name in NORMS or is_batch_norm(op) else ""
+        kind = (
+            "activation"
+            if name in NONLINEAR
+            else "norm"
+            if name in operations.NORMS or operations.is_batch_norm(op)
+            else ""
+        )
         is_whole = kind and not visit.known.is_part
         return cast(
             "NonlinearRule | None", self._rule(visit.walk, visit.node, kind, NonlinearRule) if is_whole else None
@@ -343,9 +344,9 @@ class Propagation:
         x, grad = at_least_float32(operation.args[operand]), at_least_float32(visit.grad)
 
         def run(x: Tensor) -> Tensor:
-            return cast("Tensor", as_results(operation.repeat(**{operand: x.to(visit.grad.dtype)}))[0])
+            return cast("Tensor", operations.as_results(operation.repeat(**{operand: x.to(visit.grad.dtype)}))[0])
 
-        y = at_least_float32(as_results(operation.result)[0])
+        y = at_least_float32(operations.as_results(operation.result)[0])
         relevance = rule.relevance(NonlinearOperation(x, y, run), y * grad)
         _check_shape(visit, relevance, rule, x)
         passed = divided(relevance, x)
@@ -391,7 +392,7 @@ class Propagation:
                 if edge in walk.watched:  # relevance there is the relevance of the merged output
                     scale, shift = (channelwise(own, x) if numbers is None else own for own in norm[:2])
                     walk.merged[edge] = scale, shift
-                if cast("Operation", walk.graph.operations[edge[0]]).name in _CHANNELS:
+                if cast("operations.Operation", walk.graph.operations[edge[0]]).name in _CHANNELS:
                     self._merged[edge[0]] = x if numbers is None else None, norm
             walk.handled["batch_norm merged"] += 1
             return (y_grad, None, None)
@@ -427,7 +428,7 @@ class Propagation:
                     obstacle = obstacle or "view" * (not bool(((numbers == own) | (numbers == 0)).all()))
                 continue
             parts: Gradients = (numbers,)
-            if all(on_path) and (name == "cat" or (is_view(operation.op) and name != "expand")):
+            if all(on_path) and (name == "cat" or (operations.is_view(operation.op) and name != "expand")):
                 obstacle = obstacle or name * (sum(walk.graph.users[node, at] for at in range(len(specs))) != 1)
                 if numbers is None:
                     shape = specs[edge[1]].shape
@@ -435,7 +436,7 @@ class Propagation:
                     numbers = counts.view(1, -1, *[1] * (len(shape) - 2)).expand(shape)
                 each = tuple(numbers if at == edge[1] else None for at in range(len(specs)))
                 parts = Visit(walk, node, operation, each, on_path).plain()
-            elif name in {"mul", "div", "neg", *ADDITIVE} and on_path[0] and sum(on_path) == 1:
+            elif name in {"mul", "div", "neg", *operations.ADDITIVE} and on_path[0] and sum(on_path) == 1:
                 obstacle = name
             elif name not in ("clone", "_to_copy"):
                 return {}
@@ -494,7 +495,7 @@ class Propagation:
         """
         walk, source = visit.walk, _origin(visit.walk, visit.walk.graph.next[visit.node][0][0])
         before = getattr(walk.graph.operations.get(cast("Node", source)), "name", "")
-        if before in SOFTMAX:
+        if before in operations.SOFTMAX:
             return torch.where(visit.grad == 0, 0, cast("Tensor", visit.plain()[0]))
         is_inverse = (name, before, walk.graph.users[source, 0]) == ("logit", "sigmoid", 1)
         self._alone.update({source} if is_inverse else ())
@@ -600,13 +601,13 @@ def _rank(key: RuleKey, module: str) -> tuple[int, ...]:
 def _origin(walk: Walk, node: Node | None) -> Node | None:
     """Return the node that computes a value, without the operations that move or select its numbers."""
     while node is not None and (operation := walk.graph.operations.get(node)):
-        if not (is_view(operation.op) or operation.name in _SELECTIONS):
+        if not (operations.is_view(operation.op) or operation.name in _SELECTIONS):
             break
         node = next_functions(node)[0][0]
     return node
 
 
-def _of_weights(operation: Operation, scale: Tensor) -> Tensor:
+def _of_weights(operation: operations.Operation, scale: Tensor) -> Tensor:
     """Return factors (1, C, ...) of the results of a linear operation in a shape that broadcasts to its weights."""
     if not operation.args.get("transposed"):  # a convolution has its outputs first
         return scale.transpose(0, 1) if scale.dim() > 2 else scale
@@ -615,24 +616,30 @@ def _of_weights(operation: Operation, scale: Tensor) -> Tensor:
     return by_row.reshape(rows, -1, *[1] * (scale.dim() - 2))
 
 
-def _of_matrices(operation: Operation) -> Operation:
+def _of_matrices(operation: operations.Operation) -> operations.Operation:
     """Return a product with a vector as a product of matrices, without its result."""
     args = operation.args
     first, second = (args[name] for name in _OF_VECTORS[operation.name])
     factors = first.reshape(-1, len(second)), second[:, None]
     if operation.name == "addmv":
         args = {**args, "self": args["self"].reshape(-1, 1)}
-        return Operation(aten.addmm.default, "addmm", {**args, **dict(zip(_FACTORS["addmm"], factors, strict=True))})
-    return Operation(aten.mm.default, "mm", dict(zip(_FACTORS["mm"], factors, strict=True)))
+        return operations.Operation(
+            aten.addmm.default, "addmm", {**args, **dict(zip(_FACTORS["addmm"], factors, strict=True))}
+        )
+    return operations.Operation(aten.mm.default, "mm", dict(zip(_FACTORS["mm"], factors, strict=True)))
 
 
-def _function_of(operation: Operation, at: int) -> Operation:
+def _function_of(operation: operations.Operation, at: int) -> operations.Operation:
     """Return a pointwise operation as a function of one of its tensors, which comes first."""
     name = [name for name, value in operation.args.items() if isinstance(value, Tensor)][at]
     op = aten.log_sigmoid.default if operation.name == "log_sigmoid_forward" else operation.op
     args = {name: operation.kept_args[name], **operation.kept_args}
     return replace(
-        operation, op=op, name=operator_name(op), kept_args=args, kept_result=as_results(operation.result)[0]
+        operation,
+        op=op,
+        name=operations.operator_name(op),
+        kept_args=args,
+        kept_result=operations.as_results(operation.result)[0],
     )
 
 
@@ -679,7 +686,7 @@ def _gate(visit: Visit, factors: Sequence[int]) -> int | None:
 def _pointwise_operands(walk: Walk, edge: Edge) -> list[Edge]:
     """Return the operands that depend on the image, if the operation changes each number by itself; else []."""
     operation = walk.graph.operations.get(edge[0])
-    if operation is None or not is_elementwise(operation.op) or operation.is_part:
+    if operation is None or not operations.is_elementwise(operation.op) or operation.is_part:
         return []
     operands = [cast("Edge", operand) for operand in next_functions(edge[0]) if operand[0] in walk.graph.on_path]
     shape = result_spec(*edge).shape
@@ -690,7 +697,7 @@ def _is_zero_at_zero(walk: Walk, edge: Edge, sources: set[Edge]) -> bool:
     """Return whether a pointwise function of a value is 0 where the value is."""
     if edge in sources:
         return True
-    operation = cast("Operation", walk.graph.operations.get(edge[0]))
+    operation = cast("operations.Operation", walk.graph.operations.get(edge[0]))
     operands = [_is_zero_at_zero(walk, operand, sources) for operand in _pointwise_operands(walk, edge)]
     if operation.name == "mul":
         return any(operands)
@@ -728,12 +735,12 @@ def _bound(walk: Walk, edge: Edge, values: Tensor, bound: float | Sequence[float
     return values + moved.reshape(values.shape)
 
 
-def _operand(operation: Operation) -> str:
+def _operand(operation: operations.Operation) -> str:
     """Return the name of the operand of a pointwise operation: the exponent in 2 ** x."""
     return next(name for name, value in operation.args.items() if isinstance(value, Tensor))
 
 
-def _at_zero(operation: Operation) -> Tensor:
+def _at_zero(operation: operations.Operation) -> Tensor:
     """Return the value of a pointwise operation at 0."""
     name = _operand(operation)
     return cast("Tensor", operation.repeat(**{name: operation.args[name].new_zeros(())}))
@@ -747,7 +754,7 @@ def without_rule(visit: Visit, unknown: Unknown) -> Gradients:
         if unknown == "refuse" or isinstance(node, CHECKPOINT_NODE):
             require_visible(node)
     name = visit.operation.name if visit.operation else visit.node.name()
-    if not (visit.operation or is_custom_function(visit.node)):
+    if not (visit.operation or operations.is_custom_function(visit.node)):
         raise NotApplicableError(f"the operation {name} was not recorded; run the whole model in the caller's thread")
     name += " of complex numbers" if visit.operation and refuses_complex(visit) else ""
     is_part = visit.operation is not None and visit.operation.is_part
@@ -768,11 +775,15 @@ def refuses_complex(visit: Visit) -> bool:
         result_spec(*edge).dtype for edge in visit.walk.graph.next[visit.node] if edge[0] in visit.walk.graph.on_path
     )
     name = visit.known.name
-    is_linear = name in PLAIN or is_view(visit.known.op) or (name in ("mul", "div") and visit.on_path == [True, False])
+    is_linear = (
+        name in operations.PLAIN
+        or operations.is_view(visit.known.op)
+        or (name in ("mul", "div") and visit.on_path == [True, False])
+    )
     return not is_linear and (visit.grad.is_complex() or any(dtype.is_complex for dtype in operands))
 
 
-def _fits(visit: Visit, operation: Operation) -> bool:
+def _fits(visit: Visit, operation: operations.Operation) -> bool:
     """Return whether the rule of an operation fits its operands."""
     name, on_path = operation.name, visit.on_path
     if name in ("maximum", "minimum"):
@@ -785,7 +796,7 @@ def _fits(visit: Visit, operation: Operation) -> bool:
     return on_path[-1] and (name in ("copy", "relu") or (name in ("add", "sub") and all(on_path)))
 
 
-def _constants(visit: Visit) -> Operation:
+def _constants(visit: Visit) -> operations.Operation:
     """Return a sum with None in place of the operands that depend on the image."""
     on_path = iter(visit.on_path)
 
@@ -796,9 +807,9 @@ def _constants(visit: Visit) -> Operation:
     return replace(visit.known, kept_args=tree_map(visit.known.args, _OPERANDS, constant))
 
 
-def holds_constant(operation: Operation) -> bool:
+def holds_constant(operation: operations.Operation) -> bool:
     """Return whether an operation is a sum with a constant operand."""
-    return operation.name in ADDITIVE and any(map(_is_constant, operation.args.items()))
+    return operation.name in operations.ADDITIVE and any(map(_is_constant, operation.args.items()))
 
 
 def _is_constant(argument: tuple[str, Any]) -> bool:
@@ -809,13 +820,13 @@ def _is_constant(argument: tuple[str, Any]) -> bool:
     return any(tensor.is_floating_point() for tensor in tree_tensors(value))
 
 
-def _adds_bias(operation: Operation, dims: int) -> bool:
+def _adds_bias(operation: operations.Operation, dims: int) -> bool:
     """Return whether a sum adds a number, or one per channel, in fewer dimensions than the result has."""
     constants = tree_tensors(list(operation.args.values()))
     return all(constant.dim() < dims and constant.numel() == max(constant.shape, default=1) for constant in constants)
 
 
-def constant_part(node: Node, operation: Operation, device: torch.device) -> Tensor:
+def constant_part(node: Node, operation: operations.Operation, device: torch.device) -> Tensor:
     """Return the result of a sum with zeros in place of the operands that depend on the image."""
     edges = iter(next_functions(node))
 
@@ -860,7 +871,7 @@ class Normalisation(NamedTuple):
         return values - values.mean(self.dims, keepdim=True) if self.has_mean else values
 
 
-def normalisation(operation: Operation) -> Normalisation:
+def normalisation(operation: operations.Operation) -> Normalisation:
     """Return the statistics and parameters of a norm."""
     x, weight, bias = operation.args["input"], operation.args["weight"], operation.args.get("bias")
     if normalized := operation.args.get("normalized_shape"):
@@ -877,7 +888,7 @@ def normalisation(operation: Operation) -> Normalisation:
     return Normalisation(shape, dims, rstd, weight, bias, has_mean)
 
 
-def attention_logits(operation: Operation) -> Tensor:
+def attention_logits(operation: operations.Operation) -> Tensor:
     """Return the logits (..., queries, keys) of fused attention, with its mask, in at least float32."""
     args = operation.args
     scale = args.get("scale") or args["query"].shape[-1] ** -0.5
@@ -885,7 +896,7 @@ def attention_logits(operation: Operation) -> Tensor:
     return masked_logits(args["query"], args["key"], scale, mask, is_causal=bool(args.get("is_causal")))
 
 
-def derivative(operation: Operation, point: Tensor) -> Tensor:
+def derivative(operation: operations.Operation, point: Tensor) -> Tensor:
     """Return the derivative of a pointwise operation."""
     name, args, one = _operand(operation), operation.kept_args, point.new_ones(())
     if operation.name == "relu":
@@ -901,7 +912,7 @@ def derivative(operation: Operation, point: Tensor) -> Tensor:
     return slope
 
 
-def linear_operation(operation: Operation, at: int) -> LinearOperation:
+def linear_operation(operation: operations.Operation, at: int) -> LinearOperation:
     """Return a convolution or matrix product as a function of one operand, in at least float32.
 
     Args:
@@ -923,7 +934,7 @@ def linear_operation(operation: Operation, at: int) -> LinearOperation:
 
 
 def _merged(
-    op: LinearOperation, operation: Operation, recorded: Tensor | None, norm: ChannelFactors
+    op: LinearOperation, operation: operations.Operation, recorded: Tensor | None, norm: ChannelFactors
 ) -> tuple[LinearOperation, Callable[[], Tensor] | None]:
     """Return an operation with the batch norm after it, and the function that computes the result of the norm.
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MethodError, did_you_mean
-from ..hooks.call import is_tracing
+from ..hooks.autograd_graph import is_tracing
 from ..hooks.operations import norms_over
 from ..hooks.rectifiers import table
 from ..validation import check_number

@@ -19,21 +19,10 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ..attribution.forward import TargetGradients
-from ..axes import at_least_float32
 from ..errors import NotApplicableError
-from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_specs, source_edge
-from ..hooks.call import is_tracing
-from ..hooks.operations import (
-    ADDITIVE,
-    LINEAR,
-    Operation,
-    OperationRecord,
-    is_attention,
-    is_batch_norm,
-    is_pointwise,
-    is_view,
-    uses_batch_statistics,
-)
+from ..hooks import operations
+from ..hooks.autograd_graph import Gradients, call_node, is_tracing, next_functions, result_specs, source_edge
+from ..io.axes import at_least_float32
 
 Edge = tuple[Node, int]
 # Shares of the score below this are rounding errors.
@@ -59,7 +48,7 @@ class Visit(NamedTuple):
 
     walk: Walk
     node: Node
-    operation: Operation | None
+    operation: operations.Operation | None
     grads: Gradients
     on_path: list[bool]
 
@@ -70,9 +59,9 @@ class Visit(NamedTuple):
         return next(grad for grad in self.grads if grad is not None) if first is None else first
 
     @property
-    def known(self) -> Operation:
+    def known(self) -> operations.Operation:
         """The operation of a node whose operation was recorded."""
-        return cast("Operation", self.operation)
+        return cast("operations.Operation", self.operation)
 
     def plain(self) -> Gradients:
         """Return the gradients at the operands."""
@@ -126,7 +115,7 @@ class CallGraph:
     """
 
     def __init__(self, grads: TargetGradients) -> None:
-        self.record: OperationRecord = grads.forward.operations
+        self.record: operations.OperationRecord = grads.forward.operations
         self.nodes = grads.nodes
         self.end: Edge = get_gradient_edge(grads.forward.x)[:2]
         self.on_path = {*self.nodes, self.end[0]}
@@ -142,7 +131,7 @@ class CallGraph:
             self.operands[node] = operands = [operand for operand, _ in edges]
             self.reads[node] = reads = list(map(self.on_path.__contains__, operands))
             self.users.update(edges)
-            if operation is not None and operation.name in LINEAR and not all(reads[-2:]):
+            if operation is not None and operation.name in operations.LINEAR and not all(reads[-2:]):
                 self.linear[node] = None
 
     @classmethod
@@ -182,7 +171,10 @@ class CallGraph:
             node
             for node, operation in self.operations.items()
             if operation is not None
-            and (is_attention(operation.op) or (operation.name in ("bmm", "baddbmm") and all(self.reads[node][-2:])))
+            and (
+                operations.is_attention(operation.op)
+                or (operation.name in ("bmm", "baddbmm") and all(self.reads[node][-2:]))
+            )
         ]
 
     def after(self, first: Node) -> set[Node]:
@@ -198,7 +190,11 @@ class CallGraph:
         """The factors of the batch norms with constant statistics. Those with equal options are computed at once."""
         groups: defaultdict[Any, dict[Node, list[Tensor]]] = defaultdict(dict)
         for node, operation in self.operations.items():
-            if operation is not None and is_batch_norm(operation.op) and not uses_batch_statistics(operation):
+            if (
+                operation is not None
+                and operations.is_batch_norm(operation.op)
+                and not operations.uses_batch_statistics(operation)
+            ):
                 args, var = operation.args, operation.args["running_var"]
                 weight = torch.ones_like(var) if args["weight"] is None else args["weight"]
                 bias = torch.zeros_like(var) if args["bias"] is None else args["bias"]
@@ -438,12 +434,12 @@ def _moved(visit: Visit) -> Gradients:
     """Return relevance at the operands of an operation that moves numbers, or changes each by a constant."""
     operation = visit.operation
     if operation is not None:
-        if is_view(operation.op) or operation.name in _MOVES:
+        if operations.is_view(operation.op) or operation.name in _MOVES:
             return visit.plain()
         if (
             visit.node in visit.walk.graph.channel_factors
-            or is_pointwise(operation.op)
-            or (operation.name in {"mul", "div", *ADDITIVE} and sum(visit.on_path) == 1)
+            or operations.is_pointwise(operation.op)
+            or (operation.name in {"mul", "div", *operations.ADDITIVE} and sum(visit.on_path) == 1)
         ):
             return tuple(visit.grad if on_path else None for on_path in visit.on_path)
     name = operation.name if operation else visit.node.name()

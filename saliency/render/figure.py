@@ -13,19 +13,18 @@ import torch
 from PIL import Image
 from torch.nn.functional import max_pool2d
 
-from ..attribution.answer import Answer
 from ..attribution.base import Attribution
-from ..attribution.dense_features import Features
-from ..attribution.explanation import Explanation
+from ..attribution.explanation import Explanation, Matches
+from ..attribution.features import Features
 from ..attribution.heatmap import method_titles, single_images
-from ..attribution.matches import Matches
 from ..errors import RenderError
-from ..hooks.call import bound
-from ..io.preprocess import Frame
+from ..io.geometry import Frame
+from ..model.answer import Answer
+from ..model.call import bound
 from ..targets.words import words
 from ..validation import check_integer
-from .blending import HATCHED, Opacity, ScaledMap, frame_of, paint, probability, scale_map, shrink
-from .scaling import SMOOTHING, shared_limit
+from .blending import HATCHED, Opacity, frame_of, paint, probability, shrink
+from .scaling import SMOOTHING, ScaledMap, scale_map, shared_limit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,16 +14,17 @@ from PIL import Image
 
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import single_images
-from ..axes import require_two_axes
 from ..errors import RenderError
 from ..evaluation.ledger import LedgerRow, ledger_table
 from ..inspection.statistics import GradientStatistics, LayerGradients, call_label
 from ..io.atomic_write import SOFTWARE
-from ..io.preprocess import Frame
-from .blending import ScaledMap, paint, shrink
+from ..io.axes import require_two_axes
+from ..io.geometry import Frame
+from .blending import paint, shrink
 from .figure import PRINT_DPI, SCREEN_DPI, TEXT_SIZE, TITLE_SIZE, Panel, as_png, draw_panels, new_figure
 from .notebook import framed
 from .overlay import overlay
+from .scaling import ScaledMap
 from .sheet import font_for
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from PIL import Image
 
 from ..attribution.explanation import Explanation
+from ..io.geometry import Frame
 from ..io.inputs import encode
-from ..io.preprocess import Frame
 from .figure import SCREEN_DPI, as_png
 from .overlay import overlay
 from .sheet import contact_sheet

@@ -18,12 +18,12 @@ from torch import Tensor
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import heatmap, require_explanation, resized
 from ..errors import RenderError, plural
-from ..io.preprocess import Frame
+from ..io.geometry import Frame
 from ..io.volumes import Volume
 from ..validation import check_choice, check_integer
-from .blending import Opacity, paint, scale_map
+from .blending import Opacity, paint
 from .figure import TITLE_SIZE, WIDTH, add_bar, class_title, new_figure
-from .scaling import SMOOTHING
+from .scaling import SMOOTHING, scale_map
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

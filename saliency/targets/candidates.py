@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import TargetError
-from ..io.preprocess import Geometry
-from .targets import require_class
+from ..io.geometry import Geometry
+from .classes import require_class
 
 BoxLink = Literal["sigmoid", "softmax", "label"]
 """How class scores become probabilities. "label" is for outputs after suppression, with one class per detection."""

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..axes import at_least_float32
 from ..errors import TargetError
+from ..io.axes import at_least_float32
 from ..validation import is_integer
-from .answer_text import AnswerText
-from .question import Images, Question, Target, Together
-from .targets import output_tensor
+from .classes import output_tensor
+from .question import AnswerText, Images, Question, Target, Together
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from ..attribution.base import METHODS, Attribution, explain_together, source, s
 from ..attribution.explanation import Explanation, Sign
 from ..errors import NonFiniteError, NotApplicableError, SaliencyError, TargetError
 from ..methods.gradient import VanillaGradient
-from ..targets.targets import as_target
+from ..targets.classes import as_target
 from .case import SIZE, Check, MethodCase, images, require, require_raises, require_same, require_same_explanation
 from .unchanged import UNCHANGED_CHECKS, with_user_state
 

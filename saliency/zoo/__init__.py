@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ..errors import ModelError, did_you_mean
-from ..hooks.dual_encoder import DualEncoder
 from ..io.preprocess import PreprocessLike, as_preprocess
+from ..model.dual_encoder import DualEncoder
 from .checkpoints import SUFFIXES, load_checkpoint
 from .libraries import Bundled, HuggingFace, OpenClip, PythonModel, Shapes, Source, Timm, Torchvision
 

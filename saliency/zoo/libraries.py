@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from ..errors import USER_CODE_ERRORS, DependencyError, ModelError, did_you_mean, optional_import
-from ..hooks.model_attributes import categories_of, model_attribute
 from ..io.preprocess import PreprocessLike
+from ..model.call import categories_of, model_attribute
 from ..testbed.networks import NETWORKS, PREPROCESS, Captioner, Tokenizer, TwoTower, weights_file
 from .checkpoints import load_checkpoint
 

@@ -24,7 +24,7 @@ from saliency.attribution.explanation import joined
 from saliency.attribution.options import RunStats
 from saliency.hooks.rectifiers import Coverage
 from saliency.io.atomic_write import atomic_write
-from saliency.io.preprocess import Frame, ImageBox
+from saliency.io.geometry import Frame, ImageBox
 from saliency.targets.question import QuestionFacts
 from saliency.testing import tiny_model, tiny_model_for
 

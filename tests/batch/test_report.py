@@ -29,7 +29,7 @@ from saliency.cli.batch_commands import report as report_command
 from saliency.cli.console import Screen
 from saliency.errors import ExplanationError, SaliencyWarning
 from saliency.evaluation.comparison import Comparison, Result
-from saliency.render.blending import color_table
+from saliency.render.scaling import color_table
 
 Row = dict[str, Any]
 

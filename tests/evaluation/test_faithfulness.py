@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from saliency import Explanation, InputXGradient, IntegratedGradients, MethodError, PerImage
-from saliency.engine import multi_pass
+from saliency.attribution import passes
 from saliency.evaluation.metrics.base import Metric
 from saliency.evaluation.metrics.faithfulness import (
     ABPC,
@@ -298,7 +298,7 @@ def test_scores_of_hidden_windows_are_the_same_by_whole_forwards(
     local = metric.measure(explanation, model=net, inputs=x)
     assert sum(rows) < 16
     rows.clear()
-    monkeypatch.setattr(multi_pass, "MIN_WINDOWS", 10**9)
+    monkeypatch.setattr(passes, "MIN_WINDOWS", 10**9)
     same(local, metric.measure(explanation, model=net, inputs=x))
     assert sum(rows) > 16
 

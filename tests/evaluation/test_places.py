@@ -16,9 +16,9 @@ from saliency.evaluation.metrics.base import Subject
 from saliency.evaluation.metrics.method_metrics import RandomLogit
 from saliency.evaluation.metrics.road import ROAD
 from saliency.metrics import Deletion, Insertion, measure
-from saliency.targets.box import BoxScore
+from saliency.targets.boxes import BoxScore
 from saliency.targets.question import Question
-from saliency.targets.region import RegionScore
+from saliency.targets.regions import RegionScore
 from saliency.testbed import draw_scenes
 from tests import selection
 

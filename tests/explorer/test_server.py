@@ -23,9 +23,9 @@ import pytest
 
 from saliency import SaliencyError
 from saliency.batch.options import NetworkOptions
-from saliency.cli import main, serve_command
-from saliency.explorer import serve as serve_module
+from saliency.cli import main
 from saliency.explorer import server as module
+from saliency.explorer import server as serve_module
 from saliency.explorer.server import Explorer
 from saliency.explorer.session import Session
 from tests.batchwork import Tiny
@@ -309,7 +309,7 @@ def test_the_command_takes_a_model_a_folder_or_both(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known: dict[str, Any] = {}
-    monkeypatch.setattr(serve_command, "serve", given(known))
+    monkeypatch.setattr("saliency.explorer.server.serve", given(known))
     words = [str(tmp_path) if word == "FOLDER" else word for word in words]
     options = ["--port", "9", "-m", "lrp", "--set", "steps=3", "--layer", "layer3", "--no-browser"]
     assert main(["serve", *words, *options]) == 0

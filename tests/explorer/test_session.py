@@ -17,11 +17,11 @@ from torch import nn
 
 import saliency
 from saliency import METHODS, MethodError, ModelError, TargetError
+from saliency.attribution.passes import TimedAttribution
 from saliency.batch.options import NetworkOptions
-from saliency.engine.multi_pass import TimedAttribution
 from saliency.explorer import session as module
 from saliency.explorer.session import Session, StoppedQuestion, UnknownImageError, read_target
-from saliency.render.blending import scale_map
+from saliency.render.scaling import scale_map
 from saliency.testbed.shapes import draw_scenes
 from saliency.testing.unchanged import Snapshot
 from tests.batchwork import Tiny

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from saliency import GradCAM, GuidedBackprop, GuidedGradCAM, HiResCAM, LayerError, ModelError, TargetError
 from saliency.attribution.forward import Needs, RecordedFrom, SharedForward, TargetGradients
-from saliency.hooks.call import prepared_for_attribution
 from saliency.hooks.manager import HookManager
+from saliency.model.call import prepared_for_attribution
 from tests.models import Checkpointed, OwnForward, Packed
 
 

@@ -21,8 +21,9 @@ from torchvision.transforms.functional import to_tensor
 
 import saliency
 from saliency.errors import ImageError
+from saliency.io.geometry import Box
 from saliency.io.inputs import read
-from saliency.io.preprocess import Box, Preprocess, TransformPreprocess, as_preprocess, without_crop
+from saliency.io.preprocess import Preprocess, TransformPreprocess, as_preprocess, without_crop
 
 TIMM_DATA: Any = importlib.import_module("timm.data")  # it declares no types
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}

@@ -29,7 +29,7 @@ from saliency import (
     NotApplicableError,
     XGradCAM,
 )
-from saliency.engine.estimates import generator
+from saliency.attribution.estimates import generator
 from saliency.methods.cam import LayerAttribution
 from saliency.methods.combined_cam import FinerCAM, RefineCAM, ShapleyCAM, SmoothGradCAMPlusPlus
 from saliency.testing import tiny_model

@@ -18,8 +18,8 @@ import saliency
 from saliency import CAM, MethodError, TargetError
 from saliency.hooks.manager import HookManager
 from saliency.hooks.pytree import first_tensor, tree_map_tensors
-from saliency.layers.find import layout_of
 from saliency.methods.gradient_free_cam import AblationCAM, Order, ReciproCAM, ScoreCAM
+from saliency.model.layers import layout_of
 from tests.models import Packed, PooledNet, small_vit, torchvision_models
 
 

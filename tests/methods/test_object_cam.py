@@ -353,7 +353,7 @@ class PlainSearch:
     ],
 )
 def test_vx_code_equals_a_plain_greedy_loop(name: str, mode: Any, group_size: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr("saliency.methods.vx_code.SHORTLIST", 4)
+    monkeypatch.setattr("saliency.methods.rise.SHORTLIST", 4)
     method = VXCODE(network(name), mode=mode, group_size=group_size, segments=(4, 4), chunk=5)
     found = method.attribute(X[:1], saliency.box())
     place = torch.tensor([float(n) for n in found.target_names[0].split("(")[1].rstrip(")").split(", ")])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from saliency.engine import multi_pass
+from saliency.attribution import passes
 from saliency.errors import MethodError
 from saliency.methods.baselines import Filler, resolve_fill
 from saliency.methods.occlusion import FeatureAblation, Occlusion
@@ -95,7 +95,7 @@ def test_recomputed_where_the_window_reaches_it_is_the_same_as_by_whole_forwards
     method = Occlusion(model, window=8, stride=5, fill=fill)
     local = method.attribute(x, 1)
     assert "only where the window reaches" in local.run_stats[0].note
-    monkeypatch.setattr(multi_pass, "MIN_WINDOWS", 10**9)
+    monkeypatch.setattr(passes, "MIN_WINDOWS", 10**9)
     whole = method.attribute(x, 1)
     assert whole.run_stats[0].note == ""
     assert whole.run_stats[0].passes == local.run_stats[0].passes == 8 * 6
@@ -104,7 +104,7 @@ def test_recomputed_where_the_window_reaches_it_is_the_same_as_by_whole_forwards
 
 @pytest.mark.slow
 def test_the_promises_hold_recomputed_locally_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multi_pass, "MIN_WINDOWS", 2)
+    monkeypatch.setattr(passes, "MIN_WINDOWS", 2)
     check_method(Occlusion)
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import DRISE, similarity
-from saliency.engine.estimates import generator, rank_correlation
+from saliency.attribution.estimates import generator, rank_correlation
 from saliency.errors import MethodError, TargetError
 from saliency.methods.rise import RISE, MaskedScores, RandomMasks
-from saliency.targets.targets import probability
+from saliency.targets.classes import probability
 from saliency.testbed import draw_scenes
 from saliency.testing import checks, tiny_model
 from tests.games import Linear, coverage, noise, picture

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import GradCAM, GuidedBackprop, MethodError, VanillaGradient
-from saliency.engine.estimates import Variance
+from saliency.attribution.estimates import Variance
 from saliency.methods.smoothing import NoisyAttribution, SmoothGrad, SmoothGradSquared, VarGrad
 from saliency.testing import check_method, tiny_model
 from tests.models import LinearModel

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import METHODS, Attribution
-from saliency.engine.estimates import generator
+from saliency.attribution.estimates import generator
 from saliency.testing import tiny_model
 from saliency.testing.case import tiny_model_for
 from saliency.testing.unchanged import Snapshot

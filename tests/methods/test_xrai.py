@@ -12,8 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from saliency.methods.integrated_gradients import IntegratedGradients
-from saliency.methods.xrai import AREA, XRAI, Regions, multiscale_regions, ranked
+from saliency.methods.integrated_gradients import AREA, XRAI, IntegratedGradients, Regions, multiscale_regions, ranked
 from saliency.testing import images, tiny_model
 
 Map = NDArray[np.float64]

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import saliency
 from saliency import METHODS, MethodError, NotApplicableError, SaliencyError, TargetError
 from saliency.attribution.heatmap import resized
-from saliency.engine.multi_pass import SampledAttribution
+from saliency.attribution.passes import SampledAttribution
 from saliency.program.export import NO_PROGRAM, _require_equal, captured
 from tests.models import FunctionModel, PooledNet
 from tests.selection import of_each_family

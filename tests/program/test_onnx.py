@@ -216,7 +216,7 @@ def test_an_onnx_file_that_differs_from_attribute_replaces_no_file(
 ) -> None:
     pytest.importorskip("onnxruntime")
     wrong = FOR_ONNX | {ATEN.sigmoid.default: lambda x: 1.01 / (1 + (-x).exp())}
-    monkeypatch.setattr("saliency.program.onnx.FOR_ONNX", wrong)
+    monkeypatch.setattr("saliency.program.export.FOR_ONNX", wrong)
     (tmp_path / "model.onnx").write_text("old")
     model = FunctionModel(lambda x: x.sigmoid().mean((1, 2, 3))).eval()
     with pytest.raises(

@@ -18,10 +18,10 @@ from saliency import Matches, contact_sheet, draw_ledger, draw_matches, figure, 
 from saliency.attribution.explanation import Explanation, Sign, joined
 from saliency.attribution.heatmap import heatmap, significance, standard_error
 from saliency.errors import RenderError
-from saliency.io.preprocess import Frame
-from saliency.render.blending import Opacity, blend, color_table
+from saliency.io.geometry import Frame
+from saliency.render.blending import Opacity, blend
 from saliency.render.overlay import cutout, overlay, save_drawing
-from saliency.render.scaling import shared_limit
+from saliency.render.scaling import color_table, shared_limit
 from tests.drawing import explained, hot, noise, pixels_of, whole
 
 # The photo -----------------------------------------------------------------------------------------------------

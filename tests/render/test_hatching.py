@@ -15,7 +15,7 @@ from torch import Tensor
 import saliency
 from saliency import Explanation, Preprocess, contact_sheet, cutout, figure, overlay
 from saliency.errors import SaliencyWarning
-from saliency.io.preprocess import Frame
+from saliency.io.geometry import Frame
 from saliency.methods.token_attention import TokenAttention
 from saliency.render.blending import Opacity
 from saliency.render.scaling import shared_limit

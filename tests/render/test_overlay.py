@@ -20,9 +20,10 @@ import saliency
 from saliency import GradCAM, VanillaGradient, contact_sheet, cutout, figure, overlay
 from saliency.attribution.explanation import Explanation, Sign
 from saliency.errors import NonFiniteError, RenderError, SaliencyWarning
-from saliency.io.preprocess import Box, Frame, ImageBox, Preprocess
-from saliency.render.blending import CENTRE, Opacity, box_pixels, color_table, resize_to_pixels
-from saliency.render.scaling import shared_limit
+from saliency.io.geometry import Box, Frame, ImageBox
+from saliency.io.preprocess import Preprocess
+from saliency.render.blending import CENTRE, Opacity, box_pixels, resize_to_pixels
+from saliency.render.scaling import color_table, shared_limit
 from tests.batchwork import Tiny, quick
 from tests.batchwork import noise as blocks
 from tests.drawing import explained, hot, noise, pixels_of, whole

@@ -20,7 +20,8 @@ from PIL import Image
 from saliency import contact_sheet, figure, overlay, shared_limit
 from saliency.attribution.explanation import Explanation
 from saliency.errors import RenderError, SaliencyWarning
-from saliency.io.preprocess import Frame, Preprocess
+from saliency.io.geometry import Frame
+from saliency.io.preprocess import Preprocess
 from saliency.render.sheet import ellipsised, font_for, wrapped
 from saliency.targets.question import QuestionFacts
 from tests.drawing import explained, hot, noise, pixels_of, whole

@@ -22,7 +22,7 @@ from saliency import (
     standard_error,
 )
 from saliency.attribution.explanation import Sign
-from saliency.io.preprocess import Frame
+from saliency.io.geometry import Frame
 from saliency.render.blending import Opacity
 from saliency.testing import images, tiny_model
 

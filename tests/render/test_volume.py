@@ -16,8 +16,7 @@ import saliency
 from saliency import Explanation, RenderError
 from saliency.attribution.explanation import Sign
 from saliency.attribution.heatmap import heatmap
-from saliency.render.blending import color_table
-from saliency.render.scaling import smoothed
+from saliency.render.scaling import color_table, smoothed
 from tests.drawing import explained
 
 SIZE = (4, 6, 8)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from saliency.targets.answer_text import AnswerText, token_texts
+from saliency.targets.question import AnswerText, token_texts
 from tests.vision_language import byte_tokenizer
 
 

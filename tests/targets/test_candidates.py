@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saliency import Candidates, TargetError
-from saliency.io.preprocess import Geometry
+from saliency.io.geometry import Geometry
 from saliency.targets.candidates import ABSENT, Detections, candidates, iou
 
 HEIGHT, WIDTH = 64, 96

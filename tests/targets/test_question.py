@@ -30,7 +30,7 @@ from saliency import (
 from saliency.metrics import measure
 from saliency.testing import tiny_model
 from saliency.testing.case import images
-from tests.targets.test_box import GridDetector
+from tests.targets.test_boxes import GridDetector
 
 
 class Segmenter(nn.Module):

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import saliency
-from saliency.targets.answer_text import AnswerText
-from saliency.targets.question import Images, Question, Target
+from saliency.targets.question import AnswerText, Images, Question, Target
 
 PIECES = [
     "a",

@@ -19,10 +19,10 @@ from saliency import METHODS, Attribution, GradCAM, NotApplicableError, TargetEr
 from saliency.attribution.base import get_method, source, summary
 from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.questions import Questions
-from saliency.hooks.call import leaf, run_model
 from saliency.methods.cam import WeightedCAM
 from saliency.metrics import Metric, Outcome
-from saliency.targets.targets import ClassTarget
+from saliency.model.call import leaf, run_model
+from saliency.targets.classes import ClassTarget
 from saliency.testing import check_method, checks, images, tiny_model
 
 pytestmark = pytest.mark.usefixtures("_registry_restored")

@@ -21,7 +21,8 @@ from ...errors import ExplanationError, RenderError, warn
 from ...evaluation.trust import missing_properties
 from ...frontend import read, scripts, styles
 from ...io.atomic_write import durable_write, inside
-from ...render.blending import MOST_OPACITY, color_table
+from ...render.blending import MOST_OPACITY
+from ...render.scaling import color_table
 from ..manifest import MANIFEST, Row, read_rows
 from ..store import ABOUT, EVALUATION, PAGE, locked, read_head, read_json, write_head
 

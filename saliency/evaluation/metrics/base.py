@@ -13,22 +13,22 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from ...attribution.answer import Answer
 from ...attribution.base import Attribution, as_setting
+from ...attribution.estimates import generator
 from ...attribution.explanation import Explanation, Setting
 from ...attribution.heatmap import reduced_maps, require_explanation, resized
 from ...attribution.options import Chunk, HasOptions, declared_options
 from ...attribution.questions import Questions
-from ...engine.estimates import generator
 from ...errors import MethodError, did_you_mean, errors_as
-from ...hooks.call import arguments_of, bound, prepared_for_attribution, run_model
 from ...io.inputs import Batch, ImagesLike
 from ...methods.gradient import VanillaGradient
-from ...targets.box import BoxTarget
-from ...targets.embedding import ITSELF, SelfSimilarity, similarity
+from ...model.answer import Answer
+from ...model.call import arguments_of, bound, prepared_for_attribution, run_model
+from ...targets.boxes import BoxTarget
+from ...targets.classes import TargetLike, probability
 from ...targets.question import Question
-from ...targets.region import Keypoint, Region
-from ...targets.targets import TargetLike, probability
+from ...targets.regions import Keypoint, Region
+from ...targets.similarity import ITSELF, SelfSimilarity, similarity
 from ...targets.words import Words
 from ...validation import Registry, check_choice, check_integer
 

@@ -19,20 +19,20 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
-from ...attribution.answer import Answer
 from ...attribution.base import METHODS
+from ...attribution.estimates import generator, tied_ranks
 from ...attribution.heatmap import reduced_maps
 from ...attribution.options import ConvertedOption, Option
+from ...attribution.passes import MakeInputs, Passes, check_chunk
 from ...attribution.questions import Questions
-from ...engine.estimates import generator, tied_ranks
-from ...engine.multi_pass import MakeInputs, Passes, check_chunk
-from ...hooks.call import run_model
 from ...hooks.manager import HookManager
 from ...io.inputs import Batch, encode
 from ...methods.baselines import Fill, Filler, FillOption, GivenImages
 from ...methods.gradient import VanillaGradient
 from ...methods.segments import ResolvedSegments, Segments, SegmentsLike, in_unit_range, resolve_segments, segmented
-from ...targets.targets import TargetLike, per_image
+from ...model.answer import Answer
+from ...model.call import run_model
+from ...targets.classes import TargetLike, per_image
 from ...validation import check_choice, check_integer, check_number, check_numbers
 from .base import Metric, Outcome, SharedResults, Subject, stacked
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
+from ...attribution.estimates import precise_type
 from ...attribution.heatmap import reduced_maps
 from ...attribution.options import ConvertedOption, Option
-from ...engine.estimates import precise_type
 from ...errors import MethodError
 from ...validation import check_integer, check_number
 from .base import Metric, Outcome, Subject, resized_within

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from ...attribution.base import Attribution
+from ...attribution.estimates import generator
 from ...attribution.forward import Needs, SharedForward
 from ...attribution.heatmap import resized
 from ...attribution.options import Option
-from ...engine.estimates import generator
 from ...errors import MethodError, TargetError
-from ...hooks.call import prepared_for_attribution, run_model
 from ...hooks.manager import HookManager
-from ...layers.find import default_layer, find
+from ...model.call import prepared_for_attribution, run_model
+from ...model.layers import default_layer, find
+from ...targets.classes import TargetLike, class_scores
 from ...targets.question import Images
-from ...targets.targets import TargetLike, class_scores
 from ...validation import check_choice, check_integer, check_number, check_numbers
 from .base import Metric, Outcome, SharedResults, Subject, edges, outputs, stacked
 from .faithfulness import correlation, ranks_of, row_ranks, scaled_to_one

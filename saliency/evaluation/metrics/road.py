@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, interpolate, max_pool2d
 
+from ...attribution.estimates import generator
 from ...attribution.options import Option
-from ...axes import at_least_float32
-from ...engine.estimates import generator
+from ...io.axes import at_least_float32
 from ...validation import check_number, check_numbers
 from .base import Outcome
 from .faithfulness import Order, OrderedMetric, PerturbationMetric, PerturbedImage, digest

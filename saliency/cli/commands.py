@@ -1,0 +1,351 @@
+"""The commands that run a model: `saliency explain`, `trust`, `evaluate`, `export` and `serve`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.text import Text
+
+from ..aliases import option_hint
+from ..attribution.base import get_method
+from ..attribution.explanation import Explanation
+from ..attribution.options import declared_options
+from ..batch.drawing import ExplainMapper, ImageResults
+from ..batch.engines import SequentialEngine
+from ..batch.failures import Failure, sentence
+from ..batch.folder_evaluation import evaluate as evaluate_folder
+from ..batch.listing import ImageEntry, with_names
+from ..batch.manifest import Row
+from ..batch.network import LoadedImage, Network, create_methods, find_devices, load_model, move_model, trust_card
+from ..batch.options import NetworkOptions, OutputOptions, OverlayStyle, RunOptions
+from ..batch.plan import Slot
+from ..batch.run import execute
+from ..batch.sources import Found, find_images
+from ..batch.store import Store, file_names
+from ..errors import MethodError, SaliencyError, plural, visible
+from ..evaluation.metrics.base import Metric, get_metric
+from ..io.atomic_write import inside
+from ..methods import METHODS
+from ..render.blending import shrink
+from ..render.overlay import save_drawing
+from ..render.sheet import contact_sheet
+from ..tables import Table
+from ..targets.similarity import text
+from .arguments import ALL, METHOD, MODEL, arguments_of, overlay_style
+from .batch_commands import choose_target, expected_errors, run_arguments
+from .console import Screen, UsageError
+from .lists import noise
+
+SHEET = "sheet.png"
+THUMB = 240
+
+METRICS = ("deletion", "insertion")
+"""The metrics by default of `evaluate`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mapper(ExplainMapper):
+    """Results to print and draw after the run, also after an interruption.
+
+    Attributes:
+        rows: The rows of all images.
+        thumbs: The explanations of each image by method, on a small copy of the image; None without a contact sheet.
+    """
+
+    rows: list[Row]
+    thumbs: dict[int, dict[str, Explanation]] | None
+
+    def write(self, loaded: LoadedImage, results: ImageResults) -> Iterator[Row]:
+        """Write the files of one image, and yield its rows."""
+        for row in ExplainMapper.write(self, loaded, results):  # not super(), which classes with slots lack
+            self.rows.append(row)
+            explanation = results.explanations.get(row["method"]) if row["overlay"] else None
+            if self.thumbs is not None and isinstance(explanation, Explanation) and loaded.volume is None:
+                frame = shrink(loaded.frame(), THUMB)
+                sign = self.output.style.sign or explanation.sign
+                of_image = self.thumbs.setdefault(row["index"], {})
+                of_image[row["method"]] = replace(explanation, frames=(frame,), sign=sign)
+            yield row
+
+
+def explain(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Explain the images, print the results, and return the exit code.
+
+    Raises:
+        SaliencyError: The command line is invalid. Nothing has been written.
+    """
+    methods, more_images = methods_and_images(arguments.methods or [METHOD])
+    arguments.target = choose_target(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        entries, left_out = _find_images(arguments, more_images, Path(scratch))
+        if arguments.out != Path("-"):
+            code = _explain(arguments, methods, entries, screen)
+            screen.say_left_out(left_out)
+            return code
+        writes_more = len(entries) * len(methods) != 1 or any((arguments.sheet, arguments.save, arguments.trust))
+        if writes_more or screen.is_terminal:
+            hint = "give one image and one method, and no --sheet, --save or --trust"
+            raise UsageError(f"-o - writes one overlay to a pipe or file; {hint}")
+        arguments.out = Path(scratch)
+        code = _explain(arguments, methods, entries, Screen(quiet=True))
+        for overlay in Path(scratch).glob("*.png"):
+            sys.stdout.buffer.write(overlay.read_bytes())
+        return code
+
+
+def _find_images(arguments: argparse.Namespace, more: Sequence[str], scratch: Path) -> Found:
+    """Find the images. The name "-" denotes the image on standard input, which is written to a file."""
+    names = [*arguments.images, *more]
+    if "-" in names:
+        (scratch / "stdin").write_bytes(sys.stdin.buffer.read())
+    files = [str(scratch / "stdin") if name == "-" else name for name in names]
+    entries, left_out = find_images(files, recursive=arguments.recursive)
+    entries = [entry._replace(source=entry.source.removeprefix(f"{scratch}/")) for entry in entries]
+    return Found(with_names([one for entry in entries for one in _once_per_text(entry, arguments.texts)]), left_out)
+
+
+def _once_per_text(entry: ImageEntry, texts: Sequence[str]) -> list[ImageEntry]:
+    """Return an image once for each text, which is its target against the others, and a part of its file names."""
+    stem, suffix = os.path.splitext(entry.label)  # noqa: PTH122
+    targets = {one: text(one, against=[other for other in texts if other != one]) for one in texts}
+    return [
+        entry._replace(label=f"{stem}-{one.replace(' ', '_')}{suffix}", target=target)
+        for one, target in targets.items()
+    ] or [entry]
+
+
+def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequence[ImageEntry], screen: Screen) -> int:
+    """Explain the images, and write the overlays to a folder."""
+    if not entries:
+        raise UsageError("no image was given; try: saliency explain photo.jpg")
+    style = overlay_style(arguments)
+    given = {**vars(arguments), "methods": methods, "style": style, "maps": arguments.save, "with_manifest": False}
+    rows: list[Row] = []
+    thumbs: dict[int, dict[str, Explanation]] | None = {} if arguments.sheet else None
+    _require_other_files(arguments, methods, entries)
+    out = arguments.out.absolute()  # code of the user may change the current folder
+    try:
+        with screen.progress() as show:
+            options, output = NetworkOptions.of(given), OutputOptions.of(given)
+            engine = SequentialEngine(one_device(options), lambda entry: screen.name_subject(entry.label))
+            mapper = _Mapper(options=options, out=out, output=output, rows=rows, thumbs=thumbs)
+            execute(mapper, Store(out, entries, methods), engine, RunOptions(on_progress=show))
+    except SaliencyError:  # an invalid option, for which the first image failed, or a full disk
+        rows[:] = [row for row in rows if row["overlay"]]
+        raise
+    finally:
+        screen.name_subject("")
+        failures = _print_results(rows, expected_errors(arguments), arguments.out, screen)
+    if thumbs:
+        _write_sheet(list(thumbs.values()), methods, output.style, screen, out)
+    return 1 if failures or not any(row["overlay"] for row in rows) else 0
+
+
+def methods_and_images(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the words after --method into methods without duplicates, and images that follow them.
+
+    "all" selects every method. A word that is not a method is an image if it has a suffix or exists.
+
+    Raises:
+        MethodError: A word is neither a method nor an image, or no method is given. The message lists the closest
+            names.
+    """
+    known = {*METHODS, ALL}
+    images = [word for word in words if word not in known and (word == "-" or "." in word or os.path.exists(word))]  # noqa: PTH110
+    names = [word for word in words if word not in images] or words
+    methods = [method for name in names for method in (METHODS if name == ALL else [get_method(name).name])]
+    return list(dict.fromkeys(methods)), images
+
+
+def one_device(options: NetworkOptions) -> torch.device:
+    """Return the device of the options. Raises UsageError if there are several."""
+    first, *others = find_devices(options.device, options.model)
+    if others:
+        raise UsageError(f"--device {options.device}: only saliency batch and saliency evaluate use several devices")
+    return first
+
+
+def _require_other_files(arguments: argparse.Namespace, methods: Sequence[str], entries: Sequence[ImageEntry]) -> None:
+    """Raise UsageError if a file would replace one of the images."""
+    names = [file_names(entry, method, "png", with_manifest=False) for entry in entries for method in methods]
+    protected = {os.path.realpath(entry.path) for entry in entries}
+    for file in [*([SHEET] * arguments.sheet), *(file for of_method in names for file in of_method.values())]:
+        if os.path.realpath(arguments.out / file) in protected:
+            raise UsageError(f"--out {arguments.out}: {file} would replace one of the images; choose another folder")
+
+
+def _write_sheet(
+    thumbs: Sequence[dict[str, Explanation]], methods: Sequence[str], style: OverlayStyle, screen: Screen, out: Path
+) -> None:
+    """Write the contact sheet with the methods that succeeded on most images, and the images on which all of them did.
+
+    Nothing is written if a method or an image does not exist.
+    """
+    counts = Counter(method for row in thumbs for method in row)
+    methods = [method for method in methods if 2 * counts[method] > len(thumbs)]
+    complete = [[row[method] for method in methods] for row in thumbs if row.keys() >= set(methods)]
+    if not methods or not complete:
+        return
+    given = {name: getattr(style, name) for name in ("opacity", "colormap", "percentile", "smoothing")}
+    with screen.waiting("drawing the contact sheet"):
+        save_drawing(contact_sheet(complete, thumb=THUMB, **given), inside(out, SHEET))
+    screen.say(f"contact sheet: {visible(out / SHEET)}")
+
+
+def _print_results(rows: Sequence[Row], expected: set[str], out: Path, screen: Screen) -> int:
+    """Print the failures on standard error and a table of the other rows, and return the number of failures.
+
+    Errors of the kinds `expected` are not failures.
+    """
+    failed = [row for row in rows if row["error"] is not None and row["error_kind"] not in expected]
+    for row in failed:
+        screen.error(sentence(row["source"], row["method"], row["error"]))
+    if not rows:
+        return 0
+    rows = [row for row in rows if row not in failed or row["overlay"]]
+    cells: list[tuple[str | Text, ...]] = []
+    width = max((len(row["method"]) for row in rows), default=0)
+    for _, group in groupby(rows, itemgetter("index")):
+        of_image = list(group)
+        # The row of a method that does not apply has no target, but all methods explain the same target.
+        known = next((row for row in of_image if row["name"] is not None), of_image[0])
+        share = "" if known["probability"] is None else f"{100 * known['probability']:.1f} %"
+        about = (visible(Path(known["source"]).name), known["name"] or "", share)
+        lines = [(row["method"], _result(row, out)) for row in of_image]
+        if screen.is_terminal:  # a list for each image, which fits any width
+            screen.say(Text.assemble((about[0], "bold"), (f"  {about[1]}  {share}", "cyan")))
+            for method, result in lines:
+                screen.say(Text.assemble(f"  {method:{width}}  ", result))
+        cells += [(*about, *line) for line in lines]
+    if cells and not screen.is_terminal:
+        screen.table(["image", "class", "prob.", "method", "file"], cells)
+    _print_totals([row for row in rows if row["overlay"]], len(failed), out, screen)
+    for row in rows:
+        if row["trust"]:
+            screen.say(f"{visible(Path(row['source']).name)} by {row['method']}: {row['trust']['summary']}")
+    return len(failed)
+
+
+def _result(row: Row, out: Path) -> Text:
+    return Text(visible(out / row["overlay"])) if row["overlay"] else Text(row["error"], "dim")
+
+
+def _print_totals(written: Sequence[Row], failures: int, out: Path, screen: Screen) -> None:
+    screen.say()
+    if written:
+        images = len({row["source"] for row in written})
+        folder = "" if out == Path() else f" in {visible(out)}{os.sep}"
+        screen.say(f"{plural(len(written), 'overlay')} of {plural(images, 'image')}{folder}")
+        has_boxes = any(row["target_box"] for row in written)
+        marks = "green: the explained box" if has_boxes else "rectangle: the crop that the model saw"
+        screen.say(Text(f"strong colours: what drove the score; {marks}", "dim"))
+    layers = dict.fromkeys(row["layer"] for row in written if row["layer"])
+    if layers:
+        screen.say(Text(f"layers read by the CAMs: {', '.join(layers)}", "dim"))
+    for covered in dict.fromkeys(f"{row['method']}: {row['coverage']}" for row in written if row["coverage"]):
+        screen.say(Text(covered, "dim"))
+    if failures:
+        screen.say(Text(plural(failures, "failure"), "red"))
+
+
+def trust(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Print the card, write it to files, and return the exit code.
+
+    Raises:
+        SaliencyError: The command line is invalid. Nothing has been written.
+    """
+    methods, more_images = methods_and_images(arguments.methods or [METHOD])
+    entries = find_images([*arguments.images, *more_images]).entries
+    if len(entries) != 1 or len(methods) != 1:
+        counts = f"got {plural(len(entries), 'image')} and {plural(len(methods), 'method')}"
+        raise UsageError(f"a trust card is of one image and one method, {counts}; saliency explain --trust writes many")
+    given = {**vars(arguments), "methods": methods, "target": choose_target(arguments)}
+    options, seconds, (entry,) = NetworkOptions.of(given), OutputOptions.of(given).seconds, entries
+    with screen.waiting("measuring the map"):
+        network = Network(options, move_model(load_model(options), one_device(options)))
+        loaded = network.load(Slot(0, entry, (methods[0],)))
+        card = trust_card(network.methods[0], loaded, seconds, seed=arguments.seed)
+    if isinstance(card, BaseException):
+        screen.error(sentence(entry.source, methods[0], Failure.of(card).reason))
+        return 1
+    if arguments.json:
+        print(card.to_json(), end="")
+    else:
+        screen.say(str(card.of(card)), cut=True)
+        screen.say("\n".join(["", *card.notes]))
+    for file in filter(None, (arguments.html, arguments.png)):
+        card.save(file)
+        if not arguments.json:
+            screen.say(f"written: {visible(file)}")
+    return 0
+
+
+def evaluate(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Measure the images, print the comparison, and return the exit code."""
+    metrics = _create_metrics(arguments.metrics or METRICS, dict(arguments.metric_settings or ()))
+    with screen.progress() as show:
+        comparison = evaluate_folder(
+            **run_arguments(evaluate_folder, arguments) | {"metrics": metrics}, on_progress=show
+        )
+    if comparison.page is not None:
+        screen.say(str(Table(comparison.rows, comparison.columns)), cut=True)
+        screen.say("\n".join(["", *comparison.notes]))
+        screen.say(f"table: {visible(comparison.page)}")
+    failures = [row for row in comparison.failures if row["error_kind"] not in expected_errors(arguments)]
+    for row in failures:
+        screen.error(sentence(row["source"], row["method"], row["error"]))
+    screen.say_left_out(comparison.left_out)
+    if failures:
+        failed = plural(len({row["index"] for row in failures}), "image")
+        screen.say(Text(f"{failed} with failures; re-run to try again", "red"))
+    return 1 if failures or comparison.page is None else 0
+
+
+def _create_metrics(names: Sequence[str], settings: Mapping[str, Any]) -> list[Metric]:
+    """Create the metrics, each with the options that it accepts."""
+    classes = [get_metric(name) for name in dict.fromkeys(names)]
+    known = list(dict.fromkeys(option for cls in classes for option in declared_options(cls)))
+    for name in settings:
+        if name not in known:
+            raise MethodError(f'no option "{name}" of {", ".join(names)}{option_hint(name, known)}')
+    return [cls(**{name: settings[name] for name in declared_options(cls) if name in settings}) for cls in classes]
+
+
+def export(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Write a model and its explanation as one program, and return the exit code."""
+    from ..program.export import export
+
+    methods, more = methods_and_images(arguments.methods or [METHOD])
+    if len(methods) != 1 or more:
+        raise UsageError("--method takes one method: a program has one map")
+    options = NetworkOptions.of({**vars(arguments), "methods": methods})
+    with screen.waiting(f"exporting {options.model}"):
+        (method,) = create_methods(options, load_model(options))
+        path = export(method, arguments.file, arguments.image or noise(), target=arguments.target)
+    screen.say(f"written: {visible(path)}")
+    return 0
+
+
+def serve(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Show the page of the explorer until Ctrl-C is pressed, and return the exit code."""
+    from ..explorer.server import serve
+
+    methods, more = methods_and_images(arguments.methods or [METHOD])
+    if len(methods) != 1 or more:
+        raise UsageError("--method takes one method; the page offers all others")
+    if arguments.folder is None and os.path.isdir(arguments.model):  # noqa: PTH112 - unlike Path, never raises
+        arguments.model, arguments.folder = MODEL, arguments.model
+    given = arguments_of(serve, arguments) | {"method": methods[0], "options": dict(arguments.options or ())}
+    serve(**given)
+    return 0

@@ -1,1 +1,0 @@
-"""Many passes of one image: run in chunks, at the best size, limited, counted and summed up."""

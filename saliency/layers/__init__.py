@@ -1,1 +1,0 @@
-"""Find the layers of a model, and read their outputs as maps."""

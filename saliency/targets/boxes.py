@@ -1,0 +1,365 @@
+"""Targets for detectors: the class, the objectness or an edge of one box."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import NotFoundError, TargetError
+from ..io.geometry import Box, Geometry
+from ..validation import check_choice, is_integer, is_real
+from .candidates import ABSENT, BoxLink, Candidates, CandidatesFunction, Detections, candidates, iou
+from .classes import class_index, class_name, require_class
+from .question import Categories, Images, Question, Readings, Target, Together
+
+BoxPart = Literal["class", "objectness", "x0", "y0", "x1", "y1"]
+_EDGES = ("x0", "y0", "x1", "y1")
+_SECOND = "second"
+_LEAST_OVERLAP = 0.5  # below this IoU, a box was not found
+_SHARPNESS = 20.0  # of two boxes whose IoU differs by 0.1, one weighs 7 times as much
+_MOST_LISTED = 5
+
+
+def require_inside(place: tuple[float, ...] | None, images: Images) -> None:
+    """Raise NotFoundError if a point or a box is outside one of the images, if their sizes are known."""
+    for width, height in (images.geometries[number].image_size for number in images.numbers if images.geometries):
+        left, top, *_ = ends = place or (0, 0)
+        if not (left < width and top < height and min(ends[-2:]) >= 0):
+            kind = "point" if len(ends) == 2 else "box"
+            raise NotFoundError(f"the {kind} {as_text(ends)} is outside the image of {width} x {height} pixels")
+
+
+class Match(NamedTuple):
+    """Box of one image that a target explains, in pixels of the image."""
+
+    box: Box
+    label: int
+    against: int | None  # the class that it is compared with
+    overlap: float  # the IoU with the box that was asked for; 1 if none was
+    probability: float
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BoxTarget(Target):
+    """Score of one box of a detector; see `box`."""
+
+    place: tuple[float, ...] | None = None
+    index: int = 0
+    label: Any = None
+    of: BoxPart | int = "class"  # an integer is a joint
+    against: Any = None
+    link: BoxLink | None = None
+    read: CandidatesFunction | None = None
+    joint: str = ""
+
+    @property
+    def part(self) -> Hashable:
+        """The class, the objectness, an edge or the joints of a box, and the function that reads it."""
+        return "joint" if self.joint else self.of, self.read
+
+    def prepared(self, images: Images) -> BoxTarget:
+        """Return the target with class indices instead of names."""
+        require_inside(self.place, images)
+        label = None if self.label is None else class_index(self.label, images.categories)
+        is_class = self.against is not None and self.against != _SECOND
+        against = class_index(self.against, images.categories) if is_class else self.against
+        return replace(self, label=label, against=against)
+
+    def ask(self, output: Any, images: Images) -> Together:
+        """Return the questions about the box of each image. Raises TargetError if an image has no such box."""
+        rows, boxes = self._rows(output, images), []
+        for image in images.numbers:
+            try:
+                match = self._match(rows[image], images)
+            except NotFoundError as error:
+                raise NotFoundError(f"image {image}: {error}" if images.count > 1 else str(error)) from None
+            boxes.append(BoxScore(self, match, images.geometries[image], images))
+        score = boxes[0] if len(boxes) == 1 else partial(_scores, boxes)
+        return Together([box.question() for box in boxes], score)
+
+    def others(self, output: Any, images: Images, of: Literal["class", "box"]) -> Sequence[Question]:
+        """Return questions about other classes, or joints, of the box, or about the top classes of other detections."""
+        (image,), rows = images.numbers, self._rows(output, images)
+        row, match, geometry = rows[image], self._match(rows[image], images), images.geometries[image]
+        if of == "class" and isinstance(self.of, int):
+            count = cast("Tensor", row.keypoints).shape[1]
+            joints = [replace(self, of=at, joint=f"joint {at}") for at in range(count) if at != self.of]
+            return [BoxScore(joint, match, geometry, images).question() for joint in joints]
+        if of == "box":
+            known, boxes = row.probabilities.detach(), row.boxes.detach()
+            far = iou(boxes, boxes.new_tensor(match.box)) < _LEAST_OVERLAP
+            found = [(int(known[at].argmax()), boxes[at].tolist()) for at in row.detections() if far[at]]
+        else:
+            count = row.scores.shape[1] if self.of == "class" and row.link != "label" else 0
+            found = [(label, list(match.box)) for label in range(count) if label != match.label]
+        rest = [match._replace(box=cast("Box", tuple(box)), label=label, against=None) for label, box in found]
+        return [BoxScore(self, other, geometry, images).question() for other in rest]
+
+    def detections(self, output: Any, images: Images) -> list[Match]:
+        """Return the detections of the class in one image, in descending order of their probability."""
+        (row,) = self._rows(output, images)
+        return [_match(row, at, self.label) for at in row.detections(label=self.label)]
+
+    def _rows(self, output: Any, images: Images) -> list[Candidates]:
+        return self.rows(output, images.geometries, images.categories, images.readings)
+
+    def rows(
+        self, output: Any, geometries: tuple[Geometry, ...], names: Categories, readings: Readings
+    ) -> list[Candidates]:
+        """Return the candidates of each row of an output, which other boxes may have read already."""
+        if not geometries:
+            raise TargetError("a box is a target of methods only")
+        classes = None if isinstance(self.of, int) else _class_count(names)  # the names may be those of joints
+        key = geometries, classes, self.link, self.read
+        return readings.of(output, key, lambda: candidates(output, geometries, classes, self.link, self.read))
+
+    def _match(self, row: Candidates, images: Images) -> Match:
+        """Return the box of one image that the target asks for."""
+        if row.link != "label":
+            count = images.class_count(row.scores.shape[1])
+            for wanted in (self.label, self.against):
+                require_class(wanted if isinstance(wanted, int) else 0, count, "the classes of the detector")
+        known, boxes, overlap = row.probabilities.detach(), row.boxes.detach(), 1.0
+        of = "" if self.label is None else f" of {class_name(self.label, images.categories)}"
+        if self.place is not None and len(self.place) == 4:
+            overlaps = iou(boxes, boxes.new_tensor(self.place))
+            near = overlaps > 0
+            if row.link == "label" and self.label is not None:  # the output has no score of other classes
+                overlaps = overlaps * (row.column(self.label).detach() != ABSENT)
+            best = max(overlaps.tolist(), default=0.0)
+            if best < _LEAST_OVERLAP:
+                problem = f"the best overlap{of} with the box {as_text(self.place)} is an IoU of {best:.2f}, below 0.5"
+                there = [at for at in row.detections(0) if near[at]]
+                raise NotFoundError(f"{problem}; there, the model found {_listing(row, there, images.categories)}")
+            of_label = known.amax(1) if self.label is None else row.column(self.label).detach().sigmoid()
+            found = int((of_label + 1e-9).mul(overlaps >= _LEAST_OVERLAP).mul(overlaps).argmax())
+            overlap = float(overlaps[found])
+        else:
+            rows = [at for at in row.detections(label=self.label) if _contains(boxes[at].tolist(), self.place)]
+            if self.index >= len(rows):
+                at = f"at the point {as_text(self.place)}" if self.place else f"with the index {self.index}"
+                every = _listing(row, row.detections(), images.categories)
+                raise NotFoundError(f"there is no detection{of} {at}; the model found {every}")
+            found = rows[self.index]
+        match = _match(row, found, self.label)
+        return match._replace(against=self._other(row, found, match.label), overlap=overlap)
+
+    def _other(self, row: Candidates, found: int, label: int) -> int | None:
+        """Return the class to compare with. Raises TargetError if it is the same, or the output does not hold it."""
+        if self.against is None:
+            return None
+        if row.link == "label":
+            raise TargetError("the output has the score of one class for each box only, so none can be compared")
+        second = next((at for at in row.scores[found].argsort(descending=True).tolist() if at != label), label)
+        other = second if self.against == _SECOND else int(self.against)
+        if other == label:
+            raise TargetError(f"against= needs a class other than {label}")
+        return other
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxScore:
+    """Score of a box that was found in an image.
+
+    Attributes:
+        target: What is asked about the box.
+        match: The box.
+        geometry: The position of the model's input on the image.
+        images: The class names, and the candidates of the last output.
+    """
+
+    target: BoxTarget
+    match: Match
+    geometry: Geometry
+    images: Images
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the box and its class are asked for, and not an edge, a joint or a contrast."""
+        return self.target.of == "class" and self.target.against is None
+
+    @property
+    def reading(self) -> Hashable:
+        """The options with which `candidates` reads an output; boxes with equal ones share the candidates."""
+        return self.target.link, self.target.read
+
+    def question(self) -> Question:
+        """Return the question about the box."""
+        match, target = self.match, self.target
+        return Question(
+            self,
+            self._name(),
+            probability=torch.tensor(match.probability, device="cpu"),
+            is_difference=target.against is not None,
+            box=self.geometry.to_input(match.box),
+            mirrored=self.mirrored() if target.of in ("class", "objectness", "y0", "y1") else None,
+            part=target.part,
+        )
+
+    def rows(self, output: Any) -> list[Candidates]:
+        """Return the candidates of variants of the image."""
+        return self.target.rows(output, (self.geometry,), self.images.categories, self.images.readings)
+
+    def detections(self, output: Any) -> Detections:
+        """Return the candidates of variants of the image, as tensors."""
+        return Detections.of(self.rows(output))
+
+    def class_probabilities(self, found: Detections, image: int) -> Tensor:
+        """Return the class probabilities (C,) of an image's box; only its class if another is the top one."""
+        match, boxes, known = self.match, found.boxes[image], found.probabilities[image]
+        classes = max(known.shape[1], match.label + 1)
+        own = F.one_hot(torch.tensor(match.label, device=known.device), classes).to(known)
+        near = iou(boxes.to(known), known.new_tensor(match.box)) * (1 + known @ own[: known.shape[1]])
+        top = known[near.argmax()]
+        return top if int(top.argmax()) == match.label else own
+
+    def __call__(self, output: Any) -> Tensor:
+        """Return the scores (n,): the weighted means over the candidates near the box."""
+        return torch.stack([self.of_row(row) for row in self.rows(output)])
+
+    def of_row(self, row: Candidates) -> Tensor:
+        """Return the score of one variant of the image."""
+        # Without the gradient of the weights, a map of the class does not mix in the place of the box.
+        boxes = row.boxes.detach()
+        overlaps = iou(boxes, boxes.new_tensor(self.match.box))
+        near = overlaps > 0
+        weights = (_SHARPNESS * overlaps[near]).expm1()
+        values, absent = self._values(row)
+        total = weights.sum() + 1
+        # As a linear layer, for which every method has a rule.
+        return F.linear(values[None, near].to(weights.dtype), (weights / total)[None])[0, 0] + absent / total
+
+    def _values(self, row: Candidates) -> tuple[Tensor, float]:
+        """Return the numbers (n,) to average, and the number that represents the absence of a box."""
+        match, of = self.match, self.target.of
+        if isinstance(of, int):
+            return cast("Tensor", row.keypoints)[:, of], 0.0
+        if of in _EDGES:
+            return row.boxes[:, _EDGES.index(of)], match.box[_EDGES.index(of)]
+        if of == "objectness":
+            objectness = row.scores.logsumexp(1) if row.link == "softmax" else row.objectness
+            if objectness is None:
+                raise TargetError('the detector has no objectness; pass of="class"')
+            return objectness, ABSENT
+        if match.against is not None:
+            return row.column(match.label) - row.column(match.against), 0.0
+        return row.column(match.label), ABSENT
+
+    def mirrored(self) -> BoxScore:
+        """Return the score of the mirrored box."""
+        ends, (x0, y0, x1, y1) = self.geometry.box[0] + self.geometry.box[2], self.match.box
+        return replace(self, match=self.match._replace(box=(ends - x1, y0, ends - x0, y1)))
+
+    def _name(self) -> str:
+        target, match, names = self.target, self.match, self.images.categories
+        of = target.joint if isinstance(target.of, int) else "" if target.of == "class" else target.of
+        label = f"{of} of {class_name(match.label, names)}" if of else class_name(match.label, names)
+        other = "" if match.against is None else f" rather than {class_name(match.against, names)}"
+        overlap = f", IoU {match.overlap:.2f}" if len(target.place or ()) == 4 else ""
+        return f"{label}{other} at {as_text(match.box)}{overlap}"
+
+
+def _scores(boxes: Sequence[BoxScore], output: Any) -> Tensor:
+    """Return the scores (N,) of the boxes of a batch, one for each image."""
+    target, images = boxes[0].target, boxes[0].images
+    rows = target.rows(output, tuple(box.geometry for box in boxes), images.categories, images.readings)
+    return torch.stack([box.of_row(row) for box, row in zip(boxes, rows, strict=True)])
+
+
+def _match(row: Candidates, at: int, label: int | None) -> Match:
+    """Return a candidate as a box of a class, by default its top class."""
+    known = row.probabilities[at].detach()
+    label = int(known.argmax()) if label is None else label
+    probability = float(known[label]) if label < len(known) else 0.0
+    return Match(cast("Box", tuple(row.boxes[at].tolist())), label, None, 1.0, probability)
+
+
+def _class_count(names: Categories) -> int | None:
+    """Return the number of classes if all are named; a list that grows on demand has no number."""
+    return len(names) if type(names) is tuple else None
+
+
+def as_text(place: Sequence[float]) -> str:
+    """Return a box or a point as text: `(120, 40, 300, 260)`."""
+    return f"({', '.join(f'{edge:.0f}' for edge in place)})"
+
+
+def _contains(box: Sequence[float], point: Sequence[float] | None) -> bool:
+    return point is None or (box[0] <= point[0] <= box[2] and box[1] <= point[1] <= box[3])
+
+
+def _listing(row: Candidates, found: Sequence[int], names: Categories) -> str:
+    """Return a list of detections: their classes, probabilities and boxes."""
+    known, tops = row.probabilities.detach(), []
+    for at in found[:_MOST_LISTED]:
+        top = int(known[at].argmax())
+        tops.append(f"{class_name(top, names)} {float(known[at, top]):.2f} at {as_text(row.boxes[at].tolist())}")
+    return ", ".join(tops) or "nothing"
+
+
+def as_place(name: str, numbers: Any, count: int) -> tuple[float, ...] | None:
+    """Return a point or a box as floats. Raises TargetError if it is not `count` numbers, or an empty box."""
+    values = numbers.tolist() if hasattr(numbers, "tolist") else numbers
+    if values is None:
+        return None
+    is_place = isinstance(values, list | tuple) and len(values) == count and all(map(is_real, values))
+    if not is_place or (count == 4 and not (values[0] < values[2] and values[1] < values[3])):
+        expected = "(x, y)" if count == 2 else "(left, top, right, bottom), with left < right and top < bottom,"
+        raise TargetError(f"{name}={numbers!r}: expected {expected} in pixels of the image")
+    return tuple(map(float, values))
+
+
+def box(
+    *,
+    point: Sequence[float] | None = None,
+    index: int | None = None,
+    box: Sequence[float] | None = None,
+    cls: int | str | None = None,
+    of: BoxPart = "class",
+    against: int | str | None = None,
+    link: Literal["softmax", "sigmoid"] | None = None,
+    read: CandidatesFunction | None = None,
+) -> Target:
+    """Explain one box of a detector, by default the box with the highest probability.
+
+    The score is the mean logit of the class over the candidates before suppression, if the output holds them. Their
+    weights are a softmax of 20 times their IoU with the box, so the score does not jump if another candidate becomes
+    the best. Where nothing overlaps the box, the score is -4.6, the logit of a probability of 1 %. Gradients do not
+    pass through the weights. Logits of a softmax are relative to "no object". The name of the target says which box was
+    found, and its class.
+
+    Args:
+        point: (x, y) in the box, in pixels of the image, or of a float tensor. Of several boxes, the one with the
+            highest probability is taken; `cls` selects others.
+        index: The rank of the detection by its probability, from 0, among those of at least 5 %, without duplicates.
+        box: (left, top, right, bottom); of the boxes with an IoU of at least 0.5, the best by IoU times probability.
+        cls: The class, by index or name; by default the top class of the box. Together with `box`, any class of it. In
+            Grounding DINO, it is the index of a phrase of the text.
+        of: "class"; "objectness"; or an edge, "x0", "y0", "x1" or "y1", in pixels.
+        against: Another class: the score is then the difference of both logits. "second" is the class with the next
+            highest logit.
+        link: For outputs like DETR's, whether the last class means "no object" ("softmax") or not ("sigmoid"), if
+            neither the output's class nor the class names tell.
+        read: A function from the output of any other detector to one `saliency.Candidates` for each image.
+
+    Raises:
+        TargetError: Several of `point`, `index` and `box` are given, or an argument is invalid. In `attribute`: the
+            image has no such box, the output is unknown, or it lacks the class, the objectness or the second class.
+    """
+    if sum(choice is not None for choice in (point, index, box)) > 1:
+        raise TargetError("got several of point=, index= and box=; pass one")
+    if index is not None and not is_integer(index, least=0):
+        raise TargetError(f"index={index!r}: expected a whole number from 0")
+    check_choice("of", of, get_args(BoxPart), error=TargetError)
+    if link is not None:
+        check_choice("link", link, ("softmax", "sigmoid"), error=TargetError)
+    if against is not None and of != "class":
+        raise TargetError(f'against= compares classes; it does not go with of="{of}"')
+    place = as_place("box", box, 4) if point is None else as_place("point", point, 2)
+    return BoxTarget(place=place, index=int(index or 0), label=cls, of=of, against=against, link=link, read=read)
