@@ -1,1 +1,1 @@
-"""Targets: functions from the model's output to one score per image."""
+"""Targets: from the output of the model to a question, with its score, for each image."""
