@@ -22,6 +22,7 @@ from .attribution.forward import TargetGradients as TargetGradients
 from .attribution.heatmap import heatmap as heatmap
 from .attribution.heatmap import significance as significance
 from .attribution.heatmap import standard_error as standard_error
+from .attribution.inputs import InputExplanations as InputExplanations
 from .attribution.options import Option as Option
 from .attribution.options import PerImage as PerImage
 from .attribution.passes import ImageAttribution as ImageAttribution
@@ -138,6 +139,7 @@ from .model.answer import ImageTokens as ImageTokens
 from .model.answer import generate as generate
 from .model.dual_encoder import DualEncoder as DualEncoder
 from .model.dual_encoder import LateInteraction as LateInteraction
+from .model.inputs import Views as Views
 from .program.export import export as export
 from .render.figure import draw_answer as draw_answer
 from .render.figure import draw_features as draw_features

@@ -6,6 +6,7 @@ implements `explain`.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import re
@@ -14,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial, reduce
+from itertools import chain
 from operator import itemgetter, or_
-from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Self, overload
 
 import numpy as np
 import torch
@@ -28,14 +30,33 @@ from ..io.geometry import Frame
 from ..io.inputs import Batch, ImagesLike, Prepare, read
 from ..io.preprocess import WHOLE, PreprocessLike, Whole, as_preprocess, without_crop
 from ..model.answer import Answer
-from ..model.call import ForwardArgs, arguments_of, model_attribute, prepared_for_attribution, reference_tensor, unwrap
-from ..model.layers import LayoutFunction, as_layout, find
+from ..model.call import (
+    ForwardArgs,
+    arguments_of,
+    bound,
+    model_attribute,
+    prepared_for_attribution,
+    reference_tensor,
+    unwrap,
+)
+from ..model.inputs import Group, Key, ModelInputs, Views, has_several_inputs, require_volumes
+from ..model.layers import LayoutFunction, as_layout, find, trace_layers
 from ..targets.classes import Neuron, TargetLike, as_categories, is_probability, per_image
 from ..targets.question import Question, QuestionFacts, Target
 from ..validation import Registry, check_choice
 from .explanation import BatchAttribution, Explanation, Setting, Sign, joined
 from .forward import Needs, SharedForward, TargetGradients
-from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOption, declared_options
+from .inputs import InputExplanations
+from .options import (
+    ConvertedOption,
+    HasOptions,
+    Option,
+    PerImage,
+    PerInput,
+    PositionalOption,
+    declared_options,
+    is_per_input,
+)
 from .questions import CallImages, Questions, has_batch_statistics, target_of, warn_of_coupled_images
 
 METHODS: Registry[type[Attribution]] = Registry("method")
@@ -87,6 +108,8 @@ class Attribution(HasOptions, ABC):
     """Whether a score and its negative have the same map, as for magnitudes and for maps that ignore the target."""
     needs: ClassVar[Needs] = Needs()
     """The parts of a forward that the method reads."""
+    joins_inputs: ClassVar[bool] = False
+    """Whether one pass explains all inputs of a model with several, whatever the arrangement of their pixels."""
     per_image: ClassVar[tuple[str, ...]] = ()
     """The options that may have one value per image, as a `PerImage`; "*" for all."""
     preview_options: ClassVar[Mapping[str, Any]] = {}
@@ -128,8 +151,14 @@ class Attribution(HasOptions, ABC):
         for name in ("preprocess", "categories", "layout"):
             if values[name] is None:
                 values[name] = model_attribute(name, values["model"])
-        if check_choice("whole", values["whole"], WHOLE):
-            values["preprocess"] = without_crop(values["preprocess"], values["whole"])
+        whole, like = values["whole"], values["preprocess"]
+        if check_choice("whole", whole, WHOLE):
+            is_several = is_per_input(like)
+            values["preprocess"] = (
+                {name: without_crop(own, whole) for name, own in like.items()}
+                if is_several
+                else without_crop(like, whole)
+            )
         super().set_options(values)
 
     @property
@@ -172,25 +201,57 @@ class Attribution(HasOptions, ABC):
     def __exit__(self, *error: object) -> None:
         """Do nothing; a with block ends at its start."""
 
-    @known_keywords
+    @overload
     def attribute(
         self,
-        inputs: ImagesLike | Answer,
+        inputs: Mapping[Any, Any] | Views,
         target: TargetLike = None,
         *,
         forward_args: ForwardArgs = (),
+        explain: Sequence[Key | Group] | None = None,
+    ) -> InputExplanations: ...
+
+    @overload  # images, or the inputs of a model that requires as many
+    def attribute(
+        self,
+        inputs: tuple[Any, ...],
+        target: TargetLike = None,
+        *,
+        forward_args: ForwardArgs = (),
+        explain: Sequence[Key | Group] | None = None,
+    ) -> Any: ...
+
+    @overload
+    def attribute(
+        self, inputs: ImagesLike | Answer, target: TargetLike = None, *, forward_args: ForwardArgs = ()
+    ) -> Explanation: ...
+
+    @known_keywords
+    def attribute(
+        self,
+        inputs: Any,
+        target: TargetLike = None,
+        *,
+        forward_args: ForwardArgs = (),
+        explain: Sequence[Key | Group] | None = None,
         **unknown: Never,
-    ) -> Explanation:
+    ) -> Any:
         """Explain one image or several.
 
         Args:
             inputs: A path, open file, bytes of a file, PIL image, uint8 array (H, W, 3), or a list of these; or the
                 model's own normalised input as a float tensor (C, H, W), (N, C, H, W), or (N, C, D, H, W) for volumes
-                and videos; or an answer of `saliency.generate`.
+                and videos; or an answer of `saliency.generate`. For a model with several inputs, a mapping of the names
+                of its arguments, a tuple in their order, or `Views`; see "Several inputs" in the documentation.
             target: A class index or name, None for the top class, a function of the model's output, or a list with one
                 of them per image.
             forward_args: Arguments of the model's forward after the image: a tuple, or a mapping of names. Tensors,
                 arrays and lists with N entries have one for each image, on any device; others are passed as they are.
+            explain: Of several inputs, the names of the images to explain; by default all. A tuple of names explains
+                images of one size as one, so that a method hides the same place in all of them.
+
+        Returns:
+            An `Explanation`; of several inputs, `InputExplanations` with one for each image.
 
         Raises:
             ImageError: The image cannot be read, or the model does not accept it.
@@ -206,6 +267,8 @@ class Attribution(HasOptions, ABC):
         """
         if unknown:
             refuse_keywords(unknown, type(self))
+        if isinstance(inputs, Mapping | tuple | Views) and has_several_inputs(self.model, inputs, len(forward_args)):
+            return self._explain_inputs(ModelInputs(self.model, inputs, self._prepare), target, forward_args, explain)
         batch = self.read(inputs)
         with self.call(batch, [target], forward_args):
             return self.explain_batch(batch, [target])[0]
@@ -263,6 +326,70 @@ class Attribution(HasOptions, ABC):
         results = self.explain_targets(batch.inputs, asked)
         return [self.explanation(result, own, batch) for result, own in zip(results, asked, strict=True)]
 
+    def _prepare(self, name: Key) -> Prepare:
+        """Return the preprocessing of one of several inputs."""
+        return self._of_input(name).preprocess
+
+    def _of_input(self, name: Key) -> Self:
+        """Return the method with the options of one of several inputs."""
+        options = {option: own for option, own in vars(self).items() if isinstance(own, PerInput | Attribution)}
+        if not options:
+            return self
+        method = copy.copy(self)
+        for option, own in options.items():
+            vars(method)[option] = own._of_input(name) if isinstance(own, Attribution) else own.get(name)
+        return method
+
+    def explains_together(self) -> bool:
+        """Return whether one pass explains all inputs of a model with several."""
+        return self.joins_inputs
+
+    def _explain_inputs(
+        self,
+        inputs: ModelInputs,
+        target: Any,
+        forward_args: ForwardArgs,
+        explain: Sequence[Key | Group] | None,
+    ) -> InputExplanations:
+        """Explain the images among several inputs: together if the method can, or each while the others stay."""
+        names = [*inputs.frames] if explain is None else list(explain)
+        flat = chain.from_iterable(name if isinstance(name, tuple) else [name] for name in names)
+        if unknown := [name for name in flat if name not in inputs.frames]:
+            raise MethodError(
+                f"explain={unknown}: no image input of that name; there are {', '.join(map(str, inputs.frames))}"
+            )
+        if self.explains_together():
+            return self._explain_joined(inputs, target, forward_args, names)
+        explanations = {}
+        for name in names:
+            group = name if isinstance(name, tuple) else (name,)
+            batch, method = inputs.batch(*group, as_channels=True), self._of_input(group[0])
+            with method.call(batch, [target], forward_args):
+                reading = list[frozenset[tuple[str, int]]]()
+                for other in inputs.frames.keys() - {*group} if self.needs.gradients == "layers" else ():
+                    with bound(batch=(own := inputs.batch(other)), caches={}):
+                        reading.append(trace_layers(self.model, own.inputs).reading)
+                with bound(other_layers=frozenset[tuple[str, int]]().union(*reading)):
+                    explanations[name] = method.explain_batch(batch, [target])[0]
+        return InputExplanations(explanations, inputs.values)
+
+    def _explain_joined(
+        self, inputs: ModelInputs, target: Any, forward_args: ForwardArgs, names: Sequence[Any]
+    ) -> InputExplanations:
+        """Explain all inputs in one pass, as one row of numbers."""
+        batch = inputs.batch(*inputs.joined)
+        with self.call(batch, [target], forward_args):
+            whole = self.explain_batch(batch, [target])[0]
+        parts = {part: batch.parts(own) for part, own in whole.tensors().items() if own.shape == whole.values.shape}
+        explanations = {}
+        for name in names:
+            tensors = {part: own[name] for part, own in parts.items()}
+            size, frames = tuple(inputs.values[name].shape[2:]), inputs.frames[name]
+            one = whole.with_tensors(whole.tensors() | tensors)
+            explanations[name] = replace(one, frames=frames, input_size=size)
+        others = {name: own for name, own in parts["values"].items() if name not in names}
+        return InputExplanations(explanations, inputs.values, others)
+
     @abstractmethod
     def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         """Compute the values and scores of a batch. This is all that a method implements.
@@ -295,7 +422,10 @@ class Attribution(HasOptions, ABC):
         """Read the image or images as the model's input, on the model's device."""
         if isinstance(inputs, Answer):
             return inputs.of(self.model)
-        return read(inputs, self.preprocess, like=reference_tensor(self.model))
+        batch = read(inputs, self.preprocess, like=reference_tensor(self.model))
+        if batch.inputs.dim() == 5:
+            require_volumes(self.model, batch.inputs)
+        return batch
 
     def explanation(self, result: BatchAttribution, target: Questions, batch: Batch) -> Explanation:
         """Return a checked result as an explanation, with its notes.

@@ -28,7 +28,7 @@ from ..hooks.rectifiers import Nonlinearities, find_nonlinearities
 from ..io.axes import at_least_float32
 from ..model.answer import Answer
 from ..model.call import leaf, run_model
-from ..model.layers import Layout, find, layout_of
+from ..model.layers import Layout, find, layout_of, read_call
 from ..validation import check_choice, check_integer
 from .questions import Questions, explained_answer
 
@@ -133,7 +133,8 @@ class SharedForward:
                 self.output: Any = run_model(model, self.x)
         self.layers: dict[str, Tensor] = {}
         for name, calls in captured.items():
-            self.layers[name] = _last_call(name, calls)
+            output = calls[-1] if calls else None
+            self.layers[name] = _readable(name, output if len(calls) < 2 else read_call(model, self.x, name, calls))
         self._layouts: dict[str, Layout] = {}
 
     @cached_property
@@ -405,14 +406,14 @@ def _capture_embeddings(hooks: HookManager, answer: Answer, x: Tensor) -> list[T
     return captured
 
 
-def _last_call(name: str, calls: list[Tensor]) -> Tensor:
-    """Return the output of the last call of a layer."""
-    if not calls:
+def _readable(name: str, output: Tensor | None) -> Tensor:
+    """Return the output of a layer. Raises LayerError without one, or for a tensor that cannot be read."""
+    if output is None:
         hint = "(hooks do not run inside a scripted module)"
         raise LayerError(f'layer "{name}" was not run in this forward, or returned no tensor {hint}')
-    if calls[-1].is_nested:
+    if output.is_nested:
         problem = f'layer "{name}" returns nested tensors, as nn.TransformerEncoder does for a padding mask'
         raise LayerError(f"{problem}; build the encoder with enable_nested_tensor=False")
-    if not calls[-1].is_floating_point():
-        raise LayerError(f'the output of layer "{name}" is {calls[-1].dtype}; expected floating-point activations')
-    return calls[-1]
+    if not output.is_floating_point():
+        raise LayerError(f'the output of layer "{name}" is {output.dtype}; expected floating-point activations')
+    return output

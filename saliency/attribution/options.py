@@ -37,6 +37,20 @@ class PerImage(tuple[Any, ...]):
         return super().__new__(cls, torch.split(values, 1) if isinstance(values, Tensor) else values)
 
 
+class PerInput(dict[Any, Any]):
+    """Values of an option by the name of an input: `GradCAM(model, {"rgb": "layer4", "depth": "depth.layer2"})`."""
+
+
+def of_input(value: Any, name: Any, default: Any = None) -> Any:
+    """Return the value of an option for an input."""
+    return value.get(name, default) if isinstance(value, PerInput) else value
+
+
+def is_per_input(value: object) -> bool:
+    """Return whether an option is a mapping of inputs, and not the configuration of one preprocessing."""
+    return isinstance(value, Mapping) and not any(isinstance(own, tuple | list) for own in value.values())
+
+
 class ConvertedOption(Generic[_Given, _Stored]):
     """Option of a method, declared as a class attribute, whose stored value has another type than the given one.
 
@@ -85,7 +99,9 @@ class ConvertedOption(Generic[_Given, _Stored]):
         def __set__(self, method: Any, value: _Given) -> None: ...
 
     def stored(self, method: Any, value: Any) -> Any:
-        """Return the value that a method stores for a given one, or for one per image."""
+        """Return the value that a method stores for a given one, or for one per image or input."""
+        if self.name in ("preprocess", "layer", "baseline") and is_per_input(value):
+            return PerInput({name: self.stored(method, own) for name, own in value.items()})
         if isinstance(value, PerImage):
             if not {"*", self.name} & {*getattr(method, "per_image", ())}:
                 raise MethodError(f"{self.name}: {type(method).__name__} takes one value for all images, no PerImage")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -15,10 +15,11 @@ from PIL import Image
 from torch import Tensor
 
 from ..attribution.estimates import normal
-from ..attribution.options import ConvertedOption
+from ..attribution.options import ConvertedOption, of_input
 from ..errors import MethodError, did_you_mean, optional_import
 from ..io.axes import along_axes, at_least_float32, require_two_axes, spatial
 from ..io.inputs import ImageLike, Prepare, read
+from ..model.inputs import Key, by_input
 from ..validation import check_number, is_real
 
 BASELINES = ("mean", "black", "white", "blur", "noise")
@@ -47,7 +48,7 @@ class GivenImages:
 
 
 ResolvedBaseline = str | float | GivenImages
-BaselineLike = ImageLike | float | Sequence[ImageLike | float]
+BaselineLike = ImageLike | float | Sequence[ImageLike | float] | Mapping[Any, ImageLike | float]
 """One of `BASELINES`, a number, a float tensor (C, H, W) or (K, C, H, W), an image or its path; or several of them."""
 
 
@@ -117,8 +118,13 @@ def baselines(
     Raises:
         MethodError: A given tensor or image has a different size than the image.
     """
-    several = resolved if isinstance(resolved, list) else [resolved]
-    return torch.cat([_baseline(one, x, preprocess, seed, number) for number, one in enumerate(several)])
+
+    def of(name: Key | None, image: Tensor) -> Tensor:
+        like, prepare = of_input(resolved, name, "mean"), of_input(preprocess, name)
+        several = like if isinstance(like, list) else [like if image.dim() > 3 else "mean"]  # of a state: 0
+        return torch.cat([_baseline(one, image, prepare, seed, number) for number, one in enumerate(several)])
+
+    return by_input(x, of)
 
 
 def _baseline(resolved: ResolvedBaseline, x: Tensor, preprocess: Prepare, seed: int, number: int) -> Tensor:
@@ -201,7 +207,7 @@ class Filler:
         self._inpaints = fill == "inpaint"
         if self._inpaints:
             require_two_axes(x, 'fill="inpaint"')
-        self.background = _background(x, fill)
+        self.background = by_input(x, lambda name, image: _background(image, fill))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the images (k, C, H, W) in which the pixels of a boolean mask (k, 1, H, W) are replaced."""

@@ -62,6 +62,7 @@ class DeepLIFT(TracedAttribution):
     """
 
     name = "deep_lift"
+    joins_inputs = True
     per_image = ("baseline",)
     cost = "2 forwards, 1 backward"
     needs = Needs(backwards=1)
@@ -149,6 +150,7 @@ class DeepSHAP(DeepLIFT):
     """
 
     name = "deep_shap"
+    joins_inputs = False  # a colour is of one image
     cost = "11 forwards, 10 backwards"
     preview_options: ClassVar = {"passes": 2}
     has_error = True

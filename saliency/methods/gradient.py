@@ -36,6 +36,7 @@ class VanillaGradient(TracedAttribution):
     """
 
     name = "vanilla_gradient"
+    joins_inputs = True
     units = "score per unit of normalised input"
     needs = Needs(backwards=1)
     cost = "1 forward, 1 backward"
@@ -61,6 +62,7 @@ class InputXGradient(TracedAttribution):
     """
 
     name = "input_x_gradient"
+    joins_inputs = True
     needs = Needs(backwards=1)
     cost = "1 forward, 1 backward"
 
@@ -82,6 +84,7 @@ class RectifiedGradient(TracedAttribution):
             derivative. In both cases the explanation's coverage counts them.
     """
 
+    joins_inputs = True
     cost = "1 forward, 1 backward"
     needs = Needs(backwards=1)
 

@@ -79,6 +79,7 @@ class IntegratedGradients(TimedAttribution):
     """
 
     name = "integrated_gradients"
+    joins_inputs = True
     cost = "50 forwards and backwards, 1 forward; with a tolerance of 1 % about 13"
     preview_options: ClassVar = {"steps": 3}
 
@@ -130,6 +131,7 @@ class IDGI(TimedAttribution):
     """
 
     name = "idgi"
+    joins_inputs = True
     cost = "51 forwards and backwards"
     preview_options: ClassVar = {"steps": 3}
 
@@ -268,6 +270,7 @@ class GuidedIG(TimedAttribution):
     """
 
     name = "guided_ig"
+    joins_inputs = True
     cost = "200 forwards and backwards, one by one, 1 forward"
     preview_options: ClassVar = {"steps": 3}
 

@@ -93,6 +93,10 @@ class RelevancePropagation(TracedAttribution):
     def __post_init__(self) -> None:
         self._through = {layer_name(self, layer): list(channels) for layer, channels in (self.through or {}).items()}
 
+    def explains_together(self) -> bool:
+        """Return whether relevance is read at the inputs, so that one walk reaches all of a model with several."""
+        return self.layer is None
+
     @abstractmethod
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the rules for a forward and its scores."""

@@ -16,6 +16,7 @@ from ..attribution.passes import MultiPassAttribution
 from ..errors import MethodError, optional_import
 from ..io.axes import as_text
 from ..io.preprocess import Preprocess
+from ..model.inputs import input_labels
 from ..validation import is_integer
 from .baselines import Filler, FillOption
 
@@ -35,15 +36,17 @@ class Labels:
     name: str = "labels"
 
 
-SegmentsLike = int | Sequence[int] | NDArray[Any] | Tensor | Labels | Segmenter
+SegmentsLike = int | str | Sequence[int] | NDArray[Any] | Tensor | Labels | Segmenter
 """The approximate number of superpixels, the cells of a grid along each axis, such as (rows, columns), a label map (H,
-W) in the size of the model's input, or a function from the image (H, W, C) in 0..1 to a label map."""
+W) in the size of the model's input, a function from the image (H, W, C) in 0..1 to a label map, or "inputs"."""
 
-ResolvedSegments = int | tuple[int, ...] | Labels | Segmenter
+ResolvedSegments = int | str | tuple[int, ...] | Labels | Segmenter
 
 
 def resolve_segments(option: str, like: object) -> ResolvedSegments:
     """Return the checked option `segments`. Raises MethodError if it is invalid."""
+    if isinstance(like, str) and like == "inputs":
+        return like
     if isinstance(like, np.ndarray | Tensor):
         return Labels(_checked(like))
     if is_integer(like):
@@ -111,7 +114,9 @@ def segmented(x: Tensor, by: ResolvedSegments, preprocess: object = None) -> Seg
         MethodError: A label map has a different size than the image, or the user's function returns no label map.
     """
     size = tuple(x.shape[2:])
-    if isinstance(by, Labels):
+    if isinstance(by, str):
+        labels = input_labels()
+    elif isinstance(by, Labels):
         labels = by.tensor
     elif isinstance(by, tuple):
         if len(by) != len(size):
@@ -155,6 +160,7 @@ class SegmentAttribution(MultiPassAttribution):
     Args:
         segments: The approximate number of superpixels (SLIC, by scikit-image), the (rows, columns) of a grid, a label
             map (H, W) in the size of the model's input, or a function from the image (H, W, C) in 0..1 to a label map.
+            "inputs" hides each input of a model with several as a whole.
         fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0 is the mean
             colour of its training images), "mean" (of the image), "blur", "inpaint" (from the surrounding pixels), or
             an image (C, H, W) as the model takes it.
@@ -168,6 +174,10 @@ class SegmentAttribution(MultiPassAttribution):
 
     segments: ConvertedOption[SegmentsLike, ResolvedSegments] = ConvertedOption(SUPERPIXELS, resolve_segments)
     fill: FillOption = FillOption()
+
+    def explains_together(self) -> bool:
+        """Return whether the inputs of a model with several are the segments."""
+        return self.segments == "inputs"
 
     def segmented(self, x: Tensor) -> tuple[Segments, Filler]:
         """Return the segments of an image (1, C, H, W), and the filler that hides its pixels."""

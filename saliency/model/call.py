@@ -50,6 +50,7 @@ class Call(NamedTuple):
             if the output is read unchanged.
         is_tracing: Whether the call is traced into a program, so that no value can be read.
         modules: The modules of the prepared model, itself first.
+        other_layers: The calls of layers that read other images of the call, which are no default layers.
         warned: The lines of the toolkit that have warned, if each shall warn once, whatever the numbers in its text.
     """
 
@@ -63,6 +64,7 @@ class Call(NamedTuple):
     logits: MutableMapping[Tensor, str] | None = None
     is_tracing: bool = False
     modules: Sequence[nn.Module] = ()
+    other_layers: frozenset[tuple[str, int]] = frozenset()
     warned: set[tuple[str, int]] | None = None
 
     def numbers(self, x: Tensor) -> list[int]:
@@ -315,7 +317,7 @@ def run_model(model: nn.Module, x: Tensor) -> Any:
     """
     state = current_call()
     args, kwargs = ((), {}) if state.caches is None else forward_args(x)
-    if "pixel_values" not in kwargs:  # of an answer
+    if state.batch is None or state.batch.arguments is None:  # else the arguments hold the images
         kind: Any = type(model)
         if _takes_words_first(kind):
             kwargs = {**kwargs, "pixel_values": x.clone()}
@@ -422,6 +424,8 @@ def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
             axes = [x.dim() for x in args[:1] if isinstance(x, Tensor)]
             if axes == [4] and any(parameter.dim() == 5 for parameter in model.parameters()):
                 reason += "; a batch of volumes or videos has five axes, so pass one as x[None]"
+            if "missing" in reason and "argument" in reason:
+                reason += '; pass other arguments as forward_args, and several images by name, {"rgb": image, ...}'
             if "input_ids" in reason:
                 reason += "; pass an answer of saliency.generate. Export and metrics of the predicted class take none"
             raise ModelError(f"the model ({type(model).__name__}) refused an input of {given}: {reason}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +24,7 @@ from ..targets.classes import output_tensor
 from .call import bind_image, cache_of, current_call, leaf, modules_of, run_model
 from .positions import Grid, PositionTrace, grid_of, is_misplaced
 
-LayerLike = str | nn.Module | list[str | nn.Module] | None
+LayerLike = str | nn.Module | list[str | nn.Module] | Mapping[Any, str | nn.Module] | None
 """A dotted name, the module itself, a list of these, or None for the default layer."""
 
 
@@ -153,6 +154,12 @@ class LayerTrace:
     attention: Mapping[int, Layout | None]  # by the number of tokens; None if the tokens are not patches
     sources: Mapping[str, frozenset[str]]  # by layer that reads the image, the layers from which it is computed
     ends: frozenset[str]  # the layers after which the model only resizes or reduces their values
+    calls: Mapping[str, int]  # by layer, the number of its last call that reads the image
+
+    @property
+    def reading(self) -> frozenset[tuple[str, int]]:
+        """The calls of layers that read the image."""
+        return frozenset((name, self.calls[name]) for name in self.sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,10 +384,15 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
     modules = {name: module for name, module in model.named_modules() if name}
     outputs: dict[str, tuple[tuple[int, ...], Tensor | None, list[Node]]] = {}
     misplaced, unrelated = dict[str, bool](), set[str]()
+    counts, reading = Counter[str](), dict[str, int]()
 
     def store(name: str, output: Tensor) -> None:
-        outputs.pop(name, None)  # the last call counts
         positions = trace.positions(output)
+        counts[name] += 1
+        if positions is None and name in reading and current_call().caches is not None:
+            return  # an encoder that then reads another image
+        outputs.pop(name, None)  # the last call counts
+        reading[name] = counts[name] - 1
         (unrelated.add if positions is None else unrelated.discard)(name)
         positions = positions if output.dim() in (3, x.dim()) else None
         places = None if positions is None else positions.nanmean(-1).expand(x.dim() - 2, *output.shape[:-1])
@@ -415,7 +427,8 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
         attention[tokens] = layout if attention.get(tokens, layout) == layout else None
     graph = reached_nodes(_nodes(final), lambda node: False)
     sources = _sources({name: nodes for name, (*_, nodes) in outputs.items()}, graph)
-    return LayerTrace(spatial, candidates, elsewhere, features[-1] if features else None, attention, sources, ends)
+    feature = features[-1] if features else None
+    return LayerTrace(spatial, candidates, elsewhere, feature, attention, sources, ends, reading)
 
 
 def _sources(nodes: Mapping[str, list[Node]], graph: set[Node]) -> dict[str, frozenset[str]]:
@@ -439,7 +452,12 @@ def _result_nodes(tensors: Sequence[Tensor]) -> set[Node]:
 
 
 def _scan(model: nn.Module, x: Tensor, trace: LayerTrace) -> LayerScan:
-    candidates = trace.candidates
+    reading_others = current_call().other_layers
+    free = (layer for layer in trace.candidates if (layer.name, trace.calls[layer.name]) not in reading_others)
+    candidates = tuple(free)
+    if trace.candidates and not candidates:
+        warn("the images are joined before the first layer with a spatial output, so a map at a layer is of all images")
+    candidates = candidates or trace.candidates
 
     def top_score(output: Any) -> Tensor:
         return output_tensor(output).flatten().max(0).values
@@ -507,15 +525,23 @@ def _layers_with_gradient(model: nn.Module, x: Tensor, candidates: _Layers, targ
     read = reached_nodes(_nodes(score), results.__contains__)
     after = _result_nodes([tensor for node, tensor in results.items() if node in read])
     outputs = {
-        layer: calls[-1]
+        layer: output
         for layer, calls in captured
-        if calls and not after.issuperset(_nodes(calls[-1])) and not _is_one_of_parallel_calls(calls)
+        if calls
+        and not after.issuperset(_nodes(output := read_call(model, x, layer.name, calls)))
+        and not _is_one_of_parallel_calls(calls)
     }
     if not outputs or not score.requires_grad:
         return []
     grads = differentiate(score, list(outputs.values()))
     known = [(layer, layer.layout(grad)) for layer, grad in zip(outputs, grads, strict=True) if grad is not None]
     return [layer for layer, maps in known if bool(maps.flatten(1).any(1).all())]
+
+
+def read_call(model: nn.Module, x: Tensor, name: str, calls: Sequence[Tensor]) -> Tensor:
+    """Return the output of the last call of a layer that reads the image, of the outputs of all its calls."""
+    has_others = len(calls) > 1 and current_call().caches is not None
+    return calls[trace_layers(model, x).calls[name] if has_others else -1]
 
 
 def _is_one_of_parallel_calls(calls: list[Tensor]) -> bool:

@@ -175,7 +175,7 @@ def test_baselines_that_do_not_fit_are_refused() -> None:
     net, x = small_net(), torch.cat([image(8, 8), image(8, 8, 1)])
     advice = r"IntegratedGradients\(model, baseline=...\), with saliency.PerImage"
     with pytest.raises(TypeError, match=advice):
-        IntegratedGradients(net).attribute(x, 0, baselines=0)  # type: ignore[arg-type]
+        IntegratedGradients(net).attribute(x, 0, baselines=0)  # type: ignore[call-overload]
     for given in ([0, 0, 0], torch.zeros(3, 3, 8, 8)):
         with pytest.raises(MethodError, match="baseline has 3 values for 2 images"):
             IntegratedGradients(net, baseline=PerImage(given)).attribute(x, 0)

@@ -139,7 +139,7 @@ def test_the_callers_tensors_and_later_calls_are_untouched(x: Tensor, mask: Tens
 
 def test_arguments_that_do_not_fit_are_refused(x: Tensor, mask: Tensor) -> None:
     with pytest.raises(MethodError, match=r"Tensor; expected a tuple \(mask,\) or a mapping"):
-        VanillaGradient(with_mask()).attribute(x, 0, forward_args=mask)  # type: ignore[arg-type]
+        VanillaGradient(with_mask()).attribute(x, 0, forward_args=mask)  # type: ignore[call-overload]
     with pytest.raises(ModelError, match="unexpected keyword argument 'msk'"):
         VanillaGradient(with_mask()).attribute(x, 0, forward_args={"msk": mask})
 

@@ -1,0 +1,71 @@
+"""The result of a method for several inputs of one call: an explanation of each, and how the score divides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ..model.inputs import Key
+from .explanation import Explanation
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputExplanations(Mapping[Any, Explanation]):
+    """Explanations of several inputs of one call: `result["depth"]` is the `Explanation` of that image.
+
+    Attributes:
+        explanations: The explanation of each image, by the name of the input.
+        inputs: All inputs as the model takes them.
+        others: The values of inputs that are not images, such as a state vector, in their shapes (N, ...). Methods that
+            explain all inputs together have them: gradients, relevance and path methods.
+    """
+
+    explanations: Mapping[Any, Explanation]
+    inputs: Mapping[Key, Any] = field(repr=False)
+    others: Mapping[Key, Tensor] = field(default_factory=dict, repr=False)
+
+    def __getitem__(self, name: Any) -> Explanation:
+        """Return the explanation of an image. Raises KeyError with the names of all."""
+        if name not in self.explanations:
+            raise KeyError(f"no explanation of {name!r}; there is one of {', '.join(map(repr, self.explanations))}")
+        return self.explanations[name]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the names of the images."""
+        return iter(self.explanations)
+
+    def __len__(self) -> int:
+        """Return the number of images of one case."""
+        return len(self.explanations)
+
+    @property
+    def scores(self) -> Tensor:
+        """(N,) the explained scores."""
+        return next(iter(self.explanations.values())).scores
+
+    @property
+    def sums(self) -> dict[Key, Tensor]:
+        """The sum (N,) of the values of each input; of path methods and relevance, "rest" is what no value explains."""
+        values = {name: own.values for name, own in self.explanations.items()} | dict(self.others)
+        sums = {name: tensor.flatten(1).double().sum(1) for name, tensor in values.items()}
+        first = next(iter(self.explanations.values()))
+        if first.ledger is not None:
+            absorbed = [name != "input" for name in first.ledger_names]
+            sums["rest"] = first.ledger[:, absorbed].double().sum(1)
+        if first.residual is not None:
+            sums["rest"] = sums.get("rest", 0) + first.residual.double()
+        return sums
+
+    @property
+    def shares(self) -> dict[Key, float | list[float]]:
+        """The sum of each input's values over the sum of all: a number, or a list with one for each of several cases.
+
+        Shares are signed and sum to 1. They mean parts of the score only for methods whose values sum to it.
+        """
+        sums = self.sums
+        total = sum(sums.values(), start=sums[next(iter(sums))] * 0)
+        shares = {name: (own / total).tolist() for name, own in sums.items()}
+        return {name: own[0] if len(own) == 1 else own for name, own in shares.items()}

@@ -1,0 +1,252 @@
+"""Several inputs of a model in one call, such as colours and depth, or the views of a scene."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ..errors import ImageError, MethodError, NonFiniteError, plural
+from ..io.atomic_write import is_image
+from ..io.axes import as_text
+from ..io.geometry import Frame
+from ..io.inputs import Batch, Prepare, read
+from .call import current_call, reference_tensor, shown_images
+
+Key = str | int
+"""The name of an input: a key of the mapping, a parameter of `forward`, or the number of a view."""
+Group = tuple[Key, ...]
+"""Names of images that are explained as one."""
+
+
+class Views:
+    """Mark images of one case as views: `method.attribute(saliency.Views(x))` gives a map for each view.
+
+    Args:
+        images: (N, V, C, H, W) the model's own input of N cases; or a list of V images of one case, as for
+            `Attribution.attribute`.
+
+    Raises:
+        ImageError: A tensor has another number of axes.
+    """
+
+    def __init__(self, images: Tensor | Sequence[Any]) -> None:
+        if isinstance(images, Tensor) and images.dim() != 5:
+            raise ImageError(f"views of shape {tuple(images.shape)}; expected (N, V, C, H, W), or a list of V images")
+        self.images: Any = images.unbind(1) if isinstance(images, Tensor) else images
+
+
+SeveralInputs = Mapping[Any, Any] | tuple[Any, ...] | Views
+"""Inputs by name, in the order of the model's arguments, or as views."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputBatch(Batch):
+    """Batch that stands for inputs of a model with several.
+
+    Attributes:
+        names: The inputs that `inputs` holds: one; or several, as channels of one image or as rows of numbers.
+        shapes: The shape of one row of each.
+    """
+
+    names: tuple[Key, ...] = field(kw_only=True)
+    shapes: tuple[torch.Size, ...] = field(kw_only=True)
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether `inputs` holds several inputs as rows of numbers (N, 1, 1, numbers)."""
+        return len(self.names) > 1 and self.inputs.shape[2:] != self.shapes[0][1:]
+
+    def parts(self, x: Tensor) -> dict[Key, Tensor]:
+        """Divide variants of `inputs`, or values, into the inputs that it holds."""
+        if len(self.names) == 1:
+            return {self.names[0]: x}
+        rows, sizes = x, [shape[0] for shape in self.shapes]
+        if self.is_rows:
+            rows, sizes = x.flatten(1), [shape.numel() for shape in self.shapes]
+        parts = zip(self.names, torch.split(rows, sizes, 1), self.shapes, strict=True)
+        return {name: part.reshape(len(x), *shape) for name, part, shape in parts}
+
+
+def as_rows(parts: Iterable[Tensor]) -> Tensor:
+    """Return tensors with N rows as rows of numbers (N, 1, 1, numbers)."""
+    return torch.cat([part.flatten(1) for part in parts], 1)[:, None, None]
+
+
+def by_input(x: Tensor, compute: Callable[[Key | None, Tensor], Tensor]) -> Tensor:
+    """Return a function of an image (1, C, H, W); if inputs are explained together, of each of them, joined.
+
+    Args:
+        x: The image, or the joined inputs of a call, as a method sees them.
+        compute: Takes the name of an input, None for the only one, and its values (1, ...), and returns (K, ...).
+    """
+    batch = current_call().batch
+    if not isinstance(batch, InputBatch) or not batch.is_rows:
+        return compute(None, x)
+    parts = [compute(name, part) for name, part in batch.parts(x).items()]
+    most = max(map(len, parts))
+    return as_rows(part if len(part) == most else part.expand(most, *part.shape[1:]) for part in parts)
+
+
+def input_labels() -> Tensor:
+    """Return the number of the input to which each number of joined inputs belongs, (1, numbers).
+
+    Raises:
+        MethodError: The call has one input.
+    """
+    batch = current_call().batch
+    if not isinstance(batch, InputBatch) or not batch.is_rows:
+        raise MethodError('segments="inputs" is for models with several inputs; pass them as {"rgb": image, ...}')
+    sizes = torch.tensor([shape.numel() for shape in batch.shapes], device="cpu")
+    return torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), sizes)[None]
+
+
+class ModelInputs:
+    """All inputs of a call of a model with several, by name.
+
+    Attributes:
+        values: The inputs as the model takes them.
+        frames: The images among them, with the position of each on its original image.
+        joined: The floating-point tensors among them, which gradients reach.
+    """
+
+    def __init__(self, model: nn.Module, given: SeveralInputs, prepare: Callable[[Key], Prepare]) -> None:
+        entries, self._assemble = _entries(model, given)
+        self.values: dict[Key, Any] = {}
+        self.frames: dict[Key, tuple[Frame | None, ...]] = {}
+        like = reference_tensor(model)
+        for name, entry in entries.items():
+            if _is_image(entry):
+                try:
+                    batch = read(entry, prepare(name), like=like)
+                except (ImageError, NonFiniteError) as error:
+                    raise type(error)(f"{name}: {error}") from error
+                self.values[name], self.frames[name] = batch.inputs, batch.frames
+            elif isinstance(entry, Tensor | np.ndarray):
+                value = torch.as_tensor(entry).detach()
+                is_float = like is not None and value.is_floating_point()
+                self.values[name] = value.to(like) if is_float else value.to(None if like is None else like.device)
+            else:
+                self.values[name] = entry
+        if not self.frames:
+            raise ImageError(f"no image among the inputs {', '.join(map(str, entries))}; expected at least one")
+        self.count = max(map(len, self.frames.values()))
+        for name, frames in self.frames.items():
+            if len(frames) not in (1, self.count):
+                raise ImageError(f"{name} has {plural(len(frames), 'image')}; expected {self.count} as others, or 1")
+            if len(frames) < self.count:
+                self.values[name] = self.values[name].expand(self.count, *self.values[name].shape[1:])
+                self.frames[name] = frames * self.count
+        self.joined = tuple(name for name, value in self.values.items() if self._is_joined(value))
+
+    def _is_joined(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.is_floating_point() and value.shape[:1] == (self.count,)
+
+    def batch(self, *names: Key, as_channels: bool = False) -> InputBatch:
+        """Return a batch of one input, of which the model runs variants while the others stay; or of several.
+
+        Args:
+            names: The inputs.
+            as_channels: Whether several are channels of one image, so that the same places change in all of them.
+
+        Raises:
+            ImageError: They shall be channels, and differ in size.
+        """
+        values = [self.values[name] for name in names]
+        if as_channels and len({value.shape[2:] for value in values}) > 1:
+            sizes = ", ".join(f"{name} {as_text(value.shape[2:])}" for name, value in zip(names, values, strict=True))
+            raise ImageError(f"images that are explained as one need one size, got {sizes}")
+        is_one = as_channels or len(names) == 1
+        x = torch.cat(values, 1) if is_one else as_rows(values)
+        frames = self.frames[names[0]] if is_one else (None,) * self.count
+
+        def arguments(variants: Tensor, image: int | None) -> dict[Any, Any]:
+            rows = shown_images(variants)
+            others = {name: self._rows(value, rows) for name, value in self.values.items()}
+            return self._assemble(others | {name: part.clone() for name, part in batch.parts(variants).items()})
+
+        shapes = tuple(value.shape[1:] for value in values)
+        batch = InputBatch(x, frames, arguments=arguments, names=names, shapes=shapes)
+        return batch
+
+    def _rows(self, value: Any, rows: Sequence[int]) -> Any:
+        """Return the rows of an input for variants of images; other arguments unchanged."""
+        if isinstance(value, Tensor) and value.dim() and len(value) in (1, self.count):
+            return value[rows] if len(value) == self.count else value.expand(len(rows), *value.shape[1:])
+        is_list = isinstance(value, list) and len(value) == self.count > 1
+        return [value[row] for row in rows] if is_list else value
+
+
+def has_several_inputs(model: nn.Module, given: Any, arguments: int = 0) -> bool:
+    """Return whether images are inputs of one call by name or order, and not a batch of images.
+
+    Args:
+        model: The model.
+        given: What the user passed as images.
+        arguments: The number of arguments that the user passed besides.
+    """
+    if isinstance(given, Mapping):
+        return set(given) != {"pixel_values"}
+    if isinstance(given, tuple) and len(given) > 1:
+        required = _required(model)
+        return required is not None and len(required) - arguments == len(given)
+    return isinstance(given, Views)
+
+
+def require_volumes(model: nn.Module, x: Tensor) -> None:
+    """Raise ImageError if a model of images gets five axes, which are the views of several cases."""
+    convolutions = (nn.Conv2d, nn.Conv3d)
+    if isinstance(next((own for own in model.modules() if isinstance(own, convolutions)), None), nn.Conv2d):
+        raise ImageError(
+            f"got {tuple(x.shape)}, a batch of volumes or videos, and {type(model).__name__} convolves images; for "
+            "views or frames (N, V, C, H, W), pass saliency.Views(x)"
+        )
+
+
+def _required(model: nn.Module) -> list[str] | None:
+    """Return the names of the arguments that a model's forward requires; None if it takes any number."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return None
+    return [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+
+
+def _entries(
+    model: nn.Module, given: SeveralInputs
+) -> tuple[Mapping[Any, Any], Callable[[dict[Key, Any]], dict[Any, Any]]]:
+    """Return inputs by name, and how they become arguments of the model, by position or by name."""
+    if isinstance(given, Views):
+        return dict(enumerate(given.images)), lambda values: {0: torch.stack([*values.values()], 1)}
+    required, parameters = _required(model) or [], inspect.signature(model.forward).parameters
+    if isinstance(given, tuple):
+        return dict(zip(required, given, strict=False)), lambda values: values
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if all(isinstance(name, str) for name in given) and (takes_any or parameters.keys() >= given.keys()):
+        return given, lambda values: values
+    if len(required) == 1:
+        return given, lambda values: {0: values}
+    raise MethodError(
+        f"{type(model).__name__}.forward takes {', '.join(parameters)}, got a mapping of {', '.join(map(str, given))}; "
+        'name its arguments, as in {"rgb": image, "depth": depth}, or pass a tuple in their order'
+    )
+
+
+def _is_image(entry: Any) -> bool:
+    """Return whether an input is an image, or a list of images, and not another argument."""
+    if isinstance(entry, list):
+        return bool(entry) and all(map(_is_image, entry))
+    if isinstance(entry, Tensor | np.ndarray):
+        is_float = entry.is_floating_point() if isinstance(entry, Tensor) else entry.dtype.kind == "f"
+        if is_float:
+            return entry.ndim in (4, 5) or (entry.ndim == 3 and entry.shape[0] in (1, 3, 4))
+        return entry.dtype in (torch.uint8, np.uint8) and entry.ndim >= 3
+    is_path = isinstance(entry, str) and (is_image(entry) or Path(entry).is_file())
+    return is_path or isinstance(entry, os.PathLike | bytes | Image.Image)

@@ -1,0 +1,255 @@
+"""Several inputs of one call: a map and a share for each, as captum's tuples, and never a layer of another input."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import permutations
+from math import factorial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import saliency
+from saliency import ImageError, MethodError, ModelError, SaliencyWarning, Views
+from tests.several_inputs import CASES, MultiView, case
+
+captum = pytest.importorskip("captum.attr")
+
+TWO_STREAMS = ("late", "middle", "early", "shared")
+COMPLETE = ("input_x_gradient", "integrated_gradients", "deep_lift", "lrp", "attn_lrp")
+
+
+def keep(calls: list[Tensor], module: nn.Module, arguments: Any, output: Tensor) -> None:
+    calls.append(output)
+
+
+def target_of(name: str) -> Any:
+    return saliency.value(0, 1) if name == "policy" else 1
+
+
+@pytest.mark.parametrize("name", TWO_STREAMS)
+def test_maps_equal_the_tuples_of_captum(name: str) -> None:
+    model, inputs = case(name)
+    given = tuple(inputs.values())
+    path = {"n_steps": 20, "method": "gausslegendre"}
+    for method, other, options in (
+        (saliency.VanillaGradient(model), captum.Saliency(model), {"abs": False}),
+        (saliency.InputXGradient(model), captum.InputXGradient(model), {}),
+        (saliency.IntegratedGradients(model, steps=20), captum.IntegratedGradients(model), path),
+    ):
+        expected = other.attribute(tuple(x.clone().requires_grad_() for x in given), target=1, **options)
+        for result in (method.attribute(inputs, 1), method.attribute(given, 1)):
+            assert list(result) == list(inputs)
+            for own, theirs in zip(result.values(), expected, strict=True):
+                torch.testing.assert_close(own.values, theirs.detach(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("late", ("rgb_stream", "depth_stream")), ("shared", ("encoder",) * 2)])
+def test_a_map_at_a_layer_is_of_the_call_that_reads_its_image(name: str, layers: tuple[str, str]) -> None:
+    model, inputs = case(name)
+    result = saliency.GradCAM(model).attribute(inputs, 1)
+    for (key, own), layer in zip(result.items(), layers, strict=True):
+        assert own.layer == layer
+        stream = model.get_submodule(layer)
+        calls: list[Tensor] = []
+        with stream.register_forward_hook(partial(keep, calls)):
+            score = model(**{**inputs, key: inputs[key].clone().requires_grad_()})[:, 1].sum()
+        activation = next(call for call in calls if torch.equal(call, stream(inputs[key])))
+        (gradient,) = torch.autograd.grad(score, activation)
+        expected = (gradient.mean((2, 3), keepdim=True) * activation).sum(1, keepdim=True).relu()
+        torch.testing.assert_close(own.values.relu(), expected.detach(), atol=1e-9, rtol=0)
+
+
+def test_the_default_layer_descends_from_its_image_and_no_other() -> None:
+    model, inputs = case("middle")
+    layers = [own.layer for own in saliency.GradCAM(model).attribute(inputs, 1).values()]
+    assert layers == ["rgb_stream", "depth_stream"]
+
+
+def test_after_early_fusion_there_is_one_map_of_all_images_and_a_warning_says_so() -> None:
+    model, inputs = case("early")
+    with pytest.warns(SaliencyWarning, match="joined before the first layer"):
+        result = saliency.GradCAM(model).attribute(inputs, 1)
+    assert torch.equal(result["rgb"].values, result["depth"].values)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("method", COMPLETE)
+def test_shares_sum_to_the_score(name: str, method: str) -> None:
+    model, inputs = case(name)
+    options = {"tolerance": 1e-6} if method == "integrated_gradients" else {}
+    result = saliency.METHODS[method](model, **options).attribute(inputs, target_of(name))
+    sums = result.sums
+    floats = {key for key, own in inputs.items() if isinstance(own, Tensor)}
+    assert set(sums) == floats | ({"rest"} if "rest" in sums else set())
+    if not (method == "input_x_gradient" and name == "attention"):  # a softmax is not of degree one
+        torch.testing.assert_close(sum(sums.values()), result.scores.double(), atol=1e-5, rtol=1e-5)
+    total = torch.tensor(list(result.shares.values())).sum(0)
+    torch.testing.assert_close(total, torch.ones_like(total))
+
+
+@pytest.mark.parametrize("method", ["occlusion", "rise", "kernel_shap"])
+def test_an_input_is_hidden_while_the_others_stay(method: str) -> None:
+    model, inputs = case("late")
+    chosen = saliency.METHODS[method](model, **saliency.METHODS[method].preview_options)
+    result = chosen.attribute(inputs, 1, explain=["depth"])
+    assert list(result) == ["depth"]
+
+    class Depth(nn.Module):
+        def forward(self, depth: Tensor, rgb: Tensor) -> Tensor:
+            out: Tensor = model(rgb, depth)
+            return out
+
+    alone = saliency.METHODS[method](Depth(), **saliency.METHODS[method].preview_options)
+    expected = alone.attribute(inputs["depth"], 1, forward_args=(inputs["rgb"],))
+    torch.testing.assert_close(result["depth"].values, expected.values)
+
+
+def test_views_have_a_map_each() -> None:
+    torch.manual_seed(0)
+    model, x = MultiView().double().eval(), torch.randn(2, 3, 3, 12, 16, dtype=torch.float64)
+    result = saliency.InputXGradient(model).attribute(Views(x), 1)
+    y = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(y)[:, 1].sum(), y)
+    assert list(result) == [0, 1, 2]
+    for view, own in result.items():
+        torch.testing.assert_close(own.values, (gradient * x)[:, view])
+    with pytest.raises(ImageError, match=r"got \(2, 3, 3, 12, 16\).*saliency.Views"):
+        saliency.InputXGradient(model).attribute(x, 1)
+
+
+def test_photos_have_their_own_preprocessing_frames_and_baselines(tmp_path: Path) -> None:
+    model, _ = case("late")
+    photo = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), np.uint8))
+    photo.save(tmp_path / "a.png")
+    depth = torch.rand(1, 12, 12, dtype=torch.float64)
+    prepare = {"rgb": saliency.Preprocess(size=(16, 16)), "depth": None}
+    vars(model)["preprocess"] = prepare
+    for given in (prepare, None):
+        baseline: dict[str, str | float] = {"rgb": "black", "depth": 1.0}
+        method = saliency.IntegratedGradients(model, preprocess=given, baseline=baseline, steps=3)
+        result = method.attribute({"rgb": tmp_path / "a.png", "depth": depth}, 1)
+        frame = result["rgb"].frames[0]
+        assert frame is not None
+        assert frame.image.size == (60, 40)
+        assert result["depth"].frames == (None,)
+        assert result["rgb"].input_size == (16, 16)
+    black = torch.tensor([-0.485 / 0.229, -0.456 / 0.224, -0.406 / 0.225], dtype=torch.float64)
+    reference = (black.view(1, 3, 1, 1).expand(1, 3, 16, 16), torch.ones(1, 1, 12, 12, dtype=torch.float64))
+    x = (result.inputs["rgb"], result.inputs["depth"])
+    expected = captum.IntegratedGradients(model).attribute(x, reference, target=1, n_steps=3)
+    for own, theirs in zip(result.values(), expected, strict=True):
+        torch.testing.assert_close(own.values, theirs, atol=1e-6, rtol=0)
+
+
+def test_layers_by_input() -> None:
+    model, inputs = case("late")
+    layers: dict[str, str | nn.Module] = {"rgb": "rgb_stream.0", "depth": model.get_submodule("depth_stream")}
+    result = saliency.GradCAM(model, layers).attribute(inputs, 1)
+    assert [own.layer for own in result.values()] == ["rgb_stream.0", "depth_stream"]
+    with pytest.raises(saliency.LayerError, match="does not depend on the explained image"):
+        saliency.GradCAM(model, "rgb_stream").attribute(inputs, 1)
+
+
+def test_a_list_is_a_batch_and_a_tuple_only_if_the_model_requires_as_many() -> None:
+    model = saliency.testing.tiny_model()
+    x = torch.randn(3, 16, 20)
+    assert len(saliency.VanillaGradient(model).attribute((x, x), 1)) == 2
+    two, inputs = case("early")
+    with pytest.raises(ModelError, match=r'forward_args.*\{"rgb": image'):
+        saliency.VanillaGradient(two).attribute([*inputs["rgb"]], 1)
+
+
+def test_bad_inputs_are_named() -> None:
+    model, inputs = case("late")
+    method = saliency.VanillaGradient(model)
+    for given, error, facts in (
+        ({"rgb": inputs["rgb"], "dep": inputs["depth"]}, MethodError, "takes rgb, depth, got a mapping of rgb, dep"),
+        ({"rgb": inputs["rgb"], "depth": inputs["depth"][:1].repeat(3, 1, 1, 1)}, ImageError, "2 images; expected 3"),
+        ({"rgb": inputs["rgb"], "depth": inputs["depth"] * torch.nan}, saliency.NonFiniteError, "depth: image 0"),
+        ({"rgb": "no.png", "depth": inputs["depth"]}, ImageError, "rgb: "),
+        ({"rgb": 1, "depth": 2}, ImageError, "no image among the inputs rgb, depth"),
+    ):
+        with pytest.raises(error, match=facts):
+            method.attribute(given, 1)
+    with pytest.raises(MethodError, match="there are rgb, depth"):
+        method.attribute(inputs, 1, explain=["d"])
+    with pytest.raises(KeyError, match="there is one of 'rgb', 'depth'"):
+        method.attribute(inputs, 1)["d"]
+    with pytest.raises(ModelError, match=r"missing 1 required .*forward_args"):
+        method.attribute({"rgb": inputs["rgb"]}, 1)
+
+
+def test_a_depth_of_one_row_serves_all_images() -> None:
+    model, inputs = case("late")
+    single = {**inputs, "depth": inputs["depth"][:1]}
+    repeated = {**inputs, "depth": inputs["depth"][:1].repeat(2, 1, 1, 1)}
+    for method in (saliency.InputXGradient(model), saliency.GradCAM(model), saliency.Occlusion(model)):
+        for own, expected in zip(*(method.attribute(given, 1).values() for given in (single, repeated)), strict=True):
+            torch.testing.assert_close(own.values, expected.values)
+
+
+def test_a_batch_is_its_cases() -> None:
+    for name in CASES:
+        model, inputs = case(name)
+        for method in (saliency.LRP(model), saliency.Occlusion(model)):
+            both = method.attribute(inputs, target_of(name))
+            for row in range(2):
+                single = {key: own[row : row + 1] if isinstance(own, Tensor) else own for key, own in inputs.items()}
+                for own, alone in zip(both.values(), method.attribute(single, target_of(name)).values(), strict=True):
+                    torch.testing.assert_close(own.values[row], alone.values[0])
+
+
+def test_shapley_values_of_whole_inputs_are_exact() -> None:
+    for name in ("late", "three", "state", "policy"):
+        model, inputs = case(name)
+        result = saliency.KernelSHAP(model, segments="inputs").attribute(inputs, target_of(name))
+        tensors = {key: own for key, own in inputs.items() if isinstance(own, Tensor)}
+        score = partial(score_with, model, inputs, target_of(name))
+        expected = dict.fromkeys(tensors, 0.0)
+        for order in permutations(tensors):  # by the definition
+            for at, key in enumerate(order):
+                expected[key] += float((score(order[: at + 1]) - score(order[:at]))[0]) / factorial(len(order))
+        for key, value in result.sums.items():
+            assert float(value[0]) == pytest.approx(expected.get(str(key), 0), abs=1e-9)  # the rest is 0
+
+
+def score_with(model: nn.Module, inputs: dict[str, Any], target: Any, shown: tuple[str, ...]) -> Tensor:
+    """The scores when only some inputs are shown, and the others are 0."""
+    hidden = {key: own * 0 if isinstance(own, Tensor) and key not in shown else own for key, own in inputs.items()}
+    output: Tensor = model(**hidden) if target == 1 else model(hidden)
+    return output.detach()[:, 1] if target == 1 else output.detach()[:, 0, 1]
+
+
+def test_a_group_of_images_is_hidden_at_the_same_places() -> None:
+    model, inputs = case("early")
+    joined = torch.cat([*inputs.values()], 1)
+
+    class Joined(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = model(x[:, :3], x[:, 3:])
+            return out
+
+    result = saliency.Occlusion(model).attribute(inputs, 1, explain=[("rgb", "depth"), "rgb"])
+    assert list(result) == [("rgb", "depth"), "rgb"]
+    expected = saliency.Occlusion(Joined()).attribute(joined, 1)
+    torch.testing.assert_close(result["rgb", "depth"].values, expected.values)
+    other, sizes = case("late")
+    with pytest.raises(ImageError, match="rgb 16x20, depth 12x16"):
+        saliency.Occlusion(other).attribute(sizes, 1, explain=[("rgb", "depth")])
+    with pytest.raises(MethodError, match='segments="inputs" is for models with several inputs'):
+        saliency.KernelSHAP(saliency.testing.tiny_model(), segments="inputs").attribute(torch.randn(3, 8, 8), 1)
+
+
+def test_the_fill_is_of_each_input() -> None:
+    model, inputs = case("late")
+    result = saliency.FeatureAblation(model, segments="inputs", fill="mean").attribute(inputs, 1)
+    score = model(**inputs)[:, 1]
+    for key, own in inputs.items():
+        hidden = {**inputs, key: own.mean((2, 3), keepdim=True).expand_as(own)}
+        torch.testing.assert_close(result.sums[key], score - model(**hidden)[:, 1])
