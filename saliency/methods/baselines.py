@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -118,13 +119,17 @@ def baselines(
     Raises:
         MethodError: A given tensor or image has a different size than the image.
     """
+    if x.shape[1:3] == (1, 1):
+        return by_input(x, partial(_of_one_input, resolved, preprocess, seed))
+    several = resolved if isinstance(resolved, list) else [resolved]
+    return torch.cat([_baseline(one, x, preprocess, seed, number) for number, one in enumerate(several)])
 
-    def of(name: Key | None, image: Tensor) -> Tensor:
-        like, prepare = of_input(resolved, name, "mean"), of_input(preprocess, name)
-        several = like if isinstance(like, list) else [like if image.dim() > 3 else "mean"]  # of a state: 0
-        return torch.cat([_baseline(one, image, prepare, seed, number) for number, one in enumerate(several)])
 
-    return by_input(x, of)
+def _of_one_input(resolved: Any, preprocess: Any, seed: int, name: Key | None, x: Tensor) -> Tensor:
+    """Return the baselines of one of several inputs; of a state, which is no image, 0."""
+    like = of_input(resolved, name, "mean") if x.dim() > 3 else "mean"
+    several = like if isinstance(like, list) else [like]
+    return torch.cat([_baseline(one, x, of_input(preprocess, name), seed, at) for at, one in enumerate(several)])
 
 
 def _baseline(resolved: ResolvedBaseline, x: Tensor, preprocess: Prepare, seed: int, number: int) -> Tensor:
