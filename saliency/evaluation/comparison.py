@@ -50,7 +50,7 @@ _Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class MetricResult:
     """Value of one metric for one method and image.
 
     Attributes:
@@ -183,7 +183,7 @@ class Comparison(Table[ComparisonRow]):
     Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure" (1979), https://www.jstor.org/stable/4615733.
     """
 
-    def __init__(self, results: Iterable[Result], seed: int = 0) -> None:
+    def __init__(self, results: Iterable[MetricResult], seed: int = 0) -> None:
         self.results = tuple(results)
         names = dict.fromkeys(result.metric for result in self.results)
         metrics = [_MetricValues([result for result in self.results if result.metric == name]) for name in names]
@@ -243,7 +243,7 @@ class _MetricValues:
         controls: (K, n) the values of the controls of each method, by their names.
     """
 
-    def __init__(self, results: Sequence[Result]) -> None:
+    def __init__(self, results: Sequence[MetricResult]) -> None:
         self.name, self.higher = results[0].metric, results[0].higher_is_better
         self.methods = list(dict.fromkeys(result.method for result in results))
         complete = [result for result in results if None not in (result.value, *result.controls.values())]
@@ -369,7 +369,7 @@ def sign_flip_test(differences: _Array, seed: int = 0, flips: int = FLIPS) -> _A
     """Return the p-values (m,) of paired differences (n, m): two-sided, with a mean of zero as the hypothesis.
 
     If two methods are equally good, each difference is as likely as its negative. The p-value is the fraction of
-    changes of signs that give a mean at least as large: of all changes up to `EXACT` differences, else of random ones.
+    changes of signs that give a mean at least as large: of all changes up to `EXACT` differences, else of a sample.
 
     Args:
         differences: The differences between two methods for n images, for m pairs.
@@ -474,7 +474,7 @@ def compare(
     for what, values in zip(("targets", "masks", "boxes"), (targets, *regions), strict=True):
         if len(values) != len(inputs):
             raise MethodError(f"got {len(values)} {what} for {plural(len(inputs), 'image')}")
-    results: list[Result] = []
+    results: list[MetricResult] = []
     for index, (image, image_target, *region) in enumerate(zip(inputs, targets, *regions, strict=True)):
         context = {"seed": seed, "shared": SharedResults(), **options}
         for name, method in zip(unique_names(methods), methods, strict=True):
@@ -502,7 +502,7 @@ def measure_image(
     mask: Any = None,
     boxes: Any = None,
     **options: Any,
-) -> list[Result]:
+) -> list[MetricResult]:
     """Explain one image, and measure the explanation by all metrics.
 
     Args:
@@ -536,7 +536,8 @@ def measure_image(
         value = _number(measured.values)
         controls = {key: _number(control.values) for key, control in measured.controls.items()}
         curves = {} if None in (value, *controls.values()) else _curves(measured)
-        results.append(Result(name, method_name, metric, value, controls, measured.higher_is_better, seconds, curves))
+        higher = measured.higher_is_better
+        results.append(MetricResult(name, method_name, metric, value, controls, higher, seconds, curves))
     return results
 
 
@@ -546,7 +547,7 @@ def _number(values: Tensor) -> float | None:
 
 
 def _curves(measurement: Measurement) -> dict[str, list[float]]:
-    """Return the curves of a measurement of one image, as in a `Result`."""
+    """Return the curves of a measurement of one image, as in a `MetricResult`."""
     if measurement.curve is None:
         return {}
     count = measurement.curve.shape[1]

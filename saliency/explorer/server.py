@@ -36,7 +36,7 @@ from ..batch.options import NetworkOptions
 from ..errors import ImageError, SaliencyError, optional_import
 from ..validation import check_number
 from .page import static_files
-from .session import MOST_BYTES, Check, PageAnswer, Session, Stop, StoppedQuestion, UnknownImageError, error_facts
+from .session import MOST_BYTES, PageAnswer, Poll, Session, Stop, StoppedQuestion, UnknownImageError, error_facts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,7 +105,7 @@ class Explorer:
             job.stop.set()
         self._thread.shutdown(cancel_futures=True)
 
-    def _ask(self, request: Request, answer: Callable[[Check], T], *, replaces: bool = False) -> asyncio.Future[T]:
+    def _ask(self, request: Request, answer: Callable[[Poll], T], *, replaces: bool = False) -> asyncio.Future[T]:
         """Put a question into the queue, and return its answer. The question stops when the connection closes.
 
         Raises:

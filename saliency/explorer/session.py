@@ -1,7 +1,7 @@
 """One model, and the questions about images that the page of the explorer asks it.
 
-Questions and answers are dictionaries that JSON can hold, except for the bytes of maps and pictures. Nothing here knows
-how they are transported.
+Questions and answers are dictionaries that JSON can hold, except for the bytes of maps and pictures. This module does
+not depend on how they are transported.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from ..validation import check_choice, check_number
 PageAnswer = dict[str, Any]
 Asked = Mapping[str, Any]
 Send = Callable[[PageAnswer], None]
-Check = Callable[[], None]
+Poll = Callable[[], None]
 """Called between passes. It may raise `StoppedQuestion`."""
 
 MOST_BYTES, MOST_PIXELS = 64 * 2**20, 100_000_000  # of one image
@@ -377,7 +377,7 @@ class Session:
             raise TargetError("this model compares images and texts; type a text")
         raise NotFoundError("the model found nothing in this image")
 
-    def explain(self, asked: Asked, send: Send, check: Check) -> None:
+    def explain(self, asked: Asked, send: Send, check: Poll) -> None:
         """Explain an image by one method or two, and send each answer when it is ready.
 
         The last answer of each method has `done`. Earlier answers have a map from fewer passes, or only the progress.
@@ -416,7 +416,7 @@ class Session:
             return question.cls.draft_options or TimedAttribution.draft_options
         return question.cls.draft_options
 
-    def _explain_by(self, question: PageQuestion, draft: Mapping[str, Any], send: Send, check: Check) -> bool:
+    def _explain_by(self, question: PageQuestion, draft: Mapping[str, Any], send: Send, check: Poll) -> bool:
         """Explain by one method, and return whether the last answer was sent: the complete map, or an error."""
         with _errors_answered(question.cls.name, send) as caught:
             check()
@@ -430,7 +430,7 @@ class Session:
             send(self._answer(question, explanation, caught, 1.0))
         return True
 
-    def _explanation(self, question: PageQuestion, draft: Mapping[str, Any], send: Send, check: Check) -> Explanation:
+    def _explanation(self, question: PageQuestion, draft: Mapping[str, Any], send: Send, check: Poll) -> Explanation:
         """Return the explanation. Maps of the passes so far are sent meanwhile, except for a draft."""
         method, batch = self._create(question, **draft), question.held.batch
         due = perf_counter() + PAUSE
@@ -479,7 +479,7 @@ class Session:
         drawn = {"width": width, "height": height, "values": values.astype("<f4").tobytes()}
         return {"method": question.cls.name, "row": row, "map": drawn, "progress": progress, "done": progress == 1}
 
-    def trust(self, asked: Asked, check: Check) -> PageAnswer:
+    def trust(self, asked: Asked, check: Poll) -> PageAnswer:
         """Return the trust card of one method, in the form of the page of `saliency batch`."""
         question = self._question(asked, *_method_names(asked, 1))
         with listening(lambda *_: check()):
@@ -487,7 +487,7 @@ class Session:
             card = trust(self._create(question), question.held.image, question.target, seconds=seconds)
         return {"trust": card_facts(card), "summary": card.summary, "notes": list(card.notes)}
 
-    def save(self, asked: Asked, check: Check) -> bytes | str:
+    def save(self, asked: Asked, check: Poll) -> bytes | str:
         """Return the overlay or the figure of one method as PNG, or the Python code that draws the overlay.
 
         Raises:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..io.preprocess import PreprocessLike, Whole
 
-Send = Callable[[PageAnswer, Sequence[bytes]], object]
+SendMessage = Callable[[PageAnswer, Sequence[bytes]], object]
 """Sends a message to the page: JSON and buffers."""
 
 
@@ -30,7 +30,7 @@ class Conversation:
         send: Sends a message to the page.
     """
 
-    def __init__(self, session: Session, send: Send) -> None:
+    def __init__(self, session: Session, send: SendMessage) -> None:
         self._session, self._send = session, send
         self._thread = ThreadPoolExecutor(1, "saliency")
         self._stops: dict[str, Stop] = {}

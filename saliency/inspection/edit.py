@@ -27,7 +27,7 @@ from .edit_rules import EditRule, EditRuleLike, apply_rules, as_rules
 from .record import HookBlock
 
 _MOST_LABELS = 12  # in a warning
-_Rules = tuple[EditRule, ...]
+_EditRules = tuple[EditRule, ...]
 
 
 @dataclass(eq=False)
@@ -115,7 +115,7 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
     return _Inputs(tensors, [edge for _, edge in distinct], versions, graph.current_sequence_nr())
 
 
-def _edit_gradient(hooks: HookManager, rules: _Rules, target: EditTarget, tensor: Tensor) -> Tensor | None:
+def _edit_gradient(hooks: HookManager, rules: _EditRules, target: EditTarget, tensor: Tensor) -> Tensor | None:
     if target.edited_pass == graph.this_backward():
         hint = "the rule is part of the graph, so run the second backward pass after the block"
         raise NotApplicableError(f"{target.label} cannot be edited twice with create_graph=True: {hint}")
@@ -131,7 +131,7 @@ def _edit_gradient(hooks: HookManager, rules: _Rules, target: EditTarget, tensor
     return changed
 
 
-def _attach_to_input(hooks: HookManager, rules: _Rules, target: EditTarget) -> None:
+def _attach_to_input(hooks: HookManager, rules: _EditRules, target: EditTarget) -> None:
     """Edit the gradients that a layer passes on to its inputs."""
 
     def end(inputs: _Inputs, output: Any) -> Any:
@@ -145,7 +145,7 @@ def _attach_to_input(hooks: HookManager, rules: _Rules, target: EditTarget) -> N
     hooks.around(target.layer_or_tensor, _inputs, end)
 
 
-def _edit_inputs(hooks: HookManager, rules: _Rules, target: EditTarget, inputs: _Inputs, output: Any) -> Any:
+def _edit_inputs(hooks: HookManager, rules: _EditRules, target: EditTarget, inputs: _Inputs, output: Any) -> Any:
     for tensor, version in zip(inputs.tensors, inputs.versions, strict=True):
         if graph.view_base(tensor) is not None and graph.tensor_version(tensor) != version:
             reason = "it changes a view of another tensor in place"
@@ -163,7 +163,7 @@ def _edit_inputs(hooks: HookManager, rules: _Rules, target: EditTarget, inputs: 
     return changed
 
 
-def _attach_to_output(hooks: HookManager, rules: _Rules, target: EditTarget) -> None:
+def _attach_to_output(hooks: HookManager, rules: _EditRules, target: EditTarget) -> None:
     """Edit the gradients at the outputs of a layer."""
 
     def end(since: int, output: Any) -> Any:
@@ -179,7 +179,7 @@ def _attach_to_output(hooks: HookManager, rules: _Rules, target: EditTarget) -> 
     hooks.around(target.layer_or_tensor, lambda args, kwargs: graph.current_sequence_nr(), end)
 
 
-def _attach_to_activation(hooks: HookManager, rules: _Rules, target: EditTarget) -> None:
+def _attach_to_activation(hooks: HookManager, rules: _EditRules, target: EditTarget) -> None:
     """Edit the outputs of a layer."""
 
     def edit(tensor: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def _attach_to_activation(hooks: HookManager, rules: _Rules, target: EditTarget)
     hooks.revise(target.layer_or_tensor, change)
 
 
-def _attach_to_tensor(hooks: HookManager, rules: _Rules, target: EditTarget) -> None:
+def _attach_to_tensor(hooks: HookManager, rules: _EditRules, target: EditTarget) -> None:
     """Edit the gradient of a parameter or of another tensor."""
     if target.layer_or_tensor.requires_grad:
         hooks.at_gradient(target.layer_or_tensor, partial(_edit_gradient, hooks, rules, target))
@@ -227,7 +227,7 @@ def _with_copies(output: Any, since: int, *, all_tensors: bool = False) -> Any:
     return tree_map_tensors(output, cache(copy))  # each tensor is copied once
 
 
-_Attach = Callable[[HookManager, _Rules, EditTarget], None]
+_Attach = Callable[[HookManager, _EditRules, EditTarget], None]
 
 
 class Editing(HookBlock):

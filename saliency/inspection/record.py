@@ -333,7 +333,7 @@ class Recording(HookBlock, Sequence[ModuleCall]):
         # The layer may change arguments in place, so they are treated as outputs too.
         results = [*outputs, *begun.tensors]
         exits = graph.input_edges(results, begun.edges, begun.since)
-        sources: list[_Source] = [(tensor, None, edges) for tensor, edges in zip(begun.tensors, exits, strict=True)]
+        sources: list[_Origin] = [(tensor, None, edges) for tensor, edges in zip(begun.tensors, exits, strict=True)]
         # A view that was changed in place passes its gradient to its base.
         changed = {index: viewed for index, viewed in begun.views.items() if viewed[0].is_overwritten()}
         base_edges = [base_edge for _, _, base_edge in changed.values()]
@@ -358,7 +358,7 @@ class Recording(HookBlock, Sequence[ModuleCall]):
 
 
 _Edges = list[graph.InputEdge]
-_Source = tuple[Tensor, _View | None, _Edges]  # tensor with the gradient of an argument, and the view to take from it
+_Origin = tuple[Tensor, _View | None, _Edges]  # tensor with the gradient of an argument, and the view to take from it
 _Running = Callable[[], Backward]
 
 

@@ -70,7 +70,7 @@ def contact_sheet(
     for row in rows:
         small = [replace(explanation, frames=(shrink(frame_of(explanation), thumb),)) for explanation in row]
         overlays = [overlay(part, limit=limit, **style) for part, limit in zip(small, limits, strict=True)]
-        drawn.append(_Row(row, [frame_of(small[0]).image, *overlays]))
+        drawn.append(_SheetRow(row, [frame_of(small[0]).image, *overlays]))
     return _Sheet(drawn, thumb).draw(["photo", *method_titles(rows[0])])
 
 
@@ -89,7 +89,7 @@ def _require_columns(rows: Sequence[Sequence[Explanation]]) -> None:
             raise RenderError(f"{differ}; all rows need the same methods")
 
 
-class _Row:
+class _SheetRow:
     """Explanations of one image, and the thumbnails of the image and the overlays."""
 
     def __init__(self, explanations: Sequence[Explanation], thumbs: Sequence[Image.Image]) -> None:
@@ -101,7 +101,7 @@ class _Row:
 class _Sheet:
     """Contact sheet with dimensions in proportion to its thumbnails."""
 
-    def __init__(self, rows: Sequence[_Row], thumb: int) -> None:
+    def __init__(self, rows: Sequence[_SheetRow], thumb: int) -> None:
         self.rows, self.thumb = rows, thumb
         font_size = max(10, thumb / 15)
         explanations = [explanation for row in rows for explanation in row.explanations]
@@ -144,10 +144,10 @@ class _Sheet:
     def _centre(self, column: int) -> int:
         return self._column_start(column) + self.thumb // 2
 
-    def _height(self, row: _Row) -> int:
+    def _height(self, row: _SheetRow) -> int:
         return row.thumb_height + (0 if row.has_one_class else self.gap // 2 + 2 * self.line)
 
-    def _write_classes(self, row: _Row, top: int) -> None:
+    def _write_classes(self, row: _SheetRow, top: int) -> None:
         """Write the class to the left of the row, or below each overlay if the classes differ."""
         if row.has_one_class:
             first = row.explanations[0]

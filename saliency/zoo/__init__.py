@@ -16,9 +16,9 @@ from ..errors import ModelError, did_you_mean
 from ..io.preprocess import PreprocessLike, as_preprocess
 from ..model.dual_encoder import DualEncoder
 from .checkpoints import SUFFIXES, load_checkpoint
-from .libraries import Bundled, HuggingFace, OpenClip, PythonModel, Shapes, Source, Timm, Torchvision
+from .libraries import Bundled, HuggingFace, OpenClip, PythonModel, ShapesNetworks, Source, Timm, Torchvision
 
-_LIBRARIES = (Bundled(), Shapes(), Torchvision(), Timm())  # in the order in which a bare name is looked up
+_LIBRARIES = (Bundled(), ShapesNetworks(), Torchvision(), Timm())  # in the order in which a bare name is looked up
 _SEED = 0
 _RANDOM_LOCK = threading.RLock()  # the random state is shared by all threads; the user's code may call `load`
 
@@ -120,7 +120,7 @@ def _checkpoint_path(weights: str | os.PathLike[str]) -> Path | None:
     return path if is_path else None
 
 
-def _find(name: str) -> tuple[Shapes | Torchvision | Timm | OpenClip | HuggingFace | PythonModel, str]:
+def _find(name: str) -> tuple[ShapesNetworks | Torchvision | Timm | OpenClip | HuggingFace | PythonModel, str]:
     """Return the library that has a model, and the name of the model in it."""
     if ":" in name or name.endswith(".py"):
         return PythonModel(), name

@@ -148,7 +148,7 @@ class Bundled(Timm):
         return model
 
 
-class Shapes:
+class ShapesNetworks:
     """Small networks for the drawn images of `saliency.testbed`. Their weights come with the toolkit.
 
     Accuracy on held-out images: `shapes_cnn` and `shapes_resnet` 100 % (99.7 and 99.4 % on small and large objects);

@@ -32,7 +32,7 @@ from ...targets.similarity import ITSELF, SelfSimilarity, similarity
 from ...targets.words import Words
 from ...validation import Registry, check_choice, check_integer
 
-Score = Literal["probability", "explained"]
+ScoreKind = Literal["probability", "explained"]
 _T = TypeVar("_T")
 
 RANDOM_CONTROLS = 19
@@ -193,7 +193,7 @@ class Subject(SharedResults):
         target: TargetLike = None,
         masks: Any = None,
         reference: Explanation | None = None,
-        score: Score = "probability",
+        score: ScoreKind = "probability",
         seed: int = 0,
         controls: bool | str | Sequence[str] = True,
         random_controls: int = RANDOM_CONTROLS,
@@ -210,7 +210,7 @@ class Subject(SharedResults):
         self.controls = [check_choice("controls", name, (*CONTROLS, "edges")) for name in names]
         self.random_controls = check_integer("random_controls", random_controls, least=0)
         self.shared = shared or SharedResults()
-        self.score = check_choice("score", score, get_args(Score))
+        self.score = check_choice("score", score, get_args(ScoreKind))
         self._method, self._model, self._inputs = method, model, inputs
         self._target: TargetLike = target
         targets = target if isinstance(target, list | tuple) else [target] * len(explanation)

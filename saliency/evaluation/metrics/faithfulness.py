@@ -358,7 +358,7 @@ def correlation(first: Tensor, second: Tensor) -> Tensor:
 POINTS = 1001
 """The number of equally spaced sizes at which a performance information curve is computed."""
 
-Order = Literal["morf", "lerf"]
+RemovalOrder = Literal["morf", "lerf"]
 
 
 def _counts(steps: int, pixels: int, until: float = 1) -> list[int]:
@@ -382,7 +382,7 @@ class OrderedMetric(PerturbationMetric):
             where higher is better.
     """
 
-    order: Option[Order] = Option("morf", check_choice, ("morf", "lerf"))
+    order: Option[RemovalOrder] = Option("morf", check_choice, ("morf", "lerf"))
 
     @property
     def higher_is_better(self) -> bool:  # type: ignore[override] # depends on the order

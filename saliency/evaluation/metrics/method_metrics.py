@@ -35,8 +35,8 @@ from .faithfulness import correlation, ranks_of, row_ranks, scaled_to_one
 from .map_metrics import WINDOW, ssim
 from .road import NOISE, removed
 
-Similarity = Literal["spearman", "absolute", "ssim"]
-SIMILARITIES: tuple[Similarity, ...] = get_args(Similarity)
+SimilarityKind = Literal["spearman", "absolute", "ssim"]
+SIMILARITIES: tuple[SimilarityKind, ...] = get_args(SimilarityKind)
 
 METHOD_CONTROLS = ("constant", "random", "edges")
 """The controls of metrics that call the method: a constant, new noise for each call, and the edges of the image."""
@@ -121,7 +121,7 @@ class MethodMetric(Metric):
         return outcome._replace(difference_error=difference, passes=passes, controls=METHOD_CONTROLS)
 
 
-def similarities(first: Tensor, others: Iterable[Tensor], kind: Similarity = "spearman") -> Tensor:
+def similarities(first: Tensor, others: Iterable[Tensor], kind: SimilarityKind = "spearman") -> Tensor:
     """Return the similarity of maps (N, C, h, w), summed over the channels, to k other maps: (N, k). Equal maps have 1.
 
     Args:
@@ -142,7 +142,7 @@ def similarities(first: Tensor, others: Iterable[Tensor], kind: Similarity = "sp
     return torch.stack(columns, 1)
 
 
-def _comparable(values: Tensor, kind: Similarity) -> Tensor:
+def _comparable(values: Tensor, kind: SimilarityKind) -> Tensor:
     """Return the maps (N, 1, h, w) of which `ssim` is taken, or the ranks (N, h * w) that are correlated."""
     maps = values.sum(1).double()
     if kind == "ssim":
@@ -174,7 +174,7 @@ class MPRT(MethodMetric):
     higher_is_better = True
 
     order: Option[Randomised] = Option("cascading", check_choice, ("cascading", "independent"))
-    compare: Option[Similarity] = Option("spearman", check_choice, SIMILARITIES)
+    compare: Option[SimilarityKind] = Option("spearman", check_choice, SIMILARITIES)
     layers: Option[int | None] = Option(None, check_integer)
     draws: Option[int] = Option(1, check_integer)
 
@@ -239,7 +239,7 @@ class RandomLogit(MethodMetric):
     name = "random_logit"
     higher_is_better = True
 
-    compare: Option[Similarity] = Option("spearman", check_choice, SIMILARITIES)
+    compare: Option[SimilarityKind] = Option("spearman", check_choice, SIMILARITIES)
     draws: Option[int] = Option(5, check_integer)
     of: Option[Literal["class", "box"]] = Option("class", check_choice, ("class", "box"))
 
@@ -629,7 +629,7 @@ class ARCC(CombinedMetric):
         return (least - most).clamp(0, 1)
 
     def _mean_scores(self, subject: Subject, ranks: Tensor) -> Tensor:
-        """Return the mean scores of the images (N,) without the first shares of their orders (N, H, W)."""
+        """Return the mean scores of the images (N,) without the first fractions of their orders (N, H, W)."""
         pairs = zip(subject.images[:, None], ranks, strict=True)
         images = [removed(x, row, self.shares, self.noise, subject.seed) for x, row in pairs]
         scores = [subject.scores_of(batch).double() for batch in torch.stack(images, 1)]  # of (k, N, C, H, W)

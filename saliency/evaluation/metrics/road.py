@@ -13,7 +13,7 @@ from ...attribution.options import Option
 from ...io.axes import at_least_float32
 from ...validation import check_number, check_numbers
 from .base import Outcome
-from .faithfulness import Order, OrderedMetric, PerturbationMetric, PerturbedImage, digest
+from .faithfulness import OrderedMetric, PerturbationMetric, PerturbedImage, RemovalOrder, digest
 
 TOLERANCE = 1e-4
 """The norm of the residual of the linear equations, relative to the norm of their right side."""
@@ -84,7 +84,7 @@ class CombinedROAD(PerturbationMetric):
         return _outcome(least - most, self.shares)
 
 
-def _curves(image: PerturbedImage, order: Order, shares: tuple[float, ...], noise: float) -> Tensor:
+def _curves(image: PerturbedImage, order: RemovalOrder, shares: tuple[float, ...], noise: float) -> Tensor:
     """Return the scores without each fraction of the pixels, (M, K)."""
     curves = []
     for row in image.ranks:
@@ -128,7 +128,7 @@ def imputed(x: Tensor, missing: Tensor) -> Tensor:
     Source: Tatebe, "The Multigrid Preconditioned Conjugate Gradient Method" (1993),
         https://ntrs.nasa.gov/citations/19940017002.
     """
-    grid = _Grid(missing.to(at_least_float32(x)))
+    grid = _PixelEquations(missing.to(at_least_float32(x)))
     present = torch.where(missing, 0, x).to(grid.missing)  # (k, C, H, W)
     residual = grid.missing * _neighbours(present)
     goal = TOLERANCE * residual.norm(dim=(2, 3), keepdim=True)
@@ -151,7 +151,7 @@ def _neighbours(images: Tensor) -> Tensor:
     return conv2d(images.flatten(0, 1)[None], kernel, padding=1, groups=count).view_as(images)
 
 
-class _Grid:
+class _PixelEquations:
     """The equations of the missing pixels (k, 1, H, W), 1 or 0, and the equations at half the resolution.
 
     At half the resolution, a pixel is missing if all of its pixels are.
@@ -162,10 +162,10 @@ class _Grid:
         self.missing = missing
         self.total = _neighbours(torch.ones_like(missing[:1]))
         self.inverse = missing / self.total
-        self.coarse: _Grid | None = None
+        self.coarse: _PixelEquations | None = None
         if min(size) > 3 and bool(missing.any()):
             self.rows, self.columns = (_interpolation(edge).to(missing) for edge in size)
-            self.coarse = _Grid(1 - max_pool2d(1 - missing, 2, ceil_mode=True))
+            self.coarse = _PixelEquations(1 - max_pool2d(1 - missing, 2, ceil_mode=True))
 
     def applied(self, values: Tensor) -> Tensor:
         """Return the left side of the equations."""
