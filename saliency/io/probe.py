@@ -28,9 +28,8 @@ def _transform_grey(preprocess: Transform, values: Any, size: tuple[int, int], h
     grey = np.round((highest or 255) * np.asarray(values, np.float64))[..., None]
     image = np.broadcast_to(grey, (size[1], size[0], 1 if highest else 3))
     image = image[..., 0].astype(np.uint16) if highest else image.astype(np.uint8)
-    return np.asarray(
-        preprocess(Image.fromarray(np.ascontiguousarray(image))).to(device="cpu", dtype=torch.float64).numpy()
-    )
+    x = preprocess(Image.fromarray(np.ascontiguousarray(image)))
+    return np.asarray(x.to(device="cpu", dtype=torch.float64).numpy())
 
 
 def require_repeatable(preprocess: Transform, size: tuple[int, int], highest: int | None) -> None:

@@ -170,9 +170,8 @@ def _read_nifti(path: str) -> Volume:
     if len(image.shape) not in (3, 4):
         raise ImageError(f"{path!r} has the shape {image.shape}; expected (X, Y, Z), or (X, Y, Z, C) with channels")
     values = image.get_fdata(dtype=np.float32)
-    return Volume(
-        torch.from_numpy(values.reshape(*values.shape[:3], -1)).permute(3, 0, 1, 2).contiguous(), image.affine
-    )
+    channels = torch.from_numpy(values.reshape(*values.shape[:3], -1)).permute(3, 0, 1, 2)
+    return Volume(channels.contiguous(), image.affine)
 
 
 def _read_series(path: Path) -> Volume:
@@ -186,9 +185,8 @@ def _read_series(path: Path) -> Volume:
         raise ImageError(f"{str(folder)!r} {problem}; expected the slices of one series in a separate folder")
     across, down = np.reshape(slices[0].ImageOrientationPatient, (2, 3)).astype(float)
     slices.sort(key=lambda part: float(np.dot(np.cross(across, down), part.ImagePositionPatient)))
-    shapes = np.array(
-        [(part.Rows, part.Columns, *part.PixelSpacing, *part.ImageOrientationPatient) for part in slices], float
-    )
+    rows = [(part.Rows, part.Columns, *part.PixelSpacing, *part.ImageOrientationPatient) for part in slices]
+    shapes = np.array(rows, float)
     positions = np.array([part.ImagePositionPatient for part in slices], float)
     steps = np.diff(positions, axis=0)
     step = steps.mean(0)

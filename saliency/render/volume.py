@@ -185,9 +185,8 @@ class _DrawnVolume:
         image = Image.fromarray(self.pixels.take(index, axis))
         frame = Frame(image, (0.0, 0.0, float(image.width), float(image.height)))
         scaled = replace(self.scaled, values=self.values.take(index, axis))
-        axes.imshow(
-            paint(frame, scaled, self.colormap, self.opacity), aspect=self.spacing[rows] / self.spacing[columns]
-        )
+        drawing = paint(frame, scaled, self.colormap, self.opacity)
+        axes.imshow(drawing, aspect=self.spacing[rows] / self.spacing[columns])
         axes.set_title(f"{name}slice {index} of {self.shape[axis]}", fontsize=TITLE_SIZE, pad=4, parse_math=False)
         axes.set_axis_off()
         axes.set_anchor("N")

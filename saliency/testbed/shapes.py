@@ -200,9 +200,8 @@ def _draw_along(radii: Tensor, length: int, step: int, random: torch.Generator) 
     # Centres of usual objects lie on a grid, so that small networks learn the shapes in a minute.
     steps = int(length - 2 * _MARGIN * _RADIUS) // step
     margin = _MARGIN * radii
-    return (
-        margin + (length - 2 * margin) * torch.randint(steps + 1, radii.shape, generator=random, device="cpu") / steps
-    )
+    cells = torch.randint(steps + 1, radii.shape, generator=random, device="cpu")
+    return margin + (length - 2 * margin) * cells / steps
 
 
 def _draw_masks(kinds: Tensor, centres: Tensor, radii: Tensor) -> Tensor:

@@ -508,11 +508,9 @@ class AOPC(PerturbationMetric):
                 for number in range(start, stop):
                     draw, step = divmod(number, steps)
                     source = generator(image.seed, draw, step)
-                    noise = torch.rand(image.x.shape[1:], generator=source, dtype=torch.float32, device="cpu").to(
-                        image.x
-                    )
+                    noise = torch.rand(image.x.shape[1:], generator=source, dtype=torch.float32, device="cpu")
                     hidden = (row <= step)[segments.labels]
-                    images.append(torch.where(hidden, low + noise * (high - low), image.x[0]))
+                    images.append(torch.where(hidden, low + noise.to(image.x) * (high - low), image.x[0]))
                 return torch.stack(images)
 
             scores = image.scores(("noise", digest(row), self.patch, steps, self.draws), self.draws * steps, make)
