@@ -15,7 +15,7 @@ from ..attribution.explanation import BatchAttribution
 from ..attribution.forward import Needs, TargetGradients
 from ..attribution.options import Option
 from ..errors import NotApplicableError, warn
-from ..hooks.manager import Rule
+from ..hooks.manager import GradientRule
 from ..hooks.rectifiers import Coverage, Nonlinearities, Nonlinearity, output_of, saturation_of
 from ..validation import check_choice, check_number
 
@@ -88,7 +88,7 @@ class RectifiedGradient(TracedAttribution):
     smooth: Option[Smooth] = Option("leave", check_choice, get_args(Smooth))
 
     @abstractmethod
-    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> Rule:
+    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> GradientRule:
         """Return the rule that replaces the derivative at a rectifier, in a batch of `images` images."""
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
@@ -146,7 +146,7 @@ class GuidedBackprop(RectifiedGradient):
     units = "score per unit of normalised input"
     sign = "absolute"
 
-    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> Rule:
+    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> GradientRule:
         """Return the true gradient where it is positive."""
         if nonlinearity.kind not in ("clamp", "maximum"):
             # In place, which halves the time: the derivative of a ReLU is a new tensor that is not used elsewhere.
@@ -175,7 +175,7 @@ class DeconvNet(RectifiedGradient):
     units = "score per unit of normalised input"
     sign = "absolute"
 
-    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> Rule:
+    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> GradientRule:
         """Return the incoming gradient where it is positive."""
         return lambda grad_input, grad_output: grad_output.clamp(min=0)
 
@@ -210,7 +210,7 @@ class RectGrad(RectifiedGradient):
 
     percentile: Option[float] = Option(98.0, check_number, least=0, most=100)
 
-    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> Rule:
+    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> GradientRule:
         """Return the incoming gradient where activation times gradient exceeds the layer's threshold."""
         # Read before the backward pass, in which a checkpoint unpacks a saved tensor only once.
         activation, saturation = output_of(nonlinearity.node), saturation_of(nonlinearity.node)
