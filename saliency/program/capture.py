@@ -94,21 +94,17 @@ def _free_batch_size(program: GraphModule, larger: GraphModule) -> None:
             node.args, node.kwargs = _freed(node, (node.args, node.kwargs), (other.args, other.kwargs), partners)
 
 
-def _freed(node: Node, argument: Any, larger: Any, partners: Mapping[Node, Node]) -> Any:
-    """Return an argument of a node, with sizes of the input instead of numbers that differ for a larger batch."""
-    if isinstance(argument, tuple | list) and len(argument) == len(larger):
-        return type(argument)(_freed(node, *pair, partners) for pair in zip(argument, larger, strict=True))
-    if isinstance(argument, dict) and argument.keys() == larger.keys():
-        return {name: _freed(node, value, larger[name], partners) for name, value in argument.items()}
-    if (
-        type(argument) is type(larger) is int
-        and argument != larger
-        and (larger - argument) % (BATCHES[1] - BATCHES[0]) == 0
-    ):
-        return _size(node.graph, argument, larger)
-    if argument != (partners[larger] if isinstance(larger, Node) else larger):
-        raise NotApplicableError(f"{BATCHES[1]} images run {node} with {larger} instead of {argument} for {BATCHES[0]}")
-    return argument
+def _freed(node: Node, arg: Any, larger: Any, partners: Mapping[Node, Node]) -> Any:
+    """Return an argument of a node, with sizes of the input in place of numbers that differ for a larger batch."""
+    if isinstance(arg, tuple | list) and len(arg) == len(larger):
+        return type(arg)(_freed(node, *pair, partners) for pair in zip(arg, larger, strict=True))
+    if isinstance(arg, dict) and arg.keys() == larger.keys():
+        return {name: _freed(node, value, larger[name], partners) for name, value in arg.items()}
+    if type(arg) is type(larger) is int and arg != larger and (larger - arg) % (BATCHES[1] - BATCHES[0]) == 0:
+        return _size(node.graph, arg, larger)
+    if arg != (partners[larger] if isinstance(larger, Node) else larger):
+        raise NotApplicableError(f"{BATCHES[1]} images run {node} with {larger} instead of {arg} for {BATCHES[0]}")
+    return arg
 
 
 def _size(graph: Graph, size: int, larger: int) -> Node:
