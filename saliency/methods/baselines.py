@@ -118,7 +118,7 @@ def baselines(
         MethodError: A given tensor or image has a different size than the image.
     """
     several = resolved if isinstance(resolved, list) else [resolved]
-    return torch.cat([_baseline(one, x, preprocess, seed, number) for number, one in enumerate(several)])
+    return torch.cat([_baseline(baseline, x, preprocess, seed, number) for number, baseline in enumerate(several)])
 
 
 def _baseline(resolved: ResolvedBaseline, x: Tensor, preprocess: Prepare, seed: int, number: int) -> Tensor:
@@ -288,7 +288,7 @@ class Diffusion:
 
 def _cosine_basis(size: int) -> Tensor:
     """Return the orthonormal matrix (size, size) of the discrete cosine transform, float64."""
-    at = torch.arange(size, dtype=torch.float64, device="cpu")
-    matrix = torch.cos(torch.pi / size * at[:, None] * (at + 0.5)) * math.sqrt(2 / size)
+    positions = torch.arange(size, dtype=torch.float64, device="cpu")
+    matrix = torch.cos(torch.pi / size * positions[:, None] * (positions + 0.5)) * math.sqrt(2 / size)
     matrix[0] /= math.sqrt(2)
     return matrix

@@ -405,16 +405,16 @@ def principal_map(features: Tensor, reference: Tensor) -> Tensor:
         features: (N, K, h, w), of which each image is a matrix (h * w, K).
         reference: (N, h, w) a map that decides the sign: its product with the result sums to at least 0.
     """
-    places = at_least_float32(features).flatten(2).transpose(1, 2)  # (N, hw, K)
+    locations = at_least_float32(features).flatten(2).transpose(1, 2)  # (N, hw, K)
     # A Gram matrix squares its entries. Scaled entries neither overflow nor underflow.
-    scale = places.abs().amax((1, 2), keepdim=True)
-    places = places / torch.where(scale == 0, torch.ones_like(scale), scale)
-    if places.shape[1] <= places.shape[2]:
-        values, vectors = torch.linalg.eigh(places @ places.transpose(1, 2))  # (N, hw, hw), ascending
+    scale = locations.abs().amax((1, 2), keepdim=True)
+    locations = locations / torch.where(scale == 0, torch.ones_like(scale), scale)
+    if locations.shape[1] <= locations.shape[2]:
+        values, vectors = torch.linalg.eigh(locations @ locations.transpose(1, 2))  # (N, hw, hw), ascending
         projection = vectors[:, :, -1] * values[:, -1:].clamp(min=0).sqrt()
     else:
-        _, vectors = torch.linalg.eigh(places.transpose(1, 2) @ places)
-        projection = (places @ vectors[:, :, -1:]).squeeze(2)
+        _, vectors = torch.linalg.eigh(locations.transpose(1, 2) @ locations)
+        projection = (locations @ vectors[:, :, -1:]).squeeze(2)
     agreement = (projection * reference.flatten(1) / scale[:, 0]).sum(1, keepdim=True)
     projection = torch.where(agreement < 0, -projection, projection) * scale[:, 0]
     return projection.reshape(features.shape[0], 1, *features.shape[2:]).to(features.dtype)

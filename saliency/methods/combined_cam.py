@@ -221,24 +221,24 @@ class FinerCAM(LayerAttribution):
         classes = grads.target.classes(grads.scores)
         if classes is None or not isinstance(grads.target.target, ClassTarget):
             raise NotApplicableError("finer_cam compares classes; the target must be a class, by index or name")
-        own = classes[:, None]
-        shares = self._reference_shares(class_scores(grads.forward.output).detach(), own)
+        explained = classes[:, None]
+        shares = self._reference_shares(class_scores(grads.forward.output).detach(), explained)
 
         def contrast(output: Any) -> Tensor:
             scores = class_scores(output)
-            return scores.gather(1, own)[:, 0] - self.gamma * (scores * shares).sum(1)
+            return scores.gather(1, explained)[:, 0] - self.gamma * (scores * shares).sum(1)
 
         target = copy.copy(grads.target)
         target.asked = Together([target[0]] * len(target), contrast)
         result = self._cam.explain_gradients(TargetGradients(grads.forward, target, reads=False), layers)
         return replace(result, scores=grads.scores)
 
-    def _reference_shares(self, scores: Tensor, own: Tensor) -> Tensor:
+    def _reference_shares(self, scores: Tensor, explained: Tensor) -> Tensor:
         """Return the weight of each class (N, classes) in the mean of the references, for explained classes (N, 1)."""
         if scores.shape[1] < 2:
             raise NotApplicableError("finer_cam compares classes, but the model returns one number per image")
         count = min(self.classes, scores.shape[1] - 1)
-        distance = (scores - scores.gather(1, own)).abs().scatter(1, own, math.inf)
+        distance = (scores - scores.gather(1, explained)).abs().scatter(1, explained, math.inf)
         closest = torch.sort(distance, dim=1, stable=True).indices[:, :count]
         return torch.zeros_like(scores).scatter_(1, closest, 1 / count)
 
@@ -295,16 +295,16 @@ class ShapleyCAM(LayerAttribution):
                 ) from error
 
     def _slopes_of(self, forward: SharedForward, target: Questions, layer: str) -> Tensor:
-        at = forward.layers[layer]
+        activation = forward.layers[layer]
         utility = self._utility(forward.output, target).sum()
-        gradient: Tensor | None = torch.autograd.grad(utility, at, create_graph=True, allow_unused=True)[0]
+        gradient: Tensor | None = torch.autograd.grad(utility, activation, create_graph=True, allow_unused=True)[0]
         if gradient is None:
             raise LayerError(no_gradient_message(layer))
         if not gradient.requires_grad:
             return gradient
         # The gradient of <gradient, A>, with this A held constant, is H A.
-        rise = (gradient * at.detach()).sum()
-        product: Tensor | None = torch.autograd.grad(rise, at, retain_graph=True, allow_unused=True)[0]
+        rise = (gradient * activation.detach()).sum()
+        product: Tensor | None = torch.autograd.grad(rise, activation, retain_graph=True, allow_unused=True)[0]
         return gradient.detach() if product is None else gradient.detach() - product / 2
 
     def _utility(self, output: Any, target: Questions) -> Tensor:

@@ -184,8 +184,8 @@ def adam_step(numbers: Tensor, gradient: Tensor, moments: Tensor, step: int, rat
 def shifted(image: Tensor, by: tuple[int, ...]) -> Tensor:
     """Move an image or a mask (..., H, W) along its last axes, to larger numbers; the border is repeated."""
     for axis, step in enumerate(by, -len(by)):
-        at = torch.arange(image.shape[axis], device=image.device) - step
-        image = image.index_select(axis, at.clamp(0, image.shape[axis] - 1)) if step else image
+        positions = torch.arange(image.shape[axis], device=image.device) - step
+        image = image.index_select(axis, positions.clamp(0, image.shape[axis] - 1)) if step else image
     return image
 
 
@@ -196,8 +196,8 @@ def smooth_mask(numbers: Tensor) -> Tensor:
     all numbers are equal. The smooth maximum of values f is their mean under the weights exp(f / temperature).
     """
     reach = 5
-    at = torch.arange(-reach, reach + 1, dtype=numbers.dtype, device=numbers.device) / 3
-    distance = (at[:, None].square() + at.square()).sqrt()
+    offsets = torch.arange(-reach, reach + 1, dtype=numbers.dtype, device=numbers.device) / 3
+    distance = (offsets[:, None].square() + offsets.square()).sqrt()
     disc = torch.exp(-2 * (distance - 0.5).clamp(min=0).square())  # (11, 11)
     around = F.unfold(F.pad(numbers[None, None], (reach,) * 4, mode="replicate"), 2 * reach + 1)[0]  # (121, h * w)
     values = around * disc.flatten()[:, None]
@@ -215,5 +215,5 @@ def blurred_where(levels: Tensor, strength: Tensor) -> Tensor:
     """Blur each pixel of an image by a strength (H, W) from 0 to 1, between the closest levels: (1, C, H, W)."""
     depth = strength * (len(levels) - 1)
     lower = depth.detach().floor().clamp(0, len(levels) - 2)
-    at = lower.long().expand(1, *levels.shape[1:])
-    return torch.lerp(levels.gather(0, at), levels.gather(0, at + 1), depth - lower)
+    level = lower.long().expand(1, *levels.shape[1:])
+    return torch.lerp(levels.gather(0, level), levels.gather(0, level + 1), depth - lower)

@@ -89,11 +89,11 @@ class FullGrad(Attribution):
         for image in range(len(x)):
             start = time.perf_counter()
             with bind_image(image):
-                one = x[image : image + 1]
-                forward = SharedForward(self.model, one, self.needs, len(targets))
+                row = x[image : image + 1]
+                forward = SharedForward(self.model, row, self.needs, len(targets))
                 for number, target in enumerate(targets):
-                    own = target if len(x) == 1 else target.variants(image, 1)
-                    grads = TargetGradients(forward, own)
+                    questions = target if len(x) == 1 else target.variants(image, 1)
+                    grads = TargetGradients(forward, questions)
                     terms = _Terms(self.model, grads)
                     stats = RunStats(1, time.perf_counter() - start, "complete", note=terms.note())
                     attribution = ImageAttribution(terms.values, residual=terms.residual)

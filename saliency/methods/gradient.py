@@ -104,8 +104,8 @@ class RectifiedGradient(TracedAttribution):
         rewritten = [*nonlinearities.rectifiers, *others]
         if not rewritten or nonlinearities.hidden:
             self._refuse_or_warn(nonlinearities, rewritten)
-        rules = [(own.node, self.rule_for(own, images)) for own in nonlinearities.rectifiers]
-        rules += [(own.node, _positive_signal) for own in others]
+        rules = [(rectifier.node, self.rule_for(rectifier, images)) for rectifier in nonlinearities.rectifiers]
+        rules += [(other.node, _positive_signal) for other in others]
         values = grads.rewritten_gradient(rules)
         return values, Coverage(_by_kind(rewritten), _by_kind(passed), dict(nonlinearities.hidden))
 

@@ -32,7 +32,7 @@ def strongest(strength: Tensor, limit: int | None) -> Tensor:
     return torch.sort(strength, descending=True, stable=True).indices[:limit]
 
 
-class LayerOutput:
+class LayerMaps:
     """Output of a layer for one image, and the channel and location of each of its values.
 
     Args:
@@ -94,7 +94,7 @@ class LayerPasses(MultiPassAttribution):
             return ()
         return (self.layer or default_layer(self.model, x, target),)
 
-    def read_layer(self, passes: Passes) -> LayerOutput:
+    def read_layer(self, passes: Passes) -> LayerMaps:
         """Read the layer, in the forward of the score if possible, else in one forward of the image.
 
         Raises:
@@ -103,7 +103,7 @@ class LayerPasses(MultiPassAttribution):
         if (forward := passes.forward) is None:
             name = self.layer or default_layer(self.model, passes.x, passes.target(1))
             forward = SharedForward(self.model, passes.x, Needs("none", layers=(name,)))
-        layer = LayerOutput(forward)
+        layer = LayerMaps(forward)
         if self.assumes_unsigned:
             warn_if_signed(self.name, layer.maps[None])
         return layer
@@ -169,7 +169,7 @@ class ScoreCAM(LayerPasses, TimedAttribution):
         used, left_out = f"{len(varied)} of {len(is_flat)} channels as masks", len(is_flat) - len(chosen)
         notes = [f"{used}, one forward for the {flat} constant channels, {left_out} left out"]
         count = len(varied) + bool(flat)  # the last mask is empty, for all constant channels
-        scores = torch.full((count,), math.nan, dtype=torch.float64, device="cpu")  # NaN: not known yet
+        scores = torch.full((count,), math.nan, dtype=torch.float64, device="cpu")  # NaN: not run yet
 
         def make(start: int, stop: int) -> Tensor:
             large = resize(layer.maps[varied[start:stop]][:, None], x.shape[2:], align_corners=self.align_corners)
@@ -178,11 +178,11 @@ class ScoreCAM(LayerPasses, TimedAttribution):
             return x * masks
 
         def combined() -> ImageAttribution:
-            weights, known = scores.new_zeros(len(is_flat)), ~scores.isnan()
-            if bool((scores[known] != score.to(scores)).any()):
+            weights, has_run = scores.new_zeros(len(is_flat)), ~scores.isnan()
+            if bool((scores[has_run] != score.to(scores)).any()):
                 channels = torch.ones_like(scores)
                 channels[len(varied) :] = flat
-                shares = torch.where(known, scores + channels.log(), -math.inf).softmax(0)
+                shares = torch.where(has_run, scores + channels.log(), -math.inf).softmax(0)
                 weights[varied.cpu()] = shares[: len(varied)]
             return ImageAttribution(layer.weighted(weights), layer=layer.layer, notes=notes)
 
@@ -192,7 +192,7 @@ class ScoreCAM(LayerPasses, TimedAttribution):
             notes.append(f"{int((~scores.isnan()).sum())} of {count} masks were run")
         return combined()
 
-    def _strength(self, passes: Passes, layer: LayerOutput) -> Tensor:
+    def _strength(self, passes: Passes, layer: LayerMaps) -> Tensor:
         """Return the number (K,) by which channels are chosen."""
         if self.order == "deviation":
             return layer.maps.flatten(1).std(1, correction=0)
@@ -250,7 +250,7 @@ class AblationCAM(LayerPasses, TimedAttribution):
                 notes.append(f"{len(scores)} of {count} channels, in descending order of energy")
         return ImageAttribution(layer.weighted(weights), layer=layer.layer, notes=notes)
 
-    def _scores_in_closed_form(self, passes: Passes, layer: LayerOutput, channels: Tensor) -> Tensor | None:
+    def _scores_in_closed_form(self, passes: Passes, layer: LayerMaps, channels: Tensor) -> Tensor | None:
         """Return the scores (m,) without each channel if only pooling and a linear layer follow; else None.
 
         One forward without half of the channels tests the formula.

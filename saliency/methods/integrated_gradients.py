@@ -155,8 +155,8 @@ class IDGI(TimedAttribution):
         values = torch.zeros_like(at_least_float32(passes.x[0]))
         rise = 0.0
         last_shares, last_score = torch.zeros_like(values), 0.0
-        at = torch.linspace(0, 1, nodes, dtype=torch.float64, device="cpu")
-        for done in passes.gradients(on_paths(passes.x, references, at), count, least=count):
+        positions = torch.linspace(0, 1, nodes, dtype=torch.float64, device="cpu")
+        for done in passes.gradients(on_paths(passes.x, references, positions), count, least=count):
             rows = zip(_squared_shares(done.gradients.to(values.dtype)), done.scores.tolist(), strict=True)
             for node, (shares, node_score) in enumerate(rows, start=done.start):
                 if node % nodes:
@@ -378,19 +378,19 @@ class BlurIG(TimedAttribution):
         return values
 
 
-def on_paths(x: Tensor, references: Tensor, at: Tensor) -> Callable[[int, int], Tensor]:
+def on_paths(x: Tensor, references: Tensor, nodes: Tensor) -> Callable[[int, int], Tensor]:
     """Return a function that creates the inputs on the straight paths from K baselines to the image, path by path.
 
     Args:
         x: (1, C, H, W) the image.
         references: (K, C, H, W) the baselines.
-        at: (n,) the nodes on each path, 0 at the baseline and 1 at the image.
+        nodes: (n,) the nodes on each path, 0 at the baseline and 1 at the image.
     """
-    shares = along_rows(at.to(x), x)
+    shares = along_rows(nodes.to(x), x)
 
     def make(start: int, stop: int) -> Tensor:
         numbers = torch.arange(start, stop, device=x.device)
-        return torch.lerp(references[numbers // len(at)], x, shares[numbers % len(at)])
+        return torch.lerp(references[numbers // len(nodes)], x, shares[numbers % len(nodes)])
 
     return make
 
@@ -437,15 +437,15 @@ def quadrature(rule: QuadratureRule, count: int) -> tuple[Tensor, Tensor]:
     if rule == "trapezoid":
         check_integer("steps", count, least=2)
     if rule == "gauss_legendre":
-        nodes, weights = np.polynomial.legendre.leggauss(count)
-        at = (nodes + 1) / 2
+        roots, weights = np.polynomial.legendre.leggauss(count)
+        nodes = (roots + 1) / 2
     elif rule == "trapezoid":
-        at, weights = np.linspace(0, 1, count), np.ones(count)
+        nodes, weights = np.linspace(0, 1, count), np.ones(count)
         weights[[0, -1]] /= 2
     else:
         shift = {"riemann_left": 0.0, "midpoint": 0.5, "riemann_right": 1.0}[rule]
-        at, weights = (np.arange(count) + shift) / count, np.ones(count)
-    return torch.from_numpy(at), torch.from_numpy(weights / weights.sum())
+        nodes, weights = (np.arange(count) + shift) / count, np.ones(count)
+    return torch.from_numpy(nodes), torch.from_numpy(weights / weights.sum())
 
 
 class AdaptiveIntegral:
@@ -466,22 +466,22 @@ class AdaptiveIntegral:
         """Return the nodes to evaluate next: evenly spaced ones first, then the centres of the worst intervals."""
         if not self.nodes:
             return [i / (FIRST_NODES - 1) for i in range(FIRST_NODES)]
-        _, at, _, signed = self._mixed()
+        _, positions, _, signed = self._mixed()
         residuals = signed.abs()
         worst = residuals.sort(descending=True, stable=True).indices[:NEW_NODES]
         worst = worst[residuals[worst] > 0.1 * residuals.max()]
-        centres: list[float] = ((at[worst] + at[worst + 1]) / 2).sort().values.tolist()
+        centres: list[float] = ((positions[worst] + positions[worst + 1]) / 2).sort().values.tolist()
         return centres
 
-    def add(self, at: float, value: float, slope: float) -> None:
+    def add(self, position: float, value: float, slope: float) -> None:
         """Add the function's value and slope at a node."""
-        self.nodes.append((at, value, slope))
+        self.nodes.append((position, value, slope))
 
     @property
     def weights(self) -> Tensor:
         """The weight of the slope at each node (n,), in the order of arrival; float64, of sum 1."""
-        order, at, shares, _ = self._mixed()
-        widths, weights = at.diff(), torch.zeros_like(at)
+        order, positions, shares, _ = self._mixed()
+        widths, weights = positions.diff(), torch.zeros_like(positions)
         weights[order[:-1]] += widths * shares
         weights[order[1:]] += widths * (1 - shares)
         return weights
@@ -506,15 +506,15 @@ class AdaptiveIntegral:
 
         Also return, for each interval (n - 1,), the share of the slope at its left end, and the residual.
         """
-        at, values, slopes = torch.tensor(self.nodes, dtype=torch.float64, device="cpu").T
-        order = at.argsort()
-        at, values, slopes = at[order], values[order], slopes[order]
-        left, right, widths, rises = slopes[:-1], slopes[1:], at.diff(), values.diff()
-        difference = left - right
+        positions, values, slopes = torch.tensor(self.nodes, dtype=torch.float64, device="cpu").T
+        order = positions.argsort()
+        positions, values, slopes = positions[order], values[order], slopes[order]
+        starts, ends, widths, rises = slopes[:-1], slopes[1:], positions.diff(), values.diff()
+        difference = starts - ends
         differs = difference.abs() > 1e-9 * slopes.abs().max()
-        shares = (rises / widths - right) / torch.where(differs, difference, 1.0)
+        shares = (rises / widths - ends) / torch.where(differs, difference, 1.0)
         shares = torch.where(differs, shares, 0.5).clamp(0, 1)
-        return order, at, shares, rises - widths * (shares * left + (1 - shares) * right)
+        return order, positions, shares, rises - widths * (shares * starts + (1 - shares) * ends)
 
 
 def _adaptively_integrated(passes: Passes, references: Tensor, tolerance: float) -> ImageAttribution:
@@ -525,17 +525,17 @@ def _adaptively_integrated(passes: Passes, references: Tensor, tolerance: float)
     gradients: list[list[Tensor]] = [[] for _ in references]  # of each path, (C, H, W) at each node
     notes = []
     while True:
-        wanted = [(path, at) for path in range(len(paths)) for at in paths[path].wanted()]
+        wanted = [(path, point) for path in range(len(paths)) for point in paths[path].wanted()]
 
         def make(start: int, stop: int, wanted: list[tuple[int, float]] = wanted) -> Tensor:
-            return torch.stack([torch.lerp(references[path], x[0], at) for path, at in wanted[start:stop]])
+            return torch.stack([torch.lerp(references[path], x[0], point) for path, point in wanted[start:stop]])
 
         for done in passes.gradients(make, len(wanted), least=1 if gradients[0] else len(wanted)):
-            nodes, own = wanted[done.start : done.start + len(done.scores)], done.gradients.to(differences)
-            products = own * differences[[path for path, _ in nodes]]
+            nodes, added = wanted[done.start : done.start + len(done.scores)], done.gradients.to(differences)
+            products = added * differences[[path for path, _ in nodes]]
             slopes = products.flatten(1).sum(1, dtype=torch.float64).tolist()
-            for (path, at), value, slope, gradient in zip(nodes, done.scores.tolist(), slopes, own, strict=True):
-                paths[path].add(at, value, slope)
+            for (path, point), value, slope, gradient in zip(nodes, done.scores.tolist(), slopes, added, strict=True):
+                paths[path].add(point, value, slope)
                 gradients[path].append(gradient)
         if _is_met(paths, tolerance) or passes.budget.is_over():
             break
@@ -543,7 +543,7 @@ def _adaptively_integrated(passes: Passes, references: Tensor, tolerance: float)
             notes.append(f"the tolerance was not met with {MOST_NODES} nodes")
             break
     pairs = zip((path.weights.to(differences) for path in paths), map(torch.stack, gradients), strict=True)
-    means = [torch.einsum("n,n...->...", weights, own) for weights, own in pairs]
+    means = [torch.einsum("n,n...->...", weights, slopes) for weights, slopes in pairs]
     values = (differences * torch.stack(means)).mean(0)
     return ImageAttribution(values, residual=sum(path.residual for path in paths) / len(paths), notes=notes)
 
@@ -665,12 +665,12 @@ def ranked(values: NDArray[np.float64], regions: Regions, least: float) -> NDArr
         best = int(means.argmax())
         if means[best] == -np.inf:
             break
-        own = regions.pixels[regions.starts[best] : regions.starts[best + 1]]
-        own = own[~taken[own]]
-        result[own], taken[own] = flat[own].mean(), True
-        touched = members[:, own]
-        remaining -= touched @ np.ones(len(own))
-        sums -= touched @ flat[own]
+        region = regions.pixels[regions.starts[best] : regions.starts[best + 1]]
+        region = region[~taken[region]]
+        result[region], taken[region] = flat[region].mean(), True
+        touched = members[:, region]
+        remaining -= touched @ np.ones(len(region))
+        sums -= touched @ flat[region]
     if not taken.all():
         result[~taken] = flat[~taken].mean()
     return result.reshape(values.shape)

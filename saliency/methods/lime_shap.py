@@ -291,8 +291,8 @@ class _KernelRegression(Coalitions):
             row = (self._order[pair] + 1 >> torch.arange(count, device="cpu")) & 1 == 1
         else:
             draws = generator(self.seed, pair)
-            at = torch.rand((), generator=draws, dtype=torch.float64, device="cpu") * self._size_limits[-1]
-            size = min(int(torch.searchsorted(self._size_limits, at, right=True)), count - 2) + 1
+            draw = torch.rand((), generator=draws, dtype=torch.float64, device="cpu") * self._size_limits[-1]
+            size = min(int(torch.searchsorted(self._size_limits, draw, right=True)), count - 2) + 1
             row[torch.randperm(count, generator=draws, device="cpu")[:size]] = True
         return ~row if is_complement else row
 
@@ -364,9 +364,9 @@ class _Orders(Coalitions):
     def row(self, number: int) -> Tensor:
         row = torch.zeros(self.segments.count, dtype=torch.bool, device="cpu")
         if number:
-            pair, at = divmod(number - 1, self.pair_length)
+            pair, step = divmod(number - 1, self.pair_length)
             order, half = self._order(pair), self.pair_length // 2
-            row[order[: at + 1] if at < half else order[half - at - 1 :]] = True
+            row[order[: step + 1] if step < half else order[half - step - 1 :]] = True
         return row
 
     def _order(self, pair: int) -> Tensor:

@@ -125,7 +125,7 @@ class RelevancePropagation(TracedAttribution):
         if values is not walk.relevance and not self.per_channel:
             values = values.sum(1, keepdim=True)
         coverage = Coverage(handled=dict(walk.handled), rules=_rules_of_modules(self.model, walk))
-        tokens = walk.at[EMBEDDINGS].sum(-1) if EMBEDDINGS in walk.at else None
+        tokens = walk.watched_relevance[EMBEDDINGS].sum(-1) if EMBEDDINGS in walk.watched_relevance else None
         if tokens is not None and "tokens" in ledger and (patches is not None or layer is None):
             text = (tokens * ~cast("Answer", explained_answer()).is_image.to(tokens.device)).sum(1)
             ledger = {**ledger, "text": text, "tokens": ledger["tokens"] - text}
@@ -171,14 +171,18 @@ class RelevancePropagation(TracedAttribution):
 def _rules_of_modules(model: nn.Module, walk: Walk) -> dict[str, str]:
     """Return the rules of the modules that hold the weights of convolutions and matrix products."""
     rules = cast("Propagation", walk.rule).rules
-    weights = [(name, own.data_ptr()) for name, each in model.named_modules() for own in each.parameters(recurse=False)]
+    weights = [
+        (name, weight.data_ptr())
+        for name, module in model.named_modules()
+        for weight in module.parameters(recurse=False)
+    ]
     return {name: repr(rules[address]) for name, address in weights if address in rules}
 
 
 def _at_layer(walk: Walk, layer: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the relevance at a layer (N, K, h, w), and the shares of the score (N,) from the layer on."""
     tensor, layout = walk.grads.forward.layers[layer], walk.grads.forward.layout(layer)
-    relevance = walk.at.get(layer, torch.zeros_like(tensor))
+    relevance = walk.watched_relevance.get(layer, torch.zeros_like(tensor))
     values, node = at_least_float32(layout(relevance.detach())), cast("Node", tensor.grad_fn)
     tokens = None
     if layout.kind == "NTC" and len(layout.tokens) < relevance.shape[1]:
@@ -219,7 +223,7 @@ def _find_patches(model: nn.Module, grads: TargetGradients, node: Node) -> _Patc
     operation = cast("Operation", CallGraph.of(grads).operations[node])
     address, images = linear_weight(operation).data_ptr(), len(grads.x)
     weights = ((name, getattr(module, "weight", None)) for name, module in named_layers(model).items())
-    name = next((name for name, own in weights if isinstance(own, Tensor) and own.data_ptr() == address), None)
+    name = next((name for name, weight in weights if isinstance(weight, Tensor) and weight.data_ptr() == address), None)
     if operation.name == "convolution":
         shape = result_spec(node, 0).shape
         is_map = len(shape) == grads.x.dim() and shape[0] == images  # not patches of patches, as in TNT
@@ -324,13 +328,13 @@ class LRP(PixelRelevance):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = {} if self.composite is None else self.composite.rules
-        if self.gamma is not None and not any(isinstance(rule, Gamma) for rule in given.values()):
-            names = ", ".join(name for name, own in COMPOSITES.items() if Gamma() in own.rules.values())
+        rules = {} if self.composite is None else self.composite.rules
+        if self.gamma is not None and not any(isinstance(rule, Gamma) for rule in rules.values()):
+            names = ", ".join(name for name, composite in COMPOSITES.items() if Gamma() in composite.rules.values())
             problem = f"gamma={self.gamma}: the composite has no gamma rule; those with one are {names}"
             raise MethodError(f"{problem}; or use AttnLRP")
         if self.composite is not None:
-            self.composite = replace(self.composite, rules={key: self._completed(rule) for key, rule in given.items()})
+            self.composite = replace(self.composite, rules={key: self._completed(rule) for key, rule in rules.items()})
 
     def _completed(self, rule: AnyRule) -> AnyRule:
         """Return a rule with the gamma of the method, or with the bounds of the input under its preprocessing."""
@@ -425,7 +429,7 @@ class CPLRP(AttnLRP):
     constant_gates = True
 
 
-class _Excitation(Propagation):
+class _ExcitationRules(Propagation):
     """The rules of excitation backpropagation: biases receive nothing, and relevance starts before a final softmax.
 
     Attributes:
@@ -450,9 +454,9 @@ class _Excitation(Propagation):
         visit.absorb("softmax", torch.where(visit.grad == 0, 0, (probabilities - logits) * visit.grad))
         return visit.grads
 
-    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, given: Tensor) -> Passed:
+    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, values: Tensor) -> Passed:
         """Return G at the input of a linear operation."""
-        passed = super().propagate(visit, rule, op, given)
+        passed = super().propagate(visit, rule, op, values)
         if isinstance(rule, Excitation):
             self.received[visit.node] = (op.input * cast("Tensor", passed.grad)).clamp(min=0)
         return passed
@@ -496,7 +500,7 @@ class ExcitationBackprop(RelevancePropagation):
     sign: ClassVar[Sign] = "positive"
     units = "fraction"
     is_complete = False
-    propagation = _Excitation
+    propagation = _ExcitationRules
 
     contrastive: Option[bool] = Option(False, check_flag)
 
@@ -515,7 +519,7 @@ class ExcitationBackprop(RelevancePropagation):
         """Return the relevance at the layer as fractions of the relevance that the top layers receive."""
         result = super().explain_gradients(grads, layers)
         walk, total = self.walk(grads), torch.zeros_like(grads.scores)
-        for node, relevance in cast("_Excitation", walk.rule).received.items():
+        for node, relevance in cast("_ExcitationRules", walk.rule).received.items():
             total = total + walk.per_image(relevance, node)
         shares = divided(result.values, along_rows(total, result.values))
         if not is_tracing():

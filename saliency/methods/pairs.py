@@ -55,8 +55,8 @@ def explain_pair(
     check_choice("measure", measure, get_args(Measure), error=TargetError)
     first, second = _read(method, a, b)
     if first.inputs.shape != second.inputs.shape:  # they cannot be one batch
-        left, right = ([similarity(x, measure=measure) for x in batch.inputs] for batch in (first, second))
-        return method.attribute(a, right), method.attribute(b, left)
+        to_first, to_second = ([similarity(x, measure=measure) for x in batch.inputs] for batch in (first, second))
+        return method.attribute(a, to_second), method.attribute(b, to_first)
     images = len(first.inputs)
     batch = Batch(torch.cat([first.inputs, second.inputs]), first.frames + second.frames)
     partners: list[Any] = []  # for their names
@@ -77,9 +77,9 @@ class PairSimilarity(Similarity):
 
     def ask(self, output: Any, images: Images) -> Together:
         """Return the similarity of each image to the embedding that its partner has in this output."""
-        own = embedding(output).detach()
-        partners = zip(self.references, own.roll(len(own) // 2, 0)[:, None], strict=True)
-        targets = [Similarity((one,), self.measure, embeddings=row) for one, row in partners]
+        embeddings = embedding(output).detach()
+        partners = zip(self.references, embeddings.roll(len(embeddings) // 2, 0)[:, None], strict=True)
+        targets = [Similarity((partner,), self.measure, embeddings=row) for partner, row in partners]
         return TargetList(tuple(targets)).ask(output, images)
 
 
@@ -133,12 +133,12 @@ def explain_matches(
         raise MethodError(f"{method.name}: the maps of matches must be linear in the score, as those of {names}")
     with prepared_for_attribution(method.model, **NO_ARGUMENTS, layout=method.layout):
         with torch.no_grad():
-            first, second = (at_least_float32(embedding(run_model(method.model, own.inputs)))[0] for own in batches)
+            first, second = (at_least_float32(embedding(run_model(method.model, batch.inputs)))[0] for batch in batches)
         rows, chunk = _directions(first, second, passes, seed), chunk_size(batches[0].inputs)
         parts = [rows[start : start + chunk] for start in range(0, len(rows), chunk)]  # (k, D) each
-        left, right = (torch.cat([_maps(method, own.inputs, part, cells) for part in parts]) for own in batches)
+        maps_a, maps_b = (torch.cat([_maps(method, batch.inputs, part, cells) for part in parts]) for batch in batches)
     scale = 1 / max(float(first.norm() * second.norm()), 1e-12) if measure == "cosine" else 1.0
-    values = torch.tensordot(left, right, dims=([0], [0])) * scale  # (K, h, w) and (K, h', w')
+    values = torch.tensordot(maps_a, maps_b, dims=([0], [0])) * scale  # (K, h, w) and (K, h', w')
     return Matches(
         values, float(first @ second) * scale, measure, method.name, (batches[0].frames[0], batches[1].frames[0])
     )

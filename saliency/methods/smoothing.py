@@ -180,8 +180,8 @@ class Augmented(WrappingAttribution):
         for image, mirrored in ((passes.x, False), (passes.x.flip(-1), True))[: 1 + self.flips]:
             make = partial(_scaled_copies, image, factors)
             for result in self.wrapped_results(passes, make, len(factors), mirrored=mirrored):
-                own = at_least_float32(result.values.detach())
-                values.append(own.flip(-1) if mirrored else own)
+                chunk = at_least_float32(result.values.detach())
+                values.append(chunk.flip(-1) if mirrored else chunk)
         return ImageAttribution(torch.cat(values).mean(0), layer=result.layer, coverage=result.coverage)
 
 

@@ -138,9 +138,9 @@ class Sobol(SampledAttribution):
             if estimate.count < least:
                 return None
             cells, errors = estimate.solve(slice(None))
-            found = [] if cells.any() else ["the score varied by no more than rounding"]
+            warnings = [] if cells.any() else ["the score varied by no more than rounding"]
             error = None if errors is None else self._enlarged(errors, x)[0]
-            return ImageAttribution(self._enlarged(cells, x)[0], error, estimate.agreement, notes=notes + found)
+            return ImageAttribution(self._enlarged(cells, x)[0], error, estimate.agreement, notes=notes + warnings)
 
         for done in passes.forwards(make, rows * length, least=least, estimate=estimate, partial=so_far):
             estimate.add(done.scores)
@@ -165,9 +165,9 @@ def sobol_masks(cells: int, rows: int, seed: int) -> Callable[[int, int], Tensor
     first, second = points[:, :cells], points[:, cells:]
 
     def masks(start: int, stop: int) -> Tensor:
-        at = torch.arange(start, stop, device="cpu")
-        row, place = at // (cells + 2), (at % (cells + 2))[:, None]
-        swapped = (torch.arange(cells, device="cpu") == place - 2) | (place == 1)
+        numbers = torch.arange(start, stop, device="cpu")
+        row, column = numbers // (cells + 2), (numbers % (cells + 2))[:, None]
+        swapped = (torch.arange(cells, device="cpu") == column - 2) | (column == 1)
         return torch.where(swapped, second[row], first[row])
 
     return masks

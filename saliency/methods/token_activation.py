@@ -98,8 +98,8 @@ class TAM(Attribution):
         offsets: Tensor | None = head.bias
         bias = None if offsets is None else at_least_float32(offsets.detach()[ids])
         logits = F.linear(at_least_float32(hidden[-1]), at_least_float32(head.weight.detach()[ids]), bias)
-        own, read = at_least_float32(output_tensor(output))[:, -count:, ids], logits[:, -count:]
-        if own.shape != read.shape or not torch.allclose(own, read, rtol=1e-2, atol=1e-2 * float(own.abs().max())):
+        read, tail = at_least_float32(output_tensor(output))[:, -count:, ids], logits[:, -count:]
+        if read.shape != tail.shape or not torch.allclose(read, tail, rtol=1e-2, atol=1e-2 * float(read.abs().max())):
             raise refusal
         return output, logits.clamp_(min=0)
 
@@ -120,9 +120,9 @@ def _activation(answer: Answer, text: Tensor, logits: Tensor, words: WordScore) 
         earlier = (text < position) & (answer.ids[text] != token)
         column = logits[:, text == position][:, 0]
         context = (logits[:, earlier] @ column[text[earlier]]) * is_image
-        own = column * is_image
-        factor = (own @ context) / (context @ context).clamp(min=torch.finfo(own.dtype).tiny)  # least squares
-        total += (own - factor * context).clamp(min=0)
+        word = column * is_image
+        factor = (word @ context) / (context @ context).clamp(min=torch.finfo(word.dtype).tiny)  # least squares
+        total += (word - factor * context).clamp(min=0)
     return total
 
 

@@ -91,13 +91,13 @@ class TokenAttention:
 
     def _has_decoder(self) -> bool:
         """Return whether all attention is among the tokens, among queries that were learned, or from these to those."""
-        known = {self.tokens}
+        counts = {self.tokens}
         for call in self.calls:
             images, _, queries, keys = call.shape
-            is_new = queries not in known
+            is_new = queries not in counts
             if images != len(self.grads.x) or keys not in (queries, self.tokens) or (is_new and call.reads_image):
                 return False
-            known.add(queries)
+            counts.add(queries)
         return True
 
     @cached_property
@@ -405,11 +405,11 @@ def _decoded(calls: Sequence[AttentionCall], weighted: Callable[[AttentionCall],
     for call in calls:
         weights, (images, _, queries, keys) = weighted(call), call.shape
         for count in (queries, keys):
-            own = torch.eye(count, dtype=weights.dtype, device=weights.device).expand(images, -1, -1)
-            relevance.setdefault((count, count), own)
+            identity = torch.eye(count, dtype=weights.dtype, device=weights.device).expand(images, -1, -1)
+            relevance.setdefault((count, count), identity)
         if queries == keys:
             changed = {
-                pair: torch.baddbmm(known, weights, known) for pair, known in relevance.items() if pair[0] == keys
+                pair: torch.baddbmm(values, weights, values) for pair, values in relevance.items() if pair[0] == keys
             }
             relevance |= changed
         else:
@@ -420,9 +420,9 @@ def _decoded(calls: Sequence[AttentionCall], weighted: Callable[[AttentionCall],
 
 def _normalised(relevance: Tensor) -> Tensor:
     """Return relevance (N, tokens, tokens) whose rows sum to 1 without the identity, plus the identity."""
-    own = torch.eye(relevance.shape[-1], dtype=relevance.dtype, device=relevance.device)
-    others = relevance - own
-    return others / others.sum(-1, keepdim=True).clamp(min=torch.finfo(others.dtype).tiny) + own
+    identity = torch.eye(relevance.shape[-1], dtype=relevance.dtype, device=relevance.device)
+    others = relevance - identity
+    return others / others.sum(-1, keepdim=True).clamp(min=torch.finfo(others.dtype).tiny) + identity
 
 
 class TokenStream:
@@ -441,7 +441,7 @@ class TokenStream:
         self._attention, self._method = attention, method
         self._model = type(attention.grads.forward.model).__name__
         self.nodes = attention.grads.nodes
-        self._order = {node: at for at, node in enumerate(self.nodes)}
+        self._order = {node: position for position, node in enumerate(self.nodes)}
         self._passages = find_passages(self.nodes)
         before = dict(zip(attention.grads.attention, attention.grads.token_nodes, strict=True))
         self.inputs = [before[call] for call in attention.blocks]
@@ -465,8 +465,8 @@ class TokenStream:
         (_, before), (between, last) = list(blocks.items())[-2:]
         end = self._order[last.node]
         start = max(end - self._order[before.node] + self._order[between], 0)
-        known, similar = self.nodes[self._order[between] : self._order[before.node]], self.nodes[start:end]
-        if [node.name() for node in known] != [node.name() for node in similar] or similar[0] not in self._passages:
+        earlier, similar = self.nodes[self._order[between] : self._order[before.node]], self.nodes[start:end]
+        if [node.name() for node in earlier] != [node.name() for node in similar] or similar[0] not in self._passages:
             raise self._last_block_error()
         after = dict(zip(blocks, [*list(blocks)[1:], similar[0]], strict=True))
         return [after[node] for node in self.inputs]
@@ -643,9 +643,9 @@ class AGCAM(AttentionMap):
         read = attention.read_queries
         if attention.pooling is None:
             return torch.stack([gated(*block, read) for block in gradients.items()]).sum(0)
-        own = gated(attention.pooling, attention.grads.gradient_at(attention.pooling.node), read)
-        mean = own.new_full((1, 1, attention.tokens), 1 / attention.tokens)
-        return own + torch.stack([gated(*block, mean) for block in gradients.items()]).sum(0)
+        pooled = gated(attention.pooling, attention.grads.gradient_at(attention.pooling.node), read)
+        mean = pooled.new_full((1, 1, attention.tokens), 1 / attention.tokens)
+        return pooled + torch.stack([gated(*block, mean) for block in gradients.items()]).sum(0)
 
 
 def _logits(attention: TokenAttention, call: AttentionCall) -> Tensor:

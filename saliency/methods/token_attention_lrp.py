@@ -103,15 +103,15 @@ class _Rules(Propagation):
         is_residual = name == "add" and visit.on_path == [True, True] and visit.grad.dim() > 2
         return self._residual(visit) if is_residual else super().__call__(visit)
 
-    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, given: Tensor) -> Passed:
+    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, values: Tensor) -> Passed:
         """Skip rows without relevance, such as most tokens in the last block. Start with the size of the gradient."""
         if visit.node in visit.walk.graph.first_and_last[1]:
-            given = at_least_float32(visit.grad).abs()
-        rows = given.any(-1)
+            values = at_least_float32(visit.grad).abs()
+        rows = values.any(-1)
         if op.dims != (-1,) or op.input.dim() > 2 or not 0 < int(rows.sum()) < len(rows):
-            return super().propagate(visit, rule, op, given)
+            return super().propagate(visit, rule, op, values)
         part = replace(op, input=op.input[rows], find_output=lambda: op.output[rows], shared=None)
-        passed = super().propagate(visit, rule, part, given[rows])
+        passed = super().propagate(visit, rule, part, values[rows])
         at_input = torch.zeros_like(op.input)
         at_input[rows] = cast("Tensor", passed.grad)
         return Passed(at_input)

@@ -55,17 +55,17 @@ def reads_gradient(rule: Rule) -> bool:
     return type(rule) in KERNELS and (is_gradient or isinstance(rule, Excitation))
 
 
-def _epsilon(rule: Epsilon, op: LinearOperation, given: Tensor) -> Passed:
+def _epsilon(rule: Epsilon, op: LinearOperation, relevance: Tensor) -> Passed:
     """Divide the relevance by z + epsilon sign z, or pass G if epsilon is 0."""
     if not rule.epsilon:
-        return _passed(op, op.transposed(given, op.weight), _position_sums(op, given), op.bias)
+        return _passed(op, op.transposed(relevance, op.weight), _position_sums(op, relevance), op.bias)
     z = op.output
     epsilon = rule.epsilon * (op.scale if rule.relative else z.new_ones([1] * z.dim()))
     if op.is_positive:
-        shares, sums, _ = _quotients(op, given, z + epsilon)
+        shares, sums, _ = _quotients(op, relevance, z + epsilon)
         size = sums
     else:
-        shares = given / z.abs().add_(epsilon)
+        shares = relevance / z.abs().add_(epsilon)
         size = _position_sums(op, shares)
         shares = shares * z.sign()
         sums = _position_sums(op, shares)

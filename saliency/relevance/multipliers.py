@@ -93,7 +93,7 @@ class Multipliers:
     """
 
     def __init__(self, grads: TargetGradients, base: TargetGradients, unknown: Unknown, *, frees: bool = False) -> None:
-        names, base_names = ([node.name() for node in each.nodes] for each in (grads, base))
+        names, base_names = ([node.name() for node in scores.nodes] for scores in (grads, base))
         if names != base_names:
             raise NotApplicableError(
                 "the model runs other operations for the baseline than for the image; choose another baseline"
@@ -107,10 +107,10 @@ class Multipliers:
         operation, base = visit.operation, self._base[visit.node]
         if operation is None or base is None:
             return without_rule(visit, self.unknown)
-        operands = ((own, base.args.get(name)) for name, own in operation.args.items())
+        operands = ((value, base.args.get(name)) for name, value in operation.args.items())
         if any(
-            isinstance(own, Tensor) and isinstance(other, Tensor) and own.shape != other.shape
-            for own, other in operands
+            isinstance(value, Tensor) and isinstance(base_value, Tensor) and value.shape != base_value.shape
+            for value, base_value in operands
         ):
             raise NotApplicableError(
                 "the model or the target picks other parts of a tensor for the baseline than for the image"
@@ -149,16 +149,16 @@ def _linear(step: MultiplierStep) -> Gradients:
         return step.grad @ step.pair("mat2").mean.mT, step.pair("self").mean.mT @ step.grad
     if sum(visit.on_path) > 1:
         return _integrated(step)
-    at = visit.on_path.index(True)
-    if at == 0 and visit.node.name() == "ConvolutionBackward0":
+    index = visit.on_path.index(True)
+    if index == 0 and visit.node.name() == "ConvolutionBackward0":
         weight, *options = (saved(visit.node, name) for name in ("weight", *CONVOLUTION_OPTIONS))
         node, result = cast("Edge", visit.walk.graph.next[visit.node][0])
         like, mask = visit.grad.new_empty(visit.walk.graph.specs[node][result].shape), [True, False, False]
         passed = torch.ops.aten.convolution_backward.default(visit.grad, like, weight, None, *options, mask)
         return cast("Gradients", passed)
     # Unlike the node as a function, the engine computes no gradients of weights.
-    edges = [GradientEdge(visit.node, 0)], [GradientEdge(*cast("Edge", visit.node.next_functions[at]))]
-    return (*[None] * at, *torch.autograd.grad(*edges, [visit.grad], retain_graph=True))
+    edges = [GradientEdge(visit.node, 0)], [GradientEdge(*cast("Edge", visit.node.next_functions[index]))]
+    return (*[None] * index, *torch.autograd.grad(*edges, [visit.grad], retain_graph=True))
 
 
 def _batch_norm(step: MultiplierStep) -> Gradients:
@@ -219,11 +219,11 @@ def _max_pool(step: MultiplierStep) -> Gradients:
     """Pass gains and losses of the windows of a max pool by the places of their winners."""
     start = -3 if "3d" in step.operation.name else -2
     x, x0 = (value.flatten(start) for value in step.pair("self"))
-    at, at0 = (each.result[1].flatten(start) for each in step[1:])
-    change = x.gather(-1, at) - x0.gather(-1, at0)
+    winners, winners0 = (operation.result[1].flatten(start) for operation in step[1:])
+    change = x.gather(-1, winners) - x0.gather(-1, winners0)
     share = step.grad.flatten(start) * change
     gain = where_above(share, change, 0)
-    passed = torch.zeros_like(x).scatter_add_(-1, at, gain).scatter_add_(-1, at0, share.sub_(gain))
+    passed = torch.zeros_like(x).scatter_add_(-1, winners, gain).scatter_add_(-1, winners0, share.sub_(gain))
     return (_per_change(passed, x, x0).view_as(step.operation.args["self"]),)
 
 
@@ -293,12 +293,12 @@ def _integrated(step: MultiplierStep) -> Gradients:
     rounding = torch.finfo(step.grad.dtype).eps ** 0.5 / 100
     passed: Gradients = ()
     for count in _NODES:
-        at, weights = np.polynomial.legendre.leggauss(count)
-        points = ([torch.lerp(x0, x, (1 + float(point)) / 2) for x, x0 in pairs] for point in at)
+        nodes, weights = np.polynomial.legendre.leggauss(count)
+        points = ([torch.lerp(x0, x, (1 + float(point)) / 2) for x, x0 in pairs] for point in nodes)
         grads = zip(*(_gradients(step, point, step.visit.grads) for point in points), strict=True)
         passed = tuple(
-            sum(w / 2 * grad for w, grad in zip(weights.tolist(), each, strict=True)) if on_path else None
-            for each, on_path in zip(grads, step.visit.on_path, strict=False)
+            sum(w / 2 * grad for w, grad in zip(weights.tolist(), samples, strict=True)) if on_path else None
+            for samples, on_path in zip(grads, step.visit.on_path, strict=False)
         )
         lost, size = _lost(step, passed)
         if lost <= rounding * size:
@@ -310,14 +310,14 @@ def _gradients(step: MultiplierStep, operands: list[Tensor], grads: Gradients) -
     """Return the gradients of an operation at other floating-point operands, for given ones at its results."""
 
     def run(*operands: Tensor) -> list[Tensor]:
-        left = iter(operands)
-        args = tree_map_tensors(step.operation.args, lambda arg: next(left) if arg.is_floating_point() else arg)
+        remaining = iter(operands)
+        args = tree_map_tensors(step.operation.args, lambda arg: next(remaining) if arg.is_floating_point() else arg)
         return _floats(step.operation.repeat(**args))
 
     with torch.enable_grad():
         leaves = [operand.detach().requires_grad_() for operand in operands]
-        given = [(y, grad.to(y.dtype)) for y, grad in zip(run(*leaves), grads, strict=False) if grad is not None]
-    results, weights = zip(*given, strict=True)
+        weighted = [(y, grad.to(y.dtype)) for y, grad in zip(run(*leaves), grads, strict=False) if grad is not None]
+    results, weights = zip(*weighted, strict=True)
     return list(torch.autograd.grad(results, leaves, weights, allow_unused=True, materialize_grads=True))
 
 
@@ -328,9 +328,9 @@ def _floats(tree: Any) -> list[Tensor]:
 
 def _lost(step: MultiplierStep, passed: Gradients) -> tuple[float, float]:
     """Return the share of the results that the operands of an operation do not get, and the size of all shares."""
-    given = _shares(step.visit.grads, step.operation.repeat(), step.base.repeat())
-    kept = _shares(passed, step.operation.args, step.base.args)
-    return abs(float(given.sum() - kept.sum())), float(given.abs().sum())
+    results = _shares(step.visit.grads, step.operation.repeat(), step.base.repeat())
+    operands = _shares(passed, step.operation.args, step.base.args)
+    return abs(float(results.sum() - operands.sum())), float(results.abs().sum())
 
 
 def _shares(grads: Gradients, values: Any, base: Any) -> Tensor:

@@ -169,8 +169,8 @@ class Propagation:
 
     def _passes_relevance(self, visit: Visit) -> bool:
         """Return whether a rectifier passes relevance: alone it reads a linear operation whose rule reads relevance."""
-        walk, (node, at) = visit.walk, cast("Edge", visit.walk.graph.next[visit.node][0])
-        is_alone = self._reads_relevance and walk.graph.users[node, at] == 1
+        walk, (node, index) = visit.walk, cast("Edge", visit.walk.graph.next[visit.node][0])
+        is_alone = self._reads_relevance and walk.graph.users[node, index] == 1
         if not is_alone or visit.grad.dtype not in (torch.float32, torch.float64):
             return False
         before, end = walk.graph.operations.get(node), node
@@ -178,7 +178,7 @@ class Propagation:
             is_whole = not operations.uses_batch_statistics(before) and not self._has_nonlinear
             path = self._merged_path(walk, node) if is_whole else {}
             ends = [
-                own for own, _ in path if cast("operations.Operation", walk.graph.operations[own]).name in _CHANNELS
+                end for end, _ in path if cast("operations.Operation", walk.graph.operations[end]).name in _CHANNELS
             ]
             end = ends[0] if len(ends) == 1 else node
             before = walk.graph.operations.get(end)
@@ -242,13 +242,13 @@ class Propagation:
             return self._product(visit)
         if operation.name in _OF_VECTORS:
             return self._linear(visit._replace(operation=_of_matrices(operation), grads=(visit.grad.reshape(-1, 1),)))
-        at, node = factors.index(True), visit.node
+        index, node = factors.index(True), visit.node
         rule = self._linear_rule(walk, node)
         self.rules[linear_weight(operation).data_ptr()] = rule
         walk.handled[f"{'conv' if operation.name == 'convolution' else 'linear'} by {rule.name}"] += 1
-        edge = cast("Edge", walk.graph.next[node][at + offset])
+        edge = cast("Edge", walk.graph.next[node][index + offset])
         is_sum = bool(offset and visit.on_path[0])
-        is_merged, (op, whole) = node in self._merged, self._with_norm(visit, operation, at, is_sum=is_sum)
+        is_merged, (op, whole) = node in self._merged, self._with_norm(visit, operation, index, is_sum=is_sum)
         if isinstance(rule, ZBox) and node in walk.graph.first_and_last[0]:
             op.bound = partial(_bound, walk, edge, op.input)
         if walk.grads.forward.targets > 1:
@@ -266,11 +266,11 @@ class Propagation:
         passed = self.propagate(visit, rule, op, relevance)
         _check_shape(visit, passed.relevance if passed.grad is None else passed.grad, rule, op.input)
         grads: list[Tensor | None] = [None] * len(visit.on_path)
-        grads[at + offset] = None if passed.grad is None else passed.grad.to(visit.grad.dtype)
+        grads[index + offset] = None if passed.grad is None else passed.grad.to(visit.grad.dtype)
         if passed.relevance is not None and node in walk.graph.first_and_last[0]:
-            walk.fix(visit, at + offset, passed.relevance)
+            walk.fix(visit, index + offset, passed.relevance)
         elif passed.relevance is not None:
-            grads[at + offset] = divided(passed.relevance, op.input)
+            grads[index + offset] = divided(passed.relevance, op.input)
             visit.absorb("inputs of zero", torch.where(op.input == 0, passed.relevance, 0))
         if is_sum:
             grads[0] = visit.grad * operation.args.get("beta", 1)
@@ -281,41 +281,41 @@ class Propagation:
         return tuple(grads)
 
     def _with_norm(
-        self, visit: Visit, operation: operations.Operation, at: int, *, is_sum: bool
+        self, visit: Visit, operation: operations.Operation, index: int, *, is_sum: bool
     ) -> tuple[LinearOperation, Callable[[], Tensor] | None]:
         """Return a linear operation with the batch norm or the bias after it, and the function for that result.
 
         The function is None if the output is that result. `is_sum` says whether the operation adds a second signal.
         """
-        node, op = visit.node, linear_operation(operation, at)
+        node, op = visit.node, linear_operation(operation, index)
         # A ReLU in place has overwritten a value that another operation had read.
         is_overwritten = operation.norms is not None and visit.walk.graph.users[node, 0] > 1
         recorded = None if operation.result is None or is_overwritten else at_least_float32(operation.result)
         if is_sum:  # the product alone
             op.bias = recorded = None
         if node in self._merged:
-            kept, norm = self._merged.pop(node)
-            return _merged(op, operation, recorded if kept is None else kept.to(op.input.dtype), norm)
+            result, norm = self._merged.pop(node)
+            return _merged(op, operation, recorded if result is None else result.to(op.input.dtype), norm)
         if node in self._biases:
             op.bias = at_least_float32(self._biases[node])
             op.find_output = None if recorded is None else partial(torch.add, recorded, op.bias)
         elif recorded is not None:
             op.output = recorded
-            if operation.norms is not None and not at:
+            if operation.norms is not None and not index:
                 op.scale = op.scale_of(operation.norms)
         return op, None
 
-    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, given: Tensor) -> Passed:
+    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, values: Tensor) -> Passed:
         """Return the result of a rule for the input of a linear operation, by its kernel or its formula.
 
         Args:
             visit: The visit of the operation.
             rule: The rule.
             op: The operation.
-            given: The relevance of the output, or G at the output for a rule that `reads_gradient`.
+            values: The relevance of the output, or G at the output for a rule that `reads_gradient`.
         """
         kernel = KERNELS.get(type(rule))
-        return Passed(relevance=rule.relevance(op, given)) if kernel is None else kernel(rule, op, given)
+        return Passed(relevance=rule.relevance(op, values)) if kernel is None else kernel(rule, op, values)
 
     def _linear_rule(self, walk: Walk, node: Node) -> Rule:
         """Return the rule of a convolution or matrix product."""
@@ -358,9 +358,9 @@ class Propagation:
         """Return the rule of an operation: by its most specific key, or by its kind."""
         rules, modules = self.composite.rules, walk.graph.record.modules(node) if self.layers else ()
         keys = [(_rank(key, name), key) for key, names in self.layers.items() for name in modules if name in names]
-        for at, end in enumerate(("first", "last")):
-            if end in rules and node in walk.graph.first_and_last[at]:
-                keys.append(((1, at), end))
+        for index, end in enumerate(("first", "last")):
+            if end in rules and node in walk.graph.first_and_last[index]:
+                keys.append(((1, index), end))
         fitting = [(rank, key) for rank, key in keys if isinstance(rules[key], base)]
         _, key = max(fitting, key=itemgetter(0), default=((), kind))
         self._used.add(key)
@@ -388,9 +388,9 @@ class Propagation:
         if path := self._merged_path(walk, visit.node):
             walk.holds_relevance.update(node for node, _ in path if visit.node in walk.holds_relevance)
             for edge, numbers in path.items():
-                norm = factors if numbers is None else factors.at(numbers)
+                norm = factors if numbers is None else factors.of_channels(numbers)
                 if edge in walk.watched:  # relevance there is the relevance of the merged output
-                    scale, shift = (channelwise(own, x) if numbers is None else own for own in norm[:2])
+                    scale, shift = (channelwise(values, x) if numbers is None else values for values in norm[:2])
                     walk.merged[edge] = scale, shift
                 if cast("operations.Operation", walk.graph.operations[edge[0]]).name in _CHANNELS:
                     self._merged[edge[0]] = x if numbers is None else None, norm
@@ -424,18 +424,18 @@ class Propagation:
             if name in _CHANNELS and sum(on_path) == 1:
                 if numbers is not None:
                     others = {*range(numbers.dim())} - {_CHANNELS[name] % numbers.dim()}
-                    path[edge] = own = numbers.amax(tuple(others), keepdim=True)
-                    obstacle = obstacle or "view" * (not bool(((numbers == own) | (numbers == 0)).all()))
+                    path[edge] = channels = numbers.amax(tuple(others), keepdim=True)
+                    obstacle = obstacle or "view" * (not bool(((numbers == channels) | (numbers == 0)).all()))
                 continue
             parts: Gradients = (numbers,)
             if all(on_path) and (name == "cat" or (operations.is_view(operation.op) and name != "expand")):
-                obstacle = obstacle or name * (sum(walk.graph.users[node, at] for at in range(len(specs))) != 1)
+                obstacle = obstacle or name * (sum(walk.graph.users[node, index] for index in range(len(specs))) != 1)
                 if numbers is None:
                     shape = specs[edge[1]].shape
                     counts = torch.arange(1, shape[1] + 1, dtype=torch.float32, device=walk.x.device)
                     numbers = counts.view(1, -1, *[1] * (len(shape) - 2)).expand(shape)
-                each = tuple(numbers if at == edge[1] else None for at in range(len(specs)))
-                parts = Visit(walk, node, operation, each, on_path).plain()
+                by_result = tuple(numbers if index == edge[1] else None for index in range(len(specs)))
+                parts = Visit(walk, node, operation, by_result, on_path).plain()
             elif name in {"mul", "div", "neg", *operations.ADDITIVE} and on_path[0] and sum(on_path) == 1:
                 obstacle = name
             elif name not in ("clone", "_to_copy"):
@@ -512,8 +512,10 @@ class Propagation:
         """
         walk, self._has_product = visit.walk, True
         grads = list(visit.plain())
-        factors = [at for at, on_path in enumerate(visit.on_path) if on_path][-2:]  # the first of three is a summand
-        constants = [at for at in factors if self._is_constant_factor(next_functions(visit.node)[at][0], walk)]
+        factors = [index for index, on_path in enumerate(visit.on_path) if on_path][
+            -2:
+        ]  # the first of three is a summand
+        constants = [index for index in factors if self._is_constant_factor(next_functions(visit.node)[index][0], walk)]
         if len(constants) == 1:
             walk.handled["product with a constant factor"] += 1
             grads[constants[0]] = None
@@ -523,9 +525,9 @@ class Propagation:
             grads[gate] = None
             return tuple(grads)
         walk.handled["product by halves"] += 1
-        for at in factors:
-            grad = grads[at]
-            grads[at] = None if grad is None else grad / 2
+        for index in factors:
+            grad = grads[index]
+            grads[index] = None if grad is None else grad / 2
         return tuple(grads)
 
     def _is_constant_factor(self, node: Node | None, walk: Walk) -> bool:
@@ -629,9 +631,9 @@ def _of_matrices(operation: operations.Operation) -> operations.Operation:
     return operations.Operation(aten.mm.default, "mm", dict(zip(_FACTORS["mm"], factors, strict=True)))
 
 
-def _function_of(operation: operations.Operation, at: int) -> operations.Operation:
+def _function_of(operation: operations.Operation, index: int) -> operations.Operation:
     """Return a pointwise operation as a function of one of its tensors, which comes first."""
-    name = [name for name, value in operation.args.items() if isinstance(value, Tensor)][at]
+    name = [name for name, value in operation.args.items() if isinstance(value, Tensor)][index]
     op = aten.log_sigmoid.default if operation.name == "log_sigmoid_forward" else operation.op
     args = {name: operation.kept_args[name], **operation.kept_args}
     return replace(
@@ -671,7 +673,7 @@ def _gate(visit: Visit, factors: Sequence[int]) -> int | None:
 
     The other factor is one that is 0 at 0, such as the value itself. None in a product of two signals.
     """
-    walk, edges = visit.walk, [cast("Edge", next_functions(visit.node)[at]) for at in factors]
+    walk, edges = visit.walk, [cast("Edge", next_functions(visit.node)[index]) for index in factors]
     above = {*edges}
     while len(above) > 1:
         latest = max(above, key=lambda edge: sequence_nr(edge[0]) if edge[0] in walk.graph.next else -1)
@@ -709,14 +711,14 @@ def _is_zero_at_zero(walk: Walk, edge: Edge, sources: set[Edge]) -> bool:
 
 def _check_shape(visit: Visit, values: object, rule: AnyRule, x: Tensor) -> None:
     """Raise MethodError for a rule whose result does not have the shape of the input."""
-    found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-    if found == x.shape:
+    shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    if shape == x.shape:
         return
     names = visit.walk.graph.record.modules(visit.node)
     weights = f" with weights {tuple(linear_weight(visit.known).shape)}" if isinstance(rule, Rule) else ""
-    place = f'layer "{max(names, key=len)}"' if names else f"an operation {visit.known.name}{weights}"
+    where = f'layer "{max(names, key=len)}"' if names else f"an operation {visit.known.name}{weights}"
     raise MethodError(
-        f"the rule {rule!r} at {place} returned {found} for an input {tuple(x.shape)} and an output "
+        f"the rule {rule!r} at {where} returned {shape} for an input {tuple(x.shape)} and an output "
         f"{tuple(visit.grad.shape)}; expected the shape of the input"
     )
 
@@ -833,10 +835,10 @@ def constant_part(node: Node, operation: operations.Operation, device: torch.dev
     def filled(value: Tensor | None) -> Tensor | None:
         if value is not None and not value.is_floating_point():
             return value
-        node, at = next(edges, (None, 0))
+        node, index = next(edges, (None, 0))
         if value is not None or node is None:
             return value
-        spec = result_spec(node, at)
+        spec = result_spec(node, index)
         return torch.zeros((), dtype=spec.dtype, device=device).expand(spec.shape)
 
     return cast("Tensor", operation.repeat(**tree_map(operation.args, _OPERANDS, filled)))
@@ -898,13 +900,13 @@ def attention_logits(operation: operations.Operation) -> Tensor:
 
 def derivative(operation: operations.Operation, point: Tensor) -> Tensor:
     """Return the derivative of a pointwise operation."""
-    name, args, one = _operand(operation), operation.kept_args, point.new_ones(())
+    name, args, ones = _operand(operation), operation.kept_args, point.new_ones(())
     if operation.name == "relu":
-        return where_above(one, point, 0)
+        return where_above(ones, point, 0)
     if operation.name == "hardtanh":
         return cast(
             "Tensor",
-            aten.hardtanh_backward(one.expand_as(point), point, args.get("min_val", -1), args.get("max_val", 1)),
+            aten.hardtanh_backward(ones.expand_as(point), point, args.get("min_val", -1), args.get("max_val", 1)),
         )
     with torch.enable_grad():
         point = point.detach().requires_grad_()
@@ -912,25 +914,25 @@ def derivative(operation: operations.Operation, point: Tensor) -> Tensor:
     return slope
 
 
-def linear_operation(operation: operations.Operation, at: int) -> LinearOperation:
+def linear_operation(operation: operations.Operation, operand: int) -> LinearOperation:
     """Return a convolution or matrix product as a function of one operand, in at least float32.
 
     Args:
         operation: The operation, with its operands.
-        at: The place of the operand that depends on the image; the other one holds the weights.
+        operand: The index of the factor that depends on the image; the other factor holds the weights.
     """
     is_convolution, args = operation.name == "convolution", operation.args
     names = ("input", "weight") if is_convolution else _FACTORS[operation.name]
-    own, weight = at_least_float32(args[names[at]]), at_least_float32(args[names[1 - at]])
+    x, weight = at_least_float32(args[names[operand]]), at_least_float32(args[names[1 - operand]])
     if (alpha := args.get("alpha", 1)) != 1:
         weight = weight * alpha
     bias = args["bias"] if is_convolution else args["self"] if "self" not in names else None
     if bias is not None:
         bias = at_least_float32(bias)
-        bias = channelwise(bias, own) if is_convolution else bias * args.get("beta", 1)
-    run, transposed = _convolution(args, own) if is_convolution else _matrix_product(at)
-    dims = tuple(range(1, own.dim())) if is_convolution else (-1 - at,)
-    return LinearOperation(own, weight, bias, run, transposed, dims)
+        bias = channelwise(bias, x) if is_convolution else bias * args.get("beta", 1)
+    run, transposed = _convolution(args, x) if is_convolution else _matrix_product(operand)
+    dims = tuple(range(1, x.dim())) if is_convolution else (-1 - operand,)
+    return LinearOperation(x, weight, bias, run, transposed, dims)
 
 
 def _merged(
@@ -946,7 +948,7 @@ def _merged(
         recorded: Its result, without the norm; None if it is not known.
         norm: The factors of the norm.
     """
-    scale, shift = (channelwise(own, op.input).to(op.input.dtype) for own in norm[:2])
+    scale, shift = (channelwise(values, op.input).to(op.input.dtype) for values in norm[:2])
     if norm.relative is None:
         bias = shift if op.bias is None else torch.addcmul(shift, op.bias, scale)
         op = replace(op, bias=bias, weight=op.weight * _of_weights(operation, scale))
@@ -963,13 +965,13 @@ def _merged(
 _Function = Callable[..., Tensor]
 
 
-def _convolution(args: Mapping[str, Any], own: Tensor) -> tuple[_Function, _Function]:
+def _convolution(args: Mapping[str, Any], like: Tensor) -> tuple[_Function, _Function]:
     """Return a convolution, and its transpose in the input, as functions of a tensor and the weights."""
     options = [args[name] for name in CONVOLUTION_OPTIONS]
 
     def transposed(grad: Tensor, weight: Tensor) -> Tensor:
         mask = [True, False, False]
-        return cast("Tensor", aten.convolution_backward.default(grad, own, weight, None, *options, mask)[0])
+        return cast("Tensor", aten.convolution_backward.default(grad, like, weight, None, *options, mask)[0])
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return cast("Tensor", aten.convolution.default(x, weight, None if bias is None else bias.flatten(), *options))
@@ -977,15 +979,15 @@ def _convolution(args: Mapping[str, Any], own: Tensor) -> tuple[_Function, _Func
     return run, transposed
 
 
-def _matrix_product(at: int) -> tuple[_Function, _Function]:
+def _matrix_product(operand: int) -> tuple[_Function, _Function]:
     """Return a matrix product with weights on one side, and its transpose, as functions of a tensor and the weights."""
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | float | None = None) -> Tensor:
-        product = x @ weight if at == 0 else weight @ x
+        product = x @ weight if operand == 0 else weight @ x
         return product if bias is None else product.add_(bias)
 
     def transposed(grad: Tensor, weight: Tensor) -> Tensor:
-        return grad @ weight.mT if at == 0 else weight.mT @ grad
+        return grad @ weight.mT if operand == 0 else weight.mT @ grad
 
     return run, transposed
 

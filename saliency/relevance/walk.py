@@ -72,7 +72,7 @@ class Visit(NamedTuple):
         self.walk.absorb(name, values, self.node)
 
 
-Rule = Callable[[Visit], Gradients]
+NodeRule = Callable[[Visit], Gradients]
 
 
 class ChannelFactors(NamedTuple):
@@ -88,9 +88,9 @@ class ChannelFactors(NamedTuple):
     shift: Tensor
     relative: Tensor | None
 
-    def at(self, numbers: Tensor) -> ChannelFactors:
+    def of_channels(self, numbers: Tensor) -> ChannelFactors:
         """Return the factors of some channels, which count from 1; for 0, a factor of 1 and a constant of 0."""
-        scale, shift = (F.pad(own, (1, 0), value=at)[numbers.long()] for own, at in ((self.scale, 1), (self.shift, 0)))
+        scale, shift = (F.pad(part, (1, 0), value=i)[numbers.long()] for part, i in ((self.scale, 1), (self.shift, 0)))
         return ChannelFactors(scale, shift, None if self.relative is None else shift / scale)
 
 
@@ -207,9 +207,9 @@ class CallGraph:
             shift = bias - mean * scale
             sizes, lowest = [len(var) for var, *_ in norms.values()], float(scale.min())
             parts = zip(norms, *(whole.split(sizes) for whole in (scale, shift, shift / scale)), strict=True)
-            for node, own, constant, relative in parts:
-                is_positive = lowest > 0 or float(own.min()) > 0
-                factors[node] = ChannelFactors(own, constant, relative if is_positive else None)
+            for node, factor, constant, relative in parts:
+                is_positive = lowest > 0 or float(factor.min()) > 0
+                factors[node] = ChannelFactors(factor, constant, relative if is_positive else None)
         return factors
 
 
@@ -228,7 +228,7 @@ class Walk:
         graph: The graph.
         relevance: The relevance of the image (N, C, H, W).
         gradient: G at the image (N, C, H, W); None if nothing arrives.
-        at: The relevance of the watched tensors, by name, in their shapes.
+        watched_relevance: The relevance of the watched tensors, by name, in their shapes.
         watched: The names of the watched tensors by edge.
         rule: The rule.
         ledger: The shares (N,) of the scores, by name: of the input, and of each kind of absorbed relevance.
@@ -241,7 +241,7 @@ class Walk:
     def __init__(
         self,
         grads: TargetGradients,
-        rule: Rule,
+        rule: NodeRule,
         watched: Mapping[str, Tensor] | None = None,
         changes: Mapping[str, Callable[[Walk, Tensor | float, Tensor], Tensor]] | None = None,
         *,
@@ -250,7 +250,7 @@ class Walk:
         self.grads, self.rule, self._changes, self._frees = grads, rule, changes or {}, frees
         self.x, self.images = grads.forward.x, len(grads.x)
         self.graph = CallGraph.of(grads)
-        self.at: dict[str, Tensor] = {}
+        self.watched_relevance: dict[str, Tensor] = {}
         self.handled: Counter[str] = Counter()
         self._tensors = {name: tensor for name, tensor in (watched or {}).items() if tensor.requires_grad}
         edges = {name: get_gradient_edge(tensor) for name, tensor in self._tensors.items()}
@@ -330,7 +330,7 @@ class Walk:
             value = self._tensors[name] * scale + shift
         if name in self._changes:
             grad = self._changes[name](self, value, grad)
-        self.at[name] = self.at.get(name, 0) + at_least_float32(grad) * value
+        self.watched_relevance[name] = self.watched_relevance.get(name, 0) + at_least_float32(grad) * value
         return grad
 
     def _pass_on(self, visit: Visit, grads: Gradients, arrived: dict[Edge, Tensor]) -> None:
@@ -338,13 +338,13 @@ class Walk:
         is_join = self.images > 1 and visit.operation is not None and visit.operation.name in ("cat", "stack")
         is_joint = is_join and visit.grad.shape == (self.images,) == (len(grads),)
         edges = zip(self.graph.next[visit.node], visit.on_path, grads, strict=False)
-        for operand, ((node, at), on_path, grad) in enumerate(edges):
+        for operand, ((node, index), on_path, grad) in enumerate(edges):
             if node is None or not on_path or grad is None:
                 continue
             # Like the engine of autograd: an operation leaves the sum over broadcast dimensions to its caller.
-            fitted = self.graph.specs[node][at].fitted(grad)
-            known = arrived.get((node, at))
-            arrived[node, at] = fitted if known is None else known + fitted
+            fitted = self.graph.specs[node][index].fitted(grad)
+            previous = arrived.get((node, index))
+            arrived[node, index] = fitted if previous is None else previous + fitted
             if self.images == 1:
                 continue
             image = operand if is_joint else self._image.get(visit.node)
@@ -356,8 +356,8 @@ class Walk:
     def fix(self, visit: Visit, operand: int, relevance: Tensor) -> None:
         """Send relevance to an operand that has no G, because the operand may be zero."""
         edge = cast("Edge", self.graph.next[visit.node][operand])
-        known = self._fixed.get(edge)
-        self._fixed[edge] = relevance if known is None else known + relevance
+        previous = self._fixed.get(edge)
+        self._fixed[edge] = relevance if previous is None else previous + relevance
 
     def _is_length_first(self, shape: torch.Size, reading: int) -> bool:
         """Return whether a shape is (length, N, ...), as inside `nn.MultiheadAttention`, instead of (N, ...)."""
