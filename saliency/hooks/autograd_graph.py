@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -156,7 +156,11 @@ def result_shape(node: Any) -> tuple[int, ...]:
 
 def result_specs(nodes: Iterable[Any]) -> dict[Node, list[GradSpec]]:
     """Return the shape and type of the gradient of each result of some operations."""
-    return {node: [GradSpec(torch.Size(part.shape), part.dtype) for part in node._input_metadata] for node in nodes}
+    specs: defaultdict[Node, list[GradSpec]] = defaultdict(list)
+    for node in nodes:
+        for part in node._input_metadata:
+            specs[node].append(GradSpec(torch.Size(part.shape), part.dtype))
+    return specs
 
 
 def result_spec(node: Any, index: int) -> GradSpec:
@@ -377,9 +381,11 @@ def source_edge(tensor: Tensor) -> tuple[Node, int]:
 
     Full backward hooks of modules are stepped over.
     """
-    node, index = _without_hook(*get_gradient_edge(tensor)[:2])
+    node, index = get_gradient_edge(tensor)[:2]
+    if isinstance(node, _HOOK_NODE):
+        node, index = cast("tuple[Node, int]", next_functions(node)[index])
     next_functions(node)
-    return cast("Node", node), index
+    return node, index
 
 
 def reached_nodes(starts: Iterable[Node], is_end: Callable[[Node], bool]) -> set[Node]:

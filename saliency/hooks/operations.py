@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
+from itertools import chain, compress
 from typing import Any, cast
 
 import torch
@@ -91,7 +92,7 @@ class Operation:
     @property
     def args(self) -> dict[str, Any]:
         """The arguments by name. Tensors that are not stored are None."""
-        return self._values(self.kept_args)
+        return self._values(self.kept_args) if self.is_weak else self.kept_args
 
     @property
     def result(self) -> Any:
@@ -115,10 +116,11 @@ class Operation:
 
     def repeat(self, /, **changed: Any) -> Any:
         """Run the operation again with some other arguments, not in place."""
-        return out_of_place(self.op)(**self._values({**self.kept_args, **changed}))
+        args = {**self.kept_args, **changed}
+        return out_of_place(self.op)(**(self._values(args) if self.is_weak else args))
 
     def _values(self, args: dict[str, Any]) -> dict[str, Any]:
-        return cast("dict[str, Any]", tree_map(args, WeakResult, WeakResult.value)) if self.is_weak else args
+        return cast("dict[str, Any]", tree_map(args, WeakResult, WeakResult.value))
 
 
 class WeakTensor:
@@ -343,9 +345,9 @@ def _parts(op: Op) -> list[tuple[str, bool]]:
 
 
 @cache
-def _operand_positions(op: Op) -> list[int]:
-    """Return the positions of the arguments of an operation that are or hold tensors."""
-    return [position for position, (_, is_tensor) in enumerate(_parts(op)) if is_tensor]
+def _holds_tensors(op: Op) -> list[bool]:
+    """Return whether each argument of an operation is or holds tensors."""
+    return [is_tensor for _, is_tensor in _parts(op)]
 
 
 def operation_of(node: Node, on_path: Container[Node | None]) -> Operation | None:
@@ -397,10 +399,6 @@ class OperationRecord(MemoryMode[_MemoryRecord]):
         self._clone: tuple[int, Tensor, Tensor] | None = None  # the last operation, if it was a clone
         self._chunks: dict[int, Tensor] = {}  # constants that share their memory with signals, by id
 
-    def operations(self, nodes: Sequence[Node]) -> dict[Node, Operation | None]:
-        """Return the operation of each node; None if it was not recorded."""
-        return {node: self.operation(node) for node in nodes}
-
     def operation(self, node: Node) -> Operation | None:
         """Return the operation of a node; None if it was not recorded."""
         if is_python_function(node):
@@ -419,10 +417,12 @@ class OperationRecord(MemoryMode[_MemoryRecord]):
         on_path = {*nodes, next_functions(nodes[-1])[0][0]}
         of_changes = self.keep == SavedValues.CHANGES
         if self.keep == SavedValues.LINEAR:  # the result of a convolution is only in the graph as input of a batch norm
-            unread = {node for node in nodes if node.name() == "ConvolutionBackward0"}
-            norms = [node for node in nodes if node.name() == "NativeBatchNormBackward0"]
-            if unread.difference(next_functions(node)[0][0] for node in norms):
-                return False
+            normalised = set[Node | None]()
+            for node in nodes:
+                if node.name() == "NativeBatchNormBackward0":
+                    normalised.add(next_functions(node)[0][0])
+                elif node.name() == "ConvolutionBackward0" and node not in normalised:
+                    return False
         for node in nodes:
             from_graph, operation = operation_of(node, on_path), self.operation(node)
             if of_changes and node.name() in _SAVE_NO_OPERAND:
@@ -463,7 +463,7 @@ class OperationRecord(MemoryMode[_MemoryRecord]):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and record it if it depends on the image."""
         kwargs, name = kwargs or {}, operator_name(op)
-        operands = [args[position] for position in _operand_positions(op) if position < len(args)]
+        operands = list(compress(args, _holds_tensors(op)))
         dependent = list(map(self._depends, operands))
         if True not in dependent:
             result = op(*args, **kwargs)
@@ -620,4 +620,4 @@ def _tensors(values: Any) -> list[Tensor]:
     """Return a tensor, or the tensors of a list, as a list."""
     if isinstance(values, Tensor):
         return [values]
-    return [tensor for value in values for tensor in _tensors(value)] if isinstance(values, _LISTS) else []
+    return list(chain.from_iterable(map(_tensors, values))) if isinstance(values, _LISTS) else []

@@ -1,8 +1,8 @@
 """Rules of DeepLIFT for each kind of operation.
 
-A multiplier m says how much a value counts for the score: m * (x - x0) is its share of the difference of the scores,
-where x is the value for the image and x0 the one for the baseline. The shares of the operands of an operation sum to
-the shares of its results.
+A multiplier m is the effect of a value on the score: m * (x - x0) is its part of the difference of the scores, where x
+is the value for the image and x0 the value for the baseline. The parts of the operands of an operation sum to the parts
+of its results.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Pair(NamedTuple):
 
     @property
     def change(self) -> Tensor:
-        """The difference of both."""
+        """The value for the image minus the value for the baseline."""
         return self.x - self.x0
 
     @property
     def mean(self) -> Tensor:
-        """The point halfway."""
+        """The mean of both values."""
         return (self.x + self.x0) / 2
 
 
@@ -120,7 +120,7 @@ class Multipliers:
             return visit.plain()
         # A part of a tensor can be multiplied by a constant.
         is_part = operation.is_part and (kind != "mul" or sum(visit.on_path) > 1)
-        if operation.op.namespace != "aten" or is_part or refuses_complex(visit):
+        if operation.op.namespace != "aten" or is_part or refuses_complex(visit, operation):
             return without_rule(visit, self.unknown)
         step = MultiplierStep(visit, operation, base)
         visit.walk.handled[operation.name.removeprefix("_")] += 1
@@ -133,7 +133,7 @@ class Multipliers:
 
 
 def _kind(op: Op) -> str:
-    """Return the kind of an operation; "" if only its gradients are known."""
+    """Return the kind of an operation; "" if it has no rule except its mean gradient."""
     name = operator_name(op)
     if name in _WINNERS:
         return "winners"
@@ -216,7 +216,7 @@ def _winners(step: MultiplierStep) -> Gradients:
 
 
 def _max_pool(step: MultiplierStep) -> Gradients:
-    """Pass gains and losses of the windows of a max pool by the places of their winners."""
+    """Pass gains and losses of the windows of a max pool to the positions of their winners."""
     start = -3 if "3d" in step.operation.name else -2
     x, x0 = (value.flatten(start) for value in step.pair("self"))
     winners, winners0 = (operation.result[1].flatten(start) for operation in step[1:])
@@ -228,12 +228,12 @@ def _max_pool(step: MultiplierStep) -> Gradients:
 
 
 def _per_change(share: Tensor, x: Tensor, x0: Tensor) -> Tensor:
-    """Divide shares by the change of an operand, in place. The share of an operand that does not change is 0."""
+    """Divide parts by the change of an operand, in place. The part of an operand that does not change is 0."""
     return share.div_(at_least_float32(x - x0).add_(TINY))
 
 
 def _mul(step: MultiplierStep) -> Gradients:
-    """Count each factor of a product at the mean of the other one."""
+    """Multiply by the mean of the other factor of a product."""
     if step.visit.on_path != [True, True]:
         return step.visit.plain()
     return step.grad * step.pair("other").mean, step.grad * step.pair("self").mean
@@ -271,7 +271,7 @@ def _attention(step: MultiplierStep) -> Gradients:
 def _through_softmax(z: Pair, grad: Tensor, dim: int) -> Tensor:
     """Return the multipliers of the logits of a softmax.
 
-    Each s = exp(z - l) is rescaled, and l shares its difference so that the differences of all s sum to zero.
+    Each s = exp(z - l) is rescaled. The difference of l is such that the differences of all s sum to zero.
     """
     logs = Pair(z.x.log_softmax(dim), z.x0.log_softmax(dim))
     larger = torch.maximum(*logs).exp().nan_to_num_(0)
@@ -287,7 +287,7 @@ def _through_softmax(z: Pair, grad: Tensor, dim: int) -> Tensor:
 def _integrated(step: MultiplierStep) -> Gradients:
     """Return the mean gradients of an operation on the straight path between both points, by a Gauss-Legendre rule.
 
-    It has as many nodes as a complete result needs; one is exact for products.
+    The rule has as many nodes as a complete result needs; one node is exact for products.
     """
     pairs = list(zip(_floats(step.operation.args), _floats(step.base.args), strict=True))
     rounding = torch.finfo(step.grad.dtype).eps ** 0.5 / 100
@@ -307,7 +307,7 @@ def _integrated(step: MultiplierStep) -> Gradients:
 
 
 def _gradients(step: MultiplierStep, operands: list[Tensor], grads: Gradients) -> list[Tensor]:
-    """Return the gradients of an operation at other floating-point operands, for given ones at its results."""
+    """Return the gradients of an operation at other floating-point operands, from the gradients at its results."""
 
     def run(*operands: Tensor) -> list[Tensor]:
         remaining = iter(operands)
@@ -327,7 +327,7 @@ def _floats(tree: Any) -> list[Tensor]:
 
 
 def _lost(step: MultiplierStep, passed: Gradients) -> tuple[float, float]:
-    """Return the share of the results that the operands of an operation do not get, and the size of all shares."""
+    """Return the part of the results that the operands do not receive, and the size of all parts."""
     results = _shares(step.visit.grads, step.operation.repeat(), step.base.repeat())
     operands = _shares(passed, step.operation.args, step.base.args)
     return abs(float(results.sum() - operands.sum())), float(results.abs().sum())

@@ -558,7 +558,9 @@ def test_gamma_is_an_option(composite: Any) -> None:
     assert found.settings["gamma"] == 0.1
     assert str(found.composite).count("Gamma(gamma=0.1)") == str(found.composite).count("Gamma") == 2
     for other in (None, "epsilon_plus"):
-        with pytest.raises(saliency.MethodError, match="no gamma rule; those with one are gamma, epsilon_gamma_box"):
+        with pytest.raises(
+            saliency.MethodError, match="no gamma rule; composites with gamma rules are gamma, epsilon_gamma_box"
+        ):
             LRP(net, composite=other, gamma=0.1)
 
 
