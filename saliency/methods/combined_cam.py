@@ -97,7 +97,7 @@ class _LayerFusion(TracedAttribution):
         self._cam = _CAMS[self.cam](self.model)
 
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
-        """Return the named layers, those that enter a detector's head, or the last of each of three resolutions."""
+        """Return the named layers, the layers that enter a detector's head, or the last layer of three resolutions."""
         return needs_with(self.needs, layers=self.layers or layers_by_resolution(self.model, x, target))
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
@@ -107,9 +107,9 @@ class _LayerFusion(TracedAttribution):
         scaled = [self.scaled(F.normalize(values.flatten(1), math.inf, eps=tiny).view_as(values)) for values in maps]
         return BatchAttribution(self.combine(on_finest_grid(scaled)), grads.scores, layer=", ".join(layers))
 
-    def scaled(self, shares: Tensor) -> Tensor:
-        """Scale the map of a layer, given as shares (N, 1, h, w) of its maximum; unchanged by default."""
-        return shares
+    def scaled(self, fractions: Tensor) -> Tensor:
+        """Scale the map of a layer, given as fractions (N, 1, h, w) of its maximum; unchanged by default."""
+        return fractions
 
     @abstractmethod
     def combine(self, maps: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class _LayerFusion(TracedAttribution):
 
 
 class FusedCAM(_LayerFusion):
-    """The maximum of one CAM over several layers: fine edges of shallow layers within the focus of deep ones.
+    """The maximum of one CAM over several layers: fine edges of shallow layers within the focus of deep layers.
 
     Formula: S = max_l up(tanh(γ C_l⁺ / max C_l⁺)), with C_l the CAM of layer l.
 
@@ -129,7 +129,7 @@ class FusedCAM(_LayerFusion):
         cam: The CAM to fuse: "layer_cam" as in the paper, "grad_cam", "grad_cam_plus_plus", "xgrad_cam" or "hires_cam".
         gamma: How strongly weak values are raised; 2 in the paper.
 
-    Values: (N, 1, h, w), 0 to tanh(gamma), without a unit: each layer is scaled by its own maximum, image by image.
+    Values: (N, 1, h, w), 0 to tanh(gamma), dimensionless: each layer is scaled by its maximum for each image.
 
     Raises:
         MethodError: The CAM does not exist, or gamma is not positive.
@@ -139,12 +139,12 @@ class FusedCAM(_LayerFusion):
     """
 
     name = "fused_cam"
-    units = "share of each layer's largest"
+    units = "fraction of each layer's largest"
     gamma: Option[float] = Option(2.0, check_number, above=0)
 
-    def scaled(self, shares: Tensor) -> Tensor:
-        """Return the hyperbolic tangent of the shares times gamma."""
-        return torch.tanh(self.gamma * shares)
+    def scaled(self, fractions: Tensor) -> Tensor:
+        """Return the hyperbolic tangent of the fractions times gamma."""
+        return torch.tanh(self.gamma * fractions)
 
     def combine(self, maps: Tensor) -> Tensor:
         """Return the maximum of the maps."""
@@ -165,8 +165,8 @@ class RefineCAM(_LayerFusion):
             "grad_cam_plus_plus", which is not defined for the signed channels at the end of many stages. On the bundled
             network and photos it puts 47 % of the map into the objects' boxes, "layer_cam" 77 %.
 
-    Values: (N, 1, h, w), 0 to 1, without a unit: each layer is scaled by its own maximum, image by image. Zero
-        everywhere if a layer has no positive value.
+    Values: (N, 1, h, w), 0 to 1, dimensionless: each layer is scaled by its maximum for each image. Zero everywhere if
+        a layer has no positive value.
 
     Raises:
         MethodError: The CAM does not exist.
@@ -176,7 +176,7 @@ class RefineCAM(_LayerFusion):
     """
 
     name = "refine_cam"
-    units = "product of the shares of each layer's largest"
+    units = "product of the fractions of each layer's largest"
 
     def combine(self, maps: Tensor) -> Tensor:
         """Return the product of the maps."""
@@ -201,7 +201,7 @@ class FinerCAM(LayerAttribution):
     Values: (N, 1, h, w), signed, in the units of the CAM.
 
     Raises:
-        NotApplicableError: The target is not a class, or the model has only one.
+        NotApplicableError: The target is not a class, or the model has only one class.
 
     Source: Zhang et al., "Finer-CAM" (2025), https://arxiv.org/abs/2501.11309.
     """
@@ -327,10 +327,10 @@ class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
     With these means D1, D2, D3 and the activations A of the clean image, the weight of a channel is the sum of
     alpha * D1 over the locations where D1 is positive, with alpha = D2 / (2 * D2 + D3 * sum A). The map is the weighted
     sum of A. Without noise it is Grad-CAM++. The coefficient has a pole if D3 or the sum of A is negative; their
-    product then counts as 0.
+    product is then treated as 0.
 
     Args:
-        noise: The standard deviation of the noise, as a share of the range of the image's values.
+        noise: The standard deviation of the noise, as a fraction of the range of the image's values.
 
     Values: (N, 1, h, w), in score units up to a factor: the coefficients have no unit. The error is estimated by a
     jackknife over ten groups of samples.
@@ -391,7 +391,7 @@ class _SmoothMap(Estimate):
 
     @property
     def error(self) -> Tensor | None:
-        """The standard error of the map (1, h, w), from the maps without one group at a time."""
+        """The standard error of the map (1, h, w), from the maps that each leave out one group."""
         groups = min(self.count, self.groups)
         if groups < 2:
             return None

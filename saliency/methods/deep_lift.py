@@ -26,7 +26,7 @@ from ..validation import check_choice, check_integer
 from .baselines import BaselineOption, baselines
 
 MAX_MISSING_SHARE = 1e-4
-"""The share of the difference of the scores that may be missing from the values without a warning."""
+"""The fraction of the difference of the scores that may be missing from the values without a warning."""
 
 
 class DeepLIFT(TracedAttribution):
@@ -38,10 +38,10 @@ class DeepLIFT(TracedAttribution):
     values are complete, as in integrated gradients, for two forwards and one backward.
 
     Works on the autograd graph of the call, so residual connections, functions, reused modules and operations in place
-    need no preparation of the model. A factor of a product counts with the mean of the other factor; norms, quotients
-    and attention are chains of products and pointwise functions. In a max pool, the gain of a window goes to its
-    maximum for the image, and the loss to its maximum for the baseline. Any other operation passes its mean gradient on
-    the straight path between both points.
+    need no preparation of the model. The slope of a factor of a product is the mean of the other factor; norms,
+    quotients and attention are chains of products and pointwise functions. In a max pool, the gain of a window goes to
+    its maximum for the image, and the loss to its maximum for the baseline. Any other operation passes its mean
+    gradient on the straight path between both points.
 
     Args:
         baseline: As for `IntegratedGradients`.

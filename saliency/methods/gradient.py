@@ -77,8 +77,8 @@ class RectifiedGradient(TracedAttribution):
     times, inside scripts and non-reentrant checkpoints. Only the gradient through the rectifier changes.
 
     Args:
-        smooth: The rule of LeakyReLU, PReLU, ELU, GELU, SiLU, Hardswish, Mish and Softplus, for which the paper has
-            none: "leave" keeps their derivative, "positive" passes only a positive incoming gradient, times the true
+        smooth: The rule of LeakyReLU, PReLU, ELU, GELU, SiLU, Hardswish, Mish and Softplus, which the paper does not
+            cover: "leave" keeps their derivative, "positive" passes only a positive incoming gradient, times the true
             derivative. In both cases the explanation's coverage counts them.
     """
 
@@ -151,7 +151,7 @@ class GuidedBackprop(RectifiedGradient):
         if nonlinearity.kind not in ("clamp", "maximum"):
             # In place, which halves the time: the derivative of a ReLU is a new tensor that is not used elsewhere.
             return lambda grad_input, grad_output: grad_input.relu_()
-        # PyTorch's derivative of these at 0 is 1 or a half; the rule has 0, as for a ReLU.
+        # PyTorch's derivative of clamp and maximum at 0 is 1 or a half; the rule has 0, as for a ReLU.
         activation, saturation = output_of(nonlinearity.node), saturation_of(nonlinearity.node)
         open_ = activation > 0 if saturation is None else (activation > 0) & (activation < saturation)
         return lambda grad_input, grad_output: torch.where(open_, grad_output.clamp(min=0), 0)

@@ -40,7 +40,7 @@ class LayerMaps:
 
     Attributes:
         layer: The layer's name.
-        raw: (1, ...) the output in its own layout.
+        raw: (1, ...) the output in the layout of the model.
         maps: (K, h, w) the output as maps; half precision as float32.
         output: The output of the model.
     """
@@ -110,7 +110,7 @@ class LayerPasses(MultiPassAttribution):
 
 
 def stretched(maps: Tensor) -> Tensor:
-    """Return maps (N, K, H, W), each stretched to 0..1; constant ones become 0."""
+    """Return maps (N, K, H, W), each stretched to 0..1; constant maps become 0."""
     low, high = maps.amin(axes := spatial(maps), keepdim=True), maps.amax(axes, keepdim=True)
     return (maps - low) / torch.where(high == low, torch.ones_like(high), high - low)
 
@@ -125,12 +125,12 @@ class ScoreCAM(LayerPasses, TimedAttribution):
     baseline cancels. (The authors' code takes the class probabilities; the target `saliency.probability(...)` is the
     closest to it.) The logits of a confident model differ by much more than 1, so few channels hold most of the weight.
 
-    Constant channels, such as dead ones, highlight nothing and have no weight. In the softmax they count with the score
+    Constant channels, such as dead channels, highlight nothing and have no weight. In the softmax they have the score
     of the empty image, which takes one forward for all of them. All weights are 0 if no mask changes the score.
 
     Args:
         channels: The number of channels to use; None for all.
-        order: The number by which channels are chosen: "deviation", the standard deviation of their activations, or
+        order: The criterion by which channels are chosen: "deviation", the standard deviation of their activations, or
             "gradient", their mean gradient, with one more forward and a backward. `channels=300, order="gradient"` is
             gScoreCAM, proposed for the thousands of channels of CLIP. (Its authors' code also gives weight to channels
             without a pass.)
@@ -193,7 +193,7 @@ class ScoreCAM(LayerPasses, TimedAttribution):
         return combined()
 
     def _strength(self, passes: Passes, layer: LayerMaps) -> Tensor:
-        """Return the number (K,) by which channels are chosen."""
+        """Return the criterion (K,) by which channels are chosen."""
         if self.order == "deviation":
             return layer.maps.flatten(1).std(1, correction=0)
         with torch.enable_grad():
@@ -211,9 +211,9 @@ class AblationCAM(LayerPasses, TimedAttribution):
     channel supports the target, also for a negative score. (The paper divides by y, which is the same for all channels
     and inverts the map if y is negative.)
 
-    Only the part of the model after the layer runs for each channel. If this part
-    is pooling and one linear layer, which each call checks, the weights are computed in closed form. Channels that are
-    zero everywhere have no effect, and are not run.
+    Only the part of the model after the layer runs for each channel. If this part is pooling and one linear layer,
+    which each call checks, the weights are computed in closed form. Channels that are zero everywhere have no effect,
+    and are not run.
 
     Args:
         channels: The number of channels to remove, in descending order of energy; None for all.
@@ -350,15 +350,14 @@ class ViTCX(LayerPasses, TimedAttribution):
     same up to a constant and a factor. The paper takes class probabilities: the target `saliency.probability(...)`.
 
     The clusters depend on the network's rounding, see docs/transformers.md for bfloat16. Feature maps that are constant
-    highlight nothing and form no cluster. With a single mask there is nothing to
-    compare, so the map is 0.
+    highlight nothing and form no cluster. With a single mask there is nothing to compare, so the map is 0.
 
     Args:
         layer: As for `LayerAttribution`. In a vision transformer with a class token, this is the first normalisation of
             the last block, as in the authors' code. Other networks have feature maps too.
         distance: The largest cosine distance of two feature maps of one cluster.
-        noise: The standard deviation of the noise, as a share of the range of the image's values. For a photo, 0.02 is
-            about the paper's 0.1 in the normalised input.
+        noise: The standard deviation of the noise, as a fraction of the range of the image's values. For a photo, 0.02
+            is about the paper's 0.1 in the normalised input.
 
     Values: (N, 1, H, W), signed, in score units; 0 if no mask shows the pixel.
 

@@ -33,10 +33,10 @@ MOST_NODES = 256
 FIRST_NODES = 9
 """The number of evenly spaced nodes that an adaptive integral starts with."""
 NEW_NODES = 4
-"""The maximum number of intervals that are halved at a time. It does not depend on the chunk size."""
+"""The maximum number of intervals that are halved at once. It does not depend on the chunk size."""
 
 STEP_TOLERANCE = 1e-9
-"""The allowed error in the length of a step of Guided IG, as a share of the whole path."""
+"""The allowed error in the length of a step of Guided IG, as a fraction of the whole path."""
 
 
 class IntegratedGradients(TimedAttribution):
@@ -44,16 +44,16 @@ class IntegratedGradients(TimedAttribution):
 
     Formula: S = (x − x′) ⊙ ∫₀¹ ∇y(x′ + t (x − x′)) dt.
 
-    The default baseline is the mean colour, 0 in the normalised input. It is the same for all images, is known for
-    every model, and is closer to most pixels than black. With a black baseline, dark pixels get no attribution.
+    The default baseline is the mean colour, 0 in the normalised input. It is the same for all images and models, and is
+    closer to most pixels than black. With a black baseline, dark pixels get no attribution.
 
     A trained network's gradient changes so fast along the path that fixed rules converge slowly. On the bundled network
     and real photos, 50 Gauss-Legendre nodes leave a residual of 1 to 11 % of the rise, and 32 nodes 5 to 50 %. A
     `tolerance` is met with far fewer passes, for two reasons. First, the scores at two nodes give the mean slope
     between them, and the gradients at both are mixed to match that slope. This is exact for one kink between the nodes.
     Second, new nodes are added in the intervals with the largest residuals, and earlier nodes are reused (a
-    Gauss-Legendre rule with more nodes needs all new ones). Under every rule the weights are not negative and sum to 1,
-    so the result is a mean of true gradients.
+    Gauss-Legendre rule with more nodes reuses none). Under every rule the weights are not
+    negative and sum to 1, so the result is a mean of true gradients.
 
     A small residual is not a small error of the map. At 1 %, after 10 to 17 passes, the maps of the bundled network's
     top class on five photos have a cosine of .87 to .98 with the maps of 256 nodes; with 50 nodes .994 to .999.
@@ -108,7 +108,7 @@ class IDGI(TimedAttribution):
     values then sum exactly to the rise, except for steps that start where the gradient is zero.
 
     As in the authors' code, a class is explained by its probability, and the result's `target_names` say so. Any other
-    target is explained as it is, such as `saliency.value(281)` for the logit, as is the score of a model of one class.
+    target, such as `saliency.value(281)` for the logit, and the score of a model of one class are explained unchanged.
     On the bundled network and photos the outer 16 pixels, next to the padding, hold 16 % of the map on average (21 %
     for the logit).
 
@@ -177,7 +177,7 @@ class _ProbabilityIfAny(Probability):
 
 
 def _squared_shares(gradients: Tensor) -> Tensor:
-    """Return the share of each value in the sum of squares of its gradient (k, C, H, W); zero for a zero gradient."""
+    """Return each squared gradient (k, C, H, W) as a fraction of their sum; zero for a zero gradient."""
     largest = gradients.abs().amax(axes := spatial(gradients, 1), keepdim=True)
     # Scale first: the square of a small gradient would vanish.
     squares = (gradients / torch.where(largest == 0, torch.ones_like(largest), largest)).square()
@@ -196,7 +196,7 @@ class ExpectedGradients(SampledAttribution):
 
     Args:
         baseline: "colours", or a set to draw baselines from: a float tensor (K, C, H, W), or a list of images, paths,
-            or baselines as for `IntegratedGradients`. For "noise", each sample has its own.
+            or baselines as for `IntegratedGradients`. For "noise", each sample has different noise.
 
     Values: (N, C, H, W), signed, in score units; their expectation sums to the score minus the baselines' mean score.
 
@@ -254,7 +254,7 @@ class GuidedIG(TimedAttribution):
     Args:
         baseline: As for `IntegratedGradients`.
         steps: The number of steps.
-        fraction: The share of values that move together, above 0 and at most 1.
+        fraction: The fraction of values that move together, above 0 and at most 1.
         max_distance: The largest distance of a value from the straight path, from 0 to 1, as a fraction of the path. 0
             gives integrated gradients, 1 a free path.
 
@@ -303,22 +303,22 @@ class GuidedIG(TimedAttribution):
             position = moved
         return values[0]
 
-    def moved(self, position: Tensor, slopes: Tensor, length: Tensor, share: float) -> Tensor:
-        """Return the position of each value after a step that leaves 1 - `share` of the whole path.
+    def moved(self, position: Tensor, slopes: Tensor, length: Tensor, done: float) -> Tensor:
+        """Return the position of each value after a step that completes the fraction `done` of the whole path.
 
         Args:
             position: The position of each value, 0 to 1.
             slopes: The magnitude of the gradient there.
             length: The length of each value's whole path.
-            share: The position of the straight path.
+            done: The position on the straight path.
         """
         whole = float(length.sum(dtype=torch.float64))
-        least, most = max(share - self.max_distance, 0.0), min(share + self.max_distance, 1.0)
+        least, most = max(done - self.max_distance, 0.0), min(done + self.max_distance, 1.0)
         position = position.clamp(min=least)
         waiting = torch.where((position < most) & (length > 0), slopes, torch.inf)
         taken = max(1, int(self.fraction * (slopes.numel() - 1)) + 1)
         while True:
-            missing = float(((1 - position) * length).sum(dtype=torch.float64)) - (1 - share) * whole
+            missing = float(((1 - position) * length).sum(dtype=torch.float64)) - (1 - done) * whole
             bound = waiting.flatten().kthvalue(taken).values
             chosen = (waiting <= bound) & waiting.isfinite()
             if missing <= STEP_TOLERANCE * whole or not chosen.any():
@@ -408,7 +408,7 @@ def mean_gradients(passes: Passes, references: Tensor, rule: QuadratureRule, ste
 
 
 def residual_of(passes: Passes, values: Tensor, score: Tensor, references: Tensor) -> float:
-    """Return the difference of the score and the mean score of baselines (K, C, H, W) that values do not add up to."""
+    """Return the score minus the mean score of the baselines (K, C, H, W) minus the sum of the values."""
     if is_tracing():
         return math.nan
     count = len(references)
@@ -421,8 +421,8 @@ def quadrature(rule: QuadratureRule, count: int) -> tuple[Tensor, Tensor]:
 
     Both are in float64 on the CPU.
 
-    Gauss-Legendre is exact for polynomials of degree 2n - 1, the midpoint and the trapezoid rule for degree 1, the
-    Riemann sums, which take the left or right end of each of n intervals, for constants.
+    Gauss-Legendre is exact for polynomials of degree 2n - 1, the midpoint and the trapezoid rule for degree 1. The
+    Riemann sums, which take the left or right end of each of n intervals, are exact for constants.
 
     Args:
         rule: One of `RULES`.
@@ -463,7 +463,7 @@ class AdaptiveIntegral:
         self.nodes: list[tuple[float, float, float]] = []  # position, value and slope, in the order of arrival
 
     def wanted(self) -> list[float]:
-        """Return the nodes to evaluate next: evenly spaced ones first, then the centres of the worst intervals."""
+        """Return the nodes to evaluate next: first evenly spaced nodes, then the centres of the worst intervals."""
         if not self.nodes:
             return [i / (FIRST_NODES - 1) for i in range(FIRST_NODES)]
         _, positions, _, signed = self._mixed()
@@ -504,7 +504,7 @@ class AdaptiveIntegral:
     def _mixed(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the order of the nodes by position (n,), and their positions in this order.
 
-        Also return, for each interval (n - 1,), the share of the slope at its left end, and the residual.
+        Also return, for each interval (n - 1,), the weight of the slope at its start, and the residual.
         """
         positions, values, slopes = torch.tensor(self.nodes, dtype=torch.float64, device="cpu").T
         order = positions.argsort()
@@ -575,9 +575,9 @@ class XRAI(TimedAttribution):
 
     Integrated gradients start from the darkest and from the brightest value of the image, so that black and white
     regions both get values; the map takes the largest channel of their mean. Segments, dilated a little to include
-    their edges, are then taken one by one. The next segment is the one whose remaining pixels have the largest mean;
-    this mean becomes their value. A segment that adds only a few pixels is dropped, and pixels outside all segments get
-    their own mean.
+    their edges, are then taken one by one. The next segment is the segment whose remaining pixels have the largest
+    mean; this mean becomes their value. A segment that adds only a few pixels is dropped. The value of pixels outside
+    all segments is their mean.
 
     Args:
         steps: The number of Gauss-Legendre nodes on each of the two paths.
@@ -644,7 +644,7 @@ def multiscale_regions(image: NDArray[np.float64]) -> Regions:
 
 
 def ranked(values: NDArray[np.float64], regions: Regions, least: float) -> NDArray[np.float64]:
-    """Average values over regions: first the region with the largest mean, then others by their remaining pixels.
+    """Average values over regions, always next over the region whose remaining pixels have the largest mean.
 
     When a pixel is taken, the mean of every region that contains it is updated.
 

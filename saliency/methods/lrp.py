@@ -347,7 +347,7 @@ class LRP(PixelRelevance):
         return rule
 
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
-        """Return the layers, the modules with their own rules, and all values if activations have a rule."""
+        """Return the layers, the modules that the composite names, and all values if activations have a rule."""
         needs = super().needs_for(x, target)
         if self.composite is None:
             return needs
@@ -539,11 +539,11 @@ class ExcitationBackprop(RelevancePropagation):
                 f"are as low as {lowest:.1g} of the largest" if is_negative else f"add up to {float(sums.max()):.1f}"
             )
             warn(
-                f"{self.name}: the shares at {layer} {sizes}, expected at least 0 and a sum of at most {most}: the "
-                "network adds signed activations, but the method assumes positive ones; use lrp"
+                f"{self.name}: the fractions at {layer} {sizes}, expected at least 0 and a sum of at most {most}: the "
+                "network adds signed activations, but the method assumes positive activations; use lrp"
             )
         elif float(sums.min()) < MIN_SHARE and not self.contrastive:
             warn(
-                f"{self.name}: the shares at {layer} add up to {float(sums.min()):.2g} instead of 1: the rest stays at "
+                f"{self.name}: the fractions at {layer} add up to {float(sums.min()):.2g}, not to 1: the rest stays at "
                 "neurons without a positive input, or takes other paths; use lrp to account for all of the score"
             )

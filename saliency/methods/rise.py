@@ -67,8 +67,8 @@ class RISE(SampledAttribution):
             colour of its training images), "mean" (of the image), "blur", or an image (C, H, W) as the model takes it.
 
     Values: (N, 1, H, W), in score units; signed if debiased. The uncertainty is in score units squared. The standard
-    errors are computed for a mean over independent masks. If debiased, they take the mean score as known, which is
-    correct to first order in 1 / N.
+    errors are computed for a mean over independent masks. If debiased, they ignore the error of the mean score, which
+    is correct to first order in 1 / N.
 
     Raises:
         MethodError: An option is invalid, or does not fit the image.
@@ -129,7 +129,7 @@ class JointQuestions(Questions):
         super().__init__(None, targets[0].images)
         self._targets = targets
         self._probabilities: dict[tuple[int, int], Tensor] = {}  # (C,) by the number of the target and the image
-        self._image: int | None = None  # of which all passes are; None for the batch
+        self._image: int | None = None  # the image of all passes; None for the batch
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N, T)."""
@@ -145,7 +145,7 @@ class JointQuestions(Questions):
         return torch.stack([scores[number] for number in numbers], 1)
 
     def _of_batch(self, number: int, output: Any) -> Tensor:
-        """Return the scores (N,) of the images themselves. This call finds the boxes."""
+        """Return the scores (N,) of the images. This call finds the boxes."""
         target = self._targets[number]
         scores = target(output).clone()
         for image in range(len(target)):
@@ -174,7 +174,7 @@ class JointQuestions(Questions):
 
 
 def _whole_box(question: Question) -> BoxScore | None:
-    """Return the score of a box and its class; None for any other question, such as about an edge of a box."""
+    """Return the score of a box and its class; None for another question, such as about an edge of a box."""
     score = question.score
     return score if isinstance(score, BoxScore) and score.is_whole else None
 
@@ -271,7 +271,8 @@ class MaskedScores(Estimate):
     Args:
         visible: The mean of a mask.
         scale: (1, H, W) the divisor of the sum.
-        level: A constant close to the scores that is subtracted from them, for the debiased map; None for the paper's.
+        level: A constant close to the scores that is subtracted from them, for the debiased map; None for the paper's
+            map.
     """
 
     def __init__(self, visible: float, scale: Tensor, level: Tensor | float | None, targets: int = 1) -> None:
@@ -279,8 +280,8 @@ class MaskedScores(Estimate):
         self._debiased, self._level = level is not None, 0.0 if level is None else level
         self._centre = visible if self._debiased else 0.0
         self._scale = scale.to(precise_type(scale))
-        self._scores = self._scale.new_zeros(2, targets)  # the sums of all masks, and of the even ones
-        # With d a mask minus its mean, and s a score: sums of s d, d; of these over even masks; of s s d d, s d d, d d.
+        self._scores = self._scale.new_zeros(2, targets)  # the sums of all masks, and of the even masks
+        # With d a mask minus its mean, and s a score: sums of s d and d, also over even masks; of s s d d, s d d, d d.
         self._sizes = [targets, 1, targets, 1, targets, targets, 1]
         self._sums = self._scale.new_zeros(sum(self._sizes), *scale.shape[1:])
 
@@ -334,7 +335,7 @@ class MaskedScores(Estimate):
 class WeightedVariance(MaskedScores):
     """Variance (T, H, W) of the scores, each weighted by the value of its mask at the pixel, in constant memory.
 
-    Its standard error takes the weighted mean of the scores as known, which is correct to first order in 1 / N.
+    Its standard error ignores the error of the weighted mean score, which is correct to first order in 1 / N.
 
     Args:
         like: (1, H, W) a tensor of the size of the masks.
@@ -380,9 +381,9 @@ class WeightedVariance(MaskedScores):
 
 Mode = Literal["insertion", "deletion"]
 SHORTLIST, COMBINED = 30, 0.1
-"""The paper's m, the number of patches to combine, and its gamma, the share of patches that are chosen together."""
+"""The paper's m, the number of patches to combine, and its gamma, the fraction of patches that are chosen together."""
 NEGLIGIBLE = 0.01
-"""The search ends when this share of the difference between the image and no image is left."""
+"""The search ends when this fraction of the difference between the image and no image is left."""
 
 
 class VXCODE(SegmentAttribution, TimedAttribution):
@@ -435,7 +436,7 @@ class VXCODE(SegmentAttribution, TimedAttribution):
         return target_part(super().explain(x, JointQuestions([target])), 0)
 
     def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
-        """Choose the patches one after the other."""
+        """Choose the patches one by one."""
         segments, filler = self.segmented(passes.x)
         inserts, sign = (True, 1) if self.mode == "insertion" else (False, -1)
         count, chosen = segments.count, list[int]()
@@ -444,7 +445,7 @@ class VXCODE(SegmentAttribution, TimedAttribution):
             raise MethodError(f"{count} segments need up to {most} passes, more than {MOST_PASSES}; use fewer segments")
 
         def gains(groups: Sequence[Sequence[int]], least: int = 1) -> Tensor:
-            """Return the scores after each group of patches, in addition to the chosen ones; negative for deletion.
+            """Return the scores with each group of patches added to the chosen patches; negative for deletion.
 
             A time limit may leave out the last groups, but not the first `least`.
             """

@@ -24,17 +24,17 @@ from ..targets.words import WordScore
 class TAM(Attribution):
     """Logit of a word at each token of the image, without the part that earlier words have in common with it.
 
-    Formula: S = G((A − λ Σ_c w_c A_c)⁺), with A_i = (u · h_i)⁺ the logit of the word at image token i, A_c the same of
-    the earlier word c, w_c its share in the logits of the word at the earlier words, and λ = ⟨A, I⟩ / ⟨I, I⟩ the least
-    squares for the sum I. G is the rank Gaussian filter.
+    Formula: S = G((A − λ Σ_c w_c A_c)⁺), with A_i = (u · h_i)⁺ the logit of the word at image token i, A_c the logit of
+    the earlier word c, w_c the logit of the word at c, and λ = ⟨A, I⟩ / ⟨I, I⟩ the least squares for the sum I. G is
+    the rank Gaussian filter.
 
     The last hidden state h_i of each image token is multiplied by the row u of the output layer that belongs to the
-    word. Earlier words are the text between the image and the word, except the same token. The filter replaces each
+    word. Earlier words are the text between the image and the word, except for the same token. The filter replaces each
     cell by a weighted mean of its 3 x 3 neighbourhood, sorted: the weights are a Gaussian around the median, with the
     coefficient of variation as its width. The maps of the tokens of a word are added.
 
-    It explains answers only, so it is not in the registry. It shows where the model would write the word, not why it
-    did: it uses no gradient and does not change the image.
+    It explains answers only, so it is not in the registry. It shows where the model would write the word, not why: it
+    uses no gradient and does not change the image.
 
     Values: (N, 1, h, w), at least 0, logits.
 
@@ -138,7 +138,7 @@ def rank_gaussian(maps: Tensor) -> Tensor:
 
 
 def _output_layer(model: nn.Module) -> nn.Linear:
-    """Return the layer that gives the logits: the one that transformers names, or the last linear layer."""
+    """Return the layer of the logits: the layer that transformers names, or the last linear layer."""
     named: Any = getattr(model, "get_output_embeddings", lambda: None)()
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     return named if isinstance(named, nn.Linear) else linear[-1]

@@ -28,10 +28,10 @@ class CheferLRP(CheferAttention):
     Formula: S = r ((I + W_L) ⋯ (I + W_1) − I), with W_l = mean_h (R(A_l) ⊙ ∇A_l)⁺ and R(A_l) the relevance of A_l.
 
     The product over all blocks of I + mean((gradient * relevance)+), where the mean is over the heads. The relevance of
-    attention starts from 1 at the score. Linear layers share it in proportion to positive parts, without biases; norms,
-    activations and the softmax of attention pass it unchanged, and each factor of a product gets half. At a residual
-    connection, both branches are scaled so that opposite relevance does not grow. The map is the row of the tokens that
-    the head reads, without these tokens themselves.
+    attention starts from 1 at the score. Linear layers divide it in proportion to positive parts, without biases;
+    norms, activations and the softmax of attention pass it unchanged, and each factor of a product gets half. At a
+    residual connection, both branches are scaled so that opposite relevance does not grow. The map is the row of the
+    tokens that the head reads, without these tokens themselves.
 
     Relevance that starts with both signs, as for a contrast or a probability, cancels in this scaling, so that only
     rounding errors are left. Such targets are refused.
@@ -75,7 +75,7 @@ class _Rules(Propagation):
     Attributes:
         weights: The positive part of relevance times gradient of each call, averaged over the heads.
         rises: Whether the score of each image (N,) rises with an output of the last linear layers.
-        falls: Whether it falls with one.
+        falls: Whether the score of each image (N,) falls with an output of the last linear layers.
     """
 
     def __init__(self, attention: TokenAttention) -> None:
@@ -88,7 +88,7 @@ class _Rules(Propagation):
         self.rises, self.falls = (torch.zeros_like(attention.grads.scores, dtype=torch.bool) for _ in range(2))
 
     def __call__(self, visit: Visit) -> Gradients:
-        """Return G at the operands of a node; none after the first attention."""
+        """Return G at the operands of a node; None after the first attention."""
         call, operation = self._calls.get(visit.node), visit.operation
         if call is not None:
             return self._attend(visit, call)

@@ -1,7 +1,7 @@
 """Decompositions of operations that ONNX or the export of any batch size cannot express, into forward operations.
 
-They are applied while a program is captured, because `torch.export` fails on resizing if the batch size varies, and
-ignores decompositions of operations that PyTorch can also decompose, such as `silu_backward`.
+They are applied while a program is captured. `torch.export` would fail on resizing if the batch size varies, and would
+ignore decompositions of operations that PyTorch can also decompose, such as `silu_backward`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from .rules import (
     where_above,
 )
 
-_ROUNDING = 128  # sums of parts below this many units of rounding of the other parts count as zero
+_ROUNDING = 128  # sums of parts below this many units of rounding of the other parts are treated as zero
 _LARGE = 1e15
 
 

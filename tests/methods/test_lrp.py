@@ -912,5 +912,5 @@ def test_excitation_warns_of_shares_that_are_no_probabilities() -> None:
 
     net = OwnForward(forward, conv=nn.Conv2d(3, 8, 3), part=nn.Identity(), head=nn.Linear(8, 5)).eval()
     for contrastive, most in ((False, 1), (True, 2)):
-        with pytest.warns(saliency.SaliencyWarning, match=f"the shares at part add up to .* at most {most}: "):
+        with pytest.warns(saliency.SaliencyWarning, match=f"the fractions at part add up to .* at most {most}: "):
             ExcitationBackprop(net, layer="part", contrastive=contrastive).attribute(torch.randn(2, 3, 8, 8), 1)
