@@ -21,7 +21,7 @@ from ..errors import LayerError, MethodError, TargetError
 from ..hooks import autograd_graph as graph
 from ..hooks.attention import AttentionCall, find_attention, find_passages
 from ..hooks.autograd_graph import CUT, INDEPENDENT, NO_GRADIENT, differentiate, nodes_between
-from ..hooks.manager import HookManager, Rule
+from ..hooks.manager import GradientRule, HookManager
 from ..hooks.operations import OperationRecord, SavedValues
 from ..hooks.pytree import tree_tensors
 from ..hooks.rectifiers import Nonlinearities, find_nonlinearities
@@ -300,7 +300,7 @@ class TargetGradients:
         self.require_gradient()
         return find_nonlinearities(self.scores_in_graph, self.forward.x)
 
-    def rewritten_gradient(self, rules: Iterable[tuple[Node, Rule]]) -> Tensor:
+    def rewritten_gradient(self, rules: Iterable[tuple[Node, GradientRule]]) -> Tensor:
         """Return the gradient at the input (N, C, H, W), rewritten by rules at some operations."""
         with HookManager() as hooks:
             hooks.rewrite(rules)

@@ -23,17 +23,17 @@ from ..validation import check_number, is_real
 
 BASELINES = ("mean", "black", "white", "blur", "noise")
 BASELINE_BLUR = 0.1
-"""The standard deviation of the "blur" baseline, as a share of the image's shorter edge."""
+"""The standard deviation of the "blur" baseline, as a fraction of the image's shorter edge."""
 
 FILLS = ("mean", "blur", "inpaint")
 FILL_BLUR = 1 / 20
-"""The standard deviation of the "blur" fill, as a share of the image's shorter edge: 11 pixels at 224."""
+"""The standard deviation of the "blur" fill, as a fraction of the image's shorter edge: 11 pixels at 224."""
 INPAINT_RADIUS = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenImages:
-    """Images that the user gave as images or tensors, as the model takes them."""
+    """Images or tensors of the user, as the model takes them."""
 
     name: str
     values: Tensor  # (K, C, H, W)
@@ -52,7 +52,7 @@ BaselineLike = ImageLike | float | Sequence[ImageLike | float]
 
 
 def resolve_baseline(option: str, like: object, preprocess: Prepare) -> ResolvedBaseline | list[ResolvedBaseline]:
-    """Return a checked baseline, or several; images are read once, here.
+    """Return a checked baseline, or several. Images are read here, once.
 
     Args:
         option: The name of the option.
@@ -98,7 +98,7 @@ class BaselineOption(ConvertedOption[BaselineLike, ResolvedBaseline | list[Resol
     """Option for one or several baselines."""
 
     def convert(self, method: Any, value: Any) -> ResolvedBaseline | list[ResolvedBaseline]:
-        """Return the checked baselines; the default as it is."""
+        """Return the checked baselines, or the default."""
         is_default = isinstance(value, str) and value == self.default
         return self.default if is_default else resolve_baseline(self.name, value, method.preprocess)
 
@@ -118,7 +118,7 @@ def baselines(
         MethodError: A given tensor or image has a different size than the image.
     """
     several = resolved if isinstance(resolved, list) else [resolved]
-    return torch.cat([_baseline(one, x, preprocess, seed, number) for number, one in enumerate(several)])
+    return torch.cat([_baseline(baseline, x, preprocess, seed, number) for number, baseline in enumerate(several)])
 
 
 def _baseline(resolved: ResolvedBaseline, x: Tensor, preprocess: Prepare, seed: int, number: int) -> Tensor:
@@ -288,7 +288,7 @@ class Diffusion:
 
 def _cosine_basis(size: int) -> Tensor:
     """Return the orthonormal matrix (size, size) of the discrete cosine transform, float64."""
-    at = torch.arange(size, dtype=torch.float64, device="cpu")
-    matrix = torch.cos(torch.pi / size * at[:, None] * (at + 0.5)) * math.sqrt(2 / size)
+    positions = torch.arange(size, dtype=torch.float64, device="cpu")
+    matrix = torch.cos(torch.pi / size * positions[:, None] * (positions + 0.5)) * math.sqrt(2 / size)
     matrix[0] /= math.sqrt(2)
     return matrix
