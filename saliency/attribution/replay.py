@@ -115,7 +115,7 @@ class UntracedAccess(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Memory:
+class _MemoryState:
     """The state of one block of memory."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -124,7 +124,7 @@ class _Memory:
         self.external: list[int] = []  # indices in `Tape.external`
 
 
-class Tape(MemoryMode[_Memory]):
+class Tape(MemoryMode[_MemoryState]):
     """Recorder of the operations that one forward computes from one tensor, the source.
 
     Attributes:
@@ -141,7 +141,7 @@ class Tape(MemoryMode[_Memory]):
     """
 
     def __init__(self) -> None:
-        super().__init__(_Memory)
+        super().__init__(_MemoryState)
         self.steps: list[ReplayStep] = []
         self.external: list[Tensor] = []
         self.overwritten: set[int] = set()
