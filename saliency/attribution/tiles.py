@@ -207,7 +207,7 @@ def _same_in_all_tiles(target: Any) -> Any:
     """Return the target of every tile. Raises TargetError if it would differ from tile to tile."""
     classes = [target]
     if isinstance(target, Probability | Contrast):
-        classes = [part.classes for part in (target.of, getattr(target, "against", target.of))]
+        classes = [part.classes for part in (target.target, getattr(target, "against", target.target))]
     if any(per_image(label, 1)[0] is None for label in classes):
         raise TargetError("with Tiled, pass a class as the target: the top class differs from tile to tile")
     if isinstance(target, BoxTarget | Keypoint):

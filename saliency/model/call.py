@@ -29,7 +29,7 @@ from ..hooks.autograd_graph import compiler_is_loaded, tensor_version, unique_mo
 from ..hooks.manager import HookManager
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..io.inputs import Batch
-from ..targets.classes import LayerOutput, as_categories
+from ..targets.classes import ModuleOutput, as_categories
 
 ForwardArgs = tuple[Any, ...] | list[Any] | Mapping[str, Any]
 """Arguments after the image, by position or by name."""
@@ -306,7 +306,7 @@ def run_model(model: nn.Module, x: Tensor) -> Any:
     """Return the model's output for a batch and the bound `forward_args`. The model may change its input in place.
 
     The image is the first argument, or `pixel_values` of a model of Hugging Face that takes `input_ids` first. If
-    the target is a neuron, the output is the `LayerOutput` of its layer. If targets of the call read logits, tensors
+    the target is a neuron, the output is the `ModuleOutput` of its layer. If targets of the call read logits, tensors
     that a sigmoid or softmax computed are replaced by the values before it.
 
     Raises:
@@ -330,14 +330,14 @@ def run_model(model: nn.Module, x: Tensor) -> Any:
     return output if isinstance(output, list) else tree_map_tensors(output, mode.before)  # a list of detections
 
 
-def _layer_output(model: nn.Module, layer: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LayerOutput:
+def _layer_output(model: nn.Module, layer: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleOutput:
     """Return the output of a layer in a forward of the model."""
     with HookManager(persistent=True) as hooks:  # the hooks of the method act, too
         outputs = hooks.capture(model.get_submodule(layer))
         call(model, args, kwargs)
     if not outputs:
         raise LayerError(f'layer "{layer}" of the neuron was not run, or returned no tensor')
-    return LayerOutput(outputs[-1])
+    return ModuleOutput(outputs[-1])
 
 
 _COPIES = ("clone", "contiguous", "float", "to", "interpolate", "clamp")  # also of hooks that observe a layer
