@@ -172,8 +172,8 @@ class _ProbabilityIfAny(Probability):
 
     def ask(self, output: Any, images: Images) -> Together:
         """Return the questions about the probability, if there is one."""
-        has_probability = self.of.find(output, images).link is not None
-        return super().ask(output, images) if has_probability else self.of.ask(output, images)
+        has_probability = self.target.find(output, images).link is not None
+        return super().ask(output, images) if has_probability else self.target.ask(output, images)
 
 
 def _squared_shares(gradients: Tensor) -> Tensor:
