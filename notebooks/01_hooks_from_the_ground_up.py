@@ -96,8 +96,8 @@ print("v.grad is", v.grad)
 # **What to beware of.** A hook outlives the line that registered it. If you lose the handle, the hook stays.
 #
 # In this toolkit, the same chain is a list of functions in a `with` block. Those that return None, such as `print`,
-# leave the gradient unchanged. All hooks are removed when the block ends. The first argument is a model, here one that
-# does nothing. The second one is what to edit: a tensor, or a layer or a parameter of the model by its name.
+# leave the gradient unchanged. All hooks are removed when the block ends. The first argument is a model; here, it does
+# nothing. The second argument is a tensor to edit, or the name of a layer or parameter of the model.
 
 # %%
 w, rules = torch.tensor([1.0, 2.0, 3.0], requires_grad=True), [lambda g: g * 2, print, lambda g: g / 2, print]
@@ -321,7 +321,7 @@ print("bias gradient is exactly the sum:", torch.equal(network[2].bias.grad, pla
 print("weight gradient unchanged:", torch.equal(network[2].weight.grad, plain_weight))
 
 # %% [markdown]
-# Here is the edit of the layer in this toolkit. The attribute `edits` counts how often the rule was applied:
+# Here is the edit of the layer in this toolkit. The attribute `edits` states how often the rule was applied:
 
 # %%
 x.grad = None
@@ -562,10 +562,10 @@ print("layer run alone:   ", numbers(saving[0](x)))
 
 # %% [markdown]
 # **What to see.** The captured value is the layer's true output, including its negative part. One copy was stored, and
-# another one was passed on to the ReLU. The model had one hook, that of `capture`. The gradient hook is on the autograd
-# graph of this call and is freed with it. In the graph, in-place modules and plain functions are operations like any
-# other. Other threads that run the model at the same time are not affected by either hook. After the error, no hook was
-# left.
+# another copy was passed on to the ReLU. The model had a single hook, the hook of `capture`. The gradient hook is on
+# the autograd graph of this call and is freed with it. In the graph, in-place modules and plain functions are
+# operations like any other. Other threads that run the model at the same time are not affected by either hook. After
+# the error, no hook was left.
 #
 # **What to beware of.** The manager is internal to the toolkit. Prefer `inspection.record` and
 # `inspection.edit_gradients`, which use the manager and add names and tables.

@@ -41,8 +41,8 @@ table = inspection.layer_table(model, COFFEE, depth=2, times=10)
 table
 
 # %% [markdown]
-# **What to see.** The bars behind the numbers are shares of the total. From top to bottom, the feature maps shrink from
-# 112 by 112 to 7 by 7. The number of channels grows from 32 to 1280. Most parameters are in the last layers. The
+# **What to see.** The bars behind the numbers show fractions of the total. From top to bottom, the feature maps shrink
+# from 112 by 112 to 7 by 7. The number of channels grows from 32 to 1280. Most parameters are in the last layers. The
 # classifier alone has more than a quarter of them, at almost no cost. Time is distributed differently:
 
 # %%
@@ -156,14 +156,14 @@ saliency.gradient_flow(gradients, size=(10.5, 4.4))
 # strong at the first layer as at the last one. This is what a healthy network looks like. The `.grad` of the model's
 # parameters is unchanged.
 #
-# A training step follows the gradients of the *parameters*. They have the same table:
+# A training step follows the gradients of the *parameters*. They are shown in a table of the same form:
 
 # %%
 inspection.gradient_statistics(model, PHOTOS, layers=["conv_stem", "bn1", "blocks.0", "classifier"], of="parameters")
 
 # %% [markdown]
-# **What to see.** The weight and the bias of a layer have a row each. Nearly all values of `classifier` are zero: the
-# score of a photo is that of one class, and the weights of the other classes do not affect it.
+# **What to see.** The weight and the bias of a layer have a row each. Nearly all values of `classifier` are zero,
+# because the weights of the other classes do not affect the score of the explained class.
 #
 # ## What if a channel were removed?
 #
@@ -262,8 +262,8 @@ for block, photo in torch.cartesian_prod(torch.arange(len(adding)), torch.arange
 # %% [markdown]
 # **What to see.** Where the network is confident, as with the tripod and the espresso, no single block is essential:
 # most cells are close to 100. Where it is uncertain, as with the helmet and the missile, removing one block can more
-# than halve the probability or nearly double it (blue). Neither is a general property of the block: it holds for *this*
-# photo.
+# than halve the probability or nearly double it (blue). Neither is a general property of the block. It is true for
+# *this* photo.
 #
 # ## Four networks that fail to train
 #
@@ -383,7 +383,7 @@ flow(dying)
 # the gradient is exactly zero, and training cannot change that.
 #
 # **What to beware of.** The network with a bias of 0 also has dead channels, nearly half of a layer at worst. Yet it is
-# healthy, as shown below. A share of dead channels is a reason to look closer; a whole dead layer is a diagnosis.
+# healthy, as shown below. Some dead channels are a reason to look closer; a whole dead layer is a diagnosis.
 #
 # ### 4. NaN
 #
@@ -458,7 +458,7 @@ for axis in (left, right):
 # %% [markdown]
 # **What to see.** The two healthy networks learn the task. The orange and the black curves are flat: 0.693 is log 2,
 # the loss of a random guess. The network with large weights starts at a loss of forty million and is NaN after one
-# step. The fourth one starts with NaN.
+# step. The fourth network starts with NaN.
 #
 # **In short.** When a network does not learn, inspect it before you tune it. Use `activation_statistics` for the
 # forward pass, `gradient_flow` for the backward pass, and `first_nonfinite` for the origin of a NaN. Each takes one

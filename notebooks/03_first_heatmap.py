@@ -42,8 +42,8 @@ explanation
 
 # %% [markdown]
 # A notebook shows an explanation as an overlay: the map in colours on the part of the photo that the network saw. The
-# values have the shape of the network's *input*, 224 by 224 pixels with three colours. A value is the rise of the score
-# per unit of this one number of the input, for a small change. A figure adds the photo and a colour bar:
+# values have the shape of the network's *input*, 224 by 224 pixels with three colours. A value states how much the
+# score rises per unit of this number of the input, for a small change. A figure adds the photo and a colour bar:
 
 # %%
 saliency.figure(explanation)
@@ -67,8 +67,8 @@ saliency.figure(explanation)
 # - **RectGrad**: each ReLU passes only the 2 % of its units with the largest product of activation and gradient; the
 #   result is multiplied by the input.
 #
-# With `explain_together` they share the forward pass. The contact sheet has a row for each photo and a column for each
-# method.
+# `explain_together` runs one forward pass for all of them. The contact sheet has a row for each photo and a column for
+# each method.
 
 # %%
 methods = [
@@ -129,8 +129,8 @@ for of_espresso, of_shuttle in explained:
 # ## Only the pixels that matter
 #
 # In an overlay, the opacity follows the strength of the map, and the rest of the photo is unchanged. The drawing is
-# smoothed over about a pixel of the input; `smoothing=0` draws each value as it is. With a number as the opacity, the
-# whole crop is covered. `cutout` keeps the strongest share of the pixels.
+# smoothed over about a pixel of the input; `smoothing=0` draws each value unchanged. With a number as the opacity, the
+# whole crop is covered. `cutout` keeps the strongest fraction of the pixels.
 
 # %%
 guided = methods[2].attribute(ASSETS / "chelsea.jpg", "tiger cat")

@@ -35,7 +35,7 @@ saliency.figure(saliency.GradCAM(model).attribute(ASSETS / "coffee.jpg"))
 #
 # ## The family side by side
 #
-# Many methods build on the same idea. They share the forward pass, and the gradients of each layer.
+# Many methods build on the same idea. Here, all of them use the same forward pass and the same gradients of each layer.
 
 # %%
 family = [
@@ -65,8 +65,8 @@ for other in others:
     print(f"cam / {other.method:9} is {ratio.min():.2f} to {ratio.max():.2f} in all {ratio.numel()} places")
 
 # %% [markdown]
-# The factor 49 is the number of locations. The mean of CAM's values is the score, and so is the sum of the values of
-# the others (both up to the bias of the head).
+# The factor 49 is the number of locations. The score is the mean of the values of CAM, and the sum of the values of the
+# other methods (up to the bias of the head).
 #
 # ## Which layer?
 #

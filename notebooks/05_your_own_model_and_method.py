@@ -227,7 +227,7 @@ for axis in axes:
 # hardly better than the plain gradient does, and nothing in the map shows the error.
 #
 # **What to beware of.** A ReLU written as arithmetic, `x * (x > 0)`, cannot be distinguished from any other product. A
-# warning reports it, and a network without any known ReLU gets an error instead of a map.
+# warning reports it. For a network in which no ReLU is found, an error is raised instead.
 #
 # ## A method of your own, in ten lines
 #
@@ -251,7 +251,7 @@ class LoudestCAM(saliency.WeightedCAM):
 
 
 # %% [markdown]
-# That is all. The base class reads photos, resolves targets, finds the layer, draws and shares passes:
+# That is all. The base class reads photos, resolves targets, finds the layer, runs the passes and draws:
 
 # %%
 lite0 = saliency.load("efficientnet_lite0")

@@ -99,15 +99,16 @@ print(f"{len(single)} methods on {len(PHOTOS)} photos: {sum(map(len, rows))} map
 draw(rows, thumb=140)
 
 # %% [markdown]
-# Excitation backpropagation warns: on this network, most of the shares stay at neurons that only their bias excites.
+# Excitation backpropagation issues a warning: on this network, most of the relevance stays at neurons that are excited
+# only by their bias.
 #
 # Each map has its own scale. The stronger a value, the brighter and the more opaque is its colour. In the maps in red
 # and blue, red is evidence for the class and blue is evidence against it.
 #
-# **What to see.** Maps of a layer are smooth and show *where*; maps of the input are fine and show *what*. Most of the
-# former agree on the helmet, the cup and the tripod. Several are equal on this network; the page on
-# [class activation maps](04_class_activation_maps.ipynb) gives the reason. Of the latter, LRP is the clearest: it draws
-# the tripod and the eyes where gradients show dots ([why](09_where_the_score_comes_from.ipynb)). AttnLRP and CP-LRP are
+# **What to see.** Maps of a layer are smooth and show *where*; maps of the input are fine and show *what*. Most maps of
+# a layer agree on the helmet, the cup and the tripod. Several are equal on this network; the page on [class activation
+# maps](04_class_activation_maps.ipynb) gives the reason. Of the maps of the input, LRP is the clearest: it draws the
+# tripod and the eyes where gradients show dots ([why](09_where_the_score_comes_from.ipynb)). AttnLRP and CP-LRP are
 # made for transformers, and are close to input x gradient here.
 #
 # **What to beware of.** A map that looks right may still be wrong. The lattice of DeconvNet is the same for every

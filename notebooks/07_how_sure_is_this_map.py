@@ -110,8 +110,8 @@ for options in ({"tolerance": 0.4}, {"seconds": 1}, {"passes": 50}):
 # %% [markdown]
 # ## Errors without sampling
 #
-# The values of integrated gradients should sum to the difference between the score and the baseline's score. The part
-# that is missing is the `residual`. With a tolerance, the method runs only as many passes as it needs.
+# The values of integrated gradients should sum to the difference between the score and the baseline's score. The
+# missing part is the `residual`. With a tolerance, the method runs only as many passes as it needs.
 
 # %%
 print("photo        passes  residual / rise")

@@ -12,7 +12,7 @@
 # # Without gradients
 #
 # **What if the network is a black box?** An API gives no gradients. But you can change the image and observe the score.
-# Except for the last one, all methods on this page do only that. They differ in what they change, and in how they
+# All methods on this page except the last do only that. They differ in how they change the image, and in how they
 # attribute the effect.
 
 # %%
@@ -51,7 +51,7 @@ saliency.figure(occlusion)
 #
 # ## What replaces the hidden pixels?
 #
-# Pixels cannot be removed from an image. Something has to replace them, and the network sees that too.
+# Pixels cannot be removed from an image. Other values have to replace them, and the network sees these values too.
 
 # %%
 fills = [saliency.Occlusion(model, window=48, stride=24, fill=fill) for fill in ("mean", "blur", "inpaint")]
@@ -84,10 +84,9 @@ found = {"occlusion": occlusion} | {box.name: box.attribute(PHOTO, TARGET) for b
 draw(list(found.values()))
 
 # %% [markdown]
-# **What to see.** Most highlight the coffee in the cup. Not all: feature ablation, which hides one superpixel at a
-# time, is strongest on the spoon. Methods on superpixels follow the edges of objects,
-# because superpixels do. LIME, Kernel SHAP and Shapley sampling estimate nearly the same quantity for the same
-# superpixels, so their maps are similar.
+# **What to see.** Most maps highlight the coffee in the cup. Feature ablation, which hides one superpixel at a time, is
+# strongest on the spoon. Methods on superpixels follow the edges of objects, because superpixels do. LIME, Kernel SHAP
+# and Shapley sampling estimate nearly the same quantity for the same superpixels, so their maps are similar.
 #
 # **What to beware of.** With all of these methods, the network sees images unlike any in its training data. With few
 # passes, the values of the weaker superpixels are noise. The next figure fades values below two standard errors.
@@ -133,7 +132,7 @@ for each in found:
 #
 # The last method optimises one mask instead of trying many: which tenth of the image keeps the score highest while the
 # rest is blurred? It follows the gradient of the *mask*, so it does need the network's gradient; it is on this page
-# because it answers the same question. The answer can be tested: show the network only this part.
+# because it also changes the image and observes the score. The answer can be tested: show the network only this part.
 
 # %%
 photo = model.preprocess(Image.open(PHOTO))[None]
@@ -153,8 +152,8 @@ for axis, area in zip(axes, (0.1, 0.4), strict=True):
 # %. With two fifths, most of the coffee and half of the rim, it gives 62 %, compared with 95 % on the whole photo.
 #
 # **What to beware of.** Such a map looks convincing at every size. It shows the best part of this size that 60 steps
-# found, but not whether this part is enough: that has to be measured. The figure shows the cut-out on black, but the
-# network saw it on a blurred photo. On black, the result would differ.
+# found. Whether this part is enough has to be measured. The figure shows the cut-out on black, but the network saw it
+# on a blurred photo. On black, the result would differ.
 #
 # **In short.** Start with occlusion: it is fast, exact for what it measures, and easy to explain. Use RISE or Kernel
 # SHAP with a tolerance where you have to defend a number.

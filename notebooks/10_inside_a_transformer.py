@@ -88,7 +88,7 @@ plt.show()
 
 # %% [markdown]
 # **What to see.** Some heads look at an object: in the last block, heads 0 and 2 at the circle, and head 1 at the
-# square. Others spread over the whole image, as head 3 of the last block does. In total:
+# square. Other heads, such as head 3 of the last block, attend to the whole image. In total:
 
 # %%
 grid = torch.nn.functional.avg_pool2d(masks.float(), 8) > 0.2  # (2, 8, 8): the patches of each object
@@ -147,8 +147,8 @@ sheet(model, METHODS, classes)
 # have one value per patch of 8 x 8 pixels, which is why they reach beyond the outlines. AttnLRP, too, is read at the
 # patches.
 #
-# One scene proves little. Over 50 scenes with one object of the class and one distractor of equal size, how much of the
-# positive part of each map is on either?
+# One scene proves little. The next figure uses 50 scenes with an object of the class and a distractor of equal size.
+# How much of the positive part of each map is on the object, and how much on the distractor?
 
 # %%
 trials = saliency.testbed.draw_scenes(50, seed=1_000_000)
@@ -170,7 +170,7 @@ axis.legend()
 plt.show()
 
 # %% [markdown]
-# **What to see.** Rollout gives the distractor as much as the object. AttnLRP has the largest share on the object,
+# **What to see.** Rollout gives the distractor as much as the object. AttnLRP has the largest fraction on the object,
 # and the smallest on the distractor. With `at="pixels"` it has 0.57 on the object, but also 0.16 on the distractor.
 #
 # **What to beware of.** Rollout shows where information can flow. Do not present it as the reason for a class.
@@ -178,8 +178,8 @@ plt.show()
 # ## Images and texts
 #
 # The second network has two towers, as CLIP has: one for images, one for captions. The target is a text. Without an
-# alternative, the score is the similarity of the image and the text; with `against=`, what speaks for one text rather
-# than the other:
+# alternative, the score is the similarity of the image and the text. With `against=`, the map shows the evidence for
+# one text rather than another:
 
 # %%
 towers = saliency.load("shapes_two_tower")
@@ -208,8 +208,8 @@ for caption in (one, other, "a red square"):
 # nothing. Integrated gradients, the default, sum to the difference from embeddings of zero. They give *circle* a large
 # negative value and the end token a large positive one. For the wrong caption, both give *red* a negative value.
 #
-# **What to beware of.** Words interact, and there is no single right way to share a similarity among them. Compare two
-# methods before you conclude something from one word.
+# **What to beware of.** Words interact, and there is no single right way to divide a similarity among them. Compare two
+# methods before you draw conclusions from one word.
 #
 # ## The same on large networks
 #
@@ -235,5 +235,5 @@ for caption in (one, other, "a red square"):
 # saliency.explain_text(clip, "../assets/chelsea.jpg", "a photo of a tabby cat")
 # ```
 #
-# [Transformers](../docs/transformers.md) lists which method fits which model, what each finds on such scenes, and which
-# methods fail.
+# [Transformers](../docs/transformers.md) lists the methods for each model, their results on such scenes, and the
+# methods that fail.

@@ -11,8 +11,9 @@
 # %% [markdown]
 # # Which map to believe
 #
-# **A map that looks right can be wrong. How can you tell?** Measure it, and maps that ignore the prediction as well. A
-# *trust card* does this for one map: a property is clear only if the map is better than all of these controls.
+# **A map that looks right can be wrong. How can you tell?** Measure the map, and compare it with maps that ignore the
+# prediction. A *trust card* does this for one map: a property is clear only if the map is better than all of these
+# controls.
 
 # %%
 # %matplotlib inline
@@ -33,8 +34,9 @@ saliency.draw_trust(cards["coffee"])
 # three rows a constant and noise. Better values lie to the right. Green means clear, red worse than all controls.
 #
 # The properties have two groups. The map *depends on the model*: on the weights and on the class, and it is stable
-# under noise. Whether it *marks what matters* is another question: a flipped map depends on the model just as much.
-# On this photo, all properties are clear but insertion: two copies of the map at other places raise the score as fast.
+# under noise. Whether it *marks what matters* is another question: a flipped map depends on the model just as much. On
+# this photo, all properties except insertion are clear: two copies of the map at other positions raise the score as
+# fast.
 #
 # ## Three photos
 #
@@ -61,10 +63,10 @@ for photo, card in cards.items():
     print(f"{photo}: {sum(row.is_clear for row in card)} of {len(card)} properties are clear")
 
 # %% [markdown]
-# **What to see.** The first three rows are clear on all photos: Grad-CAM passes the sanity checks. Of the others, four
-# are clear on the first two photos, and only the agreement with other methods on the rocket. **What to beware of.** A
-# light cell does not mean that the map is wrong. It means that this measurement cannot distinguish it from a map that
-# ignores the prediction.
+# **What to see.** The first three rows are clear on all photos: Grad-CAM passes the sanity checks. Of the other rows,
+# four are clear on the first two photos. On the rocket, only the agreement with other methods is clear. **What to
+# beware of.** A light cell does not mean that the map is wrong. It means that this measurement cannot distinguish it
+# from a map that ignores the prediction.
 #
 # ## A method that fails
 #
@@ -122,8 +124,8 @@ plt.show()
 # **What to see.** LRP puts most of its relevance on the object, and FullGrad hardly more than the spot at the centre.
 # Guided backpropagation does well here, since there is only one class to find. On the photo it failed.
 #
-# **What to beware of.** The ranking is of this network and this metric. The share punishes coarse maps: Grad-CAM has
-# cells of 8 x 8 pixels. Measure on your own network and images: `saliency.compare(methods, images, targets)`, or
+# **What to beware of.** The ranking is of this network and this metric. The fraction is lower for coarse maps: Grad-CAM
+# has cells of 8 x 8 pixels. Measure on your own network and images: `saliency.compare(methods, images, targets)`, or
 # `saliency evaluate FOLDER`.
 #
 # **In short.** Look at the card before you show a map, and do not believe a map that fails "depends on the class" when

@@ -12,12 +12,12 @@
 # # Beyond classes
 #
 # **Why this box, why this region, why this joint?** A detector or a segmentation answers many questions about one
-# image. Here, each is the second argument of one call. The networks are small and come with the toolkit; your own
-# detector takes the same calls, see the page on targets.
+# image. Here, each is the second argument of one call. The networks are small and come with the toolkit; the same calls
+# work on your own detector, see the page on targets.
 #
 # ## Ten boxes of a street
 #
-# Three drawn scenes side by side are a street of twelve objects. The detector looks at it as a whole.
+# Three drawn scenes side by side are a street of twelve objects. The detector reads the whole street as one image.
 
 # %%
 # %matplotlib inline
@@ -42,8 +42,8 @@ maps = [method.attribute(x, saliency.box(box=box)) for box, _ in objects]
 [explanation.target_names[0] for explanation in maps]
 
 # %% [markdown]
-# Each name says which box was found, its class, and how well it overlaps the box that was asked for. One map for each
-# box, all in one colour scale, so a weak box looks weak:
+# Each name states the box that was found, its class, and its overlap with the box of the target. The maps of all boxes
+# have the same colour scale, so a weak box looks weak:
 
 # %%
 
@@ -69,14 +69,14 @@ for axis, explanation, (box, _) in zip(axes.flat, maps, objects, strict=True):
 
 # %% [markdown]
 # **What to see.** Each map lies on its own box, also where another object of the same class stands next to it. The
-# layer is chosen by the toolkit: the feature maps that enter the head, all of them, each by its share of the score.
+# toolkit chooses the layers: all feature maps that enter the head, each in proportion to its part of the score.
 
 # %%
 maps[0].layer
 
 # %% [markdown]
-# Looking is not measuring. The share of each map on its own box, next to Grad-CAM, which averages the gradient over the
-# image and so marks all objects that look alike:
+# A picture is not a measurement. The next figure shows the fraction of each map on its own box. For comparison, it also
+# shows Grad-CAM, which averages the gradient over the image and so marks all similar objects:
 
 # %%
 masks = torch.zeros(len(objects), 64, 192)
@@ -147,8 +147,8 @@ for axis, where in zip(axes[2:], ("predicted", "border"), strict=True):
 
 # %% [markdown]
 # **What to see.** The region needs the whole object. The border needs the contour, on both of its sides. Methods that
-# average the gradient over the image, such as Grad-CAM at the last layer, cannot answer the second question: the
-# pixels inside and outside cancel. They say so.
+# average the gradient over the image, such as Grad-CAM at the last layer, cannot answer the second question, because
+# the gradients inside and outside cancel. They issue a warning.
 #
 # ## A joint
 #
@@ -198,13 +198,13 @@ saliency.figure([method.attribute("../assets/astronaut.jpg", face) for method in
 
 # %% [markdown]
 # The green line is the window that the network found, on the photo. A square that hides the eyes or the nose lowers the
-# log-odds of the face the most, and the rest of the photo has no share: no other window is near.
+# log-odds of the face the most, and the rest of the photo has no effect, because no other window is near.
 
 # %% [markdown]
 # ## Can the map be trusted?
 #
-# A trust card takes these targets as well. The box is found once. Then the card deletes what the map marks, and
-# measures what is left of the score of *this* box. Two rows ask whether the map changes with the class of the box, and
+# A trust card takes these targets as well. The box is found once. Then the card deletes the pixels that the map marks,
+# and measures the remaining score of *this* box. Two rows show whether the map changes with the class of the box, and
 # with the box.
 
 # %%

@@ -11,15 +11,15 @@
 # %% [markdown]
 # # A volume in slices
 #
-# **Which voxels drove the prediction?** A scan, a microscope stack and a video are tensors (N, C, D, H, W). The methods
-# take them as they take images. This page explains a network that names solids in drawn volumes, looks at the maps
-# slice by slice, and saves one for a viewer of medical images.
+# **Which voxels drove the prediction?** A scan, a microscope stack and a video are tensors (N, C, D, H, W). All methods
+# accept them, as they accept images. This page explains a network that classifies solids in drawn volumes, shows the
+# maps slice by slice, and saves a map for a viewer of medical images.
 #
 # ## A drawn volume
 #
 # Each volume has two solids of different classes, in noise: a ball, a cube, a cross or a ring. The network gives one
-# score for each class, and both classes are right. So the map of one class belongs on one object, and can be wrong: it
-# can lie on the other one.
+# score for each class, and both classes are right. So the right map of a class lies on the object of this class, and
+# not on the other object.
 
 # %%
 # %matplotlib inline
@@ -38,8 +38,8 @@ named, other, {name: round(share, 3) for name, share in zip(model.categories, pr
 # %% [markdown]
 # ## Slices through the maximum
 #
-# `saliency.slices` draws three slices that meet in the maximum of the map. The thin lines show where the other two cut.
-# The volume is drawn in grey below the map.
+# `saliency.slices` draws three slices that meet in the maximum of the map. The thin lines show the positions of the
+# other two slices. The volume is drawn in grey below the map.
 
 # %%
 cam = saliency.GradCAM(model).attribute(x, named)
@@ -53,8 +53,8 @@ relevance = saliency.LRP(model).attribute(x, named)
 saliency.slices(relevance, x)
 
 # %% [markdown]
-# Occlusion asks the network itself. It covers a cube of voxels, slides it through the volume, and measures how far the
-# score drops:
+# Occlusion measures the effect on the network directly. It hides a cube of voxels at each position of the volume, and
+# measures the drop in the score:
 
 # %%
 covered = saliency.Occlusion(model, window=6, stride=3).attribute(x, named)
@@ -63,7 +63,8 @@ saliency.slices(covered, x)
 # %% [markdown]
 # ## All slices
 #
-# `saliency.montage` draws slices side by side, on one scale of colours. The slice of the maximum is always one of them.
+# `saliency.montage` draws slices side by side, with the same colour scale. They always include the slice with the
+# maximum.
 
 # %%
 saliency.montage(relevance, x, count=16)
@@ -75,7 +76,8 @@ saliency.montage(relevance, x, count=16)
 saliency.montage(saliency.LRP(model).attribute(x, other), x, count=16)
 
 # %% [markdown]
-# A video is a volume whose first axis is time, so a montage shows its images in order. The other axes can be cut, too:
+# A video is a volume whose first axis is time, so a montage shows its images in order. Slices along the other axes are
+# possible, too:
 
 # %%
 saliency.montage(cam, x, axis=2, count=8)
@@ -83,7 +85,8 @@ saliency.montage(cam, x, axis=2, count=8)
 # %% [markdown]
 # ## Measured on 20 volumes
 #
-# Looking is not measuring. The share of the positive part of each map on the named object, and on the other one:
+# A picture is not a measurement. The figure shows the fraction of the positive part of each map on the object of the
+# class, and on the other object:
 
 # %%
 methods = {
@@ -112,7 +115,7 @@ axis.set_ylabel("share of the map")
 # ## Into a viewer
 #
 # `heatmap` gives one number for each voxel of the input, in the order of its axes. nibabel writes it as NIfTI with the
-# affine of the scan, so that ITK-SNAP and 3D Slicer show it in the right place.
+# affine of the scan, so that ITK-SNAP and 3D Slicer show it at the right position.
 
 # %%
 from pathlib import Path

@@ -11,14 +11,14 @@
 # %% [markdown]
 # # What does the backbone see?
 #
-# **A backbone turns an image into features, long before there is a class.** This page looks at the features themselves:
-# which parts of a photo look alike to the network, what an embedding depends on, and how far to trust the answer. No
-# label is used anywhere.
+# **A backbone turns an image into features, long before there is a class.** This page shows the features themselves:
+# which parts of a photo are similar for the network, which pixels an embedding depends on, and whether the answer can
+# be trusted. It uses no labels.
 #
 # ## One photo, three times
 #
-# A photo of a cat, its mirror image, and a part of it that is enlarged. They have one size, so the network reads them
-# as one batch. At 448 pixels instead of 224, its last layer has 14 x 22 cells.
+# A photo of a cat, its mirror image, and a part of it that is enlarged. They have the same size, so the network reads
+# them as one batch. At 448 pixels instead of 224, its last layer has 14 x 22 cells.
 
 # %%
 # %matplotlib inline
@@ -52,9 +52,9 @@ eye = (172, 102)  # x and y in pixels of the first photo
 saliency.figure(features.similarity(eye), shared=True)
 
 # %% [markdown]
-# **What to see.** Equal colours mean similar features. The colours follow the cat through the mirror and the crop:
-# the eyes are yellow, nose and mouth pink, the ears blue, and the background is dark green. The similarity finds both
-# eyes in all three photos, and nobody told the network what an eye is.
+# **What to see.** Equal colours mean similar features. The colours follow the cat through the mirror and the crop: the
+# eyes are yellow, nose and mouth pink, the ears blue, and the background is dark green. The similarity finds both eyes
+# in all three photos, although the network was never trained to find eyes.
 #
 # ## From texture to parts
 #
@@ -67,12 +67,12 @@ saliency.figure(depths)
 
 # %% [markdown]
 # **What to see.** Early layers compare edges and contrast: whiskers and stripes look like the eye. Later layers compare
-# parts, on a coarser grid. If a picture of the last layer is too coarse, choose an earlier one, or a larger photo.
+# parts, on a coarser grid. If a picture of the last layer is too coarse, choose an earlier layer, or a larger photo.
 #
 # ## Foreground first
 #
-# Four drawn scenes, and a network that was trained to separate their shapes. With a background, the first component
-# usually separates it from the rest. `pca` removes it, and colours only what is left:
+# Four drawn scenes, and a network that was trained to separate their shapes. The first component usually separates the
+# background from the objects. `pca` removes the background, and colours only the rest:
 
 # %%
 unet = saliency.load("shapes_unet")
@@ -88,8 +88,9 @@ saliency.contact_sheet([[one] for one in found.similarity(middle)], shared=True,
 
 # %% [markdown]
 # **What to see.** Circles are green and squares are orange in all scenes, whatever their colour in the image. The point
-# on a square finds the other squares. But the triangles are gone: the first component does not tell them from the
-# background, and one threshold serves all images. With `foreground=False` they come back, so look at both.
+# on a square finds the other squares. But the triangles are missing. The first component does not separate them from
+# the background, and all images have the same threshold. With `foreground=False` they are visible, so look at both
+# pictures.
 #
 # A vision transformer cuts the scene into 8 x 8 patches. Its class token and its four registers have no position, so
 # they are left out. On this network, no patch has an outlying norm:
@@ -103,14 +104,15 @@ saliency.draw_features(vit)
 saliency.contact_sheet([[one] for one in vit.similarity(middle)], shared=True, thumb=128)
 
 # %% [markdown]
-# **What to see.** The picture is coarse, and less clear: after the last block, the patches of this small network also
-# hold what attention brought from elsewhere. Its class is read from the class token, so nothing in its training asks a
-# patch to stay local. Colours are not evidence: check them by the similarity to a point.
+# **What to see.** The picture is coarse, and less clear: after the last block, attention has mixed information from
+# other positions into the patches of this small network. The class is read from the class token, so training does not
+# require that a patch describes only its own position. Colours are not evidence: check them by the similarity to a
+# point.
 #
 # ## An embedding without a label
 #
-# Which pixels does an embedding depend on? `RISE` hides random parts of the photo, and measures how far the embedding
-# turns: the score `saliency.similarity()` is the cosine with the embedding of the whole photo. This is RELAX.
+# Which pixels does an embedding depend on? `RISE` hides random parts of the photo, and measures how much the embedding
+# changes: the score `saliency.similarity()` is the cosine with the embedding of the whole photo. This is RELAX.
 
 # %%
 itself = saliency.similarity()
@@ -125,14 +127,15 @@ for axis, explanation, title in zip(axes, (relax, error, spread), titles, strict
     axis.set_axis_off()
 
 # %% [markdown]
-# **What to see.** The face of the cat keeps the embedding as it is. The standard error is small beside the map, and
-# falls with more masks. The uncertainty of the paper is another question: how much does the similarity vary while the
-# pixel is visible? It does not fall with more masks, and is low where the pixel itself decides.
+# **What to see.** If the face of the cat is visible, the embedding hardly changes. The standard error is small compared
+# with the map, and decreases with more masks. The uncertainty of the paper answers another question: how much does the
+# similarity vary while the pixel is visible? It does not decrease with more masks, and is low where the pixel itself is
+# decisive.
 #
 # ## Can the map be trusted?
 #
-# The trust card deletes what the map marks, and measures how far the embedding turns. On a small network, so that
-# twenty maps take seconds:
+# The trust card deletes the pixels that the map marks, and measures how much the embedding changes. The example uses a
+# small network, so that twenty maps take seconds:
 
 # %%
 small = saliency.RISE(saliency.load("shapes_cnn"), passes=128)

@@ -11,10 +11,10 @@
 # %% [markdown]
 # # Which pixels made it say "red"?
 #
-# **A language model that sees answers in words. Which part of the image made it write each of them?** The network of
-# this page is built like LLaVA and comes with the toolkit: a vision transformer turns an image into 64 tokens, and a
-# decoder reads them before the prompt. It was trained on drawn scenes, so we know which object each word is about.
-# LLaVA, Qwen-VL, InternVL and others of transformers take the same calls.
+# **A vision-language model answers in words. Which part of the image made it write each word?** The network of this
+# page is built like LLaVA and comes with the toolkit: a vision transformer turns an image into 64 tokens, and a decoder
+# reads them before the prompt. It was trained on drawn scenes, so we know which object each word is about. The same
+# calls work for LLaVA, Qwen-VL, InternVL and other models of transformers.
 
 # %%
 # %matplotlib inline
@@ -32,8 +32,9 @@ answer = saliency.generate(model, processor, image, "caption")
 answer.text, answer.tokens
 
 # %% [markdown]
-# `generate` let the network write, once. Everything below reads this answer again, in one forward each. For "red",
-# the score is the log-odds of "red" against all other words, given the image, the prompt and the words before it:
+# `generate` runs the network once to write the answer. Each call below reads this answer in one forward pass. For
+# "red", the score is the log-odds of "red" against all other words, given the image, the prompt and the words before
+# it:
 
 # %%
 method = saliency.AttnLRP(model)
@@ -62,27 +63,27 @@ plt.show()
 # %% [markdown]
 # **What to see.** Orange raises the score, purple lowers it. The circle made the network say "red", although it was
 # certain: the gradient of the log-odds does not vanish, as the gradient of a probability would. `against="blue"` asks
-# for the log-odds of the two colours, so the blue square speaks against "red".
+# for the log-odds of the two colours, so the blue square is evidence against "red".
 #
 # ## Every word has a map
 #
-# `draw_answer` draws all words from one forward. The table below the maps says how much of the score of each word
-# came from the image, and how much from each token of the text: the prompt, and the words before.
+# `draw_answer` draws all words from one forward. The table below the maps shows how much of the score of each word
+# comes from the image, and how much from each token of the text: the prompt, and the words before.
 
 # %% tags=["warns"]
 saliency.draw_answer(answer, method)
 
 # %% [markdown]
-# **What to see.** Each colour and each shape has its map on its own object. The share of the image can be negative: the
-# square speaks for "blue", and the circle against it. "a" hardly needs the image: every caption begins with it. The
-# toolkit says so where less than a tenth of the relevance came from the image, since the map of such a word shows the
-# small rest. Without the shares, it would look like any other map.
+# **What to see.** The map of each colour and each shape lies on its own object. The part of the image can be negative:
+# the square is evidence for "blue", and the circle is evidence against it. "a" hardly depends on the image, because
+# every caption begins with it. If less than a tenth of the relevance comes from the image, a warning is issued, because
+# the map of such a word shows only this small part. Without the table, it would look like any other map.
 #
 # ## Does every word find its object?
 #
-# On drawn scenes, this can be measured: the share of the map of a word on its own object, minus the share on the
-# other one, over 20 scenes. The bars are two standard errors; a method whose bar crosses 0 does not tell the objects
-# apart.
+# On drawn scenes, this can be measured: the fraction of the map of a word on its own object, minus the fraction on the
+# other object, over 20 scenes. The bars are two standard errors. If the bar of a method crosses 0, the method does not
+# distinguish the objects.
 
 # %%
 scenes = saliency.testbed.draw_scenes(20, seed=1_000_001, task="two_objects")
@@ -119,10 +120,10 @@ axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 
 # %% [markdown]
-# **What to see.** All of these methods but rollout tell the objects apart for shapes and for the first colour. For
-# the second colour, only `AttnLRP` does. There, both objects matter: a caption does not name an object twice. Without
-# the first object, the log-odds of the second colour fall by 3.4, without its own object by 10.8. The page on the
-# testbed has all methods and words.
+# **What to see.** All of these methods except rollout distinguish the objects for shapes and for the first colour. For
+# the second colour, only `AttnLRP` does. The second colour depends on both objects, because a caption does not name an
+# object twice. Without the first object, the log-odds of the second colour fall by 3.4, without its own object by 10.8.
+# The page on the testbed has all methods and words.
 #
 # ## Raw attention
 #
@@ -147,16 +148,17 @@ for row, name in zip(axes, ("layer 0", "layer 1", "layer 2", "AttnLRP"), strict=
 plt.show()
 
 # %% [markdown]
-# **What to see.** For a shape, the first two layers attend to its object. For a colour, they attend to both objects
-# alike: both could be named, and attention does not say which one was. The last layer spreads over the whole image.
+# **What to see.** For a shape, the first two layers attend to its object. For a colour, they attend equally to both
+# objects. The caption could name either object, and attention does not show which object was chosen. The last layer
+# attends to the whole image.
 #
 # ## Where attention sinks
 #
-# In large models, most of the attention goes to a few tokens that carry nothing: the first token, punctuation, or
-# patches of the border and of empty sky. The weights of a softmax sum to 1, so a head that finds nothing must put
-# them somewhere, and training finds a place where they do no harm: a token with a small value (Xiao et al. 2024,
-# "Efficient Streaming Language Models with Attention Sinks"). Drawn over a photo, such a map has its maxima where
-# nothing is. Does this small network do the same? Over the 20 scenes, for the token that writes each word:
+# In large models, most of the attention goes to a few tokens without content: the first token, punctuation, or patches
+# of the border and of empty sky. The weights of a softmax sum to 1, so a head that finds nothing must still attend to
+# some token. Training makes it choose a token with a small value, which has little effect (Xiao et al. 2024, "Efficient
+# Streaming Language Models with Attention Sinks"). Drawn over a photo, such a map has its maxima in empty areas. Does
+# this small network do the same? Over the 20 scenes, for the token that writes each word:
 
 
 # %%
@@ -192,11 +194,10 @@ plt.show()
 {name: f"{float(where.float().mean()):.0%} of the patches" for name, where in regions.items()}
 
 # %% [markdown]
-# **What to see.** Not yet. The border gets less attention than its part of the patches. A quarter of the attention of
-# the last layer goes to the first token, before the first colour. Sinks grow with depth and training, so look at your
-# own model: where `layer.maps(query)` of two different words are bright at the same patches, these are sinks.
-# `AttnLRP` does not mark them, because it follows the values, too.
+# **What to see.** It does not. The border gets less attention than its fraction of the patches. A quarter of the
+# attention of the last layer goes to the first token, before the first colour. Sinks grow with depth and training, so
+# look at your own model. Patches that are bright in `layer.maps(query)` of two different words are sinks. `AttnLRP`
+# does not mark them, because it follows the values, too.
 #
-# **In short.** Ask for the words, look at the share of the image first, and use a method that follows the
-# computation: `AttnLRP`, or occlusion to check it. Attention shows where the network looked, with what it looked for
-# left out.
+# **In short.** Explain the words, look at the part of the image first, and use a method that follows the computation:
+# `AttnLRP`, and occlusion to check it. Attention shows where the network looked, but not what it found there.

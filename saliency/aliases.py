@@ -17,45 +17,46 @@ _R = TypeVar("_R")
 
 @cache
 def table(name: str) -> dict[str, list[str]]:
-    """Return a table of `aliases.toml`: by our name or an advice, the names that it answers."""
+    """Return a table of `aliases.toml`: for each of our names or advices, the other names that it answers."""
     tables = tomllib.loads(resources.files(__package__).joinpath("aliases.toml").read_text(encoding="utf-8"))
     return {ours: theirs.split() for ours, theirs in tables[name].items()}
 
 
-def matches(name: str, of: str) -> list[str]:
+def matches(name: str, table_name: str) -> list[str]:
     """Return our names or advice for another name in a table of `aliases.toml`."""
-    return [ours for ours, theirs in table(of).items() if name in theirs]
+    return [ours for ours, theirs in table(table_name).items() if name in theirs]
 
 
-def option_hint(name: str, known: Collection[str]) -> str:
+def option_hint(name: str, options: Collection[str]) -> str:
     """Return the end of an error about an unknown option, such as `; it is called steps here`."""
     for ours in matches(name, "options"):
-        if ours in known:
-            difference = ", as a share of the range of each image instead of in units of the input"
+        if ours in options:
+            difference = ", as a fraction of the range of each image instead of in units of the input"
             return f"; it is called {ours} here{difference if name == 'stdevs' else ''}"
     for advice in matches(name, "advice"):
         return f"; {advice}"
-    return did_you_mean(name, known) or (f"; the options are {', '.join(known)}" if known else "; there are no options")
+    listing = f"; the options are {', '.join(options)}" if options else "; there are no options"
+    return did_you_mean(name, options) or listing
 
 
 def known_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Hide the catch-all of unknown keywords from the signature of `attribute`, which `refuse_keywords` answers."""
+    """Hide the catch-all for unknown keywords, which `refuse_keywords` answers, from the signature of `attribute`."""
     signature = inspect.signature(function)
-    known = [own for own in signature.parameters.values() if own.kind != own.VAR_KEYWORD]
-    vars(function)["__signature__"] = signature.replace(parameters=known)
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.kind != parameter.VAR_KEYWORD]
+    vars(function)["__signature__"] = signature.replace(parameters=parameters)
     return function
 
 
 def refuse_unknown_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function of a method with an error for unknown keywords, which may be options of the method."""
-    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    """Make a function that takes a method refuse unknown keywords, which may be options of the method."""
+    parameters = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @wraps(function)
     def checked(*arguments: _P.args, **keywords: _P.kwargs) -> _R:
         for name in keywords:
-            if name not in known:
+            if name not in parameters:
                 method = arguments[0] if arguments else keywords.get("method")
-                hint = _argument_hint(name, type(method), known)
+                hint = _argument_hint(name, type(method), parameters)
                 raise TypeError(f'{function.__name__} has no argument "{name}"{hint}')
         return function(*arguments, **keywords)
 
@@ -64,26 +65,26 @@ def refuse_unknown_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def refuse_keywords(names: Collection[str], cls: Any) -> NoReturn:
     """Raise TypeError for unknown keywords of `attribute`, which may be options of the method."""
-    name, known = next(iter(names)), list(inspect.signature(cls.attribute).parameters)[1:]
-    raise TypeError(f'attribute has no argument "{name}"{_argument_hint(name, cls, known)}')
+    name, parameters = next(iter(names)), list(inspect.signature(cls.attribute).parameters)[1:]
+    raise TypeError(f'attribute has no argument "{name}"{_argument_hint(name, cls, parameters)}')
 
 
-def _argument_hint(name: str, cls: Any, known: Collection[str]) -> str:
+def _argument_hint(name: str, cls: Any, parameters: Collection[str]) -> str:
     options: Collection[str] = getattr(cls, "parameters", tuple)()
     for ours in (name, *matches(name, "options")):
-        if ours in options and ours not in known:
-            each = ", with saliency.PerImage([...]) for one per image" if name == "baselines" else ""
-            return f"; the method takes it: {cls.__name__}(model, {ours}=...){each}"
-    return option_hint(name, known)
+        if ours in options and ours not in parameters:
+            hint = ", with saliency.PerImage([...]) for one per image" if name == "baselines" else ""
+            return f"; the method takes it: {cls.__name__}(model, {ours}=...){hint}"
+    return option_hint(name, parameters)
 
 
-def public_hint(name: str, known: Collection[str]) -> str:
+def public_hint(name: str, names: Collection[str]) -> str:
     """Return the end of an error about an unknown public name, such as `; did you mean "GradCAM"?`."""
     for ours in matches(name, "public"):
         return f"; it is called {ours} here"
     for nearest in matches(name, "absent"):
         return f"; not offered here; nearest: {nearest}"
-    return did_you_mean(name, known)
+    return did_you_mean(name, names)
 
 
 def result_hint(name: str) -> str:

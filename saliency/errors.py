@@ -91,7 +91,7 @@ USER_CODE_ERRORS = (Exception, SystemExit)
 def errors_as(kind: type[SaliencyError], problem: str) -> Iterator[None]:
     """Raise any error of a block as an error of this kind: the problem, then the reason.
 
-    Errors that are of this kind already, of missing packages and of memory are not changed.
+    Errors of this kind, of missing packages and of memory are raised unchanged.
     """
     try:
         yield
@@ -142,11 +142,11 @@ def closest(word: str, words: Iterable[str], most: int = 3) -> list[str]:
     if not folded:
         return []
     by_length = sorted(by_folded, key=len)
-    found = [entry for entry in by_length if _words(folded) <= _words(entry)]
-    found += [entry for entry in by_length if entry.startswith(folded)]
-    found += [entry for entry in by_length if folded in entry]
-    found += get_close_matches(folded, by_folded, n=3, cutoff=0.6)
-    return [by_folded[entry] for entry in list(dict.fromkeys(found))[:most]]
+    similar = [entry for entry in by_length if _words(folded) <= _words(entry)]
+    similar += [entry for entry in by_length if entry.startswith(folded)]
+    similar += [entry for entry in by_length if folded in entry]
+    similar += get_close_matches(folded, by_folded, n=3, cutoff=0.6)
+    return [by_folded[entry] for entry in list(dict.fromkeys(similar))[:most]]
 
 
 def _words(text: str) -> set[str]:

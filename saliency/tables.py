@@ -51,7 +51,7 @@ class Table(Sequence[Row]):
         notes: Notes below the table.
     """
 
-    absent: Mapping[str, str] = {}  # why a row is missing, by its name
+    absent: Mapping[str, str] = {}  # by name, why a row is missing
 
     def __init__(
         self, rows: Iterable[Row], columns: Sequence[Column[Row]], title: str = "", notes: Iterable[str] = ()
@@ -153,15 +153,15 @@ def si(value: float, unit: str = "") -> str:
     return f"{float(mantissa) * 10**shift:.{2 - shift}f} {'pnµm kMGTP'[thousands + 4].strip()}{unit}".rstrip()
 
 
-def share(part: float | None) -> str:
-    """Format a share as a percentage: 0.123 is "12.3 %"; None is "". Only exact 0 and 1 give "0 %" and "100 %"."""
-    if part is None or not math.isfinite(part):
-        return "" if part is None else f"{part:g}"
-    if 0 < part < 0.0005:
+def share(fraction: float | None) -> str:
+    """Format a fraction as a percentage: 0.123 is "12.3 %"; None is "". Only exact 0 and 1 give "0 %" and "100 %"."""
+    if fraction is None or not math.isfinite(fraction):
+        return "" if fraction is None else f"{fraction:g}"
+    if 0 < fraction < 0.0005:
         return "<0.1 %"
-    if 0.9995 <= part < 1:
+    if 0.9995 <= fraction < 1:
         return ">99.9 %"
-    return f"{100 * part:.{0 if part in (0, 1) else 1}f} %"
+    return f"{100 * fraction:.{0 if fraction in (0, 1) else 1}f} %"
 
 
 def number(value: float | None) -> str:
@@ -174,7 +174,7 @@ def number(value: float | None) -> str:
 
 
 Shapes = tuple[int, ...] | list[tuple[int, ...]]
-"""The shape of a tensor, or of each of several."""
+"""The shape of a tensor, or the shapes of several tensors."""
 
 
 def shape_text(shapes: Shapes) -> str:

@@ -30,7 +30,7 @@ class Registry(dict[str, _Entry]):
         raise KeyError(self._missing(name))
 
     def find(self, name: object) -> _Entry:
-        """Return the class with this name. Raises MethodError for another name, with the closest ones."""
+        """Return the class with this name. Raises MethodError for another name, with the closest names."""
         if not isinstance(name, str) or name not in self:
             raise MethodError(self._missing(name))
         return self[name]
@@ -88,7 +88,7 @@ def check_number(
 
 
 def check_numbers(option: str, values: object, **bounds: Any) -> tuple[float, ...]:
-    """Return a list of numbers, each checked as in `check_number`. Raises MethodError if it is none, or is empty."""
+    """Return a list of numbers, each checked as in `check_number`. Raises MethodError for any other value."""
     if not isinstance(values, list | tuple) or not values:
         raise MethodError(f"{option}={values!r}: expected a list of numbers, such as (0.1, 0.2)")
     return tuple(check_number(option, value, **bounds) for value in values)

@@ -36,7 +36,7 @@ X = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
         ("occlusion", "sliding_window_shapes", "it is called window here"),
         ("occlusion", "baselines", "it is called fill here"),
         ("smooth_grad", "nt_samples", "it is called passes here"),
-        ("smooth_grad", "stdevs", "it is called noise here, as a share of the range of each image"),
+        ("smooth_grad", "stdevs", "it is called noise here, as a fraction of the range of each image"),
         ("grad_cam", "aug_smooth", "use Augmented(method), which averages over flips and factors"),
         ("grad_cam", "target_layers", "it is called layer here"),
         ("fused_cam", "target_layers", "it is called layers here"),

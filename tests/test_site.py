@@ -65,7 +65,7 @@ def test_the_limits_and_the_findings_of_a_method_are_on_its_page(pages: dict[str
     assert "Worse than the best map that ignores the network: `shortcut`" in pages["methods/eigen_cam.md"]
     assert "Mean rank in the first half of" in pages["methods/lrp.md"]
     assert (
-        "It does not tell them apart on `shapes_detector`, `shapes_queries`, `shapes_unet`."
+        "It does not distinguish them on `shapes_detector`, `shapes_queries`, `shapes_unet`."
         in pages["methods/grad_cam.md"]
     )
 

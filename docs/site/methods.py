@@ -20,19 +20,19 @@ from .markdown import PICTURES, ROOT, as_page, relative
 
 TESTBED = "benchmarks/testbed.md"
 _WORSE = "Worse than the best map that ignores the network"
-_NO_SCORE = "By no score better than all maps that ignore the network"
+_NO_SCORE = "Not better by any score than all maps that ignore the network"
 
 
 _SYMBOLS = (
     "S is the map, x the normalised image, x′ the baseline, and y or y(x) the score. A<sub>k</sub> is channel k of the "
     "layer's activations, i and j are pixels or locations, and up(·) resizes a map. A ⊙ B is the product of each pair "
     "of values, a⁺ is max(a, 0), |s| is the number of pixels of segment s, and [condition] is 1 if the condition "
-    "holds, else 0. Means, maxima and softmaxes run over their index. *Stretched to 0..1* means minus the smallest "
+    "is true, else 0. Means, maxima and softmaxes run over their index. *Stretched to 0..1* means minus the smallest "
     "value, divided by the range.",
     "In backward passes and relevance, R<sub>out</sub> arrives at the result of an operation and R<sub>in</sub> at its "
     "operand. Neuron k has the inputs a<sub>j</sub>, the weights w<sub>jk</sub>, the bias b<sub>k</sub> and the result "
     "z<sub>k</sub>; z′ is the value for the baseline. In transformers, A<sub>l</sub> is the attention of block l, "
-    "∇A<sub>l</sub> its gradient, h a head, I the identity, and r a row with the share of each token that the "
+    "∇A<sub>l</sub> its gradient, h a head, I the identity, and r a row with the weight of each token that the "
     "classifier reads.",
 )
 _INDEX = re.compile(r"_(\w[^\W²³]*(?:[+−]1|&lt;n|∈T|′?,[tF]|′)?)")
@@ -92,7 +92,7 @@ def method_page(cls: type[Attribution], links: dict[str, str]) -> str:
 
 
 def formula(cls: type[Attribution]) -> str:
-    """Return the formula of a method, from its docstring, as HTML; nothing without one."""
+    """Return the formula of a method, from its docstring, as HTML; empty if the docstring has no formula."""
     found = re.search(r"^Formula: (.*?)\.$", inspect.getdoc(cls) or "", re.MULTILINE | re.DOTALL)
     if found is None:
         return ""
@@ -105,8 +105,8 @@ def gallery_page() -> str:
     parts = [
         "# Gallery",
         "Each method has a page: its formula, what it computes, when to use it and when not, its cost, its options and "
-        "its source. The formulas share their [symbols](#symbols). "
-        "[Choosing a method](../choosing-a-method.md) is the place to start.",
+        "its source. All formulas use the same [symbols](#symbols). "
+        "Start with [choosing a method](../choosing-a-method.md).",
     ]
     for family, members in families().items():
         parts += [f"## {family[0].upper()}{family[1:]}", '<div class="grid cards" markdown>']
@@ -149,7 +149,7 @@ def _options(cls: type[Attribution], links: dict[str, str]) -> str:
 
 
 def _advice(cls: type[Attribution]) -> list[str]:
-    """Return what the testbed found for a method, its limits, and the guides that describe it."""
+    """Return the results of a method on the testbed, its limits, and the guides that describe it."""
     return [*_testbed(cls), *_objects(cls), *_limits(cls), _guides(cls)]
 
 
@@ -176,7 +176,7 @@ def _testbed(cls: type[Attribution]) -> list[str]:
 
 
 def _objects(cls: type[Attribution]) -> Iterator[str]:
-    """Yield how well a method tells two objects of an image apart, if it applies to a network that names objects."""
+    """Yield how well a method distinguishes two objects of an image, if it applies to a network that finds objects."""
     text = (ROOT / "benchmarks" / "results" / "testbed_objects.md").read_text()
     header, row = (
         re.search(rf"^\| {name} \| (.*) \|$", text, re.MULTILINE) for name in ("method", f"`{cls.__name__}`")
@@ -187,9 +187,9 @@ def _objects(cls: type[Attribution]) -> Iterator[str]:
     found = ", ".join(f"{network} {value.strip('*')}" for network, value in values.items() if value != "-")
     fails = ", ".join(network for network, value in values.items() if "*" in value)
     if found:
-        link = f"[share of the map on the explained one]({relative('benchmarks/testbed_objects.md', page(cls))})"
-        doubt = f" It does not tell them apart on {fails}." if fails else ""
-        yield f"Of two objects in an image, the {link} minus the share on the other: {found}.{doubt}"
+        link = f"[fraction of the map on the explained object]({relative('benchmarks/testbed_objects.md', page(cls))})"
+        doubt = f" It does not distinguish them on {fails}." if fails else ""
+        yield f"Of two objects in an image, the {link} minus the fraction on the other object: {found}.{doubt}"
 
 
 def _findings(cls: type[Attribution], networks: str) -> Iterator[str]:

@@ -67,7 +67,7 @@ UNSATURATED = (
 )
 """The advice in the warning about a map of 0 for a probability near 0 or 1."""
 MIN_IMAGE_SHARE = 0.1
-"""The fraction of the relevance of all tokens of an answer that an image has without a warning."""
+"""An answer gets a warning if its image has a smaller fraction of the relevance of all tokens."""
 
 
 class Attribution(HasOptions, ABC):
@@ -85,10 +85,10 @@ class Attribution(HasOptions, ABC):
             default `model.categories`, or `config.id2label` of a Hugging Face model. If the model returns one number
             per image, the second of two names belongs to the number, and the first to its negative.
         whole: Whether the model sees the whole image instead of a crop: True resizes it to the model's input, "aspect"
-            keeps its aspect ratio, for models that take any size. Float tensors are used as they are.
+            keeps its aspect ratio, for models that take any size. Float tensors are used unchanged.
         layout: For tokens and channels whose layout is not recognised, a function from the output of the read layer,
-            such as (N, tokens, K), to maps (N, K, h, w). It only selects and rearranges. By default `model.layout`. The
-            outputs of convolutions need none.
+            such as (N, tokens, K), to maps (N, K, h, w). It only selects and rearranges. By default `model.layout`.
+            Convolutions need no such function.
 
     Raises:
         MethodError: An option is invalid.
@@ -115,7 +115,7 @@ class Attribution(HasOptions, ABC):
     preview_options: ClassVar[Mapping[str, Any]] = {}
     """Options that reduce the passes of a slow method, for tests and previews; empty if the defaults are fast."""
     draft_options: ClassVar[Mapping[str, Any]] = {}
-    """Options of a first map within about a second, for methods whose passes so far give none; see `listening`."""
+    """Options for a first map within about a second, if a method has no map before its last pass; see `listening`."""
 
     model: PositionalOption[nn.Module, nn.Module] = PositionalOption(
         check=lambda method, model: unwrap(model), kw_only=False
@@ -140,10 +140,10 @@ class Attribution(HasOptions, ABC):
         name = cls.__dict__.get("name", "")
         if not name:
             return
-        known = METHODS.get(name)
+        other = METHODS.get(name)
         # A notebook cell that runs again defines the same class again.
-        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise TypeError(f'{cls.__qualname__}: the name "{name}" belongs to {known.__module__}.{known.__qualname__}')
+        if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(f'{cls.__qualname__}: the name "{name}" belongs to {other.__module__}.{other.__qualname__}')
         METHODS[name] = cls
 
     def set_options(self, values: dict[str, Any]) -> None:
@@ -163,9 +163,9 @@ class Attribution(HasOptions, ABC):
 
     @property
     def settings(self) -> Mapping[str, Setting]:
-        """Options of this method: the arguments of its constructor, without those about the model.
+        """Options of this method by name: the arguments of its constructor, except those about the model.
 
-        Of these, `whole` and `layout` are included if set.
+        `whole` and `layout` are included if they are set.
         """
         names = [*type(self).options(), *["whole"] * bool(self.whole), *["layout"] * bool(self.layout)]
         return {name: as_setting(getattr(self, name)) for name in names}
@@ -182,9 +182,9 @@ class Attribution(HasOptions, ABC):
     def parameters(cls) -> tuple[str, ...]:
         """Return the names of the constructor's parameters, with the declared options instead of `**keywords`."""
         parameters = inspect.signature(cls).parameters.values()
-        own = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         passed_on = declared_options(cls) if any(p.kind == p.VAR_KEYWORD for p in parameters) else ()
-        return tuple(dict.fromkeys([*own, *passed_on]))
+        return tuple(dict.fromkeys([*names, *passed_on]))
 
     def __call__(self, *arguments: object, **keywords: object) -> NoReturn:
         """Raise TypeError: the call is `attribute`."""
@@ -199,7 +199,7 @@ class Attribution(HasOptions, ABC):
         )
 
     def __exit__(self, *error: object) -> None:
-        """Do nothing; a with block ends at its start."""
+        """Do nothing: `__enter__` raises."""
 
     @overload
     def attribute(
@@ -243,10 +243,10 @@ class Attribution(HasOptions, ABC):
                 model's own normalised input as a float tensor (C, H, W), (N, C, H, W), or (N, C, D, H, W) for volumes
                 and videos; or an answer of `saliency.generate`. For a model with several inputs, a mapping of the names
                 of its arguments, a tuple in their order, or `Views`; see "Several inputs" in the documentation.
-            target: A class index or name, None for the top class, a function of the model's output, or a list with one
-                of them per image.
+            target: A class index or name, None for the top class, a function of the model's output, or a list of these
+                with one entry per image.
             forward_args: Arguments of the model's forward after the image: a tuple, or a mapping of names. Tensors,
-                arrays and lists with N entries have one for each image, on any device; others are passed as they are.
+                arrays and lists with N entries have one for each image, on any device; others are passed unchanged.
             explain: Of several inputs, the names of the images to explain; by default all. A tuple of names explains
                 images of one size as one, so that a method hides the same place in all of them.
 
@@ -324,7 +324,7 @@ class Attribution(HasOptions, ABC):
         images = self.images(batch.inputs, batch.frames)
         asked = [Questions(self.explained_target(target_of(target, images)), images) for target in targets]
         results = self.explain_targets(batch.inputs, asked)
-        return [self.explanation(result, own, batch) for result, own in zip(results, asked, strict=True)]
+        return [self.explanation(result, questions, batch) for result, questions in zip(results, asked, strict=True)]
 
     def _prepare(self, name: Key) -> Prepare:
         """Return the preprocessing of one of several inputs."""
@@ -447,9 +447,9 @@ class Attribution(HasOptions, ABC):
         if not asked:
             raise MethodError(f"{label} returned a map of a target whose score it did not compute")
         evidence = {name: entry for name, entry in result.evidence.items() if entry is not None}
-        known = [question.probability for question in asked if question.probability is not None]
-        if len(known) == len(asked):
-            evidence["probabilities"] = torch.stack([part.to(values.device) for part in known])
+        probabilities = [question.probability for question in asked if question.probability is not None]
+        if len(probabilities) == len(asked):
+            evidence["probabilities"] = torch.stack([part.to(values.device) for part in probabilities])
         if isinstance(batch, Answer) and "token_shares" in evidence:
             evidence["tokens"] = batch.sequence
         explanation = Explanation(
@@ -457,7 +457,7 @@ class Attribution(HasOptions, ABC):
             result.scores.detach(),
             result.layer,
             evidence,
-            questions=tuple([QuestionFacts(own.name, own.index, own.is_difference, own.box) for own in asked]),
+            questions=tuple([QuestionFacts(q.name, q.index, q.is_difference, q.box) for q in asked]),
             frames=batch.frames,
             input_size=tuple(batch.inputs.shape[2:]),
             method=label,
@@ -466,7 +466,7 @@ class Attribution(HasOptions, ABC):
             sign=self.sign,
             settings=self.settings,
         )
-        # The notes follow from the explanation, whose mapping nobody else has yet.
+        # The notes follow from the explanation. Its mapping may still change, because no caller has it yet.
         evidence["notes"] = tuple(self._notes(explanation, asked))
         return explanation
 
@@ -516,7 +516,7 @@ def _require_values(method: Attribution, images: int) -> None:
 
 
 def _require_maps(name: str, result: Any, x: Tensor) -> None:
-    """Raise MethodError unless a method returned one map (C, H, W), one score and one row of the rest per image."""
+    """Raise MethodError unless a method returned one map (C, H, W), one score and one row of evidence per image."""
     images = len(x)
     expected = "saliency.BatchAttribution(values, scores) with values (N, C, H, W) or (N, 1, h, w) and scores (N,)"
     if not isinstance(result, BatchAttribution):
@@ -570,15 +570,15 @@ def read_one_forward(
         needs.append([method.needs_for(x, target) for method in methods])
     together = reduce(or_, needs[0])
     if len(targets) > 1:  # each may read other layers
-        layers = dict.fromkeys(layer for own in needs for each in own for layer in each.layers)
+        layers = dict.fromkeys(layer for method_needs in needs for need in method_needs for layer in need.layers)
         together = replace(together, layers=tuple(layers))
     forward = SharedForward(methods[0].model, x, together, len(targets))
-    for target, own in zip(targets, needs, strict=True):
+    for target, method_needs in zip(targets, needs, strict=True):
         grads, row = TargetGradients(forward, target), list[BatchAttribution]()
         # Methods compute in full precision, even under the caller's autocast.
         with torch.autocast(x.device.type, enabled=False):
-            for method, each in zip(methods, own, strict=True):
-                row.append(method.explain_gradients(grads, each.layers))
+            for method, need in zip(methods, method_needs, strict=True):
+                row.append(method.explain_gradients(grads, need.layers))
         grads.forget()
         results.append(row)
     return results
@@ -645,17 +645,17 @@ def _explain_by_all(methods: Sequence[Attribution], batch: Batch, targets: Seque
     images = methods[0].images(batch.inputs, batch.frames)
     target = target_of(targets[0], images)
     explained, common = [(method, method.explained_target(target)) for method in methods], Questions(target, images)
-    pairs = [(method, common if own is target else Questions(own, images)) for method, own in explained]
-    traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is common]
+    pairs = [(method, common if other is target else Questions(other, images)) for method, other in explained]
+    traced = [method for method, asked in pairs if isinstance(method, TracedAttribution) and asked is common]
     shared = iter(read_one_forward(traced, batch.inputs, [common])[0] if traced else [])
-    results = [next(shared) if method in traced else method.explain(batch.inputs, own) for method, own in pairs]
-    return [method.explanation(result, own, batch) for result, (method, own) in zip(results, pairs, strict=True)]
+    results = [next(shared) if method in traced else method.explain(batch.inputs, asked) for method, asked in pairs]
+    return [method.explanation(result, asked, batch) for result, (method, asked) in zip(results, pairs, strict=True)]
 
 
 def explain_by_image(
     answer: Answer, targets: Sequence[Any], explain: Callable[[Batch, Sequence[Any]], list[Explanation]]
 ) -> list[Explanation]:
-    """Explain each image of an answer alone, because the model reads all of them for each.
+    """Explain each image of an answer alone, because the model reads all images in each pass.
 
     Args:
         answer: The answer, whose arguments are bound.
@@ -668,11 +668,11 @@ def explain_by_image(
 
 
 def neuron_layer(model: nn.Module, targets: Sequence[TargetLike]) -> str:
-    """Return the name of the layer of targets, one of which is a neuron.
+    """Return the name of the layer to which all targets, which are neurons, belong.
 
     Raises:
         LayerError: There is no such layer.
-        TargetError: Only some are neurons, or they belong to several layers.
+        TargetError: A target is not a neuron, or the neurons belong to several layers.
     """
     layers = {find(model, target.layer)[0] for target in targets if isinstance(target, Neuron)}
     if len(layers) > 1 or not all(isinstance(target, Neuron) for target in targets):

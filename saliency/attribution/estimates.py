@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 ROUNDING = 1e-6
-"""The largest difference of values that count as equal in a rank correlation, as a share of the largest magnitude."""
+"""Values that differ by at most this fraction of the largest magnitude are ties in a rank correlation."""
 
 
 class Estimate:
@@ -171,7 +171,7 @@ class ScoreEstimate(Estimate):
 
     @abstractmethod
     def solve(self, part: slice) -> tuple[Tensor, Tensor | None]:
-        """Return the map from some of the samples so far, and its standard error if it is known."""
+        """Return the map from some of the samples so far, and its standard error, or None."""
 
     @property
     def mean(self) -> Tensor:
@@ -216,7 +216,7 @@ def rank_correlation(first: Tensor, second: Tensor) -> float:
 def tied_ranks(values: Tensor, tolerance: float = 0.0) -> Tensor:
     """Return the rank of each value (n,), from the lowest; ties get their mean rank.
 
-    Values in steps of at most the tolerance are ties, as long as they span less than it; longer runs are cut.
+    Neighbouring values that differ by at most the tolerance are ties. A run of ties that spans more is cut.
     """
     array = values.detach().cpu().numpy()
     order = np.argsort(array)  # four times as fast as PyTorch's

@@ -39,12 +39,12 @@ _IN_SCORE = ("score", "score, up to a factor", PER_UNIT, "score per attention", 
 
 _FORMAT = "saliency explanation 2"
 _BY_IMAGE = ("notes", "run_stats", "boxes")
-"""The entries of evidence that are tuples with one element for each image. Tensors have one row for each."""
+"""The entries of evidence that are tuples with one element for each image. Tensors have one row for each image."""
 _EMPTY: dict[str, Any] = {
     "from_zero": False,
     **dict.fromkeys(("boxes", "ledger_names", "notes", "run_stats", "tokens"), ()),
 }
-"""The attributes of a result without these entries; others are None."""
+"""The values of these entries if a result does not have them; other missing entries are None."""
 
 
 class Evidence:
@@ -70,7 +70,7 @@ class Evidence:
     if not TYPE_CHECKING:  # type checkers know the attributes
 
         def __getattr__(self, name: str) -> Any:
-            """Return an entry. For other names, the error has the function that draws, or the attribute that fits."""
+            """Return an entry. The error for another name suggests the right function or attribute."""
             if name in Evidence.__annotations__:
                 return self.evidence.get(name, _EMPTY.get(name))
             raise AttributeError(f'Explanation has no "{name}"{result_hint(name)}', name=name, obj=self)
@@ -118,8 +118,8 @@ class Explanation(BatchAttribution):
             states others. At a layer they are score units.
         scores: (N,) the explained scores, in the units of the model's output.
         layer: The layer of the values; None at the input.
-        evidence: What only some methods have, by name. Each entry is also an attribute, see below.
-        questions: What was asked of each image: `name`, `index`, `is_difference` and `box`.
+        evidence: Results that only some methods have, by name. Each entry is also an attribute, see below.
+        questions: The question that was explained for each image: `name`, `index`, `is_difference` and `box`.
         frames: The position of the model's input on each original image; None for an image given as a tensor.
         input_size: (H, W) of the model's input; (D, H, W) for volumes and videos.
         method: The method's name in the registry.
@@ -134,7 +134,7 @@ class Explanation(BatchAttribution):
             input; None for other targets. Empty without boxes.
         probabilities: (N,) the probability of each image's class, and of the first class of a contrast; None if no
             class is explained.
-        coverage: The number of operations that each rule of the method handled, and of nonlinearities that it left;
+        coverage: The number of operations that each rule of the method handled, and of nonlinearities without a rule;
             None for methods without rules.
         residual: (N,) for complete methods, the difference between the expected and the actual sum of the values. With
             a ledger, the score minus the sum of the ledger.
@@ -142,22 +142,22 @@ class Explanation(BatchAttribution):
         agreement: (N,) the rank correlation of the maps of two halves of the samples, if the method samples; 1 means
             that more samples would not change the map.
         run_stats: The passes and time of each image, for methods of many passes; otherwise empty.
-        ledger: (N, K) the shares of the score, in score units, if the method gives them. An image's shares and its
+        ledger: (N, K) the parts of the score, in score units, if the method gives them. An image's parts and its
             residual sum to its score.
-        ledger_names: The names of the K shares, such as "input" and "biases".
+        ledger_names: The names of the K parts, such as "input" and "biases".
         outliers: (N, h, w) of bool, for methods of attention: the patches whose tokens have an outlying norm. Such
             tokens hold information about the whole image, so their values are not evidence for their position. None if
-            the tokens are not known.
+            the model's tokens cannot be determined.
         tile_scores: (1, rows, columns) the score of each tile, of which `scores` is the mean, for an image in tiles. It
             is NaN where a tile has no pixel of the target's region. None without tiles.
-        token_shares: (N, L) for an answer of `saliency.generate`, the share of each token that the language model
-            reads, in score units, by relevance and gradient x input. None for other methods, for images, and if the
-            model also adds the image after the embeddings of the tokens, as Qwen3-VL and Llama 3.2 Vision do.
-        tokens: The texts of these L tokens, None for those of an image; empty for other explanations.
+        token_shares: (N, L) for an answer of `saliency.generate`, the part of the score of each token that the
+            language model reads, in score units, by relevance and gradient x input. None for other methods, for images,
+            and if the model also adds the image after the embeddings of the tokens, as Qwen3-VL and Llama 3.2 Vision.
+        tokens: The texts of these L tokens, None for tokens of an image; empty for other explanations.
         notes: The limits of each image's map, for example that it is 0 everywhere; empty without limits.
         boxes: The size of each original image, and the position of the model's input on it, for a map of
             `saliency batch`, which is saved without its image. Empty for other explanations.
-        from_zero: Whether its colours begin at zero, as for standard errors, and not at the minimum of a positive map.
+        from_zero: Whether the colours begin at zero, as for standard errors, and not at the minimum of a positive map.
     """
 
     questions: tuple[QuestionFacts, ...]
@@ -192,7 +192,7 @@ class Explanation(BatchAttribution):
 
     @property
     def image_share(self) -> Tensor | None:
-        """The share (N,) of the tokens of images in the sum of all absolute `token_shares`, 0 to 1; None without."""
+        """The fraction (N,) of the sum of absolute `token_shares` that images have; None without `token_shares`."""
         if self.token_shares is None:
             return None
         is_image = torch.tensor([token is None for token in self.tokens], device=self.token_shares.device)
@@ -210,7 +210,7 @@ class Explanation(BatchAttribution):
         bfloat16 are treated as float32: the errors of their gradients are relative, and far below the rounding error
         of the score.
 
-        It is 0 for shares of a ledger, as in LRP. Their errors are relative too: where biases absorb all but 1e-4 of
+        It is 0 with a ledger, as in LRP. The errors of its values are relative too: where biases absorb all but 1e-4 of
         the score, the values at the pixels are still correct to 6e-6 of their largest with z+ and gamma, and to 1e-3 to
         7e-2 with epsilon and alpha-beta.
         """
@@ -226,9 +226,9 @@ class Explanation(BatchAttribution):
         """Return the explanation of one image (N = 1) or of a slice of images. Raises IndexError past the end."""
         chosen = range(len(self))[index]
         rows = chosen if isinstance(chosen, range) else range(chosen, chosen + 1)
-        place = list(rows) if len(rows) != 1 else slice(rows[0], rows[0] + 1)
-        tensors = {name: tensor[place] for name, tensor in self.tensors().items()}
-        lists = {name: tuple(own[i] for i in rows) for name in _BY_IMAGE if (own := self.evidence.get(name))}
+        indices = list(rows) if len(rows) != 1 else slice(rows[0], rows[0] + 1)
+        tensors = {name: tensor[indices] for name, tensor in self.tensors().items()}
+        lists = {name: tuple(entry[i] for i in rows) for name in _BY_IMAGE if (entry := self.evidence.get(name))}
         questions, frames = tuple(self.questions[i] for i in rows), tuple(self.frames[i] for i in rows)
         return replace(self.with_tensors(tensors, **lists), questions=questions, frames=frames)
 
@@ -249,7 +249,7 @@ class Explanation(BatchAttribution):
         return f"<Explanation of {targets} by {self.method}{where}, values {tuple(self.values.shape)}>"
 
     def _repr_png_(self) -> bytes | None:
-        """Return the image that a notebook shows; None if it cannot be drawn, then it shows the text."""
+        """Return the image that a notebook shows; None to show text, if the explanation cannot be drawn."""
         return tables.draw_png(self)
 
     def to(self, device: torch.device | str) -> Explanation:
@@ -290,8 +290,8 @@ class Explanation(BatchAttribution):
         """Read a file that `save` wrote.
 
         Raises:
-            ExplanationError: The file is missing, damaged, or of another kind, or one of its images is larger than an
-                image may be.
+            ExplanationError: The file is missing, damaged, or of another kind, or one of its images exceeds the size
+                limit.
         """
         with errors_as(ExplanationError, f"{path}: not a readable explanation"):
             with safe_open(str(path), framework="pt") as file:
@@ -313,15 +313,15 @@ class Explanation(BatchAttribution):
 
 
 def joined(explanations: Sequence[Explanation]) -> Explanation:
-    """Return explanations of single images as one."""
+    """Join explanations of single images into one."""
     parts: dict[str, Any] = {}
-    for name in explanations[0].tensors():  # a standard error may be missing: None if it is for one image
-        tensors = [own.tensors().get(name) for own in explanations]
+    for name in explanations[0].tensors():  # a standard error that one image lacks is None for all
+        tensors = [explanation.tensors().get(name) for explanation in explanations]
         parts[name] = None if any(tensor is None for tensor in tensors) else torch.cat(cast("list[Tensor]", tensors))
     for name in _BY_IMAGE:
-        parts[name] = tuple(chain.from_iterable(own.evidence.get(name, ()) for own in explanations)) or None
-    questions = tuple(chain.from_iterable(own.questions for own in explanations))
-    frames = tuple(chain.from_iterable(own.frames for own in explanations))
+        parts[name] = tuple(chain.from_iterable(e.evidence.get(name, ()) for e in explanations)) or None
+    questions = tuple(chain.from_iterable(explanation.questions for explanation in explanations))
+    frames = tuple(chain.from_iterable(explanation.frames for explanation in explanations))
     return replace(explanations[0].with_tensors(parts), questions=questions, frames=frames)
 
 
@@ -361,23 +361,23 @@ _DECODED: dict[str, Callable[[Any], Any]] = {
 
 def _from_file(header: dict[str, Any], tensors: dict[str, Tensor]) -> Explanation:
     """Return the explanation of a file. The error of a damaged file may have any type."""
-    known = {name: value for name, value in header.items() if name not in ("format", "image", "scale", "evidence")}
-    known["input_size"] = tuple(header["input_size"])
-    known["frames"] = tuple(
+    attributes = {name: value for name, value in header.items() if name not in ("format", "image", "scale", "evidence")}
+    attributes["input_size"] = tuple(header["input_size"])
+    attributes["frames"] = tuple(
         box and _frame(tensors.pop(f"picture.{image}"), *box) for image, box in enumerate(header["frames"])
     )
-    known["questions"] = tuple(
+    attributes["questions"] = tuple(
         QuestionFacts(**facts | {"box": facts["box"] and tuple(facts["box"])}) for facts in header["questions"]
     )
     entries = header["evidence"] | ({"boxes": [header["image"]]} if header.get("image") else {})
-    entries = {name: _DECODED.get(name, lambda own: own)(entry) for name, entry in entries.items()}
-    evidence: dict[str, Any] = {name: tuple(own) if isinstance(own, list) else own for name, own in entries.items()}
+    entries = {name: _DECODED.get(name, lambda entry: entry)(entry) for name, entry in entries.items()}
+    evidence: dict[str, Any] = {name: tuple(e) if isinstance(e, list) else e for name, e in entries.items()}
     evidence |= tensors
     values, scores = evidence.pop("values"), evidence.pop("scores")
     if "scale" in header:
         values = (values.double() * header["scale"]).float()
-    explanation = Explanation(values, scores, evidence=evidence, **known)
-    lists = [known["questions"], known["frames"], *(evidence[name] for name in _BY_IMAGE if name in evidence)]
+    explanation = Explanation(values, scores, evidence=evidence, **attributes)
+    lists = [attributes["questions"], attributes["frames"], *(evidence[name] for name in _BY_IMAGE if name in evidence)]
     if {len(rows) for rows in (*lists, *explanation.tensors().values())} != {len(values)}:
         raise ValueError("the tensors and lists have different numbers of images")
     return explanation
@@ -398,10 +398,10 @@ Product = Literal["cosine", "dot"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matches:
-    """Result of `explain_matches`: the share of each pair of cells in the similarity of two images.
+    """Result of `explain_matches`: the contribution of each pair of cells to the similarity of two images.
 
     Attributes:
-        values: (h, w, h', w') the shares of the score, signed, in units of the score: `values[i, j, k, l]` belongs to
+        values: (h, w, h', w') the contributions, signed, in units of the score: `values[i, j, k, l]` belongs to
             the cell in row i and column j of the first image, and the cell in row k and column l of the second.
         score: The similarity of both images.
         measure: The similarity: "cosine", or "dot" for the inner product of the embeddings.

@@ -65,13 +65,13 @@ class Features:
             IndexError: There is no such image.
             TargetError: The point is not a pair of numbers, or is not on the part of the image that the model sees.
         """
-        own, place = self.values[image], as_place("point", point, 2)
-        if place is None:
-            query = own[:, self._shown[image]].mean(1)  # (K,)
+        values, position = self.values[image], as_place("point", point, 2)
+        if position is None:
+            query = values[:, self._shown[image]].mean(1)  # (K,)
         else:
-            query = own[:, *cell_at(place, self.frames[image], self.input_size, own.shape[1:], image)]
+            query = values[:, *cell_at(position, self.frames[image], self.input_size, values.shape[1:], image)]
         maps = F.cosine_similarity(self.values, query[None, :, None, None])[:, None]
-        name, images = f"similarity to {f'{as_text(place)} of ' if place else ''}image {image}", len(maps)
+        name, images = f"similarity to {f'{as_text(position)} of ' if position else ''}image {image}", len(maps)
         return Explanation(
             maps,
             maps.mean((1, 2, 3)),
@@ -126,12 +126,12 @@ class Features:
 
 
 def cell_at(
-    place: tuple[float, ...], frame: Frame | None, input_size: tuple[int, int], grid: Sequence[int], image: int
+    point: tuple[float, ...], frame: Frame | None, input_size: tuple[int, int], grid: Sequence[int], image: int
 ) -> tuple[int, int]:
     """Return the row and the column of the cell at a point.
 
     Args:
-        place: (x, y) in pixels of the original image, or of the model's input without a frame.
+        point: (x, y) in pixels of the original image, or of the model's input without a frame.
         frame: The position of the model's input on the image.
         input_size: (H, W) of the model's input.
         grid: (h, w) of the cells.
@@ -140,13 +140,13 @@ def cell_at(
     Raises:
         TargetError: The point is outside the part of the image that the model sees.
     """
-    (x, y), geometry = place, Geometry.of(frame, input_size)
+    (x, y), geometry = point, Geometry.of(frame, input_size)
     column, row = geometry.to_input((x, y, x, y))[:2]
     (height, width), (h, w) = input_size, grid
     if not (0 <= column < width and 0 <= row < height):
         left, top, right, bottom = (round(edge) for edge in geometry.box)
         part = f"part of image {image} that the model sees, x {left} to {right} and y {top} to {bottom}"
-        raise TargetError(f"the point {as_text(place)} is outside the {part}")
+        raise TargetError(f"the point {as_text(point)} is outside the {part}")
     return int(row * h / height), int(column * w / width)
 
 

@@ -21,7 +21,7 @@ from ..errors import LayerError, MethodError, TargetError
 from ..hooks import autograd_graph as graph
 from ..hooks.attention import AttentionCall, find_attention, find_passages
 from ..hooks.autograd_graph import CUT, INDEPENDENT, NO_GRADIENT, differentiate, nodes_between
-from ..hooks.manager import HookManager, Rule
+from ..hooks.manager import GradientRule, HookManager
 from ..hooks.operations import OperationRecord, SavedValues
 from ..hooks.pytree import tree_tensors
 from ..hooks.rectifiers import Nonlinearities, find_nonlinearities
@@ -35,7 +35,7 @@ from .questions import Questions, explained_answer
 T = TypeVar("T")
 
 _READABLE_VALUES = (SavedValues.ACTIVATIONS, SavedValues.LINEAR, SavedValues.CHANGES)
-# By model: the values whose record its graph makes superfluous.
+# By model: the values that its graph holds, so that no record is needed.
 _NEEDS_NO_RECORD: WeakKeyDictionary[nn.Module, set[SavedValues]] = WeakKeyDictionary()
 
 RecordedFrom = Literal["input", "layers", "none"]  # from the largest graph to the smallest
@@ -45,7 +45,7 @@ RecordedFrom = Literal["input", "layers", "none"]  # from the largest graph to t
 class Needs:
     """Parts of a forward that a method reads.
 
-    `first | second` is what two methods need of the forward that they share.
+    `first | second` combines the needs of two methods that share a forward.
 
     Attributes:
         gradients: "input" records the autograd graph from the input on. "layers" records it from the first of the
@@ -76,7 +76,7 @@ class Needs:
             raise MethodError(f"layers={layers!r} is not a tuple of names of layers")
 
     def __or__(self, other: Needs) -> Needs:
-        """Return what two methods need of a forward that they share."""
+        """Combine the needs of two methods that share a forward."""
         is_counted = self.backwards is not None and other.backwards is not None
         # If one method stores only changed values, another may still read the values of the graph.
         differ = self.values != other.values and SavedValues.CHANGES in (self.values, other.values)
@@ -92,17 +92,17 @@ class Needs:
 
 @lru_cache
 def needs_with(needs: Needs, **changes: Any) -> Needs:
-    """Return needs with some other values."""
+    """Return needs with some values changed."""
     return replace(needs, **changes)
 
 
 class SharedForward:
-    """One forward of a prepared model on a batch, with what methods read of it.
+    """One forward of a prepared model on a batch, with everything that methods read from it.
 
     Args:
         model: The model, in `prepared_for_attribution`.
         x: The batch (N, C, H, W).
-        needs: What the methods need of it together.
+        needs: The combined needs of the methods.
         targets: The number of targets, each with the backward passes that `needs` allows.
     """
 
@@ -139,7 +139,7 @@ class SharedForward:
 
     @cached_property
     def operations(self) -> OperationRecord:
-        """The record of the operations, of those values that the methods need."""
+        """The record of the operations, with the values that the methods need."""
         return OperationRecord(self.x, self.needs.values)
 
     def recording(self) -> AbstractContextManager[Any]:
@@ -154,20 +154,20 @@ class SharedForward:
     def read_graph(self, nodes: Sequence[Node]) -> bool:
         """Read operations from the graph if they were not recorded. Return False if the model must run with a record.
 
-        The first call of a model records, and decides for later ones by the nodes between the scores and the image.
+        The first call of a model records, and decides by the nodes between scores and image whether later calls do.
         """
-        values, known = self.needs.values, _NEEDS_NO_RECORD.setdefault(self.model, set())
+        values, unrecorded = self.needs.values, _NEEDS_NO_RECORD.setdefault(self.model, set())
         if values not in _READABLE_VALUES:
             return True
         is_whole = self.operations.read(nodes, replaces=not self._records)
-        (known.add if is_whole else known.discard)(values)
+        (unrecorded.add if is_whole else unrecorded.discard)(values)
         if is_whole or self._records:
             return True
         self._run(records=True)
         return False
 
     def on(self, x: Tensor) -> SharedForward:
-        """Return a forward of another batch with the same layers and record. The last one is cached."""
+        """Return a forward of another batch with the same layers and record. The last such forward is cached."""
         if self._other is None or not torch.equal(self._other.x, x):
             self._other = None  # free its memory first
             self._other = SharedForward(self.model, x, Needs(layers=self.needs.layers, values=self.needs.values))
@@ -184,7 +184,7 @@ class SharedForward:
         return self._layouts[name]
 
     def count_backward(self) -> bool:
-        """Count a backward pass. Return whether it is the last one, which may free the graph."""
+        """Count a backward pass. Return whether it is the last pass, which may free the graph."""
         if self._backwards_left is not None:
             self._backwards_left -= 1
             if self._backwards_left < 0:
@@ -198,16 +198,16 @@ class TargetGradients:
     Args:
         forward: The forward.
         target: The target.
-        reads: Whether methods read the operations of the graph. If it does not hold enough, the forward is run again.
+        reads: Whether methods read the operations of the graph. If it does not hold enough, the forward runs again.
 
     Attributes:
         forward: The forward.
         target: The target.
         x: (N, C, H, W) the batch.
         scores: (N,) the scores.
-        scores_in_graph: The same, with the graph of the forward.
+        scores_in_graph: The scores, with the graph of the forward.
         attention: The attention calls on which the scores depend, in order, if the forward reads attention.
-        unread_softmaxes: Softmaxes before the last of these calls that are not part of one.
+        unread_softmaxes: Softmaxes before the last of these calls that are not part of an attention call.
     """
 
     def __init__(self, forward: SharedForward, target: Questions, *, reads: bool = True) -> None:
@@ -236,21 +236,21 @@ class TargetGradients:
 
     @cached_property
     def token_nodes(self) -> list[Node]:
-        """The operation whose result is the tokens before the block of each attention call, or the first of all."""
-        order = {node: at for at, node in enumerate(self.nodes)}
+        """The operation that returns the tokens before the block of each attention call, or the first operation."""
+        order = {node: index for index, node in enumerate(self.nodes)}
         passages = [*find_passages(self.nodes), self.nodes[-1]]
         return [next(node for node in passages if order[node] > order[call.node]) for call in self.attention]
 
     def shared(self, key: Any, compute: Callable[[], T]) -> T:
-        """Return a value that methods share by its key, such as a walk. The first of them computes it."""
-        for known, value in self._shared:
-            if known == key:
+        """Return a value that methods share by its key, such as a walk. The first method computes it."""
+        for stored, value in self._shared:
+            if stored == key:
                 return cast("T", value)
         self._shared.append((key, compute()))
         return cast("T", self._shared[-1][1])
 
     def forget(self) -> None:
-        """Forget the values that methods share. They refer back: the graph would live until Python finds the cycle."""
+        """Forget the values that methods share. Else the graph lives until Python finds the cycle."""
         self._shared.clear()
 
     def on(self, x: Tensor) -> TargetGradients:
@@ -301,7 +301,7 @@ class TargetGradients:
         self.require_gradient()
         return find_nonlinearities(self.scores_in_graph, self.forward.x)
 
-    def rewritten_gradient(self, rules: Iterable[tuple[Node, Rule]]) -> Tensor:
+    def rewritten_gradient(self, rules: Iterable[tuple[Node, GradientRule]]) -> Tensor:
         """Return the gradient at the input (N, C, H, W), rewritten by rules at some operations."""
         with HookManager() as hooks:
             hooks.rewrite(rules)
@@ -334,7 +334,7 @@ class TargetGradients:
         return gradient
 
     def _gradients(self, ends: Sequence[Tensor | GradientEdge]) -> list[Tensor | None]:
-        """Return the gradients of the scores at some results of the forward; None for one without influence on them.
+        """Return the gradients of the scores at some results of the forward; None for a result without influence.
 
         Raises:
             NotApplicableError: A part of the model is checkpointed with use_reentrant=True.
@@ -344,15 +344,15 @@ class TargetGradients:
         recorded = [end for end in ends if isinstance(end, GradientEdge) or end.requires_grad]
         score, retain = self.scores_in_graph.sum(), not self.forward.count_backward()
         grads = differentiate(score, recorded, retain_graph=retain) if recorded else ()
-        known = dict(zip(map(id, recorded), grads, strict=True))
-        return [known.get(id(end)) for end in ends]
+        gradients = dict(zip(map(id, recorded), grads, strict=True))
+        return [gradients.get(id(end)) for end in ends]
 
     def require_gradient(self) -> None:
         """Check that the scores have a gradient.
 
         Raises:
-            LayerError: They have a gradient, but not at the layers from which gradients are recorded.
-            TargetError: They have no gradient at all.
+            LayerError: The scores have a gradient, but not at the layers from which gradients are recorded.
+            TargetError: The scores have no gradient.
         """
         if self.scores_in_graph.requires_grad:
             return
@@ -384,7 +384,7 @@ def no_gradient_message(*layers: str) -> str:
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module:
-    """Return a layer by its name. Raises LayerError if there is none, which a user's `Needs` may ask for."""
+    """Return a layer by its name. Raises LayerError if there is none: a user's `Needs` may name any layer."""
     try:
         return model.get_submodule(name)
     except AttributeError:
@@ -399,8 +399,8 @@ def _capture_embeddings(hooks: HookManager, answer: Answer, x: Tensor) -> list[T
     shape = (len(x), len(answer.is_image))
 
     def begin(*arguments: Any) -> None:
-        found = (tensor for tensor in tree_tensors(arguments) if tensor.requires_grad and tensor.shape[:-1] == shape)
-        captured[:] = captured or islice(found, 1)
+        embeddings = (part for part in tree_tensors(arguments) if part.requires_grad and part.shape[:-1] == shape)
+        captured[:] = captured or islice(embeddings, 1)
 
     hooks.around(answer.model.get_submodule(answer.reader), begin, lambda token, output: None)
     return captured

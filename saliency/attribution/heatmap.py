@@ -2,7 +2,7 @@
 
 The order is fixed: channels are reduced, the sign is applied, outliers are clipped, and then the map is resized.
 Nothing is normalised. By default, the sign is `Explanation.sign`, as in the paper of the method, and channels are
-summed; of magnitudes, the largest channel counts (Simonyan 2013).
+summed; of magnitudes, the largest of the channels is taken (Simonyan 2013).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def heatmap(
 ) -> Tensor:
     """Return one number per pixel of the model's input: (N, H, W), on the device of the values and in their units.
 
-    For volumes and videos it is one per voxel: (N, D, H, W).
+    For volumes and videos, return one number per voxel: (N, D, H, W).
 
     Half and bfloat16 values are reduced in float32; other types are unchanged. The resize is bilinear by pixel centres
     (`align_corners=False`), with antialiasing if the map shrinks; trilinear without antialiasing for a volume.
@@ -42,8 +42,8 @@ def heatmap(
         size: (H, W) or (D, H, W) of the map; by default the size of the model's input.
         sign: "positive" keeps values above zero, "signed" keeps all values, "absolute" takes the largest magnitude of
             the channels; by default as in the paper of the method. Otherwise channels are summed.
-        percentile: Clip the magnitudes of each image at this percentile of them (99 suits gradients); by default
-            nothing is clipped. The units do not change.
+        percentile: Clip the magnitudes of each image at this percentile (99 suits gradients); by default nothing is
+            clipped. The units do not change.
 
     Raises:
         NonFiniteError: A value is NaN or infinite; the message names the image.
@@ -104,7 +104,7 @@ def limits(maps: Tensor, percentile: float | None) -> Tensor:
 
 
 def several(explanations: Explanation | Iterable[Explanation], name: str) -> list[Explanation]:
-    """Return one explanation, or any number of them, as a list. Raises RenderError if it is empty."""
+    """Return one or several explanations as a list. Raises RenderError if there is none."""
     is_one = isinstance(explanations, Explanation | Tensor) or not isinstance(explanations, Iterable)
     listed: list[Any] = [explanations] if is_one else list(explanations)
     for explanation in listed:
@@ -116,18 +116,18 @@ def several(explanations: Explanation | Iterable[Explanation], name: str) -> lis
 
 def single_images(explanations: Explanation | Iterable[Explanation], name: str) -> list[Explanation]:
     """Return the explanations of single images, in order. Raises RenderError if there is none."""
-    return [one for explanation in several(explanations, name) for one in explanation]
+    return [image for explanation in several(explanations, name) for image in explanation]
 
 
 def method_titles(explanations: Sequence[Explanation]) -> list[str]:
-    """Return the title of each method, with the settings and the layer in which methods of one name differ."""
-    facts = [{"layer": one.layer, **one.settings} for one in explanations]
+    """Return the title of each method, with the layer and the settings that tell explanations by one method apart."""
+    facts = [{"layer": explanation.layer, **explanation.settings} for explanation in explanations]
     titles = []
-    for explanation, own in zip(explanations, facts, strict=True):
-        same = [other for other, one in zip(facts, explanations, strict=True) if one.method == explanation.method]
+    for explanation, settings in zip(explanations, facts, strict=True):
+        same = [other for other, peer in zip(facts, explanations, strict=True) if peer.method == explanation.method]
         words = [
             value if isinstance(value, str) else f"{name}={value}"
-            for name, value in own.items()
+            for name, value in settings.items()
             if value is not None and any(other.get(name) != value for other in same)
         ]
         titles.append(" ".join([explanation.title, *words]))
@@ -145,7 +145,7 @@ def _require_finite(maps: Tensor, explanation: Explanation) -> None:
 
 
 def resized(maps: Tensor, size: Sequence[int]) -> Tensor:
-    """Resize maps (N, h, w) to a size (H, W), as `heatmap` does. Raises RenderError if it is not a size."""
+    """Resize maps (N, h, w) to a size (H, W), as `heatmap` does. Raises RenderError if `size` is invalid."""
     axes = ("depth", "height", "width")[1 - maps.dim() :]
     if not isinstance(size, list | tuple) or len(size) != len(axes) or not all(map(is_integer, size)):
         raise RenderError(f"size={size!r} is not ({', '.join(axes)}) in pixels, each at least 1")
@@ -154,7 +154,7 @@ def resized(maps: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def standard_error(explanation: Explanation) -> Explanation:
-    """Return the standard errors of an explanation, in the form of an explanation that can be drawn and measured.
+    """Return the standard errors of an explanation as an explanation, which can be drawn and measured.
 
     Its colours begin at zero.
 
@@ -165,7 +165,7 @@ def standard_error(explanation: Explanation) -> Explanation:
         RenderError: The explanation has no standard error.
     """
     error = _require_error(explanation, "standard_error")
-    questions = tuple(replace(own, name=f"standard error of {own.name}") for own in explanation.questions)
+    questions = tuple(replace(asked, name=f"standard error of {asked.name}") for asked in explanation.questions)
     about_values = dict.fromkeys(("error", "residual", "agreement", "ledger", "ledger_names"))
     explanation = explanation.with_evidence(**about_values, from_zero=True)
     return replace(explanation, values=error, sign="positive", questions=questions)
@@ -175,8 +175,8 @@ def significance(explanation: Explanation, *, sign: Sign | None = None) -> Tenso
     """Return how many standard errors each pixel of the map is away from zero: (N, h, w), dimensionless.
 
     About 95 % of the pixels of a random map lie below 2. If channels are summed, their errors are summed too, as for
-    fully correlated errors. The true significance is not smaller. A nonzero value without error counts as infinitely
-    far, and a zero value as 0.
+    fully correlated errors. The true significance is not smaller. A nonzero value without error has infinite
+    significance, and a zero value has significance 0.
 
     Args:
         explanation: An explanation by a method that samples.

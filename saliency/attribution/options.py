@@ -52,10 +52,10 @@ def is_per_input(value: object) -> bool:
 
 
 class ConvertedOption(Generic[_Given, _Stored]):
-    """Option of a method, declared as a class attribute, whose stored value has another type than the given one.
+    """Option of a method, declared as a class attribute, whose stored value may have another type than its argument.
 
     Args:
-        default: The value if none is given. If it is None, None is never checked.
+        default: The default value. If it is None, None is never checked.
         check: A function of the option's name and a value that returns the stored value, or raises MethodError.
         *arguments: Further arguments of `check`.
         **keywords: Further keywords of `check`.
@@ -99,24 +99,24 @@ class ConvertedOption(Generic[_Given, _Stored]):
         def __set__(self, method: Any, value: _Given) -> None: ...
 
     def stored(self, method: Any, value: Any) -> Any:
-        """Return the value that a method stores for a given one, or for one per image or input."""
+        """Return the value that a method stores for a value, or for a value per image or input."""
         if self.name in ("preprocess", "layer", "baseline") and is_per_input(value):
-            return PerInput({name: self.stored(method, own) for name, own in value.items()})
+            return PerInput({name: self.stored(method, part) for name, part in value.items()})
         if isinstance(value, PerImage):
             if not {"*", self.name} & {*getattr(method, "per_image", ())}:
                 raise MethodError(f"{self.name}: {type(method).__name__} takes one value for all images, no PerImage")
-            return PerImage(self.stored(method, own) for own in value)
+            return PerImage(self.stored(method, image_value) for image_value in value)
         return None if value is None and self.default is None else self.convert(method, value)
 
     def convert(self, method: Any, value: Any) -> _Stored:
-        """Return the value that a method stores for a given one."""
+        """Return the value that a method stores for a value."""
         return self._check(self.name, value, *self._arguments, **self._keywords)
 
 
 class Option(ConvertedOption[_Same, _Same]):
     """Option of a method, declared as a class attribute: `grid: Option[int] = Option(7, check_integer)`.
 
-    The arguments are the same as for `ConvertedOption`. Without a check, any value is stored as it is.
+    The arguments are the same as for `ConvertedOption`. Without a check, any value is stored unchanged.
     """
 
 
@@ -125,7 +125,7 @@ class PositionalOption(ConvertedOption[_Given, _Stored]):
 
     Args:
         check: A function of the method and a value that returns the stored value.
-        default: The value if none is given; without it, the option is required.
+        default: The default value; without a default, the option is required.
         kw_only: Read by type checkers only; see `typing.dataclass_transform`.
     """
 
@@ -138,7 +138,7 @@ class PositionalOption(ConvertedOption[_Given, _Stored]):
         self.__doc__ = "Parameter of the constructor; may be passed by position."
 
     def convert(self, method: Any, value: Any) -> _Stored:
-        """Return the value that a method stores for a given one."""
+        """Return the value that a method stores for a value."""
         return self._check(method, value)
 
 
@@ -182,7 +182,7 @@ def declared_options(cls: type) -> dict[str, ConvertedOption[Any, Any]]:
 
 
 def _constructor(cls: type) -> Callable[..., None]:
-    """Return the constructor of a class. The parameters are the model, and the options of the nearest class first."""
+    """Return the constructor of a class. Its parameters are the model, then the options of the nearest class first."""
     options = declared_options(cls)
     kinds = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     parameters = [Parameter(n, kinds[options[n].is_positional], default=options[n].default) for n in options]
@@ -214,9 +214,9 @@ class RunStats:
     Attributes:
         passes: The number of passes of the model.
         seconds: The time of the image, in seconds, from the first forward on.
-        stopped: Why the passes ended: "complete" (all that the method needs), or a limit that was set ("passes",
+        stopped: Why the passes ended: "complete" (the method ran all of its passes), or a limit that was set ("passes",
             "seconds", "tolerance").
-        note: Remarks, such as the part of the model that was run; empty if there are none.
+        note: Remarks, such as the part of the model that was run; empty without remarks.
     """
 
     passes: int
@@ -237,24 +237,24 @@ def complete_docstring(cls: type, options: Set[str]) -> str | None:
 
     Args:
         cls: The class, whose bases have complete docstrings.
-        options: The options of the class. Others of the bases are not inherited.
+        options: The options of the class. Entries of its bases for other options are not inherited.
     """
-    own = cls.__dict__.get("__doc__")
-    if not own:
+    docstring = cls.__dict__.get("__doc__")
+    if not docstring:
         return None
-    own = inspect.cleandoc(own)
-    paragraphs = own.split("\n\n")
+    docstring = inspect.cleandoc(docstring)
+    paragraphs = docstring.split("\n\n")
     for title, later in _BEFORE.items():
-        entries = dict(_entries(own, title))
+        entries = dict(_entries(docstring, title))
         for base in cls.__bases__:
             for name, entry in _entries(base.__doc__ or "", title).items():
                 if title == "Raises:" or options >= {*name.split(", ")}:
                     entries.setdefault(name, entry)
         texts = sorted(entries.values(), key=lambda entry: not entry.startswith("    model: "))
-        known = [at for at, paragraph in enumerate(paragraphs) if paragraph.startswith(f"{title}\n")]
-        places = [*known, *(at for at, paragraph in enumerate(paragraphs) if paragraph.startswith(later))]
-        place = (*places, len(paragraphs))[0]
-        paragraphs[place : place + len(known)] = ["\n".join([title, *texts])] if texts else []
+        existing = [index for index, paragraph in enumerate(paragraphs) if paragraph.startswith(f"{title}\n")]
+        positions = [*existing, *(index for index, paragraph in enumerate(paragraphs) if paragraph.startswith(later))]
+        start = (*positions, len(paragraphs))[0]
+        paragraphs[start : start + len(existing)] = ["\n".join([title, *texts])] if texts else []
     return "\n\n".join(paragraphs)
 
 

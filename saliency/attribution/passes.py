@@ -42,7 +42,7 @@ CHUNK_CPU, CHUNK_FORWARD_CPU, CHUNK_WINDOW_CPU, CHUNK_ACCELERATOR = 4 * 224**2, 
 """Pixels of an automatic chunk. They are fixed, so that the same call gives the same bits.
 
 Larger chunks are not reliably faster on a CPU: glibc maps blocks above 32 MiB, such as an activation of 16 images of
-resnet50, anew at each pass, and the system clears their pages. That took 86 of 323 ms per pass, and none after
+resnet50, again at each pass, and the system clears their pages. That took 86 of 323 ms per pass, and none after
 `keep_memory`. Chunks that follow from the largest tensor of the model (8 for resnet50) gained at most 4 %.
 Forwards without gradients free each activation at once, and glibc returns what exceeds `keep_small_heap`. RISE on
 EfficientNet-Lite0 takes 3.0 s with chunks of 2, and 3.3 to 4.9 s with chunks of 4. Forwards within windows compute a
@@ -85,13 +85,13 @@ class ChunkResult(NamedTuple):
 
 
 class Stopping(TypedDict, total=False):
-    """When passes end before all of them have run, and what they give until then.
+    """When passes end early, and the result of the passes so far.
 
     Keys:
         least: The number of passes that a map needs; a time limit takes effect after them. By default 1.
         estimate: The estimate to which the caller adds each result. The passes end once it meets the tolerance.
-        partial: Returns the attribution of the passes so far, for listeners; None if there is none yet. By default it
-            is the mean of the estimate, if there is one.
+        partial: Returns the attribution of the passes so far, for listeners; None if there is no attribution yet. By
+            default the mean of the estimate, if given.
     """
 
     least: int
@@ -111,7 +111,7 @@ class Passes(ExitStack):
         image: The image's index in the batch.
         score: () the score of the image.
         chunk: The number of passes that run at once; "auto" chooses it by the device and the size of the image.
-        budget: The limits; by default none.
+        budget: The limits; by default no limits.
         label: The text of the progress bar.
         progress: Whether a progress bar is drawn; None draws one on a terminal after a second.
         forward: The forward that gave the score, if it kept layers.
@@ -157,12 +157,12 @@ class Passes(ExitStack):
         return self
 
     def _result(self) -> BatchAttribution | None:
-        """Return the result of the passes so far; None without one."""
+        """Return the result of the passes so far; None if there is no result yet."""
         image = self._partial()
         return image and stack_images([image], self._score.reshape(-1)[:1], (self.stats(image.notes),))
 
     def stats(self, notes: Sequence[str] = ()) -> RunStats:
-        """Return the passes, the time and how the passes were run, so far, with the notes of a method."""
+        """Return the statistics of the passes so far, with the notes of a method."""
         note = "; ".join(dict.fromkeys([*self._notes, *notes]))
         return RunStats(self.budget.used, self.budget.elapsed, self.budget.stopped, note)
 
@@ -225,7 +225,7 @@ class Passes(ExitStack):
         Args:
             make: As for `forwards`.
             count: The number of inputs.
-            size: The largest chunk, such as 1 if each input depends on the result before.
+            size: The largest chunk, such as 1 if each input depends on the previous result.
             **stopping: See `Stopping`.
 
         Raises:
@@ -293,20 +293,20 @@ class Passes(ExitStack):
             estimate: See `Stopping`.
             partial: See `Stopping`.
         """
-        budget, progress, at, size = self.budget, self._progress, 0, size or self._size()
+        budget, progress, start, size = self.budget, self._progress, 0, size or self._size()
         if estimate is not None and partial is None:
             partial = partial_mean(estimate, at_least_float32(self.x))
         self._partial = partial or (lambda: None)
         most = count if budget.passes is None else min(count, budget.passes - budget.used)
         progress.extend(most)
-        while at < most and not (at >= least and budget.is_over()):
-            now = budget.fitting(min(most - at, size, self._most), at, least)
+        while start < most and not (start >= least and budget.is_over()):
+            now = budget.fitting(min(most - start, size, self._most), start, least)
             if now > 1 and self._is_single:
                 now = 1
             try:
                 with torch.enable_grad(), self._autocast():
-                    result = compute(at, at + now)
-                if self.x.is_cuda:  # only a finished chunk can be timed, or be known to fit into memory
+                    result = compute(start, start + now)
+                if self.x.is_cuda:  # only a finished chunk can be timed, and shows that it fits into memory
                     torch.cuda.synchronize(self.x.device)
             except (RuntimeError, MemoryError) as error:
                 if now == 1 or not is_out_of_memory(error):
@@ -316,13 +316,13 @@ class Passes(ExitStack):
                 self._most = now // 2
                 torch.cuda.empty_cache()
                 continue
-            at += now
+            start += now
             budget.used += now
             yield result
             if estimate is not None and budget.is_met(estimate):
                 return
             progress.advance(self._result, now)
-        if at >= most and (most < count or budget.used == budget.passes):
+        if start >= most and (most < count or budget.used == budget.passes):
             budget.stopped = "passes"
 
     def in_time(self, run: Callable[[int], _T], steps: int) -> _T:
@@ -346,7 +346,7 @@ def no_autocast(x: Tensor) -> torch.autocast:
 
 
 def gradient_at(scores: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of the summed scores at the input. Raises TargetError if they have none there."""
+    """Return the gradient of the summed scores at the input. Raises TargetError if there is no gradient."""
     if not scores.requires_grad:
         raise TargetError(NO_GRADIENT)
     (gradient,) = differentiate(scores.sum(), [x])
@@ -360,7 +360,7 @@ class ImageAttribution(NamedTuple):
 
     values: Tensor  # (C, H, W) at the input or (1, h, w) at a layer
     error: Tensor | None = None  # of the same shape
-    agreement: float | Sequence[float] | None = None  # of all channels, or of each
+    agreement: float | Sequence[float] | None = None  # of all channels, or of each channel
     residual: float | None = None
     layer: str | None = None
     coverage: Coverage | None = None
@@ -488,7 +488,7 @@ def from_estimate(estimate: Estimate, like: Tensor, layer: str | None = None) ->
 
 
 def partial_mean(estimate: Estimate, like: Tensor) -> Callable[[], ImageAttribution | None]:
-    """Return a function that returns an estimate as an attribution; None if it has few samples."""
+    """Return a function that returns an estimate as an attribution, or None if it has few samples."""
     return lambda: from_estimate(estimate, like) if estimate.count >= LEAST_SAMPLES else None
 
 
@@ -498,7 +498,7 @@ def stack_images(images: Sequence[ImageAttribution], scores: Tensor, stats: tupl
     evidence = {
         "coverage": coverages[0],
         "residual": _row(residuals, scores),
-        "error": None if any(own is None for own in errors) else torch.stack(errors),
+        "error": None if any(error is None for error in errors) else torch.stack(errors),
         "agreement": _row(agreements, scores),
         "run_stats": stats,
     }
@@ -519,9 +519,9 @@ def _checked(image: object) -> ImageAttribution:
 
 
 Partial = Callable[[], BatchAttribution | None]
-"""Returns the result of the passes so far, in a call with one image and one target; None if there is none yet."""
+"""Returns the result of the passes so far, of one image and one target; None if there is no result yet."""
 Listener = Callable[[float, Partial], None]
-"""Called between the chunks of passes with the share that is done, 0 to 1, and the result so far. It may raise."""
+"""Called between the chunks with the fraction of passes that are done, and the result so far. It may raise."""
 
 
 class Sampled(Protocol):
@@ -535,13 +535,13 @@ class Sampled(Protocol):
 
 
 class Budget:
-    """Limits of the passes of one image, and how much of them is used. The first limit that is met ends the passes.
+    """Limits of the passes of one image, and the passes and time so far. The first limit that is met ends the passes.
 
     Args:
         passes: The maximum number of passes; None for any number.
         seconds: The maximum time in seconds; None for any time.
-        tolerance: The relative error of an estimate that is small enough; None for none.
-        spent: The time in seconds that the image took before.
+        tolerance: The relative error at which an estimate is precise enough; None for no tolerance.
+        spent: The time in seconds that the image has taken already.
 
     Attributes:
         used: The number of passes so far.
@@ -572,7 +572,7 @@ class Budget:
     def is_met(self, estimate: Sampled) -> bool:
         """Return whether an estimate meets the tolerance.
 
-        A check takes longer with more samples, so the next check waits until there are a sixteenth more.
+        A check takes longer with more samples, so the next check waits until there are 1/16 more samples.
         """
         if self.tolerance is None or estimate.count < self._next_check or estimate.count % CHECK_INTERVAL:
             return False
@@ -602,7 +602,7 @@ class Budget:
 
         Args:
             run: Runs a number of steps, regardless of the limits.
-            most: The number of steps without a time limit. The result is at most that, and at least two, or one if
+            most: The number of steps without a time limit. The result is at most `most`, and at least two, or one if
                 `most` is one.
         """
         if self.seconds is None:
@@ -646,7 +646,7 @@ class PassProgress:
             self._bar.total += passes
 
     def advance(self, partial: Partial, passes: int = 0) -> None:
-        """Move the bar by passes that have run, and call the listener, if there is one, with the result so far."""
+        """Move the bar by passes that have run, and call the listener, if any, with the result so far."""
         if self._bar is not None:
             self._bar.update(passes)
             if self.listener is not None:

@@ -1,4 +1,4 @@
-"""The questions of one call, and which part of a model's output belongs to which image of a batch."""
+"""The questions of one call, and the assignment of a model's output to the images of a batch."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class CallImages(Images):
         return "" if self._logits is None else last_operation(scores, self._logits)
 
     def channel_axis(self, layer: Any) -> tuple[str, int | None]:
-        """Return the name of a layer, and the axis of the channels in its output; None if it is unknown."""
+        """Return the name of a layer, and the axis of channels in its output, or None if it cannot be determined."""
         name, module = find(self._model, layer)
         if is_channels_first(module):
             return name, 1
@@ -114,7 +114,7 @@ class CallImages(Images):
 class FunctionScore:
     """Score of one image by a user's function, which takes the output of a whole batch and may combine its rows.
 
-    So for each variant of the image, it receives a whole batch of copies.
+    Therefore it receives a whole batch of copies for each variant of the image.
     """
 
     function: Score
@@ -134,8 +134,8 @@ class FunctionScore:
 class Questions:
     """Questions of one call: one for each image, and a function from the output to the scores of all images.
 
-    The questions are asked of the first output, of the unmodified images, and are constant from then on, regardless of
-    the number of passes. So is the top class.
+    The questions are asked of the first output, of the unmodified images. From then on they are constant, like the top
+    class, regardless of the number of passes.
 
     Args:
         target: The target.
@@ -193,7 +193,7 @@ class Questions:
             mirrored: Whether they are mirrored from left to right.
 
         Raises:
-            TargetError: The question is another one in a mirrored image.
+            TargetError: The question changes in a mirrored image.
         """
         question = self[image]
         score = question.mirrored if mirrored else question.score
@@ -278,13 +278,13 @@ class OutputRows:
     dimension. A constant tensor is not divided, even if it has as many rows as the batch has images.
 
     Attributes:
-        one: The output for one image; its tensors have shapes but no values.
-        two: The output for two images; None if the model rejects two images.
+        single: The output for one image; its tensors have shapes but no values.
+        double: The output for two images; None if the model rejects two images.
         serial_reason: Why a function of the output cannot be evaluated for several passes at once; empty if it can.
     """
 
-    one: Any
-    two: Any
+    single: Any
+    double: Any
     serial_reason: str = ""
 
     def repeated(self, output: Any, row: int, times: int) -> Any:
@@ -298,20 +298,20 @@ class OutputRows:
         Raises:
             TargetError: The output does not divide into images.
         """
-        one, two = self.one, self.two
-        if isinstance(output, Tensor) and isinstance(one, Tensor) and isinstance(two, Tensor):
-            if one.shape == two.shape:
+        single, double = self.single, self.double
+        if isinstance(output, Tensor) and isinstance(single, Tensor) and isinstance(double, Tensor):
+            if single.shape == double.shape:
                 return output
-            sizes = list(zip(one.shape, two.shape, strict=False))
-            changed = [dim for dim, (single, double) in enumerate(sizes) if single != double]
-            if one.dim() == two.dim() and len(changed) == 1 and sizes[changed[0]] == (1, 2):
+            sizes = list(zip(single.shape, double.shape, strict=False))
+            changed = [dim for dim, pair in enumerate(sizes) if pair[0] != pair[1]]
+            if single.dim() == double.dim() and len(changed) == 1 and sizes[changed[0]] == (1, 2):
                 return torch.cat([output.narrow(changed[0], row, 1)] * times, changed[0])
-        elif type(one) is type(two) is type(output):
+        elif type(single) is type(double) is type(output):
             if isinstance(output, _SHARED):
                 return output
-            if isinstance(output, tuple | list) and (len(one), len(two)) == (1, 2):
+            if isinstance(output, tuple | list) and (len(single), len(double)) == (1, 2):
                 return type(output)([output[row]] * times)
-            children = [tree_children(tree) for tree in (one, two, output)]
+            children = [tree_children(tree) for tree in (single, double, output)]
             parts = [list_ for list_ in children if list_ is not None]
             if len(parts) == 3 and len({*map(len, parts)}) == 1:
                 return tree_with_children(
@@ -325,26 +325,26 @@ class OutputRows:
 
 
 def output_rows(model: nn.Module, x: Tensor) -> OutputRows:
-    """Find which part of a model's output belongs to which image.
+    """Find the parts of a model's output that belong to each image.
 
-    The model runs twice: on the given image, and on this image together with noise of the same mean and deviation.
+    The model runs twice: on the image alone, and on the image together with noise of the same mean and deviation.
 
     Args:
         model: The model, in `prepared_for_attribution`.
         x: (1, C, H, W) one image.
     """
     with torch.no_grad():
-        one = run_model(model, x)
+        single = run_model(model, x)
         try:
-            two = run_model(model, torch.cat([x, _noise_like(x)]))
+            double = run_model(model, torch.cat([x, _noise_like(x)]))
         except Exception as error:  # noqa: BLE001 - the result states the model's error
             return OutputRows(None, None, f"one pass at a time: the model does not run a batch of two images ({error})")
-        rows = OutputRows(*(tree_map_tensors(output, lambda tensor: tensor.to("meta")) for output in (one, two)))
+        rows = OutputRows(*(tree_map_tensors(output, lambda tensor: tensor.to("meta")) for output in (single, double)))
         try:
-            first = rows.repeated(two, 0, 1)
+            first = rows.repeated(double, 0, 1)
         except TargetError:  # outputs that do not divide into images cannot be compared
             return replace(rows, serial_reason=_UNDIVIDED)
-        is_alone = trees_agree(one, first, coarsest=rounding(_dtype_of(x), x.device))
+        is_alone = trees_agree(single, first, coarsest=rounding(_dtype_of(x), x.device))
     return rows if is_alone else replace(rows, serial_reason=_COUPLED)
 
 
@@ -367,12 +367,12 @@ _serial_reasons: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, str]] = wea
 def cached_serial_reason(model: nn.Module, x: Tensor) -> str:
     """Return why passes cannot run together for a class, cached for the modules, their hooks and the image's shape."""
     key = tuple(x.shape[1:]), x.dtype, x.device, _dtype_of(x), modules_and_hooks(model)
-    known: dict[Hashable, str] = cache_of(_serial_reasons, model)
-    if key in known:
-        return known[key]
+    cached: dict[Hashable, str] = cache_of(_serial_reasons, model)
+    if key in cached:
+        return cached[key]
     reason = output_rows(model, x).serial_reason.replace(_UNDIVIDED, "")
     if reason in ("", _COUPLED):  # an error of the model, such as out of memory, may not recur
-        known[key] = reason
+        cached[key] = reason
     return reason
 
 
@@ -385,12 +385,12 @@ def _ends_in_probability(model: nn.Module, x: Tensor, scores: Tensor) -> bool:
     The model runs once on one image; the answer is cached for its modules, their hooks and the size of the scores.
     """
     size = scores[0].numel()
-    key, known = (modules_and_hooks(model), size), cache_of(_probabilities, model)
-    if key not in known:
+    key, cached = (modules_and_hooks(model), size), cache_of(_probabilities, model)
+    if key not in cached:
         with bind_image(0), torch.enable_grad():
             outputs = [part for part in tree_tensors(run_model(model, leaf(x[:1]))) if part.numel() == size]
-            known[key] = any(map(ends_in_probability, outputs))
-    return bool(known[key])
+            cached[key] = any(map(ends_in_probability, outputs))
+    return bool(cached[key])
 
 
 def has_batch_statistics(model: nn.Module) -> bool:

@@ -40,12 +40,12 @@ class ReplayMismatch(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Placeholder for a tensor, by its number."""
+    """Placeholder for a tensor, by its index."""
 
-    at: int
+    index: int
 
 
-class Slot(TensorRef):
+class ReplaySlot(TensorRef):
     """Placeholder for a tensor that depends on the source; the source itself is slot 0."""
 
 
@@ -68,7 +68,7 @@ class ReplayStep:
         op: The operation.
         args: The positional arguments, with tuples as lists.
         kwargs: The keyword arguments.
-        results: The slot of each result; None if it is not a tensor.
+        results: The slot of each result; None for a result that is not a tensor.
         shape: The shape of the first result in the forward of the fewest rows.
         last: The slots that no later step reads; set in a `Program`.
     """
@@ -83,11 +83,11 @@ class ReplayStep:
     @property
     def slots(self) -> set[int]:
         """The slots among the arguments."""
-        return {slot.at for slot in tree_leaves((self.args, self.kwargs), Slot)}
+        return {slot.index for slot in tree_leaves((self.args, self.kwargs), ReplaySlot)}
 
 
 def _map(part: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to everything in nested arguments that is not a container. Tuples become lists."""
+    """Apply `change` to each value in nested arguments. Tuples become lists."""
     if isinstance(part, tuple | list):
         return [_map(child, change) for child in part]
     if isinstance(part, dict):
@@ -99,7 +99,7 @@ class UntracedAccess(TorchFunctionMode):
     """Detector of calls that read the values of tensors without an operation visible to a dispatch mode.
 
     Attributes:
-        reason: The first such access; empty if there is none.
+        reason: The first such access; empty without such an access.
     """
 
     _functions = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
@@ -115,7 +115,7 @@ class UntracedAccess(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Memory:
+class _MemoryState:
     """The state of one block of memory."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -124,7 +124,7 @@ class _Memory:
         self.external: list[int] = []  # indices in `Tape.external`
 
 
-class Tape(MemoryMode[_Memory]):
+class Tape(MemoryMode[_MemoryState]):
     """Recorder of the operations that one forward computes from one tensor, the source.
 
     Attributes:
@@ -141,7 +141,7 @@ class Tape(MemoryMode[_Memory]):
     """
 
     def __init__(self) -> None:
-        super().__init__(_Memory)
+        super().__init__(_MemoryState)
         self.steps: list[ReplayStep] = []
         self.external: list[Tensor] = []
         self.overwritten: set[int] = set()
@@ -151,8 +151,8 @@ class Tape(MemoryMode[_Memory]):
         self.output: Any = None
         self.outputs: list[TensorRef] = []
         self.shapes: list[list[int]] = []
-        self._known: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()  # slot, earlier writes
-        self._held: dict[int, int] = {}  # by id: index in `external`
+        self._slots: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()  # slot, earlier writes
+        self._indices: dict[int, int] = {}  # in `external`, by id
 
     def begin(self, source: Tensor) -> None:
         """Record all operations that depend on a tensor from now on."""
@@ -166,22 +166,22 @@ class Tape(MemoryMode[_Memory]):
             self.outputs = [self._placeholder(tensor) for tensor in tensors]
             self.shapes = [list(tensor.shape) for tensor in tensors]
             self.output = tree_map_tensors(output, lambda tensor: torch.empty(0, dtype=torch.float32, device="cpu"))
-        self._known.clear()
-        self._held.clear()
+        self._slots.clear()
+        self._indices.clear()
         self._memories.clear()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and record it if it depends on the source."""
         kwargs = kwargs or {}
         tensors = list(tree_tensors((args, kwargs)))
-        dependent = [tensor for tensor in tensors if tensor in self._known]
+        dependent = [tensor for tensor in tensors if tensor in self._slots]
         self.refusal = self.refusal or _value_dependence(op, dependent) or self._unreadable(tensors)
         if self.refusal:
             return op(*args, **kwargs)
         placeholders = _map([args, kwargs], self._placeholder) if dependent else None
         targets = written(op, args, kwargs)
         if dependent:
-            self.overwritten |= {self._held[id(tensor)] for tensor in targets if tensor not in self._known}
+            self.overwritten |= {self._indices[id(tensor)] for tensor in targets if tensor not in self._slots}
         for tensor in targets:
             self._before_write(tensor)
         result = op(*args, **kwargs)
@@ -196,43 +196,43 @@ class Tape(MemoryMode[_Memory]):
         for tensor in tensors:
             if not _is_plain(tensor):
                 return "the model uses sparse, quantised or otherwise special tensors"
-            known, memory = self._known.get(tensor), self.memory(tensor)
-            if known is None and memory.depends:
+            recorded, memory = self._slots.get(tensor), self.memory(tensor)
+            if recorded is None and memory.depends:
                 return "a tensor is read whose memory was written to through another tensor"
-            self.aliased |= known is not None and known[1] != memory.writes
+            self.aliased |= recorded is not None and recorded[1] != memory.writes
         return ""
 
     def _add_slot(self, tensor: Tensor) -> int:
         """Return a new slot for a tensor. The result of an in-place operation gets another slot."""
         memory = self.memory(tensor)
         memory.depends = True
-        self._known[tensor] = (self.slots, memory.writes)
+        self._slots[tensor] = (self.slots, memory.writes)
         self.slots += 1
         return self.slots - 1
 
     def _placeholder(self, part: Any) -> Any:
         if not isinstance(part, Tensor):
             return part
-        if part in self._known:
-            return Slot(self._known[part][0])
-        if id(part) not in self._held:
-            self._held[id(part)] = len(self.external)
+        if part in self._slots:
+            return ReplaySlot(self._slots[part][0])
+        if id(part) not in self._indices:
+            self._indices[id(part)] = len(self.external)
             self.memory(part).external.append(len(self.external))
             self.external.append(part)
-        return ExternalTensor(self._held[id(part)])
+        return ExternalTensor(self._indices[id(part)])
 
     def _before_write(self, tensor: Tensor) -> None:
         """Copy the external tensors in the memory that is about to be written to."""
         memory = self.memory(tensor)
         memory.writes += 1
-        for at in memory.external:
-            self._held.pop(id(self.external[at]), None)
-            self.external[at] = self.external[at].clone()
+        for index in memory.external:
+            self._indices.pop(id(self.external[index]), None)
+            self.external[index] = self.external[index].clone()
         memory.external.clear()
 
 
 def _value_dependence(op: Op, dependent: list[Tensor]) -> str:
-    """Return why an operation cannot be replayed: a number or a shape depends on tensor values. Empty if it can."""
+    """Return why an operation whose numbers or shapes depend on tensor values cannot be replayed; empty if it can."""
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     if op is torch.ops.aten.index.Tensor:  # only indexing with a mask has results of varying shape
         dependent = [tensor for tensor in dependent if tensor.dtype in (torch.bool, torch.uint8)]
@@ -241,7 +241,7 @@ def _value_dependence(op: Op, dependent: list[Tensor]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _External:
-    """An external tensor for any number of rows: one part per row along an axis, or the same for all.
+    """An external tensor for any number of rows: one part per row along an axis, or the same for all rows.
 
     A tensor that the steps overwrite is copied for each run.
     """
@@ -250,7 +250,7 @@ class _External:
     axis: int | None
     overwritten: bool
 
-    def at(self, rows: int) -> Tensor:
+    def for_rows(self, rows: int) -> Tensor:
         value = self.value
         if self.axis is not None and rows != 1:
             value = value.repeat([rows if axis == self.axis else 1 for axis in range(value.dim())])
@@ -262,7 +262,7 @@ class Program:
 
     Args:
         first: The tape of a forward of a few rows.
-        second: The tape of a forward of one row more, with other values in the source. Numbers that grow in proportion
+        second: The tape of a forward of one more row, with other values in the source. Numbers that grow in proportion
             to the rows are row counts.
         rows: The number of rows of the first forward.
 
@@ -276,7 +276,7 @@ class Program:
         largest: The number of values of the largest result for one row.
 
     Raises:
-        ReplayMismatch: The two forwards do not run the same operations, or one of them cannot be replayed.
+        ReplayMismatch: The two forwards do not run the same operations, or a forward cannot be replayed.
     """
 
     def __init__(self, first: Tape, second: Tape, rows: int = 1) -> None:
@@ -291,13 +291,13 @@ class Program:
         self.largest = max((math.prod(step.shape) for step in first.steps), default=0) // rows
         pairs = enumerate(zip(first.external, second.external, strict=True))
         changed = first.overwritten
-        self._external = [_merged_external(one, two, rows, overwritten=at in changed) for at, (one, two) in pairs]
+        self._external = [_merged_external(*pair, rows, overwritten=index in changed) for index, pair in pairs]
         steps = zip(first.steps, second.steps, _last_reads(first), strict=True)
-        self.steps = [_merged_step(one, two, last, rows) for one, two, last in steps]
+        self.steps = [_merged_step(*step, rows) for step in steps]
 
     def external(self, rows: int) -> list[Tensor]:
         """Return the external tensors for a number of rows."""
-        return [tensor.at(rows) for tensor in self._external]
+        return [tensor.for_rows(rows) for tensor in self._external]
 
 
 class Replay:
@@ -329,10 +329,10 @@ class Replay:
         return _map([step.args, step.kwargs], self._value)  # type: ignore[no-any-return]
 
     def _value(self, part: Any) -> Any:
-        if isinstance(part, Slot):
-            return self.values[part.at]
+        if isinstance(part, ReplaySlot):
+            return self.values[part.index]
         if isinstance(part, ExternalTensor):
-            return self.external[part.at]
+            return self.external[part.index]
         return part.per_row * self.rows if isinstance(part, RowCount) else part
 
     def read(self, slot: int) -> Tensor:
@@ -347,24 +347,24 @@ class Replay:
         """
         with torch.no_grad():
             for step in self.program.steps:
-                for at, result in zip(step.results, self.run(step), strict=False):
-                    if at is not None:
-                        self.values[at] = result
-                for at in step.last:
-                    self.values[at] = None
+                for slot, result in zip(step.results, self.run(step), strict=False):
+                    if slot is not None:
+                        self.values[slot] = result
+                for slot in step.last:
+                    self.values[slot] = None
             # Other runs need the external tensors, so copies are returned.
             copied = partial(torch.clone, memory_format=torch.contiguous_format)
             parts = self.program.outputs
-            tensors = [self.read(p.at) if isinstance(p, Slot) else copied(self.external[p.at]) for p in parts]
+            tensors = [self.read(p.index) if type(p) is ReplaySlot else copied(self.external[p.index]) for p in parts]
             if [list(tensor.shape) for tensor in tensors] != _map(self.program.shapes, self._value):
                 # The trials have two rows, and a part of the batch may be larger.
                 raise ReplayMismatch(f"the model runs different operations for {self.rows} rows, as if in parts")
-            given = iter(tensors)
-            return tree_map_tensors(self.program.output, lambda empty: next(given))
+            remaining = iter(tensors)
+            return tree_map_tensors(self.program.output, lambda empty: next(remaining))
 
 
 class PartialForward(ABC):
-    """Runner of a part of a model for variants of one image, or of the whole model where that is not possible.
+    """Runner of a part of a model for variants of one image, or of the whole model if that is not possible.
 
     Forwards of one and of two rows are recorded, and the operations that depend on the variant are replayed for each
     call. If this is not possible, or its output differs from the model's, each call runs the whole model. The model's
@@ -437,7 +437,7 @@ class PartialForward(ABC):
             # For one row, PyTorch skips some operations, such as copies that make memory contiguous.
             program = Program(second, self._record(rows)[0], rows=2)
         trials = ((None, self.output), (rows[:2], expected))
-        if not all(trees_agree(self._try(program, trial), given) for trial, given in trials):
+        if not all(trees_agree(self._try(program, trial), output) for trial, output in trials):
             raise ReplayMismatch("the output of the replayed operations differs from the model's")
         return program
 
@@ -462,8 +462,8 @@ class TailForward(PartialForward):
 
     Args:
         model: As for `PartialForward`.
-        layer: The name of the layer, or the module. If it is called several times, the last call counts; if it
-            returns several tensors, the first.
+        layer: The name of the layer, or the module. If it is called several times, the last call is replaced;
+            if it returns several tensors, the first one.
         x: One image (1, C, H, W).
 
     Attributes:
@@ -566,43 +566,44 @@ class TailForward(PartialForward):
 
 def _last_reads(tape: Tape) -> list[frozenset[int]]:
     """Return, for each step, its slots that no later step reads."""
-    needed = {part.at for part in tape.outputs if isinstance(part, Slot)}
+    needed = {part.index for part in tape.outputs if isinstance(part, ReplaySlot)}
     last: list[frozenset[int]] = []
     for step in reversed(tape.steps):
-        last.append(frozenset(step.slots.union(at for at in step.results if at is not None) - needed))
+        last.append(frozenset(step.slots.union(slot for slot in step.results if slot is not None) - needed))
         needed |= last[-1]
     return last[::-1]
 
 
-def _merged_step(one: ReplayStep, two: ReplayStep, last: frozenset[int], rows: int) -> ReplayStep:
-    if one.op is not two.op or one.results != two.results:
-        raise ReplayMismatch(f"the model runs {one.op} for {rows} rows, but {two.op} for {rows + 1}")
-    return replace(one, args=_merged(one.args, two.args, rows), kwargs=_merged(one.kwargs, two.kwargs, rows), last=last)
+def _merged_step(first: ReplayStep, second: ReplayStep, last: frozenset[int], rows: int) -> ReplayStep:
+    if first.op is not second.op or first.results != second.results:
+        raise ReplayMismatch(f"the model runs {first.op} for {rows} rows, but {second.op} for {rows + 1}")
+    args, kwargs = _merged([first.args, first.kwargs], [second.args, second.kwargs], rows)
+    return replace(first, args=args, kwargs=kwargs, last=last)
 
 
-def _merged(one: Any, two: Any, rows: int) -> Any:
-    """Return arguments for any number of rows, from those for some rows and for one more."""
-    if type(one) is type(two):
-        if isinstance(one, list) and len(one) == len(two):
-            return [_merged(*pair, rows) for pair in zip(one, two, strict=True)]
-        if isinstance(one, dict) and one.keys() == two.keys():
-            return {name: _merged(part, two[name], rows) for name, part in one.items()}
-        if one == two:
-            return one
-        if type(one) is int and one * (rows + 1) == two * rows and one % rows == 0:
-            return RowCount(one // rows)
-    raise ReplayMismatch(f"an argument is {one!r} for {rows} rows and {two!r} for {rows + 1}")
+def _merged(first: Any, second: Any, rows: int) -> Any:
+    """Return arguments for any number of rows, from the arguments for some rows and for one more row."""
+    if type(first) is type(second):
+        if isinstance(first, list) and len(first) == len(second):
+            return [_merged(*pair, rows) for pair in zip(first, second, strict=True)]
+        if isinstance(first, dict) and first.keys() == second.keys():
+            return {name: _merged(part, second[name], rows) for name, part in first.items()}
+        if first == second:
+            return first
+        if type(first) is int and first * (rows + 1) == second * rows and first % rows == 0:
+            return RowCount(first // rows)
+    raise ReplayMismatch(f"an argument is {first!r} for {rows} rows and {second!r} for {rows + 1}")
 
 
-def _merged_external(one: Tensor, two: Tensor, rows: int, *, overwritten: bool) -> _External:
-    """Return an external tensor for any number of rows, from the tensors for some rows and for one more."""
-    external = _External(one, None, overwritten)
-    if one.shape == two.shape and one.data_ptr() == two.data_ptr() and one.stride() == two.stride():
+def _merged_external(first: Tensor, second: Tensor, rows: int, *, overwritten: bool) -> _External:
+    """Return an external tensor for any number of rows, from the tensors for some rows and for one more row."""
+    external = _External(first, None, overwritten)
+    if first.shape == second.shape and first.data_ptr() == second.data_ptr() and first.stride() == second.stride():
         return external
-    if one.dim() == two.dim():
-        grown = [axis for axis in range(one.dim()) if one.shape[axis] != two.shape[axis]]
-        if len(grown) == 1 and one.shape[grown[0]] % rows == 0:
-            external = _External(one.narrow(grown[0], 0, one.shape[grown[0]] // rows), grown[0], overwritten)
-        if trees_agree(external.at(rows), one) and trees_agree(external.at(rows + 1), two):
+    if first.dim() == second.dim():
+        grown = [axis for axis in range(first.dim()) if first.shape[axis] != second.shape[axis]]
+        if len(grown) == 1 and first.shape[grown[0]] % rows == 0:
+            external = _External(first.narrow(grown[0], 0, first.shape[grown[0]] // rows), grown[0], overwritten)
+        if trees_agree(external.for_rows(rows), first) and trees_agree(external.for_rows(rows + 1), second):
             return external
     raise ReplayMismatch("a tensor that the replayed operations read is not the same for each row")

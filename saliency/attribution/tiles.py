@@ -82,7 +82,7 @@ class Tiled:
         Raises:
             ImageError: There are several images, or the image or the preprocessing is invalid.
             NotApplicableError: The target is a region of a volume.
-            NotFoundError: No tile has a pixel of the target's region, or its mask has another size than the image.
+            NotFoundError: No tile has a pixel of the target's region, or the mask has another size than the image.
             TargetError: The target would differ from tile to tile.
         """
         batch, method = read_tiles(image, self.method.preprocess, self.size, self.overlap), self.method
@@ -115,7 +115,7 @@ def read_tiles(image: ImagesLike, prepare: Prepare, tile: int, overlap: int) -> 
 
 
 def _open(image: Any, prepare: Prepare) -> tuple[Sequence[int], Frame | None, Callable[[Window], Tensor]]:
-    """Return the size of an image, the frame to draw on if it is kept, and a function that reads a window."""
+    """Return the size of an image, its frame or None, and a function that reads a window."""
     images: Any = split_images(image)
     is_input = isinstance(images[0], Tensor) and images[0].is_floating_point()
     if is_input:
@@ -143,10 +143,10 @@ def _along_axis(length: int, tile: int, overlap: int) -> list[tuple[slice, Tenso
     """Return the tiles along an axis, with weights (tile,) that sum to 1 at each pixel."""
     starts = [*range(0, length - tile, tile - overlap), length - tile]
     middles = [-math.inf, *((start + after + tile) / 2 for start, after in pairwise(starts)), math.inf]
-    at = torch.arange(length, dtype=torch.float64, device="cpu") + 0.5
-    ramps = [((at - middle) / max(overlap / 2, 0.5) + 0.5).clamp(0, 1) for middle in middles]  # in the overlaps
-    windows = [slice(start, start + tile) for start in starts]
-    return [(own, (before - after)[own]) for own, (before, after) in zip(windows, pairwise(ramps), strict=True)]
+    centres = torch.arange(length, dtype=torch.float64, device="cpu") + 0.5
+    ramps = [((centres - middle) / max(overlap / 2, 0.5) + 0.5).clamp(0, 1) for middle in middles]  # in the overlaps
+    spans = [slice(start, start + tile) for start in starts]
+    return [(span, (before - after)[span]) for span, (before, after) in zip(spans, pairwise(ramps), strict=True)]
 
 
 def explain_tiles(image: TiledImage, target: Any, method: Attribution, progress: bool | None) -> Explained:
@@ -162,32 +162,32 @@ def explain_tiles(image: TiledImage, target: Any, method: Attribution, progress:
         require_two_axes(image.inputs, "a region with Tiled")
         _require_mask(target.where, size)
     scores, values = [math.nan] * len(tiles), torch.empty(0, dtype=torch.float32, device="cpu")
-    found: list[Explained] = []
-    at, count = 0, 1  # the first tile alone
+    first: list[Explained] = []
+    start, count = 0, 1  # the first tile alone
     with closing(progress_bar("tiles", len(tiles), "tile", progress)) as bar, bound(warned=set()):
-        while at < len(tiles):
-            windows, weights = zip(*(zip(*tile, strict=True) for tile in tiles[at : at + count]), strict=True)
+        while start < len(tiles):
+            windows, weights = zip(*(zip(*tile, strict=True) for tile in tiles[start : start + count]), strict=True)
             x = torch.cat([image.read(window) for window in windows])
             x = x if like is None else x.to(like)
-            own = target
+            asked = target
             if isinstance(target, Region):
-                own = Located(target, (Geometry(_box(windows[0]), (size[1], size[0]), (x.shape[2], x.shape[3])),))
+                asked = Located(target, (Geometry(_box(windows[0]), (size[1], size[0]), (x.shape[2], x.shape[3])),))
             try:
-                resolved = method.questions(own, x)
+                resolved = method.questions(asked, x)
                 (result,) = method.explain_targets(x, [resolved])
                 maps = reduce_channels(result.values, sign)
                 maps = resized(maps.clamp(min=0) if sign == "positive" else maps, tuple(x.shape[2:])).cpu()
-                if not found:
-                    found, values = [(result, resolved)], torch.zeros((1, 1, *size), dtype=maps.dtype, device="cpu")
+                if not first:
+                    first, values = [(result, resolved)], torch.zeros((1, 1, *size), dtype=maps.dtype, device="cpu")
                 for part, window, by_axis in zip(maps, windows, weights, strict=True):
                     values[0, 0][window] += part * reduce(lambda rows, row: rows[..., None] * row, by_axis).to(part)
-                scores[at : at + len(x)] = result.scores.tolist()
+                scores[start : start + len(x)] = result.scores.tolist()
             except NotFoundError:  # the tile has no pixel of the region
-                if not found and at + 1 == len(tiles):
+                if not first and start + 1 == len(tiles):
                     raise
             bar.update(len(x))
-            at, count = at + len(x), 1 if isinstance(target, Region) else chunk_size(x)
-    ((result, resolved),) = found
+            start, count = start + len(x), 1 if isinstance(target, Region) else chunk_size(x)
+    ((result, resolved),) = first
     of_tiles = torch.tensor(scores, dtype=result.scores.dtype, device="cpu").view(1, *map(len, image.axes))
     mean = of_tiles.nanmean().view(1)
     return BatchAttribution(
@@ -207,8 +207,8 @@ def _same_in_all_tiles(target: Any) -> Any:
     """Return the target of every tile. Raises TargetError if it would differ from tile to tile."""
     classes = [target]
     if isinstance(target, Probability | Contrast):
-        classes = [own.classes for own in (target.of, getattr(target, "against", target.of))]
-    if any(per_image(own, 1)[0] is None for own in classes):
+        classes = [part.classes for part in (target.target, getattr(target, "against", target.target))]
+    if any(per_image(label, 1)[0] is None for label in classes):
         raise TargetError("with Tiled, pass a class as the target: the top class differs from tile to tile")
     if isinstance(target, BoxTarget | Keypoint):
         raise TargetError("a box or a joint lies in one tile; crop the image around it, and explain it without Tiled")

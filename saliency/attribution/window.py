@@ -1,7 +1,7 @@
 """Forwards of images that differ within a window, computed only where the window has an effect.
 
 The changed part of a map is a rectangle. All windows of one call have rectangles of one size. Therefore a rectangle may
-be larger than the change; the rest of it equals the map of the unchanged image.
+be larger than the change; outside the change, it equals the map of the unchanged image.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .replay import PartialForward, Program, Replay, ReplayMismatch, ReplayStep,
 aten = torch.ops.aten
 
 NEARLY_WHOLE = 0.7
-"""A rectangle of this share of its map takes as long as the whole map, since it is cut out and pasted."""
+"""A rectangle of this fraction of its map takes as long as the whole map, since it is cut out and pasted."""
 
 MOST_COMPUTED = 0.85
-"""A replay that computes more than this share of the values of whole forwards is not faster."""
+"""A replay that computes more than this fraction of the values of whole forwards is not faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +45,17 @@ class Patch(NamedTuple):
     """The changed rectangles of a map."""
 
     rows: Tensor  # (k, C, h, w)
-    place: Rectangles
+    rectangles: Rectangles
     size: tuple[int, ...]  # (H, W) of the map
     clean: Tensor  # (1, C, H, W) the map of the unchanged image
 
-    def cut(self, place: Rectangles, beyond: float = 0.0) -> Tensor:
+    def cut(self, rectangles: Rectangles, beyond: float = 0.0) -> Tensor:
         """Return the content of other rectangles (k, C, h, w), with `beyond` outside of the map."""
-        if self.place == place:
+        if self.rectangles == rectangles:
             return self.rows
-        content = cut(self.clean, place, beyond)
-        own = zip(self.rows, self.place.tops, self.place.lefts, strict=True)
-        for row, top, left, changed in zip(content, place.tops, place.lefts, own, strict=True):
+        content = cut(self.clean, rectangles, beyond)
+        patches = zip(self.rows, self.rectangles.tops, self.rectangles.lefts, strict=True)
+        for row, top, left, changed in zip(content, rectangles.tops, rectangles.lefts, patches, strict=True):
             _paste(row, top, left, *changed)
         return content
 
@@ -65,12 +65,12 @@ class Patch(NamedTuple):
         return self.cut(Rectangles(self.size[0], self.size[1], corner, corner))
 
 
-def cut(clean: Tensor, place: Rectangles, beyond: float = 0.0) -> Tensor:
+def cut(clean: Tensor, rectangles: Rectangles, beyond: float = 0.0) -> Tensor:
     """Return the content of rectangles (k, C, h, w) of a map (1, C, H, W), with `beyond` outside of the map."""
     height, width = clean.shape[-2:]
-    content = clean.new_empty(len(place.tops), clean.shape[1], place.height, place.width)
-    for row, top, left in zip(content, place.tops, place.lefts, strict=True):
-        if top < 0 or left < 0 or top + place.height > height or left + place.width > width:
+    content = clean.new_empty(len(rectangles.tops), clean.shape[1], rectangles.height, rectangles.width)
+    for row, top, left in zip(content, rectangles.tops, rectangles.lefts, strict=True):
+        if top < 0 or left < 0 or top + rectangles.height > height or left + rectangles.width > width:
             row.fill_(beyond)
         _paste(row, top, left, clean[0], 0, 0)
     return content
@@ -94,14 +94,14 @@ class Kernel(NamedTuple):
     dilation: int
 
     def reached(self, length: int, starts: Sequence[int], outputs: int) -> tuple[int, tuple[int, ...]]:
-        """Return how many outputs depend on an interval of the input, and the first of them for each start."""
+        """Return how many outputs depend on an interval of the input, and the first such output for each start."""
         span = (self.size - 1) * self.dilation
         count = min((length - 1 + span) // self.stride + 1, outputs)
         firsts = (-((span - self.padding - start) // self.stride) for start in starts)  # rounded up
         return count, tuple(max(0, min(first, outputs - count)) for first in firsts)
 
     def needed(self, count: int, firsts: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """Return how many inputs some outputs depend on, and the first of them for each first output."""
+        """Return on how many inputs some outputs depend, and the first such input for each first output."""
         length = (count - 1) * self.stride + (self.size - 1) * self.dilation + 1
         return length, tuple(first * self.stride - self.padding for first in firsts)
 
@@ -145,10 +145,10 @@ def _slide(
         beyond: The value outside of the map.
         operation: The operation without padding.
     """
-    patch, place = call.args[0], call.args[0].place
+    patch, rectangles = call.args[0], call.args[0].rectangles
     down, across = Kernel(*(option[0] for option in geometry)), Kernel(*(option[-1] for option in geometry))
-    height, tops = down.reached(place.height, place.tops, call.size[0])
-    width, lefts = across.reached(place.width, place.lefts, call.size[1])
+    height, tops = down.reached(rectangles.height, rectangles.tops, call.size[0])
+    width, lefts = across.reached(rectangles.width, rectangles.lefts, call.size[1])
     reached = Rectangles(height, width, tops, lefts)
     if reached.nearly_fill(call.size):
         return None
@@ -194,10 +194,10 @@ def _pad(call: WindowCall) -> Result:
     patch, pads = call.args[:2]
     if any(pads[4:]) or min(pads) < 0:
         return None
-    place = patch.place
-    tops = tuple(top + (pads[2] if len(pads) > 2 else 0) for top in place.tops)
-    lefts = tuple(left + pads[0] for left in place.lefts)
-    return Rectangles(place.height, place.width, tops, lefts), [patch.rows.clone()]
+    rectangles = patch.rectangles
+    tops = tuple(top + (pads[2] if len(pads) > 2 else 0) for top in rectangles.tops)
+    lefts = tuple(left + pads[0] for left in rectangles.lefts)
+    return Rectangles(rectangles.height, rectangles.width, tops, lefts), [patch.rows.clone()]
 
 
 def _normalise(call: WindowCall) -> Result:
@@ -205,25 +205,25 @@ def _normalise(call: WindowCall) -> Result:
     if training or not call.is_single:
         return None
     patch = call.args[0]  # each rectangle is computed as if it were a whole map
-    return patch.place, list(as_results(call.step.op(patch.rows, *call.args[1:], **call.kwargs)))
+    return patch.rectangles, list(as_results(call.step.op(patch.rows, *call.args[1:], **call.kwargs)))
 
 
 def _concatenate(call: WindowCall) -> Result:
     parts = call.args[0]
-    place = _enclosing(parts, call.size) if call.named.get("dim", 0) in (1, -3) else None
-    if place is None:
+    rectangles = _enclosing(parts, call.size) if call.named.get("dim", 0) in (1, -3) else None
+    if rectangles is None:
         return None
-    return place, [torch.cat([_aligned(part, place, call.size) for part in parts], 1)]
+    return rectangles, [torch.cat([_aligned(part, rectangles, call.size) for part in parts], 1)]
 
 
 def pointwise(call: WindowCall) -> Result:
     """Compute any operation whose result at each location depends only on its arguments at that location."""
-    place = _enclosing([*call.args, *call.kwargs.values()], call.size) if len(call.step.shape) == 4 else None
-    if place is None:
+    rectangles = _enclosing([*call.args, *call.kwargs.values()], call.size) if len(call.step.shape) == 4 else None
+    if rectangles is None:
         return None
-    args = [_aligned(part, place, call.size) for part in call.args]
-    kwargs = {name: _aligned(part, place, call.size) for name, part in call.kwargs.items()}
-    return place, list(as_results(call.step.op(*args, **kwargs)))
+    args = [_aligned(part, rectangles, call.size) for part in call.args]
+    kwargs = {name: _aligned(part, rectangles, call.size) for name, part in call.kwargs.items()}
+    return rectangles, list(as_results(call.step.op(*args, **kwargs)))
 
 
 def _enclosing(parts: Sequence[Any], size: tuple[int, ...]) -> Rectangles | None:
@@ -231,12 +231,12 @@ def _enclosing(parts: Sequence[Any], size: tuple[int, ...]) -> Rectangles | None
     patches = [part for part in parts if isinstance(part, Patch)]
     if any(patch.size != size for patch in patches):
         return None
-    places = [patch.place for patch in patches]
-    if all(place == places[0] for place in places):
-        return places[0]
-    tops, lefts = _least(place.tops for place in places), _least(place.lefts for place in places)
-    height = max(at + place.height - top for place in places for at, top in zip(place.tops, tops, strict=True))
-    width = max(at + place.width - left for place in places for at, left in zip(place.lefts, lefts, strict=True))
+    groups = [patch.rectangles for patch in patches]
+    if all(group == groups[0] for group in groups):
+        return groups[0]
+    tops, lefts = _least(group.tops for group in groups), _least(group.lefts for group in groups)
+    height = max(start + group.height - top for group in groups for start, top in zip(group.tops, tops, strict=True))
+    width = max(start + group.width - left for group in groups for start, left in zip(group.lefts, lefts, strict=True))
     inside_tops = tuple(min(top, size[0] - height) for top in tops)
     around = Rectangles(height, width, inside_tops, tuple(min(left, size[1] - width) for left in lefts))
     return None if around.nearly_fill(size) else around
@@ -246,16 +246,16 @@ def _least(starts: Iterable[tuple[int, ...]]) -> list[int]:
     return [min(of_window) for of_window in zip(*starts, strict=True)]
 
 
-def _aligned(part: Any, place: Rectangles, size: tuple[int, ...]) -> Any:
+def _aligned(part: Any, rectangles: Rectangles, size: tuple[int, ...]) -> Any:
     """Return the part of an argument within some rectangles."""
     if isinstance(part, Patch):
-        return part.cut(place)
+        return part.cut(rectangles)
     if not isinstance(part, Tensor) or part.dim() == 0:
         return part
     if part.shape[-1] == 1 and (part.dim() == 1 or part.shape[-2] == 1):
         return part
     full = part[:1] if part.dim() == 4 else part[(None,) * (4 - part.dim())]
-    return cut(full.expand(-1, -1, *size), place)
+    return cut(full.expand(-1, -1, *size), rectangles)
 
 
 PATCH_RULES: dict[Op, PatchRule] = {
@@ -304,7 +304,7 @@ class WindowForward(PartialForward):
         Args:
             patches: The content of the windows (k, C, h, w). They are not changed.
             tops: The first row of each window, in pixels; windows lie within the image.
-            lefts: The first column of each.
+            lefts: The first column of each window.
         """
         with torch.no_grad():
             patch, program = self._patch(patches.detach().to(self._x), tops, lefts), self._program
@@ -323,8 +323,8 @@ class WindowForward(PartialForward):
         return self(torch.stack(patches), tops, lefts)
 
     def _patch(self, patches: Tensor, tops: Sequence[int], lefts: Sequence[int]) -> Patch:
-        place = Rectangles(patches.shape[-2], patches.shape[-1], tuple(tops), tuple(lefts))
-        return Patch(patches, place, tuple(self._x.shape[-2:]), self._x)
+        rectangles = Rectangles(patches.shape[-2], patches.shape[-1], tuple(tops), tuple(lefts))
+        return Patch(patches, rectangles, tuple(self._x.shape[-2:]), self._x)
 
     def _replay(self, program: Program, patch: Patch) -> _PatchReplay:
         return _PatchReplay(program, patch._replace(rows=patch.rows.clone()), len(patch.rows), self._maps)
@@ -383,7 +383,7 @@ class _CleanReplay(Replay):
         """Return the results of a step."""
         results = super().run(step)
         pairs = zip(step.results, results, strict=True)
-        self.maps |= {at: result.clone() for at, result in pairs if at is not None and result.dim() == 4}
+        self.maps |= {slot: result.clone() for slot, result in pairs if slot is not None and result.dim() == 4}
         return results
 
 
@@ -397,15 +397,15 @@ class _PatchReplay(Replay):
     def run(self, step: ReplayStep) -> list[Any]:
         """Return the results of a step: patches if a rule computes them."""
         rule = patch_rule(step.op)
-        if rule and all(isinstance(self.values[at], Patch) for at in step.slots):
+        if rule and all(isinstance(self.values[slot], Patch) for slot in step.slots):
             result = rule(WindowCall(step, *self.arguments(step)))
             if result:
                 self.computed += sum(map(torch.numel, result[1]))
-                place, size, maps = result[0], step.shape[-2:], self._maps
+                rectangles, size, maps = result[0], step.shape[-2:], self._maps
                 pairs = zip(step.results, result[1], strict=False)
-                return [Patch(rows, place, size, maps[at]) if at in maps else None for at, rows in pairs]
-        for at in step.slots:
-            self.values[at] = self.read(at)
+                return [Patch(rows, rectangles, size, maps[slot]) if slot in maps else None for slot, rows in pairs]
+        for slot in step.slots:
+            self.values[slot] = self.read(slot)
         return super().run(step)
 
     def read(self, slot: int) -> Tensor:

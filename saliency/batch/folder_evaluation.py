@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..attribution.base import Attribution
 from ..attribution.options import declared_options
 from ..errors import ImageError
-from ..evaluation.comparison import Comparison, Result, measure_image, unique_names
+from ..evaluation.comparison import Comparison, MetricResult, measure_image, unique_names
 from ..evaluation.metrics.base import Metric, SharedResults, resolve_metrics
 from ..io.atomic_write import inside
 from ..methods.baselines import GivenImages
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 FORMAT = "saliency evaluate 2"
 RESULT: dict[str, Any] = dict.fromkeys(("image", "method", "metric"), str)
 RESULT |= {"value": float | None, "seconds": float, "controls": dict, "curves": dict, "higher_is_better": bool | None}
-"""The shape of a stored `Result`."""
+"""The shape of a stored `MetricResult`."""
 
 
 class FolderComparison(Comparison):
@@ -184,13 +184,13 @@ class ResultFiles:
         key = [self.settings[method], files, entry.target, boxes]
         return f"{RESULTS}/{entry.name}.{method}.json", json.loads(json.dumps(key, default=describe))
 
-    def read(self, entry: ImageEntry, method: str) -> list[Result] | None:
+    def read(self, entry: ImageEntry, method: str) -> list[MetricResult] | None:
         """Return the stored results; None if there are none, or the file is damaged or of other settings."""
         name, key = self._file(entry, method)
         content = read_json(self.out / name, {"key": list, "results": [RESULT]})
-        return [Result(**result) for result in content["results"]] if content and content["key"] == key else None
+        return [MetricResult(**result) for result in content["results"]] if content and content["key"] == key else None
 
-    def write(self, entry: ImageEntry, method: str, results: Sequence[Result]) -> None:
+    def write(self, entry: ImageEntry, method: str, results: Sequence[MetricResult]) -> None:
         """Store results. Raises StoppedError if the folder cannot be written to."""
         name, key = self._file(entry, method)
         content = {"key": key, "results": [asdict(result) for result in results]}
@@ -213,7 +213,7 @@ class ResultStore(Store):
     def __init__(
         self, files: ResultFiles, entries: Sequence[ImageEntry], methods: Sequence[str], limit: int | None
     ) -> None:
-        self._files, self._results = files, dict[tuple[int, str], list[Result]]()
+        self._files, self._results = files, dict[tuple[int, str], list[MetricResult]]()
         super().__init__(files.out, entries, methods, limit)
 
     def lacking(self, index: int, methods: Sequence[str]) -> tuple[str, ...]:
@@ -227,7 +227,7 @@ class ResultStore(Store):
         super().append(rows)
         self._results |= {(row["index"], row["method"]): row["results"] for row in rows}
 
-    def all_results(self) -> list[Result]:
+    def all_results(self) -> list[MetricResult]:
         """Return all results, in the order of the images and methods."""
         keys = ((index, method) for index in range(self.total) for method in self.methods)
         return [result for key in keys for result in self._results.get(key, ())]
@@ -270,7 +270,7 @@ class MeasureMapper(Mapper):
             rows[row["method"]] = row
         return list(rows.values())
 
-    def _measure_method(self, method: Attribution, loaded: LoadedImage, shared: SharedResults) -> list[Result]:
+    def _measure_method(self, method: Attribution, loaded: LoadedImage, shared: SharedResults) -> list[MetricResult]:
         image, entry = loaded.open(), loaded.slot.entry
         mask, boxes = self.files.find_object(entry)
         if self.files.masks is not None and mask is None:

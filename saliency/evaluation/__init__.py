@@ -3,5 +3,5 @@
 metrics               compare a map with maps that ignore the prediction
 trust                 one card per map: which of its properties are clear
 comparison            several methods by several metrics over many images
-ledger                the shares that sum to a score
+ledger                the parts that sum to a score
 """

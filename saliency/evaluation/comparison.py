@@ -32,25 +32,25 @@ from ..targets.classes import TargetLike
 from .metrics.base import ABSOLUTE, RELATIVE, Measurement, Metric, SharedResults, measure, resolve_metrics
 
 LEVEL = 0.05
-"""Probability that any difference of a comparison is called significant if there is none."""
+"""Probability that a comparison calls any difference significant although the methods are equal."""
 
 DRAWS = 2000
 """Bootstrap draws of the images for the ranges of ranks."""
 
 RANDOM_CONTROLS = 3
-"""Random controls of each map. The mean over the images needs fewer of them than the verdict on one image."""
+"""Random controls of each map. The mean over the images needs fewer controls than the verdict on one image."""
 
 CURVE_POINTS = 49
 """Points of a curve in a result, so that curves of images of any size have a mean."""
 
 EXACT, FLIPS, BLOCK = 14, 20_000, 1000
-"""Largest number of images for which all changes of signs are counted; for more, number of draws, and draws at once."""
+"""Largest number of images for which all changes of signs are counted; else, the number of draws, and draws at once."""
 
 _Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class MetricResult:
     """Value of one metric for one method and image.
 
     Attributes:
@@ -58,11 +58,11 @@ class Result:
         method: The method.
         metric: The metric.
         value: The value; None where the metric is not defined.
-        controls: The values of maps that ignore the prediction, by their names; None as for `value`.
+        controls: The values of maps that ignore the prediction, by their names; None if not defined.
         higher_is_better: None if neither is better.
         seconds: Duration of the method.
-        curves: The scores on which the value is based: of the map ("map") and of each control, at the places "at".
-            Interpolated to `CURVE_POINTS` points; empty if the metric has no curve, or is not defined for one of them.
+        curves: The scores on which the value is based: of the map ("map") and of each control, at the positions "at".
+            Interpolated to `CURVE_POINTS` points; empty if the metric has no curve, or any of the values is None.
     """
 
     image: str
@@ -170,23 +170,23 @@ class Comparison(Table[ComparisonRow]):
     """Table of methods and controls by metrics, best first. It prints as text and displays as HTML.
 
     Args:
-        results: The values of all methods, images and metrics. An image counts for a metric if all methods and their
+        results: The values of all methods, images and metrics. A metric uses an image if all methods and their
             controls have a value for it.
         seed: The seed of the tests and of the ranges of ranks.
 
     Attributes:
-        differences: The paired differences between the methods, and of each from its controls, with their p-values, by
-            each metric of which higher or lower is better.
+        differences: The paired differences between methods, and of methods from their controls, with p-values. Metrics
+            without a better direction have no differences.
         agreement: Kendall's W of the metrics, as in `concordance`.
         results: The values of all methods, images and metrics.
 
     Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure" (1979), https://www.jstor.org/stable/4615733.
     """
 
-    def __init__(self, results: Iterable[Result], seed: int = 0) -> None:
+    def __init__(self, results: Iterable[MetricResult], seed: int = 0) -> None:
         self.results = tuple(results)
         names = dict.fromkeys(result.metric for result in self.results)
-        metrics = [_MetricValues([each for each in self.results if each.metric == name]) for name in names]
+        metrics = [_MetricValues([result for result in self.results if result.metric == name]) for name in names]
         measured = [metric for metric in metrics if metric.images]
         ranked = [metric for metric in measured if metric.higher is not None]
         differences = _tested(ranked, seed)
@@ -203,7 +203,7 @@ class Comparison(Table[ComparisonRow]):
 
         Args:
             path: A file that ends in .json (with the differences, the mean curves and the value of each image) or .html
-                (a page with tables that can be sorted). For others, use `dataframe()`, such as `dataframe().to_csv()`.
+                (a page with sortable tables). For other formats, use `dataframe()`, such as `dataframe().to_csv()`.
 
         Raises:
             MethodError: The suffix is not supported.
@@ -243,28 +243,27 @@ class _MetricValues:
         controls: (K, n) the values of the controls of each method, by their names.
     """
 
-    def __init__(self, results: Sequence[Result]) -> None:
+    def __init__(self, results: Sequence[MetricResult]) -> None:
         self.name, self.higher = results[0].metric, results[0].higher_is_better
         self.methods = list(dict.fromkeys(result.method for result in results))
-        found = {
-            (each.method, each.image): each for each in results if None not in (each.value, *each.controls.values())
-        }
+        complete = [result for result in results if None not in (result.value, *result.controls.values())]
+        cells = {(result.method, result.image): result for result in complete}
         self.measured = list(dict.fromkeys(result.image for result in results))
-        self.images = [image for image in self.measured if all((name, image) in found for name in self.methods)]
-        rows = [[found[name, image] for image in self.images] for name in self.methods]
-        self.values = np.array([[each.value for each in row] for row in rows], dtype=np.float64)
+        self.images = [image for image in self.measured if all((name, image) in cells for name in self.methods)]
+        rows = [[cells[name, image] for image in self.images] for name in self.methods]
+        self.values = np.array([[result.value for result in row] for row in rows], dtype=np.float64)
         self.controls = {
-            control: np.array([[each.controls[control] for each in row] for row in rows], dtype=np.float64)
+            control: np.array([[result.controls[control] for result in row] for row in rows], dtype=np.float64)
             for control in results[0].controls
         }
-        self.seconds = [float(np.median([each.seconds for each in row])) if row else 0.0 for row in rows]
-        self.curves = [[each.curves for each in row] for row in rows]
+        self.seconds = [float(np.median([result.seconds for result in row])) if row else 0.0 for row in rows]
+        self.curves = [[result.curves for result in row] for row in rows]
 
     def mean_curves(self) -> list[dict[str, Any]]:
         """Return the curves of each method, and of its controls, as means over the images."""
         rows = []
         for method, curves in zip(self.methods, self.curves, strict=True):
-            means = {name: np.mean([each[name] for each in curves], 0).tolist() for name in curves[0]}
+            means = {name: np.mean([curve[name] for curve in curves], 0).tolist() for name in curves[0]}
             rows.append({"method": method, "metric": self.name, "curves": means})
         return rows
 
@@ -273,7 +272,7 @@ class _MetricValues:
         named = dict(zip(self.methods, self.values, strict=True))
         pairs = [(a, b, _difference(named[a], named[b])) for a, b in combinations(self.methods, 2)]
         for control, values in self.controls.items():
-            pairs += [(name, control, _difference(named[name], own)) for name, own in zip(named, values, strict=True)]
+            pairs += [(name, control, _difference(named[name], row)) for name, row in zip(named, values, strict=True)]
         return pairs
 
     def rows(self, differences: Sequence[DifferenceRow], seed: int) -> list[ComparisonRow]:
@@ -281,18 +280,18 @@ class _MetricValues:
         better = {None: "", True: "higher", False: "lower"}[self.higher]
         sign = -1 if self.higher else 1
         wins = [
-            (each.name, each.other) if sign * each.mean < 0 else (each.other, each.name)
-            for each in differences
-            if better and each.metric == self.name and each.is_significant
+            (difference.name, difference.other) if sign * difference.mean < 0 else (difference.other, difference.name)
+            for difference in differences
+            if better and difference.metric == self.name and difference.is_significant
         ]
         ranks = rank_ranges(sign * self.values, seed) if better else [(None, None, None)] * len(self.methods)
         rows, count = [], len(self.images)
         random = self.controls["random"].mean(1).tolist() if "random" in self.controls else [None] * len(self.methods)
-        for name, values, own, rank, seconds in zip(
+        for name, values, control, rank, seconds in zip(
             self.methods, self.values, random, ranks, self.seconds, strict=True
         ):
             beaten = tuple(worse for winner, worse in wins if winner == name)
-            rows.append(ComparisonRow(name, self.name, *_mean(values), own, better, *rank, beaten, count, seconds))
+            rows.append(ComparisonRow(name, self.name, *_mean(values), control, better, *rank, beaten, count, seconds))
         rows.sort(key=lambda row: row.rank or 0)
         for name, values in self.controls.items():
             if name != "random":
@@ -302,11 +301,11 @@ class _MetricValues:
 
 def _tested(metrics: Sequence[_MetricValues], seed: int) -> list[DifferenceRow]:
     """Return the differences of all pairs by all metrics, with corrected p-values."""
-    pairs = [(metric.name, metric.pairs()) for metric in metrics]
-    named = [(name, other, metric, *_mean(values)) for metric, own in pairs for name, other, values in own]
+    groups = [(metric.name, metric.pairs()) for metric in metrics]
+    named = [(name, other, metric, *_mean(values)) for metric, pairs in groups for name, other, values in pairs]
     # The smallest p-value is small enough to remain significant after the correction.
     flips = max(FLIPS, round(5 * len(named) / LEVEL))
-    tests = [sign_flip_test(np.stack([values for *_, values in own], 1), seed, flips) for _, own in pairs if own]
+    tests = [sign_flip_test(np.stack([values for *_, values in pairs], 1), seed, flips) for _, pairs in groups if pairs]
     corrected = holm(np.concatenate([*tests, np.empty(0)]))
     return [DifferenceRow(*about, float(p)) for about, p in zip(named, corrected, strict=True)]
 
@@ -345,9 +344,9 @@ def concordance(values: _Array) -> float | None:
 def _notes(metrics: Sequence[_MetricValues], count: int, agreement: float | None) -> list[str]:
     """Return the meaning of the numbers, and the images and metrics that are left out."""
     notes = [
-        f"{metric.name}: {plural(left, 'image')} left out, for which not all methods and controls have a value"
+        f"{metric.name}: {plural(missing, 'image')} left out, for which not all methods and controls have a value"
         for metric in metrics
-        if (left := len(metric.measured) - len(metric.images))
+        if (missing := len(metric.measured) - len(metric.images))
     ]
     notes.append(
         f"significant: sign-flip test over the images at {100 * LEVEL:g} %, corrected by Holm for "
@@ -369,8 +368,8 @@ def _notes(metrics: Sequence[_MetricValues], count: int, agreement: float | None
 def sign_flip_test(differences: _Array, seed: int = 0, flips: int = FLIPS) -> _Array:
     """Return the p-values (m,) of paired differences (n, m): two-sided, with a mean of zero as the hypothesis.
 
-    If two methods are equally good, each difference is as likely as its negative. The p-value is the share of
-    changes of signs that give a mean at least as large: of all up to `EXACT` differences, else of random ones.
+    If two methods are equally good, each difference is as likely as its negative. The p-value is the fraction of
+    changes of signs that give a mean at least as large: of all changes up to `EXACT` differences, else of a sample.
 
     Args:
         differences: The differences between two methods for n images, for m pairs.
@@ -394,7 +393,7 @@ def sign_flip_test(differences: _Array, seed: int = 0, flips: int = FLIPS) -> _A
 
 
 def holm(p: _Array) -> _Array:
-    """Return p-values (m,) corrected for m tests: where nothing differs, any is at most 5 % with a probability of 5 %.
+    """Return p-values (m,) corrected for m tests: if nothing differs, any is at most 5 % with probability 5 %.
 
     Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure" (1979), https://www.jstor.org/stable/4615733.
     """
@@ -434,23 +433,23 @@ def compare(
     seed: int = 0,
     **options: Any,
 ) -> Comparison:
-    """Compare methods by several metrics over images: which one should be used for this model?
+    """Compare methods by several metrics over images: which method suits this model?
 
     The metrics of an image and method share their passes, and so do the methods where nothing depends on the map:
     random patches, the image without any pixel, and the controls "constant" and "centre".
 
     Args:
-        methods: Methods, such as `GradCAM(model)`. Methods of one name are named with their options, and numbered if
+        methods: Methods, such as `GradCAM(model)`. Methods of equal name are named with their options, and numbered if
             these are equal, as for one method on two models.
         images: One image or several, as for `Attribution.attribute`; or an answer about one image.
         target: One target for all images, a list with one for each image, or None for the top class of each image.
-        metrics: Metrics, or their names in `METRICS`. Metrics of one name are named with their options. Deletion and
+        metrics: Metrics, or their names in `METRICS`. Metrics of equal name are named with their options. Deletion and
             insertion each run about 1,340 forwards per image, and 890 for each further method; `Deletion(steps=28)`
             runs about 160 and 110.
-        masks: For each image where the object is, for metrics of localisation: a path or a PIL image of the size of the
-            image, in which the object is not black; or a tensor (H, W) as the model sees it. None for an image without.
+        masks: The object in each image, for metrics of localisation: a path or a PIL image of the size of the
+            image, in which the object is not black; or a tensor (H, W) as the model sees it. None without an object.
         boxes: Instead of a mask, the box of the object in each image, (x0, y0, x1, y1) in pixels of the upright image;
-            or several boxes, (K, 4). None for an image without. The box (0, 0, 1, 1) is the first pixel.
+            or several boxes, (K, 4). None without an object. The box (0, 0, 1, 1) is the first pixel.
         seed: The seed of all draws.
         **options: As for `saliency.metrics.measure`: `score`, `chunk`, `progress`.
 
@@ -458,7 +457,7 @@ def compare(
         A table of methods and controls by metrics, with errors, ranks and significant differences.
 
     Raises:
-        MethodError: `methods` is not a list of methods, a metric does not exist or lacks something, an image has a mask
+        MethodError: `methods` is not a list of methods, a metric is unknown or lacks data, an image has a mask
             and a box, or the numbers of targets, masks, boxes and images differ.
         ImageError: The size of a mask differs from the size of its image, or a box is empty or exceeds the image.
         SaliencyError: A method or an image raises it.
@@ -468,28 +467,28 @@ def compare(
     inputs: list[Any] = []
     for image in split_images(cast("ImagesLike", images)):
         inputs += image[:, None] if isinstance(image, Tensor) and image.dim() > 3 else [image]
-    own = target.tolist() if isinstance(target, Tensor | np.ndarray) else target
-    each = own if isinstance(own, list | tuple) else [own] * len(inputs)
+    targets: Any = target.tolist() if isinstance(target, Tensor | np.ndarray) else target
+    targets = targets if isinstance(targets, list | tuple) else [targets] * len(inputs)
     masks = [masks] if isinstance(masks, str | os.PathLike | Image.Image) else masks
-    regions = [[None] * len(inputs) if given is None else given for given in (masks, boxes)]
-    for what, given in zip(("targets", "masks", "boxes"), (each, *regions), strict=True):
-        if len(given) != len(inputs):
-            raise MethodError(f"got {len(given)} {what} for {plural(len(inputs), 'image')}")
-    results: list[Result] = []
-    for index, (image, own_target, *where) in enumerate(zip(inputs, each, *regions, strict=True)):
+    regions = [[None] * len(inputs) if values is None else values for values in (masks, boxes)]
+    for what, values in zip(("targets", "masks", "boxes"), (targets, *regions), strict=True):
+        if len(values) != len(inputs):
+            raise MethodError(f"got {len(values)} {what} for {plural(len(inputs), 'image')}")
+    results: list[MetricResult] = []
+    for index, (image, image_target, *region) in enumerate(zip(inputs, targets, *regions, strict=True)):
         context = {"seed": seed, "shared": SharedResults(), **options}
         for name, method in zip(unique_names(methods), methods, strict=True):
-            results += measure_image(str(index), name, method, image, own_target, resolved, *where, **context)
+            results += measure_image(str(index), name, method, image, image_target, resolved, *region, **context)
     return Comparison(results, seed)
 
 
 def unique_names(parts: Sequence[Attribution] | Sequence[Metric]) -> list[str]:
-    """Return the names of methods or metrics. Equal names get their options added, or else a number."""
+    """Return the names of methods or metrics. Equal names get their options added, or a number."""
     names = [part.name for part in parts]
     names = [name if names.count(name) == 1 else repr(part) for name, part in zip(names, parts, strict=True)]
     return [
-        name if names.count(name) == 1 else f"{name} {names[: place + 1].count(name)}"
-        for place, name in enumerate(names)
+        name if names.count(name) == 1 else f"{name} {names[: index + 1].count(name)}"
+        for index, name in enumerate(names)
     ]
 
 
@@ -503,7 +502,7 @@ def measure_image(
     mask: Any = None,
     boxes: Any = None,
     **options: Any,
-) -> list[Result]:
+) -> list[MetricResult]:
     """Explain one image, and measure the explanation by all metrics.
 
     Args:
@@ -533,27 +532,29 @@ def measure_image(
     context = {"method": method, "inputs": image, "target": target, "masks": seen, **options}
     measurements = measure(metrics, explanation, **{"random_controls": RANDOM_CONTROLS, **context})
     results = []
-    for metric, each in zip(unique_names(metrics), measurements, strict=True):
-        value, controls = _known(each.values), {control: _known(own.values) for control, own in each.controls.items()}
-        curves = {} if None in (value, *controls.values()) else _curves(each)
-        results.append(Result(name, method_name, metric, value, controls, each.higher_is_better, seconds, curves))
+    for metric, measured in zip(unique_names(metrics), measurements, strict=True):
+        value = _number(measured.values)
+        controls = {key: _number(control.values) for key, control in measured.controls.items()}
+        curves = {} if None in (value, *controls.values()) else _curves(measured)
+        higher = measured.higher_is_better
+        results.append(MetricResult(name, method_name, metric, value, controls, higher, seconds, curves))
     return results
 
 
-def _known(values: Tensor) -> float | None:
-    """Return the value (1,) of one image, and None for NaN, which JSON does not have."""
+def _number(values: Tensor) -> float | None:
+    """Return the value (1,) of one image, or None for NaN, which JSON does not have."""
     return None if values.isnan() else float(values)
 
 
 def _curves(measurement: Measurement) -> dict[str, list[float]]:
-    """Return the curves of a measurement of one image, as in a `Result`."""
+    """Return the curves of a measurement of one image, as in a `MetricResult`."""
     if measurement.curve is None:
         return {}
     count = measurement.curve.shape[1]
-    at = torch.arange(count, device="cpu") if measurement.at is None else measurement.at
-    controls = {name: own[0] for name, own in (measurement.control_curves or {}).items()}
-    places, curves = np.linspace(0, count - 1, CURVE_POINTS), {"at": at, "map": measurement.curve[0], **controls}
-    return {name: np.interp(places, np.arange(count), each.cpu().numpy()).tolist() for name, each in curves.items()}
+    positions = torch.arange(count, device="cpu") if measurement.at is None else measurement.at
+    controls = {name: curve[0] for name, curve in (measurement.control_curves or {}).items()}
+    points, curves = np.linspace(0, count - 1, CURVE_POINTS), {"at": positions, "map": measurement.curve[0], **controls}
+    return {name: np.interp(points, np.arange(count), values.cpu().numpy()).tolist() for name, values in curves.items()}
 
 
 def _mask_as_seen(mask: Any, explanation: Explanation) -> Tensor:
@@ -576,7 +577,7 @@ def _mask_as_seen(mask: Any, explanation: Explanation) -> Tensor:
 
 
 def _box_mask(boxes: Any, explanation: Explanation) -> Image.Image | Tensor:
-    """Return the mask of the boxes of an image: drawn in its size, or a tensor if the image was given as one.
+    """Return the mask of the boxes of an image: in the size of the image, or a tensor if the image is a tensor.
 
     Raises:
         ImageError: The boxes are invalid, or one is empty or exceeds the image.

@@ -14,15 +14,15 @@ from ..tables import Column, Table, number
 
 @dataclass(frozen=True, slots=True)
 class LedgerRow:
-    """One share of the score of an image. The last two rows of an image are the residual and the score.
+    """One part of the score of an image. The last two rows of an image are the residual and the score.
 
     Attributes:
-        name: The name of the share, "residual" or "score".
-        share: The share in score units.
-        percent: The share as a percentage of the score; NaN if the score is zero.
+        name: The name of the part, "residual" or "score".
+        share: The part in score units.
+        percent: The part as a percentage of the score; NaN if the score is zero.
         image: The index of the image in the table.
         target: The name of the target.
-        method: The name of the method's class, with the settings in which methods of one name differ.
+        method: The name of the method's class, with the settings in which methods of equal name differ.
     """
 
     name: str
@@ -46,15 +46,15 @@ _IMAGE: tuple[Column[LedgerRow], ...] = (
 
 
 def ledger_table(explanations: Explanation | Iterable[Explanation]) -> Table[LedgerRow]:
-    """Return a table of the shares of the score, such as the shares of the input and of the biases.
+    """Return a table of the parts of the score, such as the parts of the input and of the biases.
 
-    The shares and the residual of an image sum to its score.
+    The parts and the residual of an image sum to its score.
 
     Args:
         explanations: One or more explanations, of one or more images, by methods with a ledger.
 
     Returns:
-        A sequence of rows that prints as text, displays as HTML and converts with `dataframe()`: one row per share,
+        A sequence of rows that prints as text, displays as HTML and converts with `dataframe()`: one row per part,
         then the residual and the score. The notes list the operations that each method treated.
 
     Raises:
@@ -76,7 +76,7 @@ def ledger_table(explanations: Explanation | Iterable[Explanation]) -> Table[Led
 
 def _rows(image: Explanation, index: int, title: str) -> list[LedgerRow]:
     if image.ledger is None or image.residual is None:
-        raise RenderError(f"the explanation by {image.method} has no ledger; those by lrp, for example, have one")
+        raise RenderError(f"the explanation by {image.method} has no ledger; lrp, for example, has one")
     score = float(image.scores)
     shares = [*image.ledger[0].tolist(), float(image.residual), score]
     about = (index, image.target_names[0], title)

@@ -35,7 +35,7 @@ UNCLEAR = "cannot be told from chance"
 WORSE = "worse than all controls"
 OTHERS = ("grad_cam", "layer_cam", "input_x_gradient")
 GRADIENTS = ("input_x_gradient", "vanilla_gradient")
-"""The methods with which a map is compared; on a model without a layer for CAMs, the first other one of `GRADIENTS`."""
+"""The methods with which a map is compared; on models without a layer for CAMs, the first other of `GRADIENTS`."""
 
 GROUPS = {
     "depends on the model": {
@@ -58,10 +58,10 @@ A map of the right model can still be at the wrong position.
 """
 
 CONTROLS = ("centre", "edges", "random")
-"""The controls of the second group. A constant map gives pixels no order; by ties, it would mark half of the image."""
+"""The controls of the second group. A constant map gives pixels no order; ties would mark half of the image."""
 
 UNTIL = 0.25
-"""The share of the pixels that are deleted or inserted; over all pixels, right maps are clear less often."""
+"""The fraction of the pixels that are deleted or inserted; if all pixels are, right maps are clear less often."""
 
 SLIGHT = 0.05
 """Rank correlations, and drops in them, below this number are called slight, even if they are clear."""
@@ -75,13 +75,13 @@ class Property:
         name: The metric.
         group: The group of `GROUPS`.
         title: The property and its metric in words, such as "depends on the weights (MPRT)".
-        value: Its value.
+        value: The value of the metric.
         error: The standard error of the value; NaN if the metric does not sample.
         controls: The mean value of each map that ignores the prediction.
-        control_ranges: The range of each of them, as in `saliency.metrics.Control`.
+        control_ranges: The range of each control, as in `saliency.metrics.Control`.
         higher_is_better: Whether higher values are better.
-        verdict: One sentence; `UNCLEAR` unless the value is outside of the ranges of all controls; `WORSE` if it is at
-            the wrong end.
+        verdict: One sentence; `UNCLEAR` unless the value is outside of the ranges of all controls; `WORSE` if it is
+            worse than all ranges.
     """
 
     name: str
@@ -146,7 +146,7 @@ class TrustCard(Table[Property]):
 
     @property
     def summary(self) -> str:
-        """One line: the number of clear properties per group, then those that are unclear, worse or not measured."""
+        """One line: the number of clear properties per group, then the unclear, worse and unmeasured properties."""
         others = {
             WORSE: [row.title for row in self if row.is_worse],
             UNCLEAR: [row.title for row in self if row.verdict == UNCLEAR],
@@ -156,7 +156,7 @@ class TrustCard(Table[Property]):
         return "; ".join([*(f"{group}: {self.clear_in(group)}" for group in GROUPS), *rest])
 
     def clear_in(self, group: str) -> str:
-        """Return how many measured properties of a group of `GROUPS` are clear."""
+        """Return how many of the measured properties of a group of `GROUPS` are clear."""
         rows = [row for row in self if row.group == group]
         return f"{sum(row.is_clear for row in rows)} of {len(rows)} clear"
 
@@ -197,9 +197,9 @@ class TrustCard(Table[Property]):
 def _without_nan(value: Any) -> Any:
     """Replace NaN and infinite numbers, which JSON does not have, by None."""
     if isinstance(value, dict):
-        return {key: _without_nan(each) for key, each in value.items()}
+        return {key: _without_nan(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(each) for each in value]
+        return [_without_nan(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -223,8 +223,8 @@ def trust(
         image: One image, as for `Attribution.attribute`.
         target: As for `Attribution.attribute`.
         seconds: A time limit. Fewer samples are drawn if more would not fit, and metrics that call the method are
-            left out if two calls would not fit. Without it, the card is the same for the same seed: about 190
-            forwards and 20 calls of the method.
+            left out if two calls would not fit. Without a limit, the card depends only on the seed, and takes
+            about 190 forwards and 20 calls of the method.
         seed: The seed of all draws.
         shared: The scores of perturbed images that cards of other methods in the same call share with this one.
 
@@ -243,15 +243,16 @@ def trust(
     metrics = _metrics(subject, None if seconds is None else check_number("seconds", seconds, above=0))
     measurements = measure(metrics, explanation, shared=shared, **context)
     measurements = [
-        replace(each, metric="random_box") if each.settings.get("of") == "box" else each for each in measurements
+        replace(measured, metric="random_box") if measured.settings.get("of") == "box" else measured
+        for measured in measurements
     ]
     if explanation.target_names[0] != ITSELF:  # where the gradients of the other methods are zero
         measurements.append(_agreement(subject, context))
-    notes = _notes(explanation, {each.metric for each in measurements})
+    notes = _notes(explanation, {measured.metric for measured in measurements})
     title = f"Trust card of {explanation.method} for {explanation.target_names[0]}"
-    card = TrustCard([property_of(each) for each in measurements], _COLUMNS, title, notes)
+    card = TrustCard([property_of(measured) for measured in measurements], _COLUMNS, title, notes)
     card.explanation, card.seed = explanation, seed
-    card.measurements = {each.metric: each for each in measurements}
+    card.measurements = {measured.metric: measured for measured in measurements}
     if "mprt" not in card.measurements:
         why = f"was not measured: two calls of the method do not fit into seconds={seconds}; leave it out for all rows"
         card.absent = {name: f'"{name}" {why}' for name in GROUPS["depends on the model"]}
@@ -299,8 +300,8 @@ def _agreement(subject: Subject, context: dict[str, Any]) -> Measurement:
     except (LayerError, NotApplicableError):  # no layer for a CAM
         references = explained(gradients[:1])
     metric = RankCorrelation()
-    each = [Subject(subject.explanation, reference=other, **context) for other in references]
-    values = torch.stack([metric.outcome(one).values for one in each]).mean(0)
+    pairs = [Subject(subject.explanation, reference=other, **context) for other in references]
+    values = torch.stack([metric.outcome(pair).values for pair in pairs]).mean(0)
     return measurement(metric, subject, Outcome(values))
 
 
@@ -320,7 +321,7 @@ def property_of(measured: Measurement) -> Property:
 
 
 def missing_properties(measured: Collection[str]) -> dict[str, str]:
-    """Return the titles, by metric, of the properties that were not measured; only boxes have other boxes."""
+    """Return the titles, by metric, of the properties that were not measured, except of boxes."""
     titles = {name: title for metrics in GROUPS.values() for name, (title, _) in metrics.items()}
     return {name: title for name, title in titles.items() if name not in (*measured, "random_box")}
 
@@ -337,6 +338,6 @@ def _notes(explanation: Explanation, measured: Collection[str]) -> list[str]:
     if explanation.coverage is not None:
         notes.append(f"coverage: {explanation.coverage}")
     if explanation.residual is not None:
-        share = float(explanation.residual[0]) / (float(explanation.scores[0]) or 1.0)
-        notes.append(f"residual: {share:.2%} of the score")
+        fraction = float(explanation.residual[0]) / (float(explanation.scores[0]) or 1.0)
+        notes.append(f"residual: {fraction:.2%} of the score")
     return notes

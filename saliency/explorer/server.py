@@ -1,4 +1,4 @@
-"""The server of the explorer: addresses, the queue of the model, and who may ask.
+"""The server of the explorer: addresses, the queue of the model, and access.
 
 One thread runs the model. A newer question of the same page stops the older one between two chunks of passes. Only
 `serve` imports this module, because it needs Starlette.
@@ -36,7 +36,7 @@ from ..batch.options import NetworkOptions
 from ..errors import ImageError, SaliencyError, optional_import
 from ..validation import check_number
 from .page import static_files
-from .session import MOST_BYTES, Answer, Check, Session, Stop, StoppedQuestion, UnknownImageError, error_facts
+from .session import MOST_BYTES, PageAnswer, Poll, Session, Stop, StoppedQuestion, UnknownImageError, error_facts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_JSON, MOST_NAME = 16 * 2**10, 200  # bytes of a question; characters of a file name
-MOST_WAITING = 8  # questions of all pages, besides the one that runs
+MOST_WAITING = 8  # questions of all pages, besides the running question
 MOST_UPLOADS = 4  # bodies of images that are received at once
-BODY_SECONDS = 120.0  # for all of a body
+BODY_SECONDS = 120.0  # for a whole body
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -77,8 +77,8 @@ class Job:
 
     Attributes:
         page: The page that asks.
-        replaces: Whether it replaces older questions of the page that have this mark too.
-        stop: Stops it.
+        replaces: Whether the question replaces older questions of the page that also have `replaces`.
+        stop: Stops the question.
     """
 
     page: str
@@ -105,8 +105,8 @@ class Explorer:
             job.stop.set()
         self._thread.shutdown(cancel_futures=True)
 
-    def _ask(self, request: Request, answer: Callable[[Check], T], *, replaces: bool = False) -> asyncio.Future[T]:
-        """Put a question into the queue, and return its answer. It is stopped once the connection closes.
+    def _ask(self, request: Request, answer: Callable[[Poll], T], *, replaces: bool = False) -> asyncio.Future[T]:
+        """Put a question into the queue, and return its answer. The question stops when the connection closes.
 
         Raises:
             HTTPException: Too many questions wait.
@@ -134,7 +134,7 @@ class Explorer:
         future.add_done_callback(end)
         return future
 
-    # Requests. Starlette runs those without `async` in other threads.
+    # Requests. Starlette runs methods without `async` in other threads.
 
     def about(self, request: Request) -> Response:
         """Return the facts that the page needs first."""
@@ -163,11 +163,11 @@ class Explorer:
         return Response(self.session.thumbnail(request.path_params["index"]), media_type="image/jpeg")
 
     async def explain(self, request: Request) -> Response:
-        """Return maps, one line of JSON each, as they become known."""
+        """Return maps, one line of JSON each, when they are ready."""
         asked = await read_json(request)
-        loop, answers = asyncio.get_running_loop(), asyncio.Queue[Answer | None]()
+        loop, answers = asyncio.get_running_loop(), asyncio.Queue[PageAnswer | None]()
 
-        def send(answer: Answer) -> None:
+        def send(answer: PageAnswer) -> None:
             loop.call_soon_threadsafe(answers.put_nowait, answer)
 
         future = self._ask(request, partial(self.session.explain, asked, send), replaces=True)
@@ -198,7 +198,7 @@ class Explorer:
         return Response(saved, media_type="text/plain" if isinstance(saved, str) else "image/png")
 
     def app(self, token: str, host: str) -> ASGIApp:
-        """Return the application, which only answers requests with the token, from its own page."""
+        """Return the application, which only answers requests with the token, from its page."""
         files = [
             Route(f"/{name}", Response(content, media_type=kind), methods=["GET"])
             for name, (content, kind) in static_files().items()
@@ -251,14 +251,14 @@ class Guard:
         """Raise HTTPException for another host, as after DNS rebinding, for another page, or without the token."""
         headers, token = Headers(scope=scope), scope["path"].removeprefix("/").partition("/")[0]
         host, origin = headers.get("host", ""), headers.get("origin")
-        if not self._is_own(host):
+        if not self._is_allowed(host):
             raise HTTPException(403, "the server does not answer under this name; open the address that it printed")
         if scope["method"] != "GET" and origin is not None and origin.partition("://")[2] != host:
             raise HTTPException(403, "the request is from another page")
         if not compare_digest(token.encode("utf-8", "replace"), self._token.encode()):
-            raise HTTPException(404, "there is nothing at this address; open the one that the server printed")
+            raise HTTPException(404, "there is nothing at this address; open the address that the server printed")
 
-    def _is_own(self, host: str) -> bool:
+    def _is_allowed(self, host: str) -> bool:
         """Return whether a host is this machine, or any IP address, which no attacker's domain can be."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
@@ -307,12 +307,12 @@ def error_response(request: Request, error: Exception) -> Response:
     return json_response(error_facts(error), status)
 
 
-def json_response(answer: Answer, status: int = 200) -> Response:
+def json_response(answer: PageAnswer, status: int = 200) -> Response:
     """Return an answer as JSON."""
     return Response(dumped(answer), status, media_type="application/json")
 
 
-def dumped(answer: Answer) -> bytes:
+def dumped(answer: PageAnswer) -> bytes:
     """Return an answer as one line of JSON, with bytes in base64."""
     return json.dumps(answer, allow_nan=False, default=lambda part: base64.b64encode(part).decode()).encode()
 
@@ -333,25 +333,25 @@ def serve(
     port: int = 0,
     browser: bool = True,
 ) -> None:
-    """Show a page on which a model explains the images that are dropped on it, until Ctrl-C is pressed.
+    """Show a page that explains images dropped on it, until Ctrl-C is pressed.
 
-    The address is written to standard error. It holds a secret token: whoever has it can use the model and see the
-    images of the folder. The server sends nothing to any other machine. See docs/explorer.md.
+    The address is written to standard error. The address contains a secret token: whoever has it can use the model and
+    see the images of the folder. The server sends nothing to any other machine. See docs/explorer.md.
 
     Args:
-        model: A name that `saliency.load` accepts, or a model. It stays as it is.
+        model: A name that `saliency.load` accepts, or a model, which stays unchanged.
         folder: A folder or a list of images to offer, with subfolders.
         method: The method that the page begins with.
         layer: The layer that the page begins with; None for the default of each method.
         options: Options of the methods, applied to each method that has them.
         weights: As for `saliency.load`.
-        preprocess: Preprocessing of the images; None for the model's own.
-        categories: Class names; None for the model's own.
+        preprocess: Preprocessing of the images; by default the model's.
+        categories: Class names; by default the model's.
         whole: Whether the model sees the whole image, as for every method.
         device: As for `saliency.batch`; one device.
-        host: The address of a network interface. By default, only this machine can connect; "0.0.0.0" is all of its
+        host: The address of a network interface. By default, only this machine can connect; "0.0.0.0" is all
             interfaces, without encryption.
-        port: The port; 0 for any free one.
+        port: The port; 0 for any free port.
         browser: Whether the page is opened in a browser.
 
     Raises:

@@ -1,7 +1,7 @@
 """One model, and the questions about images that the page of the explorer asks it.
 
-Questions and answers are dictionaries that JSON can hold, except for the bytes of maps and pictures. Nothing here knows
-how they are transported.
+Questions and answers are dictionaries that JSON can hold, except for the bytes of maps and pictures. This module does
+not depend on how they are transported.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ from ..targets.regions import RegionScore, region, score_maps
 from ..targets.similarity import text
 from ..validation import check_choice, check_number
 
-Answer = dict[str, Any]
+PageAnswer = dict[str, Any]
 Asked = Mapping[str, Any]
-Send = Callable[[Answer], None]
-Check = Callable[[], None]
+Send = Callable[[PageAnswer], None]
+Poll = Callable[[], None]
 """Called between passes. It may raise `StoppedQuestion`."""
 
 MOST_BYTES, MOST_PIXELS = 64 * 2**20, 100_000_000  # of one image
-HELD_IMAGES, HELD_PIXELS = 16, 200_000_000  # in memory; the newest image is always
+HELD_IMAGES, HELD_PIXELS = 16, 200_000_000  # in memory; the newest image always stays
 HELD_RESULTS = 8  # of one image
 SAMPLE = "sample.jpg"
 PICTURE_SIDE, THUMBNAIL_SIDE, PICTURE_QUALITY = 1600, 160, 88
 LABELS_SIDE, NO_REGION = 256, 255
 TOP, MOST_REGIONS = 5, 20
-PAUSE = 1.0  # seconds until the first map of the passes so far, and between two
+PAUSE = 1.0  # seconds until the first map of the passes so far, and between two maps
 FIGURE_DPI = 200
 SECONDS = 15.0  # for a trust card
 STYLE = {"opacity", "percentile", "threshold"}
@@ -107,7 +107,7 @@ class HeldImage:
     Attributes:
         name: The name of its file.
         image: The decoded image.
-        batch: The model's input, and the image as it is drawn.
+        batch: The model's input, and the image that is drawn.
         facts: The facts that the page shows first: top classes, boxes, regions.
         results: The last complete explanations.
     """
@@ -115,23 +115,23 @@ class HeldImage:
     name: str
     image: Image.Image
     batch: Batch
-    facts: Answer
+    facts: PageAnswer
     results: dict[str, Explanation] = field(default_factory=dict)
 
     @property
     def frame(self) -> Frame:
-        """The image as it is drawn, with the position of the input."""
+        """The image that is drawn, with the position of the input."""
         return cast("Frame", self.batch.frames[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Question:
+class PageQuestion:
     """A question about one image and one method.
 
     Attributes:
         held: The image.
         cls: The class of the method.
-        layer: The layer, if the method reads one; None for its default.
+        layer: The layer, if the method reads a layer; None for the default layer.
         target: The target.
         code: The Python code that creates the target.
     """
@@ -156,7 +156,7 @@ class Session:
     Args:
         options: The model with its preprocessing and class names, the default method with its layer and options, the
             device, and the style of drawings.
-        images: Images to offer, or a folder of them; by default a sample photo.
+        images: Images to offer, or a folder of images; by default a sample photo.
 
     Raises:
         SaliencyError: The model cannot be loaded, has no preprocessing, or an option is invalid.
@@ -189,21 +189,21 @@ class Session:
         """Return the kinds of targets that the model's output has."""
         if isinstance(self.model, DualEncoder):
             return ["text"]
-        kinds: dict[str, Callable[[], object]] = {
+        readers: dict[str, Callable[[], object]] = {
             "class": lambda: class_scores(output),
             "region": lambda: self._regions(output, batch),
             "box": lambda: self._detections(output, batch),
         }
-        known = []
-        for kind, read in kinds.items():
+        kinds = []
+        for kind, read in readers.items():
             with suppress(TargetError):
                 read()
-                known.append(kind)
-            if known == ["class"]:
-                return known
-        return [*known, "point"] if known else []
+                kinds.append(kind)
+            if kinds == ["class"]:
+                return kinds
+        return [*kinds, "point"] if kinds else []
 
-    def about(self) -> Answer:
+    def about(self) -> PageAnswer:
         """Return the facts that the page needs before any image: methods, layers, classes, limits and colours."""
         names = self._default.categories
         methods = [
@@ -236,11 +236,11 @@ class Session:
 
     # Images
 
-    def open(self, image: bytes | int, name: str = "image") -> Answer:
+    def open(self, image: bytes | int, name: str = "image") -> PageAnswer:
         """Open the file of an image, or the offered image with this number, and return its facts.
 
         Raises:
-            ImageError: It cannot be read, or is too large.
+            ImageError: The image cannot be read, or is too large.
             UnknownImageError: No image with this number is offered.
         """
         if isinstance(image, int):
@@ -252,7 +252,7 @@ class Session:
             facts = self._facts(batch)
         number = secrets.token_hex(8)
         held = self._held[number] = HeldImage(printable(name), decoded, batch, facts)
-        sizes = [own.image.width * own.image.height for own in self._held.values()]
+        sizes = [entry.image.width * entry.image.height for entry in self._held.values()]
         while len(sizes) > 1 and (len(sizes) > HELD_IMAGES or sum(sizes) > HELD_PIXELS):
             del self._held[next(iter(self._held))], sizes[0]
         width, height = held.frame.image.size
@@ -288,7 +288,7 @@ class Session:
         """Return an opened image as JPEG, upright, with no side longer than 1600. Raises UnknownImageError."""
         return encode(shrink(self._find(number).frame.image, PICTURE_SIDE), "JPEG", quality=PICTURE_QUALITY)
 
-    def _facts(self, batch: Batch) -> Answer:
+    def _facts(self, batch: Batch) -> PageAnswer:
         """Return the top classes, the boxes and the regions of one image."""
         output = run_model(self.model, batch.inputs)
         return {
@@ -297,22 +297,22 @@ class Session:
             **(self._regions(output, batch) if "region" in self.asks else {"regions": []}),
         }
 
-    def _top(self, output: Any, batch: Batch) -> list[Answer]:
+    def _top(self, output: Any, batch: Batch) -> list[PageAnswer]:
         images = self._default.images(batch.inputs, batch.frames)
         score, scores = ClassTarget((None,)).find(output, images), class_scores(output)[0]
         best = score.classes[0]
         order = [best, 1 - best] if score.is_binary else scores.topk(min(TOP, len(scores))).indices.tolist()
-        known = [score.link and replace(score, classes=(index,)).probability(output) for index in order]
+        probabilities = [score.link and replace(score, classes=(index,)).probability(output) for index in order]
         return [
             {
                 "target": index,
                 "name": class_name(index, self._default.categories),
                 "probability": None if probability is None else float(probability[0]),
             }
-            for index, probability in zip(order, known, strict=True)
+            for index, probability in zip(order, probabilities, strict=True)
         ]
 
-    def _detections(self, output: Any, batch: Batch) -> list[Answer]:
+    def _detections(self, output: Any, batch: Batch) -> list[PageAnswer]:
         target, images = cast("BoxTarget", box()), self._default.images(batch.inputs, batch.frames)
         return [
             {
@@ -325,17 +325,17 @@ class Session:
             for index, match in enumerate(target.detections(output, images))
         ]
 
-    def _regions(self, output: Any, batch: Batch) -> Answer:
-        """Return the classes with pixels and their shares of the pixels, the largest first, and a plane of them."""
+    def _regions(self, output: Any, batch: Batch) -> PageAnswer:
+        """Return the classes with pixels and their fractions of the image, largest first, and a plane of numbers."""
         names, planes = self._default.categories, {}
         images = self._default.images(batch.inputs, batch.frames)
         for label in _labels(output, names):
             with suppress(NotFoundError):
                 (question,) = as_target(region(label)).ask(output, images)
                 planes[label] = cast("RegionScore", question.score).cells[0] > 0  # (h, w)
-        shares = {label: float(plane.float().mean()) for label, plane in planes.items()}
-        order = sorted(shares, key=lambda label: -shares[label])[:MOST_REGIONS]
-        found = [{"target": label, "name": class_name(label, names), "share": shares[label]} for label in order]
+        fractions = {label: float(plane.float().mean()) for label, plane in planes.items()}
+        order = sorted(fractions, key=lambda label: -fractions[label])[:MOST_REGIONS]
+        regions = [{"target": label, "name": class_name(label, names), "share": fractions[label]} for label in order]
         if not order:
             return {"regions": []}
         numbers = torch.full_like(planes[order[0]], NO_REGION, dtype=torch.uint8)
@@ -344,11 +344,11 @@ class Session:
         plane = Image.fromarray(numbers.cpu().numpy())
         if max(plane.size) > LABELS_SIDE:
             plane = plane.resize(scaled_size(plane.size, LABELS_SIDE), Image.Resampling.NEAREST)
-        return {"regions": found, "labels": {"width": plane.width, "height": plane.height, "values": plane.tobytes()}}
+        return {"regions": regions, "labels": {"width": plane.width, "height": plane.height, "values": plane.tobytes()}}
 
     # Questions
 
-    def _question(self, asked: Asked, name: Any) -> Question:
+    def _question(self, asked: Asked, name: Any) -> PageQuestion:
         """Return the question about one method. Raises SaliencyError if a part of it is invalid."""
         held, cls, layer = self._find(asked.get("image")), get_method(name), asked.get("layer")
         if not isinstance(layer, str | None):
@@ -357,14 +357,14 @@ class Session:
         if asked.get("options"):
             raise MethodError("the options of methods are set when the explorer starts: --set OPTION=VALUE")
         target = asked.get("target")
-        return Question(held, cls, layer, *read_target(self._default_target(held) if target is None else target))
+        return PageQuestion(held, cls, layer, *read_target(self._default_target(held) if target is None else target))
 
-    def _create(self, question: Question, **draft: Any) -> Attribution:
+    def _create(self, question: PageQuestion, **draft: Any) -> Attribution:
         """Create the method of a question, with options of a draft."""
         options = replace(self._options, layer=question.layer, options={**self._options.options, **draft})
         return create_method(question.cls, options, self.model)
 
-    def _default_target(self, held: HeldImage) -> Answer:
+    def _default_target(self, held: HeldImage) -> PageAnswer:
         """Return the target that is explained first. Raises TargetError if there is none."""
         facts = held.facts
         if facts["top"]:
@@ -377,10 +377,10 @@ class Session:
             raise TargetError("this model compares images and texts; type a text")
         raise NotFoundError("the model found nothing in this image")
 
-    def explain(self, asked: Asked, send: Send, check: Check) -> None:
-        """Explain an image by one method or two, and send the answers as they become known.
+    def explain(self, asked: Asked, send: Send, check: Poll) -> None:
+        """Explain an image by one method or two, and send each answer when it is ready.
 
-        The last answer of each method has `done`. Earlier ones hold a map from fewer passes, or only the progress.
+        The last answer of each method has `done`. Earlier answers have a map from fewer passes, or only the progress.
 
         Args:
             asked: The question.
@@ -393,11 +393,11 @@ class Session:
         """
         names = _method_names(asked, 2)
         self._find(asked.get("image"))
-        questions: list[Question] = []
+        questions: list[PageQuestion] = []
         for name in names:
             with _errors_answered(name, send):
                 questions.append(self._question(asked, name))
-        questions.sort(key=lambda one: issubclass(one.cls, MultiPassAttribution))
+        questions.sort(key=lambda question: issubclass(question.cls, MultiPassAttribution))
         rest = []
         for question in questions:
             draft = self._draft_options(question, len(names))
@@ -407,7 +407,7 @@ class Session:
         for question in rest:
             self._explain_by(question, {}, send, check)
 
-    def _draft_options(self, question: Question, methods: int) -> Mapping[str, Any]:
+    def _draft_options(self, question: PageQuestion, methods: int) -> Mapping[str, Any]:
         """Return the options of a first map; empty if the method needs none."""
         if question.key in question.held.results or self._options.options.keys() & {"passes", "seconds", "steps"}:
             return {}
@@ -416,7 +416,7 @@ class Session:
             return question.cls.draft_options or TimedAttribution.draft_options
         return question.cls.draft_options
 
-    def _explain_by(self, question: Question, draft: Mapping[str, Any], send: Send, check: Check) -> bool:
+    def _explain_by(self, question: PageQuestion, draft: Mapping[str, Any], send: Send, check: Poll) -> bool:
         """Explain by one method, and return whether the last answer was sent: the complete map, or an error."""
         with _errors_answered(question.cls.name, send) as caught:
             check()
@@ -430,22 +430,22 @@ class Session:
             send(self._answer(question, explanation, caught, 1.0))
         return True
 
-    def _explanation(self, question: Question, draft: Mapping[str, Any], send: Send, check: Check) -> Explanation:
-        """Return the explanation. Maps of the passes so far are sent on the way, except for a draft."""
+    def _explanation(self, question: PageQuestion, draft: Mapping[str, Any], send: Send, check: Poll) -> Explanation:
+        """Return the explanation. Maps of the passes so far are sent meanwhile, except for a draft."""
         method, batch = self._create(question, **draft), question.held.batch
         due = perf_counter() + PAUSE
 
-        def listener(share: float, so_far: Partial) -> None:
+        def listener(progress: float, so_far: Partial) -> None:
             nonlocal due
             check()
-            if draft or share >= 1 or perf_counter() < due:
+            if draft or progress >= 1 or perf_counter() < due:
                 return
             result = so_far()
             if result is None:
-                send({"method": method.name, "progress": share, "done": False})
+                send({"method": method.name, "progress": progress, "done": False})
             else:
                 explanation = method.explanation(result, resolved, batch).to("cpu")
-                send(self._answer(question, explanation, [], share))
+                send(self._answer(question, explanation, [], progress))
             due = perf_counter() + PAUSE
 
         with method.call(batch, [question.target]), listening(listener):
@@ -453,7 +453,7 @@ class Session:
             (result,) = method.explain_targets(batch.inputs, [resolved])
         return method.explanation(result, resolved, batch).to("cpu")
 
-    def _keep(self, question: Question, explanation: Explanation) -> Explanation:
+    def _keep(self, question: PageQuestion, explanation: Explanation) -> Explanation:
         """Keep a complete explanation, with the settings of the question, and return it."""
         explanation, results = replace(explanation, settings=self._create(question).settings), question.held.results
         results[question.key] = explanation
@@ -462,9 +462,9 @@ class Session:
         return explanation
 
     def _answer(
-        self, question: Question, explanation: Explanation, caught: Sequence[warnings.WarningMessage], progress: float
-    ) -> Answer:
-        """Return the columns of a row, and the map as it is drawn: smoothed, NaN at outliers, but not clipped."""
+        self, question: PageQuestion, explanation: Explanation, caught: list[warnings.WarningMessage], progress: float
+    ) -> PageAnswer:
+        """Return the columns of a row, and the drawn map: smoothed, NaN at outliers, but not clipped."""
         style, frame = OverlayStyle(), question.held.frame
         scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
         whole = scale_map(explanation, style.sign, None, smoothing=style.smoothing)
@@ -473,13 +473,13 @@ class Session:
             values[scaled.outliers > 0] = np.nan
         row = explanation_facts(explanation, scaled, style.colormap)
         row["target_box"] = scaled.placed_box(frame)
-        notes = [str(one.message) for one in caught if issubclass(one.category, SaliencyWarning)]
+        notes = [str(warning.message) for warning in caught if issubclass(warning.category, SaliencyWarning)]
         row["notes"] = list(dict.fromkeys([*notes, *filter(None, explanation.notes)]))
         height, width = values.shape
         drawn = {"width": width, "height": height, "values": values.astype("<f4").tobytes()}
         return {"method": question.cls.name, "row": row, "map": drawn, "progress": progress, "done": progress == 1}
 
-    def trust(self, asked: Asked, check: Check) -> Answer:
+    def trust(self, asked: Asked, check: Poll) -> PageAnswer:
         """Return the trust card of one method, in the form of the page of `saliency batch`."""
         question = self._question(asked, *_method_names(asked, 1))
         with listening(lambda *_: check()):
@@ -487,7 +487,7 @@ class Session:
             card = trust(self._create(question), question.held.image, question.target, seconds=seconds)
         return {"trust": card_facts(card), "summary": card.summary, "notes": list(card.notes)}
 
-    def save(self, asked: Asked, check: Check) -> bytes | str:
+    def save(self, asked: Asked, check: Poll) -> bytes | str:
         """Return the overlay or the figure of one method as PNG, or the Python code that draws the overlay.
 
         Raises:
@@ -498,38 +498,38 @@ class Session:
         if not isinstance(style, dict) or not style.keys() <= STYLE:
             raise RenderError(f"style={style!r}: expected {', '.join(sorted(STYLE))}")
         opacity = check_number("opacity", style.get("opacity", MOST_OPACITY), least=0, most=1, error=RenderError)
-        share = None if opacity == MOST_OPACITY else opacity / MOST_OPACITY
+        alpha = None if opacity == MOST_OPACITY else opacity / MOST_OPACITY
         style = {name: value for name, value in style.items() if value and name != "opacity"}
         if form == "code":
-            return self._code(question, style, share)
+            return self._code(question, style, alpha)
         explanation = question.held.results.get(question.key)
         if explanation is None:
             explanation = self._keep(question, self._explanation(question, {}, lambda answer: None, check))
         if form == "figure":
             return as_png(figure(explanation), FIGURE_DPI)
         drawing = overlay(explanation, **style)
-        if share is not None:
-            drawing = Image.blend(question.held.frame.image, drawing, share)
+        if alpha is not None:
+            drawing = Image.blend(question.held.frame.image, drawing, alpha)
         return encode_png(np.asarray(drawing), SOFTWARE)
 
-    def _code(self, question: Question, style: Mapping[str, Any], share: float | None) -> str:
-        """Return the Python code that draws the overlay, with `share` as its weight if it is not drawn as it is."""
+    def _code(self, question: PageQuestion, style: Mapping[str, Any], alpha: float | None) -> str:
+        """Return the Python code that draws the overlay, with the weight `alpha` unless it is None."""
         options, cls, name = self._options, question.cls, question.held.name
         weights = {} if options.weights == "default" else {"weights": options.weights}
         model = f"saliency.load({options.model!r}{_keywords(weights)})"
         if not isinstance(options.model, str):
             model = f"...  # your {options.model_name}"
-        given = {option: value for option, value in options.options.items() if option in cls.options()}
-        given |= {"layer": question.layer} if question.layer else {}
-        given |= {"whole": options.whole} if options.whole else {}
-        given |= {"preprocess": options.preprocess} if isinstance(options.preprocess, Mapping) else {}
+        keywords = {option: value for option, value in options.options.items() if option in cls.options()}
+        keywords |= {"layer": question.layer} if question.layer else {}
+        keywords |= {"whole": options.whole} if options.whole else {}
+        keywords |= {"preprocess": options.preprocess} if isinstance(options.preprocess, Mapping) else {}
         imports, blend = ["import saliency"], []
-        if share is not None:
+        if alpha is not None:
             imports.append("from PIL import Image")
-            blend.append(f"drawing = Image.blend(explanation.frames[0].image, drawing, {share!r})")
+            blend.append(f"drawing = Image.blend(explanation.frames[0].image, drawing, {alpha!r})")
         lines = [
             f"model = {model}",
-            f"method = saliency.{cls.__name__}(model{_keywords(given)})",
+            f"method = saliency.{cls.__name__}(model{_keywords(keywords)})",
             f"explanation = method.attribute({name!r}, {question.code})",
             f"drawing = saliency.overlay(explanation{_keywords(style)})",
             *blend,
@@ -540,18 +540,18 @@ class Session:
 
 @contextmanager
 def _errors_answered(name: Any, send: Send) -> Iterator[list[warnings.WarningMessage]]:
-    """Send an error of the block as the last answer of a method. Yield the warnings of the block, as they come."""
+    """Send an error of the block as the last answer of a method. Yield the list of warnings, which grows."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SaliencyWarning)
         try:
             yield caught
         except StoppedQuestion:
             raise
-        except USER_CODE_ERRORS as error:  # any error concerns this method only
+        except USER_CODE_ERRORS as error:  # the error concerns this method only
             send({"method": str(name), "row": error_facts(error), "progress": 1.0, "done": True})
 
 
-def error_facts(error: BaseException) -> Answer:
+def error_facts(error: BaseException) -> PageAnswer:
     """Return the columns of an error."""
     failure = Failure.of(error)
     return {"error": failure.reason, "error_kind": failure.kind}
@@ -564,7 +564,7 @@ def read_target(asked: Any) -> tuple[Any, str]:
     """Return the target of a question, such as `{"class": 281, "against": 282}`, and the Python code that creates it.
 
     Raises:
-        TargetError: It is not a class, a box, a region or a text.
+        TargetError: The target is not a class, a box, a region or a text.
     """
     match asked:
         case {"class": int() | str() as label, "against": int() | str() as other}:
@@ -605,7 +605,7 @@ def _labels(output: Any, names: Categories) -> set[int]:
 
 
 def _method_names(asked: Asked, most: int) -> list[Any]:
-    """Return the methods of a question. Raises MethodError for none, or more than `most`."""
+    """Return the methods of a question. Raises MethodError for no method, or more than `most`."""
     names = asked.get("methods")
     if not isinstance(names, list) or not 1 <= len(names) <= most:
         raise MethodError(f"methods={names!r}: expected a list of {'one or two names' if most > 1 else 'one name'}")

@@ -11,32 +11,32 @@ from ..batch.options import NetworkOptions
 from ..errors import USER_CODE_ERRORS, optional_import
 from ..io.inputs import ImagesLike
 from .page import widget_module
-from .session import Answer, Session, Stop, StoppedQuestion
+from .session import PageAnswer, Session, Stop, StoppedQuestion
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ..io.preprocess import PreprocessLike, Whole
 
-Send = Callable[[Answer, Sequence[bytes]], object]
+SendMessage = Callable[[PageAnswer, Sequence[bytes]], object]
 """Sends a message to the page: JSON and buffers."""
 
 
 class Conversation:
-    """Answers to the messages of one widget. One thread runs the model, so that messages that stop it arrive.
+    """Answers to the messages of one widget. A separate thread runs the model, so that messages can stop it.
 
     Args:
         session: The model.
         send: Sends a message to the page.
     """
 
-    def __init__(self, session: Session, send: Send) -> None:
+    def __init__(self, session: Session, send: SendMessage) -> None:
         self._session, self._send = session, send
         self._thread = ThreadPoolExecutor(1, "saliency")
         self._stops: dict[str, Stop] = {}
 
-    def receive(self, widget: object, message: Answer, buffers: Sequence[Any]) -> None:
-        """Answer a message, in its own time; the message "cancel" stops the answers to another one."""
+    def receive(self, widget: object, message: PageAnswer, buffers: Sequence[Any]) -> None:
+        """Answer a message in the thread of the model; the message "cancel" stops the answers to another message."""
         number, name = message["id"], message["name"]
         if name == "cancel":
             if number in self._stops:
@@ -45,10 +45,10 @@ class Conversation:
         self._stops[number] = Stop()
         self._thread.submit(self._answer, number, message, buffers)
 
-    def _answer(self, number: str, message: Answer, buffers: Sequence[Any]) -> None:
+    def _answer(self, number: str, message: PageAnswer, buffers: Sequence[Any]) -> None:
         session, body, check = self._session, message["body"], self._stops[number].check
 
-        def send(answer: Answer) -> None:
+        def send(answer: PageAnswer) -> None:
             """Send the bytes of a map or of labels as a buffer."""
             part = next((name for name in ("map", "labels") if name in answer), None)
             if part is None:
@@ -103,18 +103,18 @@ def explore(
 ) -> Any:
     """Show the explorer in a notebook: Jupyter, VS Code, Colab and marimo.
 
-    It is the page of `saliency serve`, with the model in this process. It needs no network. Return the widget, an
-    `anywidget.AnyWidget`; a notebook shows it as the last value of a cell.
+    Show the page of `saliency serve`, with the model in this process and without network. Return the widget, an
+    `anywidget.AnyWidget`; a notebook shows the widget as the last value of a cell.
 
     Args:
-        model: A name that `saliency.load` accepts, or a model. It stays as it is.
-        images: A folder, an image or a list of images to offer; by default a sample photo. Others can be dropped.
+        model: A name that `saliency.load` accepts, or a model, which stays unchanged.
+        images: A folder, an image or a list of images to offer; by default a sample photo. Other images can be dropped.
         method: The method that the page begins with.
         layer: The layer that the page begins with; None for the default of each method.
         options: Options of the methods, applied to each method that has them.
         weights: As for `saliency.load`.
-        preprocess: Preprocessing of the images; None for the model's own.
-        categories: Class names; None for the model's own.
+        preprocess: Preprocessing of the images; by default the model's.
+        categories: Class names; by default the model's.
         whole: Whether the model sees the whole image, as for every method.
         device: As for `saliency.batch`; one device.
 

@@ -13,8 +13,8 @@ COMPONENTS = ("elements.js", "numbers.js", "frame.js", "colour_bar.js", "trust_c
 
 def scripts(package: str, names: Iterable[str]) -> str:
     """Return the shared scripts, followed by scripts of a package, as one text."""
-    own = (read(package, name) for name in names)
-    return "\n".join([*(read(__name__, name) for name in COMPONENTS), *own])
+    shared = [read(__name__, name) for name in COMPONENTS]
+    return "\n".join([*shared, *(read(package, name) for name in names)])
 
 
 def styles(package: str, name: str) -> str:

@@ -24,7 +24,7 @@ from .rectifiers import require_visible
 
 _SOFTMAX = frozenset({"SoftmaxBackward0", "SafeSoftmaxBackward0"})
 _PRODUCTS = frozenset({"BmmBackward0", "BaddbmmBackward0"})
-# The logits of attention come from a product of query and key without one of these in between.
+# No operation with weights runs between the product of query and key and the softmax.
 _WEIGHTED = frozenset({"AddmmBackward0", "MmBackward0", "ConvolutionBackward0"})
 
 
@@ -37,13 +37,13 @@ class AttentionCall:
         images: The number of images.
         value: The values (..., keys, d).
         softmax: The softmax of the model that computed the probabilities; None for a fused kernel.
-        weights: Its result.
+        weights: The result of the softmax, or None.
         query: The queries (N, heads, queries, d) of a fused kernel.
         key: The keys (N, heads, keys, d) of a fused kernel; with grouped keys, fewer heads.
-        bias: The tensor that a fused kernel adds to the logits, or a mask of bool; None without one.
+        bias: The tensor that a fused kernel adds to the logits, or its mask of bool, or None.
         scale: The factor of a fused kernel's logits.
         is_causal: Whether a query of a fused kernel sees only keys up to its own position.
-        reads_image: Whether the queries depend on the image; those that a decoder has learned do not.
+        reads_image: Whether the queries depend on the image. The learned queries of a decoder do not.
         is_transposed: Whether the node's result is (..., d, queries), from the values as the first factor.
     """
 
@@ -87,9 +87,9 @@ class AttentionCall:
         if query is None or key is None or not query.is_cpu or len(query) != len(key):
             yield self
             return
-        for image in (slice(at, at + 1) for at in range(len(query))):
-            own = bias if bias is None or bias.dim() < 4 or len(bias) == 1 else bias[image]
-            yield replace(self, images=1, bias=own, query=query[image], key=key[image], value=self.value[image])
+        for image in (slice(index, index + 1) for index in range(len(query))):
+            image_bias = bias if bias is None or bias.dim() < 4 or len(bias) == 1 else bias[image]
+            yield replace(self, images=1, bias=image_bias, query=query[image], key=key[image], value=self.value[image])
 
     def softmax_of(self, logits: Tensor) -> Tensor:
         """Return the probabilities of the logits of a fused kernel."""
@@ -98,7 +98,7 @@ class AttentionCall:
         return probabilities if self.bias is None else probabilities.nan_to_num_(0)
 
     def operand_gradients(self, at_logits: Tensor, grad: Tensor, probabilities: Tensor) -> list[Tensor]:
-        """Return the gradients at query, key and value of a fused kernel, given those at the logits and the result."""
+        """Return the gradients at query, key and value of a fused kernel, from the gradients at logits and result."""
         query, key = cast("Tensor", self.query), cast("Tensor", self.key)
         at_query = at_logits @ (grouped(key, query) * self.scale)
         at_keys = (at_logits.mT @ (at_least_float32(query) * self.scale), probabilities.mT @ at_least_float32(grad))
@@ -106,7 +106,7 @@ class AttentionCall:
         return [at_query, *(part.reshape(len(key), key.shape[1], -1, *part.shape[2:]).sum(2) for part in at_keys)]
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """Return the gradient at the probabilities (N, heads, queries, keys), given that at the node's result."""
+        """Return the gradient at the probabilities (N, heads, queries, keys), from the gradient at the result."""
         return self.by_head(at_least_float32(self.by_query(grad)) @ grouped(self.value, grad).mT)
 
     def cosines(self) -> Tensor:
@@ -132,7 +132,7 @@ def masked_logits(query: Tensor, key: Tensor, scale: float, mask: Tensor | None,
         query: The queries (..., queries, d).
         key: The keys (..., keys, d); with grouped keys, of fewer heads.
         scale: The factor of the logits.
-        mask: The tensor that is added to the logits, or a mask of bool; None without one.
+        mask: The tensor that is added to the logits, or a mask of bool, or None.
         is_causal: Whether a query sees only keys up to its own position.
     """
     query = at_least_float32(query)
@@ -157,7 +157,7 @@ def find_attention(nodes: Iterable[Node], images: int) -> tuple[list[AttentionCa
         images: The number of images.
 
     Returns:
-        The calls in the order of the forward, and the softmaxes before the last of them that are none of theirs.
+        The calls in the order of the forward, and the softmaxes before the last call that belong to no call.
 
     Raises:
         NotApplicableError: A part of the model is compiled, scripted or checkpointed so that its nodes are not visible;
@@ -200,7 +200,7 @@ def _depends_on(node: Node, earlier: Node) -> bool:
 def find_passages(nodes: Iterable[Node]) -> list[Node]:
     """Return the nodes on every path of a graph, in the order of the backward pass.
 
-    Between two blocks of a transformer, it is the sum of the tokens and the last branch.
+    Between two blocks of a transformer, this node adds the last branch to the tokens.
     """
     inside, open_paths, passages = {*nodes}, set[Node](), list[Node]()
     for node in nodes:
@@ -231,7 +231,7 @@ def _read(node: Node, name: str) -> Tensor:
 
 
 def _softmax_of(product: Node) -> tuple[Node, Node, bool] | None:
-    """Return the softmax over keys that is a factor of a matrix product, the product before it, and which factor."""
+    """Return the softmax over keys in a product, the product of its logits, and whether it is the second factor."""
     for number, name in enumerate(("self", "mat2")):  # the second factor is transposed
         node = next_functions(product)[number][0]
         while node is not None and node.name() not in _SOFTMAX:
@@ -250,7 +250,7 @@ def _softmax_of(product: Node) -> tuple[Node, Node, bool] | None:
 
 
 def _product_before(softmax: Node) -> Node | None:
-    """Return the product of two signals from which the logits of a softmax come, perhaps with a bias; else None."""
+    """Return the product of two signals that gives the logits of a softmax, perhaps with a bias; else None."""
     above = [softmax]
     while above:
         for operand, _ in next_functions(above.pop()):

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -69,17 +69,17 @@ def tensor_version(tensor: Tensor) -> int:
 
 
 def view_base(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that this one is a view of; None if it is not a view."""
+    """Return the tensor of which a tensor is a view; None if it is not a view."""
     return tensor._base
 
 
 def tensor_hooks(tensor: Tensor) -> Mapping[int, Any] | None:
-    """Return the gradient hooks of a tensor by their ids; None if it never had one."""
+    """Return the gradient hooks of a tensor by their ids; None if no hook was ever registered."""
     return cast("Mapping[int, Any] | None", tensor._backward_hooks)
 
 
 def forget_tensor_hooks(tensor: Tensor) -> None:
-    """Restore the state of a tensor that never had a gradient hook, if it has none."""
+    """Restore the state of a tensor that never had a gradient hook, if no hook is left."""
     if not tensor_hooks(tensor):
         tensor._backward_hooks = None
 
@@ -156,12 +156,16 @@ def result_shape(node: Any) -> tuple[int, ...]:
 
 def result_specs(nodes: Iterable[Any]) -> dict[Node, list[GradSpec]]:
     """Return the shape and type of the gradient of each result of some operations."""
-    return {node: [GradSpec(torch.Size(part.shape), part.dtype) for part in node._input_metadata] for node in nodes}
+    specs: defaultdict[Node, list[GradSpec]] = defaultdict(list)
+    for node in nodes:
+        for part in node._input_metadata:
+            specs[node].append(GradSpec(torch.Size(part.shape), part.dtype))
+    return specs
 
 
-def result_spec(node: Any, at: int) -> GradSpec:
+def result_spec(node: Any, index: int) -> GradSpec:
     """Return the shape and type of the gradient of a result of an operation."""
-    metadata = node._input_metadata[at]
+    metadata = node._input_metadata[index]
     return GradSpec(torch.Size(metadata.shape), metadata.dtype)
 
 
@@ -207,14 +211,14 @@ def wrapped_node(node: Any) -> Node | None:
 
 
 def inner_node(node: Any) -> Node:
-    """Return the operation of a node: of an operation in place on a view of a whole tensor, the wrapped one."""
+    """Return the operation of a node; for an in-place operation on a view of a whole tensor, the wrapped operation."""
     inner = wrapped_node(node) if type(node).__name__ == "CopySlices" else None
     is_whole = inner is not None and result_spec(inner, 0).shape.numel() == result_spec(node, 0).shape.numel()
     return cast("Node", inner if is_whole else node)
 
 
 def view_layout(node: Any) -> tuple[Sequence[int], Sequence[int]] | None:
-    """Return the shape and strides of the view on which an activation works in place; None if it does not."""
+    """Return the shape and strides of the view on which an activation works in place; None if there is no view."""
     if (inner := inner_node(node)) is node:
         return None
     values: Any = saved(inner, "result", saved(inner, "self", None))
@@ -222,9 +226,9 @@ def view_layout(node: Any) -> tuple[Sequence[int], Sequence[int]] | None:
 
 
 def hides_operation(node: Any) -> bool:
-    """Return whether this is an in-place operation on a view that this PyTorch does not show, and may be an activation.
+    """Return whether a node hides an in-place operation on a view that may be an activation, as before PyTorch 2.14.
 
-    An operation with exactly one other operand, which has a gradient, is not an activation: an assignment, a sum.
+    An operation with exactly one other operand, which has a gradient, is an assignment or a sum.
     """
     if hasattr(node, "_wrapped_node") or type(node).__name__ != "CopySlices":
         return False
@@ -245,7 +249,7 @@ _COMBINING = {"Convolution", "Addmm", "Mm", "Mv", "Bmm", "Baddbmm", "Linear", "N
 
 
 def ends_in_probability(tensor: Tensor) -> bool:
-    """Return whether a sigmoid or softmax computed all numbers of a tensor, which only moved since then."""
+    """Return whether a sigmoid or softmax computed all numbers of a tensor, and later operations only moved them."""
     if not tensor.requires_grad:
         return False
     ends = [source_edge(tensor)[0]]
@@ -263,7 +267,7 @@ def ends_in_probability(tensor: Tensor) -> bool:
 
 
 def memory_id(tensor: Tensor) -> int:
-    """Return a number for the memory of a tensor, which its views share."""
+    """Return the id of the memory of a tensor, the same for all its views."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -282,7 +286,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 class MemoryMode(DispatchMode, Generic[State]):
-    """Dispatch mode that keeps a state of each memory that tensors share with their views.
+    """Dispatch mode that keeps a state for each block of memory, which a tensor shares with its views.
 
     Args:
         new_state: Function from a tensor to the first state of its memory.
@@ -291,16 +295,16 @@ class MemoryMode(DispatchMode, Generic[State]):
     def __init__(self, new_state: Callable[[Tensor], State]) -> None:
         super().__init__()
         self._new_state = new_state
-        # While a weak reference exists, no other memory gets its number.
+        # While a weak reference exists, no other memory gets its id.
         self._memories: dict[int, tuple[StorageWeakRef, State]] = {}
 
     def known_memory(self, tensor: Tensor) -> State | None:
-        """Return the state of the memory of a tensor; None if it has none."""
+        """Return the state of the memory of a tensor, or None."""
         entry = self._memories.get(memory_id(tensor))
         return entry and entry[1]
 
     def memory(self, tensor: Tensor) -> State:
-        """Return the state of the memory of a tensor, a new one if it has none."""
+        """Return the state of the memory of a tensor, created by the first call."""
         number = memory_id(tensor)
         if number not in self._memories:
             reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
@@ -309,8 +313,8 @@ class MemoryMode(DispatchMode, Generic[State]):
 
     def forget_freed(self) -> None:
         """Free the states of memories that no tensor uses any more."""
-        known = self._memories.items()
-        self._memories = {number: entry for number, entry in known if not entry[0].expired()}  # type: ignore[no-untyped-call]
+        entries = self._memories.items()
+        self._memories = {number: entry for number, entry in entries if not entry[0].expired()}  # type: ignore[no-untyped-call]
 
 
 def operator_schema(op: OpOverload[..., Any]) -> Any:
@@ -368,8 +372,8 @@ def next_functions(node: Any) -> tuple[tuple[Node | None, int], ...]:
     return functions
 
 
-def _without_hook(node: Node | None, at: int) -> tuple[Node | None, int]:
-    return next_functions(node)[at] if isinstance(node, _HOOK_NODE) else (node, at)
+def _without_hook(node: Node | None, index: int) -> tuple[Node | None, int]:
+    return next_functions(node)[index] if isinstance(node, _HOOK_NODE) else (node, index)
 
 
 def source_edge(tensor: Tensor) -> tuple[Node, int]:
@@ -377,9 +381,11 @@ def source_edge(tensor: Tensor) -> tuple[Node, int]:
 
     Full backward hooks of modules are stepped over.
     """
-    node, at = _without_hook(*get_gradient_edge(tensor)[:2])
+    node, index = get_gradient_edge(tensor)[:2]
+    if isinstance(node, _HOOK_NODE):
+        node, index = cast("tuple[Node, int]", next_functions(node)[index])
     next_functions(node)
-    return cast("Node", node), at
+    return node, index
 
 
 def reached_nodes(starts: Iterable[Node], is_end: Callable[[Node], bool]) -> set[Node]:
@@ -438,9 +444,9 @@ def input_edges(outputs: Iterable[Tensor], inputs: Sequence[GradientEdge | None]
     """
     edges: list[list[InputEdge]] = [[] for _ in inputs]
     wanted: dict[tuple[Node, int], list[int]] = {}
-    for at, source in enumerate(inputs):
+    for index, source in enumerate(inputs):
         if source is not None:
-            wanted.setdefault((source.node, source.output_nr), []).append(at)
+            wanted.setdefault((source.node, source.output_nr), []).append(index)
     seen: set[Node] = set()
     roots = (output.grad_fn for output in outputs)
     stack = [root for root in roots if root is not None and sequence_nr(root) >= since]
@@ -449,17 +455,17 @@ def input_edges(outputs: Iterable[Tensor], inputs: Sequence[GradientEdge | None]
         if node in seen:
             continue
         seen.add(node)
-        operands: dict[int, list[int]] = {}
+        operands_of: dict[int, list[int]] = {}
         next_functions(node)
         for operand, (function, number) in enumerate(node.next_functions):  # the call may begin with a hook
             if function is None:
                 continue
-            for at in wanted.get((function, number), ()):
-                operands.setdefault(at, []).append(operand)
+            for index in wanted.get((function, number), ()):
+                operands_of.setdefault(index, []).append(operand)
             if function not in seen and since <= sequence_nr(function) < _LEAF:
                 stack.append(function)
-        for at, places in operands.items():
-            edges[at].append(InputEdge(node, tuple(places)))
+        for index, operands in operands_of.items():
+            edges[index].append(InputEdge(node, tuple(operands)))
     return edges
 
 
@@ -506,7 +512,7 @@ class GradAccumulator:
     def add(
         self, operands: tuple[int, ...], older: Iterable[Node], grad_inputs: Gradients, grad_outputs: Gradients
     ) -> Gradients:
-        """Add the gradients of one operation, and return those that it passes. The `older` operations run after it."""
+        """Add the gradients of one operation, and return what it passes. The `older` operations run after it."""
         if self.backward != (backward := this_backward()):
             self.backward, self.sum = backward, None
         part = self.like.sum_of(grad_inputs, operands)
@@ -522,11 +528,11 @@ class GradAccumulator:
 def _with_gradient(grads: Gradients, operands: tuple[int, ...], gradient: Tensor | None) -> Gradients:
     """Replace the gradients of some operands by one gradient, at the first operand that has one."""
     changed = list(grads)
-    for at in operands:
-        changed[at] = None
+    for operand in operands:
+        changed[operand] = None
     # An operand without gradient cannot get one.
-    at = next((i for i in operands if grads[i] is not None), operands[0])
-    changed[at] = gradient
+    first = next((i for i in operands if grads[i] is not None), operands[0])
+    changed[first] = gradient
     return tuple(changed)
 
 
@@ -587,7 +593,7 @@ def differentiate(
     weights: Tensor | None = None,
     **options: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of an output at some tensors or edges; None for one without influence on it.
+    """Return the gradients of an output at some tensors or edges; None where the output does not depend on them.
 
     Args:
         output: A tensor that requires a gradient, or an edge.

@@ -27,7 +27,7 @@ from . import autograd_graph as graph
 from .pytree import first_tensor, tree_map_tensors
 
 # (gradient at the input of an operation, gradient at its output) -> the gradient that replaces the former
-Rule = Callable[[Tensor, Tensor], Tensor]
+GradientRule = Callable[[Tensor, Tensor], Tensor]
 
 _Change = Callable[[Tensor], Tensor | None]
 _Token = TypeVar("_Token")
@@ -56,8 +56,8 @@ class HookScope:
     def acts_on_leaves(self) -> bool:
         """Return whether hooks on leaves act. Threads share leaves, but hooks ignore backward passes of other threads.
 
-        On an accelerator, threads of the autograd engine run the backward pass. Hooks act in all of them, since the
-        thread that started the pass is unknown.
+        On an accelerator, threads of the autograd engine run the backward pass. Hooks act in all of them, since these
+        threads do not show which thread started the pass.
         """
         is_engine_thread = isinstance(threading.current_thread(), threading._DummyThread)
         return not self.closed and (is_engine_thread or threading.get_ident() == self.thread)
@@ -145,8 +145,8 @@ class HookManager(ExitStack[None]):
     def revise(self, layer: nn.Module, change: Callable[[Any], Any]) -> None:
         """Replace the output of each call of `layer` by `change(output)`, unless that is None.
 
-        Everything that observes or captures the layer sees the replaced output. If there are several, they act
-        in the order of registration.
+        Everything that observes or captures the layer sees the replaced output. Several replacements act in the order
+        of registration.
         """
         self.observe(layer, change, kind=OutputOverride)
 
@@ -205,7 +205,7 @@ class HookManager(ExitStack[None]):
         self.observe(layer, keep)
         return captured
 
-    def rewrite(self, rules: Iterable[tuple[Node, Rule]]) -> None:
+    def rewrite(self, rules: Iterable[tuple[Node, GradientRule]]) -> None:
         """Replace the gradient at the input of each nonlinearity by the result of its rule, within this block.
 
         Only the nonlinearity's own branch changes: a skip connection that shares its input keeps its gradient.
@@ -232,17 +232,17 @@ class HookManager(ExitStack[None]):
         if not is_leaf:
             graph.next_functions(tensor.grad_fn)
 
-    def at_input_edge(self, tensor: Tensor, at: graph.InputEdge, callback: Callable[[Tensor], None]) -> None:
+    def at_input_edge(self, tensor: Tensor, edge: graph.InputEdge, callback: Callable[[Tensor], None]) -> None:
         """Call `callback` with the gradient that an operation passes to its operand `tensor`, in each backward pass."""
         # The hook must not hold its node, because the node holds the hook.
-        operands, like = at.operands, graph.GradSpec(tensor.shape, tensor.dtype)
+        operands, like = edge.operands, graph.GradSpec(tensor.shape, tensor.dtype)
 
         def hook(grad_inputs: graph.Gradients, grad_outputs: graph.Gradients) -> None:
             part = like.sum_of(grad_inputs, operands)
             if part is not None:
                 callback(part)
 
-        self._keep(at.node.register_hook(hook))
+        self._keep(edge.node.register_hook(hook))
 
     def rewrite_input(self, tensor: Tensor, edges: Sequence[graph.InputEdge], rule: _Change) -> None:
         """Replace the gradient that one call of a module passes to one of its inputs by the result of `rule`.
@@ -256,9 +256,9 @@ class HookManager(ExitStack[None]):
         """
         accumulator = graph.GradAccumulator(graph.GradSpec(tensor.shape, tensor.dtype), rule)
         by_age = sorted(edges, key=lambda edge: graph.sequence_nr(edge.node))
-        for at, edge in enumerate(by_age):
+        for age, edge in enumerate(by_age):
             # A hook holds only operations older than its own. None of them leads back to it, so there is no cycle.
-            older = [older.node for older in by_age[:at]]
+            older = [older.node for older in by_age[:age]]
             self._keep(edge.node.register_hook(partial(accumulator.add, edge.operands, older)))
 
     def _keep(self, handle: RemovableHandle) -> None:
@@ -332,26 +332,26 @@ def _callers(frame: FrameType) -> set[int]:
     return callers
 
 
-def _node_hook(rule: Rule, node: Node) -> Callable[[graph.Gradients, graph.Gradients], graph.Gradients]:
+def _node_hook(rule: GradientRule, node: Node) -> Callable[[graph.Gradients, graph.Gradients], graph.Gradients]:
     view = graph.view_layout(node)  # the hook must not hold its node
 
     def hook(grad_inputs: graph.Gradients, grad_outputs: graph.Gradients) -> graph.Gradients:
         signal = grad_outputs[0]
         # Only the operand that carries the network's signal has a gradient; bounds and slopes have none.
-        at, operand = -1, None
-        while operand is None and at + 1 < len(grad_inputs):
-            at += 1
-            operand = grad_inputs[at]
+        index, operand = -1, None
+        while operand is None and index + 1 < len(grad_inputs):
+            index += 1
+            operand = grad_inputs[index]
         if operand is None or signal is None:
             return grad_inputs
         # If the operation broadcast or promoted its operand, the signal has another shape or type.
         if signal.shape != operand.shape or signal.dtype != operand.dtype:
             signal = signal.sum_to_size(operand.shape).to(operand.dtype)
         if view is None:
-            return (*grad_inputs[:at], rule(operand, signal), *grad_inputs[at + 1 :])
+            return (*grad_inputs[:index], rule(operand, signal), *grad_inputs[index + 1 :])
         # The gradient of the viewed tensor has its memory layout.
         signal, result = (operand.new_empty_strided(operand.shape, operand.stride()).copy_(signal) for _ in range(2))
         result.as_strided(*view).copy_(rule(operand.as_strided(*view), signal.as_strided(*view)))
-        return (*grad_inputs[:at], result, *grad_inputs[at + 1 :])
+        return (*grad_inputs[:index], result, *grad_inputs[index + 1 :])
 
     return hook

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
+from itertools import chain, compress
 from typing import Any, cast
 
 import torch
@@ -59,7 +60,7 @@ class SavedValues(IntEnum):
     CHANGES = 4
     """Operands of nonlinear operations, and results other than the first; constants of others. The graph saves none."""
     ALL = 5
-    """The operands and results of all operations. Those that the graph does not save are computed again when read."""
+    """The operands and results of all operations. Values that the graph does not save are computed again when read."""
 
 
 @dataclass(slots=True)
@@ -71,8 +72,8 @@ class Operation:
         name: The name of the operator, the same for an operation in place.
         kept_args: The stored arguments by name, some as `WeakResult`.
         kept_result: The stored result.
-        norms: The norms of a linear operation's result before a ReLU in place wrote to it, else None: of each image for
-            a convolution, of each row for a matrix product.
+        norms: The norms of a linear operation's result before a ReLU in place wrote to it, one per image of a
+            convolution or row of a matrix product; else None.
         is_weak: Whether operands and result may be stored as `WeakResult`.
         is_part: Whether it writes in place to a part of a tensor. On a view of all numbers of a tensor, it is stored as
             an operation on that tensor.
@@ -90,12 +91,12 @@ class Operation:
 
     @property
     def args(self) -> dict[str, Any]:
-        """Its arguments by name. Tensors that are not stored are None."""
-        return self._values(self.kept_args)
+        """The arguments by name. Tensors that are not stored are None."""
+        return self._values(self.kept_args) if self.is_weak else self.kept_args
 
     @property
     def result(self) -> Any:
-        """Its result; None if it is not stored. An in-place ReLU may have written to it."""
+        """The result; None if it is not stored. An in-place ReLU may have written to it."""
         if not self.is_weak:
             return self.kept_result
         weak = next(tree_leaves(self.kept_result, WeakTensor), None)
@@ -115,10 +116,11 @@ class Operation:
 
     def repeat(self, /, **changed: Any) -> Any:
         """Run the operation again with some other arguments, not in place."""
-        return out_of_place(self.op)(**self._values({**self.kept_args, **changed}))
+        args = {**self.kept_args, **changed}
+        return out_of_place(self.op)(**(self._values(args) if self.is_weak else args))
 
     def _values(self, args: dict[str, Any]) -> dict[str, Any]:
-        return cast("dict[str, Any]", tree_map(args, WeakResult, WeakResult.value)) if self.is_weak else args
+        return cast("dict[str, Any]", tree_map(args, WeakResult, WeakResult.value))
 
 
 class WeakTensor:
@@ -136,7 +138,7 @@ class WeakTensor:
 
 
 class WeakResult(WeakTensor):
-    """Such a tensor, with the operation that can compute it again, and its number among the results of that."""
+    """Weak reference to one result of an operation that can compute it again."""
 
     __slots__ = ("_index", "_source")
 
@@ -164,13 +166,13 @@ def operator_name(op: Op) -> str:
 
 @cache
 def _schema(op: Op) -> dict[str, bool]:
-    """Return by name whether an operation writes to its arguments."""
+    """Return for each argument of an operation, by name, whether it is written to."""
     arguments = operator_schema(op).arguments
     return {part.name: part.alias_info is not None and part.alias_info.is_write for part in arguments}
 
 
 def named_arguments(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operation by name, without those that are left at their default."""
+    """Return the arguments of an operation by name, without arguments that have their default."""
     return {**dict(zip(_schema(op), args, strict=False)), **kwargs}
 
 
@@ -202,7 +204,7 @@ ADDITIVE = frozenset(
 )
 """Operations in which a constant may be added to a signal."""
 NORMS = frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_norm"})
-"""Layer norm and its kin, except batch norm."""
+"""Layer, group and RMS norms."""
 SOFTMAX = frozenset({"_softmax", "_safe_softmax"})
 """Softmax over one dimension."""
 ACTIVATIONS = frozenset(
@@ -227,7 +229,7 @@ HOMOGENEOUS = {
     *("max_pool3d_with_indices", "adaptive_max_pool3d", "rrelu_with_noise", "nansum", "kthvalue", "cummax", "cummin"),
     *("amax", "amin", "maximum", "minimum", "linalg_vector_norm", "norm", "topk", "sort", "median", "std", "std_mean"),
 }
-"""Other operations of degree one: they too equal their derivative applied to their operands."""
+"""Other operations of degree one: the result is the derivative applied to the operands."""
 
 
 def is_custom_function(node: Node | None) -> bool:
@@ -237,7 +239,7 @@ def is_custom_function(node: Node | None) -> bool:
 
 @cache
 def out_of_place(op: Op) -> Op:
-    """Return the out-of-place form of an operation; the operation itself without one."""
+    """Return the out-of-place form of an operation; the operation itself if there is no such form."""
     return cast("Op", getattr(getattr(torch.ops.aten, operator_name(op), None), op._overloadname, op))
 
 
@@ -283,9 +285,9 @@ def is_batch_norm(op: Op) -> bool:
 
 
 @cache
-def _kept(op: Op, keep: SavedValues) -> bool:
-    """Return whether a record keeps the operands of an operation."""
-    # Of the others, the gradient and the constants are enough.
+def _is_stored(op: Op, keep: SavedValues) -> bool:
+    """Return whether a record stores the operands of an operation."""
+    # The gradient and the constants of other operations are enough.
     others = PLAIN if keep == SavedValues.CHANGES else PLAIN | HOMOGENEOUS | ADDITIVE
     others = others | SOFTMAX | {"mul", "div"} if keep == SavedValues.ACTIVATIONS else others
     return keep == SavedValues.ALL or not (is_view(op) or operator_name(op) in others)
@@ -308,7 +310,7 @@ def _linear_of_torchvision(node: Node) -> Operation | None:
 
 
 _aten = torch.ops.aten
-# Nodes that save, or lead to, all that rules read of their operation, besides parameters. Of sums, the constants.
+# Nodes that save, or lead to, all values that rules read, besides parameters. Rules read only the constants of sums.
 _SELF_CONTAINED: dict[str, Op] = {
     "AdaptiveAvgPool2DBackward0": _aten._adaptive_avg_pool2d.default,
     "AddBackward0": _aten.add.Tensor,
@@ -332,7 +334,7 @@ _SELF_CONTAINED: dict[str, Op] = {
 }
 
 
-# Nodes that save the places of the operand's numbers that pass the gradient, but not the operand.
+# Nodes that save at which positions of the operand the gradient passes, but not the operand.
 _SAVE_NO_OPERAND = {"MaxPool2DWithIndicesBackward0", "ReluBackward0"}
 
 
@@ -343,13 +345,13 @@ def _parts(op: Op) -> list[tuple[str, bool]]:
 
 
 @cache
-def _operand_places(op: Op) -> list[int]:
-    """Return the places of the arguments of an operation that are or hold tensors."""
-    return [place for place, (_, is_tensor) in enumerate(_parts(op)) if is_tensor]
+def _holds_tensors(op: Op) -> list[bool]:
+    """Return whether each argument of an operation is or holds tensors."""
+    return [is_tensor for _, is_tensor in _parts(op)]
 
 
 def operation_of(node: Node, on_path: Container[Node | None]) -> Operation | None:
-    """Return the operation of a node by the tensors that the graph holds; None if it does not hold enough."""
+    """Return the operation of a node from the tensors that the graph holds; None if some are missing."""
     op = _SELF_CONTAINED.get(node.name())
     if op is None:
         return None
@@ -369,15 +371,15 @@ def operation_of(node: Node, on_path: Container[Node | None]) -> Operation | Non
     return Operation(op, operator_name(op), args) if is_known else None
 
 
-class _Memory:
-    """The state of one block of memory."""
+class _MemoryRecord:
+    """State of one block of memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.depends = False  # on the image
         self.holders: list[Operation] = []  # operations that store values in it
 
 
-class OperationRecord(MemoryMode[_Memory]):
+class OperationRecord(MemoryMode[_MemoryRecord]):
     """Recorder of this thread's operations, by the sequence numbers of their nodes. It can be entered several times.
 
     Args:
@@ -389,7 +391,7 @@ class OperationRecord(MemoryMode[_Memory]):
     """
 
     def __init__(self, source: Tensor, keep: SavedValues) -> None:
-        super().__init__(_Memory)
+        super().__init__(_MemoryRecord)
         self.keep = keep
         self.calls: defaultdict[str, list[range]] = defaultdict(list)
         self.memory(source).depends = True
@@ -397,14 +399,10 @@ class OperationRecord(MemoryMode[_Memory]):
         self._clone: tuple[int, Tensor, Tensor] | None = None  # the last operation, if it was a clone
         self._chunks: dict[int, Tensor] = {}  # constants that share their memory with signals, by id
 
-    def operations(self, nodes: Sequence[Node]) -> dict[Node, Operation | None]:
-        """Return the operation of each node; None if it was not recorded."""
-        return {node: self.operation(node) for node in nodes}
-
     def operation(self, node: Node) -> Operation | None:
         """Return the operation of a node; None if it was not recorded."""
         if is_python_function(node):
-            return _linear_of_torchvision(node)  # others run any operations
+            return _linear_of_torchvision(node)  # other functions run any operations
         number = sequence_nr(node)
         # An operation in place on a view has two nodes: its own, and one that copies the result into the whole.
         return self._operations.get(number - (type(node).__name__ == "CopySlices"))
@@ -419,23 +417,25 @@ class OperationRecord(MemoryMode[_Memory]):
         on_path = {*nodes, next_functions(nodes[-1])[0][0]}
         of_changes = self.keep == SavedValues.CHANGES
         if self.keep == SavedValues.LINEAR:  # the result of a convolution is only in the graph as input of a batch norm
-            unread = {node for node in nodes if node.name() == "ConvolutionBackward0"}
-            norms = [node for node in nodes if node.name() == "NativeBatchNormBackward0"]
-            if unread.difference(next_functions(node)[0][0] for node in norms):
-                return False
+            normalised = set[Node | None]()
+            for node in nodes:
+                if node.name() == "NativeBatchNormBackward0":
+                    normalised.add(next_functions(node)[0][0])
+                elif node.name() == "ConvolutionBackward0" and node not in normalised:
+                    return False
         for node in nodes:
-            own, operation = operation_of(node, on_path), self.operation(node)
+            from_graph, operation = operation_of(node, on_path), self.operation(node)
             if of_changes and node.name() in _SAVE_NO_OPERAND:
                 return False
-            # The value of a padding is in a record only.
-            if own is None or (operation and operation.args.get("value")):
+            # Only a record has the value of a padding.
+            if from_graph is None or (operation and operation.args.get("value")):
                 return False
             if replaces:
-                self._operations.setdefault(sequence_nr(node), own)
-            is_linear = own.name == "convolution" or own.args.get("training") is False
+                self._operations.setdefault(sequence_nr(node), from_graph)
+            is_linear = from_graph.name == "convolution" or from_graph.args.get("training") is False
             reads_path = [successor in on_path for successor, _ in next_functions(node)]
             if of_changes and replaces and is_linear and reads_path[0] and sum(reads_path) == 1:
-                own.kept_args["input"] = None  # only gradients of weights read it
+                from_graph.kept_args["input"] = None  # only gradients of weights read it
                 free_saved(node, _shape, _unread)
         return True
 
@@ -463,7 +463,7 @@ class OperationRecord(MemoryMode[_Memory]):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and record it if it depends on the image."""
         kwargs, name = kwargs or {}, operator_name(op)
-        operands = [args[place] for place in _operand_places(op) if place < len(args)]
+        operands = list(compress(args, _holds_tensors(op)))
         dependent = list(map(self._depends, operands))
         if True not in dependent:
             result = op(*args, **kwargs)
@@ -474,16 +474,16 @@ class OperationRecord(MemoryMode[_Memory]):
         number = current_sequence_nr() - 1
         # Without gradients no node is created, as in a hook of saved tensors, which runs inside another operation.
         has_node, writes = torch.is_grad_enabled(), writes_operand(op)
-        kept = has_node and _kept(op, self.keep)
-        kept = kept and not (self.keep == SavedValues.CHANGES and _is_linear(op, args, dependent))
+        stores = has_node and _is_stored(op, self.keep)
+        stores = stores and not (self.keep == SavedValues.CHANGES and _is_linear(op, args, dependent))
         base = view_base(args[0]) if writes else None
         is_alone = base is not None and is_elementwise(op) and not any(isinstance(part, Tensor) for part in args[1:])
         target = base if base is not None and is_alone and base.numel() == args[0].numel() else args[0]
         is_weak = self.keep == SavedValues.ALL
         operation = Operation(op, name, is_weak=is_weak, is_part=base is not None and target is not base)
-        if kept or is_weak or name in ADDITIVE or is_batch_norm(op):
+        if stores or is_weak or name in ADDITIVE or is_batch_norm(op):
             named = named_arguments(op, (target, *args[1:]), kwargs)
-            change = self._weak if is_weak else None if kept else self._constant
+            change = self._weak if is_weak else None if stores else self._constant
             operation.kept_args = named if change is None else tree_map_tensors(named, change)
         if writes:
             number = self._before_write(operation, target, number)
@@ -491,7 +491,7 @@ class OperationRecord(MemoryMode[_Memory]):
         memories = [] if is_view(op) else list(map(self.memory, _tensors(result)))
         for memory in memories:
             memory.depends = True
-        if kept:
+        if stores:
             operation.kept_result = self._kept_result(operation, base if target is base else result)
             for memory in (*memories, *map(self.memory, _tensors(operands))):
                 memory.holders.append(operation)
@@ -501,7 +501,7 @@ class OperationRecord(MemoryMode[_Memory]):
         return result
 
     def _kept_result(self, operation: Operation, result: Any) -> Any:
-        """Return the part of a result that rules read: of some, the results other than the first."""
+        """Return the part of a result that rules read: for some operations, the results other than the first."""
         if operation.is_weak:
             return result if is_fixed(operation.op) else _weak_result(operation, result)
         is_part = self.keep == SavedValues.CHANGES or operation.name in NORMS or is_batch_norm(operation.op)
@@ -516,14 +516,16 @@ class OperationRecord(MemoryMode[_Memory]):
         """Return a context in which the graph saves no values that depend on the image, if none are to be stored."""
         if self.keep != SavedValues.CHANGES:
             return nullcontext()
-        record = weakref.proxy(self)  # the graph holds the hooks: it would never be freed if these held its tensors
+        record = weakref.proxy(
+            self
+        )  # the graph holds the hooks, and is only freed if the hooks do not hold its tensors
         return saved_tensors_hooks(
             lambda tensor: _shape(tensor) if record._is_unread(tensor) else tensor,
             lambda packed: packed if isinstance(packed, Tensor) else _unread(packed),
         )
 
     def _is_unread(self, tensor: Tensor) -> bool:
-        """Return whether no rule reads a tensor from the graph: it depends on the image, or the record has it."""
+        """Return whether no rule reads a tensor from the graph: it depends on the image, or the record stores it."""
         running = self._operations.get(current_sequence_nr() - 1)  # None until its results are saved
         return self._depends(tensor) or (running is not None and bool(running.args))
 
@@ -531,9 +533,9 @@ class OperationRecord(MemoryMode[_Memory]):
         """Return an operand to store: a weak reference if it is the unchanged result of a recorded operation."""
         if tensor.is_leaf or tensor_version(tensor) or not self._depends(tensor):
             return tensor
-        node, at = source_edge(tensor)
+        node, index = source_edge(tensor)
         source = self.operation(node)
-        return tensor if source is None or is_fixed(source.op) else WeakResult(tensor, source, at)
+        return tensor if source is None or is_fixed(source.op) else WeakResult(tensor, source, index)
 
     def _depends(self, argument: Any) -> bool:
         """Return whether an argument is or holds a tensor that depends on the image."""
@@ -572,10 +574,10 @@ class OperationRecord(MemoryMode[_Memory]):
             name: copied if value is target else value for name, value in operation.kept_args.items()
         }
 
-        def kept_copy(kept: Tensor) -> Tensor:
-            if memory_id(kept) != memory:
-                return kept
-            return copied if kept is target and copied is not target else kept.clone()
+        def kept_copy(stored: Tensor) -> Tensor:
+            if memory_id(stored) != memory:
+                return stored
+            return copied if stored is target and copied is not target else stored.clone()
 
         # A ReLU has gradient zero at each value that it changes, so results need no copy.
         is_rectified = operation.name == "relu" and self.keep != SavedValues.ALL
@@ -593,7 +595,7 @@ class OperationRecord(MemoryMode[_Memory]):
 
 
 def _weak_result(operation: Operation, result: Any) -> Any:
-    """Return a result with a weak reference to its first tensor. Others, such as statistics, are unchanged."""
+    """Return a result with a weak reference to its first tensor. Other tensors, such as statistics, are unchanged."""
     first = as_results(result)[0]
     weak = None if is_view(operation.op) else WeakTensor(first)
     return weak and tree_map_tensors(result, lambda tensor: weak if tensor is first else tensor)
@@ -608,9 +610,9 @@ def _shape(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _unread(of: tuple[torch.Size, torch.dtype, torch.device]) -> Tensor:
+def _unread(spec: tuple[torch.Size, torch.dtype, torch.device]) -> Tensor:
     """Return a placeholder for a tensor that should not be read, with NaN so that a mistake shows."""
-    shape, dtype, device = of
+    shape, dtype, device = spec
     return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
 
 
@@ -618,4 +620,4 @@ def _tensors(values: Any) -> list[Tensor]:
     """Return a tensor, or the tensors of a list, as a list."""
     if isinstance(values, Tensor):
         return [values]
-    return [tensor for value in values for tensor in _tensors(value)] if isinstance(values, _LISTS) else []
+    return list(chain.from_iterable(map(_tensors, values))) if isinstance(values, _LISTS) else []

@@ -82,27 +82,27 @@ def tree_map(tree: Any, kind: type[_Leaf] | tuple[type[_Leaf], ...], change: Cal
     return tree if old is None else tree_with_children(tree, [tree_map(child, kind, change) for child in old])
 
 
-def trees_agree(one: Any, two: Any, *, coarsest: float = 0.0) -> bool:
+def trees_agree(first: Any, second: Any, *, coarsest: float = 0.0) -> bool:
     """Return whether two trees hold the same tensors up to rounding, relative to the largest value of each tensor.
 
     Args:
-        one: The first tree.
-        two: The second tree.
+        first: The first tree.
+        second: The second tree.
         coarsest: The rounding error of the dtype in which they were computed, if it exceeds the rounding error of the
             tensors.
     """
-    first, second = list(tree_tensors(one)), list(tree_tensors(two))
-    return len(first) == len(second) and all(_agree(*pair, coarsest) for pair in zip(first, second, strict=True))
+    tensors, others = list(tree_tensors(first)), list(tree_tensors(second))
+    return len(tensors) == len(others) and all(_agree(*pair, coarsest) for pair in zip(tensors, others, strict=True))
 
 
-def _agree(one: Tensor, two: Tensor, coarsest: float) -> bool:
-    if one.shape != two.shape or one.dtype != two.dtype or one.device != two.device:
+def _agree(first: Tensor, second: Tensor, coarsest: float) -> bool:
+    if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
         return False
-    if not one.is_floating_point() or not one.numel():
-        return torch.equal(one, two)
-    first, second = one.to(torch.float64), two.to(torch.float64)
+    if not first.is_floating_point() or not first.numel():
+        return torch.equal(first, second)
+    allowed = max(rounding(second.dtype, second.device), coarsest)
+    first, second = first.to(torch.float64), second.to(torch.float64)
     largest = float(second.nan_to_num(nan=0, posinf=0, neginf=0).abs().max())
-    allowed = max(rounding(two.dtype, two.device), coarsest)
     return torch.allclose(first, second, rtol=0, atol=allowed * largest, equal_nan=True)
 
 

@@ -25,7 +25,7 @@ LayersLike = str | nn.Module | type[nn.Module] | Iterable[str | nn.Module | type
 def select_layers(model: nn.Module, layers: LayersLike = "*") -> dict[str, nn.Module]:
     """Return the selected layers by name, in the order of the model; "*" selects every layer.
 
-    A model without submodules counts as a layer with the name "".
+    A model without submodules is a layer with the name "".
 
     Raises:
         LayerError: A name, pattern or class matches no layer; the closest names are given.
@@ -72,7 +72,7 @@ def _matching_names(model: nn.Module, modules: dict[str, nn.Module], wanted: Any
 
 
 class ModelCall(NamedTuple):
-    """Arguments of one call of a model, with labels if the data have any."""
+    """Arguments of one call of a model, with labels if the data have labels."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -126,7 +126,7 @@ def model_calls(model: nn.Module, data: Any) -> Iterator[ModelCall]:
     Args:
         model: As for `model_call`.
         data: One example, as for `model_call`, or any iterable of batches, such as a data loader. A batch is a tensor,
-            a mapping of keyword arguments, a list of images, or a pair of one of these and labels.
+            a mapping of keyword arguments, a list of images, or a pair of such a batch and labels.
 
     Raises:
         ImageError: A batch cannot be read.
@@ -178,7 +178,7 @@ class Batches:
         self._calls = model_calls(model, data)
 
     def __iter__(self) -> Iterator[ModelCall]:
-        """Yield the batches. Raises ImageError if there is none."""
+        """Yield the batches. Raises ImageError if the data contain no batch."""
         for batch in self._calls:
             self.batches += 1
             self.images += batch.size

@@ -44,7 +44,7 @@ Query = int | Sequence[float] | None
 """A query: the number of its token, the point (x, y) of its patch on the image, or None for the mean of all."""
 
 _Layouts = tuple[Layout | None, Layout | None]
-"""Layouts of the queries and the keys of a call, in the windows of one image; None if they are not a grid."""
+"""Layouts of the queries and of the keys of a call, in the windows of one image; None for tokens without a grid."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -88,7 +88,7 @@ class LayerAttention:
     def maps(self, query: Query = None) -> Tensor:
         """Return the attention of a query to each patch of the images (N, heads, h, w), or (N, h, w) of reduced heads.
 
-        Tokens without a position, such as a class token or words, are left out. Windows are put back into the image; a
+        Tokens without a position, such as a class token or words, are left out. Windows are placed on the image; a
         query pays no attention outside its window. The first call after a forward runs one more forward of the same
         images, to trace the positions of the tokens.
 
@@ -98,8 +98,8 @@ class LayerAttention:
                 queries, which is the attention that each patch receives.
 
         Raises:
-            LayerError: The keys are not a grid of patches; or a point is given, and the queries are not, as in the
-                language model of an answer.
+            LayerError: The keys are not a grid of patches; or a point is given for queries that are not a grid, as in
+                the language model of an answer.
             TargetError: The query does not exist, or is a number for attention in windows.
         """
         return torch.cat([self._maps(query, batch, *layouts) for batch, layouts in self._layouts()])
@@ -129,11 +129,11 @@ class LayerAttention:
 
     def _query_at(self, point: Query, layout: Layout | None, batch: Batch, image: int) -> int:
         """Return the number of the query of an image at a point."""
-        x, place = batch.inputs, as_place("query", point, 2)
+        x, position = batch.inputs, as_place("query", point, 2)
         require_two_axes(x, "the query at a point")
-        if layout is None or place is None:
+        if layout is None or position is None:
             raise LayerError(f'the queries of "{self.layer}" have no position; pass the number of a query')
-        row, column = cell_at(place, batch.frames[image], (x.shape[2], x.shape[3]), layout.grid, image)
+        row, column = cell_at(position, batch.frames[image], (x.shape[2], x.shape[3]), layout.grid, image)
         return layout.tokens[row * layout.grid[1] + column]
 
     def _reduced(self, maps: Tensor) -> Tensor:
@@ -166,14 +166,14 @@ def attention(
             products, over the last dimension.
         image: As for `Attribution.attribute`.
         target: As for `Attribution.attribute`, for the gradients. None computes no gradients.
-        reduce: "mean_heads", "max_heads" or "min_heads" over the heads; None keeps them.
+        reduce: "mean_heads", "max_heads" or "min_heads" over the heads; None keeps the heads.
         forward_args: As for `Attribution.attribute`.
 
     Returns:
         One entry per call of attention on which the scores depend, in call order.
 
     Warns:
-        SaliencyWarning: Some modules named after attention compute it in another way.
+        SaliencyWarning: The attention of some modules cannot be read, because they compute it in another way.
 
     Raises:
         NotApplicableError: No attention was found.
@@ -217,7 +217,7 @@ def attention(
             return read_batch.by_image(trace) if isinstance(read_batch, Answer) else [trace(read_batch)]
 
     def layouts_of(number: int) -> list[tuple[Batch, _Layouts]]:
-        return [(part, own[number]) for part, own in layouts()]
+        return [(part, part_layouts[number]) for part, part_layouts in layouts()]
 
     return [
         LayerAttention(layers[call], read_batch, call, grad[call], reduce, partial(layouts_of, number))
@@ -243,7 +243,7 @@ def _trace_layouts(model: nn.Module, x: Tensor, target: Questions, names: Sequen
         if answer is not None and f"{name}.".startswith(f"{answer.reader}."):  # the language model
             has_positions = all(tokens.box is not None for tokens in answer.image_tokens)
             layouts.append((None, answer.layout(shown_images(x)[0]) if has_positions else None))
-        elif answer is not None and len(answer.inputs) > 1:  # the rows of each image in the vision model are not known
+        elif answer is not None and len(answer.inputs) > 1:  # the rows of an image in the vision model are unknown
             layouts.append((None, None))
         else:
             layouts.append(

@@ -23,10 +23,11 @@ from ..model.call import unwrap
 from ..model.layers import named_layers
 from ..validation import check_choice
 from .arguments import LayersLike, is_pattern, require_hookable, select_layers
-from .edit_rules import Rule, RuleLike, apply_rules, as_rules
+from .edit_rules import EditRule, EditRuleLike, apply_rules, as_rules
 from .record import HookBlock
 
 _MOST_LABELS = 12  # in a warning
+_EditRules = tuple[EditRule, ...]
 
 
 @dataclass(eq=False)
@@ -35,7 +36,7 @@ class EditTarget:
 
     name: str
     label: str  # for messages
-    at: Any  # nn.Module or Tensor
+    layer_or_tensor: Any
     is_named: bool  # selected individually, not by a pattern or class
     edits: int = 0
     edited_pass: int | None = None  # last backward pass through an edited gradient of this target
@@ -64,8 +65,8 @@ def find_targets(model: nn.Module, layers: Any, *, of_gradients: bool) -> list[E
             hint = "; to edit its gradient, use edit_gradients" if isinstance(wanted, Tensor) else ""
             raise MethodError(f"expected {expected} to edit; got {type(wanted).__name__}{hint}")
         for target in tensors or _targets(model, wanted):
-            known = targets.setdefault(target.at, target)
-            known.is_named |= target.is_named
+            first = targets.setdefault(target.layer_or_tensor, target)
+            first.is_named |= target.is_named
     if not targets:
         raise LayerError('no target to edit was given; "*" selects every layer')
     return list(targets.values())
@@ -74,14 +75,14 @@ def find_targets(model: nn.Module, layers: Any, *, of_gradients: bool) -> list[E
 def _tensors(model: nn.Module, wanted: Any, number: int) -> list[EditTarget]:
     """Return a tensor, or the parameters of a name or pattern that matches no layer; empty for other targets."""
     named = list(model.named_parameters(remove_duplicate=False))
-    found: list[tuple[str, Tensor]]
+    tensors: list[tuple[str, Tensor]]
     if isinstance(wanted, Tensor):
-        found = [(name, own) for name, own in named if own is wanted] or [(f"tensor {number}", wanted)]
+        tensors = [(name, tensor) for name, tensor in named if tensor is wanted] or [(f"tensor {number}", wanted)]
     elif isinstance(wanted, str) and not any(fnmatch.fnmatchcase(name, wanted) for name in named_layers(model)):
-        found = [(name, own) for name, own in named if fnmatch.fnmatchcase(name, wanted)]
+        tensors = [(name, tensor) for name, tensor in named if fnmatch.fnmatchcase(name, wanted)]
     else:
         return []
-    return [EditTarget(name, f'"{name}"', own, not is_pattern(wanted)) for name, own in found]
+    return [EditTarget(name, f'"{name}"', tensor, not is_pattern(wanted)) for name, tensor in tensors]
 
 
 def _targets(model: nn.Module, wanted: str | nn.Module | type[nn.Module]) -> list[EditTarget]:
@@ -90,7 +91,7 @@ def _targets(model: nn.Module, wanted: str | nn.Module | type[nn.Module]) -> lis
     seen = {name: layer for name, layer in layers.items() if is_hookable(model, name, layer)}
     if not seen or is_named:
         require_hookable(model, layers)
-    return [EditTarget(name, f'layer "{name}"' if name else "the model", at, is_named) for name, at in seen.items()]
+    return [EditTarget(name, f'layer "{name}"' if name else "the model", seen[name], is_named) for name in seen]
 
 
 def _is_differentiable(tensor: Tensor) -> bool:
@@ -107,14 +108,14 @@ class _Inputs(NamedTuple):
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
-    edges = [(tensor, at) for tensor in tree_tensors((args, kwargs)) if (at := graph.edge(tensor)) is not None]
-    distinct = {(at.node, at.output_nr): (tensor, at) for tensor, at in edges}.values()
+    edges = [(tensor, edge) for tensor in tree_tensors((args, kwargs)) if (edge := graph.edge(tensor)) is not None]
+    distinct = {(edge.node, edge.output_nr): (tensor, edge) for tensor, edge in edges}.values()
     tensors = [tensor for tensor, _ in distinct]
     versions = list(map(graph.tensor_version, tensors))
-    return _Inputs(tensors, [at for _, at in distinct], versions, graph.current_sequence_nr())
+    return _Inputs(tensors, [edge for _, edge in distinct], versions, graph.current_sequence_nr())
 
 
-def _edit_gradient(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget, tensor: Tensor) -> Tensor | None:
+def _edit_gradient(hooks: HookManager, rules: _EditRules, target: EditTarget, tensor: Tensor) -> Tensor | None:
     if target.edited_pass == graph.this_backward():
         hint = "the rule is part of the graph, so run the second backward pass after the block"
         raise NotApplicableError(f"{target.label} cannot be edited twice with create_graph=True: {hint}")
@@ -130,7 +131,7 @@ def _edit_gradient(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarg
     return changed
 
 
-def _attach_to_input(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget) -> None:
+def _attach_to_input(hooks: HookManager, rules: _EditRules, target: EditTarget) -> None:
     """Edit the gradients that a layer passes on to its inputs."""
 
     def end(inputs: _Inputs, output: Any) -> Any:
@@ -141,17 +142,17 @@ def _attach_to_input(hooks: HookManager, rules: tuple[Rule, ...], target: EditTa
             target.refuse(f'{reason}; use x.requires_grad_() or edit at="output"')
         return None
 
-    hooks.around(target.at, _inputs, end)
+    hooks.around(target.layer_or_tensor, _inputs, end)
 
 
-def _edit_inputs(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget, inputs: _Inputs, output: Any) -> Any:
+def _edit_inputs(hooks: HookManager, rules: _EditRules, target: EditTarget, inputs: _Inputs, output: Any) -> Any:
     for tensor, version in zip(inputs.tensors, inputs.versions, strict=True):
         if graph.view_base(tensor) is not None and graph.tensor_version(tensor) != version:
             reason = "it changes a view of another tensor in place"
             hint = 'use inplace=False, or edit at="output" of the layer before'
             raise NotApplicableError(f"{target.label} cannot be edited at its input: {reason}; {hint}")
     changed = _with_copies(output, inputs.since)
-    # The layer may change arguments in place, so they count as outputs too.
+    # The layer may change arguments in place, so they are treated as outputs too.
     results = [*tree_tensors(changed), *inputs.tensors]
     exits = graph.input_edges(results, inputs.edges, inputs.since)
     if not any(exits) and not any(map(_is_differentiable, tree_tensors(output))):
@@ -162,7 +163,7 @@ def _edit_inputs(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget
     return changed
 
 
-def _attach_to_output(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget) -> None:
+def _attach_to_output(hooks: HookManager, rules: _EditRules, target: EditTarget) -> None:
     """Edit the gradients at the outputs of a layer."""
 
     def end(since: int, output: Any) -> Any:
@@ -175,10 +176,10 @@ def _attach_to_output(hooks: HookManager, rules: tuple[Rule, ...], target: EditT
             hooks.at_gradient(tensor, partial(_edit_gradient, hooks, rules, target))
         return changed
 
-    hooks.around(target.at, lambda args, kwargs: graph.current_sequence_nr(), end)
+    hooks.around(target.layer_or_tensor, lambda args, kwargs: graph.current_sequence_nr(), end)
 
 
-def _attach_to_activation(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget) -> None:
+def _attach_to_activation(hooks: HookManager, rules: _EditRules, target: EditTarget) -> None:
     """Edit the outputs of a layer."""
 
     def edit(tensor: Tensor) -> Tensor:
@@ -192,13 +193,13 @@ def _attach_to_activation(hooks: HookManager, rules: tuple[Rule, ...], target: E
         target.edits += graph.this_backward() == -1  # not when a checkpointed part runs again
         return tree_map_tensors(output, cache(edit))  # each tensor is changed once
 
-    hooks.revise(target.at, change)
+    hooks.revise(target.layer_or_tensor, change)
 
 
-def _attach_to_tensor(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget) -> None:
+def _attach_to_tensor(hooks: HookManager, rules: _EditRules, target: EditTarget) -> None:
     """Edit the gradient of a parameter or of another tensor."""
-    if target.at.requires_grad:
-        hooks.at_gradient(target.at, partial(_edit_gradient, hooks, rules, target))
+    if target.layer_or_tensor.requires_grad:
+        hooks.at_gradient(target.layer_or_tensor, partial(_edit_gradient, hooks, rules, target))
     else:
         target.refuse("it requires no gradient; use requires_grad_()")
 
@@ -208,7 +209,7 @@ _copies = WeakTensorKeyDictionary()
 
 
 def _with_copies(output: Any, since: int, *, all_tensors: bool = False) -> Any:
-    """Return the output with copies of the tensors that need one; the same object if no tensor does.
+    """Return the output with copies of the tensors that need a copy; the same object if no tensor needs it.
 
     Views need a copy because a later in-place operation would bypass a hook on them. Arguments that the layer returns,
     and several outputs that may depend on each other, need copies to separate their gradients.
@@ -226,13 +227,13 @@ def _with_copies(output: Any, since: int, *, all_tensors: bool = False) -> Any:
     return tree_map_tensors(output, cache(copy))  # each tensor is copied once
 
 
-_Attach = Callable[[HookManager, tuple[Rule, ...], EditTarget], None]
+_Attach = Callable[[HookManager, _EditRules, EditTarget], None]
 
 
 class Editing(HookBlock):
     """Context manager that applies an edit inside its block. `edits` counts the edits by name."""
 
-    def __init__(self, targets: list[EditTarget], rule: RuleLike, attach: _Attach) -> None:
+    def __init__(self, targets: list[EditTarget], rule: EditRuleLike, attach: _Attach) -> None:
         self._targets = targets
         self._rules = as_rules(rule)
         self._attach = attach
@@ -243,13 +244,13 @@ class Editing(HookBlock):
         return {target.name: target.edits for target in self._targets}
 
     def _register(self, stack: ExitStack) -> None:
-        for tensor in (target.at for target in self._targets if isinstance(target.at, Tensor)):
-            if graph.tensor_hooks(tensor) is None:
+        for tensor in (target.layer_or_tensor for target in self._targets):
+            if isinstance(tensor, Tensor) and graph.tensor_hooks(tensor) is None:
                 stack.callback(graph.forget_tensor_hooks, tensor)  # called after the manager has removed its hooks
         # Hooks reference the manager weakly, so that it is freed with its block.
         hooks: HookManager = weakref.proxy(stack.enter_context(HookManager(persistent=True)))
         for target in self._targets:
-            attach = _attach_to_tensor if isinstance(target.at, Tensor) else self._attach
+            attach = _attach_to_tensor if isinstance(target.layer_or_tensor, Tensor) else self._attach
             attach(hooks, self._rules, target)
 
     def __exit__(self, *error: Any) -> None:
@@ -267,7 +268,7 @@ class Editing(HookBlock):
 def edit_gradients(
     model: nn.Module,
     layers: LayersLike | Tensor | Iterable[str | nn.Module | type[nn.Module] | Tensor],
-    rule: RuleLike,
+    rule: EditRuleLike,
     *,
     at: Literal["input", "output"] = "input",
 ) -> Editing:
@@ -290,7 +291,7 @@ def edit_gradients(
         model: Any module.
         layers: A name, a pattern, a module, a class of modules, a tensor, or several. A name such as "fc.bias", or a
             pattern such as "*.bias" that matches no layer, selects parameters; their edited gradient is added to their
-            `.grad`. A tensor that is not a parameter has the name "tensor 0", by its place among the targets.
+            `.grad`. A tensor that is not a parameter has the name "tensor 0", by its index among the targets.
         rule: One of `saliency.inspection.edit_rules`, any function from tensor to tensor, or several that are applied
             in order. A result of None leaves the gradient unchanged. Shape, dtype and device must stay the same.
         at: "input" edits the gradient with respect to the arguments, like a full backward hook: the
@@ -317,7 +318,7 @@ def edit_gradients(
     return Editing(targets, rule, _attach_to_input if at == "input" else _attach_to_output)
 
 
-def edit_activations(model: nn.Module, layers: LayersLike, rule: RuleLike) -> Editing:
+def edit_activations(model: nn.Module, layers: LayersLike, rule: EditRuleLike) -> Editing:
     """Change the outputs of layers in the forward passes of a block.
 
         with edit_activations(model, "layer4", lambda maps: maps.index_fill(1, torch.tensor(3), 0)):

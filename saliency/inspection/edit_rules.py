@@ -21,14 +21,14 @@ from ..errors import MethodError, warn
 from ..hooks.autograd_graph import tensor_version
 from ..validation import check_number
 
-Rule = Callable[[Tensor], Tensor | None]
-"""Function from a gradient or an activation to its replacement; None leaves it unchanged."""
+EditRule = Callable[[Tensor], Tensor | None]
+"""Function from a gradient or an activation to its replacement; None leaves the tensor unchanged."""
 
-RuleLike = Rule | Iterable[Rule]
+EditRuleLike = EditRule | Iterable[EditRule]
 """A rule, or several that are applied in order."""
 
 
-def as_rules(rule: Any) -> tuple[Rule, ...]:
+def as_rules(rule: Any) -> tuple[EditRule, ...]:
     """Return a rule, or nested rules, as a flat tuple in the order of application.
 
     Raises:
@@ -42,7 +42,7 @@ def as_rules(rule: Any) -> tuple[Rule, ...]:
     raise MethodError(f"a rule is a function of a tensor, or a list of these; got {type(rule).__name__}{hint}")
 
 
-def apply_rules(rules: Iterable[Rule], tensor: Tensor, place: str) -> Tensor | None:
+def apply_rules(rules: Iterable[EditRule], tensor: Tensor, label: str) -> Tensor | None:
     """Return the tensor after all rules; None if all leave it unchanged.
 
     A rule receives a copy, and its result is copied. It may therefore work in place and store its result.
@@ -50,31 +50,31 @@ def apply_rules(rules: Iterable[Rule], tensor: Tensor, place: str) -> Tensor | N
     Args:
         rules: The rules.
         tensor: The tensor, which is not changed.
-        place: Description of the tensor for errors, such as "the output of layer4".
+        label: Description of the tensor for errors, such as "the output of layer4".
 
     Raises:
         MethodError: A rule returns another object, or a tensor of a different shape, dtype or device.
     """
     current = tensor
     for rule in rules:
-        result = _call(rule, current, place)
+        result = _call(rule, current, label)
         if result is None:
             continue
         if not isinstance(result, Tensor) or _describe(result) != _describe(current):
             got = _describe(result) if isinstance(result, Tensor) else type(result).__name__
             expected = f"{_describe(current)}, or None"
-            raise MethodError(f"the rule {rule_name(rule)} returned {got} for {place}; expected {expected}")
+            raise MethodError(f"the rule {rule_name(rule)} returned {got} for {label}; expected {expected}")
         current = result.clone()
     return None if current is tensor else current
 
 
-def _call(rule: Rule, tensor: Tensor, place: str) -> Any:
+def _call(rule: EditRule, tensor: Tensor, label: str) -> Any:
     copied = tensor.clone()
     version = tensor_version(copied)
     result = rule(copied)
     if result is None and tensor_version(copied) != version:
         hint = "return the changed tensor"
-        warn(f"the rule {rule_name(rule)} changed its copy of {place} in place and returned None; {hint}")
+        warn(f"the rule {rule_name(rule)} changed its copy of {label} in place and returned None; {hint}")
     return result
 
 
@@ -83,12 +83,12 @@ def _describe(tensor: Tensor) -> str:
     return f"{layout}{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}"
 
 
-def rule_name(rule: Rule) -> str:
+def rule_name(rule: EditRule) -> str:
     """Return the name of a rule for messages."""
     return getattr(rule, "__name__", type(rule).__name__)
 
 
-def clip_norm(limit: float) -> Rule:
+def clip_norm(limit: float) -> EditRule:
     """Scale a tensor down to a norm of at most the limit. Its direction is unchanged.
 
     Args:

@@ -33,13 +33,13 @@ class LayerRow:
         name: The dotted name; "" for the model itself.
         kind: The class of the module.
         depth: The depth in the tree of called modules: 1 for the outermost layers. A container that is not called, such
-            as a ModuleList, does not count.
+            as a ModuleList, is not counted.
         output: The shape of the output of its last call; a list of shapes unless it has exactly one tensor.
-        parameters: The number of parameters, including parameters of submodules. Shared parameters count once.
+        parameters: The number of parameters, including parameters of submodules. Shared parameters are counted once.
         trainable: The number of parameters that require a gradient.
         multiply_adds: The multiply-adds of convolutions, matrix products and attention, for all calls and including
             submodules.
-        time_share: The share of the model's time, including submodules, from 0 to 1; None without times.
+        time_share: The fraction of the model's time, including submodules, from 0 to 1; None if not measured.
         calls: The number of calls.
     """
 
@@ -59,7 +59,7 @@ class LayerTable(Table[LayerRow]):
 
     Attributes:
         model: The row of the model itself, with the totals.
-        seconds: The time of the fastest forward pass; None without times.
+        seconds: The time of the fastest forward pass; None if times were not measured.
     """
 
     model: LayerRow
@@ -70,7 +70,7 @@ def _columns(rows: list[LayerRow]) -> list[Column[LayerRow]]:
     """Return the columns. Names are indented relative to the outermost row."""
     outermost = min((row.depth for row in rows), default=0)
     of_products = "of convolutions, matrix products and attention, for the whole batch"
-    of_time = "share of the time of one forward pass, including submodules"
+    of_time = "fraction of the time of one forward pass, including submodules"
     return [
         Column("layer", lambda row: "  " * (row.depth - outermost) + (row.name or row.kind), "left"),
         Column("kind", lambda row: row.kind, "left"),
@@ -101,11 +101,11 @@ def layer_table(
         example: A float tensor, a shape such as (10, 3, 224, 224) for noise, images, a tuple of arguments or a mapping
             of keyword arguments.
         layers: The layers to show, by name, pattern, class or as modules. By default all layers that run, or the model
-            itself if none does.
+            itself if no layer runs.
         depth: The largest depth in the tree of modules: 1 for the outermost layers that run.
         times: Whether to measure times, or the number of timed forward passes, 3 by default. The fastest pass of each
-            layer is used. On an accelerator each layer is synchronised, which makes the shares correct but slows down
-            the model.
+            layer is used. On an accelerator each layer is synchronised, which makes the fractions correct but slows
+            down the model.
 
     Returns:
         A sequence of rows that prints as text, displays as HTML and converts with `dataframe()`.
@@ -231,9 +231,9 @@ def _profile(model: nn.Module, call: ModelCall) -> dict[nn.Module, _Profile]:
         return profile, profile.multiply_adds, operations.multiply_adds
 
     def end(begun: tuple[_Profile, int, int], output: Any) -> None:
-        profile, own, total = begun
+        profile, before, total = begun
         # Overwrite the count that a nested call of the same module has added.
-        profile.multiply_adds = own + operations.multiply_adds - total
+        profile.multiply_adds = before + operations.multiply_adds - total
         profile.calls += 1
         profile.output = _shapes_of(output)
 
@@ -307,7 +307,7 @@ def _recurrent(x: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
 
 
 # Floating-point operations, two per multiply-add, of the operations that torch.utils.flop_counter lacks.
-# The rare ones take 8 lines in all. Without them, a bilinear layer or a recurrent network would silently count as 0.
+# The rare operations take 8 lines. Without them, a bilinear layer or a recurrent network would silently have 0.
 _FORMULAS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("aten.addbmm", "aten.addbmm_", "aten._addmm_activation", "aten._int_mm"), _matrix_product),
     **dict.fromkeys(("aten.mv", "aten.addmv", "aten.addmv_", "aten.dot", "aten.vdot"), _vector_product),

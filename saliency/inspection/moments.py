@@ -55,7 +55,7 @@ class Moments:
 
     @property
     def zero_share(self) -> float:
-        """The share of values that are exactly 0, from 0 to 1."""
+        """The fraction of values that are exactly 0, from 0 to 1."""
         return self.zeros / self.count if self.count else math.nan
 
     def scaled(self, factor: float) -> Moments:
@@ -72,16 +72,16 @@ class Moments:
         counts = (self.zeros + other.zeros, self.nan + other.nan, self.inf + other.inf)
         count, finite = self.count + other.count, self.finite + other.finite
         if not self.finite or not other.finite:
-            known = self if self.finite else other
-            return Moments(count, finite, known.mean, known.deviations, known.min, known.max, *counts)
-        distance, share = other.mean - self.mean, other.finite / finite
-        deviations = self.deviations + other.deviations + distance * distance * self.finite * share
+            source = self if self.finite else other
+            return Moments(count, finite, source.mean, source.deviations, source.min, source.max, *counts)
+        distance, fraction = other.mean - self.mean, other.finite / finite
+        deviations = self.deviations + other.deviations + distance * distance * self.finite * fraction
         low, high = min(self.min, other.min), max(self.max, other.max)
-        return Moments(count, finite, self.mean + distance * share, deviations, low, high, *counts)
+        return Moments(count, finite, self.mean + distance * fraction, deviations, low, high, *counts)
 
 
 def moments(tensor: Tensor) -> Moments:
-    """Return the moments of a tensor's values, summed in double precision; complex values count by their magnitude.
+    """Return the moments of a tensor's values, summed in double precision; of the magnitudes if it is complex.
 
     Args:
         tensor: A tensor of any shape, dtype and device. It is not changed.
@@ -95,7 +95,7 @@ def moments(tensor: Tensor) -> Moments:
 def require_plain(tensor: Tensor) -> None:
     """Raise NotApplicableError for tensors without plain values: transformed, nested or quantised tensors."""
     if is_wrapped(tensor) or tensor.is_nested or tensor.is_quantized:
-        kinds = "nested and quantised tensors, and those in a transformation (torch.func, is_grads_batched=True),"
+        kinds = "nested and quantised tensors, and tensors in a transformation (torch.func, is_grads_batched=True),"
         raise NotApplicableError(f"{kinds} cannot be recorded or measured; choose other layers")
 
 

@@ -68,8 +68,8 @@ class Backward:
     def add_input(self, index: int, part: Tensor) -> None:
         """Add one summand of the gradient of a tensor among the arguments."""
         require_plain(part)
-        count, known = self._sums.pop(index, (0, None))
-        total = part if known is None else known + part
+        count, total = self._sums.pop(index, (0, None))
+        total = part if total is None else total + part
         if count + 1 < self._summands[index]:
             self._sums[index] = count + 1, total
         else:
@@ -109,7 +109,7 @@ class ModuleCall:
 
     @property
     def grad_outputs(self) -> tuple[Any, ...]:
-        """Gradient of each tensor in the output in the last backward pass; None and () as for `grad_inputs`."""
+        """Gradient of each tensor in the output in the last backward pass, with None and () as in `grad_inputs`."""
         return self.backwards[-1].grad_outputs if self.backwards else ()
 
     def __repr__(self) -> str:
@@ -215,7 +215,7 @@ class Recording(HookBlock, Sequence[ModuleCall]):
         self._parts = frozenset(parts)
         self._has_gradients = bool(self._parts & {"grad_inputs", "grad_outputs"})
         # By tensor: the output of one layer is often the input of another.
-        self._kept: MutableMapping[Tensor, tuple[int, Any]] = WeakTensorKeyDictionary()
+        self._cache: MutableMapping[Tensor, tuple[int, Any]] = WeakTensorKeyDictionary()
         self._calls: dict[int, ModuleCall] = {}  # by number, in the order in which they ended
         self._begun = 0  # number of calls so far
         self._counts: Counter[str] = Counter()
@@ -282,14 +282,14 @@ class Recording(HookBlock, Sequence[ModuleCall]):
         if not self._has_gradients or not torch.is_grad_enabled():
             return begun
         tensors = list(tree_tensors((args, kwargs)))
-        bases = {at: base for at, tensor in enumerate(tensors) if (base := graph.view_base(tensor)) is not None}
-        views = {at: (_View.of(tensors[at], base), base, graph.edge(base)) for at, base in bases.items()}
+        bases = {index: base for index, tensor in enumerate(tensors) if (base := graph.view_base(tensor)) is not None}
+        views = {index: (_View.of(tensors[index], base), base, graph.edge(base)) for index, base in bases.items()}
         return begun._replace(tensors=tensors, edges=[graph.edge(tensor) for tensor in tensors], views=views)
 
     def _end(self, hooks: HookManager, begun: _OpenCall | None, output: Any) -> Any:
         if begun is None:
             return None
-        kept, flat = self._keep_all(output) if "outputs" in self._parts else (None, ())
+        nested, flat = self._keep_all(output) if "outputs" in self._parts else (None, ())
         backwards: Sequence[Backward] = ()
         returned: set[int] = set()
         if self._has_gradients and torch.is_grad_enabled():
@@ -300,7 +300,7 @@ class Recording(HookBlock, Sequence[ModuleCall]):
                 # the gradient of other uses.
                 output = tree_map_tensors(output, lambda t: t.view_as(t) if id(t) in returned else t)
             backwards = self._hook_gradients(hooks, begun, output)
-        self._calls[begun.number] = replace(begun.call, output=kept, outputs=flat, backwards=backwards)
+        self._calls[begun.number] = replace(begun.call, output=nested, outputs=flat, backwards=backwards)
         return output if returned else None
 
     def _keep_all(self, tree: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -314,14 +314,14 @@ class Recording(HookBlock, Sequence[ModuleCall]):
         return tree_map_tensors(tree, keep), tuple(flat)
 
     def _keep(self, tensor: Tensor) -> Any:
-        """Return the recorded form of a tensor. For an unchanged tensor, the same object is returned again."""
+        """Return the recorded form of a tensor. An unchanged tensor returns the same object again."""
         require_plain(tensor)
         if tensor.is_inference():  # without a version counter
             return self._make(tensor)
-        known = self._kept.get(tensor)
-        if known is None or known[0] != graph.tensor_version(tensor):
-            known = self._kept[tensor] = (graph.tensor_version(tensor), self._make(tensor))
-        return known[1]
+        cached = self._cache.get(tensor)
+        if cached is None or cached[0] != graph.tensor_version(tensor):
+            cached = self._cache[tensor] = (graph.tensor_version(tensor), self._make(tensor))
+        return cached[1]
 
     def _keep_gradient(self, gradient: Tensor) -> Any:
         # Detach: a graph that references its own gradients would never be freed.
@@ -330,17 +330,17 @@ class Recording(HookBlock, Sequence[ModuleCall]):
     def _hook_gradients(self, hooks: HookManager, begun: _OpenCall, output: Any) -> list[Backward]:
         """Register hooks for the gradients at the call. Return the list that receives one entry per backward pass."""
         outputs = list(tree_tensors(output))
-        # The layer may change arguments in place, so they count as outputs too.
+        # The layer may change arguments in place, so they are treated as outputs too.
         results = [*outputs, *begun.tensors]
         exits = graph.input_edges(results, begun.edges, begun.since)
-        sources: list[_Source] = [(tensor, None, edges) for tensor, edges in zip(begun.tensors, exits, strict=True)]
+        sources: list[_Origin] = [(tensor, None, edges) for tensor, edges in zip(begun.tensors, exits, strict=True)]
         # A view that was changed in place passes its gradient to its base.
-        changed = {at: viewed for at, viewed in begun.views.items() if viewed[0].is_overwritten()}
+        changed = {index: viewed for index, viewed in begun.views.items() if viewed[0].is_overwritten()}
         base_edges = [base_edge for _, _, base_edge in changed.values()]
         base_exits = graph.input_edges(results, base_edges, begun.since) if changed else []
-        for (at, (base_view, base, _)), edges in zip(changed.items(), base_exits, strict=True):
+        for (index, (base_view, base, _)), edges in zip(changed.items(), base_exits, strict=True):
             if edges:
-                sources[at] = base, base_view, edges
+                sources[index] = base, base_view, edges
         log: list[Backward] = []
         summands = [len(edges) for _, _, edges in sources]
         running = partial(_running, log, partial(Backward, summands, len(outputs), self._keep_gradient))
@@ -358,18 +358,18 @@ class Recording(HookBlock, Sequence[ModuleCall]):
 
 
 _Edges = list[graph.InputEdge]
-_Source = tuple[Tensor, _View | None, _Edges]  # tensor with the gradient of an argument, and the view to take from it
+_Origin = tuple[Tensor, _View | None, _Edges]  # tensor with the gradient of an argument, and the view to take from it
 _Running = Callable[[], Backward]
 
 
 def _running(log: list[Backward], new: Callable[[int], Backward]) -> Backward:
     """Return the entry of the backward pass that runs in this thread."""
     number = graph.this_backward()
-    known = next((entry for entry in reversed(log) if entry.number == number), None)
-    if known is None:
-        known = new(number)
-        log.append(known)
-    return known
+    entry = next((entry for entry in reversed(log) if entry.number == number), None)
+    if entry is None:
+        entry = new(number)
+        log.append(entry)
+    return entry
 
 
 def _set_output(running: _Running, index: int, gradient: Tensor) -> None:
@@ -389,8 +389,8 @@ def _watch_base(
         return
     view = _View.of(output, base)
     sources = {
-        at: _View.of(tensor, base)
-        for at, (tensor, edges) in enumerate(arguments)
+        number: _View.of(tensor, base)
+        for number, (tensor, edges) in enumerate(arguments)
         if (base is tensor or base is graph.view_base(tensor))
         and any(input_edge.node is output.grad_fn for input_edge in edges)
     }
@@ -399,8 +399,8 @@ def _watch_base(
         if view.is_overwritten() and (entry := running()).grad_outputs[index] is None:
             part = view.gradient(of_base)
             entry.set_output(index, part)
-            for at, source in sources.items():
-                entry.add_input(at, view.gradient_of(source, part))
+            for number, source in sources.items():
+                entry.add_input(number, view.gradient_of(source, part))
 
     hooks.at_gradient(base, take_part)
 
@@ -427,7 +427,7 @@ def record(
     Args:
         model: Any module, in any mode. Compiled parts run uncompiled.
         layers: Names, patterns as in "layer4.*.conv?", modules, classes of modules, or several of these; all layers by
-            default. A module that has several names in the model is recorded under the first.
+            default. A module that has several names in the model is recorded under its first name.
         keep: Recorded form of each tensor, which determines the memory use. "full" is a copy on its device, which is
             part of the autograd graph if recorded in the forward pass. "cpu" is a detached copy on the CPU.
             "statistics" is shape and moments, a few hundred bytes. A function of the tensor may return any other value.

@@ -39,7 +39,7 @@ Loss = Callable[..., Tensor]
 _Objective = Callable[[Any, ModelCall], Tensor]
 
 GradientsOf = Literal["layers", "parameters"]
-"""The gradients at the outputs of layers, or those of parameters."""
+"""The gradients at the outputs of layers, or the gradients of parameters."""
 
 _GRADIENT_STATISTICS = ("norm", "rms", "mean", "std", "min", "max")
 
@@ -59,7 +59,7 @@ class _LayerStatistics(Generic[_Value]):
     std: _Value
     min: _Value
     max: _Value
-    zero_share: _Value  # share of values that are exactly 0, from 0 to 1
+    zero_share: _Value  # fraction of values that are exactly 0, from 0 to 1
     nan: int
     inf: int
 
@@ -82,7 +82,7 @@ class ActivationStatistics(Table[LayerActivations]):
 
     Attributes:
         first_nonfinite: The name of the first layer with NaN or infinity in its output; "" if only the model's output
-            has them; None without any.
+            has them; None if all values are finite.
         dead_channels: The number of dead channels in ReLUs.
         images: The number of images.
         batches: The number of batches.
@@ -101,7 +101,7 @@ class GradientStatistics(Table[LayerGradients]):
         loss: The mean loss or score over all images.
         objective: "loss" or "score".
         first_nonfinite: The first layer with NaN or infinity in its gradient, in the order of the backward pass; or
-            the last such parameter of the model.
+            the last parameter with them, in the order of the model.
         images: The number of images.
         batches: The number of batches.
     """
@@ -118,7 +118,7 @@ class _RunningStats:
     """Statistics of one call of one layer, of one batch or over the batches so far."""
 
     moments: Moments = field(default_factory=Moments)
-    alive: Tensor | None = None  # (channels,), whether a channel was ever above zero or NaN
+    alive: Tensor | None = None  # (channels,) whether a channel was ever above zero or NaN
 
 
 class _Collector:
@@ -131,7 +131,7 @@ class _Collector:
         self._stats: dict[tuple[str, int], _RunningStats] = {}
 
     def stats_of(self, calls: Iterable[ModuleCall]) -> dict[ModuleCall, _RunningStats]:
-        """Return the statistics of those calls of a batch that returned a tensor."""
+        """Return the statistics of the calls of a batch that returned a tensor."""
         calls = [call for call in calls if call.outputs]
         return {call: self._stats.setdefault((call.layer, call.index), _RunningStats()) for call in calls}
 
@@ -145,7 +145,7 @@ class _Collector:
 
     def note_nonfinite(self, layer: str, values: Iterable[Moments]) -> None:
         """Note the first layer with NaN or infinity."""
-        if self.first_nonfinite is None and any(known.nan or known.inf for known in values):
+        if self.first_nonfinite is None and any(part.nan or part.inf for part in values):
             self.first_nonfinite = layer
 
     def notes(self) -> list[str]:
@@ -214,8 +214,8 @@ class _ActivationCollector(_Collector):
         for call, stats in self.stats_of(recording).items():
             _add(call.outputs[0], stats)
         for call in recording.in_end_order():
-            self.note_nonfinite(call.layer, [one.moments for one in call.outputs])
-        if self.first_nonfinite is None and not all(bool(one.isfinite().all()) for one in tree_tensors(output)):
+            self.note_nonfinite(call.layer, [stats.moments for stats in call.outputs])
+        if self.first_nonfinite is None and not all(bool(tensor.isfinite().all()) for tensor in tree_tensors(output)):
             self.first_nonfinite = ""
 
     def table(self) -> ActivationStatistics:
@@ -237,7 +237,7 @@ class _ActivationCollector(_Collector):
 
 
 def _add(output: _RunningStats, stats: _RunningStats) -> None:
-    """Add one output to the statistics. Without the same number of channels each time, none is alive or dead."""
+    """Add one output to the statistics. If the number of channels varies, no channel is alive or dead."""
     before = stats.alive if stats.moments.count else output.alive
     stats.alive = None
     if output.alive is not None and before is not None and len(output.alive) == len(before):
@@ -263,15 +263,15 @@ def gradient_statistics(
 ) -> GradientStatistics:
     """Return statistics of the gradients of a loss or a score at the output of each layer, or of each parameter.
 
-    Several batches count as one: the loss is the mean over all images. The loss of a batch is treated as the mean over
-    its images. Sums are in double precision. Activations and gradients of layers are not stored, so memory use does not
-    grow with the number of batches. The gradients of parameters are summed over the batches before they are measured,
-    and take as much memory as the parameters.
+    The loss is the mean over all images of all batches. The loss of a batch is treated as the mean over its images.
+    Sums are in double precision. Activations and gradients of layers are not stored, so memory use does not grow with
+    the number of batches. The gradients of parameters are summed over the batches before they are measured, and take as
+    much memory as the parameters.
 
     The gradient at a layer is the gradient of its output, even if a later operation changes the output in place. A
     layer that is called several times in a forward pass has a row for each call. If an output has several tensors, the
     first one is measured. Layers with frozen parameters also have a gradient at their output; the parameters themselves
-    have none. `.grad`, flags and buffers are unchanged.
+    have no gradient. `.grad`, flags and buffers are unchanged.
 
     Args:
         model: Any `torch.nn.Module`. It is left bit for bit unchanged.
@@ -282,8 +282,8 @@ def gradient_statistics(
             class index or name, any other target, or None for the top class of each image. The score is then the mean
             over the images.
         layers: Names, patterns as in "layer4.*.conv?", modules, classes of modules, or several of these.
-        of: "layers" measures the gradient at the output of each layer, "parameters" that of each parameter in the
-            layers, such as "fc.bias", in the order of the model.
+        of: "layers" measures the gradient at the output of each layer, "parameters" the gradient of each
+            parameter in the layers, such as "fc.bias", in the order of the model.
 
     Raises:
         ImageError: The data contain no batch, or a batch is empty or cannot be read.
@@ -338,10 +338,10 @@ class _GradientCollector(_Collector):
 
     noun = "layer"
 
-    def __init__(self, batches: Batches, layers: LayersLike, of: str, objective: _Objective) -> None:
+    def __init__(self, batches: Batches, layers: LayersLike, quantity: str, objective: _Objective) -> None:
         super().__init__(batches, layers)
         self.recorded = self.modules
-        self.of = of
+        self.quantity = quantity
         self._objective = objective
         self._total = 0.0
 
@@ -350,7 +350,7 @@ class _GradientCollector(_Collector):
         if not batch.size:
             raise ImageError(f"batch {self.batches.batches} is empty, so it has no mean over its images")
         starts: list[Tensor] = []
-        trainable = {name: own for name, own in self.batches.model.named_parameters() if own.requires_grad}
+        trainable = {name: tensor for name, tensor in self.batches.model.named_parameters() if tensor.requires_grad}
         recording = Recording(self.recorded, _gradient_moments, ("outputs", "grad_outputs"))
         with prepared_for_attribution(self.batches.model), HookManager() as gradient_hooks:
             with HookManager() as hooks:
@@ -363,9 +363,9 @@ class _GradientCollector(_Collector):
         # The backward pass reaches the last call first.
         for call, stats in reversed(self.stats_of(recording).items()):
             for backward in call.backwards[earlier[call] :]:
-                known: Moments = backward.grad_outputs[0] or Moments()
-                stats.moments += known.scaled(batch.size)
-                self.note_nonfinite(call.layer, [known])
+                gradient: Moments = backward.grad_outputs[0] or Moments()
+                stats.moments += gradient.scaled(batch.size)
+                self.note_nonfinite(call.layer, [gradient])
         self.add_parameters(dict(zip(trainable, gradients[len(starts) :], strict=True)), batch.size)
         self._total += batch.size * float(objective.detach())
 
@@ -375,10 +375,11 @@ class _GradientCollector(_Collector):
     def table(self) -> GradientStatistics:
         """Return the statistics over all batches."""
         loss = self._total / self.batches.images
-        title = f"Gradients of a {self.of} of {number(loss)} at the {self.noun}s of {type(self.batches.model).__name__}"
+        network = type(self.batches.model).__name__
+        title = f"Gradients of a {self.quantity} of {number(loss)} at the {self.noun}s of {network}"
         rows = [LayerGradients(**fields) for fields, _ in self.rows(1 / self.batches.images)]
         table = GradientStatistics(rows, _layer_columns(*_GRADIENT_STATISTICS, noun=self.noun), title, self.notes())
-        table.loss, table.objective, table.first_nonfinite = loss, self.of, self.first_nonfinite
+        table.loss, table.objective, table.first_nonfinite = loss, self.quantity, self.first_nonfinite
         table.images, table.batches = self.batches.images, self.batches.batches
         return table
 
@@ -388,10 +389,10 @@ class _ParameterCollector(_GradientCollector):
 
     noun = "parameter"
 
-    def __init__(self, batches: Batches, layers: LayersLike, of: str, objective: _Objective) -> None:
-        super().__init__(batches, layers, of, objective)
-        inside = {id(own) for module in self.modules.values() for own in module.parameters()}
-        names = [name for name, own in batches.model.named_parameters() if layers == "*" or id(own) in inside]
+    def __init__(self, batches: Batches, layers: LayersLike, quantity: str, objective: _Objective) -> None:
+        super().__init__(batches, layers, quantity, objective)
+        inside = {id(tensor) for module in self.modules.values() for tensor in module.parameters()}
+        names = [name for name, tensor in batches.model.named_parameters() if layers == "*" or id(tensor) in inside]
         if not names:
             raise LayerError(f"the selected layers of {type(batches.model).__name__} have no parameters")
         owners = dict(batches.model.named_modules())
@@ -424,11 +425,11 @@ def _leaf_copy(starts: list[Tensor], tensor: Tensor) -> Tensor:
     return starts[-1].clone()
 
 
-def _statistics(known: Moments) -> dict[str, Any]:
-    """Return the fields of a row with statistics of the values; None without a value."""
+def _statistics(summary: Moments) -> dict[str, Any]:
+    """Return the fields of a row with statistics of the values; None if there are no values."""
     names = (*_GRADIENT_STATISTICS, "zero_share")
-    values = {name: getattr(known, name) if known.count else None for name in names}
-    return {**values, "count": known.count, "nan": known.nan, "inf": known.inf}
+    values = {name: getattr(summary, name) if summary.count else None for name in names}
+    return {**values, "count": summary.count, "nan": summary.nan, "inf": summary.inf}
 
 
 def _layer_columns(*names: str, noun: str = "layer") -> list[Column[Any]]:

@@ -12,8 +12,8 @@ from uuid import uuid4
 
 from ..validation import check_choice
 
-# Suffixes of the files in a folder that count as images. Formats that cannot be read are included, so that they cause
-# an error. A file that is given by its path is read regardless of its suffix.
+# Suffixes of images in a folder. Formats that cannot be read are included, so that they cause an error. A file that is
+# given by its path is read regardless of its suffix.
 _SUFFIXES = ".avif .bmp .gif .heic .heif .j2k .jp2 .jpeg .jpg .jxl .pbm .pgm .png .pnm .ppm .tif .tiff .webp"
 IMAGE_SUFFIXES = frozenset(_SUFFIXES.split())
 _VOLUME_SUFFIXES = (".nii", ".nii.gz", ".dcm")
@@ -27,12 +27,12 @@ _REACH = 1024  # bytes at the start of a file (PNG, JPEG) or at its end (WebP) t
 
 
 def is_volume(name: str, suffixes: tuple[str, ...] = _VOLUME_SUFFIXES) -> bool:
-    """Return whether a file is a volume, or a slice of one, from its name."""
+    """Return whether a file is a volume, or a slice of a volume, from its name."""
     return name.lower().endswith(suffixes)
 
 
 def is_image(name: str) -> bool:
-    """Return whether a file in a folder counts as an image or a volume, from its name."""
+    """Return whether a file in a folder is treated as an image or a volume, from its name."""
     return name.lower().endswith(_ENDINGS)
 
 
@@ -84,7 +84,7 @@ def inside(folder: Path, name: str) -> Path:
     """Return the path of a file or folder that a run writes in its own folder.
 
     Raises:
-        OSError: It would lie outside: the name contains "..", or a link is on the way.
+        OSError: The path would lie outside: the name contains "..", or a link is on the way.
     """
     if os.path.realpath(folder / name) != os.path.join(os.path.realpath(folder), "") + name:  # noqa: PTH118
         raise OSError(errno.ELOOP, f"{name} is a link, or leads out of the folder; remove it")

@@ -38,7 +38,7 @@ def along_axes(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
 
 
 def gaussian(length: int, sigma: float, like: Tensor) -> Tensor:
-    """Return the weights of all cells of a line in a Gaussian average at each of them: (length, length)."""
+    """Return the weights of all cells of a line in a Gaussian average at each cell: (length, length)."""
     cells = torch.arange(length, dtype=like.dtype, device=like.device)
     return (-0.5 * ((cells - cells[:, None]) / sigma) ** 2).softmax(dim=1)
 

@@ -27,7 +27,7 @@ class Frame:
 class ImageBox:
     """Position of the model's input on an image that was not saved: a `Frame` without its image.
 
-    It has the size (w, h) of the image, and the range of a deep image.
+    `size` is the size (w, h) of the image, and `range` the range of a deep image.
     """
 
     size: tuple[int, int]
@@ -51,7 +51,7 @@ class Geometry:
 
     @classmethod
     def of(cls, frame: Frame | None, input_size: tuple[int, ...]) -> Geometry:
-        """Return the geometry of a frame. Without one, the input itself is the image."""
+        """Return the geometry of a frame. Without a frame, the input itself is the image."""
         if frame is not None:
             return cls(frame.box, frame.image.size, input_size)
         height, width = input_size[-2:]

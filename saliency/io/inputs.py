@@ -27,7 +27,7 @@ from .volumes import preprocess_volume, read_volume
 Bytes = bytes | bytearray | memoryview
 ImageLike = str | os.PathLike[str] | Bytes | IO[bytes] | Image.Image | np.ndarray[Any, Any] | Tensor
 ImagesLike = ImageLike | Sequence[ImageLike] | Mapping[str, Any]
-"""An image, several, or a BatchFeature of Hugging Face."""
+"""One or several images, or a BatchFeature of Hugging Face."""
 Prepare = Preprocess | TransformPreprocess | None
 
 MAX_PIXELS = 178_956_970  # half a gigabyte of decoded pixels
@@ -41,11 +41,11 @@ _XML = re.compile(rb"(\xef\xbb\xbf)?\s*<(svg|\?xml)")
 
 
 def open_image(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Open an image as a new upright image: RGB, or one channel of 16 or 32 bits as it is (mode I;16, I or F).
+    """Open an image as a new upright image: RGB, or one unchanged channel of 16 or 32 bits (mode I;16, I or F).
 
-    The EXIF orientation is applied, and transparency of 8 bits is composited over white. Of an animation the first
-    frame is read. The format of a file is detected from its content, not from its name: AVIF, BMP, GIF, JPEG, JPEG
-    2000, PNG, PPM, TIFF or WebP.
+    The EXIF orientation is applied, and transparency of 8 bits is composited over white. Animations give their first
+    frame. The format of a file is detected from its content, not from its name: AVIF, BMP, GIF, JPEG, JPEG 2000, PNG,
+    PPM, TIFF or WebP.
 
     Args:
         image: A path, the bytes of a file, a file open in binary mode, a PIL image, a uint8 or uint16 array (H, W, 3),
@@ -202,7 +202,7 @@ def _tensor_to_array(image: Tensor) -> np.ndarray[Any, Any]:
 
 
 Arguments = Callable[[Tensor, int], dict[str, Any]]
-"""A function from variants (k, C, H, W) of one image, and its number, to all arguments of the model."""
+"""A function from variants (k, C, H, W) of one image, and the number of the image, to all arguments of the model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -228,7 +228,7 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
         like: A tensor that sets the device and floating-point dtype of the batch; by default the first float tensor.
 
     Raises:
-        ImageError: An input is not an image, cannot be read, or differs from the others in size.
+        ImageError: An input is not an image, cannot be read, or differs from the other images in size.
         NonFiniteError: A float tensor holds NaN or infinity.
 
     Warns:
@@ -268,7 +268,7 @@ def split_images(images: ImagesLike) -> list[ImageLike]:
     if isinstance(images, Sequence) and not isinstance(images, str | Bytes):
         if any(isinstance(image, list | tuple) for image in images):
             raise ImageError("a list inside the list of images; expected one flat list")
-        flat = [image for several in images for image in split_images(several)]
+        flat = [image for entry in images for image in split_images(entry)]
     elif isinstance(images, Tensor) and images.ndim == 4 and not images.is_floating_point():
         flat = list(images)
     else:
@@ -301,8 +301,8 @@ def _preprocess_image(image: ImageLike, prepare: Prepare, name: str) -> tuple[Fr
         image = open_image(image)
         if prepare is None:
             described = "saliency.Preprocess(size=..., resize=..., mean=..., std=...)"
-            known = f"weights.transforms() of torchvision, an image processor of Hugging Face, or {described}"
-            wanted = f"pass a float tensor, or the preprocessing of its training as preprocess=: {known}"
+            examples = f"weights.transforms() of torchvision, an image processor of Hugging Face, or {described}"
+            wanted = f"pass a float tensor, or the preprocessing of its training as preprocess=: {examples}"
             raise ImageError(f"this model has no preprocessing; {wanted}")
         box, x = locate(prepare, image), prepare(image)
         return Frame(drawable(image, prepare.range), box), x[None]
@@ -343,7 +343,7 @@ def _check_input(image: Tensor, prepare: Prepare, first: int) -> Tensor:
 
 def _warn_of_range(index: int, low: float, high: float, prepare: Prepare) -> bool:
     """Warn of a float tensor whose values are in the range of an image, not of the model's input, and return True."""
-    white = 0  # in an image of that range
+    white = 0  # the value of white in such an image
     if low >= 0 and 20 < high <= 255 and (prepare is None or high > 1.001 * prepare.input_range[1]):
         white = 255
     elif 0 <= low < high <= 1 and prepare is not None and prepare.input_range[0] < 0:

@@ -357,7 +357,7 @@ class TransformPreprocess:
 
     Args:
         transform: Takes an RGB image and returns a float tensor (C, H, W), or an image processor of Hugging Face. It
-            must be deterministic. Images of one channel with more than 8 bits are passed as they are, in the mode I;16,
+            must be deterministic. Images of one channel with more than 8 bits are passed unchanged, in the mode I;16,
             I or F of Pillow. For a volume, it takes and returns a tensor (C, D, H, W); see `preprocess_volume`.
     """
 
@@ -374,7 +374,7 @@ class TransformPreprocess:
         """
         transform: Any = self.transform
         if self.is_processor:
-            if is_deep(image):  # it reads images of 8 bits only
+            if is_deep(image):  # processors read images of 8 bits only
                 image = _rounded(scaled_grey(image, None))
             x = transform(images=image, return_tensors="pt")["pixel_values"][0]
         else:
@@ -446,8 +446,8 @@ def as_preprocess(like: PreprocessLike) -> Preprocess | TransformPreprocess:
     if isinstance(like, Preprocess | TransformPreprocess):
         return like
     if isinstance(like, Mapping):
-        own = {option.name for option in fields(Preprocess)}
-        return Preprocess(**like) if own.issuperset(like) else Preprocess.from_timm(like)
+        names = {option.name for option in fields(Preprocess)}
+        return Preprocess(**like) if names.issuperset(like) else Preprocess.from_timm(like)
     if _is_torchvision_preset(like):
         return Preprocess.from_torchvision(like)
     if callable(like):
@@ -474,7 +474,7 @@ def only_normalised(like: PreprocessLike | None) -> Preprocess:
 
 
 def _described(like: PreprocessLike | None, option: str, *, is_function: bool = False) -> Preprocess:
-    """Return a preprocessing as a `Preprocess`. Raises ImageError if it cannot be one."""
+    """Return a preprocessing as a `Preprocess`. Raises ImageError if it cannot be converted."""
     prepare = None if like is None else as_preprocess(like)
     if isinstance(prepare, TransformPreprocess) and not is_function:
         prepare = _stretched(prepare)
@@ -486,7 +486,7 @@ def _described(like: PreprocessLike | None, option: str, *, is_function: bool = 
 
 
 def _stretched(function: TransformPreprocess) -> Preprocess | TransformPreprocess:
-    """Return a preprocessing to the size and with the normalisation of a function; the function if it differs."""
+    """Return a preprocessing with the size and the normalisation of a function; the function if results differ."""
     images = [Image.new("RGB", (256, 256), color) for color in ("black", "white")]
     images.append(Image.new("RGB", (400, 256), "rgb(20, 100, 200)"))
     black, white, mixed = map(function, images)

@@ -23,14 +23,13 @@ _NO_BOX = "the preprocessing {} the image; only resizing, cropping and padding c
 def _transform_grey(preprocess: Transform, values: Any, size: tuple[int, int], highest: int | None) -> _Array:
     """Transform a grey image of (w, h) pixels with values in 0..1. Returns (C, h, w).
 
-    It is an RGB image, or one of mode I;16 if there is a highest pixel value.
+    The image is RGB, or of mode I;16 if there is a highest pixel value.
     """
     grey = np.round((highest or 255) * np.asarray(values, np.float64))[..., None]
     image = np.broadcast_to(grey, (size[1], size[0], 1 if highest else 3))
     image = image[..., 0].astype(np.uint16) if highest else image.astype(np.uint8)
-    return np.asarray(
-        preprocess(Image.fromarray(np.ascontiguousarray(image))).to(device="cpu", dtype=torch.float64).numpy()
-    )
+    x = preprocess(Image.fromarray(np.ascontiguousarray(image)))
+    return np.asarray(x.to(device="cpu", dtype=torch.float64).numpy())
 
 
 def require_repeatable(preprocess: Transform, size: tuple[int, int], highest: int | None) -> None:
@@ -57,11 +56,11 @@ def boxes_of_views(views: Callable[[Image.Image], Tensor], image_size: tuple[int
     """
 
     @cache
-    def known(pixels: bytes) -> Tensor:
+    def cached_views(pixels: bytes) -> Tensor:
         return views(Image.frombytes("RGB", image_size, pixels))
 
     def view(number: int, image: Image.Image) -> Tensor:
-        return known(image.tobytes())[number]
+        return cached_views(image.tobytes())[number]
 
     count = len(views(Image.new("RGB", image_size)))
     return [Probe(partial(view, number), image_size, None).box() for number in range(count)]

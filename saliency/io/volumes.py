@@ -24,7 +24,7 @@ from .atomic_write import SOFTWARE, is_volume
 from .preprocess import Preprocess, TransformPreprocess
 
 _PROBES, _ENOUGH = 32, 10
-"""The most voxels that are changed to find the position of the model's input, and how many of them it must show."""
+"""The most voxels that are changed to find the position of the model's input, and the number that must change it."""
 
 
 class Volume(NamedTuple):
@@ -83,10 +83,10 @@ def preprocess_volume(volume: Tensor, prepare: Preprocess | TransformPreprocess 
 
 
 def locate_volume(volume: Tensor, prepare: Preprocess | TransformPreprocess | None, x: Tensor) -> Tensor | None:
-    """Return the position of the model's input on a volume; None if they cover each other, voxel by voxel or resampled.
+    """Return the position of the model's input on a volume; None if the input covers the whole volume.
 
-    It is found by changing voxels of the volume, to see where the input changes. All other voxels stay, because a crop
-    may depend on the values, and a normalisation always does.
+    The position is found by changing voxels of the volume, to see where the input changes. All other voxels stay,
+    because a crop may depend on the values, and a normalisation always does.
 
     Args:
         volume: The volume (C, I, J, K).
@@ -115,7 +115,7 @@ def locate_volume(volume: Tensor, prepare: Preprocess | TransformPreprocess | No
 def _moved_blocks(volume: Tensor, prepare: Preprocess | TransformPreprocess, x: Tensor) -> Iterator[list[float]]:
     """Change blocks of the volume, and yield the centres (i, j, k, 1) and (d, h, w) where the input changes.
 
-    Each block changes by half of the range of the values. A normalisation then changes all others too, but less.
+    Each block changes by half of the range of the values. A normalisation then changes all other voxels too, but less.
     """
     finite, sizes = volume.nan_to_num(), np.array([volume.shape[1:], x.shape[1:]])
     low, high = (edge(finite, (1, 2, 3), True) for edge in (torch.amin, torch.amax))
@@ -131,17 +131,17 @@ def _moved_blocks(volume: Tensor, prepare: Preprocess | TransformPreprocess, x: 
         block += (high - low) / (2 if (2 * block - low - high).sum() < 0 else -2)
         result = preprocess_volume(changed, prepare)
         changes = (result - x).abs().sum(0).nan_to_num() if result.shape == x.shape else torch.zeros_like(x[0])
-        places = (changes > least).nonzero().numpy()
-        if len(places):
-            first, last = places.min(0), places.max(0)
+        positions = (changes > least).nonzero().numpy()
+        if len(positions):
+            first, last = positions.min(0), positions.max(0)
             is_cut = ((first == 0) | (last == sizes[1] - 1)).any() and not ((starts == 0) | (ends == sizes[0])).any()
             if (last - first <= np.maximum(sizes[1] / 3, 2 * radius + 2)).all() and not (radius and is_cut):
-                centre = np.average(places, axis=0, weights=changes[tuple(places.T)])
+                centre = np.average(positions, axis=0, weights=changes[tuple(positions.T)])
                 yield [*((starts + ends) / sizes[0] - 1), 1, *((2 * centre + 1) / sizes[1] - 1)]
 
 
 def place_map(maps: Tensor, to_input: Tensor, size: Sequence[int]) -> Tensor:
-    """Return maps (N, D, H, W) of the input in the voxels of a volume of size (I, J, K): (N, I, J, K), 0 beside them.
+    """Return maps (N, D, H, W) of the input in the voxels of a volume of size (I, J, K): (N, I, J, K), 0 outside.
 
     `to_input` is as from `locate_volume`.
     """
@@ -170,9 +170,8 @@ def _read_nifti(path: str) -> Volume:
     if len(image.shape) not in (3, 4):
         raise ImageError(f"{path!r} has the shape {image.shape}; expected (X, Y, Z), or (X, Y, Z, C) with channels")
     values = image.get_fdata(dtype=np.float32)
-    return Volume(
-        torch.from_numpy(values.reshape(*values.shape[:3], -1)).permute(3, 0, 1, 2).contiguous(), image.affine
-    )
+    channels = torch.from_numpy(values.reshape(*values.shape[:3], -1)).permute(3, 0, 1, 2)
+    return Volume(channels.contiguous(), image.affine)
 
 
 def _read_series(path: Path) -> Volume:
@@ -180,23 +179,22 @@ def _read_series(path: Path) -> Volume:
     folder = path if path.is_dir() else path.parent
     files = [file for file in folder.iterdir() if is_volume(file.name, (".dcm",)) and not file.name.startswith(".")]
     slices = [dicom.dcmread(file) for file in files]
-    series = {one.SeriesInstanceUID for one in slices}
+    series = {part.SeriesInstanceUID for part in slices}
     if len(series) != 1 or len(slices) < 2:
         problem = f"has {len(slices)} files .dcm of {len(series)} series"
-        raise ImageError(f"{str(folder)!r} {problem}; expected the slices of one series in a folder of their own")
+        raise ImageError(f"{str(folder)!r} {problem}; expected the slices of one series in a separate folder")
     across, down = np.reshape(slices[0].ImageOrientationPatient, (2, 3)).astype(float)
-    slices.sort(key=lambda one: float(np.dot(np.cross(across, down), one.ImagePositionPatient)))
-    shapes = np.array(
-        [(one.Rows, one.Columns, *one.PixelSpacing, *one.ImageOrientationPatient) for one in slices], float
-    )
-    positions = np.array([one.ImagePositionPatient for one in slices], float)
+    slices.sort(key=lambda part: float(np.dot(np.cross(across, down), part.ImagePositionPatient)))
+    rows = [(part.Rows, part.Columns, *part.PixelSpacing, *part.ImageOrientationPatient) for part in slices]
+    shapes = np.array(rows, float)
+    positions = np.array([part.ImagePositionPatient for part in slices], float)
     steps = np.diff(positions, axis=0)
     step = steps.mean(0)
     if np.abs(steps - step).max() >= 0.02 * np.linalg.norm(step) or not np.allclose(shapes, shapes[0], atol=1e-3):
         problem = f"its {len(slices)} slices differ in size or direction, or are not evenly spaced"
-        raise ImageError(f"{str(folder)!r}: {problem} (one may be missing); convert the series to NIfTI")
+        raise ImageError(f"{str(folder)!r}: {problem} (a slice may be missing); convert the series to NIfTI")
     apply_rescale = optional_import("pydicom.pixels", "volumes", "a DICOM series").apply_rescale
-    planes = [np.float32(apply_rescale(one.pixel_array, one)).T for one in slices]
+    planes = [np.float32(apply_rescale(part.pixel_array, part)).T for part in slices]
     affine = np.eye(4)
     spacing = slices[0].PixelSpacing  # of rows, then of columns
     affine[:3] = np.stack([across * spacing[1], down * spacing[0], step, positions[0]], 1)

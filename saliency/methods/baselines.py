@@ -25,17 +25,17 @@ from ..validation import check_number, is_real
 
 BASELINES = ("mean", "black", "white", "blur", "noise")
 BASELINE_BLUR = 0.1
-"""The standard deviation of the "blur" baseline, as a share of the image's shorter edge."""
+"""The standard deviation of the "blur" baseline, as a fraction of the image's shorter edge."""
 
 FILLS = ("mean", "blur", "inpaint")
 FILL_BLUR = 1 / 20
-"""The standard deviation of the "blur" fill, as a share of the image's shorter edge: 11 pixels at 224."""
+"""The standard deviation of the "blur" fill, as a fraction of the image's shorter edge: 11 pixels at 224."""
 INPAINT_RADIUS = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenImages:
-    """Images that the user gave as images or tensors, as the model takes them."""
+    """Images or tensors of the user, as the model takes them."""
 
     name: str
     values: Tensor  # (K, C, H, W)
@@ -54,7 +54,7 @@ BaselineLike = ImageLike | float | Sequence[ImageLike | float] | Mapping[Any, Im
 
 
 def resolve_baseline(option: str, like: object, preprocess: Prepare) -> ResolvedBaseline | list[ResolvedBaseline]:
-    """Return a checked baseline, or several; images are read once, here.
+    """Return a checked baseline, or several. Images are read here, once.
 
     Args:
         option: The name of the option.
@@ -100,7 +100,7 @@ class BaselineOption(ConvertedOption[BaselineLike, ResolvedBaseline | list[Resol
     """Option for one or several baselines."""
 
     def convert(self, method: Any, value: Any) -> ResolvedBaseline | list[ResolvedBaseline]:
-        """Return the checked baselines; the default as it is."""
+        """Return the checked baselines, or the default."""
         is_default = isinstance(value, str) and value == self.default
         return self.default if is_default else resolve_baseline(self.name, value, method.preprocess)
 
@@ -122,7 +122,7 @@ def baselines(
     if x.shape[1:3] == (1, 1):
         return by_input(x, partial(_of_one_input, resolved, preprocess, seed))
     several = resolved if isinstance(resolved, list) else [resolved]
-    return torch.cat([_baseline(one, x, preprocess, seed, number) for number, one in enumerate(several)])
+    return torch.cat([_baseline(baseline, x, preprocess, seed, number) for number, baseline in enumerate(several)])
 
 
 def _of_one_input(resolved: Any, preprocess: Any, seed: int, name: Key | None, x: Tensor) -> Tensor:
@@ -299,7 +299,7 @@ class Diffusion:
 
 def _cosine_basis(size: int) -> Tensor:
     """Return the orthonormal matrix (size, size) of the discrete cosine transform, float64."""
-    at = torch.arange(size, dtype=torch.float64, device="cpu")
-    matrix = torch.cos(torch.pi / size * at[:, None] * (at + 0.5)) * math.sqrt(2 / size)
+    positions = torch.arange(size, dtype=torch.float64, device="cpu")
+    matrix = torch.cos(torch.pi / size * positions[:, None] * (positions + 0.5)) * math.sqrt(2 / size)
     matrix[0] /= math.sqrt(2)
     return matrix

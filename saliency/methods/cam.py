@@ -29,9 +29,9 @@ from ..validation import check_integer, check_number
 from .baselines import blurred
 
 SIGNED_SHARE = 0.3
-"""Activations count as signed if negative values hold more than this share of their energy (sum of squares)."""
+"""Activations are treated as signed if negative values hold more than this fraction of their sum of squares."""
 CERTAIN_CORRELATION = 0.5
-"""The sign of a principal component is certain if it correlates this much with the norm of the activations."""
+"""The sign of a principal component is certain if the map correlates this much with the norm of the activations."""
 
 _HEADS = (nn.Linear, nn.Conv2d, nn.Conv3d)
 
@@ -64,7 +64,7 @@ class LayerAttribution(TracedAttribution):
         layer: A dotted name, the module itself, or None for the last layer with spatial output at which the score has a
             gradient. That layer is found by one forward of noise, or of the images if only the target can read the
             scores. For a box of a detector, None means all layers that enter its head. A list names such levels; their
-            maps are combined, see `summed_levels`. If a module is called several times, the last call counts.
+            maps are combined, see `summed_levels`. If a module is called several times, the last call is read.
             Tokens (vision transformers with any number of leading tokens) and channels-last layouts (Swin) are read as
             maps.
 
@@ -83,7 +83,7 @@ class LayerAttribution(TracedAttribution):
         check=_level_names, default=None, kw_only=False
     )
     reads_levels: ClassVar[bool] = False
-    """Whether the method reads all levels of a detector, and not only the last one."""
+    """Whether the method reads all levels of a detector instead of the last level only."""
 
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the needs at the named layer or layers, or at the default."""
@@ -96,7 +96,7 @@ class LayerAttribution(TracedAttribution):
 def summed_levels(maps: Sequence[Tensor]) -> Tensor:
     """Return the sum of the maps (N, 1, h, w) of the levels of a detector, on the finest grid.
 
-    Each map is enlarged with its sum unchanged. So a level counts by its share of the score, in all maps on one scale.
+    Each map is enlarged with its sum unchanged, so that a level has the weight of its part of the score.
     """
     enlarged = on_finest_grid(maps)
     shares = enlarged.new_tensor([values[0, 0].numel() / enlarged[0, 0, 0].numel() for values in maps])
@@ -164,9 +164,9 @@ def weighted_sum(weights: Tensor, activation: Tensor) -> Tensor:
 
 
 def is_signed(activation: Tensor) -> Tensor:
-    """Return whether negative activations hold a large share of the energy (sum of squares) of each image (N,).
+    """Return whether negative activations hold a large fraction of the sum of squares of each image (N,).
 
-    The share is 0 after a ReLU and was at most 0.06 after trained SiLUs and GELUs. It was 0.3 to 0.9 before
+    The fraction is 0 after a ReLU and was at most 0.06 after trained SiLUs and GELUs. It was 0.3 to 0.9 before
     activations, at linear bottlenecks, and at the tokens of transformers.
     """
     flat = activation.flatten(1)
@@ -219,7 +219,7 @@ class GradCAMPlusPlus(WeightedCAM):
 
     Warns:
         SaliencyWarning: The activations are signed. The coefficients have a pole where the sum of a channel is
-            negative; such a sum counts as 0. Use `GradCAM`, or choose a layer after a ReLU.
+            negative; such a sum is treated as 0. Use `GradCAM`, or choose a layer after a ReLU.
 
     Source: Chattopadhay et al., "Grad-CAM++" (2017), https://arxiv.org/abs/1710.11063.
     """
@@ -405,16 +405,16 @@ def principal_map(features: Tensor, reference: Tensor) -> Tensor:
         features: (N, K, h, w), of which each image is a matrix (h * w, K).
         reference: (N, h, w) a map that decides the sign: its product with the result sums to at least 0.
     """
-    places = at_least_float32(features).flatten(2).transpose(1, 2)  # (N, hw, K)
+    locations = at_least_float32(features).flatten(2).transpose(1, 2)  # (N, hw, K)
     # A Gram matrix squares its entries. Scaled entries neither overflow nor underflow.
-    scale = places.abs().amax((1, 2), keepdim=True)
-    places = places / torch.where(scale == 0, torch.ones_like(scale), scale)
-    if places.shape[1] <= places.shape[2]:
-        values, vectors = torch.linalg.eigh(places @ places.transpose(1, 2))  # (N, hw, hw), ascending
+    scale = locations.abs().amax((1, 2), keepdim=True)
+    locations = locations / torch.where(scale == 0, torch.ones_like(scale), scale)
+    if locations.shape[1] <= locations.shape[2]:
+        values, vectors = torch.linalg.eigh(locations @ locations.transpose(1, 2))  # (N, hw, hw), ascending
         projection = vectors[:, :, -1] * values[:, -1:].clamp(min=0).sqrt()
     else:
-        _, vectors = torch.linalg.eigh(places.transpose(1, 2) @ places)
-        projection = (places @ vectors[:, :, -1:]).squeeze(2)
+        _, vectors = torch.linalg.eigh(locations.transpose(1, 2) @ locations)
+        projection = (locations @ vectors[:, :, -1:]).squeeze(2)
     agreement = (projection * reference.flatten(1) / scale[:, 0]).sum(1, keepdim=True)
     projection = torch.where(agreement < 0, -projection, projection) * scale[:, 0]
     return projection.reshape(features.shape[0], 1, *features.shape[2:]).to(features.dtype)
@@ -475,7 +475,7 @@ def linear_head(model: nn.Module, activation: Tensor, output: Any, layer: str) -
 
 
 def is_close(output: Tensor, expected: Tensor) -> bool:
-    """Return whether the output of a model is the expected one up to the rounding of its type."""
+    """Return whether the output of a model is the expected output up to the rounding of its type."""
     rounding = 1e-6 if output.dtype == torch.float64 else 1e-3 if output.dtype == torch.float32 else 3e-2
     return torch.allclose(output, expected.to(output), rtol=rounding, atol=rounding * float(expected.abs().max()))
 

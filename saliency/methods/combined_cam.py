@@ -97,7 +97,7 @@ class _LayerFusion(TracedAttribution):
         self._cam = _CAMS[self.cam](self.model)
 
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
-        """Return the named layers, those that enter a detector's head, or the last of each of three resolutions."""
+        """Return the named layers, the layers that enter a detector's head, or the last layer of three resolutions."""
         return needs_with(self.needs, layers=self.layers or layers_by_resolution(self.model, x, target))
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
@@ -107,9 +107,9 @@ class _LayerFusion(TracedAttribution):
         scaled = [self.scaled(F.normalize(values.flatten(1), math.inf, eps=tiny).view_as(values)) for values in maps]
         return BatchAttribution(self.combine(on_finest_grid(scaled)), grads.scores, layer=", ".join(layers))
 
-    def scaled(self, shares: Tensor) -> Tensor:
-        """Scale the map of a layer, given as shares (N, 1, h, w) of its maximum; unchanged by default."""
-        return shares
+    def scaled(self, fractions: Tensor) -> Tensor:
+        """Scale the map of a layer, given as fractions (N, 1, h, w) of its maximum; unchanged by default."""
+        return fractions
 
     @abstractmethod
     def combine(self, maps: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class _LayerFusion(TracedAttribution):
 
 
 class FusedCAM(_LayerFusion):
-    """The maximum of one CAM over several layers: fine edges of shallow layers within the focus of deep ones.
+    """The maximum of one CAM over several layers: fine edges of shallow layers within the focus of deep layers.
 
     Formula: S = max_l up(tanh(γ C_l⁺ / max C_l⁺)), with C_l the CAM of layer l.
 
@@ -129,7 +129,7 @@ class FusedCAM(_LayerFusion):
         cam: The CAM to fuse: "layer_cam" as in the paper, "grad_cam", "grad_cam_plus_plus", "xgrad_cam" or "hires_cam".
         gamma: How strongly weak values are raised; 2 in the paper.
 
-    Values: (N, 1, h, w), 0 to tanh(gamma), without a unit: each layer is scaled by its own maximum, image by image.
+    Values: (N, 1, h, w), 0 to tanh(gamma), dimensionless: each layer is scaled by its maximum for each image.
 
     Raises:
         MethodError: The CAM does not exist, or gamma is not positive.
@@ -139,12 +139,12 @@ class FusedCAM(_LayerFusion):
     """
 
     name = "fused_cam"
-    units = "share of each layer's largest"
+    units = "fraction of each layer's largest"
     gamma: Option[float] = Option(2.0, check_number, above=0)
 
-    def scaled(self, shares: Tensor) -> Tensor:
-        """Return the hyperbolic tangent of the shares times gamma."""
-        return torch.tanh(self.gamma * shares)
+    def scaled(self, fractions: Tensor) -> Tensor:
+        """Return the hyperbolic tangent of the fractions times gamma."""
+        return torch.tanh(self.gamma * fractions)
 
     def combine(self, maps: Tensor) -> Tensor:
         """Return the maximum of the maps."""
@@ -165,8 +165,8 @@ class RefineCAM(_LayerFusion):
             "grad_cam_plus_plus", which is not defined for the signed channels at the end of many stages. On the bundled
             network and photos it puts 47 % of the map into the objects' boxes, "layer_cam" 77 %.
 
-    Values: (N, 1, h, w), 0 to 1, without a unit: each layer is scaled by its own maximum, image by image. Zero
-        everywhere if a layer has no positive value.
+    Values: (N, 1, h, w), 0 to 1, dimensionless: each layer is scaled by its maximum for each image. Zero everywhere if
+        a layer has no positive value.
 
     Raises:
         MethodError: The CAM does not exist.
@@ -176,7 +176,7 @@ class RefineCAM(_LayerFusion):
     """
 
     name = "refine_cam"
-    units = "product of the shares of each layer's largest"
+    units = "product of the fractions of each layer's largest"
 
     def combine(self, maps: Tensor) -> Tensor:
         """Return the product of the maps."""
@@ -201,7 +201,7 @@ class FinerCAM(LayerAttribution):
     Values: (N, 1, h, w), signed, in the units of the CAM.
 
     Raises:
-        NotApplicableError: The target is not a class, or the model has only one.
+        NotApplicableError: The target is not a class, or the model has only one class.
 
     Source: Zhang et al., "Finer-CAM" (2025), https://arxiv.org/abs/2501.11309.
     """
@@ -221,24 +221,24 @@ class FinerCAM(LayerAttribution):
         classes = grads.target.classes(grads.scores)
         if classes is None or not isinstance(grads.target.target, ClassTarget):
             raise NotApplicableError("finer_cam compares classes; the target must be a class, by index or name")
-        own = classes[:, None]
-        shares = self._reference_shares(class_scores(grads.forward.output).detach(), own)
+        explained = classes[:, None]
+        shares = self._reference_shares(class_scores(grads.forward.output).detach(), explained)
 
         def contrast(output: Any) -> Tensor:
             scores = class_scores(output)
-            return scores.gather(1, own)[:, 0] - self.gamma * (scores * shares).sum(1)
+            return scores.gather(1, explained)[:, 0] - self.gamma * (scores * shares).sum(1)
 
         target = copy.copy(grads.target)
         target.asked = Together([target[0]] * len(target), contrast)
         result = self._cam.explain_gradients(TargetGradients(grads.forward, target, reads=False), layers)
         return replace(result, scores=grads.scores)
 
-    def _reference_shares(self, scores: Tensor, own: Tensor) -> Tensor:
+    def _reference_shares(self, scores: Tensor, explained: Tensor) -> Tensor:
         """Return the weight of each class (N, classes) in the mean of the references, for explained classes (N, 1)."""
         if scores.shape[1] < 2:
             raise NotApplicableError("finer_cam compares classes, but the model returns one number per image")
         count = min(self.classes, scores.shape[1] - 1)
-        distance = (scores - scores.gather(1, own)).abs().scatter(1, own, math.inf)
+        distance = (scores - scores.gather(1, explained)).abs().scatter(1, explained, math.inf)
         closest = torch.sort(distance, dim=1, stable=True).indices[:, :count]
         return torch.zeros_like(scores).scatter_(1, closest, 1 / count)
 
@@ -295,16 +295,16 @@ class ShapleyCAM(LayerAttribution):
                 ) from error
 
     def _slopes_of(self, forward: SharedForward, target: Questions, layer: str) -> Tensor:
-        at = forward.layers[layer]
+        activation = forward.layers[layer]
         utility = self._utility(forward.output, target).sum()
-        gradient: Tensor | None = torch.autograd.grad(utility, at, create_graph=True, allow_unused=True)[0]
+        gradient: Tensor | None = torch.autograd.grad(utility, activation, create_graph=True, allow_unused=True)[0]
         if gradient is None:
             raise LayerError(no_gradient_message(layer))
         if not gradient.requires_grad:
             return gradient
         # The gradient of <gradient, A>, with this A held constant, is H A.
-        rise = (gradient * at.detach()).sum()
-        product: Tensor | None = torch.autograd.grad(rise, at, retain_graph=True, allow_unused=True)[0]
+        rise = (gradient * activation.detach()).sum()
+        product: Tensor | None = torch.autograd.grad(rise, activation, retain_graph=True, allow_unused=True)[0]
         return gradient.detach() if product is None else gradient.detach() - product / 2
 
     def _utility(self, output: Any, target: Questions) -> Tensor:
@@ -327,10 +327,10 @@ class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
     With these means D1, D2, D3 and the activations A of the clean image, the weight of a channel is the sum of
     alpha * D1 over the locations where D1 is positive, with alpha = D2 / (2 * D2 + D3 * sum A). The map is the weighted
     sum of A. Without noise it is Grad-CAM++. The coefficient has a pole if D3 or the sum of A is negative; their
-    product then counts as 0.
+    product is then treated as 0.
 
     Args:
-        noise: The standard deviation of the noise, as a share of the range of the image's values.
+        noise: The standard deviation of the noise, as a fraction of the range of the image's values.
 
     Values: (N, 1, h, w), in score units up to a factor: the coefficients have no unit. The error is estimated by a
     jackknife over ten groups of samples.
@@ -391,7 +391,7 @@ class _SmoothMap(Estimate):
 
     @property
     def error(self) -> Tensor | None:
-        """The standard error of the map (1, h, w), from the maps without one group at a time."""
+        """The standard error of the map (1, h, w), from the maps that each leave out one group."""
         groups = min(self.count, self.groups)
         if groups < 2:
             return None

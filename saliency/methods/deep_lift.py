@@ -26,7 +26,7 @@ from ..validation import check_choice, check_integer
 from .baselines import BaselineOption, baselines
 
 MAX_MISSING_SHARE = 1e-4
-"""The share of the difference of the scores that may be missing from the values without a warning."""
+"""The fraction of the difference of the scores that may be missing from the values without a warning."""
 
 
 class DeepLIFT(TracedAttribution):
@@ -38,10 +38,10 @@ class DeepLIFT(TracedAttribution):
     values are complete, as in integrated gradients, for two forwards and one backward.
 
     Works on the autograd graph of the call, so residual connections, functions, reused modules and operations in place
-    need no preparation of the model. A factor of a product counts with the mean of the other factor; norms, quotients
-    and attention are chains of products and pointwise functions. In a max pool, the gain of a window goes to its
-    maximum for the image, and the loss to its maximum for the baseline. Any other operation passes its mean gradient on
-    the straight path between both points.
+    need no preparation of the model. The slope of a factor of a product is the mean of the other factor; norms,
+    quotients and attention are chains of products and pointwise functions. In a max pool, the gain of a window goes to
+    its maximum for the image, and the loss to its maximum for the baseline. Any other operation passes its mean
+    gradient on the straight path between both points.
 
     Args:
         baseline: As for `IntegratedGradients`.
@@ -79,20 +79,20 @@ class DeepLIFT(TracedAttribution):
 
     def references(self, x: Tensor) -> Tensor:
         """Return the baselines (K, N, C, H, W) of a batch."""
-        given: Any = self.baseline
-        options = [given[image] for image in shown_images(x)] if isinstance(given, PerImage) else [given] * len(x)
+        option: Any = self.baseline
+        options = [option[image] for image in shown_images(x)] if isinstance(option, PerImage) else [option] * len(x)
         per_image = [baselines(option, x[i : i + 1], self.preprocess) for i, option in enumerate(options)]
         count = math.lcm(*map(len, per_image))
-        return torch.stack([own.repeat(count // len(own), *[1] * (x.dim() - 1)) for own in per_image], 1)
+        return torch.stack([values.repeat(count // len(values), *[1] * (x.dim() - 1)) for values in per_image], 1)
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Compute the mean over the baselines."""
         estimate, residual = Estimate(), Estimate()
         references = self.references(grads.x)
-        for at, reference in enumerate(references, 1):
+        for number, reference in enumerate(references, 1):
             # In the memory format of the images, in which a reshape may be a view or a copy.
             base = grads.on(torch.empty_like(grads.x).copy_(reference))
-            values, handled = self._values(grads, base, at == len(references) and grads.forward.count_backward())
+            values, handled = self._values(grads, base, number == len(references) and grads.forward.count_backward())
             missing = grads.scores.double() - base.scores.double() - values.flatten(1).sum(1, dtype=torch.float64)
             self._check(grads, base, missing)
             estimate.add(values[None])

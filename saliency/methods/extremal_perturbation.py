@@ -26,7 +26,7 @@ REFERENCE_EDGE = 224
 
 Keep = Literal["best", "worst"]
 
-# The number of blur levels, the strongest blur, the radius of the discs (both as shares of the shorter edge), the
+# The number of blur levels, the strongest blur, the radius of the discs (both as fractions of the shorter edge), the
 # temperature of the smooth maximum, and the factor by which the weight of the area grows over all steps.
 _LEVELS = 8
 _STRONGEST = 20 / REFERENCE_EDGE
@@ -48,9 +48,8 @@ class ExtremalPerturbation(TimedAttribution):
 
     Differences from the authors' code: the score is divided by the drop from blurring the whole image, and Adam is
     used. So weight and rate suit any model. The weight grows by a factor of 16 over all steps. Images are shifted by up
-    to 2 of 224 pixels at each step. "best" starts from the whole image, "worst" from a half blurred one. The
-    result is one of many good parts: a different seed may give a different one. The steps of an image run one by one,
-    regardless of `chunk`.
+    to 2 of 224 pixels at each step. "best" starts from the whole image, "worst" from a half blurred image. Many parts
+    are good: another seed may give another part. The steps of an image run one by one, regardless of `chunk`.
 
     Args:
         areas: The fractions of the image that remain, each between 0 and 1; all steps are run for each.
@@ -147,7 +146,7 @@ class ExtremalPerturbation(TimedAttribution):
         values = smooth_mask(numbers).flatten().sort().values
         ideal = torch.zeros_like(values)
         ideal[len(values) - round(self.areas[mask] * len(values)) :] = 1
-        # Equal values share their ideal: sorting would choose some of them by chance.
+        # Equal values get the mean of their ideal values: sorting would choose some of them by chance.
         group: Tensor = torch.unique_consecutive((values.detach() * 1e6).round(), return_inverse=True)[1]
         ideal = torch.zeros_like(ideal).scatter_reduce(0, group, ideal, "mean", include_self=False)[group]
         weight: float = self.weight * _GROWTH**progress
@@ -184,8 +183,8 @@ def adam_step(numbers: Tensor, gradient: Tensor, moments: Tensor, step: int, rat
 def shifted(image: Tensor, by: tuple[int, ...]) -> Tensor:
     """Move an image or a mask (..., H, W) along its last axes, to larger numbers; the border is repeated."""
     for axis, step in enumerate(by, -len(by)):
-        at = torch.arange(image.shape[axis], device=image.device) - step
-        image = image.index_select(axis, at.clamp(0, image.shape[axis] - 1)) if step else image
+        positions = torch.arange(image.shape[axis], device=image.device) - step
+        image = image.index_select(axis, positions.clamp(0, image.shape[axis] - 1)) if step else image
     return image
 
 
@@ -196,8 +195,8 @@ def smooth_mask(numbers: Tensor) -> Tensor:
     all numbers are equal. The smooth maximum of values f is their mean under the weights exp(f / temperature).
     """
     reach = 5
-    at = torch.arange(-reach, reach + 1, dtype=numbers.dtype, device=numbers.device) / 3
-    distance = (at[:, None].square() + at.square()).sqrt()
+    offsets = torch.arange(-reach, reach + 1, dtype=numbers.dtype, device=numbers.device) / 3
+    distance = (offsets[:, None].square() + offsets.square()).sqrt()
     disc = torch.exp(-2 * (distance - 0.5).clamp(min=0).square())  # (11, 11)
     around = F.unfold(F.pad(numbers[None, None], (reach,) * 4, mode="replicate"), 2 * reach + 1)[0]  # (121, h * w)
     values = around * disc.flatten()[:, None]
@@ -206,7 +205,7 @@ def smooth_mask(numbers: Tensor) -> Tensor:
 
 
 def pyramid(x: Tensor) -> Tensor:
-    """Return an image (1, C, H, W) at rising levels of blur (L, C, H, W); the first one is the image itself."""
+    """Return an image (1, C, H, W) at rising levels of blur (L, C, H, W); the first level is the image itself."""
     strongest = _STRONGEST * min(x.shape[2:])
     return Diffusion(x[0])(torch.linspace(0, strongest, _LEVELS, dtype=torch.float64, device="cpu"))
 
@@ -215,5 +214,5 @@ def blurred_where(levels: Tensor, strength: Tensor) -> Tensor:
     """Blur each pixel of an image by a strength (H, W) from 0 to 1, between the closest levels: (1, C, H, W)."""
     depth = strength * (len(levels) - 1)
     lower = depth.detach().floor().clamp(0, len(levels) - 2)
-    at = lower.long().expand(1, *levels.shape[1:])
-    return torch.lerp(levels.gather(0, at), levels.gather(0, at + 1), depth - lower)
+    level = lower.long().expand(1, *levels.shape[1:])
+    return torch.lerp(levels.gather(0, level), levels.gather(0, level + 1), depth - lower)

@@ -29,7 +29,7 @@ from ..model.layers import layout_from, trace_layers
 from ..relevance.propagation import constant_part, holds_constant, kind_of
 
 MAX_MISSING_SHARE = 1e-3
-"""The share of the score that may be missing from the sum of all terms without a warning."""
+"""The fraction of the score that may be missing from the sum of all terms without a warning."""
 
 
 class FullGrad(Attribution):
@@ -45,17 +45,17 @@ class FullGrad(Attribution):
 
     The map adds up magnitudes, for the input and for each convolution, linear layer, norm and activation with
     locations: gradient times bias, scaled to 0..1 over the whole layer, summed over its channels and resized bilinearly
-    to the input. Operations without locations, products, attention, and activations and RMS
-    norms written as several operations count in the sum but not in the map.
+    to the input. Operations without locations, products, attention, and activations and RMS norms written as several
+    operations are in the sum but not in the map.
 
     The map depends little on the class: it hardly changes when the classifier is randomised.
 
-    Values: (N, 1, H, W), shares of each layer's largest value, summed over channels and layers; their sum has no
+    Values: (N, 1, H, W), fractions of each layer's largest value, summed over channels and layers; their sum has no
         meaning. `residual` is in score units: the score minus the sum of all terms.
 
     Warns:
         SaliencyWarning: More than a thousandth of the score is missing from the sum: an operation is not visible, as in
-            fused scripts and functions with a backward pass in Python. Or the map differs from that of the plain
+            fused scripts and functions with a backward pass in Python. Or the map differs from the map of the plain
             model, because it runs in `vmap` or is frozen by TorchScript.
 
     Raises:
@@ -68,7 +68,7 @@ class FullGrad(Attribution):
     name = "full_grad"
     ignores_sign = True
     cost = "1 forward, 1 backward"
-    units = "shares of each layer's largest"
+    units = "fractions of each layer's largest"
     sign = "absolute"
     needs = Needs(backwards=1, values=SavedValues.CONSTANTS)
     is_complete = False
@@ -89,11 +89,11 @@ class FullGrad(Attribution):
         for image in range(len(x)):
             start = time.perf_counter()
             with bind_image(image):
-                one = x[image : image + 1]
-                forward = SharedForward(self.model, one, self.needs, len(targets))
+                row = x[image : image + 1]
+                forward = SharedForward(self.model, row, self.needs, len(targets))
                 for number, target in enumerate(targets):
-                    own = target if len(x) == 1 else target.variants(image, 1)
-                    grads = TargetGradients(forward, own)
+                    questions = target if len(x) == 1 else target.variants(image, 1)
+                    grads = TargetGradients(forward, questions)
                     terms = _Terms(self.model, grads)
                     stats = RunStats(1, time.perf_counter() - start, "complete", note=terms.note())
                     attribution = ImageAttribution(terms.values, residual=terms.residual)
@@ -171,7 +171,7 @@ class _Terms:
 
 
 def _terms(node: Node, operation: Operation, passed: Gradients, arrived: Gradients) -> list[Tensor] | None:
-    """Return the gradient times the bias of an operation, as a sum if it is not in the map; None if it is not known."""
+    """Return the gradient times the bias of an operation, as a sum if it is not in the map; None if it has no rule."""
     kind, args = kind_of(operation.op), operation.args
     if any(grad is not None and grad.is_complex() for grad in (*passed, *arrived)):
         is_linear = is_view(operation.op) or operation.name in PLAIN or kind == "mul"
@@ -232,7 +232,7 @@ def _norm_bias(operation: Operation) -> Tensor:
 
 
 def _operands(args: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that have a gradient, in order; None for a missing one."""
+    """Return the arguments that have a gradient, in order; None for a missing argument."""
     parts = [part for value in args.values() for part in (value if isinstance(value, list | tuple) else [value])]
     return [part for part in parts if part is None or (isinstance(part, Tensor) and part.is_floating_point())]
 

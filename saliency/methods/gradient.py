@@ -15,7 +15,7 @@ from ..attribution.explanation import BatchAttribution
 from ..attribution.forward import Needs, TargetGradients
 from ..attribution.options import Option
 from ..errors import NotApplicableError, warn
-from ..hooks.manager import Rule
+from ..hooks.manager import GradientRule
 from ..hooks.rectifiers import Coverage, Nonlinearities, Nonlinearity, output_of, saturation_of
 from ..validation import check_choice, check_number
 
@@ -79,8 +79,8 @@ class RectifiedGradient(TracedAttribution):
     times, inside scripts and non-reentrant checkpoints. Only the gradient through the rectifier changes.
 
     Args:
-        smooth: The rule of LeakyReLU, PReLU, ELU, GELU, SiLU, Hardswish, Mish and Softplus, for which the paper has
-            none: "leave" keeps their derivative, "positive" passes only a positive incoming gradient, times the true
+        smooth: The rule of LeakyReLU, PReLU, ELU, GELU, SiLU, Hardswish, Mish and Softplus, which the paper does not
+            cover: "leave" keeps their derivative, "positive" passes only a positive incoming gradient, times the true
             derivative. In both cases the explanation's coverage counts them.
     """
 
@@ -91,7 +91,7 @@ class RectifiedGradient(TracedAttribution):
     smooth: Option[Smooth] = Option("leave", check_choice, get_args(Smooth))
 
     @abstractmethod
-    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> Rule:
+    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> GradientRule:
         """Return the rule that replaces the derivative at a rectifier, in a batch of `images` images."""
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
@@ -107,8 +107,8 @@ class RectifiedGradient(TracedAttribution):
         rewritten = [*nonlinearities.rectifiers, *others]
         if not rewritten or nonlinearities.hidden:
             self._refuse_or_warn(nonlinearities, rewritten)
-        rules = [(own.node, self.rule_for(own, images)) for own in nonlinearities.rectifiers]
-        rules += [(own.node, _positive_signal) for own in others]
+        rules = [(rectifier.node, self.rule_for(rectifier, images)) for rectifier in nonlinearities.rectifiers]
+        rules += [(other.node, _positive_signal) for other in others]
         values = grads.rewritten_gradient(rules)
         return values, Coverage(_by_kind(rewritten), _by_kind(passed), dict(nonlinearities.hidden))
 
@@ -149,12 +149,12 @@ class GuidedBackprop(RectifiedGradient):
     units = "score per unit of normalised input"
     sign = "absolute"
 
-    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> Rule:
+    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> GradientRule:
         """Return the true gradient where it is positive."""
         if nonlinearity.kind not in ("clamp", "maximum"):
             # In place, which halves the time: the derivative of a ReLU is a new tensor that is not used elsewhere.
             return lambda grad_input, grad_output: grad_input.relu_()
-        # PyTorch's derivative of these at 0 is 1 or a half; the rule has 0, as for a ReLU.
+        # PyTorch's derivative of clamp and maximum at 0 is 1 or a half; the rule has 0, as for a ReLU.
         activation, saturation = output_of(nonlinearity.node), saturation_of(nonlinearity.node)
         open_ = activation > 0 if saturation is None else (activation > 0) & (activation < saturation)
         return lambda grad_input, grad_output: torch.where(open_, grad_output.clamp(min=0), 0)
@@ -178,7 +178,7 @@ class DeconvNet(RectifiedGradient):
     units = "score per unit of normalised input"
     sign = "absolute"
 
-    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> Rule:
+    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> GradientRule:
         """Return the incoming gradient where it is positive."""
         return lambda grad_input, grad_output: grad_output.clamp(min=0)
 
@@ -213,7 +213,7 @@ class RectGrad(RectifiedGradient):
 
     percentile: Option[float] = Option(98.0, check_number, least=0, most=100)
 
-    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> Rule:
+    def rule_for(self, nonlinearity: Nonlinearity, images: int) -> GradientRule:
         """Return the incoming gradient where activation times gradient exceeds the layer's threshold."""
         # Read before the backward pass, in which a checkpoint unpacks a saved tensor only once.
         activation, saturation = output_of(nonlinearity.node), saturation_of(nonlinearity.node)

@@ -32,7 +32,7 @@ def strongest(strength: Tensor, limit: int | None) -> Tensor:
     return torch.sort(strength, descending=True, stable=True).indices[:limit]
 
 
-class LayerOutput:
+class LayerMaps:
     """Output of a layer for one image, and the channel and location of each of its values.
 
     Args:
@@ -40,7 +40,7 @@ class LayerOutput:
 
     Attributes:
         layer: The layer's name.
-        raw: (1, ...) the output in its own layout.
+        raw: (1, ...) the output in the layout of the model.
         maps: (K, h, w) the output as maps; half precision as float32.
         output: The output of the model.
     """
@@ -94,7 +94,7 @@ class LayerPasses(MultiPassAttribution):
             return ()
         return (self.layer or default_layer(self.model, x, target),)
 
-    def read_layer(self, passes: Passes) -> LayerOutput:
+    def read_layer(self, passes: Passes) -> LayerMaps:
         """Read the layer, in the forward of the score if possible, else in one forward of the image.
 
         Raises:
@@ -103,14 +103,14 @@ class LayerPasses(MultiPassAttribution):
         if (forward := passes.forward) is None:
             name = self.layer or default_layer(self.model, passes.x, passes.target(1))
             forward = SharedForward(self.model, passes.x, Needs("none", layers=(name,)))
-        layer = LayerOutput(forward)
+        layer = LayerMaps(forward)
         if self.assumes_unsigned:
             warn_if_signed(self.name, layer.maps[None])
         return layer
 
 
 def stretched(maps: Tensor) -> Tensor:
-    """Return maps (N, K, H, W), each stretched to 0..1; constant ones become 0."""
+    """Return maps (N, K, H, W), each stretched to 0..1; constant maps become 0."""
     low, high = maps.amin(axes := spatial(maps), keepdim=True), maps.amax(axes, keepdim=True)
     return (maps - low) / torch.where(high == low, torch.ones_like(high), high - low)
 
@@ -125,12 +125,12 @@ class ScoreCAM(LayerPasses, TimedAttribution):
     baseline cancels. (The authors' code takes the class probabilities; the target `saliency.probability(...)` is the
     closest to it.) The logits of a confident model differ by much more than 1, so few channels hold most of the weight.
 
-    Constant channels, such as dead ones, highlight nothing and have no weight. In the softmax they count with the score
+    Constant channels, such as dead channels, highlight nothing and have no weight. In the softmax they have the score
     of the empty image, which takes one forward for all of them. All weights are 0 if no mask changes the score.
 
     Args:
         channels: The number of channels to use; None for all.
-        order: The number by which channels are chosen: "deviation", the standard deviation of their activations, or
+        order: The criterion by which channels are chosen: "deviation", the standard deviation of their activations, or
             "gradient", their mean gradient, with one more forward and a backward. `channels=300, order="gradient"` is
             gScoreCAM, proposed for the thousands of channels of CLIP. (Its authors' code also gives weight to channels
             without a pass.)
@@ -169,7 +169,7 @@ class ScoreCAM(LayerPasses, TimedAttribution):
         used, left_out = f"{len(varied)} of {len(is_flat)} channels as masks", len(is_flat) - len(chosen)
         notes = [f"{used}, one forward for the {flat} constant channels, {left_out} left out"]
         count = len(varied) + bool(flat)  # the last mask is empty, for all constant channels
-        scores = torch.full((count,), math.nan, dtype=torch.float64, device="cpu")  # NaN: not known yet
+        scores = torch.full((count,), math.nan, dtype=torch.float64, device="cpu")  # NaN: not run yet
 
         def make(start: int, stop: int) -> Tensor:
             large = resize(layer.maps[varied[start:stop]][:, None], x.shape[2:], align_corners=self.align_corners)
@@ -178,11 +178,11 @@ class ScoreCAM(LayerPasses, TimedAttribution):
             return x * masks
 
         def combined() -> ImageAttribution:
-            weights, known = scores.new_zeros(len(is_flat)), ~scores.isnan()
-            if bool((scores[known] != score.to(scores)).any()):
+            weights, has_run = scores.new_zeros(len(is_flat)), ~scores.isnan()
+            if bool((scores[has_run] != score.to(scores)).any()):
                 channels = torch.ones_like(scores)
                 channels[len(varied) :] = flat
-                shares = torch.where(known, scores + channels.log(), -math.inf).softmax(0)
+                shares = torch.where(has_run, scores + channels.log(), -math.inf).softmax(0)
                 weights[varied.cpu()] = shares[: len(varied)]
             return ImageAttribution(layer.weighted(weights), layer=layer.layer, notes=notes)
 
@@ -192,8 +192,8 @@ class ScoreCAM(LayerPasses, TimedAttribution):
             notes.append(f"{int((~scores.isnan()).sum())} of {count} masks were run")
         return combined()
 
-    def _strength(self, passes: Passes, layer: LayerOutput) -> Tensor:
-        """Return the number (K,) by which channels are chosen."""
+    def _strength(self, passes: Passes, layer: LayerMaps) -> Tensor:
+        """Return the criterion (K,) by which channels are chosen."""
         if self.order == "deviation":
             return layer.maps.flatten(1).std(1, correction=0)
         with torch.enable_grad():
@@ -211,9 +211,9 @@ class AblationCAM(LayerPasses, TimedAttribution):
     channel supports the target, also for a negative score. (The paper divides by y, which is the same for all channels
     and inverts the map if y is negative.)
 
-    Only the part of the model after the layer runs for each channel. If this part
-    is pooling and one linear layer, which each call checks, the weights are computed in closed form. Channels that are
-    zero everywhere have no effect, and are not run.
+    Only the part of the model after the layer runs for each channel. If this part is pooling and one linear layer,
+    which each call checks, the weights are computed in closed form. Channels that are zero everywhere have no effect,
+    and are not run.
 
     Args:
         channels: The number of channels to remove, in descending order of energy; None for all.
@@ -250,7 +250,7 @@ class AblationCAM(LayerPasses, TimedAttribution):
                 notes.append(f"{len(scores)} of {count} channels, in descending order of energy")
         return ImageAttribution(layer.weighted(weights), layer=layer.layer, notes=notes)
 
-    def _scores_in_closed_form(self, passes: Passes, layer: LayerOutput, channels: Tensor) -> Tensor | None:
+    def _scores_in_closed_form(self, passes: Passes, layer: LayerMaps, channels: Tensor) -> Tensor | None:
         """Return the scores (m,) without each channel if only pooling and a linear layer follow; else None.
 
         One forward without half of the channels tests the formula.
@@ -350,15 +350,14 @@ class ViTCX(LayerPasses, TimedAttribution):
     same up to a constant and a factor. The paper takes class probabilities: the target `saliency.probability(...)`.
 
     The clusters depend on the network's rounding, see docs/transformers.md for bfloat16. Feature maps that are constant
-    highlight nothing and form no cluster. With a single mask there is nothing to
-    compare, so the map is 0.
+    highlight nothing and form no cluster. With a single mask there is nothing to compare, so the map is 0.
 
     Args:
         layer: As for `LayerAttribution`. In a vision transformer with a class token, this is the first normalisation of
             the last block, as in the authors' code. Other networks have feature maps too.
         distance: The largest cosine distance of two feature maps of one cluster.
-        noise: The standard deviation of the noise, as a share of the range of the image's values. For a photo, 0.02 is
-            about the paper's 0.1 in the normalised input.
+        noise: The standard deviation of the noise, as a fraction of the range of the image's values. For a photo, 0.02
+            is about the paper's 0.1 in the normalised input.
 
     Values: (N, 1, H, W), signed, in score units; 0 if no mask shows the pixel.
 

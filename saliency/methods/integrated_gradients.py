@@ -33,10 +33,10 @@ MOST_NODES = 256
 FIRST_NODES = 9
 """The number of evenly spaced nodes that an adaptive integral starts with."""
 NEW_NODES = 4
-"""The maximum number of intervals that are halved at a time. It does not depend on the chunk size."""
+"""The maximum number of intervals that are halved at once. It does not depend on the chunk size."""
 
 STEP_TOLERANCE = 1e-9
-"""The allowed error in the length of a step of Guided IG, as a share of the whole path."""
+"""The allowed error in the length of a step of Guided IG, as a fraction of the whole path."""
 
 
 class IntegratedGradients(TimedAttribution):
@@ -44,16 +44,16 @@ class IntegratedGradients(TimedAttribution):
 
     Formula: S = (x − x′) ⊙ ∫₀¹ ∇y(x′ + t (x − x′)) dt.
 
-    The default baseline is the mean colour, 0 in the normalised input. It is the same for all images, is known for
-    every model, and is closer to most pixels than black. With a black baseline, dark pixels get no attribution.
+    The default baseline is the mean colour, 0 in the normalised input. It is the same for all images and models, and is
+    closer to most pixels than black. With a black baseline, dark pixels get no attribution.
 
     A trained network's gradient changes so fast along the path that fixed rules converge slowly. On the bundled network
     and real photos, 50 Gauss-Legendre nodes leave a residual of 1 to 11 % of the rise, and 32 nodes 5 to 50 %. A
     `tolerance` is met with far fewer passes, for two reasons. First, the scores at two nodes give the mean slope
     between them, and the gradients at both are mixed to match that slope. This is exact for one kink between the nodes.
     Second, new nodes are added in the intervals with the largest residuals, and earlier nodes are reused (a
-    Gauss-Legendre rule with more nodes needs all new ones). Under every rule the weights are not negative and sum to 1,
-    so the result is a mean of true gradients.
+    Gauss-Legendre rule with more nodes reuses none). Under every rule the weights are not
+    negative and sum to 1, so the result is a mean of true gradients.
 
     A small residual is not a small error of the map. At 1 %, after 10 to 17 passes, the maps of the bundled network's
     top class on five photos have a cosine of .87 to .98 with the maps of 256 nodes; with 50 nodes .994 to .999.
@@ -109,7 +109,7 @@ class IDGI(TimedAttribution):
     values then sum exactly to the rise, except for steps that start where the gradient is zero.
 
     As in the authors' code, a class is explained by its probability, and the result's `target_names` say so. Any other
-    target is explained as it is, such as `saliency.value(281)` for the logit, as is the score of a model of one class.
+    target, such as `saliency.value(281)` for the logit, and the score of a model of one class are explained unchanged.
     On the bundled network and photos the outer 16 pixels, next to the padding, hold 16 % of the map on average (21 %
     for the logit).
 
@@ -157,8 +157,8 @@ class IDGI(TimedAttribution):
         values = torch.zeros_like(at_least_float32(passes.x[0]))
         rise = 0.0
         last_shares, last_score = torch.zeros_like(values), 0.0
-        at = torch.linspace(0, 1, nodes, dtype=torch.float64, device="cpu")
-        for done in passes.gradients(on_paths(passes.x, references, at), count, least=count):
+        positions = torch.linspace(0, 1, nodes, dtype=torch.float64, device="cpu")
+        for done in passes.gradients(on_paths(passes.x, references, positions), count, least=count):
             rows = zip(_squared_shares(done.gradients.to(values.dtype)), done.scores.tolist(), strict=True)
             for node, (shares, node_score) in enumerate(rows, start=done.start):
                 if node % nodes:
@@ -174,12 +174,12 @@ class _ProbabilityIfAny(Probability):
 
     def ask(self, output: Any, images: Images) -> Together:
         """Return the questions about the probability, if there is one."""
-        has_probability = self.of.find(output, images).link is not None
-        return super().ask(output, images) if has_probability else self.of.ask(output, images)
+        has_probability = self.target.find(output, images).link is not None
+        return super().ask(output, images) if has_probability else self.target.ask(output, images)
 
 
 def _squared_shares(gradients: Tensor) -> Tensor:
-    """Return the share of each value in the sum of squares of its gradient (k, C, H, W); zero for a zero gradient."""
+    """Return each squared gradient (k, C, H, W) as a fraction of their sum; zero for a zero gradient."""
     largest = gradients.abs().amax(axes := spatial(gradients, 1), keepdim=True)
     # Scale first: the square of a small gradient would vanish.
     squares = (gradients / torch.where(largest == 0, torch.ones_like(largest), largest)).square()
@@ -198,7 +198,7 @@ class ExpectedGradients(SampledAttribution):
 
     Args:
         baseline: "colours", or a set to draw baselines from: a float tensor (K, C, H, W), or a list of images, paths,
-            or baselines as for `IntegratedGradients`. For "noise", each sample has its own.
+            or baselines as for `IntegratedGradients`. For "noise", each sample has different noise.
 
     Values: (N, C, H, W), signed, in score units; their expectation sums to the score minus the baselines' mean score.
 
@@ -256,7 +256,7 @@ class GuidedIG(TimedAttribution):
     Args:
         baseline: As for `IntegratedGradients`.
         steps: The number of steps.
-        fraction: The share of values that move together, above 0 and at most 1.
+        fraction: The fraction of values that move together, above 0 and at most 1.
         max_distance: The largest distance of a value from the straight path, from 0 to 1, as a fraction of the path. 0
             gives integrated gradients, 1 a free path.
 
@@ -306,22 +306,22 @@ class GuidedIG(TimedAttribution):
             position = moved
         return values[0]
 
-    def moved(self, position: Tensor, slopes: Tensor, length: Tensor, share: float) -> Tensor:
-        """Return the position of each value after a step that leaves 1 - `share` of the whole path.
+    def moved(self, position: Tensor, slopes: Tensor, length: Tensor, done: float) -> Tensor:
+        """Return the position of each value after a step that completes the fraction `done` of the whole path.
 
         Args:
             position: The position of each value, 0 to 1.
             slopes: The magnitude of the gradient there.
             length: The length of each value's whole path.
-            share: The position of the straight path.
+            done: The position on the straight path.
         """
         whole = float(length.sum(dtype=torch.float64))
-        least, most = max(share - self.max_distance, 0.0), min(share + self.max_distance, 1.0)
+        least, most = max(done - self.max_distance, 0.0), min(done + self.max_distance, 1.0)
         position = position.clamp(min=least)
         waiting = torch.where((position < most) & (length > 0), slopes, torch.inf)
         taken = max(1, int(self.fraction * (slopes.numel() - 1)) + 1)
         while True:
-            missing = float(((1 - position) * length).sum(dtype=torch.float64)) - (1 - share) * whole
+            missing = float(((1 - position) * length).sum(dtype=torch.float64)) - (1 - done) * whole
             bound = waiting.flatten().kthvalue(taken).values
             chosen = (waiting <= bound) & waiting.isfinite()
             if missing <= STEP_TOLERANCE * whole or not chosen.any():
@@ -381,19 +381,19 @@ class BlurIG(TimedAttribution):
         return values
 
 
-def on_paths(x: Tensor, references: Tensor, at: Tensor) -> Callable[[int, int], Tensor]:
+def on_paths(x: Tensor, references: Tensor, nodes: Tensor) -> Callable[[int, int], Tensor]:
     """Return a function that creates the inputs on the straight paths from K baselines to the image, path by path.
 
     Args:
         x: (1, C, H, W) the image.
         references: (K, C, H, W) the baselines.
-        at: (n,) the nodes on each path, 0 at the baseline and 1 at the image.
+        nodes: (n,) the nodes on each path, 0 at the baseline and 1 at the image.
     """
-    shares = along_rows(at.to(x), x)
+    shares = along_rows(nodes.to(x), x)
 
     def make(start: int, stop: int) -> Tensor:
         numbers = torch.arange(start, stop, device=x.device)
-        return torch.lerp(references[numbers // len(at)], x, shares[numbers % len(at)])
+        return torch.lerp(references[numbers // len(nodes)], x, shares[numbers % len(nodes)])
 
     return make
 
@@ -411,7 +411,7 @@ def mean_gradients(passes: Passes, references: Tensor, rule: QuadratureRule, ste
 
 
 def residual_of(passes: Passes, values: Tensor, score: Tensor, references: Tensor) -> float:
-    """Return the difference of the score and the mean score of baselines (K, C, H, W) that values do not add up to."""
+    """Return the score minus the mean score of the baselines (K, C, H, W) minus the sum of the values."""
     if is_tracing():
         return math.nan
     count = len(references)
@@ -424,8 +424,8 @@ def quadrature(rule: QuadratureRule, count: int) -> tuple[Tensor, Tensor]:
 
     Both are in float64 on the CPU.
 
-    Gauss-Legendre is exact for polynomials of degree 2n - 1, the midpoint and the trapezoid rule for degree 1, the
-    Riemann sums, which take the left or right end of each of n intervals, for constants.
+    Gauss-Legendre is exact for polynomials of degree 2n - 1, the midpoint and the trapezoid rule for degree 1. The
+    Riemann sums, which take the left or right end of each of n intervals, are exact for constants.
 
     Args:
         rule: One of `RULES`.
@@ -440,15 +440,15 @@ def quadrature(rule: QuadratureRule, count: int) -> tuple[Tensor, Tensor]:
     if rule == "trapezoid":
         check_integer("steps", count, least=2)
     if rule == "gauss_legendre":
-        nodes, weights = np.polynomial.legendre.leggauss(count)
-        at = (nodes + 1) / 2
+        roots, weights = np.polynomial.legendre.leggauss(count)
+        nodes = (roots + 1) / 2
     elif rule == "trapezoid":
-        at, weights = np.linspace(0, 1, count), np.ones(count)
+        nodes, weights = np.linspace(0, 1, count), np.ones(count)
         weights[[0, -1]] /= 2
     else:
         shift = {"riemann_left": 0.0, "midpoint": 0.5, "riemann_right": 1.0}[rule]
-        at, weights = (np.arange(count) + shift) / count, np.ones(count)
-    return torch.from_numpy(at), torch.from_numpy(weights / weights.sum())
+        nodes, weights = (np.arange(count) + shift) / count, np.ones(count)
+    return torch.from_numpy(nodes), torch.from_numpy(weights / weights.sum())
 
 
 class AdaptiveIntegral:
@@ -466,25 +466,25 @@ class AdaptiveIntegral:
         self.nodes: list[tuple[float, float, float]] = []  # position, value and slope, in the order of arrival
 
     def wanted(self) -> list[float]:
-        """Return the nodes to evaluate next: evenly spaced ones first, then the centres of the worst intervals."""
+        """Return the nodes to evaluate next: first evenly spaced nodes, then the centres of the worst intervals."""
         if not self.nodes:
             return [i / (FIRST_NODES - 1) for i in range(FIRST_NODES)]
-        _, at, _, signed = self._mixed()
+        _, positions, _, signed = self._mixed()
         residuals = signed.abs()
         worst = residuals.sort(descending=True, stable=True).indices[:NEW_NODES]
         worst = worst[residuals[worst] > 0.1 * residuals.max()]
-        centres: list[float] = ((at[worst] + at[worst + 1]) / 2).sort().values.tolist()
+        centres: list[float] = ((positions[worst] + positions[worst + 1]) / 2).sort().values.tolist()
         return centres
 
-    def add(self, at: float, value: float, slope: float) -> None:
+    def add(self, position: float, value: float, slope: float) -> None:
         """Add the function's value and slope at a node."""
-        self.nodes.append((at, value, slope))
+        self.nodes.append((position, value, slope))
 
     @property
     def weights(self) -> Tensor:
         """The weight of the slope at each node (n,), in the order of arrival; float64, of sum 1."""
-        order, at, shares, _ = self._mixed()
-        widths, weights = at.diff(), torch.zeros_like(at)
+        order, positions, shares, _ = self._mixed()
+        widths, weights = positions.diff(), torch.zeros_like(positions)
         weights[order[:-1]] += widths * shares
         weights[order[1:]] += widths * (1 - shares)
         return weights
@@ -507,17 +507,17 @@ class AdaptiveIntegral:
     def _mixed(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the order of the nodes by position (n,), and their positions in this order.
 
-        Also return, for each interval (n - 1,), the share of the slope at its left end, and the residual.
+        Also return, for each interval (n - 1,), the weight of the slope at its start, and the residual.
         """
-        at, values, slopes = torch.tensor(self.nodes, dtype=torch.float64, device="cpu").T
-        order = at.argsort()
-        at, values, slopes = at[order], values[order], slopes[order]
-        left, right, widths, rises = slopes[:-1], slopes[1:], at.diff(), values.diff()
-        difference = left - right
+        positions, values, slopes = torch.tensor(self.nodes, dtype=torch.float64, device="cpu").T
+        order = positions.argsort()
+        positions, values, slopes = positions[order], values[order], slopes[order]
+        starts, ends, widths, rises = slopes[:-1], slopes[1:], positions.diff(), values.diff()
+        difference = starts - ends
         differs = difference.abs() > 1e-9 * slopes.abs().max()
-        shares = (rises / widths - right) / torch.where(differs, difference, 1.0)
+        shares = (rises / widths - ends) / torch.where(differs, difference, 1.0)
         shares = torch.where(differs, shares, 0.5).clamp(0, 1)
-        return order, at, shares, rises - widths * (shares * left + (1 - shares) * right)
+        return order, positions, shares, rises - widths * (shares * starts + (1 - shares) * ends)
 
 
 def _adaptively_integrated(passes: Passes, references: Tensor, tolerance: float) -> ImageAttribution:
@@ -528,17 +528,17 @@ def _adaptively_integrated(passes: Passes, references: Tensor, tolerance: float)
     gradients: list[list[Tensor]] = [[] for _ in references]  # of each path, (C, H, W) at each node
     notes = []
     while True:
-        wanted = [(path, at) for path in range(len(paths)) for at in paths[path].wanted()]
+        wanted = [(path, point) for path in range(len(paths)) for point in paths[path].wanted()]
 
         def make(start: int, stop: int, wanted: list[tuple[int, float]] = wanted) -> Tensor:
-            return torch.stack([torch.lerp(references[path], x[0], at) for path, at in wanted[start:stop]])
+            return torch.stack([torch.lerp(references[path], x[0], point) for path, point in wanted[start:stop]])
 
         for done in passes.gradients(make, len(wanted), least=1 if gradients[0] else len(wanted)):
-            nodes, own = wanted[done.start : done.start + len(done.scores)], done.gradients.to(differences)
-            products = own * differences[[path for path, _ in nodes]]
+            nodes, added = wanted[done.start : done.start + len(done.scores)], done.gradients.to(differences)
+            products = added * differences[[path for path, _ in nodes]]
             slopes = products.flatten(1).sum(1, dtype=torch.float64).tolist()
-            for (path, at), value, slope, gradient in zip(nodes, done.scores.tolist(), slopes, own, strict=True):
-                paths[path].add(at, value, slope)
+            for (path, point), value, slope, gradient in zip(nodes, done.scores.tolist(), slopes, added, strict=True):
+                paths[path].add(point, value, slope)
                 gradients[path].append(gradient)
         if _is_met(paths, tolerance) or passes.budget.is_over():
             break
@@ -546,7 +546,7 @@ def _adaptively_integrated(passes: Passes, references: Tensor, tolerance: float)
             notes.append(f"the tolerance was not met with {MOST_NODES} nodes")
             break
     pairs = zip((path.weights.to(differences) for path in paths), map(torch.stack, gradients), strict=True)
-    means = [torch.einsum("n,n...->...", weights, own) for weights, own in pairs]
+    means = [torch.einsum("n,n...->...", weights, slopes) for weights, slopes in pairs]
     values = (differences * torch.stack(means)).mean(0)
     return ImageAttribution(values, residual=sum(path.residual for path in paths) / len(paths), notes=notes)
 
@@ -578,9 +578,9 @@ class XRAI(TimedAttribution):
 
     Integrated gradients start from the darkest and from the brightest value of the image, so that black and white
     regions both get values; the map takes the largest channel of their mean. Segments, dilated a little to include
-    their edges, are then taken one by one. The next segment is the one whose remaining pixels have the largest mean;
-    this mean becomes their value. A segment that adds only a few pixels is dropped, and pixels outside all segments get
-    their own mean.
+    their edges, are then taken one by one. The next segment is the segment whose remaining pixels have the largest
+    mean; this mean becomes their value. A segment that adds only a few pixels is dropped. The value of pixels outside
+    all segments is their mean.
 
     Args:
         steps: The number of Gauss-Legendre nodes on each of the two paths.
@@ -647,7 +647,7 @@ def multiscale_regions(image: NDArray[np.float64]) -> Regions:
 
 
 def ranked(values: NDArray[np.float64], regions: Regions, least: float) -> NDArray[np.float64]:
-    """Average values over regions: first the region with the largest mean, then others by their remaining pixels.
+    """Average values over regions, always next over the region whose remaining pixels have the largest mean.
 
     When a pixel is taken, the mean of every region that contains it is updated.
 
@@ -668,12 +668,12 @@ def ranked(values: NDArray[np.float64], regions: Regions, least: float) -> NDArr
         best = int(means.argmax())
         if means[best] == -np.inf:
             break
-        own = regions.pixels[regions.starts[best] : regions.starts[best + 1]]
-        own = own[~taken[own]]
-        result[own], taken[own] = flat[own].mean(), True
-        touched = members[:, own]
-        remaining -= touched @ np.ones(len(own))
-        sums -= touched @ flat[own]
+        region = regions.pixels[regions.starts[best] : regions.starts[best + 1]]
+        region = region[~taken[region]]
+        result[region], taken[region] = flat[region].mean(), True
+        touched = members[:, region]
+        remaining -= touched @ np.ones(len(region))
+        sums -= touched @ flat[region]
     if not taken.all():
         result[~taken] = flat[~taken].mean()
     return result.reshape(values.shape)

@@ -80,13 +80,13 @@ class Coalitions(ScoreEstimate):
 
     @abstractmethod
     def fit(self, part: slice) -> tuple[Tensor, Tensor | None]:
-        """Return the values (M,) from some of the samples so far, and their standard errors if they are known."""
+        """Return the values (M,) from some of the samples so far, and their standard errors or None."""
 
     def _rows(self, start: int, stop: int) -> Tensor:
         return torch.stack([self.row(number) for number in range(start, stop)])
 
     def run(self, passes: Passes, count: int) -> None:
-        """Run up to `count` passes, until a limit is met."""
+        """Run up to `count` passes, until a limit is reached."""
 
         def make(start: int, stop: int) -> Tensor:
             return self._filler(self.segments.hidden(self._rows(start, stop)))
@@ -195,7 +195,7 @@ class _LimeRegression(Coalitions):
         return fit.coefficients, fit.errors if len(fit.residuals) > self.segments.count + 1 else None
 
     def explained(self) -> float:
-        """Return the share of the weighted variance that the model explains, adjusted for its coefficients."""
+        """Return the fraction of the weighted variance that the model explains, adjusted for its coefficients."""
         fit, scores, weights = self._fit(slice(None))
         free = len(scores) - self.segments.count - 1
         total = float(weights @ scores.square()) / (len(scores) - 1)
@@ -291,8 +291,8 @@ class _KernelRegression(Coalitions):
             row = (self._order[pair] + 1 >> torch.arange(count, device="cpu")) & 1 == 1
         else:
             draws = generator(self.seed, pair)
-            at = torch.rand((), generator=draws, dtype=torch.float64, device="cpu") * self._size_limits[-1]
-            size = min(int(torch.searchsorted(self._size_limits, at, right=True)), count - 2) + 1
+            draw = torch.rand((), generator=draws, dtype=torch.float64, device="cpu") * self._size_limits[-1]
+            size = min(int(torch.searchsorted(self._size_limits, draw, right=True)), count - 2) + 1
             row[torch.randperm(count, generator=draws, device="cpu")[:size]] = True
         return ~row if is_complement else row
 
@@ -314,14 +314,14 @@ class _KernelRegression(Coalitions):
 class ShapleySampling(CoalitionSampling):
     """Shapley values of segments, by showing them one by one in random orders.
 
-    Formula: S_i = φ_s / |s|, with s the segment of pixel i, and φ_s the mean over orders of y(s and those before it) −
-    y(those before it).
+    Formula: S_i = φ_s / |s|, with s the segment of pixel i, and φ_s the mean over orders of y(T and s) − y(T), with T
+    the segments before s.
 
     The value of a segment is the gain of the score when it is added, averaged over orders. Orders are drawn in pairs,
     an order and its reverse (Mitchell et al.), so a segment that is early in one is late in the other. Each order sums
     to f(x) - f(x'), where x' is the image with all segments hidden, and takes M - 1 passes for M segments. A pair that
-    a limit cuts short is left out, unless it is the only one. Then the remaining difference is divided evenly among the
-    segments that were not reached.
+    a limit cuts short is left out, unless it is the only pair. Then the remaining difference is divided evenly among
+    the segments that were not reached.
 
     The standard errors are computed for a mean over independent pairs; None for fewer than two.
 
@@ -348,7 +348,7 @@ class ShapleySampling(CoalitionSampling):
 
 
 class _Orders(Coalitions):
-    """Gains of the segments in pairs of opposite orders. Pass 0 shows nothing, later ones the orders' beginnings."""
+    """Gains of the segments in pairs of opposite orders. Pass 0 shows nothing, later passes show begun orders."""
 
     least_samples = 8
 
@@ -364,9 +364,9 @@ class _Orders(Coalitions):
     def row(self, number: int) -> Tensor:
         row = torch.zeros(self.segments.count, dtype=torch.bool, device="cpu")
         if number:
-            pair, at = divmod(number - 1, self.pair_length)
+            pair, step = divmod(number - 1, self.pair_length)
             order, half = self._order(pair), self.pair_length // 2
-            row[order[: at + 1] if at < half else order[half - at - 1 :]] = True
+            row[order[: step + 1] if step < half else order[half - step - 1 :]] = True
         return row
 
     def _order(self, pair: int) -> Tensor:
@@ -384,7 +384,7 @@ class _Orders(Coalitions):
         return means.mean(0), means.std(0) / len(means) ** 0.5 if len(means) > 1 else None
 
     def _first_order(self) -> Tensor:
-        """Return the gains (M,) along an incomplete first order; the other segments share the remaining difference."""
+        """Return the gains (M,) along an incomplete first order. The other segments get equal parts of the rest."""
         path = self.scores[: self.segments.count]  # nothing shown, then the beginnings of the order
         reached = len(path) - 1
         rest = (self.full - float(path[-1])) / (self.segments.count - reached)

@@ -50,7 +50,7 @@ from ..validation import check_choice, check_flag, check_number, is_integer
 from .cam import layer_name
 
 MAX_MISSING_SHARE = 1e-3
-"""The share of the score that may be missing from the ledger without a warning."""
+"""The fraction of the score that may be missing from the ledger without a warning."""
 
 EMBEDDINGS = "embeddings of tokens"
 """The name under which a walk keeps the relevance of the tokens of an answer; not a name of a layer."""
@@ -74,9 +74,9 @@ class RelevancePropagation(TracedAttribution):
     """Base class of relevance propagation: one forward, and one walk of its graph with the rules of a composite.
 
     Args:
-        through: Channels by layer: only relevance that passes through these channels counts (concept relevance,
+        through: Channels by layer: only relevance that passes through these channels is kept (concept relevance,
             Achtibat et al. 2023, https://arxiv.org/abs/2206.03208). The ledger holds the relevance of the other
-            channels. Relevance that takes a path around the layer, such as a residual connection, counts too. If a
+            channels. Relevance that takes a path around the layer, such as a residual connection, is kept too. If a
             module is called several times, only its last call is restricted.
         per_channel: Whether relevance at a layer, or at patches, is given for each channel instead of summed.
         unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
@@ -106,7 +106,7 @@ class RelevancePropagation(TracedAttribution):
         return self.layer
 
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
-        """Return the layers whose relevance is restricted, and the one whose relevance is read, if any."""
+        """Return the layers whose relevance is restricted, and the layer whose relevance is read, if any."""
         layer = self.read_layer(x, target)
         return needs_with(self.needs, layers=(*self._through, *([] if layer is None else [layer])))
 
@@ -129,7 +129,7 @@ class RelevancePropagation(TracedAttribution):
         if values is not walk.relevance and not self.per_channel:
             values = values.sum(1, keepdim=True)
         coverage = Coverage(handled=dict(walk.handled), rules=_rules_of_modules(self.model, walk))
-        tokens = walk.at[EMBEDDINGS].sum(-1) if EMBEDDINGS in walk.at else None
+        tokens = walk.watched_relevance[EMBEDDINGS].sum(-1) if EMBEDDINGS in walk.watched_relevance else None
         if tokens is not None and "tokens" in ledger and (patches is not None or layer is None):
             text = (tokens * ~cast("Answer", explained_answer()).is_image.to(tokens.device)).sum(1)
             ledger = {**ledger, "text": text, "tokens": ledger["tokens"] - text}
@@ -155,11 +155,14 @@ class RelevancePropagation(TracedAttribution):
     def _checked_walk(self, grads: TargetGradients, composite: Composite, first: Node | None) -> Walk:
         """Return a walk, and warn if its ledger does not hold the whole score."""
         rules = self.propagation(composite, composite.layers(self.model), self.unknown, first)
-        changes = {name: partial(_restricted, grads, name, channels) for name, channels in self._through.items()}
+        changes = {}
+        for name, channels in self._through.items():
+            changes[name] = partial(_restricted, grads, name, channels)
         watched = {**grads.forward.layers, **dict(zip([EMBEDDINGS], grads.forward.embeddings, strict=False))}
         walk = Walk(grads, rules, watched, changes, frees=grads.forward.count_backward()).run()
         rules.check_layers()
-        if names := ", ".join(f"{name} ({count})" for name, count in rules.unmerged.items()):
+        if rules.unmerged:
+            names = ", ".join(f"{name} ({count})" for name, count in rules.unmerged.items())
             problem = f"some batch norms are not merged with the convolution before them, because of {names} in between"
             warn(f"{self.name}: {problem}: the map depends on how the model is written; apply them to the convolution")
         if is_tracing():
@@ -174,15 +177,18 @@ class RelevancePropagation(TracedAttribution):
 
 def _rules_of_modules(model: nn.Module, walk: Walk) -> dict[str, str]:
     """Return the rules of the modules that hold the weights of convolutions and matrix products."""
-    rules = cast("Propagation", walk.rule).rules
-    weights = [(name, own.data_ptr()) for name, each in model.named_modules() for own in each.parameters(recurse=False)]
-    return {name: repr(rules[address]) for name, address in weights if address in rules}
+    rules, names = cast("Propagation", walk.rule).rules, dict[str, str]()
+    for name, module in model.named_modules():
+        for weight in module.parameters(recurse=False):
+            if (rule := rules.get(weight.data_ptr())) is not None:
+                names[name] = repr(rule)
+    return names
 
 
 def _at_layer(walk: Walk, layer: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the relevance at a layer (N, K, h, w), and the shares of the score (N,) from the layer on."""
+    """Return the relevance at a layer (N, K, h, w), and the parts of the score (N,) from the layer on."""
     tensor, layout = walk.grads.forward.layers[layer], walk.grads.forward.layout(layer)
-    relevance = walk.at.get(layer, torch.zeros_like(tensor))
+    relevance = walk.watched_relevance.get(layer, torch.zeros_like(tensor))
     values, node = at_least_float32(layout(relevance.detach())), cast("Node", tensor.grad_fn)
     tokens = None
     if layout.kind == "NTC" and len(layout.tokens) < relevance.shape[1]:
@@ -223,7 +229,7 @@ def _find_patches(model: nn.Module, grads: TargetGradients, node: Node) -> _Patc
     operation = cast("Operation", CallGraph.of(grads).operations[node])
     address, images = linear_weight(operation).data_ptr(), len(grads.x)
     weights = ((name, getattr(module, "weight", None)) for name, module in named_layers(model).items())
-    name = next((name for name, own in weights if isinstance(own, Tensor) and own.data_ptr() == address), None)
+    name = next((name for name, weight in weights if isinstance(weight, Tensor) and weight.data_ptr() == address), None)
     if operation.name == "convolution":
         shape = result_spec(node, 0).shape
         is_map = len(shape) == grads.x.dim() and shape[0] == images  # not patches of patches, as in TNT
@@ -239,10 +245,8 @@ def _find_patches(model: nn.Module, grads: TargetGradients, node: Node) -> _Patc
 def _embeds_patches(graph: CallGraph, first: Node) -> bool:
     """Return whether the first linear operation is a patch embedding, whose results are the tokens of attention.
 
-    All other linear operations come after it, and at least one, but no activation, between it and the attention.
+    All other linear operations come after it. Between it and the attention are linear operations, but no activation.
     """
-    if not graph.attention:
-        return False
     names = {node: operation.name for node, operation in graph.operations.items() if operation is not None}
     before, after = {graph.attention[-1]}, {first, *graph.after(first)}
     for node in graph.nodes:
@@ -261,10 +265,10 @@ class PixelRelevance(RelevancePropagation):
         at: "pixels"; or "patches" to read relevance at the output of the first convolution or linear layer, such as the
             patch embedding. None is "patches" if that is a patch embedding, whose results are the tokens of attention;
             else "pixels". Within a patch, relevance of both signs is often much larger than its sum, so pixels show
-            noise. The rule of this operation itself counts at pixels only. An option `layer` precedes it.
+            noise. The rule of this operation is used at pixels only. The option `layer` has precedence.
         layer: The layer at which relevance is read, summed over its channels; None for `at`. The ledger then refers to
             the layer: the relevance that later operations absorb, and the rest, which takes other paths. If a module is
-            called several times, the last call counts. At a convolution that is merged with its batch norm, it is the
+            called several times, the last call is read. At a convolution that is merged with its batch norm, it is the
             relevance of the merged output.
     """
 
@@ -274,7 +278,8 @@ class PixelRelevance(RelevancePropagation):
         """Return the patches at which relevance is read; None for the input."""
         graph = CallGraph.of(grads)
         first, patches = next(reversed(graph.linear), None), None
-        if first is not None and (self.at == "patches" or (self.at is None and _embeds_patches(graph, first))):
+        is_automatic = self.at is None and bool(graph.attention)
+        if first is not None and (self.at == "patches" or (is_automatic and _embeds_patches(graph, first))):
             patches = _find_patches(self.model, grads, first)
         if patches is None and self.at == "patches":
             raise LayerError('at="patches": the first convolution or linear layer has no spatial output; pass layer=')
@@ -290,10 +295,10 @@ class LRP(PixelRelevance):
 
     Works on the autograd graph of the call, so residual connections, functions, reused modules and operations in place
     need no preparation of the model. Batch norm is merged into the convolution or matrix product before it if nothing
-    else reads that; the weights are not changed. Other operations: activations pass their relevance; normalisations
-    pass it with their deviation as a constant; each factor of a product gets half, or all if the other factor is a
-    deviation; a product of functions of the same value, such as x * sigmoid(x), is an activation; fused attention gives
-    half to the value and a quarter each to query and key.
+    else reads the result of that; the weights are not changed. Other operations: activations pass their relevance;
+    normalisations pass it with their deviation as a constant; each factor of a product gets half, or all if the other
+    factor is a deviation; a product of functions of the same value, such as x * sigmoid(x), is an activation; fused
+    attention gives half to the value and a quarter each to query and key.
 
     The ledger accounts for the score: the relevance of the input, and the relevance absorbed by biases, tokens, the
     softmax of attention, activations of zero, and the stabiliser.
@@ -304,7 +309,7 @@ class LRP(PixelRelevance):
             "activation", "norm"), a type of modules, a layer's name, or a pattern of names to a rule of
             `saliency.relevance`. A batch norm with a rule is not merged. None takes "epsilon_plus", or "attn_lrp" for
             networks with attention.
-        gamma: The gamma of all gamma rules of the composite; None for its own.
+        gamma: The gamma of all gamma rules of the composite; None keeps the gamma of each rule.
 
     Values: (N, C, H, W) at the input, or (N, 1, h, w) at a layer, or (N, K, h, w) per channel; signed, in score units.
 
@@ -328,13 +333,13 @@ class LRP(PixelRelevance):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = {} if self.composite is None else self.composite.rules
-        if self.gamma is not None and not any(isinstance(rule, Gamma) for rule in given.values()):
-            names = ", ".join(name for name, own in COMPOSITES.items() if Gamma() in own.rules.values())
-            problem = f"gamma={self.gamma}: the composite has no gamma rule; those with one are {names}"
+        rules = {} if self.composite is None else self.composite.rules
+        if self.gamma is not None and not any(isinstance(rule, Gamma) for rule in rules.values()):
+            names = ", ".join(name for name, composite in COMPOSITES.items() if Gamma() in composite.rules.values())
+            problem = f"gamma={self.gamma}: the composite has no gamma rule; composites with gamma rules are {names}"
             raise MethodError(f"{problem}; or use AttnLRP")
         if self.composite is not None:
-            self.composite = replace(self.composite, rules={key: self._completed(rule) for key, rule in given.items()})
+            self.composite = replace(self.composite, rules={key: self._completed(rule) for key, rule in rules.items()})
 
     def _completed(self, rule: AnyRule) -> AnyRule:
         """Return a rule with the gamma of the method, or with the bounds of the input under its preprocessing."""
@@ -346,7 +351,7 @@ class LRP(PixelRelevance):
         return rule
 
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
-        """Return the layers, the modules with their own rules, and all values if activations have a rule."""
+        """Return the layers, the modules that the composite names, and all values if activations have a rule."""
         needs = super().needs_for(x, target)
         if self.composite is None:
             return needs
@@ -370,8 +375,8 @@ class AttnLRP(PixelRelevance):
     Args:
         gamma: The gamma of linear layers, at least 0; the authors use 0.01 to 0.05. With 0, they pass their gradient.
             0.05 is better for two classifiers of the testbed, and worse for its texts, see docs/transformers.md.
-        conv_gamma: The gamma of convolutions; the authors use 0.1 to 0.25. The gamma of the patch embedding counts with
-            at="pixels".
+        conv_gamma: The gamma of convolutions; the authors use 0.1 to 0.25. At the patch embedding, it is used with
+            at="pixels" only.
 
     Values: (N, C, H, W) at the input, or (N, 1, h, w) at a layer; signed, in score units.
 
@@ -429,7 +434,7 @@ class CPLRP(AttnLRP):
     constant_gates = True
 
 
-class _Excitation(Propagation):
+class _ExcitationRules(Propagation):
     """The rules of excitation backpropagation: biases receive nothing, and relevance starts before a final softmax.
 
     Attributes:
@@ -445,33 +450,34 @@ class _Excitation(Propagation):
 
     def __call__(self, visit: Visit) -> Gradients:
         """Return G at the operands of a node."""
-        name, is_below = visit.known.name if visit.operation else "", visit.node in self._below
+        operation, is_below = visit.operation, visit.node in self._below
+        name = "" if operation is None else operation.name
         if is_below or name in LINEAR:
             self._below.update(operand for operand, _ in visit.walk.graph.next[visit.node])
-        if is_below or name not in ("_log_softmax", *SOFTMAX):
+        if operation is None or is_below or name not in ("_log_softmax", *SOFTMAX):
             return super().__call__(visit)
-        logits, probabilities = visit.known.args["self"], visit.known.result
-        visit.absorb("softmax", torch.where(visit.grad == 0, 0, (probabilities - logits) * visit.grad))
+        lost = (operation.result - operation.args["self"]) * visit.grad  # probabilities minus logits
+        visit.walk.absorb("softmax", torch.where(visit.grad == 0, 0, lost), visit.node)
         return visit.grads
 
-    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, given: Tensor) -> Passed:
+    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, values: Tensor) -> Passed:
         """Return G at the input of a linear operation."""
-        passed = super().propagate(visit, rule, op, given)
+        passed = super().propagate(visit, rule, op, values)
         if isinstance(rule, Excitation):
             self.received[visit.node] = (op.input * cast("Tensor", passed.grad)).clamp(min=0)
         return passed
 
 
 class ExcitationBackprop(RelevancePropagation):
-    """Share of the score that reaches each location through excitatory connections: positive inputs and weights.
+    """Fraction of the score that reaches each location through excitatory connections: positive inputs and weights.
 
     Formula: S = P at the layer, with P_j = Σ_k P_k (a_j w_jk)⁺ / d_k, d_k = Σ_j (a_j w_jk)⁺, and a sum of 1 at the top
     layers.
 
-    Each neuron divides its share among its inputs in proportion to the positive parts of its input; biases receive
+    Each neuron divides its fraction among its inputs in proportion to the positive parts of its input; biases receive
     nothing. The score is a neuron above the last linear layers, whose weights are its gradient there. So the negative
-    score has a different map, and constants in the score have no effect. Probabilities and their logarithms count as
-    their logits. Contrastive: the shares of the negated weights of this neuron are subtracted, which cancels the part
+    score has a different map, and constants in the score have no effect. Probabilities and their logarithms are treated
+    as their logits. A contrastive map subtracts the map of the negated weights of this neuron, which cancels the part
     that all classes have in common. Only the positive part of the difference remains. One walk computes both, because
     the rules are linear.
 
@@ -484,8 +490,8 @@ class ExcitationBackprop(RelevancePropagation):
         each neuron has a positive input; the values of a contrastive map sum to a smaller number.
 
     Warns:
-        SaliencyWarning: Shares are negative or exceed 1, because the network adds signed activations; or they sum to
-            less than half.
+        SaliencyWarning: Fractions are negative or exceed 1, because the network adds signed activations; or they sum
+            to less than half.
 
     Raises:
         NotApplicableError: An operation of the model has no rule.
@@ -500,7 +506,7 @@ class ExcitationBackprop(RelevancePropagation):
     sign: ClassVar[Sign] = "positive"
     units = "fraction"
     is_complete = False
-    propagation = _Excitation
+    propagation = _ExcitationRules
 
     contrastive: Option[bool] = Option(False, check_flag)
 
@@ -519,7 +525,7 @@ class ExcitationBackprop(RelevancePropagation):
         """Return the relevance at the layer as fractions of the relevance that the top layers receive."""
         result = super().explain_gradients(grads, layers)
         walk, total = self.walk(grads), torch.zeros_like(grads.scores)
-        for node, relevance in cast("_Excitation", walk.rule).received.items():
+        for node, relevance in cast("_ExcitationRules", walk.rule).received.items():
             total = total + walk.per_image(relevance, node)
         shares = divided(result.values, along_rows(total, result.values))
         if not is_tracing():
@@ -528,7 +534,7 @@ class ExcitationBackprop(RelevancePropagation):
         return replace(result.with_evidence(residual=None, ledger=None, ledger_names=None), values=values)
 
     def _check(self, shares: Tensor, layer: str | None) -> None:
-        """Warn of shares (N, 1, h, w) that are not probabilities."""
+        """Warn of fractions (N, 1, h, w) that are not probabilities."""
         sums, most = shares.flatten(1).abs().sum(1), 2 if self.contrastive else 1
         lowest = float(divided(shares.flatten(1).amin(1), shares.flatten(1).amax(1)).min())
         is_negative = lowest < -MAX_MISSING_SHARE and not self.contrastive
@@ -537,11 +543,11 @@ class ExcitationBackprop(RelevancePropagation):
                 f"are as low as {lowest:.1g} of the largest" if is_negative else f"add up to {float(sums.max()):.1f}"
             )
             warn(
-                f"{self.name}: the shares at {layer} {sizes}, expected at least 0 and a sum of at most {most}: the "
-                "network adds signed activations, but the method assumes positive ones; use lrp"
+                f"{self.name}: the fractions at {layer} {sizes}, expected at least 0 and a sum of at most {most}: the "
+                "network adds signed activations, but the method assumes positive activations; use lrp"
             )
         elif float(sums.min()) < MIN_SHARE and not self.contrastive:
             warn(
-                f"{self.name}: the shares at {layer} add up to {float(sums.min()):.2g} instead of 1: the rest stays at "
+                f"{self.name}: the fractions at {layer} add up to {float(sums.min()):.2g}, not to 1: the rest stays at "
                 "neurons without a positive input, or takes other paths; use lrp to account for all of the score"
             )

@@ -25,7 +25,7 @@ def _checked_edges(option: str, edges: object) -> int | tuple[int, ...]:
         return int(edges)
     if isinstance(edges, list | tuple) and len(edges) in (2, 3) and all(map(is_integer, edges)):
         return tuple(map(int, edges))
-    raise MethodError(f"{option}={edges!r} is neither a whole number of pixels of at least 1 nor one for each axis")
+    raise MethodError(f"{option}={edges!r} is invalid; expected a whole number of pixels, or one number for each axis")
 
 
 class Occlusion(TimedAttribution):
@@ -46,8 +46,8 @@ class Occlusion(TimedAttribution):
         fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0 is the mean
             colour of its training images), "mean" (of the image), "blur", "inpaint" (from the surrounding pixels), or
             an image (C, H, W) as the model takes it.
-        seconds: The maximum time per image, in seconds. The first windows cover the image and are always run; the
-            others follow in random order, so if the time ends, fewer windows are averaged.
+        seconds: The maximum time per image, in seconds. The first windows cover the image and are always run. The
+            other windows follow in random order, so if the time ends, fewer windows are averaged.
 
     Values: (N, 1, H, W), signed, in score units: the drop in the score, positive where the window hides support.
 
@@ -123,7 +123,7 @@ def _slices(corner: tuple[int, ...], window: tuple[int, ...]) -> tuple[slice, ..
 
 
 def _edges(edges: int | tuple[int, ...], axes: int) -> tuple[int, ...]:
-    """Return one number for each axis. Raises MethodError for other counts."""
+    """Return one number for each axis. Raises MethodError for another count."""
     edges = edges if isinstance(edges, tuple) else (edges,) * axes
     if len(edges) != axes:
         raise MethodError(f"got {len(edges)} numbers for the window or the stride, {edges}; expected {axes}")

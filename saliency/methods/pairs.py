@@ -55,8 +55,8 @@ def explain_pair(
     check_choice("measure", measure, get_args(Measure), error=TargetError)
     first, second = _read(method, a, b)
     if first.inputs.shape != second.inputs.shape:  # they cannot be one batch
-        left, right = ([similarity(x, measure=measure) for x in batch.inputs] for batch in (first, second))
-        return method.attribute(a, right), method.attribute(b, left)
+        to_first, to_second = ([similarity(x, measure=measure) for x in batch.inputs] for batch in (first, second))
+        return method.attribute(a, to_second), method.attribute(b, to_first)
     images = len(first.inputs)
     batch = Batch(torch.cat([first.inputs, second.inputs]), first.frames + second.frames)
     partners: list[Any] = []  # for their names
@@ -76,10 +76,10 @@ class PairSimilarity(Similarity):
         return self
 
     def ask(self, output: Any, images: Images) -> Together:
-        """Return the similarity of each image to the embedding that its partner has in this output."""
-        own = embedding(output).detach()
-        partners = zip(self.references, own.roll(len(own) // 2, 0)[:, None], strict=True)
-        targets = [Similarity((one,), self.measure, embeddings=row) for one, row in partners]
+        """Return the similarity of each image to the embedding of its partner in the same output."""
+        embeddings = embedding(output).detach()
+        partners = zip(self.references, embeddings.roll(len(embeddings) // 2, 0)[:, None], strict=True)
+        targets = [Similarity((partner,), self.measure, embeddings=row) for partner, row in partners]
         return TargetList(tuple(targets)).ask(output, images)
 
 
@@ -97,10 +97,10 @@ def explain_matches(
     """Explain which part of one image matches which part of another.
 
     The dot product of two embeddings is the sum of phi_m(a) * phi_m(b) over their numbers m. The method explains each
-    number on both images. The share of the cells i and j is the sum of R_m(a)_i * R_m(b)_j over m, where R_m is the map
+    number on both images. The match of the cells i and j is the sum of R_m(a)_i * R_m(b)_j over m, where R_m is the map
     of number m, summed over the channels and pixels of a cell. With `LRP` this is BiLRP. With `InputXGradient` it is
-    the Hessian of the dot product, times both inputs. The shares sum to the similarity if each R_m sums to phi_m, as in
-    a network of ReLUs without biases. Otherwise, biases absorb a part.
+    the Hessian of the dot product, times both inputs. The matches sum to the similarity if each R_m sums to phi_m, as
+    in a network of ReLUs without biases. Otherwise, biases absorb a part.
 
     Runs two forwards, and one forward and one backward for each direction and image. They run in chunks, so the memory
     does not depend on the number of directions.
@@ -109,16 +109,16 @@ def explain_matches(
         method: `LRP`, `AttnLRP`, `CPLRP`, `DeepLIFT`, `HiResCAM`, `InputXGradient` or `VanillaGradient` of a model.
         a: One image, as for `Attribution.attribute`.
         b: The other image.
-        measure: "dot" for the inner product of the embeddings. "cosine" divides it, and all shares, by both lengths,
-            which count as constants.
+        measure: "dot" for the inner product of the embeddings. "cosine" divides it, and all matches, by both lengths,
+            which are treated as constants.
         cells: The number of cells along the longer edge, limited by the size of the method's map. Cells are square.
         passes: The number of directions that are explained instead of all D numbers, at least 3: the directions of both
-            embeddings, and random ones orthogonal to them. The shares are then unbiased estimates, and without
+            embeddings, and random directions orthogonal to them. The matches are then unbiased estimates, and without
             biases their sum is exact. The authors' code explains 100 random directions. None explains all numbers.
         seed: The seed of the random directions.
 
     Raises:
-        MethodError: A side has several images, the method is not one of these, or an option is invalid.
+        MethodError: A side has several images, the method is not in this list, or an option is invalid.
         TargetError: The model does not return one embedding (N, D).
 
     Source: Eberle et al., "Building and Interpreting Deep Similarity Models" (2020), https://arxiv.org/abs/2003.05431.
@@ -130,15 +130,15 @@ def explain_matches(
         raise MethodError(f"explain_matches takes one image on each side, got {len(batches[0].inputs)}")
     if not isinstance(method, LINEAR):
         names = ", ".join(cls.__name__ for cls in LINEAR)
-        raise MethodError(f"{method.name}: the maps of matches must be linear in the score, as those of {names}")
+        raise MethodError(f"{method.name}: the maps of matches must be linear in the score, as for {names}")
     with prepared_for_attribution(method.model, **NO_ARGUMENTS, layout=method.layout):
         with torch.no_grad():
-            first, second = (at_least_float32(embedding(run_model(method.model, own.inputs)))[0] for own in batches)
+            first, second = (at_least_float32(embedding(run_model(method.model, batch.inputs)))[0] for batch in batches)
         rows, chunk = _directions(first, second, passes, seed), chunk_size(batches[0].inputs)
         parts = [rows[start : start + chunk] for start in range(0, len(rows), chunk)]  # (k, D) each
-        left, right = (torch.cat([_maps(method, own.inputs, part, cells) for part in parts]) for own in batches)
+        maps_a, maps_b = (torch.cat([_maps(method, batch.inputs, part, cells) for part in parts]) for batch in batches)
     scale = 1 / max(float(first.norm() * second.norm()), 1e-12) if measure == "cosine" else 1.0
-    values = torch.tensordot(left, right, dims=([0], [0])) * scale  # (K, h, w) and (K, h', w')
+    values = torch.tensordot(maps_a, maps_b, dims=([0], [0])) * scale  # (K, h, w) and (K, h', w')
     return Matches(
         values, float(first @ second) * scale, measure, method.name, (batches[0].frames[0], batches[1].frames[0])
     )
@@ -163,8 +163,8 @@ def _directions(first: Tensor, second: Tensor, count: int | None, seed: int) -> 
     basis: Tensor = torch.linalg.qr(torch.column_stack([first, second, random])).Q  # (D, K)
     # The product of the random directions with their transpose is, on average, the identity of the other D - 2 numbers.
     basis[:, 2:] *= math.sqrt(max(numbers - 2, 1) / max(count - 2, 1))
-    # Most scores would be 0, where the rounding error of relevance looks like a missing share. A reflection of the
-    # directions changes no share, and gives all of them the same product with the first embedding.
+    # Most scores would be 0, and any rounding error of relevance would be a large fraction of them. A reflection of the
+    # directions does not affect the matches, and gives all directions the same product with the first embedding.
     across = torch.full_like(basis[0], -(basis.shape[1] ** -0.5))
     across[0] += 1
     return (basis - torch.outer(basis @ across, across) * 2 / (across @ across).clamp(min=1e-30)).T

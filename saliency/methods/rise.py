@@ -67,8 +67,8 @@ class RISE(SampledAttribution):
             colour of its training images), "mean" (of the image), "blur", or an image (C, H, W) as the model takes it.
 
     Values: (N, 1, H, W), in score units; signed if debiased. The uncertainty is in score units squared. The standard
-    errors are computed for a mean over independent masks. If debiased, they take the mean score as known, which is
-    correct to first order in 1 / N.
+    errors are computed for a mean over independent masks. If debiased, they ignore the error of the mean score, which
+    is correct to first order in 1 / N.
 
     Raises:
         MethodError: An option is invalid, or does not fit the image.
@@ -129,36 +129,37 @@ class JointQuestions(Questions):
         super().__init__(None, targets[0].images)
         self._targets = targets
         self._probabilities: dict[tuple[int, int], Tensor] = {}  # (C,) by the number of the target and the image
-        self._image: int | None = None  # of which all passes are; None for the batch
+        self._image: int | None = None  # the image of all passes; None for the batch
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N, T)."""
         numbers = range(len(self._targets))
         if self._image is None:
-            return torch.stack([self._of_batch(at, output) for at in numbers], 1)
-        boxes = {at: own for at in numbers if (own := _whole_box(self._targets[at][0]))}
-        scores = {at: self._targets[at](output) for at in numbers if at not in boxes}
-        for reading in {own.reading for own in boxes.values()}:
-            group = [at for at, own in boxes.items() if own.reading == reading]
-            similarities = self._similarities(self._image, {at: boxes[at] for at in group}, output)
+            return torch.stack([self._of_batch(number, output) for number in numbers], 1)
+        boxes = {number: box for number in numbers if (box := _whole_box(self._targets[number][0]))}
+        scores = {number: self._targets[number](output) for number in numbers if number not in boxes}
+        for reading in {box.reading for box in boxes.values()}:
+            group = [number for number, box in boxes.items() if box.reading == reading]
+            similarities = self._similarities(self._image, {number: boxes[number] for number in group}, output)
             scores |= zip(group, similarities.T, strict=True)
-        return torch.stack([scores[at] for at in numbers], 1)
+        return torch.stack([scores[number] for number in numbers], 1)
 
-    def _of_batch(self, at: int, output: Any) -> Tensor:
-        """Return the scores (N,) of the images themselves. This call finds the boxes."""
-        target = self._targets[at]
+    def _of_batch(self, number: int, output: Any) -> Tensor:
+        """Return the scores (N,) of the images. This call finds the boxes."""
+        target = self._targets[number]
         scores = target(output).clone()
         for image in range(len(target)):
-            if (own := _whole_box(target[image])) is not None:
-                self._probabilities[at, image] = own.class_probabilities(own.detections(output), image)
-                scores[image] = self._similarities(image, {at: own}, output)[image, 0]
+            if (box := _whole_box(target[image])) is not None:
+                self._probabilities[number, image] = box.class_probabilities(box.detections(output), image)
+                scores[image] = self._similarities(image, {number: box}, output)[image, 0]
         return scores
 
     def _similarities(self, image: int, boxes: Mapping[int, BoxScore], output: Any) -> Tensor:
         """Return the similarities (N, T) to boxes of one image that are read in the same way."""
-        found = next(iter(boxes.values())).detections(output)
-        places = found.boxes.new_tensor([own.match.box for own in boxes.values()])
-        return found.similarity(places, pad_sequence([self._probabilities[at, image] for at in boxes], True))
+        detections = next(iter(boxes.values())).detections(output)
+        explained = detections.boxes.new_tensor([box.match.box for box in boxes.values()])
+        probabilities = pad_sequence([self._probabilities[number, image] for number in boxes], True)
+        return detections.similarity(explained, probabilities)
 
     def variants(self, image: int, count: int, *, mirrored: bool = False) -> JointQuestions:
         """Return the questions of one image, for an output whose rows are variants of that image."""
@@ -173,7 +174,7 @@ class JointQuestions(Questions):
 
 
 def _whole_box(question: Question) -> BoxScore | None:
-    """Return the score of a box and its class; None for any other question, such as about an edge of a box."""
+    """Return the score of a box and its class; None for another question, such as about an edge of a box."""
     score = question.score
     return score if isinstance(score, BoxScore) and score.is_whole else None
 
@@ -212,13 +213,14 @@ class DRISE(RISE):
     def explain_targets(self, x: Tensor, targets: Sequence[Questions]) -> list[BatchAttribution]:
         """Explain several targets by the same masks."""
         joint = super().explain(x, JointQuestions(targets))  # values (N, T, H, W), scores (N, T)
-        return [target_part(joint, at) for at in range(len(targets))]
+        return [target_part(joint, number) for number in range(len(targets))]
 
 
-def target_part(joint: BatchAttribution, at: int) -> BatchAttribution:
+def target_part(joint: BatchAttribution, number: int) -> BatchAttribution:
     """Return the attribution of one target of a `JointQuestions`, by its number."""
-    parts = joint.tensors().items()
-    return joint.with_tensors({name: part[:, at : at + 1] if part.dim() > 2 else part[:, at] for name, part in parts})
+    tensors = joint.tensors().items()
+    parts = {name: part[:, number : number + 1] if part.dim() > 2 else part[:, number] for name, part in tensors}
+    return joint.with_tensors(parts)
 
 
 class RandomMasks:
@@ -251,11 +253,11 @@ class RandomMasks:
         """Return masks (k, 1, H, W) from `start` to `stop`, 0 (hidden) to 1 (shown); all pixels have equal means."""
         axes = len(self._size)
         size, cell = self._grid**axes + axes, torch.tensor(self._cell, dtype=torch.float32, device="cpu")
-        sources = (generator(self._seed, number) for number in range(start, stop))
-        draws = torch.stack([torch.rand(size, generator=one, dtype=torch.float32, device="cpu") for one in sources])
+        seeds = (generator(self._seed, number) for number in range(start, stop))
+        draws = torch.stack([torch.rand(size, generator=seed, dtype=torch.float32, device="cpu") for seed in seeds])
         firsts = (draws[:, -axes:] * cell).long()[..., None].unbind(1)  # (k, 1) each
         parts = zip(self._enlarging, firsts, self._size, strict=True)
-        *outer, down, across = (matrix[at + torch.arange(edge, device="cpu")] for matrix, at, edge in parts)
+        *outer, down, across = (matrix[first + torch.arange(edge, device="cpu")] for matrix, first, edge in parts)
         visible = (draws[:, :-axes] < self._visible).view(-1, *[self._grid] * axes).to(down)
         for deep in outer:
             visible = torch.einsum("kdg,kghw->kdhw", deep, visible)
@@ -269,7 +271,8 @@ class MaskedScores(Estimate):
     Args:
         visible: The mean of a mask.
         scale: (1, H, W) the divisor of the sum.
-        level: A constant close to the scores that is subtracted from them, for the debiased map; None for the paper's.
+        level: A constant close to the scores that is subtracted from them, for the debiased map; None for the paper's
+            map.
     """
 
     def __init__(self, visible: float, scale: Tensor, level: Tensor | float | None, targets: int = 1) -> None:
@@ -277,8 +280,8 @@ class MaskedScores(Estimate):
         self._debiased, self._level = level is not None, 0.0 if level is None else level
         self._centre = visible if self._debiased else 0.0
         self._scale = scale.to(precise_type(scale))
-        self._scores = self._scale.new_zeros(2, targets)  # the sums of all masks, and of the even ones
-        # With d a mask minus its mean, and s a score: sums of s d, d; of these over even masks; of s s d d, s d d, d d.
+        self._scores = self._scale.new_zeros(2, targets)  # the sums of all masks, and of the even masks
+        # With d a mask minus its mean, and s a score: sums of s d and d, also over even masks; of s s d d, s d d, d d.
         self._sizes = [targets, 1, targets, 1, targets, targets, 1]
         self._sums = self._scale.new_zeros(sum(self._sizes), *scale.shape[1:])
 
@@ -286,13 +289,13 @@ class MaskedScores(Estimate):
         """Add the scores (k,) of masks (k, 1, H, W), or (k, T) of several targets."""
         masks = masks.to(torch.promote_types(masks.dtype, torch.float32))  # sums in half precision are wrong
         scores = (scores.to(masks) - self._level).reshape(len(masks), -1)
-        one, even = torch.ones_like(scores[:, :1]), torch.zeros_like(scores[:, :1])
+        ones, even = torch.ones_like(scores[:, :1]), torch.zeros_like(scores[:, :1])
         even[self.count % 2 :: 2] = 1
         self.count += len(scores)
         self._scores += torch.stack([scores, scores * even]).to(self._scores).sum(1)
         off = (masks - self._centre if self._centre else masks).flatten(1)  # (k, H W)
-        first = torch.cat([scores, one, scores * even, even], 1).T @ off
-        second = torch.cat([scores.square(), scores, one], 1).T @ off.square()
+        first = torch.cat([scores, ones, scores * even, even], 1).T @ off
+        second = torch.cat([scores.square(), scores, ones], 1).T @ off.square()
         self._sums += torch.cat([first, second]).view_as(self._sums)
 
     def _map(self, scored: Tensor, bare: Tensor, totals: Tensor, count: int) -> Tensor:
@@ -332,7 +335,7 @@ class MaskedScores(Estimate):
 class WeightedVariance(MaskedScores):
     """Variance (T, H, W) of the scores, each weighted by the value of its mask at the pixel, in constant memory.
 
-    Its standard error takes the weighted mean of the scores as known, which is correct to first order in 1 / N.
+    Its standard error ignores the error of the weighted mean score, which is correct to first order in 1 / N.
 
     Args:
         like: (1, H, W) a tensor of the size of the masks.
@@ -363,11 +366,11 @@ class WeightedVariance(MaskedScores):
     def variance(self) -> Tensor:
         """The variance (T, H, W) of the terms of the weighted variance."""
         scored, _, _, _, squares, mixed, _ = torch.split(self._sums, self._sizes)
-        one, first, second, third = mixed.chunk(4)  # of the scores, weighted by the squares of the masks
+        zeroth, first, second, third = mixed.chunk(4)  # of the scores, weighted by the squares of the masks
         mean, spread = self._central(scored)
         rest = mean.square() - spread  # each term is s^2 - 2 mean s + rest
         total: Tensor = squares.chunk(4)[2] - 4 * mean * third + (4 * mean.square() + 2 * rest) * second
-        total = total - 4 * mean * rest * first + rest.square() * one
+        total = total - 4 * mean * rest * first + rest.square() * zeroth
         return total.clamp(min=0) * self.count / scored.chunk(4)[0].square().clamp(min=1e-30)
 
     def halves(self) -> tuple[Tensor, Tensor]:
@@ -378,9 +381,9 @@ class WeightedVariance(MaskedScores):
 
 Mode = Literal["insertion", "deletion"]
 SHORTLIST, COMBINED = 30, 0.1
-"""The paper's m, the number of patches to combine, and its gamma, the share of patches that are chosen together."""
+"""The paper's m, the number of patches to combine, and its gamma, the fraction of patches that are chosen together."""
 NEGLIGIBLE = 0.01
-"""The search ends when this share of the difference between the image and no image is left."""
+"""The search ends when this fraction of the difference between the image and no image is left."""
 
 
 class VXCODE(SegmentAttribution, TimedAttribution):
@@ -433,7 +436,7 @@ class VXCODE(SegmentAttribution, TimedAttribution):
         return target_part(super().explain(x, JointQuestions([target])), 0)
 
     def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
-        """Choose the patches one after the other."""
+        """Choose the patches one by one."""
         segments, filler = self.segmented(passes.x)
         inserts, sign = (True, 1) if self.mode == "insertion" else (False, -1)
         count, chosen = segments.count, list[int]()
@@ -442,7 +445,7 @@ class VXCODE(SegmentAttribution, TimedAttribution):
             raise MethodError(f"{count} segments need up to {most} passes, more than {MOST_PASSES}; use fewer segments")
 
         def gains(groups: Sequence[Sequence[int]], least: int = 1) -> Tensor:
-            """Return the scores after each group of patches, in addition to the chosen ones; negative for deletion.
+            """Return the scores with each group of patches added to the chosen patches; negative for deletion.
 
             A time limit may leave out the last groups, but not the first `least`.
             """
@@ -460,17 +463,17 @@ class VXCODE(SegmentAttribution, TimedAttribution):
         enough = end - NEGLIGIBLE * (end - start) if end > start else math.inf
         best = [start]  # the best score before each chosen patch
         while len(chosen) < count and best[-1] < enough and not (chosen and passes.budget.is_over()):
-            left = [number for number in range(count) if number not in chosen]
-            alone = gains([[number] for number in left], 1 if chosen else count)
-            if len(alone) < len(left):
+            remaining = [number for number in range(count) if number not in chosen]
+            alone = gains([[number] for number in remaining], 1 if chosen else count)
+            if len(alone) < len(remaining):
                 break
-            group, reached = [left[int(alone.argmax())]], [float(alone.max())]
-            size = min(self.group_size, len(left)) if len(chosen) < COMBINED * count else 1
+            group, reached = [remaining[int(alone.argmax())]], [float(alone.max())]
+            size = min(self.group_size, len(remaining)) if len(chosen) < COMBINED * count else 1
             if size > 1:
-                first = alone.topk(min(SHORTLIST, len(left))).indices.sort().values.tolist()
-                groups = list(combinations([left[at] for at in first], size))
+                first = alone.topk(min(SHORTLIST, len(remaining))).indices.sort().values.tolist()
+                groups = list(combinations([remaining[index] for index in first], size))
                 orders = list(permutations(groups[int(gains(groups).argmax())]))
-                steps = gains([own[: stop + 1] for own in orders for stop in range(size)])
+                steps = gains([order[: stop + 1] for order in orders for stop in range(size)])
                 if len(steps) == size * len(orders):  # else the best patch alone
                     fastest = int(steps.view(-1, size).sum(1).argmax())
                     group, reached = list(orders[fastest]), steps.view(-1, size)[fastest].tolist()

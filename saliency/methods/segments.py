@@ -76,7 +76,7 @@ class Segments:
     Attributes:
         labels: (H, W) the number of each pixel's segment.
         count: The number of segments, M.
-        sizes: (M,) the number of pixels of each.
+        sizes: (M,) the number of pixels of each segment.
         note: The number of segments as a text, for `ImageAttribution.notes`.
     """
 
@@ -108,7 +108,7 @@ def segmented(x: Tensor, by: ResolvedSegments, preprocess: object = None) -> Seg
     Args:
         x: (1, C, H, W) the image, normalised.
         by: The result of `resolve_segments`.
-        preprocess: The preprocessing that created the input, if known.
+        preprocess: The preprocessing that created the input, or None.
 
     Raises:
         MethodError: A label map has a different size than the image, or the user's function returns no label map.
@@ -131,7 +131,7 @@ def segmented(x: Tensor, by: ResolvedSegments, preprocess: object = None) -> Seg
     if tuple(labels.shape) != size:
         raise MethodError(
             f"the map of segments is {as_text(labels.shape)}, and the model's input {as_text(size)}; "
-            "make it in the size of the input, or pass a function, which gets the image in that size"
+            "pass a map in the size of the input, or a function, which gets the image in that size"
         )
     return Segments(labels.to(x.device))
 
@@ -139,7 +139,7 @@ def segmented(x: Tensor, by: ResolvedSegments, preprocess: object = None) -> Seg
 def in_unit_range(values: Tensor, x: Tensor, preprocess: object) -> Tensor:
     """Return values (C, H, W) of the model's input as pixels in 0..1.
 
-    They are denormalised if the preprocessing is a `Preprocess`, and otherwise scaled by the extremes of an input `x`.
+    They are denormalised if the preprocessing is a `Preprocess`. Otherwise they are scaled by the extremes of `x`.
     """
     if isinstance(preprocess, Preprocess) and len(values) == len(preprocess.mean):
         return preprocess.denormalise(values).clamp(0, 1)
@@ -150,7 +150,7 @@ def in_unit_range(values: Tensor, x: Tensor, preprocess: object) -> Tensor:
 def _superpixels(image: NDArray[np.float64], count: int) -> Any:
     """Achanta et al., "SLIC Superpixels" (2012), https://doi.org/10.1109/TPAMI.2012.120, by scikit-image."""
     slic = optional_import("skimage.segmentation", "perturbation", "the choice of superpixels").slic
-    is_rgb = image.shape[-1] == 3  # other channels are not colours, and are compared as they are
+    is_rgb = image.shape[-1] == 3  # other channels are not colours, and are compared unchanged
     return slic(image, n_segments=count, compactness=COMPACTNESS, sigma=SMOOTHING, convert2lab=is_rgb, start_label=0)
 
 

@@ -114,7 +114,7 @@ class NoisyAttribution(WrappingAttribution, SampledAttribution):
     """Base class of methods that wrap another method and run it on noisy copies of the image.
 
     Args:
-        noise: The standard deviation of the noise, as a share of the range of the image's values.
+        noise: The standard deviation of the noise, as a fraction of the range of the image's values.
     """
 
     cost = "50 times the wrapped method: 50 forwards, 50 backwards"
@@ -148,7 +148,7 @@ class Augmented(WrappingAttribution):
     Formula: S = mean_s,F F⁻¹(E(s F(x))), with scales s, F mirror or identity, and E the values of the wrapped method.
 
     The values of mirrored copies are mirrored back first. A box or a region is mirrored with the image. A function of
-    the output reads the output of the mirrored copy as it is. This is `aug_smooth` of pytorch-grad-cam.
+    the output reads the output of the mirrored copy unchanged. This is `aug_smooth` of pytorch-grad-cam.
 
     Args:
         flips: Whether each copy is also mirrored from left to right.
@@ -180,8 +180,8 @@ class Augmented(WrappingAttribution):
         for image, mirrored in ((passes.x, False), (passes.x.flip(-1), True))[: 1 + self.flips]:
             make = partial(_scaled_copies, image, factors)
             for result in self.wrapped_results(passes, make, len(factors), mirrored=mirrored):
-                own = at_least_float32(result.values.detach())
-                values.append(own.flip(-1) if mirrored else own)
+                chunk = at_least_float32(result.values.detach())
+                values.append(chunk.flip(-1) if mirrored else chunk)
         return ImageAttribution(torch.cat(values).mean(0), layer=result.layer, coverage=result.coverage)
 
 
@@ -198,7 +198,7 @@ class SmoothGrad(NoisyAttribution):
     The target is resolved on the clean image. Magnitudes are taken when the map is drawn, never before the mean.
 
     Args:
-        noise: The standard deviation of the noise, as a share of the range of the image's values; 0.1 to 0.2 in the
+        noise: The standard deviation of the noise, as a fraction of the range of the image's values; 0.1 to 0.2 in the
             paper.
 
     Values: as for the wrapped method; for the gradient (N, C, H, W), in score units per unit of the normalised input.
@@ -280,7 +280,7 @@ def noisy_copies(x: Tensor, noise: float, seed: int, start: int, stop: int) -> T
 
     Args:
         x: The image.
-        noise: The standard deviation of the noise, as a share of the range of the image's values.
+        noise: The standard deviation of the noise, as a fraction of the range of the image's values.
         seed: The seed of the draws, which are the same for every image, dtype and device.
         start: The number of the first copy.
         stop: The number after the last copy.
@@ -296,6 +296,6 @@ def _name_of(method: Attribution) -> str:
 
 
 def _options_of(method: Attribution) -> dict[str, Setting]:
-    """Return the options of a method, and its layer if it was named."""
+    """Return the options of a method, and its layer if the user named one."""
     layer = getattr(method, "layer", None)
     return ({"layer": layer} if isinstance(layer, str) else {}) | dict(method.settings)

@@ -29,7 +29,7 @@ class TotalOrder(ScoreEstimate):
 
     Args:
         cells: The number of cells.
-        rounding: The standard deviation, as a share of the largest score, up to which scores count as constant.
+        rounding: The standard deviation, as a fraction of the largest score, up to which scores are constant.
 
     Source: Jansen, "Analysis of variance designs for model output" (1999),
         https://doi.org/10.1016/S0010-4655(98)00154-4.
@@ -42,7 +42,7 @@ class TotalOrder(ScoreEstimate):
         self.passes_per_sample, self._rounding = cells + 2, rounding
 
     def solve(self, part: slice) -> tuple[Tensor, Tensor | None]:
-        """Return the indices, and their errors by the delta method over the samples; None for a single one."""
+        """Return the indices, and their errors by the delta method over the samples; None for a single sample."""
         length = self.passes_per_sample
         rows = self.scores[: self.samples * length].view(-1, length)[part]
         effects = (rows[:, 2:] - rows[:, :1]).square() / 2  # (n, cells)
@@ -61,7 +61,7 @@ class Sobol(SampledAttribution):
 
     Formula: S_i = E(Var(y | all cells but i)) / Var y, over random masks.
 
-    Every cell fades out by a random degree, 0 to 1. The total-order Sobol index of a cell counts all of its effects,
+    Every cell fades out by a random degree, 0 to 1. The total-order Sobol index of a cell includes all of its effects,
     alone and together with other cells. So the indices sum to 1 if the score is a sum over cells, and to more if cells
     interact. Jansen's estimator is used on scrambled Sobol points: each row of the design takes one pass per cell and
     two more. Passes after the last complete row are not used.
@@ -70,7 +70,7 @@ class Sobol(SampledAttribution):
         grid: The number of cells along each edge.
         fill: As for `RISE`.
 
-    Values: (N, 1, H, W), not negative, without a unit: the index of a cell, interpolated like the masks. The error is
+    Values: (N, 1, H, W), not negative, dimensionless: the index of a cell, interpolated like the masks. The error is
     the standard error of a ratio of means over the rows, by the delta method, as if rows were independent. Sobol points
     are more even, so the true error tends to be smaller.
 
@@ -85,7 +85,7 @@ class Sobol(SampledAttribution):
     name = "sobol"
     sign = "positive"
     ignores_sign = True
-    units = "share of the score's variance"
+    units = "fraction of the score's variance"
     cost = "2112 forwards"
     rows: ClassVar[int] = 32
     preview_options: ClassVar = {"grid": 2, "passes": 24}
@@ -115,7 +115,7 @@ class Sobol(SampledAttribution):
     def _enlarged(self, cells: Tensor, x: Tensor) -> Tensor:
         """Enlarge numbers (k, cells) to the pixels (k, 1, H, W) of an image, at least float32.
 
-        It is linear, as in the authors' code; hard edges would change the score.
+        The interpolation is linear, as in the authors' code; hard edges would change the score.
         """
         grid = [min(self.grid, edge) for edge in x.shape[2:]]
         return resize(cells.view(-1, 1, *grid).to(at_least_float32(x)), x.shape[2:])
@@ -138,9 +138,9 @@ class Sobol(SampledAttribution):
             if estimate.count < least:
                 return None
             cells, errors = estimate.solve(slice(None))
-            found = [] if cells.any() else ["the score varied by no more than rounding"]
+            warnings = [] if cells.any() else ["the score varied by no more than rounding"]
             error = None if errors is None else self._enlarged(errors, x)[0]
-            return ImageAttribution(self._enlarged(cells, x)[0], error, estimate.agreement, notes=notes + found)
+            return ImageAttribution(self._enlarged(cells, x)[0], error, estimate.agreement, notes=notes + warnings)
 
         for done in passes.forwards(make, rows * length, least=least, estimate=estimate, partial=so_far):
             estimate.add(done.scores)
@@ -165,9 +165,9 @@ def sobol_masks(cells: int, rows: int, seed: int) -> Callable[[int, int], Tensor
     first, second = points[:, :cells], points[:, cells:]
 
     def masks(start: int, stop: int) -> Tensor:
-        at = torch.arange(start, stop, device="cpu")
-        row, place = at // (cells + 2), (at % (cells + 2))[:, None]
-        swapped = (torch.arange(cells, device="cpu") == place - 2) | (place == 1)
+        numbers = torch.arange(start, stop, device="cpu")
+        row, column = numbers // (cells + 2), (numbers % (cells + 2))[:, None]
+        swapped = (torch.arange(cells, device="cpu") == column - 2) | (column == 1)
         return torch.where(swapped, second[row], first[row])
 
     return masks

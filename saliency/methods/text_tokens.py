@@ -34,7 +34,7 @@ class TextExplanation:
 
     Attributes:
         text: The text.
-        tokens: Its L tokens. Padding is one token ("!" in open_clip), and is left out if it has no influence.
+        tokens: The L tokens. Padding is one token ("!" in open_clip), and is left out if it has no influence.
         values: (L,) the importance of each token, signed, in units of the score.
         score: The cosine similarity of the text and the image.
         method: The method's name in the registry.
@@ -51,7 +51,7 @@ class TextExplanation:
         return "\n".join(f"{value:+9.4f}  {token}" for token, value in zip(self.tokens, self.values, strict=True))
 
     def _repr_html_(self) -> str:
-        """Return the tokens as HTML: red for positive values, blue for negative ones."""
+        """Return the tokens as HTML: red for positive values, blue for negative values."""
         largest = float(self.values.abs().max()) or 1.0
         words = [
             f'<span title="{value:+.4f}" style="background: hsla({0 if value > 0 else 210}, 80%, 50%, '
@@ -75,7 +75,7 @@ class _TextTower(nn.Module):
         self.encoder = encoder
         self.tokens = encoder.tokenize(text)
         tables = [module for module in encoder.modules() if isinstance(module, nn.Embedding)]
-        self.table = max(tables, key=lambda table: table.num_embeddings)  # others are for positions
+        self.table = max(tables, key=lambda table: table.num_embeddings)  # smaller tables are for positions
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = {name: values.expand(len(x), -1) for name, values in self.tokens.items()}
@@ -131,7 +131,7 @@ def explain_text(
 def word_similarity(model: nn.Module, image: ImageLike, text: str) -> Explanation:
     """Return the similarity of each word of a text to each patch of an image, as one map per word.
 
-    The maximum over all tokens of the image, also those without a position, is the word's part of `saliency.max_sim`.
+    The maximum over all tokens of the image, also tokens without a position, is the word's part of `saliency.max_sim`.
 
     Args:
         model: A `LateInteraction`.

@@ -24,17 +24,17 @@ from ..targets.words import WordScore
 class TAM(Attribution):
     """Logit of a word at each token of the image, without the part that earlier words have in common with it.
 
-    Formula: S = G((A − λ Σ_c w_c A_c)⁺), with A_i = (u · h_i)⁺ the logit of the word at image token i, A_c the same of
-    the earlier word c, w_c its share in the logits of the word at the earlier words, and λ = ⟨A, I⟩ / ⟨I, I⟩ the least
-    squares for the sum I. G is the rank Gaussian filter.
+    Formula: S = G((A − λ Σ_c w_c A_c)⁺), with A_i = (u · h_i)⁺ the logit of the word at image token i, A_c the logit of
+    the earlier word c, w_c the logit of the word at c, and λ = ⟨A, I⟩ / ⟨I, I⟩ the least squares for the sum I. G is
+    the rank Gaussian filter.
 
     The last hidden state h_i of each image token is multiplied by the row u of the output layer that belongs to the
-    word. Earlier words are the text between the image and the word, except the same token. The filter replaces each
+    word. Earlier words are the text between the image and the word, except for the same token. The filter replaces each
     cell by a weighted mean of its 3 x 3 neighbourhood, sorted: the weights are a Gaussian around the median, with the
     coefficient of variation as its width. The maps of the tokens of a word are added.
 
-    It explains answers only, so it is not in the registry. It shows where the model would write the word, not why it
-    did: it uses no gradient and does not change the image.
+    It explains answers only, so it is not in the registry. It shows where the model would write the word, not why: it
+    uses no gradient and does not change the image.
 
     Values: (N, 1, h, w), at least 0, logits.
 
@@ -98,8 +98,8 @@ class TAM(Attribution):
         offsets: Tensor | None = head.bias
         bias = None if offsets is None else at_least_float32(offsets.detach()[ids])
         logits = F.linear(at_least_float32(hidden[-1]), at_least_float32(head.weight.detach()[ids]), bias)
-        own, read = at_least_float32(output_tensor(output))[:, -count:, ids], logits[:, -count:]
-        if own.shape != read.shape or not torch.allclose(own, read, rtol=1e-2, atol=1e-2 * float(own.abs().max())):
+        read, tail = at_least_float32(output_tensor(output))[:, -count:, ids], logits[:, -count:]
+        if read.shape != tail.shape or not torch.allclose(read, tail, rtol=1e-2, atol=1e-2 * float(read.abs().max())):
             raise refusal
         return output, logits.clamp_(min=0)
 
@@ -120,9 +120,9 @@ def _activation(answer: Answer, text: Tensor, logits: Tensor, words: WordScore) 
         earlier = (text < position) & (answer.ids[text] != token)
         column = logits[:, text == position][:, 0]
         context = (logits[:, earlier] @ column[text[earlier]]) * is_image
-        own = column * is_image
-        factor = (own @ context) / (context @ context).clamp(min=torch.finfo(own.dtype).tiny)  # least squares
-        total += (own - factor * context).clamp(min=0)
+        word = column * is_image
+        factor = (word @ context) / (context @ context).clamp(min=torch.finfo(word.dtype).tiny)  # least squares
+        total += (word - factor * context).clamp(min=0)
     return total
 
 
@@ -138,7 +138,7 @@ def rank_gaussian(maps: Tensor) -> Tensor:
 
 
 def _output_layer(model: nn.Module) -> nn.Linear:
-    """Return the layer that gives the logits: the one that transformers names, or the last linear layer."""
+    """Return the layer of the logits: the layer that transformers names, or the last linear layer."""
     named: Any = getattr(model, "get_output_embeddings", lambda: None)()
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     return named if isinstance(named, nn.Linear) else linear[-1]

@@ -39,7 +39,7 @@ _INSTEAD = "attn_lrp works on any transformer"
 
 
 class TokenAttention:
-    """The self-attention among all tokens in one forward, and the gradients of the scores there.
+    """The self-attention among all tokens in one forward, and the gradients of the scores at the attention.
 
     Args:
         grads: The scores and gradients of one forward that reads attention.
@@ -53,8 +53,8 @@ class TokenAttention:
         blocks: The calls of self-attention, in order.
         crosses: The calls whose queries are not the tokens, in order.
         pooling: The only call of attention in a pooling head after the blocks; else None.
-        bridge: The calls between the image tower and the image tokens of an answer, if these are learned queries that
-            attend to the tower, as in the Q-former of BLIP-2; else empty.
+        bridge: The calls between the image tower and the image tokens of an answer, if the tokens are learned queries
+            that attend to the tower, as in the Q-former of BLIP-2; else empty.
         tokens: The number of tokens.
 
     Raises:
@@ -90,14 +90,14 @@ class TokenAttention:
             raise NotApplicableError(f"{method}: {problem}, for which the method is not defined; {_INSTEAD}")
 
     def _has_decoder(self) -> bool:
-        """Return whether all attention is among the tokens, among queries that were learned, or from these to those."""
-        known = {self.tokens}
+        """Return whether all attention is among the tokens, among learned queries, or from queries to tokens."""
+        counts = {self.tokens}
         for call in self.calls:
             images, _, queries, keys = call.shape
-            is_new = queries not in known
+            is_new = queries not in counts
             if images != len(self.grads.x) or keys not in (queries, self.tokens) or (is_new and call.reads_image):
                 return False
-            known.add(queries)
+            counts.add(queries)
         return True
 
     @cached_property
@@ -117,7 +117,7 @@ class TokenAttention:
 
     @cached_property
     def outliers(self) -> Tensor | None:
-        """The patches (N, h, w) with an outlying norm before the last layer norm; None if none reads all tokens."""
+        """The patches (N, h, w) with an outlying norm before the last layer norm; None if no norm reads all tokens."""
         norms = (node for node in self.grads.nodes if node.name() == "NativeLayerNormBackward0")
         inputs = (at_least_float32(saved(node, "input").detach()) for node in norms)
         shape = (len(self.grads.x), self.tokens)
@@ -127,7 +127,7 @@ class TokenAttention:
         return outlying(self.layout(tokens.norm(dim=-1, keepdim=True))[:, 0])
 
     def mean_heads(self, call: AttentionCall) -> Tensor:
-        """Return the mean over the heads of the probabilities of a call (N, queries, keys). Methods share it."""
+        """Return the mean over the heads of the probabilities of a call (N, queries, keys), computed once."""
         if call not in self._means:
             self._means[call] = call.mean_heads()
         return self._means[call]
@@ -138,7 +138,7 @@ class TokenAttention:
 
     @cached_property
     def read_queries(self) -> Tensor:
-        """Which queries of the last call the scores read, as shares that sum to 1: (N, 1, queries).
+        """The queries of the last call that the scores read, as weights that sum to 1 (N, 1, queries).
 
         These are the class token, the two tokens of a distilled network, all patches for a mean, or the tokens of a
         pooling head.
@@ -158,7 +158,7 @@ class TokenAttention:
 def _language_model_and_bridge(
     grads: TargetGradients, answer: Answer
 ) -> tuple[list[AttentionCall], list[AttentionCall]]:
-    """Return the calls of attention in the module that reads the tokens of an answer, and those of a bridge to them."""
+    """Return the attention in the module that reads the tokens of an answer, and in a bridge to these tokens."""
     modules, reader = grads.forward.operations.modules, answer.reader
     calls = [call for call in grads.attention if reader in modules(call.node)]
     before = [call for call in grads.attention if call not in calls]
@@ -217,7 +217,7 @@ class AttentionMap(TracedAttribution):
         """Return the relevance of the tokens of the image tower to the queries of a bridge (N, queries, tokens).
 
         By default, it is the rollout of the attention, with the identity for the residual connection of a query. The
-        rest of a sum of 1 belongs to the queries that the model has learned.
+        rest of a sum of 1 is the relevance of the learned queries.
         """
         shares: Tensor | None = None
         for call in attention.bridge:
@@ -233,7 +233,7 @@ class AttentionRollout(AttentionMap):
     Formula: S = r Â_L ⋯ Â_1, with Â_l = (mean_h A_l + I) / 2.
 
     The attention of a block is averaged over its heads, then averaged with the identity for the residual connection;
-    the product over all blocks is the share of each token. It does not depend on the class.
+    the product over all blocks is the fraction of each token. It does not depend on the class.
 
     Args:
         head_fusion: "mean", "max" or "min" over the heads.
@@ -241,7 +241,7 @@ class AttentionRollout(AttentionMap):
             token to itself; from 0 to less than 1.
 
     Values: (N, 1, h, w), fractions. With the values of the class token and other tokens, they sum to 1; in
-        BLIP-2, a part stays with the queries that it has learned.
+        BLIP-2, a part stays with the learned queries.
 
     Source: Abnar and Zuidema, "Quantifying Attention Flow in Transformers" (2020), https://arxiv.org/abs/2005.00928.
     """
@@ -255,7 +255,7 @@ class AttentionRollout(AttentionMap):
     discard_ratio: Option[float] = Option(0.0, check_number, least=0, below=1)
 
     def relevance(self, attention: TokenAttention) -> Tensor:
-        """Return the shares of all tokens in those that the head reads."""
+        """Return the fraction of each token in the tokens that the head reads."""
         shares = attention.read_queries
         if attention.pooling is not None:
             fused = self.over_heads(attention, attention.pooling)
@@ -288,10 +288,10 @@ class GradientRollout(AttentionRollout):
 
     Formula: S = r Â_L ⋯ Â_1, with Â_l = (mean_h (A_l ⊙ ∇A_l))⁺ + I, each row divided by its sum.
 
-    The products are averaged over the heads, and negative means count as 0.
+    The products are averaged over the heads, and negative means are set to 0.
 
     Values: (N, 1, h, w), fractions. With the values of the class token and other tokens, they sum to 1; in
-        BLIP-2, a part stays with the queries that it has learned.
+        BLIP-2, a part stays with the learned queries.
 
     Source: Gildenblat, "Exploring Explainability for Vision Transformers" (2020),
         https://jacobgil.github.io/deeplearning/vision-transformer-explainability.
@@ -316,11 +316,11 @@ class CheferAttention(AttentionMap):
     R = R + mean((A * gradient)+) R, from the identity. The map is the row of the tokens that the head reads, without
     these tokens themselves.
 
-    In a decoder, queries that were learned attend to the tokens, as in DETR and in pooling heads. Their relevance to
-    the tokens grows by S' mean((A * gradient)+) T at each such block, where S and T are the relevance among queries and
-    among tokens; each row of S and T is first scaled to a sum of 1 without its identity. The map is the row of the
+    In a decoder, learned queries attend to the tokens, as in DETR and in pooling heads. The relevance of the tokens to
+    the queries grows by S' mean((A * gradient)+) T at each such block, where S and T are the relevance among queries
+    and among tokens; each row of S and T is first scaled to a sum of 1 without its identity. The map is the row of the
     queries that the score reads. Attention that does not depend on the image, as in the first block of a decoder among
-    its queries, does not count.
+    its queries, is ignored.
 
     Values: (N, 1, h, w), at least 0, dimensionless.
 
@@ -339,11 +339,11 @@ class CheferAttention(AttentionMap):
     reads_decoders = True
 
     def relevance(self, attention: TokenAttention) -> Tensor:
-        """Return the relevance of all tokens to those that the head reads."""
+        """Return the relevance of all tokens to the tokens that the head reads."""
         read, weights = attention.read_queries, self.weights(attention)
         if attention.crosses:
             return (read @ _decoded(attention.calls, weights))[:, 0]
-        relevance = torch.zeros_like(read)  # without the share that is read, which may be many orders larger
+        relevance = torch.zeros_like(read)  # without the part that is read, which may be many orders larger
         for call in attention.blocks[::-1]:
             relevance = torch.baddbmm(relevance, relevance + read, weights(call))
         return relevance[:, 0]
@@ -405,11 +405,11 @@ def _decoded(calls: Sequence[AttentionCall], weighted: Callable[[AttentionCall],
     for call in calls:
         weights, (images, _, queries, keys) = weighted(call), call.shape
         for count in (queries, keys):
-            own = torch.eye(count, dtype=weights.dtype, device=weights.device).expand(images, -1, -1)
-            relevance.setdefault((count, count), own)
+            identity = torch.eye(count, dtype=weights.dtype, device=weights.device).expand(images, -1, -1)
+            relevance.setdefault((count, count), identity)
         if queries == keys:
             changed = {
-                pair: torch.baddbmm(known, weights, known) for pair, known in relevance.items() if pair[0] == keys
+                pair: torch.baddbmm(values, weights, values) for pair, values in relevance.items() if pair[0] == keys
             }
             relevance |= changed
         else:
@@ -420,13 +420,13 @@ def _decoded(calls: Sequence[AttentionCall], weighted: Callable[[AttentionCall],
 
 def _normalised(relevance: Tensor) -> Tensor:
     """Return relevance (N, tokens, tokens) whose rows sum to 1 without the identity, plus the identity."""
-    own = torch.eye(relevance.shape[-1], dtype=relevance.dtype, device=relevance.device)
-    others = relevance - own
-    return others / others.sum(-1, keepdim=True).clamp(min=torch.finfo(others.dtype).tiny) + own
+    identity = torch.eye(relevance.shape[-1], dtype=relevance.dtype, device=relevance.device)
+    others = relevance - identity
+    return others / others.sum(-1, keepdim=True).clamp(min=torch.finfo(others.dtype).tiny) + identity
 
 
 class TokenStream:
-    """The tokens between the blocks of one forward, and its operations, which can be run again on others.
+    """The tokens between the blocks of one forward, and its operations, which can be run again on other tokens.
 
     Args:
         attention: The attention of a forward that keeps all values.
@@ -434,14 +434,14 @@ class TokenStream:
 
     Attributes:
         nodes: The operations in the order of a backward pass. The first one returns the scores.
-        inputs: For each block, the operation whose result is the tokens before it.
+        inputs: For each block, the operation whose result is the tokens before the block.
     """
 
     def __init__(self, attention: TokenAttention, method: str) -> None:
         self._attention, self._method = attention, method
         self._model = type(attention.grads.forward.model).__name__
         self.nodes = attention.grads.nodes
-        self._order = {node: at for at, node in enumerate(self.nodes)}
+        self._order = {node: position for position, node in enumerate(self.nodes)}
         self._passages = find_passages(self.nodes)
         before = dict(zip(attention.grads.attention, attention.grads.token_nodes, strict=True))
         self.inputs = [before[call] for call in attention.blocks]
@@ -451,13 +451,13 @@ class TokenStream:
 
     @cached_property
     def outputs(self) -> list[Node]:
-        """For each block, the operation whose result is the tokens after it.
+        """For each block, the operation whose result is the tokens after the block.
 
-        The tokens after a block are those before the next one. After the last block, the tokens follow its attention by
-        the same number of operations as in the block before it.
+        The tokens after a block are the tokens before the next block. After the last block, the tokens follow its
+        attention by the same number of operations as in the block before it.
 
         Raises:
-            NotApplicableError: The last two blocks differ, or there is only one.
+            NotApplicableError: The last two blocks differ, or there is only one block.
         """
         blocks = dict(zip(self.inputs, self._attention.blocks, strict=True))  # with the last call of each
         if len(blocks) == 1:
@@ -465,14 +465,14 @@ class TokenStream:
         (_, before), (between, last) = list(blocks.items())[-2:]
         end = self._order[last.node]
         start = max(end - self._order[before.node] + self._order[between], 0)
-        known, similar = self.nodes[self._order[between] : self._order[before.node]], self.nodes[start:end]
-        if [node.name() for node in known] != [node.name() for node in similar] or similar[0] not in self._passages:
+        earlier, similar = self.nodes[self._order[between] : self._order[before.node]], self.nodes[start:end]
+        if [node.name() for node in earlier] != [node.name() for node in similar] or similar[0] not in self._passages:
             raise self._last_block_error()
         after = dict(zip(blocks, [*list(blocks)[1:], similar[0]], strict=True))
         return [after[node] for node in self.inputs]
 
     def _last_block_error(self) -> NotApplicableError:
-        problem = f"{self._model} does not end in two equal blocks, so the tokens after the last one are unknown"
+        problem = f"{self._model} does not end in two equal blocks, so the tokens after the last one cannot be found"
         return NotApplicableError(f"{self._method}: {problem}; use chefer_attention")
 
     def skip_gradients(self) -> dict[AttentionCall, Tensor]:
@@ -512,10 +512,10 @@ class TokenStream:
         return result.detach()
 
     def run_again(self, start: Node, result: Tensor, end: Node) -> Tensor:
-        """Return the result of an operation after the result of an earlier one is replaced.
+        """Return the result of an operation after the result of an earlier operation is replaced.
 
         Raises:
-            NotApplicableError: An operation between both is a function in Python, or writes to a part of a tensor.
+            NotApplicableError: An operation in between is a function in Python, or writes to a part of a tensor.
         """
         results: dict[Node, Sequence[Tensor]] = {start: (result,)}
         for node in reversed(self.nodes[self._order[end] : self._order[start]]):
@@ -643,9 +643,9 @@ class AGCAM(AttentionMap):
         read = attention.read_queries
         if attention.pooling is None:
             return torch.stack([gated(*block, read) for block in gradients.items()]).sum(0)
-        own = gated(attention.pooling, attention.grads.gradient_at(attention.pooling.node), read)
-        mean = own.new_full((1, 1, attention.tokens), 1 / attention.tokens)
-        return own + torch.stack([gated(*block, mean) for block in gradients.items()]).sum(0)
+        pooled = gated(attention.pooling, attention.grads.gradient_at(attention.pooling.node), read)
+        mean = pooled.new_full((1, 1, attention.tokens), 1 / attention.tokens)
+        return pooled + torch.stack([gated(*block, mean) for block in gradients.items()]).sum(0)
 
 
 def _logits(attention: TokenAttention, call: AttentionCall) -> Tensor:

@@ -13,7 +13,7 @@ from ..attribution.forward import Needs
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall
 from ..hooks.autograd_graph import Gradients
-from ..hooks.operations import NORMS, SOFTMAX, SavedValues
+from ..hooks.operations import NORMS, SOFTMAX, Operation, SavedValues
 from ..io.axes import at_least_float32
 from ..relevance.kernels import Passed
 from ..relevance.propagation import Propagation
@@ -28,10 +28,10 @@ class CheferLRP(CheferAttention):
     Formula: S = r ((I + W_L) ⋯ (I + W_1) − I), with W_l = mean_h (R(A_l) ⊙ ∇A_l)⁺ and R(A_l) the relevance of A_l.
 
     The product over all blocks of I + mean((gradient * relevance)+), where the mean is over the heads. The relevance of
-    attention starts from 1 at the score. Linear layers share it in proportion to positive parts, without biases; norms,
-    activations and the softmax of attention pass it unchanged, and each factor of a product gets half. At a residual
-    connection, both branches are scaled so that opposite relevance does not grow. The map is the row of the tokens that
-    the head reads, without these tokens themselves.
+    attention starts from 1 at the score. Linear layers divide it in proportion to positive parts, without biases;
+    norms, activations and the softmax of attention pass it unchanged, and each factor of a product gets half. At a
+    residual connection, both branches are scaled so that opposite relevance does not grow. The map is the row of the
+    tokens that the head reads, without these tokens themselves.
 
     Relevance that starts with both signs, as for a contrast or a probability, cancels in this scaling, so that only
     rounding errors are left. Such targets are refused.
@@ -75,7 +75,7 @@ class _Rules(Propagation):
     Attributes:
         weights: The positive part of relevance times gradient of each call, averaged over the heads.
         rises: Whether the score of each image (N,) rises with an output of the last linear layers.
-        falls: Whether it falls with one.
+        falls: Whether the score of each image (N,) falls with an output of the last linear layers.
     """
 
     def __init__(self, attention: TokenAttention) -> None:
@@ -88,30 +88,32 @@ class _Rules(Propagation):
         self.rises, self.falls = (torch.zeros_like(attention.grads.scores, dtype=torch.bool) for _ in range(2))
 
     def __call__(self, visit: Visit) -> Gradients:
-        """Return G at the operands of a node; none after the first attention."""
-        call, name = self._calls.get(visit.node), visit.known.name if visit.operation else ""
+        """Return G at the operands of a node; None after the first attention."""
+        call, operation = self._calls.get(visit.node), visit.operation
         if call is not None:
             return self._attend(visit, call)
         if len(self.weights) == len(self._calls):
             return (None,)
-        if name in NORMS or (name in SOFTMAX and self.weights):  # the softmax of a target has a gradient
-            return self._unchanged(visit)
+        if operation is None:
+            return super().__call__(visit)
+        if operation.name in NORMS or (operation.name in SOFTMAX and self.weights):  # a target's softmax has a gradient
+            return self._unchanged(visit, operation)
         if visit.node in visit.walk.graph.first_and_last[1]:
             self.rises |= visit.walk.per_image(visit.grad > 0, visit.node) > 0
             self.falls |= visit.walk.per_image(visit.grad < 0, visit.node) > 0
         # The sum of two heads (N, classes) is not a residual connection: relevance of opposite signs would cancel.
-        is_residual = name == "add" and visit.on_path == [True, True] and visit.grad.dim() > 2
-        return self._residual(visit) if is_residual else super().__call__(visit)
+        is_residual = operation.name == "add" and visit.on_path == [True, True] and visit.grad.dim() > 2
+        return self._residual(visit, operation) if is_residual else super().__call__(visit)
 
-    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, given: Tensor) -> Passed:
+    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, values: Tensor) -> Passed:
         """Skip rows without relevance, such as most tokens in the last block. Start with the size of the gradient."""
         if visit.node in visit.walk.graph.first_and_last[1]:
-            given = at_least_float32(visit.grad).abs()
-        rows = given.any(-1)
+            values = at_least_float32(visit.grad).abs()
+        rows = values.any(-1)
         if op.dims != (-1,) or op.input.dim() > 2 or not 0 < int(rows.sum()) < len(rows):
-            return super().propagate(visit, rule, op, given)
+            return super().propagate(visit, rule, op, values)
         part = replace(op, input=op.input[rows], find_output=lambda: op.output[rows], shared=None)
-        passed = super().propagate(visit, rule, part, given[rows])
+        passed = super().propagate(visit, rule, part, values[rows])
         at_input = torch.zeros_like(op.input)
         at_input[rows] = cast("Tensor", passed.grad)
         return Passed(at_input)
@@ -129,16 +131,16 @@ class _Rules(Propagation):
         at_logits = divided(relevance.div_(2), logits)
         return tuple(call.operand_gradients(at_logits, visit.grad / 2, probabilities))
 
-    def _unchanged(self, visit: Visit) -> Gradients:
+    def _unchanged(self, visit: Visit, operation: Operation) -> Gradients:
         """Pass the relevance of each number of the result to the same number of the operand."""
-        operand, result = next(iter(visit.known.args.values())), visit.known.result
+        operand, result = next(iter(operation.args.values())), operation.result
         relevance = (result if isinstance(result, Tensor) else result[0]) * visit.grad
         return (divided(relevance, operand), *[None] * (len(visit.on_path) - 1))
 
-    def _residual(self, visit: Visit) -> Gradients:
-        """Scale the relevance of two summands, for each image, by their shares of the sum of magnitudes."""
+    def _residual(self, visit: Visit, operation: Operation) -> Gradients:
+        """Scale the relevance of two summands, for each image, by their fractions of the sum of magnitudes."""
         grads = [cast("Tensor", grad) for grad in visit.plain()]
-        parts = [operand * grad for operand, grad in zip(visit.known.args.values(), grads, strict=False)]
+        parts = [operand * grad for operand, grad in zip(operation.args.values(), grads, strict=False)]
         image_dim = int(visit.grad.shape[:2] == self._length_first)
         dims = [dim for dim in range(visit.grad.dim()) if dim != image_dim]
         sums = torch.stack([part.sum(dims, keepdim=True) for part in parts])

@@ -54,14 +54,14 @@ class ImageTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer(Batch):
-    """Answer of a vision-language model about one or more images; `generate` returns one.
+    """Answer of a vision-language model about one or more images, as `generate` returns it.
 
     Methods take it instead of an image: `method(model).attribute(answer, saliency.words("red"))`. The result has one
-    map for each image. An image is changed, in perturbations and along paths, while the other images and the text
-    stay; the output is the logits of the answer's tokens (N, T, V), each given the tokens before it.
+    map for each image. Perturbations and paths change one image, while the other images and the text stay the same;
+    the output is the logits of the answer's tokens (N, T, V), each given the tokens before it.
 
     Attributes:
-        inputs: (N, C, H, W) the N images as the model sees them in their finest resolution, normalised. Smaller ones
+        inputs: (N, C, H, W) the N images as the model sees them in their finest resolution, normalised. Smaller images
             are padded at the right and at the bottom.
         frames: The position of each input on its image.
         arguments: All arguments of the model, as a function of its images.
@@ -71,7 +71,7 @@ class Answer(Batch):
         is_image: (L,) of bool: whether each token is a part of an image.
         answer_text: The tokens of the answer, and the tokenizer.
         image_tokens: The tokens of each view of each image, in the order of the sequence.
-        reader: The name of the module that reads the embeddings (N, L, D) of all tokens; None if it is not known.
+        reader: The name of the module that reads the embeddings (N, L, D) of all tokens; None if it was not found.
     """
 
     arguments: ImageArguments
@@ -86,7 +86,7 @@ class Answer(Batch):
     def of(self, model: nn.Module) -> Self:
         """Return the answer. Raises ModelError if another model gave it."""
         if self.model is not model:
-            names = " and ".join(type(own).__name__ for own in (self.model, model))
+            names = " and ".join(type(network).__name__ for network in (self.model, model))
             raise ModelError(
                 f"the answer is from another model than the method's ({names}); call saliency.generate again"
             )
@@ -104,12 +104,12 @@ class Answer(Batch):
 
     @property
     def words(self) -> list[tuple[str, slice]]:
-        """The words of the answer in order, and the tokens of each: `saliency.words(at=tokens)` explains them."""
+        """The words of the answer in order, with the tokens of each word: `saliency.words(at=tokens)` explains them."""
         return self.answer_text.words()
 
     @property
     def sequence(self) -> tuple[str | None, ...]:
-        """The texts of the L tokens that the model reads: of the prompt, and all but the last of the answer.
+        """The texts of the L tokens that the model reads: of the prompt, and all but the last token of the answer.
 
         None stands for the tokens of images.
         """
@@ -123,7 +123,7 @@ class Answer(Batch):
         return range(len(self.ids) - 1 - len(self.tokens), len(self.ids) - 1)
 
     def by_image(self, compute: Callable[[Answer, int], T]) -> list[T]:
-        """Return the results of a function for each image alone, because the model reads all of them for each.
+        """Return the results of a function for each image alone, because the model reads all images in each pass.
 
         Args:
             compute: Takes the answer with the input and the frame of one image, and its number. The model then runs
@@ -140,12 +140,12 @@ class Answer(Batch):
         """Return the layout of the L tokens that the language model reads on one of the images.
 
         The cells have the size of the smallest token. A token of a coarser view is divided among the cells that it
-        covers, so the sum stays.
+        covers, so the sum is unchanged.
 
         Raises:
             NotApplicableError: The tokens have no position in the image, as the queries of BLIP-2.
         """
-        views = [(own, own.box, own.positions.shape) for own in self.image_tokens if own.box is not None]
+        views = [(view, view.box, view.positions.shape) for view in self.image_tokens if view.box is not None]
         if len(views) < len(self.image_tokens):
             raise NotApplicableError(
                 f"the image tokens of {type(self.model).__name__} have no position in the image; use attn_lrp or rise"
@@ -156,14 +156,14 @@ class Answer(Batch):
 
         def placed(tokens: Tensor) -> Tensor:
             maps = tokens.new_zeros(len(tokens), tokens.shape[2], rows, columns)
-            for own, (left, top, right, bottom), _ in views:
-                if own.image != image:
+            for view, (left, top, right, bottom), _ in views:
+                if view.image != image:
                     continue
                 y = slice(round(top * rows / height), round(bottom * rows / height))
                 x = slice(round(left * columns / width), round(right * columns / width))
-                cells = tokens[:, own.positions].movedim(-1, 1)  # (k, K, h, w)
+                cells = tokens[:, view.positions].movedim(-1, 1)  # (k, K, h, w)
                 size = (y.stop - y.start, x.stop - x.start)
-                maps[..., y, x] += F.interpolate(cells, size) * (own.positions.numel() / math.prod(size))
+                maps[..., y, x] += F.interpolate(cells, size) * (view.positions.numel() / math.prod(size))
             return maps
 
         return Layout("given", (rows, columns), function=placed)
@@ -190,18 +190,18 @@ def generate(
     it on images of ramps. The tokens of each part of an image are found by tracing positions through the model.
 
     Args:
-        model: A model of transformers for images and text, or one with the same forward: it takes `input_ids` and
+        model: A model of transformers for images and text, or a model with the same forward: it takes `input_ids` and
             `pixel_values`, and returns `logits`. Without a method `generate`, it runs once for each new token.
         processor: Its processor: a function of `images` and `text`, with `tokenizer`, or else `encode` and `decode`.
         images: One image or several, as for `Attribution.attribute`, but no float tensors.
         prompt: A question about the images, or a list of messages of a chat with entries {"type": "image"}. Both are
-            formatted by `processor.apply_chat_template`, if there is one; a text with image tokens is used as it is.
+            formatted by `processor.apply_chat_template`, if there is one; a text with image tokens is used unchanged.
         answer: The answer to explain, as a text or token ids; None lets the model answer.
         max_new_tokens: The largest number of tokens that the model writes. A given `answer` is not cut.
         canvas: A function from an image to its `Canvas`, for processors that are not recognised.
 
     Raises:
-        ImageError: An image cannot be read, or how the processor divides images is not recognised.
+        ImageError: An image cannot be read, or the way in which the processor divides images is not recognised.
         MethodError: `max_new_tokens` is not a positive integer, or the prompt is neither a text nor a list of messages.
         ModelError: The prompt has no token of an image, the answer is empty, the model is an encoder-decoder or refused
             its arguments, or its output has no logits for each token.
@@ -216,7 +216,7 @@ def generate(
     text = _prompt_text(processor, prompt, token, len(opened))
     like: Any = reference_tensor(network)
     tensors = _encode(processor, opened, text).items()
-    inputs = {name: own.to(like if own.is_floating_point() else like.device) for name, own in tensors}
+    inputs = {name: value.to(like if value.is_floating_point() else like.device) for name, value in tensors}
     recognise = canvas or partial(_recognised, processor, text if len(opened) == 1 else token)
     canvases = [recognise(image) for image in opened]
     with prepared_for_attribution(network), torch.no_grad():
@@ -229,11 +229,11 @@ def generate(
         written = AnswerText(tuple(ids), token_texts(tokenizer, ids, context=len(ids)), tokenizer)
         sequence = torch.cat([before, before.new_tensor(ids[-1:])])
         size = arguments.inputs.shape[2:]
-        frames = tuple(Frame(image, _padded_box(own, size)) for image, own in zip(opened, canvases, strict=True))
-        given = Answer(arguments.inputs, frames, arguments, network, text, sequence, is_image, written)
-        traced = [_trace(given, number) for number in range(len(opened))]
-    tokens = [own for number, (_, places) in enumerate(traced) for own in _image_tokens(given, number, places)]
-    return replace(given, image_tokens=tuple(tokens), reader=traced[0][0])
+        frames = tuple(Frame(image, _padded_box(c, size)) for image, c in zip(opened, canvases, strict=True))
+        untraced = Answer(arguments.inputs, frames, arguments, network, text, sequence, is_image, written)
+        traced = [_trace(untraced, number) for number in range(len(opened))]
+    tokens = [view for number, (_, rows) in enumerate(traced) for view in _image_tokens(untraced, number, rows)]
+    return replace(untraced, image_tokens=tuple(tokens), reader=traced[0][0])
 
 
 def _prompt_text(processor: Any, prompt: Prompt, token: str, images: int) -> str:
@@ -275,19 +275,19 @@ def _recognised(processor: Any, text: str, image: Image.Image) -> Canvas:
 
 
 def _image_token_id(model: nn.Module, processor: Any) -> int:
-    """Return the id of the tokens that the features of an image replace. Raises ModelError if it is not known."""
+    """Return the id of the tokens that the features of an image replace. Raises ModelError if there is no such id."""
     by_model = getattr(getattr(model, "config", None), "image_token_id", None)
-    own: int | None = getattr(processor, "image_token_id", None)
-    found = by_model if own is None else own
-    if found is None:
-        raise ModelError(f"{type(processor).__name__} has no image_token_id, so the tokens of an image are not known")
-    return found
+    by_processor: int | None = getattr(processor, "image_token_id", None)
+    token_id = by_model if by_processor is None else by_processor
+    if token_id is None:
+        raise ModelError(f"{type(processor).__name__} has no image_token_id, so the tokens of an image cannot be found")
+    return token_id
 
 
 def _answer_ids(
     model: Any, tokenizer: Any, inputs: Mapping[str, Tensor], answer: str | Sequence[int] | None, longest: int
 ) -> list[int]:
-    """Return the ids of the given answer, or of the model's, without the token that ends it.
+    """Return the ids of the given answer, or of the model's answer, without the token that ends it.
 
     Raises:
         ModelError: The answer is empty.
@@ -307,9 +307,9 @@ def _answer_ids(
         while len(ids) < longest and not stop & {*ids}:
             logits = output_tensor(call(model, (), _continued(inputs, ids)))
             ids.append(int(logits[0, -1].argmax()))
-    ids = ids[: next((at for at, token in enumerate(ids) if token in stop), len(ids))]
+    ids = ids[: next((index for index, token in enumerate(ids) if token in stop), len(ids))]
     if not ids:
-        raise ModelError("the answer is empty; pass the one to explain as answer=")
+        raise ModelError("the answer is empty; pass an answer to explain as answer=")
     return ids
 
 
@@ -318,10 +318,10 @@ def _continued(inputs: Mapping[str, Tensor], ids: Sequence[int]) -> dict[str, Te
     prompt = inputs["input_ids"]
     # PaliGemma marks a prompt, which attends both ways, by 0, and the answer by 1. Gemma 3 marks images by 1.
     fill = {"attention_mask": 1, "token_type_ids": int(not inputs.get("token_type_ids", prompt).any())}
-    longer = {name: own for name, own in inputs.items() if own.shape[:2] == prompt.shape and name != "pixel_values"}
-    for name, own in longer.items():
-        last = own[:, -1:] if own.dim() > 2 else own.new_full((1, 1), fill.get(name, 0))  # with tiles: Llama 3.2 Vision
-        longer[name] = torch.cat([own, last.repeat_interleave(len(ids), 1)], 1)
+    longer = {name: part for name, part in inputs.items() if part.shape[:2] == prompt.shape and name != "pixel_values"}
+    for name, part in longer.items():  # with tiles in Llama 3.2 Vision
+        last = part[:, -1:] if part.dim() > 2 else part.new_full((1, 1), fill.get(name, 0))
+        longer[name] = torch.cat([part, last.repeat_interleave(len(ids), 1)], 1)
     return {**inputs, **longer, "input_ids": torch.cat([prompt, prompt.new_tensor([ids])], 1)}
 
 
@@ -329,7 +329,7 @@ class ImageArguments:
     """Arguments of a model for an answer, as a function of canvases of its images.
 
     Attributes:
-        fixed: The arguments with the images as they are.
+        fixed: The arguments with the unchanged images.
         inputs: (N, C, H, W) the canvases, padded to one size.
     """
 
@@ -341,22 +341,22 @@ class ImageArguments:
         options = {"logits_to_keep": len(ids), "use_cache": False}
         self.options = {name: value for name, value in options.items() if takes_all or name in parameters}
         pixels = self.fixed["pixel_values"]
-        height, width = (max(own.values.shape[axis] for own in canvases) for axis in (1, 2))
+        height, width = (max(c.values.shape[axis] for c in canvases) for axis in (1, 2))
         padded = [F.pad(c.values, (0, width - c.values.shape[2], 0, height - c.values.shape[1])) for c in canvases]
         self.inputs = torch.stack(padded).to(pixels)
         parts = [self._pixels(image, canvas[None])[0] for image, canvas in enumerate(self.inputs)]
         self.rows = pixels.reshape(-1, *parts[0].shape[1:]).clone()  # of all images
         self.spans = list[slice]()  # the rows of each image
         end = 0
-        for number, own in enumerate(parts):
-            spans = [slice(at, at + len(own)) for at in range(end, len(self.rows) - len(own) + 1)]
-            errors = [float((self.rows[span] - own).abs().mean()) for span in spans]
+        for number, part in enumerate(parts):
+            spans = [slice(start, start + len(part)) for start in range(end, len(self.rows) - len(part) + 1)]
+            errors = [float((self.rows[span] - part).abs().mean()) for span in spans]
             if min(errors, default=math.inf) > TOLERANCE:
                 problem = f"the canvas of image {number} does not give the processor's pixel values: they differ"
                 raise ImageError(f"{problem} by {min(errors, default=math.nan):.2g}; pass canvas=, see saliency.Canvas")
             self.spans.append(spans[errors.index(min(errors))])
             end = self.spans[-1].stop
-            self.rows[self.spans[-1]] = own
+            self.rows[self.spans[-1]] = part
 
     def _pixels(self, image: int, x: Tensor) -> Tensor:
         """Return the rows of one image, from canvases (k, C, H, W)."""
@@ -383,25 +383,25 @@ def _padded_box(canvas: Canvas, size: Sequence[int]) -> Box:
 
 
 def _trace(answer: Answer, number: int) -> tuple[str | None, Tensor]:
-    """Find the module that reads the embeddings of all tokens, and the place of each token in an image.
+    """Find the module that reads the embeddings of all tokens, and the position of each token in an image.
 
     Returns:
-        The name of the module, None if there is none; and the rows and columns (2, L) in pixels of the canvas, NaN for
-        tokens without a place.
+        The name of the module, or None; and the rows and columns (2, L) in pixels of the canvas, NaN for tokens without
+        a position.
 
     Raises:
         ModelError: The output does not have the length of the sequence or of the answer.
     """
-    found: list[tuple[str, Tensor]] = []
+    readers: list[tuple[str, Tensor]] = []
     x, length = answer.inputs[number, None], len(answer.is_image)
 
     def begin(name: str, args: Any, kwargs: Any) -> None:
         for tensor in tree_tensors((args, kwargs)):
-            is_read = not found and tensor.shape[:-1] == (1, length) and tensor.is_floating_point()
+            is_read = not readers and tensor.shape[:-1] == (1, length) and tensor.is_floating_point()
             positions = trace.positions(tensor) if is_read else None
-            places = None if positions is None else positions.nanmean(-1).expand(2, 1, length)[:, 0]
-            if places is not None and (places[0].isnan() | answer.is_image).all():  # tokens of text have no place
-                found.append((name, places))
+            centres = None if positions is None else positions.nanmean(-1).expand(2, 1, length)[:, 0]
+            if centres is not None and (centres[0].isnan() | answer.is_image).all():  # tokens of text have no position
+                readers.append((name, centres))
 
     with PositionTrace(x, follows_values=True) as trace, HookManager(exclusive=True) as hooks:
         for name, module in answer.model.named_modules():
@@ -413,24 +413,24 @@ def _trace(answer: Answer, number: int) -> tuple[str | None, Tensor]:
         raise ModelError(
             f"the output is {shape}; expected logits (1, {length}, V) of the sequence, one row for a token"
         )
-    return found[0] if found else (None, torch.full((2, length), math.nan, device=x.device, dtype=torch.float32))
+    return readers[0] if readers else (None, torch.full((2, length), math.nan, device=x.device, dtype=torch.float32))
 
 
-def _image_tokens(answer: Answer, number: int, places: Tensor) -> list[ImageTokens]:
+def _image_tokens(answer: Answer, number: int, positions: Tensor) -> list[ImageTokens]:
     """Return the tokens of each view of an image, from the row and the column of each token."""
-    placed = (~places[0].isnan()).nonzero()[:, 0]
+    placed = (~positions[0].isnan()).nonzero()[:, 0]
     if not len(placed):  # queries
         if len(answer.inputs) > 1:
-            problem = f"the tokens of image {number} are not in the prompt, or have no place in the image"
+            problem = f"the tokens of image {number} are not in the prompt, or have no position in the image"
             raise ModelError(f"{problem}; explain one image at a time")
         return [ImageTokens(number, answer.is_image.nonzero().T, None)]
-    rows, columns = places[:, placed].tolist()
+    rows, columns = positions[:, placed].tolist()
     starts = [0]
-    for at in range(1, len(placed)):
-        down, right = rows[at] - rows[at - 1], columns[at] - columns[at - 1]
-        begins_row = down > SAME and abs(columns[at] - columns[starts[-1]]) < SAME
+    for index in range(1, len(placed)):
+        down, right = rows[index] - rows[index - 1], columns[index] - columns[index - 1]
+        begins_row = down > SAME and abs(columns[index] - columns[starts[-1]]) < SAME
         if not begins_row and not abs(down) < SAME < right:
-            starts.append(at)
+            starts.append(index)
     return [_view_tokens(number, placed[a:b], rows[a:b], columns[a:b]) for a, b in pairwise([*starts, len(placed)])]
 
 
@@ -449,16 +449,16 @@ Encode = Callable[[Image.Image], Mapping[str, Any]]
 """The processor of a model, for one image."""
 
 TOLERANCE = 0.1
-"""The largest mean difference of a resized view from the processor's, in units of the normalised input."""
+"""The largest mean difference between a resized view and the processor's view, in units of the normalised input."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Canvas:
-    """Normalised image in its finest resolution, of which the model's pixel values are a differentiable function.
+    """Normalised image in its finest resolution, from which the model's pixel values are computed differentiably.
 
     Attributes:
         values: (C, H, W) the numbers of the canvas.
-        box: The part of the image that it covers: left, top, right and bottom in pixels of the image.
+        box: The part of the image that the canvas covers: left, top, right and bottom in pixels of the image.
         pixels: A function from canvases (N, C, H, W) to the pixel values of N images (N, rows, ...), where `rows` are
             the rows of `pixel_values` that belong to one image: views (C, h, w), or patches.
     """
@@ -471,8 +471,8 @@ class Canvas:
 def find_canvas(encode: Encode, image: Image.Image, processor: Any) -> Canvas:
     """Return the canvas of an image, by recognising how a processor divides it.
 
-    It may resize, crop and pad the image; cut it into tiles, in rows, with a resized view of the whole image before or
-    after them, and tiles of zeros at the end; or cut it into patches with `image_grid_thw`, as Qwen-VL does.
+    The processor may resize, crop and pad the image; cut it into rows of tiles, with a resized view of the whole image
+    before or after them, and tiles of zeros at the end; or cut it into patches with `image_grid_thw`, as Qwen-VL does.
 
     Args:
         encode: The processor, for one image.
@@ -482,18 +482,18 @@ def find_canvas(encode: Encode, image: Image.Image, processor: Any) -> Canvas:
     Raises:
         ImageError: The pixel values are divided in another way.
     """
-    known = encode(image)
-    values: Tensor = known["pixel_values"]
-    if "image_grid_thw" in known:
-        _, *grid = known["image_grid_thw"][0].tolist()
-        own = processor.image_processor
-        return _divided_in_patches(encode, image, values.shape[1], grid, own.patch_size, own.merge_size)
+    encoded = encode(image)
+    values: Tensor = encoded["pixel_values"]
+    if "image_grid_thw" in encoded:
+        _, *grid = encoded["image_grid_thw"][0].tolist()
+        cutter = processor.image_processor
+        return _divided_in_patches(encode, image, values.shape[1], grid, cutter.patch_size, cutter.merge_size)
     if values.dim() < 4:
         raise ImageError(f"pixel_values {tuple(values.shape)} are neither views (..., C, h, w) nor patches of a grid")
     empty = int((values.flatten(0, -4) == 0).flatten(1).all(1).sum())  # tiles that Llama 3.2 Vision appends
     views = values.flatten(0, -4)[: -empty or None]  # (V, C, h, w)
-    found = boxes_of_views(lambda own: encode(own)["pixel_values"].flatten(0, -4)[: len(views)], image.size)
-    boxes = torch.tensor(found, dtype=torch.float64, device="cpu")  # (V, 4)
+    corners = boxes_of_views(lambda ramp: encode(ramp)["pixel_values"].flatten(0, -4)[: len(views)], image.size)
+    boxes = torch.tensor(corners, dtype=torch.float64, device="cpu")  # (V, 4)
     inside = torch.tensor([*image.size], device="cpu") - 0.01 * max(image.size)
     is_whole = ((boxes[:, :2] < 0.01 * max(image.size)) & (boxes[:, 2:] > inside)).all(1)
     is_tile = ~is_whole | is_whole.all()
@@ -542,12 +542,12 @@ def _divided_in_patches(
         patches = blocks.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(len(x), rows * columns, 3, 1, size, size)
         return patches.expand(-1, -1, -1, repeats, -1, -1).flatten(2)
 
-    places = torch.arange(3 * rows * columns * size**2, device="cpu").view(3, rows * size, columns * size)
-    order = pixels(places[None]).flatten()  # the number of the pixel that each value shows
+    indices = torch.arange(3 * rows * columns * size**2, device="cpu").view(3, rows * size, columns * size)
+    order = pixels(indices[None]).flatten()  # the index of the pixel that each value shows
 
-    def canvas(own: Image.Image) -> Tensor:
-        values: Tensor = encode(own)["pixel_values"]
-        return values.new_empty(places.shape).put_(order, values.flatten())
+    def canvas(source: Image.Image) -> Tensor:
+        values: Tensor = encode(source)["pixel_values"]
+        return values.new_empty(indices.shape).put_(order, values.flatten())
 
-    (box,) = boxes_of_views(lambda own: canvas(own)[None], image.size)
+    (box,) = boxes_of_views(lambda source: canvas(source)[None], image.size)
     return Canvas(canvas(image), box, pixels)

@@ -29,7 +29,7 @@ from ..hooks.autograd_graph import compiler_is_loaded, tensor_version, unique_mo
 from ..hooks.manager import HookManager
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..io.inputs import Batch
-from ..targets.classes import LayerOutput, as_categories
+from ..targets.classes import ModuleOutput, as_categories
 
 ForwardArgs = tuple[Any, ...] | list[Any] | Mapping[str, Any]
 """Arguments after the image, by position or by name."""
@@ -40,7 +40,7 @@ class Call(NamedTuple):
 
     Attributes:
         values: Extra arguments by position or name.
-        batch: The images whose rows the arguments have; None without arguments.
+        batch: The images, for which the arguments have rows; None without arguments.
         image: The image of which each pass runs variants; None for the whole batch.
         caches: The caches of a call with arguments, on which results may depend.
         layer: The layer whose output is the model's output.
@@ -49,9 +49,9 @@ class Call(NamedTuple):
         logits: The sigmoid or softmax before which the values of each tensor of an output were read; None
             if the output is read unchanged.
         is_tracing: Whether the call is traced into a program, so that no value can be read.
-        modules: The modules of the prepared model, itself first.
+        modules: The modules of the prepared model, the model first.
         other_layers: The calls of layers that read other images of the call, which are no default layers.
-        warned: The lines of the toolkit that have warned, if each shall warn once, whatever the numbers in its text.
+        warned: The lines of the toolkit that have warned, if each line shall warn only once; None for no such limit.
     """
 
     values: Mapping[Any, Any] = {}
@@ -95,12 +95,12 @@ def bound(**state: Any) -> Iterator[None]:
 
 
 def arguments_of(like: ForwardArgs, batch: Batch, layer: str | None = None) -> dict[str, Any]:
-    """Return the state of a call with the extra arguments of a batch, which replace those of an outer call.
+    """Return the state of a call with the extra arguments of a batch, which replace the arguments of an outer call.
 
     Args:
-        like: Tensors, arrays and lists with one row per image are divided into images; others are passed as they are.
+        like: Tensors, arrays and lists with one row per image are divided into images; others are passed unchanged.
         batch: The images.
-        layer: The layer whose output `run_model` returns instead of the model's.
+        layer: The layer whose output `run_model` returns instead of the model's output.
 
     Raises:
         MethodError: `like` is neither a tuple nor a mapping of names.
@@ -118,7 +118,7 @@ NO_ARGUMENTS: dict[str, Any] = {"values": {}, "batch": None, "image": None, "cac
 
 
 def bind_image(image: int) -> AbstractContextManager[None]:
-    """Bind one image of the batch in a block, its arguments and options: the model runs only variants of it."""
+    """Bind one image of the batch, with its arguments and options, in a block that runs only variants of the image."""
     number = current_call().image
     return bound(image=image if number is None else number)
 
@@ -129,7 +129,7 @@ def current_call() -> Call:
 
 
 def modules_of(model: nn.Module) -> Sequence[nn.Module]:
-    """Return each module of a model once, the model first. Those of the prepared model are listed once per call."""
+    """Return each module of a model once, the model first. A call lists the modules of its prepared model once."""
     modules = current_call().modules
     return modules if modules and modules[0] is model else unique_modules(model)
 
@@ -140,7 +140,7 @@ def shown_images(x: Tensor) -> list[int]:
 
 
 def forward_args(x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the extra arguments for a batch (k, C, H, W), by position and by name; of an answer, all arguments."""
+    """Return the extra arguments for a batch (k, C, H, W), by position and by name; all arguments for an answer."""
     call = current_call()
     arguments = call.batch and call.batch.arguments
     values: dict[Any, Any] = arguments(x, cast("int", call.image)) if arguments else {}
@@ -150,7 +150,7 @@ def forward_args(x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def cache_of(caches: WeakKeyDictionary[nn.Module, dict[Any, Any]], model: nn.Module) -> dict[Any, Any]:
-    """Return the cache of a model. A call with extra arguments has its own, since results may depend on them."""
+    """Return the cache of a model. A call with extra arguments has its own cache, since results may depend on them."""
     call = current_call()
     if call.caches is None:
         return caches.setdefault(model, {})
@@ -188,7 +188,7 @@ def _evaluate(modules: list[nn.Module], others: frozenset[type], holder: int) ->
     """Set modules to evaluation mode; the last block to end restores every training flag.
 
     Tensors of inference mode in attributes of modules are replaced by copies, and restored likewise. The flags are set
-    one by one, since `model.eval()` may be overridden to do more than that. They are tracked per module, since two
+    one by one, since `model.eval()` may be overridden to do more. They are tracked per module, since two
     models may share modules. Blocks may overlap in several threads.
 
     Args:
@@ -206,10 +206,10 @@ def _evaluate(modules: list[nn.Module], others: frozenset[type], holder: int) ->
             # Heads of YOLO cache anchors under inference_mode, and no gradient can pass such tensors.
             if type(module) not in others or Tensor not in map(type, vars(module).values()):
                 continue
-            tensors = [(name, own) for name, own in vars(module).items() if type(own) is Tensor]
+            tensors = [(name, value) for name, value in vars(module).items() if type(value) is Tensor]
             cached = {name: tensor.clone() for name, tensor in tensors if tensor.is_inference()}
             if cached and module not in _attributes:
-                _attributes[module] = {name: own for name, own in vars(module).items() if name != "training"}
+                _attributes[module] = {name: value for name, value in vars(module).items() if name != "training"}
                 vars(module).update(cached)
 
 
@@ -248,7 +248,7 @@ def _end_eager(holder: int) -> None:
 
 @cache
 def keep_small_heap() -> None:
-    """Let glibc keep up to 64 MiB of free memory for each thread, as it does once a block of 32 MiB was freed.
+    """Let glibc keep up to 64 MiB of free memory for each thread, as glibc does after a block of 32 MiB was freed.
 
     By default, glibc keeps twice the largest mapped block that was freed, and maps larger blocks (M_MMAP_THRESHOLD in
     mallopt(3)). The activations of small networks exceed this, so the system clears their pages again at each pass. A
@@ -300,15 +300,15 @@ class _Traits(NamedTuple):
 @lru_cache
 def _traits(kinds: frozenset[type]) -> _Traits:
     """Return the traits of a model with modules of these types."""
-    lazy, scripted = (any(issubclass(own, kind) for own in kinds) for kind in (LazyModuleMixin, torch.jit.ScriptModule))
-    return _Traits(lazy, scripted, frozenset(own for own in kinds if not own.__module__.startswith("torch.nn.")))
+    lazy, scripted = (any(issubclass(cls, kind) for cls in kinds) for kind in (LazyModuleMixin, torch.jit.ScriptModule))
+    return _Traits(lazy, scripted, frozenset(cls for cls in kinds if not cls.__module__.startswith("torch.nn.")))
 
 
 def run_model(model: nn.Module, x: Tensor) -> Any:
     """Return the model's output for a batch and the bound `forward_args`. The model may change its input in place.
 
-    The image is the first argument; of a model of Hugging Face that takes `input_ids` first, it is `pixel_values`. If
-    the target is a neuron, the output is the `LayerOutput` of its layer. If targets of the call read logits, tensors
+    The image is the first argument, or `pixel_values` of a model of Hugging Face that takes `input_ids` first. If
+    the target is a neuron, the output is the `ModuleOutput` of its layer. If targets of the call read logits, tensors
     that a sigmoid or softmax computed are replaced by the values before it.
 
     Raises:
@@ -332,14 +332,14 @@ def run_model(model: nn.Module, x: Tensor) -> Any:
     return output if isinstance(output, list) else tree_map_tensors(output, mode.before)  # a list of detections
 
 
-def _layer_output(model: nn.Module, layer: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LayerOutput:
+def _layer_output(model: nn.Module, layer: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleOutput:
     """Return the output of a layer in a forward of the model."""
     with HookManager(persistent=True) as hooks:  # the hooks of the method act, too
         outputs = hooks.capture(model.get_submodule(layer))
         call(model, args, kwargs)
     if not outputs:
         raise LayerError(f'layer "{layer}" of the neuron was not run, or returned no tensor')
-    return LayerOutput(outputs[-1])
+    return ModuleOutput(outputs[-1])
 
 
 _COPIES = ("clone", "contiguous", "float", "to", "interpolate", "clamp")  # also of hooks that observe a layer
@@ -357,7 +357,7 @@ def last_operation(tensor: Tensor, names: MutableMapping[Tensor, str]) -> str:
 
 
 class _Logits(TorchFunctionMode):
-    """Mode that keeps the values before each sigmoid and softmax as long as the result is in use.
+    """Mode that keeps the values before each sigmoid and softmax while the result is in use.
 
     Args:
         names: Receives the operation of each tensor that `before` returns.
@@ -367,29 +367,29 @@ class _Logits(TorchFunctionMode):
         super().__init__()
         self.names = names
         # With the versions of both tensors: a later change in place makes them another function.
-        self.known: MutableMapping[Tensor, tuple[str, Tensor, list[int]]] = WeakTensorKeyDictionary()
+        self.recorded: MutableMapping[Tensor, tuple[str, Tensor, list[int]]] = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         result = func(*args, **kwargs)
         if name in ("sigmoid", "softmax"):
             self._keep(result, name, (*args, *kwargs.values())[0])
-        elif name in _COPIES and args and (pair := self._known(args[0])):
+        elif name in _COPIES and args and (pair := self._logits_of(args[0])):
             self._keep(result, pair[0], pair[1] if name == "clamp" else func(pair[1], *args[1:], **kwargs))
         return result
 
     def _keep(self, result: Tensor, name: str, logits: Tensor) -> None:
-        self.known[result] = name, logits, [tensor_version(result), tensor_version(logits)]
+        self.recorded[result] = name, logits, [tensor_version(result), tensor_version(logits)]
 
-    def _known(self, result: Tensor) -> tuple[str, Tensor] | None:
-        name, logits, versions = self.known.get(result, ("", result, []))
+    def _logits_of(self, result: Tensor) -> tuple[str, Tensor] | None:
+        name, logits, versions = self.recorded.get(result, ("", result, []))
         return (name, logits) if versions == [tensor_version(result), tensor_version(logits)] else None
 
     def before(self, tensor: Tensor) -> Tensor:
-        """Return the values before the last sigmoid or softmax of a tensor; the tensor itself without one."""
+        """Return the values before the last sigmoid or softmax of a tensor; the tensor itself if there is none."""
         base = view_base(tensor)  # full backward hooks of a module return a view of its output
         is_whole = base is not None and (base.shape, base.stride()) == (tensor.shape, tensor.stride())
-        name, logits = self._known(cast("Tensor", base) if is_whole else tensor) or ("", tensor)
+        name, logits = self._logits_of(cast("Tensor", base) if is_whole else tensor) or ("", tensor)
         if name:
             whole = view_base(logits)
             self.names[logits if whole is None else whole] = name
@@ -418,18 +418,18 @@ def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
             problem = "parameters or buffers of the model were created under torch.inference_mode()"
             hint = "build or load the model outside of it (running it inside is fine)"
             raise ModelError(f"{problem}, so no gradient can pass them; {hint}") from error
-        given = " and ".join(map(_described, tree_tensors((args, kwargs)))) or "no tensor"
+        received = " and ".join(map(_described, tree_tensors((args, kwargs)))) or "no tensor"
         if type(error) in _REFUSALS and not is_out_of_memory(error):
             reason = str(error) or type(error).__name__
             axes = [x.dim() for x in args[:1] if isinstance(x, Tensor)]
             if axes == [4] and any(parameter.dim() == 5 for parameter in model.parameters()):
-                reason += "; a batch of volumes or videos has five axes, so pass one as x[None]"
+                reason += "; a batch of volumes or videos has five axes, so pass a single one as x[None]"
             if "missing" in reason and "argument" in reason:
                 reason += '; pass other arguments as forward_args, and several images by name, {"rgb": image, ...}'
             if "input_ids" in reason:
                 reason += "; pass an answer of saliency.generate. Export and metrics of the predicted class take none"
-            raise ModelError(f"the model ({type(model).__name__}) refused an input of {given}: {reason}") from error
-        error.add_note(f"saliency ran {type(model).__name__} on an input of {given}")
+            raise ModelError(f"the model ({type(model).__name__}) refused an input of {received}: {reason}") from error
+        error.add_note(f"saliency ran {type(model).__name__} on an input of {received}")
         raise
 
 
@@ -452,7 +452,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def reference_tensor(model: nn.Module) -> Tensor | None:
-    """Return a floating-point parameter or buffer whose device and dtype an input should have; None if there is none.
+    """Return a floating-point parameter or buffer whose device and dtype an input should have, or None.
 
     It is the first tensor with two or more dimensions, or else the first tensor, such as a scale or a counter.
     """
@@ -502,8 +502,8 @@ def model_attribute(name: str, model: nn.Module) -> Any:
     """Return the preprocessing, the class names or the layout of a model or of the model in its wrapper; else None.
 
     A model of Hugging Face has its class names in `config.id2label`, unless they are "LABEL_0", "LABEL_1", ... A YOLO
-    has them in `names`. Models of timm and open_clip carry the configuration of their preprocessing. Detectors of
-    torchvision normalise images themselves.
+    has class names in `names`. Models of timm and open_clip carry the configuration of their preprocessing. Detectors
+    of torchvision normalise images themselves.
     """
     values = [getattr(owner, name, None) for owner in (model, unwrap(model))]
     if name == "categories":
@@ -531,6 +531,6 @@ def _carried_preprocess(model: nn.Module) -> Mapping[str, Any] | None:
 
 
 def categories_of(model: nn.Module) -> tuple[str, ...] | None:
-    """Return the class names stored on a model; None without any."""
+    """Return the class names stored on a model, or None."""
     names = model_attribute("categories", model)
     return None if names is None else as_categories(names)

@@ -26,14 +26,14 @@ _encoded: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, Tensor]]] = WeakKeyD
 class DualEncoder(nn.Module):
     """Model with an image encoder and a text encoder, wrapped as an image model that all methods can explain.
 
-    Its forward takes images (N, C, H, W) and returns {"image_embeds": (N, D)}, not normalised. `saliency.load` returns
-    one for the two-tower models of open_clip and transformers.
+    Its forward takes images (N, C, H, W) and returns {"image_embeds": (N, D)}, not normalised. `saliency.load` wraps
+    the two-tower models of open_clip and transformers.
 
     Args:
-        model: A model of open_clip or OpenAI's clip, with `encode_image` and `encode_text`; or one of transformers with
-            `get_image_features` and `get_text_features`, such as CLIPModel and SiglipModel. It is not changed.
-        tokenizer: The tokenizer of the model: `open_clip.get_tokenizer(...)`, or `AutoTokenizer` of transformers. Of a
-            processor of transformers, such as CLIPProcessor, the image processor becomes `preprocess`.
+        model: A model of open_clip or OpenAI's clip, with `encode_image` and `encode_text`; or a model of transformers
+            with `get_image_features` and `get_text_features`, such as CLIPModel and SiglipModel. It is not changed.
+        tokenizer: The tokenizer of the model: `open_clip.get_tokenizer(...)`, or `AutoTokenizer` of transformers. The
+            image processor of a processor of transformers, such as CLIPProcessor, becomes `preprocess`.
 
     Raises:
         ModelError: The model has none of these methods, or does not take images (N, C, H, W).
@@ -76,7 +76,7 @@ class DualEncoder(nn.Module):
 
     @property
     def logit_scale(self) -> float:
-        """The factor from cosine similarities to logits, 100 in CLIP. Raises ModelError if the model has none."""
+        """The factor from cosine similarities to logits, 100 in CLIP. Raises ModelError if it is missing."""
         if not hasattr(self.model, "logit_scale"):
             raise ModelError(f"{type(self.model).__name__} has no logit_scale, which log-odds of texts need")
         return float(self.model.get_parameter("logit_scale").detach().exp())
@@ -120,18 +120,19 @@ class DualEncoder(nn.Module):
     def encode_text(self, prompts: Sequence[Prompt]) -> Tensor:
         """Return the embeddings (K, D) of prompts, not normalised, without gradient.
 
-        That of a tuple is the mean of its normalised embeddings. Each prompt is encoded once, until the weights change.
+        The embedding of a tuple is the mean of its normalised embeddings. Each prompt is encoded once, until the
+        weights change.
         """
         tensors = chain(self.model.parameters(), self.model.buffers())
         state = tuple((tensor.data_ptr(), tensor_version(tensor)) for tensor in tensors)
         if _encoded.get(self, (None,))[0] != state:
             _encoded[self] = (state, {})
-        known = _encoded[self][1]
+        cached = _encoded[self][1]
         members = [[prompt] if isinstance(prompt, str) else prompt for prompt in prompts]
         for text in chain.from_iterable(members):
-            if text not in known:
-                known[text] = self._encode(text)
-        rows = [[known[text] for text in texts] for texts in members]
+            if text not in cached:
+                cached[text] = self._encode(text)
+        rows = [[cached[text] for text in texts] for texts in members]
         return torch.cat([_mean(row) if len(row) > 1 else row[0] for row in rows])
 
     def _encode(self, prompt: str) -> Tensor:
@@ -179,7 +180,7 @@ class LateInteraction(DualEncoder):
         return embeddings
 
     def words(self, prompt: str) -> tuple[str, ...]:
-        """Return the L tokens of a text, with those that the processor adds."""
+        """Return the L tokens of a text, with the tokens that the processor adds."""
         return tuple(self.tokenizer.decode([token]).strip() for token in self.tokenize(prompt)["input_ids"][0].tolist())
 
 

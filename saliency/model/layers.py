@@ -1,4 +1,4 @@
-"""Find the layers of a model: by name, or by one forward that also chooses the default for class activation maps."""
+"""Find the layers of a model: by name, or by one forward that also finds the default layer of class activation maps."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def find(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
 
 
 def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
-    """Return the layout of a layer's output: from the user's function, or the recognised one.
+    """Return the layout of a layer's output: from the user's function, or recognised.
 
     Args:
         model: The model, inside `prepared_for_attribution`.
@@ -76,10 +76,10 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
     if call.caches is not None and name not in trace_layers(model, x).sources:
         raise LayerError(f'layer "{name}" does not depend on the explained image; pass one that does, or no layer')
     shape, size = tuple(tensor.shape), tuple(x.shape[2:])
-    known = is_channels_first(model.get_submodule(name)) and tensor.dim() == x.dim()
-    if not known and call.layout is not None:
+    channels_first = is_channels_first(model.get_submodule(name)) and tensor.dim() == x.dim()
+    if not channels_first and call.layout is not None:
         return given_layout(call.layout, tensor.detach())
-    layout = layout_from(shape, len(x), size, channels_first=known)
+    layout = layout_from(shape, len(x), size, channels_first=channels_first)
     if layout is None or layout.kind != "NCHW":
         spatial = {layer.name: layer for layer in trace_layers(model, x).spatial if layer.shape[1:] == shape[1:]}
         if name in spatial and shape[0] != len(x):
@@ -136,7 +136,7 @@ class SpatialLayer:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one channel only, as of a gate. Such a layer is read if there is no other."""
+        """Whether the output has only one channel, like a gate. Such a layer is read only if there is no other."""
         return self.shape[1 if self.layout.kind == "NCHW" else -1] == 1
 
 
@@ -149,7 +149,7 @@ class LayerTrace:
 
     spatial: _Layers  # in the order in which they finished
     candidates: _Layers  # for the default layer, from the least preferred
-    misplaced: _Layers  # the same, but mirrored or of a part of the image
+    misplaced: _Layers  # candidates that are mirrored or show a part of the image
     features: str | None  # the last layer of features, also if the score has no gradient there
     attention: Mapping[int, Layout | None]  # by the number of tokens; None if the tokens are not patches
     sources: Mapping[str, frozenset[str]]  # by layer that reads the image, the layers from which it is computed
@@ -179,8 +179,8 @@ class LayerScan:
         last: dict[Grid, SpatialLayer] = {}
         names = [layer.name for layer in self.candidates]
         for layer in self.candidates[: names.index(self.default) + 1]:
-            known = last.get(layer.layout.grid)
-            is_outer = known is None or layer.name.count(".") <= known.name.count(".")
+            previous = last.get(layer.layout.grid)
+            is_outer = previous is None or layer.name.count(".") <= previous.name.count(".")
             if layer.name == self.default or (is_outer and not layer.is_single):
                 last[layer.layout.grid] = layer
         coarse_first = sorted(last.items(), key=lambda pair: math.prod(pair[0]))
@@ -233,9 +233,9 @@ def default_layers(model: nn.Module, x: Tensor, target: _Score | None = None) ->
 
 
 def default_layer(model: nn.Module, x: Tensor, target: _Score | None = None) -> str:
-    """Return the last layer with spatial output at which the score has a gradient. Raises LayerError without one.
+    """Return the last layer with spatial output at which the score has a gradient. Raises LayerError if there is none.
 
-    If the target is a box, it is the last of the layers that enter the head.
+    If the target is a box, return the last of the layers that enter the head.
 
     Warns:
         SaliencyWarning: Another branch of the network joins after this layer.
@@ -266,10 +266,10 @@ def _default_scan(model: nn.Module, x: Tensor, target: _Score | None) -> LayerSc
 
 
 def feature_layer(model: nn.Module, x: Tensor) -> str:
-    """Return the last layer of features with spatial output. Raises LayerError without one.
+    """Return the last layer of features with spatial output. Raises LayerError if there is none.
 
-    It needs no gradient, so it is the final norm of a vision transformer, and may be the output of the model. Maps of
-    class scores, which are finer than the coarsest features, do not count.
+    The layer needs no gradient, so it is the final norm of a vision transformer, and may be the output of the model.
+    Maps of class scores, which are finer than the coarsest features, are no features.
     """
     return _require_layer(trace_layers(model, x).features, model, x)
 
@@ -286,18 +286,18 @@ def _require_layer(layer: str | None, model: nn.Module, x: Tensor) -> str:
 def head_inputs(model: nn.Module, x: Tensor, target: _Score | None) -> _Layers:
     """Return the layers that enter the head of a detector, from fine to coarse; none if the target is not a box.
 
-    The head is each of the outermost modules from which the score is computed without another of them. A layer enters
-    it if its output reaches an argument of the head without passing another layer. So the layers are the same for all
-    boxes, and are cached as in `scan_layers`, by the part of a box.
+    The head is each outermost module whose output reaches the score without passing another outermost module. A layer
+    enters the head if its output reaches an argument of the head without passing another layer. So the layers are the
+    same for all boxes, and are cached as in `scan_layers`, by the part of a box.
     """
     part = getattr(getattr(target, "target", None), "part", None)
     if target is None or part is None:
         return ()
-    known, key = cache_of(_head_inputs, model), (_key(model, x), part)
-    if key not in known:
+    cached, key = cache_of(_head_inputs, model), (_key(model, x), part)
+    if key not in cached:
         with HookManager(exclusive=True):
-            known[key] = _find_head_inputs(model, x, trace_layers(model, x).candidates, target)
-    layers: _Layers = known[key]
+            cached[key] = _find_head_inputs(model, x, trace_layers(model, x).candidates, target)
+    layers: _Layers = cached[key]
     return layers
 
 
@@ -335,7 +335,7 @@ def _find_head_inputs(model: nn.Module, x: Tensor, candidates: _Layers, target: 
     entering = [node for arguments, results in heads if not last.isdisjoint(results) for node in arguments]
     # A module that all blocks share returns only its last result; the outermost of the others names each result.
     results = {module: results for module, _, _, results in calls}
-    by_node = {found[0]: layer for layer in candidates if len(found := results.get(_module(model, layer), [])) == 1}
+    by_node = {nodes[0]: layer for layer in candidates if len(nodes := results.get(_module(model, layer), [])) == 1}
     levels = {by_node[node] for node in reached_nodes(entering, by_node.__contains__) & by_node.keys()}
     return tuple(sorted(levels, key=lambda layer: -math.prod(layer.layout.grid)))
 
@@ -395,8 +395,8 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
         reading[name] = counts[name] - 1
         (unrelated.add if positions is None else unrelated.discard)(name)
         positions = positions if output.dim() in (3, x.dim()) else None
-        places = None if positions is None else positions.nanmean(-1).expand(x.dim() - 2, *output.shape[:-1])
-        outputs[name] = tuple(output.shape), places, _nodes(output)
+        centres = None if positions is None else positions.nanmean(-1).expand(x.dim() - 2, *output.shape[:-1])
+        outputs[name] = tuple(output.shape), centres, _nodes(output)
         misplaced[name] = output.dim() == x.dim() and positions is not None and is_misplaced(positions, x.shape[2:])
 
     with PositionTrace(x) as trace:
@@ -409,11 +409,11 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
         name: traced_layout(shape, x, positions, channels_first=shape in channels_first)
         for name, (shape, positions, _) in outputs.items()
     }
-    found = tuple(SpatialLayer(name, outputs[name][0], layout) for name, layout in layouts.items() if layout)
-    spatial = tuple(layer for layer in found if not (layer.layout.kind == "NCHW" and misplaced[layer.name]))
-    found = _candidates(model, found)
-    candidates = tuple(layer for layer in found if layer in spatial)
-    elsewhere = tuple(layer for layer in found if layer not in spatial)
+    layers = tuple(SpatialLayer(name, outputs[name][0], layout) for name, layout in layouts.items() if layout)
+    spatial = tuple(layer for layer in layers if not (layer.layout.kind == "NCHW" and misplaced[layer.name]))
+    layers = _candidates(model, layers)
+    candidates = tuple(layer for layer in layers if layer in spatial)
+    elsewhere = tuple(layer for layer in layers if layer not in spatial)
     after = _result_nodes(list(tree_tensors(final)))
     ends = frozenset(name for name, (*_, nodes) in outputs.items() if not after.isdisjoint(nodes))
     first = first_tensor(final)
@@ -432,17 +432,17 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
 
 
 def _sources(nodes: Mapping[str, list[Node]], graph: set[Node]) -> dict[str, frozenset[str]]:
-    """Return each layer's sources: itself, or the first layer of the same result, and those before it.
+    """Return each layer's sources: the layer, or the first layer with the same result, and all layers before it.
 
     The layers are in the order in which they finished. Of two layers on one path, one has all sources of the other. A
-    layer whose result is not part of the graph of the output, as after a change in place, has none.
+    layer whose result is not part of the graph of the output, as after a change in place, has no sources.
     """
     sources: dict[Node, frozenset[str]] = {}
     for name, results in nodes.items():
         reached = reached_nodes(results, sources.__contains__) & sources.keys()
-        known = frozenset({name}).union(*map(sources.__getitem__, reached))
-        sources |= {node: known for node in results if node not in sources}
-    return {name: frozenset().union(*(sources[node] for node in graph & {*own})) for name, own in nodes.items()}
+        origins = frozenset({name}).union(*map(sources.__getitem__, reached))
+        sources |= {node: origins for node in results if node not in sources}
+    return {name: frozenset().union(*(sources[node] for node in graph & {*results})) for name, results in nodes.items()}
 
 
 def _result_nodes(tensors: Sequence[Tensor]) -> set[Node]:
@@ -470,13 +470,13 @@ def _scan(model: nn.Module, x: Tensor, trace: LayerTrace) -> LayerScan:
         inner = [layer.name for layer in candidates if layer.name not in trace.ends]
         return LayerScan(trace.spatial, candidates, inner[-1] if inner else None, has_gradient=False)
     others, path = (*candidates, *trace.misplaced), trace.sources[last.name]
-    apart = tuple(layer for layer in others if not (path <= (own := trace.sources[layer.name]) or path >= own))
+    apart = tuple(layer for layer in others if not (path <= (sources := trace.sources[layer.name]) or path >= sources))
     branch = _last_with_gradient(model, x, apart, top_score)
     return LayerScan(trace.spatial, candidates, last.name, has_gradient=True, branch=branch.name if branch else None)
 
 
 def _candidates(model: nn.Module, spatial: _Layers) -> _Layers:
-    """Return the candidates for the default layer: those of one channel, then others, each as they finished.
+    """Return the candidates for the default layer: layers of one channel, then others, both in their order.
 
     Excluded are layers before the first with parameters, layers without effect in evaluation mode, pooling before the
     head, queries and keys. Also excluded are outputs that are a single cell, or attention (tokens by tokens).
@@ -503,9 +503,9 @@ def _is_block_or_norm(module: nn.Module) -> bool:
 def _last_with_gradient(model: nn.Module, x: Tensor, candidates: _Layers, target: _Score) -> SpatialLayer | None:
     """Return the last candidate at which the score of every image has a gradient.
 
-    In a vision transformer with a class token, the patch tokens have no gradient after the last block, but do have one
-    before its attention. Usually one more forward is enough: recording begins near the last candidate, and begins
-    earlier only if no candidate there has a gradient.
+    In a vision transformer with a class token, the patch tokens have no gradient after the last block, but have a
+    gradient before its attention. Usually one more forward is enough: recording begins near the last candidate, and
+    begins earlier only if no candidate there has a gradient.
     """
     for part in (candidates[-4:], candidates[-24:-4], candidates[:-24]):
         layers = _layers_with_gradient(model, x, part, target) if part else []
@@ -515,7 +515,7 @@ def _last_with_gradient(model: nn.Module, x: Tensor, candidates: _Layers, target
 
 
 def _layers_with_gradient(model: nn.Module, x: Tensor, candidates: _Layers, target: _Score) -> list[SpatialLayer]:
-    """Return the candidates with a gradient from which features are read: a map of the scores themselves is not one."""
+    """Return the candidates with a gradient from which features are read, without maps of the scores themselves."""
     with HookManager() as hooks:
         captured = [(layer, hooks.capture(_module(model, layer), record=True)) for layer in candidates]
         with torch.no_grad():
@@ -534,8 +534,8 @@ def _layers_with_gradient(model: nn.Module, x: Tensor, candidates: _Layers, targ
     if not outputs or not score.requires_grad:
         return []
     grads = differentiate(score, list(outputs.values()))
-    known = [(layer, layer.layout(grad)) for layer, grad in zip(outputs, grads, strict=True) if grad is not None]
-    return [layer for layer, maps in known if bool(maps.flatten(1).any(1).all())]
+    gradients = [(layer, layer.layout(grad)) for layer, grad in zip(outputs, grads, strict=True) if grad is not None]
+    return [layer for layer, maps in gradients if bool(maps.flatten(1).any(1).all())]
 
 
 def read_call(model: nn.Module, x: Tensor, name: str, calls: Sequence[Tensor]) -> Tensor:
@@ -569,8 +569,8 @@ class Layout:
     """Layout of a layer's output in memory, and its conversion to maps.
 
     `kind` is "NCHW" or "NHWC" (also of volumes), "NTC" (tokens), or "given", with the user's `function`; `tokens` are
-    the numbers of the tokens of all cells, in rows. Others have no position (class, distillation and register tokens,
-    prompts).
+    the indices of the tokens of all cells, in rows. Other tokens have no position, such as class, distillation and
+    register tokens, and prompts.
     """
 
     kind: str
@@ -619,13 +619,13 @@ def given_layout(function: LayoutFunction, tensor: Tensor) -> Layout:
 
 
 def layout_from(shape: tuple[int, ...], images: int, size: Grid, *, channels_first: bool = False) -> Layout | None:
-    """Return the layout of an output of this shape; None if it is not a shape of maps.
+    """Return the layout of an output of this shape; None if it is not the shape of maps.
 
     Args:
         shape: The shape of the output.
         images: The number of images in the batch.
         size: (H, W) or (D, H, W) of the input; the last two axes of the grid must have its aspect ratio.
-        channels_first: Whether the layer is known to be channels first, regardless of the aspect ratio.
+        channels_first: Whether the layer is channels first by definition, regardless of the aspect ratio.
     """
     if len(shape) != len(size) + 2 or shape[0] != images or 0 in shape:
         return None
@@ -645,7 +645,7 @@ def traced_layout(
     Args:
         shape: The shape of the output.
         x: (N, C, H, W) the batch.
-        positions: The positions of the output, (axes, N, tokens) or (axes, N, h, w); None if they are not known.
+        positions: The positions of the output, (axes, N, tokens) or (axes, N, h, w), or None.
         channels_first: As for `layout_from`.
     """
     layout = layout_from(shape, len(x), tuple(x.shape[2:]), channels_first=channels_first)
@@ -659,7 +659,7 @@ def traced_layout(
 
 
 def token_layout(positions: Tensor, x: Tensor) -> Layout | None:
-    """Return the layout of tokens at positions (axes, N, tokens); None if they are not a grid that covers the image."""
+    """Return the layout of tokens at positions (axes, N, tokens); None unless they cover the image in a grid."""
     grid = grid_of(positions, tuple(x.shape[2:]))
     return None if grid is None else Layout("NTC", *grid)
 

@@ -42,19 +42,19 @@ _IN_PLACE = NORMS | SOFTMAX | {"clone", "_to_copy", "_log_softmax", "native_drop
 _REDUCTIONS = {"mean", "sum", "amax", "amin", "max", "min", "logsumexp", "var", "std", "var_mean", "linalg_vector_norm"}
 _RESAMPLING = ("convolution", "max_pool", "avg_pool", "adaptive", "_adaptive", "upsample", "_upsample")
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
-SAME = 0.25  # of a pixel: closer positions are the same
-PART = 0.6  # of the height or width of an image: maps that cover less are of a part of it
+SAME = 0.25  # in pixels: closer positions are the same
+PART = 0.6  # of the height or width of an image: maps that cover less show only a part of the image
 
 
-class _Geometry(NamedTuple):
-    """Which numbers of a memory a tensor holds. A complex number is two, with one position."""
+class _MemoryPart(NamedTuple):
+    """Part of a memory that a tensor holds. A complex number is two numbers with one position."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Geometry:
+    def of(cls, tensor: Tensor) -> _MemoryPart:
         shape, strides, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         if tensor.is_complex():
             return cls((*shape, 2), (*(2 * stride for stride in strides), 1), 2 * offset)
@@ -65,50 +65,50 @@ class _Geometry(NamedTuple):
         return memory.as_strided((len(memory), *self.shape), (memory.shape[1], *self.strides), self.offset)
 
 
-class _Memory:
+class _MemoryPositions:
     """Positions of the numbers in the memory of a tensor and its views.
 
-    Positions of known tensors are stored without dimensions along which they are constant, such as the channels.
+    They are stored by tensor, without dimensions along which they are constant, such as the channels.
     """
 
     def __init__(self, tensor: Tensor, axes: int) -> None:
         size = tensor.element_size() // (2 if tensor.is_complex() else 1)
         self._numbers, self._device = tensor.untyped_storage().nbytes() // size, tensor.device
-        self._known: dict[_Geometry, Tensor] = {}
+        self._positions: dict[_MemoryPart, Tensor] = {}
         self._axes = axes
-        self._whole: Tensor | None = None  # (axes, numbers), once a tensor is not known
+        self._whole: Tensor | None = None  # (axes, numbers), once a tensor without stored positions is read
 
-    def read(self, geometry: _Geometry) -> Tensor:
+    def read(self, part: _MemoryPart) -> Tensor:
         """Return the positions of a tensor in this memory, which expand to (axes, *shape)."""
-        return self._known[geometry] if geometry in self._known else geometry.view(self._all())
+        return self._positions[part] if part in self._positions else part.view(self._all())
 
-    def write(self, geometry: _Geometry, positions: Tensor) -> None:
+    def write(self, part: _MemoryPart, positions: Tensor) -> None:
         """Change the positions of a tensor in this memory."""
-        if self._whole is None and self._known.keys() <= {geometry}:
-            self._known = {geometry: _compact(positions)}
+        if self._whole is None and self._positions.keys() <= {part}:
+            self._positions = {part: _compact(positions)}
             return
         self._whole = self._all().clone()  # results may be views of it
-        geometry.view(self._whole).copy_(positions.expand(self._axes, *geometry.shape))
-        self._known = {}
+        part.view(self._whole).copy_(positions.expand(self._axes, *part.shape))
+        self._positions = {}
 
-    def add_view(self, geometry: _Geometry, positions: Tensor) -> None:
+    def add_view(self, part: _MemoryPart, positions: Tensor) -> None:
         """Keep the positions of a view."""
-        self._known.setdefault(geometry, positions)
+        self._positions.setdefault(part, positions)
 
     def _all(self) -> Tensor:
         if self._whole is None:
             self._whole = torch.full((self._axes, self._numbers), torch.nan, device=self._device, dtype=torch.float32)
-            for geometry, positions in list(self._known.items())[:1]:  # the others are its views
-                geometry.view(self._whole).copy_(positions.expand(self._axes, *geometry.shape))
+            for part, positions in list(self._positions.items())[:1]:  # the others are its views
+                part.view(self._whole).copy_(positions.expand(self._axes, *part.shape))
         return self._whole
 
 
-class PositionTrace(MemoryMode[_Memory]):
+class PositionTrace(MemoryMode[_MemoryPositions]):
     """Mode that follows the positions of an image's pixels through the operations of this thread.
 
     A position is a row and a column in pixels, after a depth in volumes, of one pixel or of the centre of several. A
-    parameter, such as a class token, has no position. Nor have numbers whose order depends on the values of the image
-    or on random numbers.
+    parameter, such as a class token, has no position. Neither do numbers whose order depends on the values of the
+    image or on random numbers.
 
     Args:
         x: The batch (N, C, H, W).
@@ -121,25 +121,25 @@ class PositionTrace(MemoryMode[_Memory]):
 
     def __init__(self, x: Tensor, *, follows_values: bool = False) -> None:
         self._axes = x.dim() - 2
-        super().__init__(lambda tensor: _Memory(tensor, self._axes))
+        super().__init__(lambda tensor: _MemoryPositions(tensor, self._axes))
         self.queries: list[Tensor] = []
         self._follows_values = follows_values
         edges = [torch.arange(length, device=x.device, dtype=torch.float32) for length in x.shape[2:]]
-        self._place(x, torch.stack(torch.meshgrid(edges, indexing="ij"))[:, None, None])
+        self._store(x, torch.stack(torch.meshgrid(edges, indexing="ij"))[:, None, None])
 
     def positions(self, tensor: Tensor) -> Tensor | None:
-        """Return rows and columns (axes, ...) of the numbers of a tensor, NaN for those without; None for constants.
+        """Return the positions (axes, ...) of the numbers of a tensor; None for constants.
 
-        A dimension along which all are equal may have length 1.
+        Numbers without a position have NaN. A dimension along which all positions are equal may have length 1.
         """
         memory = self.known_memory(tensor)
         if memory is None:
             return None
-        positions = memory.read(_Geometry.of(tensor))
+        positions = memory.read(_MemoryPart.of(tensor))
         return positions[..., 0] if tensor.is_complex() else positions
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and place its results."""
+        """Run an operation, and store the positions of its results."""
         kwargs = kwargs or {}
         result = op(*args, **kwargs)
         tensors = list(tree_tensors((args, kwargs)))
@@ -154,14 +154,14 @@ class PositionTrace(MemoryMode[_Memory]):
             if memory_id(tensor) in memories and not writes_operand(op):
                 self._view(op, named, number, tensor)
             elif is_traced:
-                self._place(tensor, None if number else self._of_result(op, named, tensor.shape))
+                self._store(tensor, None if number else self._of_result(op, named, tensor.shape))
         return result
 
-    def _place(self, tensor: Tensor, positions: Tensor | None) -> None:
-        """Store the positions of a result; None if they are not known."""
+    def _store(self, tensor: Tensor, positions: Tensor | None) -> None:
+        """Store the positions of a result; None if they cannot be determined."""
         self.forget_freed()
         positions = _unknown(tensor) if positions is None else positions
-        self.memory(tensor).write(_Geometry.of(tensor), positions[..., None] if tensor.is_complex() else positions)
+        self.memory(tensor).write(_MemoryPart.of(tensor), positions[..., None] if tensor.is_complex() else positions)
 
     def _view(self, op: Op, named: dict[str, Any], number: int, view: Tensor) -> None:
         """Store the positions of a view, if they need no copy of the positions of the viewed tensor."""
@@ -169,17 +169,17 @@ class PositionTrace(MemoryMode[_Memory]):
         memory = self.known_memory(operand)
         has_real = not (operand.is_complex() or view.is_complex())  # operations on complex numbers refuse positions
         if memory is not None and has_real and "stride" not in named:  # the stride describes the memory
-            positions = memory.read(_Geometry.of(operand))
+            positions = memory.read(_MemoryPart.of(operand))
             planes = positions.expand(self._axes, *operand.shape)
-            with suppress(RuntimeError):  # the view needs positions along which all are equal
+            with suppress(RuntimeError):  # the view needs a dimension that the positions lack
                 views = [as_results(op(**{**named, next(iter(named)): plane}))[number] for plane in planes]
-                memory.add_view(_Geometry.of(view), torch.stack(list(map(_compact, views))))
+                memory.add_view(_MemoryPart.of(view), torch.stack(list(map(_compact, views))))
 
     def _of_result(self, op: Op, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
-        """Return the positions of the first result of an operation, which expand to (axes, *shape); None if unknown."""
+        """Return the positions of the first result of an operation, which expand to (axes, *shape), or None."""
         name = operator_name(op)
-        known = [part for part in map(self.positions, filter(_is_plain, tree_tensors(named))) if part is not None]
-        if not known or name in ("fill", "zero"):
+        positions = [part for part in map(self.positions, filter(_is_plain, tree_tensors(named))) if part is not None]
+        if not positions or name in ("fill", "zero"):
             return None
         if name == "copy":
             return self.positions(named["src"])
@@ -192,13 +192,13 @@ class PositionTrace(MemoryMode[_Memory]):
             query = self.positions(named["query"])
             return None if query is None else self._of_queries(query, named["query"].shape)
         if name in SOFTMAX:
-            self._of_queries(known[0], shape)
+            self._of_queries(positions[0], shape)
         if name in _REDUCTIONS:
-            return _reduced(known[0], named.get("dim"), keeps=len(shape) == known[0].dim() - 1)
-        if name.startswith(_RESAMPLING) and len(shape) == known[0].dim() - 1 > 2:
-            return _several(_resampled(known[0].nanmean(2, keepdim=True), shape[2:]))
+            return _reduced(positions[0], named.get("dim"), keeps=len(shape) == positions[0].dim() - 1)
+        if name.startswith(_RESAMPLING) and len(shape) == positions[0].dim() - 1 > 2:
+            return _several(_resampled(positions[0].nanmean(2, keepdim=True), shape[2:]))
         if name in _IN_PLACE or is_batch_norm(op) or is_elementwise(op):
-            return reduce(_merged, [_ranked(part, len(shape)) for part in known])
+            return reduce(_merged, [_ranked(part, len(shape)) for part in positions])
         return None
 
     def _of_queries(self, positions: Tensor, shape: torch.Size) -> Tensor:
@@ -220,9 +220,9 @@ class PositionTrace(MemoryMode[_Memory]):
         def axis(number: int, operand: Tensor) -> Tensor:
             if not operand.is_floating_point():
                 return operand
-            positions = self.positions(operand)
-            known = positions if positions is not None else _unknown(operand)
-            return known.expand(self._axes, *operand.shape)[number]
+            stored = self.positions(operand)
+            positions = stored if stored is not None else _unknown(operand)
+            return positions.expand(self._axes, *operand.shape)[number]
 
         axes = (tree_map_tensors(named, partial(axis, number)) for number in range(self._axes))
         return torch.stack([out_of_place(op)(**operands) for operands in axes])
@@ -238,7 +238,7 @@ class PositionTrace(MemoryMode[_Memory]):
 
 
 def grid_of(positions: Tensor, size: Grid) -> tuple[Grid, Sequence[int]] | None:
-    """Return the grid of tokens that cover the image, and the token of each cell in rows; None if they do not.
+    """Return the grid of tokens, and the token of each cell in rows; None if the tokens do not cover the image.
 
     Args:
         positions: (axes, N, tokens) of all images; tokens without a position are left out.
@@ -266,9 +266,9 @@ def grid_of(positions: Tensor, size: Grid) -> tuple[Grid, Sequence[int]] | None:
 
 
 def is_misplaced(positions: Tensor, size: Sequence[int]) -> bool:
-    """Return whether maps at positions (axes, N, K, h, w) run against the image along an axis, or show a part of it."""
-    places = positions.nanmean(2)  # (axes, N, h, w), or (1, N, h, w) if they are not known
-    shown = [float(row.diff(dim=1 + axis).nanmean()) * row.shape[1 + axis] for axis, row in enumerate(places)]
+    """Return whether maps at positions (axes, N, K, h, w) run against the image along an axis, or show only a part."""
+    centres = positions.nanmean(2)  # (axes, N, h, w), or (1, N, h, w) without positions
+    shown = [float(row.diff(dim=1 + axis).nanmean()) * row.shape[1 + axis] for axis, row in enumerate(centres)]
     return any(length < PART * whole for length, whole in zip(shown, size, strict=False))
 
 
@@ -302,10 +302,10 @@ def _compact(positions: Tensor) -> Tensor:
 
 
 def _several(positions: Tensor) -> Tensor | None:
-    """Return the positions if there are several; None for a single one, as after a mean over the image."""
+    """Return the positions if they differ; None for a single position, as after a mean over the image."""
     flat = positions.reshape(len(positions), -1)
-    known = flat[:, ~flat[0].isnan()]
-    return positions if known.shape[1] and bool((known.amax(1) - known.amin(1) > SAME).any()) else None
+    finite = flat[:, ~flat[0].isnan()]
+    return positions if finite.shape[1] and bool((finite.amax(1) - finite.amin(1) > SAME).any()) else None
 
 
 def _reduced(positions: Tensor, dims: int | Sequence[int] | None, *, keeps: bool) -> Tensor | None:
@@ -321,11 +321,11 @@ def _resampled(positions: Tensor, size: Sequence[int]) -> Tensor:
         old = positions.shape[dim]
         if old == count or old == 1:
             continue
-        at = (torch.arange(count, device=positions.device) + 0.5) * (old / count) - 0.5
-        lower = at.floor().clamp(0, old - 2).long()
-        share = (at - lower).view(-1, *[1] * (positions.dim() - dim - 1))
+        coordinates = (torch.arange(count, device=positions.device) + 0.5) * (old / count) - 0.5
+        lower = coordinates.floor().clamp(0, old - 2).long()
+        fraction = (coordinates - lower).view(-1, *[1] * (positions.dim() - dim - 1))
         low, high = positions.index_select(dim, lower), positions.index_select(dim, lower + 1)
-        between = low + (high - low) * share
+        between = low + (high - low) * fraction
         between = torch.where(between.isnan(), low, between)  # at a padding
         positions = torch.where(between.isnan(), high, between)
     return positions
@@ -334,8 +334,8 @@ def _resampled(positions: Tensor, size: Sequence[int]) -> Tensor:
 def _merged(first: Tensor, second: Tensor) -> Tensor:
     """Return the positions of a combination of two operands (axes, ...).
 
-    If they differ by more than a cell, the operand with more positions decides: a gate or a mean has fewer. If the
-    numbers are equal, the positions are unknown.
+    If they differ by more than a cell, the operand with more positions decides: a gate or a mean has fewer. If both
+    have the same number of positions, the result is NaN.
     """
     merged = torch.where(first.isnan(), second, first)
     distance = (first - second).abs().amax(0).nan_to_num(0)
@@ -349,8 +349,8 @@ def _merged(first: Tensor, second: Tensor) -> Tensor:
 
 def _resolution(positions: Tensor) -> tuple[int, float]:
     """Return the number of different positions, and the length of a cell in pixels."""
-    known = positions.flatten(1)[:, ~positions[0].isnan().flatten()]
-    numbers = reduce(lambda above, axis: above * 2**17 + axis, (known / SAME).round().double())
+    finite = positions.flatten(1)[:, ~positions[0].isnan().flatten()]
+    numbers = reduce(lambda above, axis: above * 2**17 + axis, (finite / SAME).round().double())
     count = len(numbers.unique())
-    extent = float((known.amax(1) - known.amin(1) + 1).prod())
-    return count, (extent / count) ** (1 / len(known))
+    extent = float((finite.amax(1) - finite.amin(1) + 1).prod())
+    return count, (extent / count) ** (1 / len(finite))

@@ -1,8 +1,8 @@
 """Capture of a function of a batch as a graph of plain operations with any batch size.
 
 The function runs on two batches of different sizes. Both runs must call the same operations; the sizes among their
-arguments that differ depend on the batch size, linearly. So nothing in the function needs symbolic sizes: neither the
-methods nor the models, which often compute sizes in Python.
+arguments that differ depend on the batch size, linearly. So methods and models, which often compute sizes in Python,
+need no symbolic sizes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def capture(function: Function, image: Tensor, model: nn.Module, *, one_by_one: 
 
 def _traced(function: Function, x: Tensor, mode: str, table: dict[Any, Any] = DECOMPOSITIONS) -> GraphModule:
     """Return the graph of a function for a batch of one size. In the mode "fake", nothing is computed."""
-    # Reads of values are checked by `tracing`, which knows the ones that depend on the image.
+    # `tracing` checks the reads of values, and refuses those that depend on the image.
     options: Any = {
         "tracing_mode": mode,
         "_error_on_data_dependent_ops": False,
@@ -94,17 +94,17 @@ def _free_batch_size(program: GraphModule, larger: GraphModule) -> None:
             node.args, node.kwargs = _freed(node, (node.args, node.kwargs), (other.args, other.kwargs), partners)
 
 
-def _freed(node: Node, own: Any, their: Any, partners: Mapping[Node, Node]) -> Any:
-    """Return an argument of a node, with sizes of the input instead of numbers that differ for a larger batch."""
-    if isinstance(own, tuple | list) and len(own) == len(their):
-        return type(own)(_freed(node, *pair, partners) for pair in zip(own, their, strict=True))
-    if isinstance(own, dict) and own.keys() == their.keys():
-        return {name: _freed(node, value, their[name], partners) for name, value in own.items()}
-    if type(own) is type(their) is int and own != their and (their - own) % (BATCHES[1] - BATCHES[0]) == 0:
-        return _size(node.graph, own, their)
-    if own != (partners[their] if isinstance(their, Node) else their):
-        raise NotApplicableError(f"{BATCHES[1]} images run {node} with {their} instead of {own} for {BATCHES[0]}")
-    return own
+def _freed(node: Node, arg: Any, larger: Any, partners: Mapping[Node, Node]) -> Any:
+    """Return an argument of a node, with sizes of the input in place of numbers that differ for a larger batch."""
+    if isinstance(arg, tuple | list) and len(arg) == len(larger):
+        return type(arg)(_freed(node, *pair, partners) for pair in zip(arg, larger, strict=True))
+    if isinstance(arg, dict) and arg.keys() == larger.keys():
+        return {name: _freed(node, value, larger[name], partners) for name, value in arg.items()}
+    if type(arg) is type(larger) is int and arg != larger and (larger - arg) % (BATCHES[1] - BATCHES[0]) == 0:
+        return _size(node.graph, arg, larger)
+    if arg != (partners[larger] if isinstance(larger, Node) else larger):
+        raise NotApplicableError(f"{BATCHES[1]} images run {node} with {larger} instead of {arg} for {BATCHES[0]}")
+    return arg
 
 
 def _size(graph: Graph, size: int, larger: int) -> Node:
@@ -140,7 +140,7 @@ def tracing(image: Tensor) -> Iterator[None]:
 
 
 class _Dependent(MemoryMode[bool]):
-    """Mode that tracks the memory that depends on the image, and refuses to read a value of it or a random number."""
+    """Mode that tracks which memory depends on the image, and refuses reads of its values and random numbers."""
 
     def __init__(self, image: Tensor) -> None:
         super().__init__(lambda tensor: True)

@@ -1,7 +1,7 @@
 """Decompositions of operations that ONNX or the export of any batch size cannot express, into forward operations.
 
-They are applied while a program is captured, because `torch.export` fails on resizing if the batch size varies, and
-ignores decompositions of operations that PyTorch can also decompose, such as `silu_backward`.
+They are applied while a program is captured. `torch.export` would fail on resizing if the batch size varies, and would
+ignore decompositions of operations that PyTorch can also decompose, such as `silu_backward`.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def mish_backward(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-    """Return all elements in their order as a tensor of another shape; other strides stay as they are.
+    """Return all elements in their order as a tensor of another shape. Other strides are not decomposed.
 
-    `adaptive_avg_pool2d` sets the strides of axes of size 1, and its gradient does.
+    `adaptive_avg_pool2d` and its gradient set the strides of axes of size 1.
     """
     view = torch.empty_strided(size, stride, dtype=x.dtype, device="meta")
     if (
@@ -104,7 +104,7 @@ def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: in
 
 
 def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
-    """Return `scatter_add` of one value along an axis. ONNX Runtime has none in half precision."""
+    """Return `scatter_add` of one value along an axis. ONNX Runtime does not have it in half precision."""
     if index.shape[dim] != 1 or source.shape != index.shape or x.select(dim, 0).shape != index.select(dim, 0).shape:
         return NotImplemented
     positions = torch.arange(x.shape[dim], device=x.device).reshape(-1, *[1] * (x.dim() - 1)).movedim(0, dim)
@@ -124,7 +124,7 @@ def copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 def slice_scatter(
     x: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Any:
-    """Return `slice_scatter` with positions counted from the start, because PyTorch cannot map negative ones."""
+    """Return `slice_scatter` with positions counted from the start, because PyTorch cannot map negative positions."""
     first, last, _ = slice(start, end, step).indices(x.shape[dim])
     if (first, last) == (start, end):
         return NotImplemented
@@ -132,7 +132,7 @@ def slice_scatter(
 
 
 def batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *options: float) -> Any:
-    """Return `native_batch_norm` with known statistics."""
+    """Return `native_batch_norm` with constant statistics."""
     if training:
         return NotImplemented
     result = (at_least_float32(x) - _per_channel(mean, x)) * _per_channel(_scale(weight, variance, options[1]), x)
@@ -141,7 +141,7 @@ def batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, trai
 
 
 def batch_norm_backward(gradient: Tensor, x: Tensor, weight: Any, mean: Any, variance: Any, *options: Any) -> Any:
-    """Return the gradient at the input of `native_batch_norm` with known statistics."""
+    """Return the gradient at the input of `native_batch_norm` with constant statistics."""
     _, _, training, eps, _ = options
     if training:
         return NotImplemented
@@ -179,4 +179,4 @@ BEFORE_MAPPING: dict[Any, Callable[..., Any]] = DECOMPOSITIONS | {
     ATEN.native_batch_norm.default: batch_norm,
     ATEN.native_batch_norm_backward.default: batch_norm_backward,
 }
-"""With operations that PyTorch maps over a batch by dozens of operations."""
+"""Also for operations that PyTorch would map over a batch with dozens of operations."""

@@ -53,9 +53,9 @@ NO_PROGRAM = {
 """The methods that cannot be a program of any model, with the reason. Others are refused while they are traced."""
 
 MOST_DIFFERENCE, MOST_ROUNDING = 1e-4, 0.05
-"""The largest difference between the map of a program and the map of `attribute`, as a share of its maximum; but at
-least the rounding of the input's type. Up to the second limit, more is accepted if other last digits of the image
-change the map of `attribute` by at least half as much."""
+"""The largest difference between the map of a program and the map of `attribute`, as a fraction of its maximum; at
+least the rounding of the input's type. A difference up to the second limit is accepted if other last digits of the
+image change the map of `attribute` by at least half as much."""
 COPIES = 4
 """Number of images with other last digits that are tried."""
 
@@ -94,7 +94,7 @@ def export(method: Attribution, path: str | Path, example: ImagesLike, *, target
     if not path.parent.is_dir():
         raise FileNotFoundError(f"export: cannot write {path.name}: there is no folder {path.parent}")
     if is_stream(path) or path.is_dir():
-        raise FileExistsError(f"export: cannot write {path.name}: it is no file")
+        raise FileExistsError(f"export: cannot write {path.name}: it is not a file")
     if path.suffix == ".onnx":
         optional_import("onnxscript", "export", "writing an ONNX file")
         runtime = (
@@ -124,7 +124,7 @@ def captured(
 ) -> tuple[ExportedProgram, dict[str, str], Callable[[Run, str], None]]:
     """Return the program and the metadata that `export` writes, and the check of their map.
 
-    The arguments and errors are the same.
+    It has the arguments and errors of `export`.
     """
     if not isinstance(method, Attribution):
         raise MethodError(f"export: expected a method, such as GradCAM(model), got {type(method).__name__}")
@@ -236,11 +236,11 @@ def _program(method: Attribution, image: Tensor, wanted: int | None) -> Exported
 
         def explain(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             with tracing(x):
-                own = ProgramQuestions(wanted, score, Images(len(x)))
-                result = method.explain(x, own)
+                questions = ProgramQuestions(wanted, score, Images(len(x)))
+                result = method.explain(x, questions)
                 maps = reduce_channels(result.values, method.sign)
                 maps = maps.clamp(min=0) if method.sign == "positive" else maps
-                return cast("Tensor", own.scores), own.index, resized(maps, x.shape[2:])
+                return cast("Tensor", questions.scores), questions.index, resized(maps, x.shape[2:])
 
         graph = capture(explain, image, method.model, one_by_one=isinstance(method, MultiPassAttribution))
     batch = image.repeat(2, *[1] * (image.dim() - 1))
@@ -259,22 +259,22 @@ def _require_equal(method: Attribution, explanation: Explanation, inputs: Tensor
     def differences(maps: Tensor) -> Tensor:
         return (maps.to(expected) - expected).abs().flatten(1).amax(1) / largest  # (N,)
 
-    found, digit = differences(run(inputs)[2]), torch.finfo(inputs.dtype).eps
+    errors, digit = differences(run(inputs)[2]), torch.finfo(inputs.dtype).eps
     batch = torch.cat([inputs, inputs]) if len(inputs) == 1 else inputs[:1]
-    found[0] = torch.maximum(found[0], differences(run(batch)[2][:1])[0])
-    allowed, random = torch.full_like(found, max(MOST_DIFFERENCE, digit)), torch.Generator().manual_seed(0)
+    errors[0] = torch.maximum(errors[0], differences(run(batch)[2][:1])[0])
+    allowed, random = torch.full_like(errors, max(MOST_DIFFERENCE, digit)), torch.Generator().manual_seed(0)
     for _ in range(COPIES):
-        if (found <= allowed).all():
+        if (errors <= allowed).all():
             return
         noise = torch.randn(inputs.shape, generator=random, dtype=torch.float32, device="cpu").to(inputs)
         with warnings.catch_warnings(action="ignore"):
             other = method.attribute(inputs + digit * inputs.abs().clamp(min=1) * noise, list(explanation.target))
         allowed = torch.maximum(allowed, (2 * differences(heatmap(other))).clamp(max=MOST_ROUNDING))
-    if not (found <= allowed).all():
-        worst = (found - allowed).argmax()
+    if not (errors <= allowed).all():
+        worst = (errors - allowed).argmax()
         raise NotApplicableError(
-            f"export: the map of {name} differs from attribute by {found[worst]:.1g} of its maximum; other last digits "
-            f"of the image explain {allowed[worst]:.1g}"
+            f"export: the map of {name} differs from attribute by {errors[worst]:.1g} of its maximum; other last "
+            f"digits of the image explain {allowed[worst]:.1g}"
         )
 
 

@@ -29,7 +29,7 @@ from .rules import (
     where_above,
 )
 
-_ROUNDING = 128  # sums of parts below this many units of rounding of the other parts count as zero
+_ROUNDING = 128  # sums of parts below this many units of rounding of the other parts are treated as zero
 _LARGE = 1e15
 
 
@@ -40,7 +40,7 @@ class Passed(NamedTuple):
         grad: G at the input, where the relevance is input * G; None if the rule returns relevance.
         relevance: The relevance of the input, of rules that also give relevance to an input of zero.
         biases: The relevance that the bias absorbs, by image (row of a matrix product) or channel; None if it is zero.
-        lost: The relevance that nothing receives, like the biases; None if it is zero.
+        lost: The relevance that nothing receives, in the shape of `biases`; None if it is zero.
     """
 
     grad: Tensor | None = None
@@ -50,22 +50,22 @@ class Passed(NamedTuple):
 
 
 def reads_gradient(rule: Rule) -> bool:
-    """Return whether the kernel of a rule reads G at the output, where the relevance is z * G, also where z is 0."""
+    """Return whether the kernel of a rule reads G at the output instead of the relevance z * G, so that z may be 0."""
     is_gradient = isinstance(rule, Epsilon) and not rule.epsilon
     return type(rule) in KERNELS and (is_gradient or isinstance(rule, Excitation))
 
 
-def _epsilon(rule: Epsilon, op: LinearOperation, given: Tensor) -> Passed:
+def _epsilon(rule: Epsilon, op: LinearOperation, relevance: Tensor) -> Passed:
     """Divide the relevance by z + epsilon sign z, or pass G if epsilon is 0."""
     if not rule.epsilon:
-        return _passed(op, op.transposed(given, op.weight), _position_sums(op, given), op.bias)
+        return _passed(op, op.transposed(relevance, op.weight), _position_sums(op, relevance), op.bias)
     z = op.output
     epsilon = rule.epsilon * (op.scale if rule.relative else z.new_ones([1] * z.dim()))
     if op.is_positive:
-        shares, sums, _ = _quotients(op, given, z + epsilon)
+        shares, sums, _ = _quotients(op, relevance, z + epsilon)
         size = sums
     else:
-        shares = given / z.abs().add_(epsilon)
+        shares = relevance / z.abs().add_(epsilon)
         size = _position_sums(op, shares)
         shares = shares * z.sign()
         sums = _position_sums(op, shares)
@@ -74,12 +74,12 @@ def _epsilon(rule: Epsilon, op: LinearOperation, given: Tensor) -> Passed:
 
 
 def _gamma(rule: Gamma, op: LinearOperation, relevance: Tensor) -> Passed:
-    """Divide the relevance by the parts of both signs, those with the sign of z enlarged."""
-    is_known = op.is_positive or not (is_tracing() or bool(where_above(relevance, -op.output, 0).any()))
-    if is_known and op.is_nonnegative:
+    """Divide the relevance by the parts of both signs, of which the parts with the sign of z are enlarged."""
+    is_positive = op.is_positive or not (is_tracing() or bool(where_above(relevance, -op.output, 0).any()))
+    if is_positive and op.is_nonnegative:
         # Up to the factor 1 + gamma, which cancels, this is the operation with larger positive weights.
         return _divided_by(op, relevance, lambda part: F.leaky_relu(part, 1 / (1 + rule.gamma)), op.bias)
-    # The sum of both parts of which the one with the sign of z counts more, up to a factor.
+    # The sum of all parts, of which the parts with the sign of z are enlarged, up to a factor.
     z, factor = op.output, rule.gamma / (2 + rule.gamma)
     magnitudes = _magnitudes(op, op.bias).copysign_(z)
     parts = torch.add(z, magnitudes, alpha=factor, out=magnitudes)
@@ -95,7 +95,7 @@ def _gamma(rule: Gamma, op: LinearOperation, relevance: Tensor) -> Passed:
 
 
 def _alpha_beta(rule: AlphaBeta, op: LinearOperation, relevance: Tensor) -> Passed:
-    """Divide the relevance by the positive parts, and by the negative ones."""
+    """Divide the relevance by the positive parts, and by the negative parts."""
     bias = op.bias if rule.bias else None
     if not rule.beta and op.is_nonnegative:
         return _divided_by(op, relevance, F.relu, bias, tiny=TINY)
@@ -105,8 +105,8 @@ def _alpha_beta(rule: AlphaBeta, op: LinearOperation, relevance: Tensor) -> Pass
         parts = _without(op, rule, magnitudes) + magnitudes
         shares, sums, lost = _quotients(op, relevance, _cleared(op, rule, parts, magnitudes, 1))
         return _passed(op, _spread(op, shares, shares), sums, None if positive is None else 2 * positive, lost)
-    # The negative parts are summed for themselves: the positive ones are then sums without cancellation, as long as
-    # the output is positive.
+    # The negative parts are summed alone: the sums of positive parts then have no cancellation where the output is
+    # positive.
     negative = None if bias is None else bias.clamp(max=0)
     parts = _negative_parts(op, None if negative is None else negative - TINY)
     up, sums, lost = _quotients(op, relevance, _cleared(op, rule, _without(op, rule, -parts) - parts, parts, -1))
@@ -230,7 +230,7 @@ def _negative_parts(op: LinearOperation, bias: Tensor | None) -> Tensor:
 
 
 def _without(op: LinearOperation, rule: AlphaBeta, magnitudes: Tensor) -> Tensor:
-    """Return the output, or W a if the bias is no part; computed again if a large bias would lose digits."""
+    """Return the output, or W a if the bias is not a part; computed again if a large bias would lose digits."""
     if rule.bias or op.bias is None:
         return op.output
     is_small = not is_tracing() and float(op.bias.abs().amax()) <= 8 * float(magnitudes.amin())
@@ -238,7 +238,7 @@ def _without(op: LinearOperation, rule: AlphaBeta, magnitudes: Tensor) -> Tensor
 
 
 def _cleared(op: LinearOperation, rule: AlphaBeta, parts: Tensor, others: Tensor, sign: int) -> Tensor:
-    """Return sums of positive parts; 0 where they may be rounding errors of others, which have one sign."""
+    """Return sums of positive parts; 0 where they may be rounding errors of other parts, which all have one sign."""
     if op.is_positive and rule.bias:
         return parts
     least = sign * _ROUNDING * torch.finfo(parts.dtype).eps

@@ -1,8 +1,8 @@
 """Rules of DeepLIFT for each kind of operation.
 
-A multiplier m says how much a value counts for the score: m * (x - x0) is its share of the difference of the scores,
-where x is the value for the image and x0 the one for the baseline. The shares of the operands of an operation sum to
-the shares of its results.
+A multiplier m is the effect of a value on the score: m * (x - x0) is its part of the difference of the scores, where x
+is the value for the image and x0 the value for the baseline. The parts of the operands of an operation sum to the parts
+of its results.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Pair(NamedTuple):
 
     @property
     def change(self) -> Tensor:
-        """The difference of both."""
+        """The value for the image minus the value for the baseline."""
         return self.x - self.x0
 
     @property
     def mean(self) -> Tensor:
-        """The point halfway."""
+        """The mean of both values."""
         return (self.x + self.x0) / 2
 
 
@@ -93,7 +93,7 @@ class Multipliers:
     """
 
     def __init__(self, grads: TargetGradients, base: TargetGradients, unknown: Unknown, *, frees: bool = False) -> None:
-        names, base_names = ([node.name() for node in each.nodes] for each in (grads, base))
+        names, base_names = ([node.name() for node in scores.nodes] for scores in (grads, base))
         if names != base_names:
             raise NotApplicableError(
                 "the model runs other operations for the baseline than for the image; choose another baseline"
@@ -107,10 +107,10 @@ class Multipliers:
         operation, base = visit.operation, self._base[visit.node]
         if operation is None or base is None:
             return without_rule(visit, self.unknown)
-        operands = ((own, base.args.get(name)) for name, own in operation.args.items())
+        operands = ((value, base.args.get(name)) for name, value in operation.args.items())
         if any(
-            isinstance(own, Tensor) and isinstance(other, Tensor) and own.shape != other.shape
-            for own, other in operands
+            isinstance(value, Tensor) and isinstance(base_value, Tensor) and value.shape != base_value.shape
+            for value, base_value in operands
         ):
             raise NotApplicableError(
                 "the model or the target picks other parts of a tensor for the baseline than for the image"
@@ -120,7 +120,7 @@ class Multipliers:
             return visit.plain()
         # A part of a tensor can be multiplied by a constant.
         is_part = operation.is_part and (kind != "mul" or sum(visit.on_path) > 1)
-        if operation.op.namespace != "aten" or is_part or refuses_complex(visit):
+        if operation.op.namespace != "aten" or is_part or refuses_complex(visit, operation):
             return without_rule(visit, self.unknown)
         step = MultiplierStep(visit, operation, base)
         visit.walk.handled[operation.name.removeprefix("_")] += 1
@@ -133,7 +133,7 @@ class Multipliers:
 
 
 def _kind(op: Op) -> str:
-    """Return the kind of an operation; "" if only its gradients are known."""
+    """Return the kind of an operation; "" if it has no rule except its mean gradient."""
     name = operator_name(op)
     if name in _WINNERS:
         return "winners"
@@ -149,16 +149,16 @@ def _linear(step: MultiplierStep) -> Gradients:
         return step.grad @ step.pair("mat2").mean.mT, step.pair("self").mean.mT @ step.grad
     if sum(visit.on_path) > 1:
         return _integrated(step)
-    at = visit.on_path.index(True)
-    if at == 0 and visit.node.name() == "ConvolutionBackward0":
+    index = visit.on_path.index(True)
+    if index == 0 and visit.node.name() == "ConvolutionBackward0":
         weight, *options = (saved(visit.node, name) for name in ("weight", *CONVOLUTION_OPTIONS))
         node, result = cast("Edge", visit.walk.graph.next[visit.node][0])
         like, mask = visit.grad.new_empty(visit.walk.graph.specs[node][result].shape), [True, False, False]
         passed = torch.ops.aten.convolution_backward.default(visit.grad, like, weight, None, *options, mask)
         return cast("Gradients", passed)
     # Unlike the node as a function, the engine computes no gradients of weights.
-    edges = [GradientEdge(visit.node, 0)], [GradientEdge(*cast("Edge", visit.node.next_functions[at]))]
-    return (*[None] * at, *torch.autograd.grad(*edges, [visit.grad], retain_graph=True))
+    edges = [GradientEdge(visit.node, 0)], [GradientEdge(*cast("Edge", visit.node.next_functions[index]))]
+    return (*[None] * index, *torch.autograd.grad(*edges, [visit.grad], retain_graph=True))
 
 
 def _batch_norm(step: MultiplierStep) -> Gradients:
@@ -216,24 +216,24 @@ def _winners(step: MultiplierStep) -> Gradients:
 
 
 def _max_pool(step: MultiplierStep) -> Gradients:
-    """Pass gains and losses of the windows of a max pool by the places of their winners."""
+    """Pass gains and losses of the windows of a max pool to the positions of their winners."""
     start = -3 if "3d" in step.operation.name else -2
     x, x0 = (value.flatten(start) for value in step.pair("self"))
-    at, at0 = (each.result[1].flatten(start) for each in step[1:])
-    change = x.gather(-1, at) - x0.gather(-1, at0)
+    winners, winners0 = (operation.result[1].flatten(start) for operation in step[1:])
+    change = x.gather(-1, winners) - x0.gather(-1, winners0)
     share = step.grad.flatten(start) * change
     gain = where_above(share, change, 0)
-    passed = torch.zeros_like(x).scatter_add_(-1, at, gain).scatter_add_(-1, at0, share.sub_(gain))
+    passed = torch.zeros_like(x).scatter_add_(-1, winners, gain).scatter_add_(-1, winners0, share.sub_(gain))
     return (_per_change(passed, x, x0).view_as(step.operation.args["self"]),)
 
 
 def _per_change(share: Tensor, x: Tensor, x0: Tensor) -> Tensor:
-    """Divide shares by the change of an operand, in place. The share of an operand that does not change is 0."""
+    """Divide parts by the change of an operand, in place. The part of an operand that does not change is 0."""
     return share.div_(at_least_float32(x - x0).add_(TINY))
 
 
 def _mul(step: MultiplierStep) -> Gradients:
-    """Count each factor of a product at the mean of the other one."""
+    """Multiply by the mean of the other factor of a product."""
     if step.visit.on_path != [True, True]:
         return step.visit.plain()
     return step.grad * step.pair("other").mean, step.grad * step.pair("self").mean
@@ -271,7 +271,7 @@ def _attention(step: MultiplierStep) -> Gradients:
 def _through_softmax(z: Pair, grad: Tensor, dim: int) -> Tensor:
     """Return the multipliers of the logits of a softmax.
 
-    Each s = exp(z - l) is rescaled, and l shares its difference so that the differences of all s sum to zero.
+    Each s = exp(z - l) is rescaled. The difference of l is such that the differences of all s sum to zero.
     """
     logs = Pair(z.x.log_softmax(dim), z.x0.log_softmax(dim))
     larger = torch.maximum(*logs).exp().nan_to_num_(0)
@@ -287,18 +287,18 @@ def _through_softmax(z: Pair, grad: Tensor, dim: int) -> Tensor:
 def _integrated(step: MultiplierStep) -> Gradients:
     """Return the mean gradients of an operation on the straight path between both points, by a Gauss-Legendre rule.
 
-    It has as many nodes as a complete result needs; one is exact for products.
+    The rule has as many nodes as a complete result needs; one node is exact for products.
     """
     pairs = list(zip(_floats(step.operation.args), _floats(step.base.args), strict=True))
     rounding = torch.finfo(step.grad.dtype).eps ** 0.5 / 100
     passed: Gradients = ()
     for count in _NODES:
-        at, weights = np.polynomial.legendre.leggauss(count)
-        points = ([torch.lerp(x0, x, (1 + float(point)) / 2) for x, x0 in pairs] for point in at)
+        nodes, weights = np.polynomial.legendre.leggauss(count)
+        points = ([torch.lerp(x0, x, (1 + float(point)) / 2) for x, x0 in pairs] for point in nodes)
         grads = zip(*(_gradients(step, point, step.visit.grads) for point in points), strict=True)
         passed = tuple(
-            sum(w / 2 * grad for w, grad in zip(weights.tolist(), each, strict=True)) if on_path else None
-            for each, on_path in zip(grads, step.visit.on_path, strict=False)
+            sum(w / 2 * grad for w, grad in zip(weights.tolist(), samples, strict=True)) if on_path else None
+            for samples, on_path in zip(grads, step.visit.on_path, strict=False)
         )
         lost, size = _lost(step, passed)
         if lost <= rounding * size:
@@ -307,17 +307,17 @@ def _integrated(step: MultiplierStep) -> Gradients:
 
 
 def _gradients(step: MultiplierStep, operands: list[Tensor], grads: Gradients) -> list[Tensor]:
-    """Return the gradients of an operation at other floating-point operands, for given ones at its results."""
+    """Return the gradients of an operation at other floating-point operands, from the gradients at its results."""
 
     def run(*operands: Tensor) -> list[Tensor]:
-        left = iter(operands)
-        args = tree_map_tensors(step.operation.args, lambda arg: next(left) if arg.is_floating_point() else arg)
+        remaining = iter(operands)
+        args = tree_map_tensors(step.operation.args, lambda arg: next(remaining) if arg.is_floating_point() else arg)
         return _floats(step.operation.repeat(**args))
 
     with torch.enable_grad():
         leaves = [operand.detach().requires_grad_() for operand in operands]
-        given = [(y, grad.to(y.dtype)) for y, grad in zip(run(*leaves), grads, strict=False) if grad is not None]
-    results, weights = zip(*given, strict=True)
+        weighted = [(y, grad.to(y.dtype)) for y, grad in zip(run(*leaves), grads, strict=False) if grad is not None]
+    results, weights = zip(*weighted, strict=True)
     return list(torch.autograd.grad(results, leaves, weights, allow_unused=True, materialize_grads=True))
 
 
@@ -327,10 +327,10 @@ def _floats(tree: Any) -> list[Tensor]:
 
 
 def _lost(step: MultiplierStep, passed: Gradients) -> tuple[float, float]:
-    """Return the share of the results that the operands of an operation do not get, and the size of all shares."""
-    given = _shares(step.visit.grads, step.operation.repeat(), step.base.repeat())
-    kept = _shares(passed, step.operation.args, step.base.args)
-    return abs(float(given.sum() - kept.sum())), float(given.abs().sum())
+    """Return the part of the results that the operands do not receive, and the size of all parts."""
+    results = _shares(step.visit.grads, step.operation.repeat(), step.base.repeat())
+    operands = _shares(passed, step.operation.args, step.base.args)
+    return abs(float(results.sum() - operands.sum())), float(results.abs().sum())
 
 
 def _shares(grads: Gradients, values: Any, base: Any) -> Tensor:

@@ -29,6 +29,7 @@ from ..hooks.autograd_graph import (
     saved,
     sequence_nr,
 )
+from ..hooks.operations import Operation
 from ..hooks.pytree import tree_map, tree_tensors
 from ..hooks.rectifiers import require_visible
 from ..io.axes import at_least_float32
@@ -109,7 +110,7 @@ def kind_of(op: operations.Op) -> str:
     return _KINDS[name] if name in _KINDS else next((kind for kind, test in _TESTS.items() if test(op)), "")
 
 
-def linear_weight(operation: operations.Operation) -> Tensor:
+def linear_weight(operation: Operation) -> Tensor:
     """Return the weights of a convolution or matrix product, perhaps transposed."""
     names = ("weight",) if operation.name == "convolution" else {**_FACTORS, **_OF_VECTORS}[operation.name]
     return cast("Tensor", operation.args[names[-1]])
@@ -138,48 +139,47 @@ class Propagation:
     ) -> None:
         self.composite, self.layers, self.unknown, self.first = composite, layers, unknown, first
         self.rules: dict[int, Rule] = {}
-        self._has_nonlinear = any(isinstance(rule, NonlinearRule) for rule in composite.rules.values())
-        linear = (rule for rule in composite.rules.values() if isinstance(rule, Rule))
-        self._reads_relevance = not all(map(reads_gradient, linear))
+        self._has_nonlinear = self._reads_relevance = False
+        for rule in composite.rules.values():
+            self._has_nonlinear |= isinstance(rule, NonlinearRule)
+            self._reads_relevance |= isinstance(rule, Rule) and not reads_gradient(rule)
         self._used: set[RuleKey] = set()  # the keys by which operations got their rules
         self.relevance: Tensor | None = None
-        # By linear operation: its result, if it is the input of the batch norm after it, and the factors of that.
+        # By linear operation: its result, if that is the input of the batch norm, and the factors of the norm.
         self._merged: dict[Node, tuple[Tensor | None, ChannelFactors]] = {}
         self._paths: dict[Node, dict[Edge, Tensor | None]] = {}  # of batch norms
         self.unmerged: Counter[str] = Counter()  # batch norms, by what prevents that they are merged
         self._biases: dict[Node, Tensor] = {}
         self._has_product = False  # whether the walk has passed a product of two signals
-        self._alone: set[Node | None] = set()  # nodes of whose result one number of each image counts
+        self._alone: set[Node | None] = set()  # nodes of whose result the score reads one number for each image
 
     def __call__(self, visit: Visit) -> Gradients:
         """Return G at the operands of a node."""
         operation = visit.operation
         kind = kind_of(operation.op) if operation else ""
-        if operation is None or not kind or not _fits(visit, operation) or refuses_complex(visit):
+        if operation is None or not kind or not _fits(visit, operation):
             return without_rule(visit, self.unknown)
         if visit.node in self._alone or visit.node is visit.walk.graph.nodes[0]:
-            self._follow_score(visit)
-        if self._has_nonlinear and (rule := self._nonlinear_rule(visit)):
-            return self._nonlinear(visit, rule)
+            self._follow_score(visit, operation)
+        if self._has_nonlinear and (rule := self._nonlinear_rule(visit, operation)):
+            return self._nonlinear(visit, operation, rule)
         if operation.name in _RECTIFIERS and is_rectifier(visit.walk, visit.node) and self._passes_relevance(visit):
             if kind == "activation":
                 visit.walk.handled[f"{operation.name} by f(x)/x"] += 1
-            return (_times_output(visit),)
-        return RULES[kind](self, visit)
+            return (_times_output(visit, operation),)
+        return RULES[kind](self, visit, operation)
 
     def _passes_relevance(self, visit: Visit) -> bool:
-        """Return whether a rectifier passes relevance: alone it reads a linear operation whose rule reads relevance."""
-        walk, (node, at) = visit.walk, cast("Edge", visit.walk.graph.next[visit.node][0])
-        is_alone = self._reads_relevance and walk.graph.users[node, at] == 1
+        """Return whether a rectifier passes relevance: only it reads a linear operation, whose rule reads relevance."""
+        walk, (node, index) = visit.walk, cast("Edge", visit.walk.graph.next[visit.node][0])
+        is_alone = self._reads_relevance and walk.graph.users[node, index] == 1
         if not is_alone or visit.grad.dtype not in (torch.float32, torch.float64):
             return False
         before, end = walk.graph.operations.get(node), node
         if before is not None and operations.is_batch_norm(before.op):
             is_whole = not operations.uses_batch_statistics(before) and not self._has_nonlinear
             path = self._merged_path(walk, node) if is_whole else {}
-            ends = [
-                own for own, _ in path if cast("operations.Operation", walk.graph.operations[own]).name in _CHANNELS
-            ]
+            ends = [end for end, _ in path if cast("Operation", walk.graph.operations[end]).name in _CHANNELS]
             end = ends[0] if len(ends) == 1 else node
             before = walk.graph.operations.get(end)
         on_path = walk.graph.reads.get(end, [])
@@ -190,23 +190,19 @@ class Propagation:
         walk.holds_relevance.add(node)
         return True
 
-    def _follow_score(self, visit: Visit) -> None:
-        """Note the operation itself, and its operand if the score depends on one number of that too."""
-        op, name = visit.known.op, visit.known.name
-        is_changed = operations.is_elementwise(op) and sum(visit.on_path) == 1
-        is_moved = operations.is_view(op) or name in _SELECTIONS or name in ("cat", "stack")
-        self._alone.update(
-            {visit.node}, (node for node, _ in visit.walk.graph.next[visit.node] if is_changed or is_moved)
-        )
+    def _follow_score(self, visit: Visit, operation: Operation) -> None:
+        """Note the operation, and its operands if the score depends on one number of theirs for each image."""
+        is_changed = operations.is_elementwise(operation.op) and sum(visit.on_path) == 1
+        is_moved = operations.is_view(operation.op) or operation.name in {*_SELECTIONS, "cat", "stack"}
+        self._alone.update({visit.node}, visit.walk.graph.operands[visit.node] if is_changed or is_moved else ())
 
-    def _plain(self, visit: Visit) -> Gradients:
+    def _plain(self, visit: Visit, operation: Operation) -> Gradients:
         """Pass the gradient. Constant operands of sums absorb relevance."""
-        operation = _constants(visit) if visit.known.name in operations.ADDITIVE else visit.known
-        if holds_constant(operation) and not self._merge_bias(visit, operation):
-            name = "biases" if _adds_bias(operation, visit.grad.dim()) else "tokens"
-            visit.absorb(
-                name, (visit.grad * constant_part(visit.node, operation, visit.grad.device)).nan_to_num_(0, 0, 0)
-            )
+        constants = _constants(visit, operation) if operation.name in operations.ADDITIVE else None
+        if constants and holds_constant(constants) and not self._merge_bias(visit, constants):
+            name = "biases" if _adds_bias(constants, visit.grad.dim()) else "tokens"
+            part = constant_part(visit.node, constants, visit.grad.device)
+            visit.walk.absorb(name, (visit.grad * part).nan_to_num_(0, 0, 0), visit.node)
         if operation.name in ("var", "var_mean"):  # the variance is of degree two
             variance, *mean = visit.grads
             visit = visit._replace(grads=(None if variance is None else variance / 2, *mean))
@@ -216,8 +212,8 @@ class Propagation:
         is_product = operation.name == "addcmul" and all(visit.on_path[1:])
         return self._product(visit) if is_product else visit.plain()
 
-    def _merge_bias(self, visit: Visit, operation: operations.Operation) -> bool:
-        """Make a summand the bias of the matrix product before it if nothing else reads that, as `F.linear` may."""
+    def _merge_bias(self, visit: Visit, operation: Operation) -> bool:
+        """Make a summand the bias of the matrix product before it, if only the sum reads that, as in `F.linear`."""
         bias, walk = operation.args.get("other"), visit.walk
         if operation.name != "add" or "alpha" in operation.args or not isinstance(bias, Tensor) or bias.dim() != 1:
             return False
@@ -233,22 +229,21 @@ class Propagation:
             edge = next_functions(edge[0])[0]
         return False
 
-    def _linear(self, visit: Visit) -> Gradients:
+    def _linear(self, visit: Visit, operation: Operation) -> Gradients:
         """Apply the rule of a convolution or matrix product with constant weights."""
-        operation, walk = visit.known, visit.walk
-        offset = int(operation.name in ("addmm", "baddbmm", "addmv"))  # the first operand is a summand
+        walk, offset = visit.walk, int(operation.name in ("addmm", "baddbmm", "addmv"))  # the first is a summand
         factors = visit.on_path[offset : offset + 2]
         if all(factors):
             return self._product(visit)
         if operation.name in _OF_VECTORS:
-            return self._linear(visit._replace(operation=_of_matrices(operation), grads=(visit.grad.reshape(-1, 1),)))
-        at, node = factors.index(True), visit.node
+            return self._linear(visit._replace(grads=(visit.grad.reshape(-1, 1),)), _of_matrices(operation))
+        index, node = factors.index(True), visit.node
         rule = self._linear_rule(walk, node)
         self.rules[linear_weight(operation).data_ptr()] = rule
         walk.handled[f"{'conv' if operation.name == 'convolution' else 'linear'} by {rule.name}"] += 1
-        edge = cast("Edge", walk.graph.next[node][at + offset])
+        edge = cast("Edge", walk.graph.next[node][index + offset])
         is_sum = bool(offset and visit.on_path[0])
-        is_merged, (op, whole) = node in self._merged, self._with_norm(visit, operation, at, is_sum=is_sum)
+        is_merged, (op, whole) = node in self._merged, self._with_norm(visit, operation, index, is_sum=is_sum)
         if isinstance(rule, ZBox) and node in walk.graph.first_and_last[0]:
             op.bound = partial(_bound, walk, edge, op.input)
         if walk.grads.forward.targets > 1:
@@ -264,82 +259,76 @@ class Propagation:
         if reads_gradient(rule):
             relevance = grad if op.unit is None else grad * op.unit
         passed = self.propagate(visit, rule, op, relevance)
-        _check_shape(visit, passed.relevance if passed.grad is None else passed.grad, rule, op.input)
         grads: list[Tensor | None] = [None] * len(visit.on_path)
-        grads[at + offset] = None if passed.grad is None else passed.grad.to(visit.grad.dtype)
+        grads[index + offset] = None if passed.grad is None else passed.grad.to(visit.grad.dtype)
         if passed.relevance is not None and node in walk.graph.first_and_last[0]:
-            walk.fix(visit, at + offset, passed.relevance)
+            walk.fix(visit, index + offset, passed.relevance)
         elif passed.relevance is not None:
-            grads[at + offset] = divided(passed.relevance, op.input)
-            visit.absorb("inputs of zero", torch.where(op.input == 0, passed.relevance, 0))
+            grads[index + offset] = divided(passed.relevance, op.input)
+            visit.walk.absorb("inputs of zero", torch.where(op.input == 0, passed.relevance, 0), visit.node)
         if is_sum:
             grads[0] = visit.grad * operation.args.get("beta", 1)
         elif passed.biases is not None:
-            visit.absorb("biases", passed.biases)
+            visit.walk.absorb("biases", passed.biases, visit.node)
         if passed.lost is not None:
-            visit.absorb("stabiliser", passed.lost)
+            visit.walk.absorb("stabiliser", passed.lost, visit.node)
         return tuple(grads)
 
     def _with_norm(
-        self, visit: Visit, operation: operations.Operation, at: int, *, is_sum: bool
+        self, visit: Visit, operation: Operation, index: int, *, is_sum: bool
     ) -> tuple[LinearOperation, Callable[[], Tensor] | None]:
         """Return a linear operation with the batch norm or the bias after it, and the function for that result.
 
         The function is None if the output is that result. `is_sum` says whether the operation adds a second signal.
         """
-        node, op = visit.node, linear_operation(operation, at)
+        node, op = visit.node, linear_operation(operation, index)
         # A ReLU in place has overwritten a value that another operation had read.
         is_overwritten = operation.norms is not None and visit.walk.graph.users[node, 0] > 1
         recorded = None if operation.result is None or is_overwritten else at_least_float32(operation.result)
         if is_sum:  # the product alone
             op.bias = recorded = None
         if node in self._merged:
-            kept, norm = self._merged.pop(node)
-            return _merged(op, operation, recorded if kept is None else kept.to(op.input.dtype), norm)
+            result, norm = self._merged.pop(node)
+            return _merged(op, operation, recorded if result is None else result.to(op.input.dtype), norm)
         if node in self._biases:
             op.bias = at_least_float32(self._biases[node])
             op.find_output = None if recorded is None else partial(torch.add, recorded, op.bias)
         elif recorded is not None:
             op.output = recorded
-            if operation.norms is not None and not at:
+            if operation.norms is not None and not index:
                 op.scale = op.scale_of(operation.norms)
         return op, None
 
-    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, given: Tensor) -> Passed:
+    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, values: Tensor) -> Passed:
         """Return the result of a rule for the input of a linear operation, by its kernel or its formula.
 
         Args:
             visit: The visit of the operation.
             rule: The rule.
             op: The operation.
-            given: The relevance of the output, or G at the output for a rule that `reads_gradient`.
+            values: The relevance of the output, or G at the output for a rule that `reads_gradient`.
         """
-        kernel = KERNELS.get(type(rule))
-        return Passed(relevance=rule.relevance(op, given)) if kernel is None else kernel(rule, op, given)
+        if (kernel := KERNELS.get(type(rule))) is not None:
+            return kernel(rule, op, values)
+        relevance = rule.relevance(op, values)
+        _check_shape(visit, relevance, rule, op.input)
+        return Passed(relevance=relevance)
 
     def _linear_rule(self, walk: Walk, node: Node) -> Rule:
         """Return the rule of a convolution or matrix product."""
-        kind = "conv" if cast("operations.Operation", walk.graph.operations[node]).name == "convolution" else "linear"
+        kind = "conv" if cast("Operation", walk.graph.operations[node]).name == "convolution" else "linear"
         return cast("Rule | None", self._rule(walk, node, kind, Rule)) or _GRADIENT
 
-    def _nonlinear_rule(self, visit: Visit) -> NonlinearRule | None:
-        """Return the given rule of an activation or a normalisation; None for the usual one."""
-        name, op = visit.known.name, visit.known.op
-        kind = (
-            "activation"
-            if name in NONLINEAR
-            else "norm"
-            if name in operations.NORMS or operations.is_batch_norm(op)
-            else ""
-        )
-        is_whole = kind and not visit.known.is_part
-        return cast(
-            "NonlinearRule | None", self._rule(visit.walk, visit.node, kind, NonlinearRule) if is_whole else None
-        )
+    def _nonlinear_rule(self, visit: Visit, operation: Operation) -> NonlinearRule | None:
+        """Return the rule of the composite for an activation or a normalisation, or None."""
+        is_norm = operation.name in operations.NORMS or operations.is_batch_norm(operation.op)
+        kind = "activation" if operation.name in NONLINEAR else "norm" if is_norm else ""
+        if not kind or operation.is_part:
+            return None
+        return cast("NonlinearRule | None", self._rule(visit.walk, visit.node, kind, NonlinearRule))
 
-    def _nonlinear(self, visit: Visit, rule: NonlinearRule) -> Gradients:
-        """Apply a given rule of an activation or a normalisation."""
-        operation = visit.known
+    def _nonlinear(self, visit: Visit, operation: Operation, rule: NonlinearRule) -> Gradients:
+        """Apply the rule of the composite for an activation or a normalisation."""
         operand = _operand(operation)
         x, grad = at_least_float32(operation.args[operand]), at_least_float32(visit.grad)
 
@@ -351,18 +340,19 @@ class Propagation:
         _check_shape(visit, relevance, rule, x)
         passed = divided(relevance, x)
         visit.walk.handled[f"{operation.name.removeprefix('native_')} by {rule.name}"] += 1
-        visit.absorb("stabiliser", y * grad - x * passed)
+        visit.walk.absorb("stabiliser", y * grad - x * passed, visit.node)
         return (passed.to(visit.grad.dtype), *[None] * (len(visit.on_path) - 1))
 
     def _rule(self, walk: Walk, node: Node, kind: str, base: type) -> AnyRule | None:
         """Return the rule of an operation: by its most specific key, or by its kind."""
-        rules, modules = self.composite.rules, walk.graph.record.modules(node) if self.layers else ()
-        keys = [(_rank(key, name), key) for key, names in self.layers.items() for name in modules if name in names]
-        for at, end in enumerate(("first", "last")):
-            if end in rules and node in walk.graph.first_and_last[at]:
-                keys.append(((1, at), end))
-        fitting = [(rank, key) for rank, key in keys if isinstance(rules[key], base)]
-        _, key = max(fitting, key=itemgetter(0), default=((), kind))
+        rules, keys = self.composite.rules, list[tuple[tuple[int, ...], RuleKey]]()
+        for name in walk.graph.record.modules(node) if self.layers else ():
+            fitting = (key for key, names in self.layers.items() if name in names and isinstance(rules[key], base))
+            keys += ((_rank(key, name), key) for key in fitting)
+        for index, end in enumerate(("first", "last")):
+            if isinstance(rules.get(end), base) and node in walk.graph.first_and_last[index]:
+                keys.append(((1, index), end))
+        _, key = max(keys, key=itemgetter(0), default=((), kind))
         self._used.add(key)
         return rules.get(key)
 
@@ -377,22 +367,22 @@ class Propagation:
                     "input and the score, or more specific keys precede it"
                 )
 
-    def _batch_norm(self, visit: Visit) -> Gradients:
-        """Merge a batch norm into the linear operation before it, or give x and the constant shares by magnitude."""
-        operation, walk, y_grad = visit.known, visit.walk, visit.grad
+    def _batch_norm(self, visit: Visit, operation: Operation) -> Gradients:
+        """Merge a batch norm into the linear operation before it, or divide by the magnitudes of x and the constant."""
+        walk, y_grad = visit.walk, visit.grad
         factors = walk.graph.channel_factors.get(visit.node)
         if factors is None:
-            return self._norm(visit)
+            return self._norm(visit, operation)
         x = operation.args["input"]
         self.unmerged.update(["vmap"] * operation.is_vmapped)
         if path := self._merged_path(walk, visit.node):
             walk.holds_relevance.update(node for node, _ in path if visit.node in walk.holds_relevance)
             for edge, numbers in path.items():
-                norm = factors if numbers is None else factors.at(numbers)
+                norm = factors if numbers is None else factors.of_channels(numbers)
                 if edge in walk.watched:  # relevance there is the relevance of the merged output
-                    scale, shift = (channelwise(own, x) if numbers is None else own for own in norm[:2])
+                    scale, shift = (channelwise(values, x) if numbers is None else values for values in norm[:2])
                     walk.merged[edge] = scale, shift
-                if cast("operations.Operation", walk.graph.operations[edge[0]]).name in _CHANNELS:
+                if cast("Operation", walk.graph.operations[edge[0]]).name in _CHANNELS:
                     self._merged[edge[0]] = x if numbers is None else None, norm
             walk.handled["batch_norm merged"] += 1
             return (y_grad, None, None)
@@ -401,14 +391,14 @@ class Propagation:
         part = x * scale
         relevance = (part + shift) * y_grad
         shares = divided(relevance, part.abs() + shift.abs() * self.shift_receives)
-        visit.absorb("biases", relevance - shares * part.abs())
+        visit.walk.absorb("biases", relevance - shares * part.abs(), visit.node)
         return (shares * scale.abs() * x.sign(), None, None)
 
     def _merged_path(self, walk: Walk, norm: Node) -> dict[Edge, Tensor | None]:
         """Return the edges from a batch norm to the linear operations before it; {} if it is not merged.
 
-        Each has the channel of the norm, from 1, that reads each number there; 0 for a number that is not read; or None
-        if the numbers are as at the norm.
+        The value of an edge is the channel of the norm, from 1, that reads each number there, and 0 for a number that
+        is not read; or None if the numbers lie there as at the norm.
         """
         if norm in self._paths:
             return self._paths[norm]
@@ -424,18 +414,18 @@ class Propagation:
             if name in _CHANNELS and sum(on_path) == 1:
                 if numbers is not None:
                     others = {*range(numbers.dim())} - {_CHANNELS[name] % numbers.dim()}
-                    path[edge] = own = numbers.amax(tuple(others), keepdim=True)
-                    obstacle = obstacle or "view" * (not bool(((numbers == own) | (numbers == 0)).all()))
+                    path[edge] = channels = numbers.amax(tuple(others), keepdim=True)
+                    obstacle = obstacle or "view" * (not bool(((numbers == channels) | (numbers == 0)).all()))
                 continue
             parts: Gradients = (numbers,)
             if all(on_path) and (name == "cat" or (operations.is_view(operation.op) and name != "expand")):
-                obstacle = obstacle or name * (sum(walk.graph.users[node, at] for at in range(len(specs))) != 1)
+                obstacle = obstacle or name * (sum(walk.graph.users[node, index] for index in range(len(specs))) != 1)
                 if numbers is None:
                     shape = specs[edge[1]].shape
                     counts = torch.arange(1, shape[1] + 1, dtype=torch.float32, device=walk.x.device)
                     numbers = counts.view(1, -1, *[1] * (len(shape) - 2)).expand(shape)
-                each = tuple(numbers if at == edge[1] else None for at in range(len(specs)))
-                parts = Visit(walk, node, operation, each, on_path).plain()
+                by_result = tuple(numbers if index == edge[1] else None for index in range(len(specs)))
+                parts = Visit(walk, node, operation, by_result, on_path).plain()
             elif name in {"mul", "div", "neg", *operations.ADDITIVE} and on_path[0] and sum(on_path) == 1:
                 obstacle = name
             elif name not in ("clone", "_to_copy"):
@@ -445,21 +435,20 @@ class Propagation:
         self._paths[norm] = {} if obstacle else path
         return self._paths[norm]
 
-    def _norm(self, visit: Visit) -> Gradients:
+    def _norm(self, visit: Visit, operation: Operation) -> Gradients:
         """Pass through the centring, with the deviation as a constant."""
-        operation = visit.known
         norm = normalisation(operation)
         visit.walk.handled[f"{operation.name.removeprefix('native_')} with a constant deviation"] += 1
         grad = at_least_float32(visit.grad)
         if norm.bias is not None:
             bias = norm.bias.to(grad)
-            visit.absorb("biases", grad @ bias if bias.dim() == 1 else grad * bias)
+            visit.walk.absorb("biases", grad @ bias if bias.dim() == 1 else grad * bias, visit.node)
         passed = norm.centred(norm.weighted(grad) * norm.rstd)
         return (passed.reshape(grad.shape).to(visit.grad.dtype), *[None] * (len(visit.on_path) - 1))
 
-    def _activation(self, visit: Visit) -> Gradients:
+    def _activation(self, visit: Visit, operation: Operation) -> Gradients:
         """Pass G * (f(x) - f(0)) / x; f(0) absorbs the rest."""
-        operation, on_path = visit.known, visit.on_path
+        on_path = visit.on_path
         if is_rectifier(visit.walk, visit.node):
             visit.walk.handled[f"{operation.name} by f(x)/x"] += 1
             x = operation.args[_operand(operation)]
@@ -473,7 +462,8 @@ class Propagation:
         is_link = not is_finite or (visit.node in self._alone and bool(at_zero.any()))
         if is_link and (passed := self._through_link(visit, operation.name)) is not None:
             visit.walk.handled[f"{operation.name} of a score"] += 1
-            visit.absorb("activations", torch.where(visit.grad == 0, 0, operation.result * visit.grad - x * passed))
+            lost = operation.result * visit.grad - x * passed
+            visit.walk.absorb("activations", torch.where(visit.grad == 0, 0, lost), visit.node)
             return (passed,)
         if not is_finite:
             return without_rule(visit, self.unknown)
@@ -481,7 +471,7 @@ class Propagation:
         result = operation.repeat() if operation.result is None else operation.result  # a node saves the operand alone
         ratio = result / x
         if bool(at_zero.any()):
-            visit.absorb("activations", visit.grad * at_zero)
+            visit.walk.absorb("activations", visit.grad * at_zero, visit.node)
             ratio = (result - at_zero) / x
         if is_tracing() or not math.isfinite(float(ratio.sum())):
             slope = derivative(operation, torch.zeros_like(at_zero))
@@ -491,7 +481,8 @@ class Propagation:
     def _through_link(self, visit: Visit, name: str) -> Tensor | None:
         """Return G at the operand of an increasing function: unchanged if the operand can replace the score.
 
-        So all increasing functions of a score have its map. The logarithm of a softmax is as a log-softmax.
+        So all increasing functions of a score have the map of the score. The logarithm of a softmax has the map of a
+        log-softmax.
         """
         walk, source = visit.walk, _origin(visit.walk, visit.walk.graph.next[visit.node][0][0])
         before = getattr(walk.graph.operations.get(cast("Node", source)), "name", "")
@@ -501,19 +492,21 @@ class Propagation:
         self._alone.update({source} if is_inverse else ())
         return visit.grad if is_inverse or (visit.node in self._alone and name in _INCREASING) else None
 
-    def _mul(self, visit: Visit) -> Gradients:
+    def _mul(self, visit: Visit, operation: Operation) -> Gradients:
         """Pass the gradient of a product with a constant."""
         return self._product(visit) if visit.on_path == [True, True] else visit.plain()
 
     def _product(self, visit: Visit) -> Gradients:
-        """Give each factor of a product half of the relevance, or all to one if the other is treated as constant.
+        """Give each factor of a product half of the relevance, or all of it if the other factor is a constant.
 
         In an activation, such as x * sigmoid(x), all factors except x are treated as constant: this is the rule f(x)/x.
         """
         walk, self._has_product = visit.walk, True
         grads = list(visit.plain())
-        factors = [at for at, on_path in enumerate(visit.on_path) if on_path][-2:]  # the first of three is a summand
-        constants = [at for at in factors if self._is_constant_factor(next_functions(visit.node)[at][0], walk)]
+        factors = [index for index, on_path in enumerate(visit.on_path) if on_path][
+            -2:
+        ]  # the first of three is a summand
+        constants = [index for index in factors if self._is_constant_factor(next_functions(visit.node)[index][0], walk)]
         if len(constants) == 1:
             walk.handled["product with a constant factor"] += 1
             grads[constants[0]] = None
@@ -523,9 +516,9 @@ class Propagation:
             grads[gate] = None
             return tuple(grads)
         walk.handled["product by halves"] += 1
-        for at in factors:
-            grad = grads[at]
-            grads[at] = None if grad is None else grad / 2
+        for index in factors:
+            grad = grads[index]
+            grads[index] = None if grad is None else grad / 2
         return tuple(grads)
 
     def _is_constant_factor(self, node: Node | None, walk: Walk) -> bool:
@@ -534,14 +527,14 @@ class Propagation:
         gates = _GATES if self.composite.constant_gates else frozenset()
         return operation is not None and operation.name in _DEVIATIONS | gates
 
-    def _div(self, visit: Visit) -> Gradients:
+    def _div(self, visit: Visit, operation: Operation) -> Gradients:
         """Give the relevance of a quotient to the numerator."""
         if not visit.on_path[0]:
             return without_rule(visit, self.unknown)
         return (visit.plain()[0], None)
 
-    def _softmax(self, visit: Visit) -> Gradients:
-        """Pass the gradient of a softmax, or nothing if attention weights count as constant."""
+    def _softmax(self, visit: Visit, operation: Operation) -> Gradients:
+        """Pass the gradient of a softmax, or nothing if attention weights are treated as constant."""
         s = cast("Tensor", saved(visit.node, "result"))
         is_weight = self.composite.constant_gates and self._has_product  # not the probabilities of the classes
         passed = torch.zeros_like(s) if is_weight else cast("Tensor", visit.plain()[0])
@@ -549,21 +542,20 @@ class Propagation:
         # The passed G sums to zero, so log(s), which differs from the logits by a constant, can replace them.
         weights = at_least_float32(s)
         logits = weights.clamp(min=torch.finfo(weights.dtype).tiny).log()
-        visit.absorb("softmax", s * visit.grad - logits.mul_(passed))
+        visit.walk.absorb("softmax", s * visit.grad - logits.mul_(passed), visit.node)
         return (passed,)
 
-    def _logsumexp(self, visit: Visit) -> Gradients:
-        """Pass the gradient of a log-sum-exp, the shares of the softmax, or of a log-softmax."""
-        operation, grads = visit.known, visit.plain()
+    def _logsumexp(self, visit: Visit, operation: Operation) -> Gradients:
+        """Pass the gradient of a log-sum-exp, which is the softmax, or of a log-softmax."""
+        grads = visit.plain()
         passed = operation.args["self"] * cast("Tensor", grads[0])
         if operation.name == "logsumexp":
             passed = passed.sum(operation.args["dim"], operation.args.get("keepdim", False))
-        visit.absorb("softmax", operation.result * visit.grad - passed)
+        visit.walk.absorb("softmax", operation.result * visit.grad - passed, visit.node)
         return grads
 
-    def _attention(self, visit: Visit) -> Gradients:
+    def _attention(self, visit: Visit, operation: Operation) -> Gradients:
         """Give the value half of the relevance, and query and key a quarter each; or all to the value."""
-        operation = visit.known
         query, key, value = visit.on_path[:3]
         weighs = (query or key) and not self.composite.constant_gates
         at_value = (0.5 if weighs else 1.0) * value
@@ -571,14 +563,14 @@ class Propagation:
         factors = zip(visit.plain(), visit.on_path, (at_weights, at_weights, at_value), strict=False)
         grads = [None if grad is None or not on_path else grad * factor for grad, on_path, factor in factors]
         visit.walk.handled["attention"] += 1
-        visit.absorb("softmax", operation.result[0] * visit.grad)
+        visit.walk.absorb("softmax", operation.result[0] * visit.grad, visit.node)
         for name, grad in zip(("query", "key", "value"), grads, strict=True):
             if grad is not None:
-                visit.absorb("softmax", -operation.args[name] * grad)
+                visit.walk.absorb("softmax", -operation.args[name] * grad, visit.node)
         return tuple(grads)
 
 
-RULES: dict[str, Callable[[Propagation, Visit], Gradients]] = {
+RULES: dict[str, Callable[[Propagation, Visit, Operation], Gradients]] = {
     "plain": Propagation._plain,
     "linear": Propagation._linear,
     "batch_norm": Propagation._batch_norm,
@@ -594,7 +586,7 @@ RULES: dict[str, Callable[[Propagation, Visit], Gradients]] = {
 
 
 def _rank(key: RuleKey, module: str) -> tuple[int, ...]:
-    """Return how specific a key of a module is: an exact name, then a pattern, then (after "last", "first") a type."""
+    """Return how specific a key is for a module: an exact name, then a pattern, then (after "last", "first") a type."""
     return (0, len(module), len(key.__mro__)) if isinstance(key, type) else (2 + (key == module), len(key))
 
 
@@ -607,7 +599,7 @@ def _origin(walk: Walk, node: Node | None) -> Node | None:
     return node
 
 
-def _of_weights(operation: operations.Operation, scale: Tensor) -> Tensor:
+def _of_weights(operation: Operation, scale: Tensor) -> Tensor:
     """Return factors (1, C, ...) of the results of a linear operation in a shape that broadcasts to its weights."""
     if not operation.args.get("transposed"):  # a convolution has its outputs first
         return scale.transpose(0, 1) if scale.dim() > 2 else scale
@@ -616,22 +608,20 @@ def _of_weights(operation: operations.Operation, scale: Tensor) -> Tensor:
     return by_row.reshape(rows, -1, *[1] * (scale.dim() - 2))
 
 
-def _of_matrices(operation: operations.Operation) -> operations.Operation:
+def _of_matrices(operation: Operation) -> Operation:
     """Return a product with a vector as a product of matrices, without its result."""
     args = operation.args
     first, second = (args[name] for name in _OF_VECTORS[operation.name])
     factors = first.reshape(-1, len(second)), second[:, None]
     if operation.name == "addmv":
         args = {**args, "self": args["self"].reshape(-1, 1)}
-        return operations.Operation(
-            aten.addmm.default, "addmm", {**args, **dict(zip(_FACTORS["addmm"], factors, strict=True))}
-        )
-    return operations.Operation(aten.mm.default, "mm", dict(zip(_FACTORS["mm"], factors, strict=True)))
+        return Operation(aten.addmm.default, "addmm", {**args, **dict(zip(_FACTORS["addmm"], factors, strict=True))})
+    return Operation(aten.mm.default, "mm", dict(zip(_FACTORS["mm"], factors, strict=True)))
 
 
-def _function_of(operation: operations.Operation, at: int) -> operations.Operation:
+def _function_of(operation: Operation, index: int) -> Operation:
     """Return a pointwise operation as a function of one of its tensors, which comes first."""
-    name = [name for name, value in operation.args.items() if isinstance(value, Tensor)][at]
+    name = [name for name, value in operation.args.items() if isinstance(value, Tensor)][index]
     op = aten.log_sigmoid.default if operation.name == "log_sigmoid_forward" else operation.op
     args = {name: operation.kept_args[name], **operation.kept_args}
     return replace(
@@ -660,18 +650,18 @@ def _is_rectified(walk: Walk, node: Node | None) -> bool:
     return is_rectifier(walk, node)
 
 
-def _times_output(visit: Visit) -> Tensor:
+def _times_output(visit: Visit, operation: Operation) -> Tensor:
     """Return G times the result of a rectifier, which a ReLU saves."""
     output = saved(visit.node, "result", None)
-    return cast("Tensor", visit.known.repeat().mul_(visit.grad) if output is None else visit.grad * output)
+    return cast("Tensor", operation.repeat().mul_(visit.grad) if output is None else visit.grad * output)
 
 
 def _gate(visit: Visit, factors: Sequence[int]) -> int | None:
-    """Return the place of the gate in an activation that is the product of two pointwise functions of one value.
+    """Return the index of the gate in an activation that is the product of two pointwise functions of one value.
 
-    The other factor is one that is 0 at 0, such as the value itself. None in a product of two signals.
+    The other factor is 0 where the value is 0, such as the value itself. None in a product of two signals.
     """
-    walk, edges = visit.walk, [cast("Edge", next_functions(visit.node)[at]) for at in factors]
+    walk, edges = visit.walk, [cast("Edge", next_functions(visit.node)[index]) for index in factors]
     above = {*edges}
     while len(above) > 1:
         latest = max(above, key=lambda edge: sequence_nr(edge[0]) if edge[0] in walk.graph.next else -1)
@@ -684,7 +674,7 @@ def _gate(visit: Visit, factors: Sequence[int]) -> int | None:
 
 
 def _pointwise_operands(walk: Walk, edge: Edge) -> list[Edge]:
-    """Return the operands that depend on the image, if the operation changes each number by itself; else []."""
+    """Return the operands of a pointwise operation that depend on the image; [] for other operations."""
     operation = walk.graph.operations.get(edge[0])
     if operation is None or not operations.is_elementwise(operation.op) or operation.is_part:
         return []
@@ -697,11 +687,11 @@ def _is_zero_at_zero(walk: Walk, edge: Edge, sources: set[Edge]) -> bool:
     """Return whether a pointwise function of a value is 0 where the value is."""
     if edge in sources:
         return True
-    operation = cast("operations.Operation", walk.graph.operations.get(edge[0]))
+    operation = cast("Operation", walk.graph.operations.get(edge[0]))
     operands = [_is_zero_at_zero(walk, operand, sources) for operand in _pointwise_operands(walk, edge)]
     if operation.name == "mul":
         return any(operands)
-    if holds_constant(_constants(Visit(walk, edge[0], operation, (), walk.graph.reads[edge[0]]))):
+    if holds_constant(_constants(Visit(walk, edge[0], operation, (), walk.graph.reads[edge[0]]), operation)):
         return False
     is_shifted = kind_of(operation.op) == "activation" and bool(_at_zero(operation).any())
     return all(operands) and not is_shifted
@@ -709,14 +699,14 @@ def _is_zero_at_zero(walk: Walk, edge: Edge, sources: set[Edge]) -> bool:
 
 def _check_shape(visit: Visit, values: object, rule: AnyRule, x: Tensor) -> None:
     """Raise MethodError for a rule whose result does not have the shape of the input."""
-    found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-    if found == x.shape:
+    shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    if shape == x.shape:
         return
-    names = visit.walk.graph.record.modules(visit.node)
-    weights = f" with weights {tuple(linear_weight(visit.known).shape)}" if isinstance(rule, Rule) else ""
-    place = f'layer "{max(names, key=len)}"' if names else f"an operation {visit.known.name}{weights}"
+    names, operation = visit.walk.graph.record.modules(visit.node), cast("Operation", visit.operation)
+    weights = f" with weights {tuple(linear_weight(operation).shape)}" if isinstance(rule, Rule) else ""
+    where = f'layer "{max(names, key=len)}"' if names else f"an operation {operation.name}{weights}"
     raise MethodError(
-        f"the rule {rule!r} at {place} returned {found} for an input {tuple(x.shape)} and an output "
+        f"the rule {rule!r} at {where} returned {shape} for an input {tuple(x.shape)} and an output "
         f"{tuple(visit.grad.shape)}; expected the shape of the input"
     )
 
@@ -735,12 +725,12 @@ def _bound(walk: Walk, edge: Edge, values: Tensor, bound: float | Sequence[float
     return values + moved.reshape(values.shape)
 
 
-def _operand(operation: operations.Operation) -> str:
+def _operand(operation: Operation) -> str:
     """Return the name of the operand of a pointwise operation: the exponent in 2 ** x."""
     return next(name for name, value in operation.args.items() if isinstance(value, Tensor))
 
 
-def _at_zero(operation: operations.Operation) -> Tensor:
+def _at_zero(operation: Operation) -> Tensor:
     """Return the value of a pointwise operation at 0."""
     name = _operand(operation)
     return cast("Tensor", operation.repeat(**{name: operation.args[name].new_zeros(())}))
@@ -756,7 +746,7 @@ def without_rule(visit: Visit, unknown: Unknown) -> Gradients:
     name = visit.operation.name if visit.operation else visit.node.name()
     if not (visit.operation or operations.is_custom_function(visit.node)):
         raise NotApplicableError(f"the operation {name} was not recorded; run the whole model in the caller's thread")
-    name += " of complex numbers" if visit.operation and refuses_complex(visit) else ""
+    name += " of complex numbers" if visit.operation and refuses_complex(visit, visit.operation) else ""
     is_part = visit.operation is not None and visit.operation.is_part
     name += " in place on a part of a tensor" if is_part else ""
     if unknown == "refuse":
@@ -767,36 +757,37 @@ def without_rule(visit: Visit, unknown: Unknown) -> Gradients:
     return visit.plain()
 
 
-def refuses_complex(visit: Visit) -> bool:
+def refuses_complex(visit: Visit, operation: Operation) -> bool:
     """Return whether an operation on complex numbers is not linear, so that no rule fits it."""
     if not visit.walk.graph.is_complex:
         return False
     operands = (
         result_spec(*edge).dtype for edge in visit.walk.graph.next[visit.node] if edge[0] in visit.walk.graph.on_path
     )
-    name = visit.known.name
     is_linear = (
-        name in operations.PLAIN
-        or operations.is_view(visit.known.op)
-        or (name in ("mul", "div") and visit.on_path == [True, False])
+        operation.name in operations.PLAIN
+        or operations.is_view(operation.op)
+        or (operation.name in ("mul", "div") and visit.on_path == [True, False])
     )
     return not is_linear and (visit.grad.is_complex() or any(dtype.is_complex for dtype in operands))
 
 
-def _fits(visit: Visit, operation: operations.Operation) -> bool:
+def _fits(visit: Visit, operation: Operation) -> bool:
     """Return whether the rule of an operation fits its operands."""
     name, on_path = operation.name, visit.on_path
+    if visit.walk.graph.is_complex and refuses_complex(visit, operation):
+        return False
     if name in ("maximum", "minimum"):
         return all(on_path)
     if not operation.is_part:
         return True
-    # G at a part of a tensor is not known: only operations that pass just their gradient have a rule.
+    # There is no G for a part of a tensor: only operations that just pass their gradient have a rule.
     if name in ("mul", "div"):
         return sum(on_path) == 1
     return on_path[-1] and (name in ("copy", "relu") or (name in ("add", "sub") and all(on_path)))
 
 
-def _constants(visit: Visit) -> operations.Operation:
+def _constants(visit: Visit, operation: Operation) -> Operation:
     """Return a sum with None in place of the operands that depend on the image."""
     on_path = iter(visit.on_path)
 
@@ -804,10 +795,10 @@ def _constants(visit: Visit) -> operations.Operation:
         is_operand = value is None or value.is_floating_point()
         return None if is_operand and next(on_path, False) else value
 
-    return replace(visit.known, kept_args=tree_map(visit.known.args, _OPERANDS, constant))
+    return replace(operation, kept_args=tree_map(operation.args, _OPERANDS, constant))
 
 
-def holds_constant(operation: operations.Operation) -> bool:
+def holds_constant(operation: Operation) -> bool:
     """Return whether an operation is a sum with a constant operand."""
     return operation.name in operations.ADDITIVE and any(map(_is_constant, operation.args.items()))
 
@@ -820,23 +811,23 @@ def _is_constant(argument: tuple[str, Any]) -> bool:
     return any(tensor.is_floating_point() for tensor in tree_tensors(value))
 
 
-def _adds_bias(operation: operations.Operation, dims: int) -> bool:
+def _adds_bias(operation: Operation, dims: int) -> bool:
     """Return whether a sum adds a number, or one per channel, in fewer dimensions than the result has."""
     constants = tree_tensors(list(operation.args.values()))
     return all(constant.dim() < dims and constant.numel() == max(constant.shape, default=1) for constant in constants)
 
 
-def constant_part(node: Node, operation: operations.Operation, device: torch.device) -> Tensor:
+def constant_part(node: Node, operation: Operation, device: torch.device) -> Tensor:
     """Return the result of a sum with zeros in place of the operands that depend on the image."""
     edges = iter(next_functions(node))
 
     def filled(value: Tensor | None) -> Tensor | None:
         if value is not None and not value.is_floating_point():
             return value
-        node, at = next(edges, (None, 0))
+        node, index = next(edges, (None, 0))
         if value is not None or node is None:
             return value
-        spec = result_spec(node, at)
+        spec = result_spec(node, index)
         return torch.zeros((), dtype=spec.dtype, device=device).expand(spec.shape)
 
     return cast("Tensor", operation.repeat(**tree_map(operation.args, _OPERANDS, filled)))
@@ -849,7 +840,7 @@ class Normalisation(NamedTuple):
         shape: The shape in which the statistics are taken over `dims`.
         dims: The dimensions.
         rstd: The inverse deviation, with dimensions of size 1.
-        weight: The weights, in a shape that broadcasts to the operand; None without weights.
+        weight: The weights, in a shape that broadcasts to the operand, or None.
         bias: The bias in such a shape, or None.
         has_mean: Whether the mean is subtracted.
     """
@@ -871,7 +862,7 @@ class Normalisation(NamedTuple):
         return values - values.mean(self.dims, keepdim=True) if self.has_mean else values
 
 
-def normalisation(operation: operations.Operation) -> Normalisation:
+def normalisation(operation: Operation) -> Normalisation:
     """Return the statistics and parameters of a norm."""
     x, weight, bias = operation.args["input"], operation.args["weight"], operation.args.get("bias")
     if normalized := operation.args.get("normalized_shape"):
@@ -888,7 +879,7 @@ def normalisation(operation: operations.Operation) -> Normalisation:
     return Normalisation(shape, dims, rstd, weight, bias, has_mean)
 
 
-def attention_logits(operation: operations.Operation) -> Tensor:
+def attention_logits(operation: Operation) -> Tensor:
     """Return the logits (..., queries, keys) of fused attention, with its mask, in at least float32."""
     args = operation.args
     scale = args.get("scale") or args["query"].shape[-1] ** -0.5
@@ -896,15 +887,15 @@ def attention_logits(operation: operations.Operation) -> Tensor:
     return masked_logits(args["query"], args["key"], scale, mask, is_causal=bool(args.get("is_causal")))
 
 
-def derivative(operation: operations.Operation, point: Tensor) -> Tensor:
+def derivative(operation: Operation, point: Tensor) -> Tensor:
     """Return the derivative of a pointwise operation."""
-    name, args, one = _operand(operation), operation.kept_args, point.new_ones(())
+    name, args, ones = _operand(operation), operation.kept_args, point.new_ones(())
     if operation.name == "relu":
-        return where_above(one, point, 0)
+        return where_above(ones, point, 0)
     if operation.name == "hardtanh":
         return cast(
             "Tensor",
-            aten.hardtanh_backward(one.expand_as(point), point, args.get("min_val", -1), args.get("max_val", 1)),
+            aten.hardtanh_backward(ones.expand_as(point), point, args.get("min_val", -1), args.get("max_val", 1)),
         )
     with torch.enable_grad():
         point = point.detach().requires_grad_()
@@ -912,29 +903,29 @@ def derivative(operation: operations.Operation, point: Tensor) -> Tensor:
     return slope
 
 
-def linear_operation(operation: operations.Operation, at: int) -> LinearOperation:
+def linear_operation(operation: Operation, operand: int) -> LinearOperation:
     """Return a convolution or matrix product as a function of one operand, in at least float32.
 
     Args:
         operation: The operation, with its operands.
-        at: The place of the operand that depends on the image; the other one holds the weights.
+        operand: The index of the factor that depends on the image; the other factor holds the weights.
     """
     is_convolution, args = operation.name == "convolution", operation.args
     names = ("input", "weight") if is_convolution else _FACTORS[operation.name]
-    own, weight = at_least_float32(args[names[at]]), at_least_float32(args[names[1 - at]])
+    x, weight = at_least_float32(args[names[operand]]), at_least_float32(args[names[1 - operand]])
     if (alpha := args.get("alpha", 1)) != 1:
         weight = weight * alpha
     bias = args["bias"] if is_convolution else args["self"] if "self" not in names else None
     if bias is not None:
         bias = at_least_float32(bias)
-        bias = channelwise(bias, own) if is_convolution else bias * args.get("beta", 1)
-    run, transposed = _convolution(args, own) if is_convolution else _matrix_product(at)
-    dims = tuple(range(1, own.dim())) if is_convolution else (-1 - at,)
-    return LinearOperation(own, weight, bias, run, transposed, dims)
+        bias = channelwise(bias, x) if is_convolution else bias * args.get("beta", 1)
+    run, transposed = _convolution(args, x) if is_convolution else _matrix_product(operand)
+    dims = tuple(range(1, x.dim())) if is_convolution else (-1 - operand,)
+    return LinearOperation(x, weight, bias, run, transposed, dims)
 
 
 def _merged(
-    op: LinearOperation, operation: operations.Operation, recorded: Tensor | None, norm: ChannelFactors
+    op: LinearOperation, operation: Operation, recorded: Tensor | None, norm: ChannelFactors
 ) -> tuple[LinearOperation, Callable[[], Tensor] | None]:
     """Return an operation with the batch norm after it, and the function that computes the result of the norm.
 
@@ -943,10 +934,10 @@ def _merged(
     Args:
         op: The operation.
         operation: Its record.
-        recorded: Its result, without the norm; None if it is not known.
+        recorded: Its result, without the norm; None if it was not recorded.
         norm: The factors of the norm.
     """
-    scale, shift = (channelwise(own, op.input).to(op.input.dtype) for own in norm[:2])
+    scale, shift = (channelwise(values, op.input).to(op.input.dtype) for values in norm[:2])
     if norm.relative is None:
         bias = shift if op.bias is None else torch.addcmul(shift, op.bias, scale)
         op = replace(op, bias=bias, weight=op.weight * _of_weights(operation, scale))
@@ -963,13 +954,13 @@ def _merged(
 _Function = Callable[..., Tensor]
 
 
-def _convolution(args: Mapping[str, Any], own: Tensor) -> tuple[_Function, _Function]:
+def _convolution(args: Mapping[str, Any], like: Tensor) -> tuple[_Function, _Function]:
     """Return a convolution, and its transpose in the input, as functions of a tensor and the weights."""
-    options = [args[name] for name in CONVOLUTION_OPTIONS]
+    options = itemgetter(*CONVOLUTION_OPTIONS)(args)
 
     def transposed(grad: Tensor, weight: Tensor) -> Tensor:
         mask = [True, False, False]
-        return cast("Tensor", aten.convolution_backward.default(grad, own, weight, None, *options, mask)[0])
+        return cast("Tensor", aten.convolution_backward.default(grad, like, weight, None, *options, mask)[0])
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return cast("Tensor", aten.convolution.default(x, weight, None if bias is None else bias.flatten(), *options))
@@ -977,15 +968,15 @@ def _convolution(args: Mapping[str, Any], own: Tensor) -> tuple[_Function, _Func
     return run, transposed
 
 
-def _matrix_product(at: int) -> tuple[_Function, _Function]:
+def _matrix_product(operand: int) -> tuple[_Function, _Function]:
     """Return a matrix product with weights on one side, and its transpose, as functions of a tensor and the weights."""
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | float | None = None) -> Tensor:
-        product = x @ weight if at == 0 else weight @ x
+        product = x @ weight if operand == 0 else weight @ x
         return product if bias is None else product.add_(bias)
 
     def transposed(grad: Tensor, weight: Tensor) -> Tensor:
-        return grad @ weight.mT if at == 0 else weight.mT @ grad
+        return grad @ weight.mT if operand == 0 else weight.mT @ grad
 
     return run, transposed
 

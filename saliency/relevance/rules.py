@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import filterfalse
 from typing import Any, ClassVar, cast
 
 import torch
@@ -31,20 +32,20 @@ TINY = 1e-30
 class LinearOperation:
     """A convolution or matrix product of one call, with the batch norm that is merged into it.
 
-    A positive factor of an output channel changes no share. So if a batch norm has only positive factors, weights, bias
-    and output are divided by these factors.
+    A positive factor of an output channel does not affect how its relevance is divided. So if a batch norm has only
+    positive factors, weights, bias and output are divided by these factors.
 
     Attributes:
         input: The input a, in the shape of the call: (N, C, H, W) or (rows, features).
         weight: The weights.
-        bias: The bias, in a shape that broadcasts to the output; None without a bias.
+        bias: The bias, in a shape that broadcasts to the output, or None.
         run: The operation: from an input, weights, and optionally a bias, to a new tensor, the output.
         transposed: Its transpose in the input: from a tensor like the output, and weights, to one like the input.
         dims: The dimensions of the output that belong to one image (row of a matrix product).
         find_output: The function that computes the output from the forward; None to run the operation again.
         unit: The factors of the batch norm by which the operation is divided; None for 1.
-        bound: From a bound of the model's input, a number or one per channel, to the bound of this input; None for a
-            layer that is not the first one, or a rule other than z-box.
+        bound: The function from a bound of the model's input, a number or one per channel, to the bound of this input,
+            for the rule z-box at the first layer; else None.
         is_rectified: Whether the input is the result of a rectifier, so that no number is negative.
         is_positive: Whether the relevance is 0 where the output is not positive, because only a rectifier reads it.
         shared: Values that the walks of several targets share, by name; None for a single target.
@@ -70,9 +71,9 @@ class LinearOperation:
 
     @cached_property
     def is_nonnegative(self) -> bool:
-        """Whether all inputs are at least 0, as after a ReLU. True without inputs, as for a box without candidates.
+        """Whether all inputs are at least 0, as after a ReLU, or there is no input, as for a box without candidates.
 
-        In a program, whose inputs are not known, only the result of a rectifier is.
+        In a program, whose values cannot be read, it is True only for the result of a rectifier.
         """
         if self.is_rectified or is_tracing():
             return self.is_rectified
@@ -86,7 +87,7 @@ class LinearOperation:
 
     def scale_of(self, norms: Tensor) -> Tensor:
         """Return the scale for the norm of each image before the division of the output."""
-        scale = norms / math.sqrt(math.prod(self.output.shape[dim] for dim in self.dims))
+        scale = norms / math.sqrt(math.prod(map(self.output.shape.__getitem__, self.dims)))
         scale = scale.clamp_(min=torch.finfo(scale.dtype).tiny)
         return scale if self.unit is None else scale / self.unit
 
@@ -110,7 +111,7 @@ def signed(values: Tensor, sign: int) -> Tensor:
 class AnyRule:
     """Base class of `Rule` and `NonlinearRule`."""
 
-    name: ClassVar[str] = "own rule"
+    name: ClassVar[str] = "custom rule"
 
     def __repr__(self) -> str:
         """Return the name of the class."""
@@ -120,8 +121,8 @@ class AnyRule:
 class Rule(AnyRule, ABC):
     """Base class of the rules of convolutions and matrix products.
 
-    A rule is a class with `relevance`. In layers after the first one, relevance of an input of zero goes no further;
-    the ledger holds it as "inputs of zero".
+    A rule is a class with `relevance`. In layers after the first one, relevance of an input of zero stops there; the
+    ledger holds it as "inputs of zero".
 
         class Uniform(Rule):
             name = "uniform"
@@ -154,7 +155,7 @@ class NonlinearOperation:
 class NonlinearRule(AnyRule, ABC):
     """Base class of the rules of activations and normalisations.
 
-    Relevance of an input of zero goes no further. The ledger holds relevance that is lost in a rule as "stabiliser".
+    Relevance of an input of zero stops there. The ledger holds relevance that is lost in a rule as "stabiliser".
 
         class Positive(NonlinearRule):
             name = "positive"
@@ -170,7 +171,7 @@ class NonlinearRule(AnyRule, ABC):
 
 @dataclass(frozen=True)
 class Epsilon(Rule):
-    """Each input receives its share a w / (z + epsilon sign z); epsilon absorbs relevance where z is small.
+    """Each input receives a w / (z + epsilon sign z) of the relevance; epsilon absorbs relevance where z is small.
 
     Args:
         epsilon: At least 0. With 0, the rule is the plain gradient.
@@ -199,7 +200,7 @@ class Epsilon(Rule):
 
 @dataclass(frozen=True)
 class Gamma(Rule):
-    """Like `Epsilon` with 0, but parts a w with the sign of the output count 1 + gamma times.
+    """Like `Epsilon(0)`, but parts a w with the sign of the output are multiplied by 1 + gamma.
 
     Inputs of any sign are allowed.
 
@@ -234,7 +235,7 @@ class Gamma(Rule):
 
 @dataclass(frozen=True)
 class AlphaBeta(Rule):
-    """Positive parts a w share alpha times the relevance, and negative parts minus beta times.
+    """Positive parts a w receive alpha times the relevance, and negative parts minus beta times.
 
     Inputs of any sign are allowed.
 
@@ -289,8 +290,8 @@ class ZPlus(AlphaBeta):
 class Excitation(Rule):
     """The rule of the top layer in excitation backpropagation: the score is one neuron above it.
 
-    The weights of this neuron are the gradient of the score at the input of the layer, so that constants in the score
-    and its sign at a photo do not matter. The positive parts of the input times these weights are the relevance.
+    The weights of this neuron are the gradient of the score at the input of the layer, so that neither constants in the
+    score nor its sign matter. The positive parts of the input times these weights are the relevance.
 
     Source: Zhang et al., "Top-down Neural Attention by Excitation Backprop" (2016), https://arxiv.org/abs/1608.00507.
     """
@@ -311,7 +312,7 @@ class Excitation(Rule):
 class ContrastiveRule(Excitation):
     """The rule of the top layer in contrastive excitation backpropagation: negative parts receive relevance too.
 
-    They are scaled to the sum of the positive ones, so that nothing passes in total.
+    Negative parts are scaled to the sum of the positive parts, so that the relevance sums to zero.
 
     Source: Zhang et al., "Top-down Neural Attention by Excitation Backprop" (2016), https://arxiv.org/abs/1608.00507.
     """
@@ -330,7 +331,7 @@ class ZBox(Rule):
 
     Args:
         low, high: The bounds of the model's input: a number, or one per channel. By default, black and white under
-            the method's preprocessing. Views, padding and a batch norm before the first layer change them too.
+            the method's preprocessing. Views, padding and a batch norm before the first layer change the bounds too.
 
     Source: Montavon et al., "Explaining Nonlinear Classification Decisions with Deep Taylor Decomposition" (2017),
         https://arxiv.org/abs/1512.02479.
@@ -358,7 +359,7 @@ class ZBox(Rule):
 
 @dataclass(frozen=True)
 class WSquare(Rule):
-    """The relevance is shared in proportion to the squared weights, regardless of the input.
+    """The relevance is divided in proportion to the squared weights, regardless of the input.
 
     Source: Montavon et al., "Explaining Nonlinear Classification Decisions with Deep Taylor Decomposition" (2017),
         https://arxiv.org/abs/1512.02479.
@@ -367,7 +368,7 @@ class WSquare(Rule):
     name: ClassVar[str] = "w2"
 
     def weights(self, op: LinearOperation) -> Tensor:
-        """Return the weights of the shares."""
+        """Return the weights by which the relevance is divided."""
         return op.weight.square()
 
     def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
@@ -378,7 +379,7 @@ class WSquare(Rule):
 
 @dataclass(frozen=True)
 class Flat(WSquare):
-    """The relevance is shared equally among the inputs of each output.
+    """The relevance is divided equally among the inputs of each output.
 
     Source: Lapuschkin et al., "Unmasking Clever Hans Predictors and Assessing What Machines Really Learn" (2019),
         https://arxiv.org/abs/1902.10178.
@@ -387,16 +388,16 @@ class Flat(WSquare):
     name: ClassVar[str] = "flat"
 
     def weights(self, op: LinearOperation) -> Tensor:
-        """Return the weights of the shares."""
+        """Return the weights by which the relevance is divided."""
         return torch.ones_like(op.weight)
 
 
 @dataclass(frozen=True)
 class Pass(Rule, NonlinearRule):
-    """The relevance passes unchanged, also through activations and normalisations. Input and output have one shape.
+    """The relevance passes unchanged, also through activations and normalisations.
 
     Raises:
-        MethodError: They have different shapes.
+        MethodError: Input and output have different shapes.
     """
 
     name: ClassVar[str] = "pass"
@@ -436,7 +437,7 @@ class Composite:
 
     Attributes:
         rules: From an operation kind, a type of modules, a layer's name, or a pattern of names, to a rule. The kinds
-            are "conv", "linear", "first" or "last" for those before or after which no other convolution or matrix
+            are "conv", "linear", "first" and "last" for an operation before or after which no convolution or matrix
             product runs, and "activation" and "norm" for a `NonlinearRule`. The most specific key wins: an exact name
             (of the innermost module), then the longest pattern, then "last", then "first", then a type (of the
             innermost module, then the most derived one), then the others. Convolutions and matrix products without an
@@ -462,7 +463,7 @@ class Composite:
 
     def layers(self, model: nn.Module) -> dict[RuleKey, list[str]]:
         """Return the names of the modules of each pattern and type. Raises MethodError for a pattern that fits none."""
-        keys = [key for key in self.rules if key not in _KINDS]
+        keys = list(filterfalse(_KINDS.__contains__, self.rules))
         modules = {name: module for name, module in model.named_modules() if name} if keys else {}
         layers: dict[RuleKey, list[str]] = {}
         for key in keys:

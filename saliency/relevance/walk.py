@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import repeat
+from itertools import chain, repeat
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,7 +26,7 @@ from ..hooks.autograd_graph import Gradients, call_node, is_tracing, next_functi
 from ..io.axes import at_least_float32
 
 Edge = tuple[Node, int]
-# Shares of the score below this are rounding errors.
+# Fractions of the score below this are rounding errors.
 _ROUNDING = 1e-5
 # Operations that move or repeat numbers without changing them, besides views.
 _MOVES = {
@@ -54,25 +55,16 @@ class Visit(NamedTuple):
 
     @property
     def grad(self) -> Tensor:
-        """G at the first result that has one."""
+        """G at the first result that has any."""
         first = self.grads[0]
         return next(grad for grad in self.grads if grad is not None) if first is None else first
-
-    @property
-    def known(self) -> operations.Operation:
-        """The operation of a node whose operation was recorded."""
-        return cast("operations.Operation", self.operation)
 
     def plain(self) -> Gradients:
         """Return the gradients at the operands."""
         return call_node(self.node, self.grads)
 
-    def absorb(self, name: str, values: Tensor) -> None:
-        """Add values, in the shape of the result, to an entry of the ledger."""
-        self.walk.absorb(name, values, self.node)
 
-
-Rule = Callable[[Visit], Gradients]
+NodeRule = Callable[[Visit], Gradients]
 
 
 class ChannelFactors(NamedTuple):
@@ -88,9 +80,9 @@ class ChannelFactors(NamedTuple):
     shift: Tensor
     relative: Tensor | None
 
-    def at(self, numbers: Tensor) -> ChannelFactors:
-        """Return the factors of some channels, which count from 1; for 0, a factor of 1 and a constant of 0."""
-        scale, shift = (F.pad(own, (1, 0), value=at)[numbers.long()] for own, at in ((self.scale, 1), (self.shift, 0)))
+    def of_channels(self, numbers: Tensor) -> ChannelFactors:
+        """Return the factors of some channels, numbered from 1; for 0, a factor of 1 and a constant of 0."""
+        scale, shift = (F.pad(part, (1, 0), value=i)[numbers.long()] for part, i in ((self.scale, 1), (self.shift, 0)))
         return ChannelFactors(scale, shift, None if self.relative is None else shift / scale)
 
 
@@ -109,9 +101,11 @@ class CallGraph:
         next: The edges to the operands of each node.
         operands: The nodes of these operands.
         reads: Whether each of these operands depends on the image.
-        users: The number of operands that are each result.
+        users: For each result, the number of operands that read it.
         specs: The shape and type of each result, by node.
+        is_complex: Whether a result is complex.
         linear: The convolutions and matrix products with weights, in the order of a backward pass.
+        attention: The attention on which the scores depend, in that order: fused, or products of two signals.
     """
 
     def __init__(self, grads: TargetGradients) -> None:
@@ -119,34 +113,34 @@ class CallGraph:
         self.nodes = grads.nodes
         self.end: Edge = get_gradient_edge(grads.forward.x)[:2]
         self.on_path = {*self.nodes, self.end[0]}
-        self.operations = self.record.operations(self.nodes)
+        self.operations = dict(zip(self.nodes, map(self.record.operation, self.nodes), strict=True))
         self.specs = result_specs(self.on_path)
+        self.is_complex = any(map(attrgetter("dtype.is_complex"), chain.from_iterable(self.specs.values())))
         self.next: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
         self.operands: dict[Node, list[Node | None]] = {}
         self.reads: dict[Node, list[bool]] = {}
         self.users: Counter[tuple[Node | None, int]] = Counter()
         self.linear: dict[Node, None] = {}
+        self.attention: list[Node] = []
         for node, operation in self.operations.items():
             self.next[node] = edges = next_functions(node)
-            self.operands[node] = operands = [operand for operand, _ in edges]
+            self.operands[node] = operands = list(map(itemgetter(0), edges))
             self.reads[node] = reads = list(map(self.on_path.__contains__, operands))
             self.users.update(edges)
-            if operation is not None and operation.name in operations.LINEAR and not all(reads[-2:]):
+            name = "" if operation is None else operation.name
+            if name in operations.LINEAR and not all(reads[-2:]):
                 self.linear[node] = None
+            elif name in ("bmm", "baddbmm") or (operation is not None and operations.is_attention(operation.op)):
+                self.attention.append(node)
 
     @classmethod
     def of(cls, grads: TargetGradients) -> CallGraph:
-        """Return the graph of the scores. It is listed once for all that read it."""
+        """Return the graph of the scores, which is listed once."""
         return grads.shared(cls, partial(cls, grads))
 
     @cached_property
-    def is_complex(self) -> bool:
-        """Whether a result is complex."""
-        return any(spec.dtype.is_complex for specs in self.specs.values() for spec in specs)
-
-    @cached_property
     def first_and_last(self) -> tuple[set[Node], set[Node]]:
-        """The linear operations before which no other one runs, and those after which no other one runs."""
+        """The linear operations before which no other runs, and the linear operations after which no other runs."""
         followers: defaultdict[Node | None, list[Node | None]] = defaultdict(list)
         for node, operands in self.operands.items():
             for operand in operands:
@@ -164,19 +158,6 @@ class CallGraph:
                 covered.update(following[node])
         return outermost
 
-    @cached_property
-    def attention(self) -> list[Node]:
-        """The attention on which the scores depend: fused, or products of two signals. The last one comes first."""
-        return [
-            node
-            for node, operation in self.operations.items()
-            if operation is not None
-            and (
-                operations.is_attention(operation.op)
-                or (operation.name in ("bmm", "baddbmm") and all(self.reads[node][-2:]))
-            )
-        ]
-
     def after(self, first: Node) -> set[Node]:
         """Return the nodes that depend on the result of a node."""
         after = {first}
@@ -187,7 +168,7 @@ class CallGraph:
 
     @cached_property
     def channel_factors(self) -> dict[Node, ChannelFactors]:
-        """The factors of the batch norms with constant statistics. Those with equal options are computed at once."""
+        """The factors of the batch norms with constant statistics. Norms with equal options are computed at once."""
         groups: defaultdict[Any, dict[Node, list[Tensor]]] = defaultdict(dict)
         for node, operation in self.operations.items():
             if (
@@ -207,9 +188,9 @@ class CallGraph:
             shift = bias - mean * scale
             sizes, lowest = [len(var) for var, *_ in norms.values()], float(scale.min())
             parts = zip(norms, *(whole.split(sizes) for whole in (scale, shift, shift / scale)), strict=True)
-            for node, own, constant, relative in parts:
-                is_positive = lowest > 0 or float(own.min()) > 0
-                factors[node] = ChannelFactors(own, constant, relative if is_positive else None)
+            for node, factor, constant, relative in parts:
+                is_positive = lowest > 0 or float(factor.min()) > 0
+                factors[node] = ChannelFactors(factor, constant, relative if is_positive else None)
         return factors
 
 
@@ -228,10 +209,10 @@ class Walk:
         graph: The graph.
         relevance: The relevance of the image (N, C, H, W).
         gradient: G at the image (N, C, H, W); None if nothing arrives.
-        at: The relevance of the watched tensors, by name, in their shapes.
+        watched_relevance: The relevance of the watched tensors, by name, in their shapes.
         watched: The names of the watched tensors by edge.
         rule: The rule.
-        ledger: The shares (N,) of the scores, by name: of the input, and of each kind of absorbed relevance.
+        ledger: The parts (N,) of the scores, by name: the input, and each kind of absorbed relevance.
         missing: (N,) the scores minus the sum of the ledger.
         handled: The number of operations by kind and rule.
         holds_relevance: The nodes at whose only result relevance arrives instead of G.
@@ -241,7 +222,7 @@ class Walk:
     def __init__(
         self,
         grads: TargetGradients,
-        rule: Rule,
+        rule: NodeRule,
         watched: Mapping[str, Tensor] | None = None,
         changes: Mapping[str, Callable[[Walk, Tensor | float, Tensor], Tensor]] | None = None,
         *,
@@ -250,22 +231,23 @@ class Walk:
         self.grads, self.rule, self._changes, self._frees = grads, rule, changes or {}, frees
         self.x, self.images = grads.forward.x, len(grads.x)
         self.graph = CallGraph.of(grads)
-        self.at: dict[str, Tensor] = {}
+        self.watched_relevance: dict[str, Tensor] = {}
         self.handled: Counter[str] = Counter()
-        self._tensors = {name: tensor for name, tensor in (watched or {}).items() if tensor.requires_grad}
-        edges = {name: get_gradient_edge(tensor) for name, tensor in self._tensors.items()}
-        self.watched = {(edge.node, edge.output_nr): name for name, edge in edges.items()}
+        self._tensors = watched or {}
+        self.watched: dict[Edge, str] = {}
+        for name, tensor in self._tensors.items():
+            if tensor.requires_grad:
+                self.watched[get_gradient_edge(tensor)[:2]] = name
         self.holds_relevance: set[Node] = set()
         self.merged: dict[Edge, tuple[Tensor, Tensor]] = {}
         self._arrived: dict[Edge, Tensor] = {}
         self._fixed: dict[Edge, Tensor] = {}  # relevance that has no G
         self._image: dict[Node, int | None] = {}  # of nodes that compute something for one image alone
-        shapes = [self.graph.specs[node][0].shape for node in self.graph.nodes] if self.images > 1 else []
-        is_ambiguous = any(self._is_length_first(shape, 1) != self._is_length_first(shape, 0) for shape in shapes)
         # The ledger is kept for each reading of shapes that may be (N, ...) or (length, N, ...): reading 1 takes them
         # as (length, N, ...).
+        is_ambiguous = self.images > 1 and any(map(self._is_ambiguous, self.graph.nodes))
         self._reading, self._readings = 0, range(1 + is_ambiguous)
-        self._interleaved: tuple[set[Node], ...] = tuple(set() for _ in self._readings)
+        self._interleaved: tuple[set[Node], set[Node]] = set(), set()
         self._absorbed: list[tuple[str, Node, list[Tensor]]] = []
 
     def run(self) -> Walk:
@@ -284,12 +266,12 @@ class Walk:
         return self
 
     def _balance(self) -> None:
-        """Set the ledger: of ambiguous shapes, by the reading with which it holds the score of each image."""
+        """Set the ledger. If shapes are ambiguous, choose the reading with which it holds the score of each image."""
         scores, tried = at_least_float32(self.grads.scores), []
         for reading in self._readings:
             self._reading = reading
             ledger = {"input": self.per_image(self.relevance), **self.absorbed(self.graph.nodes)}
-            tried.append((ledger, scores - total(ledger)))
+            tried.append((ledger, scores - total(ledger.values())))
         if len(tried) > 1 and not is_tracing():  # a program has no ledger
             rounding = _ROUNDING * float(scores.abs().max())
             self._reading = min(self._readings, key=lambda i: max(rounding, float(tried[i][1].abs().max())))
@@ -310,8 +292,8 @@ class Walk:
             visit = visit._replace(grads=fixed)
             moved = _moved(visit)
             if visit.operation and visit.operation.name == "constant_pad_nd" and moved[0] is not None:
-                visit.absorb("padding", visit.grad)
-                visit.absorb("padding", -moved[0])
+                self.absorb("padding", visit.grad, node)
+                self.absorb("padding", -moved[0], node)
             self._pass_on(visit, moved, self._fixed)
 
     def watch(self, edge: Edge, grad: Tensor | None, value: Tensor | float | None = None) -> Tensor | None:
@@ -330,7 +312,7 @@ class Walk:
             value = self._tensors[name] * scale + shift
         if name in self._changes:
             grad = self._changes[name](self, value, grad)
-        self.at[name] = self.at.get(name, 0) + at_least_float32(grad) * value
+        self.watched_relevance[name] = self.watched_relevance.get(name, 0) + at_least_float32(grad) * value
         return grad
 
     def _pass_on(self, visit: Visit, grads: Gradients, arrived: dict[Edge, Tensor]) -> None:
@@ -338,13 +320,13 @@ class Walk:
         is_join = self.images > 1 and visit.operation is not None and visit.operation.name in ("cat", "stack")
         is_joint = is_join and visit.grad.shape == (self.images,) == (len(grads),)
         edges = zip(self.graph.next[visit.node], visit.on_path, grads, strict=False)
-        for operand, ((node, at), on_path, grad) in enumerate(edges):
+        for operand, ((node, index), on_path, grad) in enumerate(edges):
             if node is None or not on_path or grad is None:
                 continue
             # Like the engine of autograd: an operation leaves the sum over broadcast dimensions to its caller.
-            fitted = self.graph.specs[node][at].fitted(grad)
-            known = arrived.get((node, at))
-            arrived[node, at] = fitted if known is None else known + fitted
+            fitted = self.graph.specs[node][index].fitted(grad)
+            previous = arrived.get((node, index))
+            arrived[node, index] = fitted if previous is None else previous + fitted
             if self.images == 1:
                 continue
             image = operand if is_joint else self._image.get(visit.node)
@@ -356,8 +338,13 @@ class Walk:
     def fix(self, visit: Visit, operand: int, relevance: Tensor) -> None:
         """Send relevance to an operand that has no G, because the operand may be zero."""
         edge = cast("Edge", self.graph.next[visit.node][operand])
-        known = self._fixed.get(edge)
-        self._fixed[edge] = relevance if known is None else known + relevance
+        previous = self._fixed.get(edge)
+        self._fixed[edge] = relevance if previous is None else previous + relevance
+
+    def _is_ambiguous(self, node: Node) -> bool:
+        """Return whether the shape of the first result of a node differs between the readings."""
+        shape = self.graph.specs[node][0].shape
+        return self._is_length_first(shape, 1) != self._is_length_first(shape, 0)
 
     def _is_length_first(self, shape: torch.Size, reading: int) -> bool:
         """Return whether a shape is (length, N, ...), as inside `nn.MultiheadAttention`, instead of (N, ...)."""
@@ -373,29 +360,29 @@ class Walk:
 
     def absorb(self, name: str, values: Tensor, node: Node) -> None:
         """Add values, in the shape of the result of a node, to an entry of the ledger."""
-        self._absorbed.append((name, node, [self.per_image(values, node, reading) for reading in self._readings]))
+        self._absorbed.append((name, node, list(map(partial(self.per_image, values, node), self._readings))))
 
     def absorbed(self, nodes: Iterable[Node]) -> dict[str, Tensor]:
         """Return the relevance (N,) that some nodes absorb, by name."""
-        shares: defaultdict[str, list[Tensor]] = defaultdict(list)
+        parts: defaultdict[str, list[Tensor]] = defaultdict(list)
         chosen = set(nodes)
         for name, node, readings in self._absorbed:
             if node in chosen:
-                shares[name].append(readings[self._reading])
-        return {name: torch.stack(parts).sum(0) for name, parts in shares.items()}
+                parts[name].append(readings[self._reading])
+        return dict(zip(parts, map(total, parts.values()), strict=True))
 
     def ledger_at(self, values: Tensor, later: Iterable[Node], tokens: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the shares (N,) of the scores at a layer, by name.
+        """Return the parts (N,) of the scores at a layer, by name.
 
         Args:
             values: The relevance of the layer (N, K, h, w).
             later: The nodes after the layer.
-            tokens: The relevance of its tokens without a position (N, tokens, K); None if it has none.
+            tokens: The relevance of the tokens without a position (N, tokens, K), or None.
         """
         ledger = {"layer": self.per_image(values), **self.absorbed(later)}
         if tokens is not None:
             ledger["tokens"] = ledger.get("tokens", 0) + self.per_image(tokens)
-        ledger["other paths"] = total(self.ledger) - total(ledger)
+        ledger["other paths"] = total(self.ledger.values()) - total(ledger.values())
         return ledger
 
     def per_image(self, values: Tensor, node: Node | None = None, reading: int | None = None) -> Tensor:
@@ -404,7 +391,7 @@ class Walk:
         Args:
             values: The values, in the shape of the result of a node.
             node: The node; None if images come first.
-            reading: The reading of ambiguous shapes; None for the one of the ledger.
+            reading: The reading of ambiguous shapes; None for the reading of the ledger.
         """
         values, reading = at_least_float32(values), self._reading if reading is None else reading
         if self.images == 1:
@@ -425,9 +412,9 @@ class Walk:
         return values.reshape(self.images, -1).sum(1)
 
 
-def total(ledger: Mapping[str, Tensor]) -> Tensor:
-    """Return the sum (N,) of the shares of a ledger."""
-    return torch.stack(list(ledger.values())).sum(0)
+def total(parts: Iterable[Tensor]) -> Tensor:
+    """Return the sum (N,) of the parts of a ledger, or of one of its entries."""
+    return torch.stack(list(parts)).sum(0)
 
 
 def _moved(visit: Visit) -> Gradients:

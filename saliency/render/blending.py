@@ -31,12 +31,12 @@ HATCHED = "hatched: tokens with an outlying norm"  # legend
 
 CENTRE = 128  # the entry of zero in a centred table
 
-BOX_COLOR = (0, 230, 64)  # of the explained box; no default colour map has it
-LINES = ((0, 0, 0, 128), (255, 255, 255, 128))  # around the crop, half transparent; one is visible on any image
+BOX_COLOR = (0, 230, 64)  # of the explained box; no default colour map contains it
+LINES = ((0, 0, 0, 128), (255, 255, 255, 128))  # around the crop; black or white is visible on any image
 MOST_OPACITY = 0.8  # of opacity="map"; the image stays visible under the strongest values
 LINES_PER_CROP = 240  # thickness of the lines around the crop: one of so many parts of its shorter edge
 STRIPES_PER_EDGE = 400  # thickness of stripes: one of so many parts of the image's longer edge
-STRIPES = 6  # widths of a stripe from one to the next
+STRIPES = 6  # distance between stripes, in widths of a stripe
 CONTOURS_PER_EDGE = 250  # thickness of contours: one of so many parts of the image's longer edge
 CELL_PIXELS = 16  # pixels of a heat image per cell of the map; more pixels add no detail
 # Levels of the opacity of a heat image, which WebP then encodes faster; off by 2 of 255 levels at most.
@@ -53,7 +53,7 @@ def require_one(explanation: Explanation, name: str) -> None:
 
 
 def frame_of(explanation: Explanation, image: ImageLike | None = None) -> Frame:
-    """Return the frame to draw on: the explanation's own, or `image`, a copy of the explained image in any size.
+    """Return the frame to draw on: of the explanation, or of `image`, a copy of the explained image in any size.
 
     The explained image of a tensor is the tensor itself.
 
@@ -62,28 +62,28 @@ def frame_of(explanation: Explanation, image: ImageLike | None = None) -> Frame:
     """
     if len(explanation.input_size) > 2:
         raise RenderError("the map is of a volume or video; draw it by slices(explanation, volume) or montage")
-    own = explanation.frames[0]
+    frame = explanation.frames[0]
     if image is not None:
         saved = explanation.boxes[0] if explanation.boxes else None
-        known = Geometry.of(own, explanation.input_size)
-        box, size = (known.box, known.image_size) if saved is None else (saved.box, saved.size)
+        geometry = Geometry.of(frame, explanation.input_size)
+        box, size = (geometry.box, geometry.image_size) if saved is None else (saved.box, saved.size)
         image = drawable(open_image(image), saved.range if saved else None)
         if not _is_copy(image.size, size):
-            what = "the explained image" if own or saved else "the explained tensor"
-            cure = "pass a copy of it in any size. Where a tensor lies on an image, only preprocess=... tells, such as "
+            what = "the explained image" if frame or saved else "the explained tensor"
+            cure = "pass a copy of it in any size. If the tensor is a part of the image, pass preprocess=..., such as "
             sizes = "{} x {} pixels and the image {} x {}, other proportions".format(*size, *image.size)
             raise RenderError(f"{what} has {sizes}; {cure}saliency.Preprocess.letterbox(640) with the image itself")
         return Frame(image, resize_box(box, size, image.size))
-    if own is None:
+    if frame is None:
         raise RenderError(
-            "the original image is not known: it was given as a tensor, or the map was saved without it; explain its "
-            "path or the PIL image, or pass overlay(..., image=image). A map of a tensor then covers the whole image"
+            "there is no image to draw on: the input was a tensor, or the map was saved without its image; explain a "
+            "path or a PIL image, or pass overlay(..., image=image). A map of a tensor then covers the whole image"
         )
-    return own
+    return frame
 
 
 def _is_copy(size: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Return whether an image may be a resized copy of another one: their scales differ by less than a pixel."""
+    """Return whether an image may be a resized copy of another image: their scales differ by less than a pixel."""
     return abs(size[0] * other[1] - size[1] * other[0]) < max(*size, *other)
 
 
@@ -152,8 +152,8 @@ def paint(
 
     With opacity "map", two thin lines mark the box, unless it covers the image. `visibility` (h, w) scales the opacity
     of each cell, 0 to 1; None leaves it unchanged. Outliers have stripes instead of colours. Lines surround the
-    magnitudes above each of `contours`, shares of the full colour, and a green line the box that the target explains.
-    Pixels of a magnitude below `threshold`, another share, are unchanged.
+    magnitudes above each of `contours`, and a green line the box that the target explains. Pixels of a magnitude below
+    `threshold` are unchanged. `contours` and `threshold` are fractions of the value at full colour.
     """
     follows_map = isinstance(opacity, str) and opacity == "map"
     if not follows_map:
@@ -171,8 +171,8 @@ def paint(
         weight[pixels] = 0
     drawing = as_drawing(frame.image.copy())
     blend(drawing, colorize(values, scaled, colormap), area, weight)
-    for tone, share, pixels in stripes:
-        blend(drawing, (tone,) * 3, area, most * share * pixels)
+    for tone, strength, pixels in stripes:
+        blend(drawing, (tone,) * 3, area, most * strength * pixels)
     if follows_map:
         outline(drawing, area)
     if box := scaled.placed_box(frame):
@@ -196,7 +196,7 @@ def cut_out(frame: Frame, scaled: ScaledMap, keep: float | None, background: str
     Args:
         frame: The image, and the box that the map covers.
         scaled: The map.
-        keep: The share of the box to show; None to fade the image by the map.
+        keep: The fraction of the box to show; None to fade the image by the map.
         background: A colour as Pillow writes it.
 
     Raises:
@@ -219,8 +219,8 @@ def heat_image(
 ) -> Image.Image:
     """Draw the heatmap without the image, which lies below it on a page: transparent outside the crop.
 
-    Inside the crop it is opaque. If the opacity follows the map, it is as opaque as the scaled map is strong, with the
-    lines around the crop; the page multiplies it by its own opacity.
+    Inside the crop, the image is opaque. If the opacity follows the map, the image is as opaque as the scaled map is
+    strong, with lines around the crop. The page multiplies its opacity.
 
     The image has the proportions of the thumbnail, and a half or a third of its size if the map cells are large enough.
     """
@@ -238,8 +238,8 @@ def heat_image(
     visibility = np.round(np.abs(values) * ALPHA_LEVELS) / ALPHA_LEVELS
     blend(alpha, (255,), area, visibility if opacity == "map" else np.ones_like(visibility))
     heat.putalpha(alpha)
-    for tone, share, pixels in hatching(scaled, plane, area):
-        blend(heat, (tone, tone, tone, 255 * share), area, pixels.astype(np.float32))
+    for tone, strength, pixels in hatching(scaled, plane, area):
+        blend(heat, (tone, tone, tone, 255 * strength), area, pixels.astype(np.float32))
     if opacity == "map":
         outline(heat, area)
     return heat
@@ -248,8 +248,8 @@ def heat_image(
 def hatching(scaled: ScaledMap, frame: Frame, area: Area) -> Iterator[tuple[int, int, Mask]]:
     """Yield the tone, the opacity and the pixels of an area where outliers are hatched.
 
-    These are all of their pixels, which are transparent, and then diagonal stripes: black (0) next to white (255). One
-    of them is visible on any image.
+    First all pixels of outliers, transparent; then diagonal stripes, black (0) next to white (255). Black or white is
+    visible on any image.
     """
     if scaled.outliers is None:
         return
@@ -263,9 +263,9 @@ def hatching(scaled: ScaledMap, frame: Frame, area: Area) -> Iterator[tuple[int,
 
 
 def outline(image: Image.Image, area: Area, width: float | None = None, colors: Sequence[Color] = LINES) -> None:
-    """Draw two lines along the border of an area, inside it; by default black, and white inside it, half transparent.
+    """Draw two lines inside the border of an area, by default black and half transparent, with white inside.
 
-    One of them is visible on any image. Nothing is drawn if the area covers the image.
+    Black or white is visible on any image. Nothing is drawn if the area covers the image.
     """
     left, top, right, bottom = corners(area)
     right, bottom = min(right, image.width), min(bottom, image.height)
@@ -290,7 +290,7 @@ def draw_contours(image: Image.Image, values: Plane, area: Area, levels: object)
         levels: The magnitudes, above 0 and below 1.
 
     Raises:
-        RenderError: The levels are not such numbers.
+        RenderError: The levels are not numbers in this range.
     """
     if isinstance(levels, str) or not isinstance(levels, Sequence):
         raise RenderError(f"contours={levels!r} is not a list of levels, such as (0.5, 0.8)")
@@ -315,7 +315,7 @@ class Drawing(Image.Image):
     """Image whose `save` compresses PNG lightly by default: several times faster than Pillow, and about 10 % larger."""
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
-        """Write the image as `PIL.Image.Image.save` does, with `compress_level=1` unless another is given."""
+        """Write the image as `PIL.Image.Image.save` does, with `compress_level=1` unless another level is given."""
         super().save(fp, format, **{"compress_level": 1, **params})
 
 
@@ -327,7 +327,7 @@ def as_drawing(image: Image.Image) -> Drawing:
 
 
 def blend(image: Image.Image, colors: Image.Image | Color, area: Area, weight: Plane) -> None:
-    """Change an area of an image to the mean of its pixels, at weight 0, and `colors`, at weight 1.
+    """Mix an area of an image with `colors`: weight 0 keeps the pixels, weight 1 replaces them.
 
     The result is at most one level from the rounded mean, and equals it at 0 and 1.
     """
@@ -348,7 +348,7 @@ def table_entries(values: Plane, sign: Sign) -> Pixels:
 
 
 def probability(explanation: Explanation) -> list[str]:
-    """Return the probability of the class of one image as text, ["95.1 %"]; an empty list if it is not one class."""
+    """Return the probability of the class of one image as text, ["95.1 %"]; [] if the target is not one class."""
     if explanation.probabilities is None or any(explanation.contrasts):
         return []
     return [f"{100 * float(explanation.probabilities[0]):.1f} %"]

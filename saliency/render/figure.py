@@ -47,7 +47,7 @@ NEAREST = Image.Resampling.NEAREST
 TITLE_SIZE, TEXT_SIZE = 9.0, 7.0  # points
 TABLE_HEAD, TABLE_ROW = 1.2, 0.17  # inches, of the shares of tokens: the title and the tokens, and a row
 MOST_TOKENS = 40  # columns of the shares
-SHOWN_SHARE = 0.02  # smallest share that is written
+SHOWN_SHARE = 0.02  # smallest share whose number is drawn
 
 NAME, LABEL = 24, 32  # line of a class name in a title, and of a label, in characters
 
@@ -103,8 +103,8 @@ def figure(
 ) -> Figure:
     """Draw each image once, then its maps side by side, each with a colour bar in the map's units.
 
-    Explanations of the same image stand next to each other. The bar shows the colours before they are mixed with the
-    image. A pointed end marks values beyond it.
+    Explanations of the same image are next to each other. The bar shows the colours before they are mixed with the
+    image. A pointed end marks values beyond the bar.
 
     Args:
         explanations: Any number of explanations, of one or more images; or rows of them, as for `contact_sheet`.
@@ -132,17 +132,17 @@ def figure(
     listed: list[Any] = list(explanations) if isinstance(explanations, list | tuple) else []
     if not listed or not all(isinstance(row, list | tuple) for row in listed):
         listed = [explanations]
-    given = [single_images(row, "figure") for row in listed]
-    limit = shared_limit(chain.from_iterable(given), smoothing=smoothing) if shared else None
+    image_rows = [single_images(row, "figure") for row in listed]
+    limit = shared_limit(chain.from_iterable(image_rows), smoothing=smoothing) if shared else None
     groups = []
-    for group in chain.from_iterable(map(_by_image, given)):
+    for group in chain.from_iterable(map(_by_image, image_rows)):
         frame, titles = _print_frame(frame_of(group[0])), method_titles(group)
-        has_one_class = len({one.target_names[0] for one in group}) == 1
+        has_one_class = len({explanation.target_names[0] for explanation in group}) == 1
         panels = [Panel(frame.image, [class_title(group[0])] if has_one_class else [])]
-        for one, method in zip(group, titles, strict=True):
-            scaled = scale_map(one, limit=limit, smoothing=smoothing)
-            names = [method] if has_one_class else [method, class_title(one)]
-            panels.append(Panel(paint(frame, scaled, colormap, opacity), names, scaled, label or one.units))
+        for explanation, method in zip(group, titles, strict=True):
+            scaled = scale_map(explanation, limit=limit, smoothing=smoothing)
+            names = [method] if has_one_class else [method, class_title(explanation)]
+            panels.append(Panel(paint(frame, scaled, colormap, opacity), names, scaled, label or explanation.units))
         groups.append(panels)
     rows, width = _in_rows(groups, columns)
     drawing, grid = draw_panels(rows, width, HEAD_AND_BAR, title or "")
@@ -156,8 +156,8 @@ def figure(
 def draw_matches(matches: Matches, *, count: int = 20) -> Figure:
     """Draw both images side by side, and lines between the cells that match most.
 
-    The width of a line is proportional to the magnitude of its match. Red matches raise the similarity, blue ones lower
-    it. The strongest is on top. If matches are neighbours in both images, only the strongest is drawn.
+    The width of a line is proportional to the magnitude of its match. Red matches raise the similarity, blue matches
+    lower it. The strongest match is on top. Of matches that are neighbours in both images, only the strongest is drawn.
 
     Args:
         matches: The result of `explain_matches`.
@@ -176,7 +176,7 @@ def draw_matches(matches: Matches, *, count: int = 20) -> Figure:
     if len(frames) < 2:
         raise RenderError("draw_matches draws on the images; pass their paths or PIL images to explain_matches")
     title = f"{matches.measure} similarity {matches.score:.3g}; red raises it, blue lowers it"
-    drawing, [[left, right]] = draw_panels([[Panel(frame.image) for frame in frames]], WIDTH / 2, title=title)
+    drawing, [panels] = draw_panels([[Panel(frame.image) for frame in frames]], WIDTH / 2, title=title)
     values = matches.values.double().cpu()
     nearby = size = values.abs()
     for _ in range(2):  # the largest magnitude of the cells around one end, then around the other
@@ -188,8 +188,8 @@ def draw_matches(matches: Matches, *, count: int = 20) -> Figure:
         ends = _centre(frames[0], cell[:2], cells[:2]), _centre(frames[1], cell[2:], cells[2:])
         width = WIDEST * abs(value) / float(size.max())
         style: dict[str, Any] = {"color": RAISES if value > 0 else LOWERS, "linewidth": width}
-        drawing.add_artist(ConnectionPatch(*ends, "data", "data", axesA=left, axesB=right, alpha=0.8, **style))
-        for axes, end in zip((left, right), ends, strict=True):
+        drawing.add_artist(ConnectionPatch(*ends, "data", "data", axesA=panels[0], axesB=panels[1], alpha=0.8, **style))
+        for axes, end in zip(panels, ends, strict=True):
             axes.plot(*end, "o", color=style["color"], markersize=WIDEST, markeredgecolor="white")
     return drawing
 
@@ -221,15 +221,16 @@ def draw_answer(answer: Answer, method: Attribution, *, columns: int | None = No
         check_integer("columns", columns, least=1, error=RenderError)
     names = [word for word, _ in answer.words]
     with bound(warned=set()):  # many words, such as "of", follow from the text
-        explanations = method.attribute_classes(answer, [words(at=place) for _, place in answer.words])
+        explanations = method.attribute_classes(answer, [words(at=position) for _, position in answer.words])
     groups, images = [], len(answer.inputs)
     for image in range(images):
         frame = _print_frame(frame_of(explanations[0][image]))
         panels = [Panel(frame.image, ["image" if images == 1 else f"image {image + 1}"])]
-        for name, explanation in zip(names, explanations, strict=True):
-            own = explanation[image]
-            scaled = scale_map(own, "positive" if own.sign == "signed" else own.sign, smoothing=SMOOTHING)
-            panels.append(Panel(paint(frame, scaled, None, "map"), [" ".join([name, *probability(own)])]))
+        for name, batch in zip(names, explanations, strict=True):
+            explanation = batch[image]
+            sign = "positive" if explanation.sign == "signed" else explanation.sign
+            scaled = scale_map(explanation, sign, smoothing=SMOOTHING)
+            panels.append(Panel(paint(frame, scaled, None, "map"), [" ".join([name, *probability(explanation)])]))
         groups.append(panels)
     rows, width = _in_rows(groups, columns)
     longest = 2 * LABEL * max(map(len, rows))
@@ -246,13 +247,14 @@ def _shares(explanations: Sequence[Explanation]) -> tuple[list[str], Any] | None
     """Return the names of the columns, and the shares of each word (words, 2 + tokens of text).
 
     The columns are the parts of the image that raise and lower the score of the word, and the tokens of the text. Each
-    row is divided by the sum of its magnitudes. If there are many tokens, those of the smallest shares are left out.
+    row is divided by the sum of its magnitudes. Of many tokens, those with the smallest shares are left out.
     None if the method gives no shares.
     """
     first = explanations[0]
     if first.token_shares is None:
         return None
-    values = torch.stack([one.token_shares[0] for one in explanations if one.token_shares is not None]).double().cpu()
+    shares = [explanation.token_shares for explanation in explanations]
+    values = torch.stack([share[0] for share in shares if share is not None]).double().cpu()
     values = values / values.abs().sum(1, keepdim=True).clamp(min=1e-30)
     is_image = torch.tensor([token is None for token in first.tokens], device="cpu")
     strongest = values.abs().amax(0).masked_fill(is_image, -1).topk(min(MOST_TOKENS, int((~is_image).sum()))).indices
@@ -292,9 +294,9 @@ def draw_features(features: Features, *, foreground: bool = True) -> Figure:
 
     Raises:
         LayerError: As for `Features.pca`.
-        RenderError: An image was given as a tensor, so it is not known.
+        RenderError: An image was given as a tensor, so there is no image to draw on.
     """
-    frames = [_print_frame(frame_of(one)) for one in features.similarity()]
+    frames = [_print_frame(frame_of(explanation)) for explanation in features.similarity()]
     colors = (255 * features.pca(foreground=foreground)).round().byte().movedim(1, -1).cpu().numpy()
     components = []
     for frame, cells in zip(frames, colors, strict=True):
@@ -315,14 +317,14 @@ def _centre(frame: Frame, cell: Sequence[int], cells: Sequence[int]) -> tuple[fl
 
 
 def _by_image(explanations: Sequence[Explanation]) -> list[list[Explanation]]:
-    """Group explanations by their image, in the order of the first ones."""
+    """Group explanations by their image, in the order of the first explanations."""
     groups: list[list[Explanation]] = []
     for explanation in explanations:
-        known = next((group for group in groups if frame_of(group[0]) == frame_of(explanation)), None)
-        if known is None:
+        group = next((group for group in groups if frame_of(group[0]) == frame_of(explanation)), None)
+        if group is None:
             groups.append([explanation])
         else:
-            known.append(explanation)
+            group.append(explanation)
     return groups
 
 
@@ -344,7 +346,7 @@ def _in_rows(groups: Sequence[Sequence[Panel]], columns: int | None) -> tuple[li
     if columns is None:
         columns = math.ceil(most / math.ceil(most / COLUMNS))
     columns = min(most, columns)
-    rows = [group[at : at + columns] for group in groups for at in range(0, len(group), columns)]
+    rows = [group[start : start + columns] for group in groups for start in range(0, len(group), columns)]
     return rows, min(LARGEST_PANEL, max(SMALLEST_PANEL, WIDTH / columns))
 
 

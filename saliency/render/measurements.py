@@ -94,7 +94,7 @@ def _draw_property(axes: Axes, row: Property) -> None:
     axes.errorbar(row.value, 0, xerr=error, color=color, marker="D", markersize=7)
     axes.set_title(f"{row.title}: {row.verdict}", loc="left", fontsize=TEXT_SIZE)
     axes.set_yticks([])
-    axes.xaxis.set_major_formatter(lambda value, place: f"{value:.4g}")
+    axes.xaxis.set_major_formatter(lambda value, position: f"{value:.4g}")
     axes.tick_params(labelsize=TEXT_SIZE - 1)
     axes.spines[["left", "right", "top"]].set_visible(False)
     if not row.higher_is_better:
@@ -104,8 +104,8 @@ def _draw_property(axes: Axes, row: Property) -> None:
 def draw_ledger(explanations: Explanation | Iterable[Explanation]) -> Figure:
     """Draw the shares of the score as horizontal bars that add up to the score.
 
-    Each bar begins where the previous one ends: positive shares go to the right, in red, and negative ones to the left,
-    in blue. The last bar is the score, which begins at zero. The numbers are the shares in score units, and their
+    Each bar begins where the previous one ends: positive shares go to the right, in red, and negative shares to the
+    left, in blue. The last bar is the score, which begins at zero. The numbers are the shares in score units, and their
     percentages of the score.
 
     Args:
@@ -130,10 +130,10 @@ def draw_ledger(explanations: Explanation | Iterable[Explanation]) -> Figure:
 
 
 def _draw_bars(axes: Axes, ledger: Sequence[LedgerRow]) -> None:
-    shares = [row.share for row in ledger]  # the last one is the score
-    starts = [0.0, *accumulate(shares[:-2]), 0.0]
-    colors = [*(POSITIVE if share > 0 else NEGATIVE for share in shares[:-1]), SCORE]
-    axes.barh(range(len(ledger)), shares, left=starts, color=colors, height=0.7)
+    parts = [row.share for row in ledger]  # the last part is the score
+    starts = [0.0, *accumulate(parts[:-2]), 0.0]
+    colors = [*(POSITIVE if part > 0 else NEGATIVE for part in parts[:-1]), SCORE]
+    axes.barh(range(len(ledger)), parts, left=starts, color=colors, height=0.7)
     axes.invert_yaxis()
     axes.axvline(0.0, color="#d5d8dd", zorder=0)
     heading = textwrap.shorten(f"{ledger[0].method}: {ledger[0].target}", LONGEST_HEADING, placeholder="…")
@@ -152,8 +152,8 @@ def gradient_flow(statistics: GradientStatistics, *, size: tuple[float, float] =
 
     Each point is one call of a layer, in forward order, or one parameter. Only the innermost layers are shown, without
     `nn.Identity`. The backward pass runs from right to left: a gradient that decreases towards the left vanishes, and
-    one that increases explodes. Marks at the lower edge show gradients that are zero or missing, and at the upper edge
-    NaN or infinity.
+    a gradient that increases explodes. Marks at the lower edge show zero or missing gradients, and marks at the upper
+    edge NaN or infinity.
 
     Args:
         statistics: From `gradient_statistics`.
@@ -179,8 +179,8 @@ def gradient_flow(statistics: GradientStatistics, *, size: tuple[float, float] =
     marks = (("zero", "s", 0, norms == 0), ("no gradient", "D", 0, np.isnan(norms) & ~is_broken))
     for label, marker, height, is_marked in (*marks, ("NaN or infinity", "X", 1, is_broken)):
         if is_marked.any():
-            places, edge = np.flatnonzero(is_marked), axes.get_xaxis_transform()
-            axes.plot(places, np.full(len(places), height), marker, label=label, transform=edge, clip_on=False)
+            positions, edge = np.flatnonzero(is_marked), axes.get_xaxis_transform()
+            axes.plot(positions, np.full(len(positions), height), marker, label=label, transform=edge, clip_on=False)
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
     step = math.ceil(len(rows) / (LABELS_PER_INCH * size[0]))
@@ -196,7 +196,7 @@ def _innermost(table: Iterable[LayerGradients]) -> dict[str, LayerGradients]:
     """Return the innermost layers by label: their name, with the kind if the name contains no letters."""
     # Skip modules that compute a weight, such as weight_norm: activations do not pass through them.
     rows = [row for row in table if "parametrizations" not in row.name.split(".")]
-    containers = {row.name[:at] for row in rows for at in range(len(row.name)) if row.name[at] == "."}
+    containers = {row.name[:end] for row in rows for end in range(len(row.name)) if row.name[end] == "."}
     inner = [row for row in rows if row.name not in containers and (row.name or len(rows) == row.calls)]
     labelled = {}
     for row in [row for row in inner if row.kind != "Identity"] or inner:
@@ -245,7 +245,7 @@ def draw_attention(layers: Sequence[LayerAttention], query: Query = None, *, ima
         label = layer.layer[-LONGEST_LAYER:]
         row[0].text(-0.1, 0.5, label, fontsize=TEXT_SIZE, parse_math=False, ha="right", transform=row[0].transAxes)
         if isinstance(query, Sequence):
-            x, y = (place * small.image.width / frame.image.width for place in query)
+            x, y = (coordinate * small.image.width / frame.image.width for coordinate in query)
             for axes in row:
                 axes.plot(x, y, "x", color="white", markersize=4)
     return drawing

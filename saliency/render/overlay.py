@@ -69,7 +69,7 @@ def overlay(
     Args:
         explanations: An explanation of one image. Several images, or a list of explanations, give a list of overlays,
             one per image. For a list that type checkers know, pass `list(explanation)`.
-        image: An image to draw on instead of the explanation's own. It is a copy of the explained image in
+        image: An image to draw on instead of the explanation's image: a copy of the explained image in
             any size, on which the map keeps its position. The map of a tensor covers all of an image of its
             proportions. A map of `saliency batch` needs the image, because it is saved without it.
         size: The longer edge of the result in pixels; by default the size of the image. A small overlay of a large
@@ -94,30 +94,30 @@ def overlay(
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
-        RenderError: There is no explanation, no image to draw on, an image of other proportions than the explained one,
-            or an invalid option.
+        RenderError: There is no explanation, no image to draw on, an image of other proportions than the explained
+            image, or an invalid option.
 
     Warns:
         SaliencyWarning: A map is nearly even, or below the rounding error, and is drawn as zero.
     """
     drawn: list[Image.Image] = []
-    for one in single_images(explanations, "overlay"):
-        frame = frame_of(one, image)
-        scaled = scale_map(one, sign, percentile, limit, smoothing)
+    for explanation in single_images(explanations, "overlay"):
+        frame = frame_of(explanation, image)
+        scaled = scale_map(explanation, sign, percentile, limit, smoothing)
         frame = frame if size is None else shrink(frame, check_integer("size", size, least=1, error=RenderError))
-        visibility = _visibility(one, sign, min_significance)
+        visibility = _visibility(explanation, sign, min_significance)
         drawn.append(paint(frame, scaled, colormap, opacity, visibility, contours, threshold))
     return drawn[0] if isinstance(explanations, Explanation) and len(drawn) == 1 else drawn
 
 
 def _visibility(explanation: Explanation, sign: Sign | None, min_significance: float | None) -> Plane | None:
-    """Return the factor of the opacity of each cell, 0 to 1: (h, w); None for no fading."""
+    """Return the factor of the opacity of each cell, 0 to 1: (h, w); None if nothing is faded."""
     if min_significance is None:
         return None
     hint = "; it is a number of standard errors, such as 2"
     errors = check_number("min_significance", min_significance, above=0, hint=hint, error=RenderError)
-    share: Plane = (significance(explanation, sign=sign)[0] / errors).clamp(max=1).float().cpu().numpy()
-    return share
+    visibility: Plane = (significance(explanation, sign=sign)[0] / errors).clamp(max=1).float().cpu().numpy()
+    return visibility
 
 
 def cutout(
@@ -145,11 +145,11 @@ def cutout(
         RenderError: There is more than one image, no image to draw on, or an invalid option.
 
     Warns:
-        SaliencyWarning: The map is nearly even, or below the rounding error, which counts as zero.
+        SaliencyWarning: The map is nearly even, or below the rounding error, and is treated as zero.
     """
     require_one(explanation, "cutout")
     if keep is not None:
-        keep = check_number("keep", keep, above=0, most=1, hint=", a share of the pixels, or None", error=RenderError)
+        keep = check_number("keep", keep, above=0, most=1, hint=", a fraction of pixels, or None", error=RenderError)
     frame = frame_of(explanation, image)
     scaled = scale_map(explanation, sign, "auto" if keep is None else None, from_zero=keep is not None)
     return cut_out(frame, scaled, keep, background)

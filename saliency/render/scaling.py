@@ -55,7 +55,7 @@ def shared_limit(
 
     Args:
         explanations: Any number of explanations, of one or more images.
-        sign: As in `heatmap`; by default each explanation's own.
+        sign: As in `heatmap`; by default the sign of each explanation.
         percentile: As in `heatmap`; "auto" is the default of drawing, `resolve_percentile`.
         smoothing: As in `overlay`.
 
@@ -73,12 +73,12 @@ def shared_limit(
 def smoothed(maps: Tensor, smoothing: float) -> Tensor:
     """Average maps with a Gaussian whose standard deviation is `smoothing` times their longer edge.
 
-    They are (N, h, w), or (N, d, h, w) of volumes. Maps with cells larger than the Gaussian are returned unchanged.
+    Maps are (N, h, w), or (N, d, h, w) of volumes. Maps with cells larger than the Gaussian are returned unchanged.
 
     Raises:
         RenderError: The smoothing is not between 0 and 0.1.
     """
-    hint = ", a share of the map's longer edge"
+    hint = ", a fraction of the map's longer edge"
     smoothing = check_number("smoothing", smoothing, least=0, most=0.1, hint=hint, error=RenderError)
     sigma = smoothing * max(maps.shape[1:])
     if sigma < LEAST_SIGMA:
@@ -89,7 +89,7 @@ def smoothed(maps: Tensor, smoothing: float) -> Tensor:
 def resolve_percentile(explanation: Explanation, percentile: Percentile, floor: float = 0.0) -> float | None:
     """Return the percentile; for "auto", 99 for values per colour channel, at a layer or with a floor, otherwise None.
 
-    Gradients at the input and maps of early layers are far larger at a few places, which would leave all others dark.
+    Gradients at the input and maps of early layers are far larger at a few positions, which would leave the rest dark.
     A map of 7 x 7 cells is not clipped: its 99th percentile is its largest cell. Other maps with one channel
     (occlusion, RISE) are smooth, and their peak is significant.
     """
@@ -144,7 +144,7 @@ class ScaledMap:
         return color_table(colormap or (DIVERGING if is_signed else SEQUENTIAL), centred=is_signed)
 
     def placed_box(self, frame: Frame) -> Box | None:
-        """Return the explained box in pixels of the frame's image; None without one."""
+        """Return the explained box in pixels of the frame's image; None if no box is explained."""
         if self.target_box is None:
             return None
         (left, top, right, bottom), (x0, y0, x1, y1) = frame.box, self.target_box

@@ -52,7 +52,7 @@ def contact_sheet(
         colormap: As in `overlay`.
         percentile: As in `overlay`.
         smoothing: As in `overlay`.
-        shared: Draw each column on one scale, so that its colours are comparable; otherwise each overlay has its own.
+        shared: Draw each column on one scale, so that its colours are comparable; by default, each overlay on its own.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
@@ -68,9 +68,9 @@ def contact_sheet(
     limits = [shared_limit(column, **scale) if shared else None for column in zip(*rows, strict=True)]
     drawn = []
     for row in rows:
-        small = [replace(one, frames=(shrink(frame_of(one), thumb),)) for one in row]
-        overlays = [overlay(one, limit=limit, **style) for one, limit in zip(small, limits, strict=True)]
-        drawn.append(_Row(row, [frame_of(small[0]).image, *overlays]))
+        small = [replace(explanation, frames=(shrink(frame_of(explanation), thumb),)) for explanation in row]
+        overlays = [overlay(part, limit=limit, **style) for part, limit in zip(small, limits, strict=True)]
+        drawn.append(_SheetRow(row, [frame_of(small[0]).image, *overlays]))
     return _Sheet(drawn, thumb).draw(["photo", *method_titles(rows[0])])
 
 
@@ -89,7 +89,7 @@ def _require_columns(rows: Sequence[Sequence[Explanation]]) -> None:
             raise RenderError(f"{differ}; all rows need the same methods")
 
 
-class _Row:
+class _SheetRow:
     """Explanations of one image, and the thumbnails of the image and the overlays."""
 
     def __init__(self, explanations: Sequence[Explanation], thumbs: Sequence[Image.Image]) -> None:
@@ -101,10 +101,11 @@ class _Row:
 class _Sheet:
     """Contact sheet with dimensions in proportion to its thumbnails."""
 
-    def __init__(self, rows: Sequence[_Row], thumb: int) -> None:
+    def __init__(self, rows: Sequence[_SheetRow], thumb: int) -> None:
         self.rows, self.thumb = rows, thumb
         font_size = max(10, thumb / 15)
-        self.font = font_for((one.target_names[0] for row in rows for one in row.explanations), font_size)
+        explanations = [explanation for row in rows for explanation in row.explanations]
+        self.font = font_for((explanation.target_names[0] for explanation in explanations), font_size)
         self.line = round(font_size * 1.35)
         self.gap, self.margin, self.indent = max(4, thumb // 20), max(8, thumb // 9), thumb // 12
         titles = [row.explanations[0].target_names[0] for row in rows if row.has_one_class]
@@ -112,8 +113,8 @@ class _Sheet:
         # The width of the class names to the left of the images.
         self.gutter = min(math.ceil(longest), thumb * 3 // 4) + self.indent if titles else 0
         self.head = self.margin + self.line + self.gap
-        width = self._left(len(rows[0].thumbs)) - self.gap + self.margin
-        marks = (one.outliers for row in rows for one in row.explanations)
+        width = self._column_start(len(rows[0].thumbs)) - self.gap + self.margin
+        marks = (explanation.outliers for explanation in explanations)
         self.legend = HATCHED if any(mark is not None and mark.any() for mark in marks) else ""
         below = self.margin + self.line if self.legend else self.margin - self.gap
         height = self.head + sum(self._height(row) + self.gap for row in rows) + below
@@ -128,32 +129,32 @@ class _Sheet:
         top = self.head
         for row in self.rows:
             for column, thumb in enumerate(row.thumbs):
-                left = self._left(column) + (self.thumb - thumb.width) // 2
-                self.image.paste(thumb, (left, top + (row.thumb_height - thumb.height) // 2))
+                x = self._column_start(column) + (self.thumb - thumb.width) // 2
+                self.image.paste(thumb, (x, top + (row.thumb_height - thumb.height) // 2))
             self._write_classes(row, top)
             top += self._height(row) + self.gap
         legend = ellipsised(self.legend, self.font, self.image.width - 2 * self.margin)
         self._write(legend, self.margin, top, "lm", SOFT_INK)
         return self.image
 
-    def _left(self, column: int) -> int:
+    def _column_start(self, column: int) -> int:
         """Return the left edge of a column of thumbnails; column 0 is the image."""
         return self.margin + self.gutter + column * (self.thumb + self.gap)
 
     def _centre(self, column: int) -> int:
-        return self._left(column) + self.thumb // 2
+        return self._column_start(column) + self.thumb // 2
 
-    def _height(self, row: _Row) -> int:
+    def _height(self, row: _SheetRow) -> int:
         return row.thumb_height + (0 if row.has_one_class else self.gap // 2 + 2 * self.line)
 
-    def _write_classes(self, row: _Row, top: int) -> None:
+    def _write_classes(self, row: _SheetRow, top: int) -> None:
         """Write the class to the left of the row, or below each overlay if the classes differ."""
         if row.has_one_class:
             first = row.explanations[0]
             names = wrapped(first.target_names[0], self.font, self.gutter - self.indent)
             height = self.line * (len(names) + len(probability(first)))
             middle = top + (row.thumb_height - height) // 2
-            self._write_lines(names, probability(first), self._left(0) - self.indent, middle, "rm")
+            self._write_lines(names, probability(first), self._column_start(0) - self.indent, middle, "rm")
             return
         below = top + row.thumb_height + self.gap // 2
         for column, explanation in enumerate(row.explanations, start=1):
@@ -171,7 +172,7 @@ class _Sheet:
 
 
 def font_for(texts: Iterable[str], size: float) -> ImageFont.FreeTypeFont:
-    """Return DejaVu Sans; if it lacks letters of the texts, such as Chinese ones, the installed font that has most."""
+    """Return DejaVu Sans; if it lacks letters of the texts, such as Chinese, the installed font with most of them."""
     return ImageFont.truetype(_font_file(frozenset("".join(texts) + string.printable + ELLIPSIS)), size)
 
 
@@ -186,15 +187,15 @@ def _font_file(letters: frozenset[str]) -> str:
         font = FT2Font(file)
         return sum(font.get_char_index(code) == 0 for code in visible)
 
-    own = str(Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"))
-    if not missing(own):
-        return own
+    default = str(Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"))
+    if not missing(default):
+        return default
     from matplotlib.font_manager import fontManager
 
     regular = [font for font in fontManager.ttflist if font.style == "normal" and font.weight in (400, "normal")]
     # Fonts of last resort have a box for every letter.
     files = [font.fname for font in regular if "lastresort" not in font.name.replace(" ", "").lower()]
-    return min([own, *sorted(file for file in files if Path(file).exists())], key=missing)
+    return min([default, *sorted(file for file in files if Path(file).exists())], key=missing)
 
 
 def ellipsised(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
@@ -209,7 +210,7 @@ def ellipsised(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
 
 
 def wrapped(text: str, font: ImageFont.FreeTypeFont, width: float, max_lines: int = 3) -> list[str]:
-    """Return the text in at most `max_lines` lines that fit into the width; the last one may end in an ellipsis."""
+    """Return the text in at most `max_lines` lines that fit into the width; the last line may end in an ellipsis."""
     lines: list[str] = []
     for columns in range(min(len(text), int(width)), 0, -1):  # a letter is at least a pixel wide
         lines = textwrap.wrap(text, columns, max_lines=max_lines, placeholder=ELLIPSIS, break_on_hyphens=False)

@@ -74,7 +74,7 @@ def slices(
     """
     drawn = _DrawnVolume(explanation, volume, spacing, colormap)
     point = drawn.peak if index is None else index
-    if np.shape(point) != (3,) or any(own not in range(edge) for own, edge in zip(point, drawn.shape, strict=True)):
+    if np.shape(point) != (3,) or any(i not in range(edge) for i, edge in zip(point, drawn.shape, strict=True)):
         raise RenderError(f"index={index!r} is not one index for each axis of a volume of {drawn.shape}")
     if len(names) != 3:
         raise RenderError(f"names={names!r} are not the names of three axes")
@@ -121,7 +121,7 @@ def montage(
 ) -> Figure:
     """Draw slices of a volume side by side, evenly spaced along an axis; for a video, images in the order of time.
 
-    One of them is the slice with the maximum of the map. Scale, colour bar and slice numbers are as in `slices`.
+    The slice with the maximum of the map is included. Scale, colour bar and slice numbers are as in `slices`.
 
     Args:
         explanation: As in `slices`.
@@ -185,9 +185,8 @@ class _DrawnVolume:
         image = Image.fromarray(self.pixels.take(index, axis))
         frame = Frame(image, (0.0, 0.0, float(image.width), float(image.height)))
         scaled = replace(self.scaled, values=self.values.take(index, axis))
-        axes.imshow(
-            paint(frame, scaled, self.colormap, self.opacity), aspect=self.spacing[rows] / self.spacing[columns]
-        )
+        drawing = paint(frame, scaled, self.colormap, self.opacity)
+        axes.imshow(drawing, aspect=self.spacing[rows] / self.spacing[columns])
         axes.set_title(f"{name}slice {index} of {self.shape[axis]}", fontsize=TITLE_SIZE, pad=4, parse_math=False)
         axes.set_axis_off()
         axes.set_anchor("N")

@@ -26,10 +26,10 @@ _SHARPNESS = 20.0  # of two boxes whose IoU differs by 0.1, one weighs 7 times a
 _MOST_LISTED = 5
 
 
-def require_inside(place: tuple[float, ...] | None, images: Images) -> None:
-    """Raise NotFoundError if a point or a box is outside one of the images, if their sizes are known."""
+def require_inside(position: tuple[float, ...] | None, images: Images) -> None:
+    """Raise NotFoundError if a point or a box is outside one of the images. It needs their sizes."""
     for width, height in (images.geometries[number].image_size for number in images.numbers if images.geometries):
-        left, top, *_ = ends = place or (0, 0)
+        left, top, *_ = ends = position or (0, 0)
         if not (left < width and top < height and min(ends[-2:]) >= 0):
             kind = "point" if len(ends) == 2 else "box"
             raise NotFoundError(f"the {kind} {as_text(ends)} is outside the image of {width} x {height} pixels")
@@ -40,8 +40,8 @@ class Match(NamedTuple):
 
     box: Box
     label: int
-    against: int | None  # the class that it is compared with
-    overlap: float  # the IoU with the box that was asked for; 1 if none was
+    against: int | None  # the class to compare with
+    overlap: float  # the IoU with the given box; 1 without a given box
     probability: float
 
 
@@ -49,10 +49,10 @@ class Match(NamedTuple):
 class BoxTarget(Target):
     """Score of one box of a detector; see `box`."""
 
-    place: tuple[float, ...] | None = None
+    position: tuple[float, ...] | None = None
     index: int = 0
     label: Any = None
-    of: BoxPart | int = "class"  # an integer is a joint
+    quantity: BoxPart | int = "class"  # an integer is a joint
     against: Any = None
     link: BoxLink | None = None
     read: CandidatesFunction | None = None
@@ -61,11 +61,11 @@ class BoxTarget(Target):
     @property
     def part(self) -> Hashable:
         """The class, the objectness, an edge or the joints of a box, and the function that reads it."""
-        return "joint" if self.joint else self.of, self.read
+        return "joint" if self.joint else self.quantity, self.read
 
     def prepared(self, images: Images) -> BoxTarget:
         """Return the target with class indices instead of names."""
-        require_inside(self.place, images)
+        require_inside(self.position, images)
         label = None if self.label is None else class_index(self.label, images.categories)
         is_class = self.against is not None and self.against != _SECOND
         against = class_index(self.against, images.categories) if is_class else self.against
@@ -83,28 +83,29 @@ class BoxTarget(Target):
         score = boxes[0] if len(boxes) == 1 else partial(_scores, boxes)
         return Together([box.question() for box in boxes], score)
 
-    def others(self, output: Any, images: Images, of: Literal["class", "box"]) -> Sequence[Question]:
+    def others(self, output: Any, images: Images, kind: Literal["class", "box"]) -> Sequence[Question]:
         """Return questions about other classes, or joints, of the box, or about the top classes of other detections."""
         (image,), rows = images.numbers, self._rows(output, images)
         row, match, geometry = rows[image], self._match(rows[image], images), images.geometries[image]
-        if of == "class" and isinstance(self.of, int):
+        if kind == "class" and isinstance(self.quantity, int):
             count = cast("Tensor", row.keypoints).shape[1]
-            joints = [replace(self, of=at, joint=f"joint {at}") for at in range(count) if at != self.of]
+            others = [joint for joint in range(count) if joint != self.quantity]
+            joints = [replace(self, quantity=joint, joint=f"joint {joint}") for joint in others]
             return [BoxScore(joint, match, geometry, images).question() for joint in joints]
-        if of == "box":
-            known, boxes = row.probabilities.detach(), row.boxes.detach()
+        if kind == "box":
+            probabilities, boxes = row.probabilities.detach(), row.boxes.detach()
             far = iou(boxes, boxes.new_tensor(match.box)) < _LEAST_OVERLAP
-            found = [(int(known[at].argmax()), boxes[at].tolist()) for at in row.detections() if far[at]]
+            pairs = [(int(probabilities[n].argmax()), boxes[n].tolist()) for n in row.detections() if far[n]]
         else:
-            count = row.scores.shape[1] if self.of == "class" and row.link != "label" else 0
-            found = [(label, list(match.box)) for label in range(count) if label != match.label]
-        rest = [match._replace(box=cast("Box", tuple(box)), label=label, against=None) for label, box in found]
+            count = row.scores.shape[1] if self.quantity == "class" and row.link != "label" else 0
+            pairs = [(label, list(match.box)) for label in range(count) if label != match.label]
+        rest = [match._replace(box=cast("Box", tuple(box)), label=label, against=None) for label, box in pairs]
         return [BoxScore(self, other, geometry, images).question() for other in rest]
 
     def detections(self, output: Any, images: Images) -> list[Match]:
         """Return the detections of the class in one image, in descending order of their probability."""
         (row,) = self._rows(output, images)
-        return [_match(row, at, self.label) for at in row.detections(label=self.label)]
+        return [_match(row, index, self.label) for index in row.detections(label=self.label)]
 
     def _rows(self, output: Any, images: Images) -> list[Candidates]:
         return self.rows(output, images.geometries, images.categories, images.readings)
@@ -112,10 +113,10 @@ class BoxTarget(Target):
     def rows(
         self, output: Any, geometries: tuple[Geometry, ...], names: Categories, readings: Readings
     ) -> list[Candidates]:
-        """Return the candidates of each row of an output, which other boxes may have read already."""
+        """Return the candidates of each row of an output, which the readings cache for other boxes."""
         if not geometries:
             raise TargetError("a box is a target of methods only")
-        classes = None if isinstance(self.of, int) else _class_count(names)  # the names may be those of joints
+        classes = None if isinstance(self.quantity, int) else _class_count(names)  # the names may be those of joints
         key = geometries, classes, self.link, self.read
         return readings.of(output, key, lambda: candidates(output, geometries, classes, self.link, self.read))
 
@@ -123,40 +124,41 @@ class BoxTarget(Target):
         """Return the box of one image that the target asks for."""
         if row.link != "label":
             count = images.class_count(row.scores.shape[1])
-            for wanted in (self.label, self.against):
-                require_class(wanted if isinstance(wanted, int) else 0, count, "the classes of the detector")
-        known, boxes, overlap = row.probabilities.detach(), row.boxes.detach(), 1.0
-        of = "" if self.label is None else f" of {class_name(self.label, images.categories)}"
-        if self.place is not None and len(self.place) == 4:
-            overlaps = iou(boxes, boxes.new_tensor(self.place))
+            for cls in (self.label, self.against):
+                require_class(cls if isinstance(cls, int) else 0, count, "the classes of the detector")
+        boxes, overlap = row.boxes.detach(), 1.0
+        name = "" if self.label is None else f" of {class_name(self.label, images.categories)}"
+        if self.position is not None and len(self.position) == 4:
+            overlaps = iou(boxes, boxes.new_tensor(self.position))
             near = overlaps > 0
             if row.link == "label" and self.label is not None:  # the output has no score of other classes
                 overlaps = overlaps * (row.column(self.label).detach() != ABSENT)
             best = max(overlaps.tolist(), default=0.0)
             if best < _LEAST_OVERLAP:
-                problem = f"the best overlap{of} with the box {as_text(self.place)} is an IoU of {best:.2f}, below 0.5"
-                there = [at for at in row.detections(0) if near[at]]
-                raise NotFoundError(f"{problem}; there, the model found {_listing(row, there, images.categories)}")
-            of_label = known.amax(1) if self.label is None else row.column(self.label).detach().sigmoid()
-            found = int((of_label + 1e-9).mul(overlaps >= _LEAST_OVERLAP).mul(overlaps).argmax())
-            overlap = float(overlaps[found])
+                wanted = f"the box {as_text(self.position)}"
+                problem = f"the best overlap{name} with {wanted} is an IoU of {best:.2f}, below 0.5"
+                nearby = [index for index in row.detections(0) if near[index]]
+                raise NotFoundError(f"{problem}; there, the model found {_listing(row, nearby, images.categories)}")
+            scores = row.probabilities.amax(1) if self.label is None else row.column(self.label).sigmoid()
+            index = int((scores.detach() + 1e-9).mul(overlaps >= _LEAST_OVERLAP).mul(overlaps).argmax())
+            overlap = float(overlaps[index])
         else:
-            rows = [at for at in row.detections(label=self.label) if _contains(boxes[at].tolist(), self.place)]
+            rows = [n for n in row.detections(label=self.label) if _contains(boxes[n].tolist(), self.position)]
             if self.index >= len(rows):
-                at = f"at the point {as_text(self.place)}" if self.place else f"with the index {self.index}"
+                where = f"at the point {as_text(self.position)}" if self.position else f"with the index {self.index}"
                 every = _listing(row, row.detections(), images.categories)
-                raise NotFoundError(f"there is no detection{of} {at}; the model found {every}")
-            found = rows[self.index]
-        match = _match(row, found, self.label)
-        return match._replace(against=self._other(row, found, match.label), overlap=overlap)
+                raise NotFoundError(f"there is no detection{name} {where}; the model found {every}")
+            index = rows[self.index]
+        match = _match(row, index, self.label)
+        return match._replace(against=self._other(row, index, match.label), overlap=overlap)
 
-    def _other(self, row: Candidates, found: int, label: int) -> int | None:
-        """Return the class to compare with. Raises TargetError if it is the same, or the output does not hold it."""
+    def _other(self, row: Candidates, candidate: int, label: int) -> int | None:
+        """Return the class to compare with. Raises TargetError if it equals `label`, or the output does not hold it."""
         if self.against is None:
             return None
         if row.link == "label":
             raise TargetError("the output has the score of one class for each box only, so none can be compared")
-        second = next((at for at in row.scores[found].argsort(descending=True).tolist() if at != label), label)
+        second = next((cls for cls in row.scores[candidate].argsort(descending=True).tolist() if cls != label), label)
         other = second if self.against == _SECOND else int(self.against)
         if other == label:
             raise TargetError(f"against= needs a class other than {label}")
@@ -168,7 +170,7 @@ class BoxScore:
     """Score of a box that was found in an image.
 
     Attributes:
-        target: What is asked about the box.
+        target: The question about the box.
         match: The box.
         geometry: The position of the model's input on the image.
         images: The class names, and the candidates of the last output.
@@ -181,12 +183,12 @@ class BoxScore:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the box and its class are asked for, and not an edge, a joint or a contrast."""
-        return self.target.of == "class" and self.target.against is None
+        """Whether the score is the class of the box, not an edge, a joint or a contrast."""
+        return self.target.quantity == "class" and self.target.against is None
 
     @property
     def reading(self) -> Hashable:
-        """The options with which `candidates` reads an output; boxes with equal ones share the candidates."""
+        """The options with which `candidates` reads an output; boxes with equal options share the candidates."""
         return self.target.link, self.target.read
 
     def question(self) -> Question:
@@ -198,7 +200,7 @@ class BoxScore:
             probability=torch.tensor(match.probability, device="cpu"),
             is_difference=target.against is not None,
             box=self.geometry.to_input(match.box),
-            mirrored=self.mirrored() if target.of in ("class", "objectness", "y0", "y1") else None,
+            mirrored=self.mirrored() if target.quantity in ("class", "objectness", "y0", "y1") else None,
             part=target.part,
         )
 
@@ -210,14 +212,14 @@ class BoxScore:
         """Return the candidates of variants of the image, as tensors."""
         return Detections.of(self.rows(output))
 
-    def class_probabilities(self, found: Detections, image: int) -> Tensor:
-        """Return the class probabilities (C,) of an image's box; only its class if another is the top one."""
-        match, boxes, known = self.match, found.boxes[image], found.probabilities[image]
-        classes = max(known.shape[1], match.label + 1)
-        own = F.one_hot(torch.tensor(match.label, device=known.device), classes).to(known)
-        near = iou(boxes.to(known), known.new_tensor(match.box)) * (1 + known @ own[: known.shape[1]])
-        top = known[near.argmax()]
-        return top if int(top.argmax()) == match.label else own
+    def class_probabilities(self, detections: Detections, image: int) -> Tensor:
+        """Return the class probabilities (C,) of an image's box; only its class if another class is the top."""
+        match, boxes, rows = self.match, detections.boxes[image], detections.probabilities[image]
+        classes = max(rows.shape[1], match.label + 1)
+        one_hot = F.one_hot(torch.tensor(match.label, device=rows.device), classes).to(rows)
+        near = iou(boxes.to(rows), rows.new_tensor(match.box)) * (1 + rows @ one_hot[: rows.shape[1]])
+        top = rows[near.argmax()]
+        return top if int(top.argmax()) == match.label else one_hot
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (n,): the weighted means over the candidates near the box."""
@@ -225,7 +227,7 @@ class BoxScore:
 
     def of_row(self, row: Candidates) -> Tensor:
         """Return the score of one variant of the image."""
-        # Without the gradient of the weights, a map of the class does not mix in the place of the box.
+        # Without the gradient of the weights, a map of the class does not mix in the position of the box.
         boxes = row.boxes.detach()
         overlaps = iou(boxes, boxes.new_tensor(self.match.box))
         near = overlaps > 0
@@ -237,12 +239,12 @@ class BoxScore:
 
     def _values(self, row: Candidates) -> tuple[Tensor, float]:
         """Return the numbers (n,) to average, and the number that represents the absence of a box."""
-        match, of = self.match, self.target.of
-        if isinstance(of, int):
-            return cast("Tensor", row.keypoints)[:, of], 0.0
-        if of in _EDGES:
-            return row.boxes[:, _EDGES.index(of)], match.box[_EDGES.index(of)]
-        if of == "objectness":
+        match, quantity = self.match, self.target.quantity
+        if isinstance(quantity, int):
+            return cast("Tensor", row.keypoints)[:, quantity], 0.0
+        if quantity in _EDGES:
+            return row.boxes[:, _EDGES.index(quantity)], match.box[_EDGES.index(quantity)]
+        if quantity == "objectness":
             objectness = row.scores.logsumexp(1) if row.link == "softmax" else row.objectness
             if objectness is None:
                 raise TargetError('the detector has no objectness; pass of="class"')
@@ -258,10 +260,10 @@ class BoxScore:
 
     def _name(self) -> str:
         target, match, names = self.target, self.match, self.images.categories
-        of = target.joint if isinstance(target.of, int) else "" if target.of == "class" else target.of
-        label = f"{of} of {class_name(match.label, names)}" if of else class_name(match.label, names)
+        quantity = target.joint if isinstance(target.quantity, int) else target.quantity
+        label = ("" if quantity == "class" else f"{quantity} of ") + class_name(match.label, names)
         other = "" if match.against is None else f" rather than {class_name(match.against, names)}"
-        overlap = f", IoU {match.overlap:.2f}" if len(target.place or ()) == 4 else ""
+        overlap = f", IoU {match.overlap:.2f}" if len(target.position or ()) == 4 else ""
         return f"{label}{other} at {as_text(match.box)}{overlap}"
 
 
@@ -272,12 +274,12 @@ def _scores(boxes: Sequence[BoxScore], output: Any) -> Tensor:
     return torch.stack([box.of_row(row) for box, row in zip(boxes, rows, strict=True)])
 
 
-def _match(row: Candidates, at: int, label: int | None) -> Match:
+def _match(row: Candidates, index: int, label: int | None) -> Match:
     """Return a candidate as a box of a class, by default its top class."""
-    known = row.probabilities[at].detach()
-    label = int(known.argmax()) if label is None else label
-    probability = float(known[label]) if label < len(known) else 0.0
-    return Match(cast("Box", tuple(row.boxes[at].tolist())), label, None, 1.0, probability)
+    probabilities = row.probabilities[index].detach()
+    label = int(probabilities.argmax()) if label is None else label
+    probability = float(probabilities[label]) if label < len(probabilities) else 0.0
+    return Match(cast("Box", tuple(row.boxes[index].tolist())), label, None, 1.0, probability)
 
 
 def _class_count(names: Categories) -> int | None:
@@ -285,26 +287,26 @@ def _class_count(names: Categories) -> int | None:
     return len(names) if type(names) is tuple else None
 
 
-def as_text(place: Sequence[float]) -> str:
+def as_text(position: Sequence[float]) -> str:
     """Return a box or a point as text: `(120, 40, 300, 260)`."""
-    return f"({', '.join(f'{edge:.0f}' for edge in place)})"
+    return f"({', '.join(f'{edge:.0f}' for edge in position)})"
 
 
 def _contains(box: Sequence[float], point: Sequence[float] | None) -> bool:
     return point is None or (box[0] <= point[0] <= box[2] and box[1] <= point[1] <= box[3])
 
 
-def _listing(row: Candidates, found: Sequence[int], names: Categories) -> str:
+def _listing(row: Candidates, indices: Sequence[int], names: Categories) -> str:
     """Return a list of detections: their classes, probabilities and boxes."""
-    known, tops = row.probabilities.detach(), []
-    for at in found[:_MOST_LISTED]:
-        top = int(known[at].argmax())
-        tops.append(f"{class_name(top, names)} {float(known[at, top]):.2f} at {as_text(row.boxes[at].tolist())}")
+    probabilities, tops = row.probabilities.detach(), []
+    for n in indices[:_MOST_LISTED]:
+        top = int(probabilities[n].argmax())
+        tops.append(f"{class_name(top, names)} {float(probabilities[n, top]):.2f} at {as_text(row.boxes[n].tolist())}")
     return ", ".join(tops) or "nothing"
 
 
 def as_place(name: str, numbers: Any, count: int) -> tuple[float, ...] | None:
-    """Return a point or a box as floats. Raises TargetError if it is not `count` numbers, or an empty box."""
+    """Return a point or a box as floats. Raises TargetError for another number of values, or an empty box."""
     values = numbers.tolist() if hasattr(numbers, "tolist") else numbers
     if values is None:
         return None
@@ -335,12 +337,12 @@ def box(
     found, and its class.
 
     Args:
-        point: (x, y) in the box, in pixels of the image, or of a float tensor. Of several boxes, the one with the
-            highest probability is taken; `cls` selects others.
-        index: The rank of the detection by its probability, from 0, among those of at least 5 %, without duplicates.
+        point: (x, y) in the box, in pixels of the image, or of a float tensor. Of several boxes, the box with
+            the highest probability is taken; `cls` selects boxes of a class.
+        index: The rank of the detection by its probability, from 0. Detections have at least 5 %, and no duplicates.
         box: (left, top, right, bottom); of the boxes with an IoU of at least 0.5, the best by IoU times probability.
-        cls: The class, by index or name; by default the top class of the box. Together with `box`, any class of it. In
-            Grounding DINO, it is the index of a phrase of the text.
+        cls: The class, by index or name; by default the top class of the box. Together with `box`, any class of the
+            box. In Grounding DINO, it is the index of a phrase of the text.
         of: "class"; "objectness"; or an edge, "x0", "y0", "x1" or "y1", in pixels.
         against: Another class: the score is then the difference of both logits. "second" is the class with the next
             highest logit.
@@ -360,6 +362,6 @@ def box(
     if link is not None:
         check_choice("link", link, ("softmax", "sigmoid"), error=TargetError)
     if against is not None and of != "class":
-        raise TargetError(f'against= compares classes; it does not go with of="{of}"')
-    place = as_place("box", box, 4) if point is None else as_place("point", point, 2)
-    return BoxTarget(place=place, index=int(index or 0), label=cls, of=of, against=against, link=link, read=read)
+        raise TargetError(f'against= compares classes; it cannot be combined with of="{of}"')
+    position, index = as_place("box", box, 4) if point is None else as_place("point", point, 2), int(index or 0)
+    return BoxTarget(position=position, index=index, label=cls, quantity=of, against=against, link=link, read=read)

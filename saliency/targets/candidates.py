@@ -36,10 +36,10 @@ class Candidates:
     Attributes:
         boxes: (n, 4) left, top, right and bottom, in pixels; converted to float32 unless they are float64.
         scores: (n, C) the logits of the classes; with "softmax", minus the logit of "no object".
-        objectness: (n,) the logits of an object of any class; None without them.
+        objectness: (n,) the logits of an object of any class, or None.
         link: The function from the scores to probabilities.
         is_factor: Whether probabilities of classes are multiplied by the probability of an object.
-        keypoints: (n, K) the scores of the joints of each box; None without them.
+        keypoints: (n, K) the scores of the joints of each box, or None.
     """
 
     boxes: Tensor
@@ -51,13 +51,13 @@ class Candidates:
     _distinct: dict[tuple[float, int | None], list[int]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Check the shapes. Raises TargetError if one is wrong."""
+        """Check the shapes. Raises TargetError for a wrong shape."""
         object.__setattr__(self, "boxes", _wide(self.boxes))
         count, shapes = len(self.boxes), [tuple(part.shape) for part in (self.boxes, self.scores)]
         is_fitting = shapes[0] == (count, 4) and len(shapes[1]) == 2 and shapes[1][0] == count
         if not is_fitting or (self.objectness is not None and self.objectness.shape != (count,)):
-            given = f"boxes {shapes[0]}, scores {shapes[1]}"
-            raise TargetError(f"got {given}; expected boxes (n, 4), scores (n, classes), objectness (n,) or None")
+            got = f"boxes {shapes[0]}, scores {shapes[1]}"
+            raise TargetError(f"got {got}; expected boxes (n, 4), scores (n, classes), objectness (n,) or None")
 
     @property
     def probabilities(self) -> Tensor:
@@ -70,7 +70,7 @@ class Candidates:
 
     @property
     def certainty(self) -> Tensor:
-        """The probability (n,) of an object: by objectness or "no object", else the highest of all classes."""
+        """The probability (n,) of an object: from objectness or "no object", else the highest class probability."""
         if self.objectness is not None:
             return _wide(self.objectness).sigmoid()
         return self.probabilities.sum(1) if self.link == "softmax" else self.probabilities.amax(1)
@@ -83,7 +83,7 @@ class Candidates:
     def detections(self, least: float = 0.05, label: int | None = None) -> list[int]:
         """Return the rows of distinct objects, in descending order of their probability.
 
-        A box is dropped if it overlaps a better one of the same class with an IoU above 0.5.
+        A box is dropped if it overlaps a better box of the same class with an IoU above 0.5.
 
         Args:
             least: The lowest probability.
@@ -95,26 +95,26 @@ class Candidates:
         return self._distinct[key]
 
     def _suppressed(self, least: float, label: int | None) -> list[int]:
-        known = self.probabilities.detach()
-        if known.numel() == 0 or (label is not None and label >= known.shape[1]):
+        rows = self.probabilities.detach()
+        if rows.numel() == 0 or (label is not None and label >= rows.shape[1]):
             return []
-        top, classes = known.max(1) if label is None else (known[:, label], known[:, label].mul(0).long() + label)
+        top, classes = rows.max(1) if label is None else (rows[:, label], rows[:, label].mul(0).long() + label)
         order = top.argsort(descending=True, stable=True)[:_MOST_COMPARED]
         order = order[top[order] >= least]
-        boxes, own = self.boxes.detach()[order], classes[order]
-        is_same = (iou(boxes[:, None], boxes) > 0.5) & (own[:, None] == own)
-        kept: list[int] = []
-        for at, duplicates in enumerate(is_same.cpu().numpy()):
-            if duplicates[at] and not duplicates[kept].any():  # a box without area has no IoU with itself
-                kept.append(at)
-        return cast("list[int]", order[kept].tolist())
+        boxes, labels = self.boxes.detach()[order], classes[order]
+        is_same = (iou(boxes[:, None], boxes) > 0.5) & (labels[:, None] == labels)
+        distinct: list[int] = []
+        for index, duplicates in enumerate(is_same.cpu().numpy()):
+            if duplicates[index] and not duplicates[distinct].any():  # a box without area has an IoU of 0 with itself
+                distinct.append(index)
+        return cast("list[int]", order[distinct].tolist())
 
 
 class Detections(NamedTuple):
     """Candidates of several images, filled with empty boxes to the same number.
 
     Attributes:
-        boxes: (N, n, 4) as of `Candidates`.
+        boxes: (N, n, 4) as for `Candidates`.
         probabilities: (N, n, C) of the classes.
         certainty: (N, n) the probability of an object.
     """
@@ -143,9 +143,9 @@ class Detections(NamedTuple):
             boxes: (T, 4) the boxes to compare with.
             probabilities: (T, C) their class probabilities.
         """
-        known = F.pad(self.probabilities, (0, probabilities.shape[1] - self.probabilities.shape[2]))
-        cosines = F.normalize(known, dim=2) @ F.normalize(probabilities, dim=1).mT  # (N, n, T)
-        overlaps = iou(self.boxes.to(known)[:, :, None], boxes.to(known))
+        padded = F.pad(self.probabilities, (0, probabilities.shape[1] - self.probabilities.shape[2]))
+        cosines = F.normalize(padded, dim=2) @ F.normalize(probabilities, dim=1).mT  # (N, n, T)
+        overlaps = iou(self.boxes.to(padded)[:, :, None], boxes.to(padded))
         similarities = (overlaps * cosines).mul_(self.certainty[..., None])
         return F.pad(similarities, (0, 0, 0, 1)).amax(1)  # 0 without boxes
 
@@ -159,11 +159,11 @@ def _wide(numbers: Tensor) -> Tensor:
     return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
 
 
-def iou(one: Tensor, other: Tensor) -> Tensor:
+def iou(first: Tensor, second: Tensor) -> Tensor:
     """Return the intersection over union of boxes (..., 4) of shapes that broadcast; 0 for empty boxes."""
-    low, high = torch.maximum(one[..., :2], other[..., :2]), torch.minimum(one[..., 2:], other[..., 2:])
+    low, high = torch.maximum(first[..., :2], second[..., :2]), torch.minimum(first[..., 2:], second[..., 2:])
     inner = _area(low, high)
-    return inner / (_area(*one.chunk(2, -1)) + _area(*other.chunk(2, -1)) - inner).clamp(min=1e-12)
+    return inner / (_area(*first.chunk(2, -1)) + _area(*second.chunk(2, -1)) - inner).clamp(min=1e-12)
 
 
 def _area(low: Tensor, high: Tensor) -> Tensor:
@@ -183,8 +183,8 @@ def candidates(
     Args:
         output: The output of a detector. Supported are torchvision's detectors; Ultralytics v3 to 12 and 26, RT-DETR,
             YOLOv5, v7 and YOLOX; DETR and its descendants, YOLOS, OWL-ViT, OWLv2 and Grounding DINO of transformers.
-        geometries: The position of the model's input on each image; one serves all images.
-        classes: The number of classes, if it is known. DETR's output has one more: "no object".
+        geometries: The position of the model's input on each image, or one position for all images.
+        classes: The number of classes, or None. DETR's output has one more class: "no object".
         link: How the class scores of a DETR become probabilities: "softmax" with "no object" as the last class, or
             "sigmoid". By default it follows from `classes`, or from the class of a transformers output.
         read: A function that reads the output of any other detector.
@@ -198,8 +198,8 @@ def candidates(
     if not _are_candidates(rows) or (len(rows) not in (1, len(geometries)) and len(geometries) > 1):
         problem = f"got {type(rows).__name__} from the function that reads the detector's output"
         raise TargetError(f"{problem}; expected a list of saliency.Candidates, one for each image")
-    own = geometries if len(geometries) == len(rows) else [geometries[0]] * len(rows)
-    return [replace(row, boxes=geometry.to_image(row.boxes)) for row, geometry in zip(rows, own, strict=True)]
+    by_row = geometries if len(geometries) == len(rows) else [geometries[0]] * len(rows)
+    return [replace(row, boxes=geometry.to_image(row.boxes)) for row, geometry in zip(rows, by_row, strict=True)]
 
 
 def _are_candidates(rows: Any) -> bool:
@@ -273,7 +273,7 @@ def _has_objectness(y: Tensor, dims: set[int], classes: int | None) -> bool:
     The levels (4 or 5 axes) decide, then the number of classes, then the values: only boxes are outside of 0..1.
 
     Raises:
-        TargetError: Both readings fit, or neither.
+        TargetError: Both formats fit, or neither.
     """
     if dims in ({4}, {5}):
         return dims == {5}
@@ -305,20 +305,20 @@ def _queries(parts: Mapping[str, Any], logits: Tensor, boxes: Tensor, link: BoxL
     objectness = parts.get("objectness_logits")
     scores: Any = logits.masked_fill(logits == -torch.inf, ABSENT)  # beyond the text of Grounding DINO
     if isinstance(parts.get("input_ids"), Tensor):
-        scores = [_phrases(own, ids.tolist()) for own, ids in zip(scores, parts["input_ids"], strict=True)]
+        scores = [_phrases(row, ids.tolist()) for row, ids in zip(scores, parts["input_ids"], strict=True)]
     rows = _batch(boxes, scores, objectness if isinstance(objectness, Tensor) else None)
     return [replace(row, is_factor=False) for row in rows]
 
 
 def _phrases(scores: Tensor, ids: Sequence[int]) -> Tensor:
     """Return the scores (Q, phrases) of a text: the maximum over the tokens of each phrase."""
-    ends = [at for at, number in enumerate([*ids, _SEPARATORS[1]]) if number in _SEPARATORS]
-    spans = [slice(one + 1, other) for one, other in zip([-1, *ends], ends, strict=False) if other > one + 1]
+    ends = [index for index, number in enumerate([*ids, _SEPARATORS[1]]) if number in _SEPARATORS]
+    spans = [slice(start + 1, stop) for start, stop in zip([-1, *ends], ends, strict=False) if stop > start + 1]
     return torch.stack([scores[:, span].amax(1) for span in spans], 1)
 
 
 def _detr_link(output: Any, logits: Tensor, classes: int | None, link: BoxLink | None) -> BoxLink:
-    """Return how the logits of a DETR become probabilities, which their shape does not say."""
+    """Return the function from the logits of a DETR to probabilities, which their shape does not show."""
     name, count = type(output).__name__, logits.shape[-1]
     if link is not None:
         return link
@@ -331,7 +331,7 @@ def _detr_link(output: Any, logits: Tensor, classes: int | None, link: BoxLink |
 
 
 def _labelled(boxes: Tensor, scores: Tensor, labels: Tensor, classes: int | None) -> Candidates:
-    """Return detections after suppression, with the logit of one class each. Raises TargetError without its name."""
+    """Return detections after suppression, with the logit of one class each. Raises TargetError if it has no name."""
     if classes is not None and len(labels):
         require_class(int(labels.max()), classes, "the model's class names")
     count = max(classes or 1, int(labels.max()) + 1 if len(labels) else 1)

@@ -20,7 +20,7 @@ from .question import Categories, Images, Link, PartialNames, Question, Score, T
 TargetLike: TypeAlias = (
     int | str | Sequence[int | None] | Sequence[str | None] | Tensor | Target | Score | Sequence[Target | Score] | None
 )
-"""A class index or name, None for the top class, a function of the output, or one of them per image."""
+"""A class index or name, None for the top class, a function of the output, or a list with one of these per image."""
 
 _EMBEDDINGS = ("image_embeds", "image_features", "pooler_output")  # names of transformers and open_clip
 _MOST_LISTED = 20  # class names in an error, if no name is similar
@@ -35,9 +35,9 @@ class ClassScore:
     negative the score of class 0.
 
     Attributes:
-        classes: The class index of each row of the output, or a single one for all rows.
+        classes: The class index of each row of the output, or a single index for all rows.
         link: The function from the scores of all classes to probabilities.
-        is_binary: Whether the two classes have one number.
+        is_binary: Whether one number is the score of both classes.
     """
 
     classes: tuple[int, ...]
@@ -69,8 +69,8 @@ class ClassScore:
 def is_probability(question: Question) -> bool:
     """Return whether the score is the probability of a class, whose gradient vanishes near 0 and 1."""
     score: Any = question.score
-    own = getattr(score, "__self__", score)  # of the method `ClassScore.probability`
-    return isinstance(own, ClassScore) and (own is not score or own.link == "identity")
+    owner = getattr(score, "__self__", score)  # of the method `ClassScore.probability`
+    return isinstance(owner, ClassScore) and (owner is not score or owner.link == "identity")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class ClassTarget(Target):
     """Score of a class; see `ClassScore`.
 
     Attributes:
-        classes: A class index or name, None for the top class, or one of them per image.
+        classes: A class index or name, None for the top class, or a list with one of these per image.
     """
 
     classes: Any = None
@@ -86,8 +86,8 @@ class ClassTarget(Target):
     def prepared(self, images: Images) -> ClassTarget:
         """Return the target with class indices instead of names, one per image."""
         labels = per_image(self.classes, len(images.numbers))
-        for at, label in enumerate(labels):
-            labels[at] = None if label is None else class_index(label, images.categories)
+        for index, label in enumerate(labels):
+            labels[index] = None if label is None else class_index(label, images.categories)
         return ClassTarget(tuple(labels))
 
     def ask(self, output: Any, images: Images) -> Together:
@@ -109,7 +109,7 @@ class ClassTarget(Target):
         if None in classes:
             best = scores.detach()[:, 0] > threshold(link) if is_binary else scores.detach().argmax(1)
             top = best.long().tolist()
-            classes = tuple(top[n] if own is None else own for n, own in zip(images.numbers, classes, strict=True))
+            classes = tuple(top[n] if cls is None else cls for n, cls in zip(images.numbers, classes, strict=True))
         for index in classes:
             require_class(index, count)
         return ClassScore(classes, link, is_binary)
@@ -118,17 +118,17 @@ class ClassTarget(Target):
 def _questions(
     output: Any, images: Images, derive: Callable[..., Score] | None, name: str, *scores: ClassScore
 ) -> Together:
-    """Return questions about the scores of classes, or scores derived from these; the first class is explained."""
+    """Return questions about the scores of classes, or about scores derived from them; the first class is explained."""
     first, asked = scores[0], []
-    known = None if first.link is None else first.probability(output).detach().float()
+    probabilities = None if first.link is None else first.probability(output).detach().float()
     for row, image in enumerate(images.numbers):
         parts, names = list[ClassScore](), list[str]()
         for score in scores:
             parts.append(ClassScore((score.classes[row],), score.link, score.is_binary))
             names.append(class_name(score.classes[row], images.categories))
-        own, probability = derive(*parts) if derive else parts[0], None if known is None else known[image]
-        label, is_difference = name.format(*names), len(scores) > 1
-        asked.append(Question(own, label, first.classes[row], probability, is_difference, mirrored=own))
+        derived, label = derive(*parts) if derive else parts[0], name.format(*names)
+        probability, is_difference = None if probabilities is None else probabilities[image], len(scores) > 1
+        asked.append(Question(derived, label, first.classes[row], probability, is_difference, mirrored=derived))
     return Together(asked, derive(*scores) if derive else first)
 
 
@@ -136,15 +136,15 @@ def _questions(
 class Probability(Target):
     """Probability of a class; see `probability`."""
 
-    of: ClassTarget
+    target: ClassTarget
 
     def prepared(self, images: Images) -> Probability:
         """Return the target with class indices instead of names."""
-        return replace(self, of=self.of.prepared(images))
+        return replace(self, target=self.target.prepared(images))
 
     def ask(self, output: Any, images: Images) -> Together:
         """Return the questions. Raises TargetError if the class has no probability."""
-        score = self.of.find(output, images)
+        score = self.target.find(output, images)
         if score.link is None:
             problem = "the model returns one number per image, whose probability is unknown"
             hint = "pass the names of both classes as categories= if it is the logit of the second"
@@ -158,16 +158,16 @@ class Probability(Target):
 class Contrast(Target):
     """Difference of the scores of two classes; see `contrast`."""
 
-    of: ClassTarget
+    target: ClassTarget
     against: ClassTarget
 
     def prepared(self, images: Images) -> Contrast:
         """Return the target with class indices instead of names."""
-        return Contrast(self.of.prepared(images), self.against.prepared(images))
+        return Contrast(self.target.prepared(images), self.against.prepared(images))
 
     def ask(self, output: Any, images: Images) -> Together:
         """Return the questions. Raises TargetError if both classes are equal."""
-        first, second = self.of.find(output, images), self.against.find(output, images)
+        first, second = self.target.find(output, images), self.against.find(output, images)
         for index, other in zip(first.classes, second.classes, strict=True):
             if index == other:
                 raise TargetError(f"contrast compares class {index} with itself; pass another class as `against`")
@@ -202,7 +202,7 @@ class Value(Target):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerOutput:
+class ModuleOutput:
     """Output of a model that was run for the output of one of its layers."""
 
     values: Tensor
@@ -214,8 +214,8 @@ class Neuron(Target):
 
     layer: str | nn.Module
     channel: int
-    at: tuple[int, ...] | None = None
-    axis: int | None = None  # of the channels in outputs of more than two axes; None if unknown
+    position: tuple[int, ...] | None = None
+    axis: int | None = None  # of the channels in outputs of more than two axes, or None
 
     def prepared(self, images: Images) -> Neuron:
         """Return the target with the name of the layer and the axis of its channels."""
@@ -223,13 +223,13 @@ class Neuron(Target):
         return replace(self, layer=layer, axis=axis)
 
     def ask(self, output: Any, images: Images) -> Together:
-        """Return the questions. A position is another one in a mirrored image."""
-        name = f"channel {self.channel} of {self.layer}" + (f" at {self.at}" if self.at else "")
-        return Question(self.score, name, mirrored=None if self.at else self.score).ask(output, images)
+        """Return the questions. Mirroring an image moves its positions, so they have no mirrored question."""
+        name = f"channel {self.channel} of {self.layer}" + (f" at {self.position}" if self.position else "")
+        return Question(self.score, name, mirrored=None if self.position else self.score).ask(output, images)
 
     def score(self, output: Any) -> Tensor:
-        """Return the activations (N,). Raises TargetError without such a channel or position, or a known axis."""
-        if not isinstance(output, LayerOutput):
+        """Return the activations (N,). Raises TargetError without such a channel or position, or without an axis."""
+        if not isinstance(output, ModuleOutput):
             raise TargetError("a neuron is a target of methods only")
         values = output.values
         if values.dim() > 2 and self.axis is None:
@@ -240,11 +240,11 @@ class Neuron(Target):
         if not shape or self.channel >= shape[0]:
             raise TargetError(f"there is no channel {self.channel} in the layer {self.layer} with outputs of {shape}")
         values = values[:, self.channel]
-        if self.at is None:
+        if self.position is None:
             return values.flatten(1).mean(1) if values.dim() > 1 else values
-        if len(self.at) != len(shape) - 1 or any(i >= n for i, n in zip(self.at, shape[1:], strict=True)):
-            raise TargetError(f"there is no position {self.at} in a channel of {shape[1:]}")
-        return values.flatten(1)[:, int(np.ravel_multi_index(self.at, shape[1:]))]
+        if len(self.position) != len(shape) - 1 or any(i >= n for i, n in zip(self.position, shape[1:], strict=True)):
+            raise TargetError(f"there is no position {self.position} in a channel of {shape[1:]}")
+        return values.flatten(1)[:, int(np.ravel_multi_index(self.position, shape[1:]))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ class FunctionTarget(Target):
         """Return the questions, named after the function or its class."""
         name = getattr(self.function, "__name__", type(self.function).__name__).strip("<>")
         scores = [images.score_of(self.function, number) for number in images.numbers]
-        return Together([Question(own, name, mirrored=own) for own in scores], images.score_of(self.function))
+        return Together([Question(score, name, mirrored=score) for score in scores], images.score_of(self.function))
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,21 +277,22 @@ class TargetList(Target):
         return all(target.reads_logits for target in self.targets)
 
     def prepared(self, images: Images) -> TargetList:
-        """Return the targets with what does not depend on the output."""
-        return TargetList(tuple(own.prepared(images.only(number)) for number, own in enumerate(self.targets)))
+        """Return the targets with everything computed that does not depend on the output."""
+        return TargetList(tuple(target.prepared(images.only(number)) for number, target in enumerate(self.targets)))
 
     def ask(self, output: Any, images: Images) -> Together:
         """Return the question of each image's own target."""
         asked = [self.targets[number].ask(output, images.only(number)) for number in images.numbers]
-        return Together([own[0] for own in asked], partial(_each_by_its_own, [own.score for own in asked]))
+        scores = [together.score for together in asked]
+        return Together([together[0] for together in asked], partial(_scores_by_image, scores))
 
-    def others(self, output: Any, images: Images, of: Literal["class", "box"]) -> Sequence[Question]:
+    def others(self, output: Any, images: Images, kind: Literal["class", "box"]) -> Sequence[Question]:
         """Return the other questions of the image's own target."""
-        return self.targets[images.numbers[0]].others(output, images, of)
+        return self.targets[images.numbers[0]].others(output, images, kind)
 
 
-def _each_by_its_own(scores: Sequence[Score], output: Any) -> Tensor:
-    """Return the score of each image (N,) by its own function.
+def _scores_by_image(scores: Sequence[Score], output: Any) -> Tensor:
+    """Return the score of each image (N,) by the function of its target.
 
     Each function reads the rows of all images, so that relevance finds N rows in every operation.
     """
@@ -303,7 +304,7 @@ class Located(Target):
     """Target on images whose positions the batch does not hold, as on tensors that were read from files."""
 
     target: Target
-    geometries: tuple[Geometry, ...]  # one for each image, or one for all
+    geometries: tuple[Geometry, ...]  # one for each image, or one for all images
 
     @property
     def part(self) -> Hashable:
@@ -316,27 +317,28 @@ class Located(Target):
         return self.target.reads_logits
 
     def prepared(self, images: Images) -> Target:
-        """Return the target with what does not depend on the output."""
+        """Return the target with everything computed that does not depend on the output."""
         return Located(self.target.prepared(images.located(self.geometries)), self.geometries)
 
     def ask(self, output: Any, images: Images) -> Together:
         """Return the questions of the target."""
         return self.target.ask(output, images.located(self.geometries))
 
-    def others(self, output: Any, images: Images, of: Literal["class", "box"]) -> Sequence[Question]:
+    def others(self, output: Any, images: Images, kind: Literal["class", "box"]) -> Sequence[Question]:
         """Return the other questions of the target."""
-        return self.target.others(output, images.located(self.geometries), of)
+        return self.target.others(output, images.located(self.geometries), kind)
 
 
 def probability(target: Any = None) -> Target:
     """Explain the probability of a class, 0 to 1, instead of its logit.
 
-    It is the softmax of the scores; or the score itself, if the model's last operation is a sigmoid or a softmax. If
-    the model returns one number per image and has two class names, it is the sigmoid of that number for class 1. Unlike
-    the logit, a softmax compares the class with all others. Its gradient vanishes if the model is certain.
+    The probability is the softmax of the scores, or the score itself if the model's last operation is a sigmoid or a
+    softmax. If the model returns one number per image and has two class names, it is the sigmoid of that number for
+    class 1. Unlike the logit, a softmax compares the class with all others. Its gradient vanishes if the model is
+    certain.
 
     Args:
-        target: A class index or name, one of them per image, or None for the top class.
+        target: A class index or name, None for the top class, or a list with one of these per image.
     """
     return Probability(ClassTarget(target))
 
@@ -345,7 +347,7 @@ def contrast(target: Any, against: Any) -> Target:
     """Explain one class rather than another: the difference of their scores, in the units of the model's output.
 
     Args:
-        target: A class index or name, one of them per image, or None for the top class.
+        target: A class index or name, None for the top class, or a list with one of these per image.
         against: The other class, in the same form.
     """
     return Contrast(ClassTarget(target), ClassTarget(against))
@@ -373,15 +375,15 @@ def neuron(layer: str | nn.Module, channel: int, at: int | Sequence[int] | None 
             positions of maps and patches in the image show which axis holds the channels.
         channel: The index of the channel.
         at: The position in the other axes of the output, (row, column) or the index of a token. By default the mean
-            over all.
+            over all positions.
 
     Raises:
         TargetError: An index is not a non-negative integer. In `attribute`: there is no such channel or
-            position, or the axis of the channels is unknown.
+            position, or the axis of the channels cannot be determined.
         LayerError: In `attribute`: the model has no such layer, or `layer` is neither a name nor a module.
     """
-    place = None if at is None else tuple(map(class_number, at if isinstance(at, Sequence) else (at,)))
-    return Neuron(layer, class_number(channel), place)
+    position = None if at is None else tuple(map(class_number, at if isinstance(at, Sequence) else (at,)))
+    return Neuron(layer, class_number(channel), position)
 
 
 def as_target(target: TargetLike, images: int = 1) -> Target:
@@ -408,7 +410,7 @@ def output_tensor(output: Any) -> Tensor:
     """Return the tensor of scores: the output itself, its `.logits`, `["out"]`, or its only tensor.
 
     Raises:
-        TargetError: There are several tensors, and none has such a name.
+        TargetError: There are several tensors, and none of them has such a name.
     """
     if isinstance(output, Tensor):
         return output
@@ -438,7 +440,7 @@ def embedding(output: Any) -> Tensor:
     """Return the embeddings (N, D): `.image_embeds` or `.pooler_output` of an output, or its scores.
 
     Raises:
-        TargetError: They have another shape.
+        TargetError: The embeddings have another shape.
     """
     parts = output if isinstance(output, Mapping) else {name: getattr(output, name, None) for name in _EMBEDDINGS}
     values = next((parts[name] for name in _EMBEDDINGS if isinstance(parts.get(name), Tensor)), None)
@@ -463,7 +465,7 @@ def as_categories(like: Any) -> tuple[str, ...]:
     """Convert a sequence of names, or a mapping of index to name, to class names in the order of the output.
 
     Raises:
-        TargetError: `like` is neither, or contains something other than names.
+        TargetError: `like` is neither of these, or contains something other than names.
     """
     if isinstance(like, PartialNames):
         return like
@@ -500,7 +502,7 @@ def threshold(link: Link) -> float:
 
 
 def per_image(classes: Any, images: int) -> list[Any]:
-    """Return one class per image; a single one applies to all. Raises TargetError for a wrong number or shape."""
+    """Return one class per image; a single class applies to all. Raises TargetError for a wrong number or shape."""
     if isinstance(classes, Tensor | np.ndarray):
         if classes.ndim > 1:
             raise TargetError(f"got a target of shape {tuple(classes.shape)}; expected (N,), one class per image")
@@ -516,7 +518,7 @@ def per_image(classes: Any, images: int) -> list[Any]:
 def class_index(label: Any, categories: Categories) -> int:
     """Return the index of a class, given by index, name, or the digits of the index.
 
-    For an unknown name, TargetError lists the closest names. Digits are a name if a class is called so.
+    For an unknown name, TargetError lists the closest names. Digits are a name if a class has that name.
     """
     if not isinstance(label, str):
         index = label if type(label) is int and label >= 0 else class_number(label)
@@ -540,7 +542,7 @@ def class_index(label: Any, categories: Categories) -> int:
 
 
 def _named(label: str, categories: Sequence[str]) -> list[int]:
-    """Return the classes of a name, in its case or another, or with it as one of the names in "tabby, tabby cat"."""
+    """Return the classes with a name, in its case, in another case, or as a part of "tabby, tabby cat"."""
     folded = label.casefold()
     return (
         [i for i, name in enumerate(categories) if name == label]
@@ -564,7 +566,7 @@ def class_number(label: Any) -> int:
     return int(label)
 
 
-def require_class(index: int, classes: int, of: str = "the classes of the model's output") -> None:
+def require_class(index: int, classes: int, owner: str = "the classes of the model's output") -> None:
     """Raise TargetError unless a class index is less than the number of classes."""
     if index >= classes:
-        raise TargetError(f"class {index} is outside 0..{classes - 1}, {of}")
+        raise TargetError(f"class {index} is outside 0..{classes - 1}, {owner}")

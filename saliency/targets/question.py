@@ -1,4 +1,4 @@
-"""Questions: what a target asks of each image of a call, and the score that answers it."""
+"""Questions: what a target asks about each image of a call, and the score that answers it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import TargetError, plural
 from ..io.geometry import Box, Geometry
 
 Categories = Sequence[str] | None
-"""Class names in the order of the output; None if the model has none."""
+"""Class names in the order of the output; None if the model has no class names."""
 
 Score = Callable[[Any], Tensor]
 """Output for n variants of one image -> their scores (n,)."""
@@ -32,17 +32,17 @@ _METHODS_ONLY = "only methods and `saliency.attention` take a text or a referenc
 
 
 class PartialNames(tuple[str, ...]):
-    """Class names from a mapping with gaps. The names of other classes are as `class 7`."""
+    """Class names from a mapping with gaps. Other classes have names such as `class 7`."""
 
 
 class Readings:
-    """Candidates of the output that was read last, which all targets of a call that read it in the same way share."""
+    """Candidates of the last output, shared by all targets of a call that read it with the same options."""
 
     _output: Any = object()  # no output of a model
     _rows: dict[Hashable, list[Any]]
 
     def of(self, output: Any, key: Hashable, read: Callable[[], list[Any]]) -> list[Any]:
-        """Return the candidates of an output, read in one way."""
+        """Return the candidates of an output, read with the options in `key`."""
         if output is not self._output:
             self._output, self._rows = output, {}
         if key not in self._rows:
@@ -53,15 +53,15 @@ class Readings:
 class Images:
     """Facts about the images of a call that targets need besides the output.
 
-    A call of a method knows more than these: the positions of the images, texts and references.
+    A call of a method adds the positions of the images, and encodes texts and references.
 
     Attributes:
         count: The number of images in the batch.
         categories: The class names.
         answer: The answer that is explained; None for an image.
-        located_at: The position of the model's input on each image; empty if it is not known, or not computed yet.
+        located_at: The position of the model's input on each image; empty if it was not computed, or does not exist.
         readings: The candidates of the last output of a detector.
-        numbers: The images of the batch that are asked about.
+        numbers: The indices of the images that questions are about.
     """
 
     def __init__(self, count: int = 1, categories: Categories = None, answer: AnswerText | None = None) -> None:
@@ -72,7 +72,7 @@ class Images:
 
     @property
     def geometries(self) -> tuple[Geometry, ...]:
-        """The position of the model's input on each image; empty if there are none."""
+        """The position of the model's input on each image; empty without positions."""
         return self.located_at
 
     def encode_text(self, texts: Sequence[Prompt]) -> tuple[Tensor, float]:
@@ -92,7 +92,7 @@ class Images:
         return ""
 
     def channel_axis(self, layer: Any) -> tuple[str, int | None]:
-        """Return the name of a layer, and the axis of the channels in its output; None if it is unknown."""
+        """Return the name of a layer, and the axis of the channels in its output, or None."""
         return str(layer), None
 
     def score_of(self, function: Score, image: int | None = None) -> Score:
@@ -100,19 +100,19 @@ class Images:
         return function
 
     def only(self, number: int) -> Self:
-        """Return the same images, of which one is asked about."""
+        """Return the same images, with questions about one of them only."""
         images = copy.copy(self)
         images.numbers = (number,)
         return images
 
     def located(self, geometries: Sequence[Geometry]) -> Self:
-        """Return the same images at other positions, one for each or one for all."""
+        """Return the same images at other positions, one for each image or one for all."""
         images = copy.copy(self)
         images.located_at = tuple(geometries) * (self.count if len(geometries) == 1 else 1)
         return images
 
     def class_count(self, outputs: int) -> int:
-        """Return the number of classes of an output with this many scores: two for a single one with two names.
+        """Return the number of classes of an output with this many scores: two for a single score with two names.
 
         Raises:
             TargetError: The number of class names differs.
@@ -141,11 +141,11 @@ class Images:
 
 
 class Target(ABC):
-    """What to explain: a class, a box, a region, words. Finding its question for each image is all its behaviour."""
+    """What to explain: a class, a box, a region, words. Its only behaviour is to find its question for each image."""
 
     @property
     def part(self) -> Hashable:
-        """The part of a box or a pose that is explained, whose score a head of the model computes; None without one."""
+        """The explained part of a box or a pose, whose score a head of the model computes; None for other targets."""
         return None
 
     @property
@@ -154,25 +154,25 @@ class Target(ABC):
         return False
 
     def prepared(self, images: Images) -> Target:
-        """Return the target with what does not depend on the output, such as the embedding of its text."""
+        """Return the target with everything computed that does not depend on the output, such as a text's embedding."""
         return self
 
     @abstractmethod
     def ask(self, output: Any, images: Images) -> Together:
-        """Return a question for each of `images.numbers`, with everything fixed that depends on the output.
+        """Return a question for each of `images.numbers`, with fixed values for everything that depends on the output.
 
         Raises:
-            TargetError: The target does not fit the output, or an image does not have what is asked for.
+            TargetError: The target does not fit the output, or does not exist in an image.
         """
 
-    def others(self, output: Any, images: Images, of: Literal["class", "box"]) -> Sequence[Question]:
-        """Return questions about the other classes of the same place, or the other boxes, of a single image."""
+    def others(self, output: Any, images: Images, kind: Literal["class", "box"]) -> Sequence[Question]:
+        """Return questions about the other classes at the same position, or the other boxes, of a single image."""
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class QuestionFacts:
-    """What was asked of one image, as an explanation stores it. `Question` describes the attributes."""
+    """Facts of a question, as an explanation stores them. `Question` describes the attributes."""
 
     name: str
     index: int | None = None
@@ -182,16 +182,16 @@ class QuestionFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question(Target):
-    """What is asked of one image. As a target, it asks the same of another image.
+    """Question about one image. As a target, it asks the same about another image.
 
     Attributes:
         score: The function from the model's output for n variants of the image to their scores (n,).
-        name: The name of what is explained, for display.
-        index: The index of the class; None if it is not a class.
-        probability: () the probability of the class; None if there is none.
+        name: The name of the target, for display.
+        index: The index of the class; None if the target is not a class.
+        probability: () the probability of the class, or None.
         is_difference: Whether the score is a difference, as of two classes or texts.
         box: The explained box in pixels of the input.
-        mirrored: The score of variants that are mirrored from left to right; None if it is not the same question there.
+        mirrored: The score of variants that are mirrored from left to right; None if mirroring changes the question.
         part: As for `Target`.
         reads_logits: As for `Target`.
     """
@@ -215,8 +215,8 @@ class Together(list[Question]):
     """Questions about images of a batch, and the function from the output of the batch to their scores.
 
     Attributes:
-        score: The function from the output of the whole batch to the scores (N,). If one image is asked about, only its
-            row has a meaning.
+        score: The function from the output of the whole batch to the scores (N,). For a question about one image, only
+            its row has a meaning.
     """
 
     def __init__(self, questions: Sequence[Question], score: Score) -> None:
@@ -238,18 +238,18 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int], context: int) -> tuple[str, ...]:
-    """Return the text that each token adds; of a character of several tokens, the first one adds it.
+    """Return the text that each token adds. The first of several tokens of a character adds the character.
 
     Args:
         tokenizer: A tokenizer with `decode`.
         ids: The tokens.
-        context: The number of tokens before it with which each token is decoded.
+        context: The number of previous tokens with which each token is decoded.
     """
     texts: list[str] = []
     for end in range(1, len(ids) + 1):
         start = max(0, len(texts) - context)
         before, text = (tokenizer.decode(ids[start:stop]) if start < stop else "" for stop in (len(texts), end))
-        if not text.endswith("\N{REPLACEMENT CHARACTER}") or end == len(ids):  # otherwise of an incomplete character
+        if not text.endswith("\N{REPLACEMENT CHARACTER}") or end == len(ids):  # else the character is incomplete
             texts += [text[len(before) :], *[""] * (end - len(texts) - 1)]
     return tuple(texts)
 
@@ -260,7 +260,7 @@ class AnswerText:
 
     Attributes:
         ids: The ids of its T tokens.
-        tokens: Their texts, which form the answer together. A character of several tokens is the text of the first one.
+        tokens: Their texts, which form the answer together. The first of several tokens of a character has its text.
         tokenizer: A tokenizer with `encode` and `decode`.
     """
 
@@ -274,24 +274,24 @@ class AnswerText:
         return "".join(self.tokens)
 
     def words(self) -> list[tuple[str, slice]]:
-        """Return the words of the answer in order, without punctuation, and the tokens of each."""
+        """Return the words of the answer in order, without punctuation, with the tokens of each word."""
         return [(match[0], self._tokens(match)) for match in re.finditer(r"\w+(?:['’-]\w+)*", self.text)]
 
     def find(self, text: str) -> list[slice]:
         """Return the tokens of each occurrence of a text, regardless of case: as whole words, or else inside words."""
         for pattern in (rf"(?<!\w){re.escape(text)}(?!\w)", re.escape(text)):
-            if found := [self._tokens(match) for match in re.finditer(pattern, self.text, re.IGNORECASE)]:
-                return found
+            if slices := [self._tokens(match) for match in re.finditer(pattern, self.text, re.IGNORECASE)]:
+                return slices
         return []
 
     def _tokens(self, match: re.Match[str]) -> slice:
         ends = list(accumulate(map(len, self.tokens)))
-        spans = list(zip([0, *ends], ends, strict=False))  # an empty one belongs to the character before it
+        spans = list(zip([0, *ends], ends, strict=False))  # an empty span belongs to the character before it
         inside = [match.start() < end and start < match.end() + (start == end) for start, end in spans]
         return slice(inside.index(True), inside.index(True) + sum(inside))
 
     def encode_at(self, text: str, start: int) -> list[int]:
-        """Return the ids of a text that replaces the answer from a token on: with a space before it where one is."""
+        """Return the ids of a text that replaces the answer from a token on, with the space before the token."""
         space = " " if self.tokens[start][:1].isspace() else ""
         before, decode = [*self.ids[:start]], self.tokenizer.decode
         wanted = decode(before).strip() + space + text

@@ -32,8 +32,8 @@ class Region(Target):
     """Mean score of a class over some pixels; see `region`."""
 
     label: Any
-    place: tuple[float, ...] | None = None
-    where: Tensor | RegionChoice | Literal["peak"] = "predicted"  # not used if there is a place
+    position: tuple[float, ...] | None = None
+    where: Tensor | RegionChoice | Literal["peak"] = "predicted"  # not used if there is a position
     is_sum: bool = False  # instead of the mean
     joint: str = ""
 
@@ -49,19 +49,19 @@ class Region(Target):
 
     def prepared(self, images: Images) -> Region:
         """Return the target with a class index instead of a name."""
-        if self.place is not None:
-            require_inside(self.place, images)
+        if self.position is not None:
+            require_inside(self.position, images)
         return replace(self, label=class_index(self.label, images.categories))
 
     def ask(self, output: Any, images: Images) -> Together:
-        """Return the questions about the pixels of the output. Raises TargetError if there are none."""
+        """Return the questions about the pixels of the output. Raises TargetError if there are no such pixels."""
         scores, index = _scores(output, int(self.label))
         has_instances, is_binary = _has_instances(output), False
         if not has_instances:
             count = images.class_count(scores.shape[1]) if self.where != "peak" else scores.shape[1]
             require_class(index, count)
             is_binary = count > scores.shape[1]
-        if self.place is not None or isinstance(self.where, Tensor):
+        if self.position is not None or isinstance(self.where, Tensor):
             cells, problem = self._marked(scores, images), "the region has no pixel of the model's input in image {}"
         else:
             cells = self._predicted(scores, output, images, is_binary)[list(images.numbers)]
@@ -80,47 +80,48 @@ class Region(Target):
         else:
             signed = cells.float()
         label, kind = class_name(index, images.categories), "border" if self.where == "border" else "region"
-        name = self.joint or f"{kind} of {label}{f' at {as_text(self.place)}' if self.place else ''}"
+        name = self.joint or f"{kind} of {label}{f' at {as_text(self.position)}' if self.position else ''}"
         last = images.last_operation(scores)
         score = RegionScore(index, signed, is_binary, self.is_sum, self.where == "border", last)
-        own = [replace(score, cells=part[None]) for part in signed]
-        mirrored = [None if self.joint else one.mirrored() for one in own]
-        pairs = zip(own, mirrored, strict=True)
-        return Together(
-            [Question(one, name, mirrored=other, part=self.part, reads_logits=True) for one, other in pairs], score
-        )
+        questions = []
+        for part in signed:
+            single = replace(score, cells=part[None])
+            mirrored = None if self.joint else single.mirrored()
+            questions.append(Question(single, name, mirrored=mirrored, part=self.part, reads_logits=True))
+        return Together(questions, score)
 
-    def others(self, output: Any, images: Images, of: Literal["class", "box"]) -> Sequence[Question]:
+    def others(self, output: Any, images: Images, kind: Literal["class", "box"]) -> Sequence[Question]:
         """Return questions about the other classes of the same pixels, or about the other joints."""
-        (own,) = self.ask(output, images)
-        score = cast("RegionScore", own.score)
-        count = max(_scores(output, score.label)[0].shape[1], 1 + score.is_binary) if of == "class" else 0
+        (question,) = self.ask(output, images)
+        score = cast("RegionScore", question.score)
+        count = max(_scores(output, score.label)[0].shape[1], 1 + score.is_binary) if kind == "class" else 0
         labels = [label for label in range(count) if label != score.label]
         if self.where == "peak":
             joints = [replace(self, label=label, joint=f"joint {label}") for label in labels]
             return [joint.ask(output, images)[0] for joint in joints]
         names = [class_name(label, images.categories) for label in labels]
         scores = [replace(score, label=label) for label in labels]
-        return [replace(own, score=other, name=name, mirrored=None) for other, name in zip(scores, names, strict=True)]
+        pairs = zip(scores, names, strict=True)
+        return [replace(question, score=other, name=name, mirrored=None) for other, name in pairs]
 
     def _predicted(self, scores: Tensor, output: Any, images: Images, is_binary: bool) -> Tensor:
         """Return the pixels (N, h, w) that the model assigns to the class, or around the maximum of its map."""
-        index, known = int(self.label), scores.detach()
-        own = known[:, min(index, known.shape[1] - 1)]
+        index, detached = int(self.label), scores.detach()
+        channel = detached[:, min(index, detached.shape[1] - 1)]
         if self.where == "peak":
-            is_peak = own == along_rows(own.flatten(1).amax(1), own)
+            is_peak = channel == along_rows(channel.flatten(1).amax(1), channel)
             return max_pool(is_peak[:, None].float(), 3, 1, 1)[:, 0].bool()
         link = "identity" if _has_instances(output) else images.link(scores)
-        competes = link == "softmax" or bool(((known.sum(1) - 1).abs() < 1e-3).all())  # sigmoids do not
-        if known.shape[1] > 1 and competes and not _is_independent(output):
-            return known.argmax(1) == index
+        competes = link == "softmax" or bool(((detached.sum(1) - 1).abs() < 1e-3).all())  # sigmoids do not
+        if detached.shape[1] > 1 and competes and not _is_independent(output):
+            return detached.argmax(1) == index
         limit = threshold(link)
-        return own <= limit if is_binary and not index else own > limit
+        return channel <= limit if is_binary and not index else channel > limit
 
     def _marked(self, scores: Tensor, images: Images) -> Tensor:
-        """Return the pixels (k, h, w) in the given region, of the k images that are asked about."""
+        """Return the pixels (k, h, w) in the given region, of the k images in `images.numbers`."""
         (count, _, *size), where = scores.shape, self.where
-        rows = where if isinstance(where, Tensor) and where.dim() > len(size) else [self.place or where] * count
+        rows = where if isinstance(where, Tensor) and where.dim() > len(size) else [self.position or where] * count
         if len(rows) != count:
             raise TargetError(f"the region has shape {tuple(cast('Tensor', where).shape)} for {count} images")
         geometries = images.geometries or [Geometry.of(None, tuple(size))] * count
@@ -133,8 +134,8 @@ class RegionScore:
 
     Attributes:
         label: The index of the class.
-        cells: (N, h, w) 1 for the pixels, -1 for those outside a border; or (1, h, w) for all rows of the output.
-        is_binary: Whether two classes have one number, as in `ClassScore`.
+        cells: (N, h, w) 1 for the pixels, -1 for pixels outside a border; or (1, h, w) for all rows of the output.
+        is_binary: Whether one number is the score of two classes, as in `ClassScore`.
         is_sum: Whether the scores are summed.
         is_border: Whether the mean of the pixels outside a border is subtracted.
         last_operation: "sigmoid" or "softmax", if the scores are the values before it.
@@ -151,12 +152,12 @@ class RegionScore:
         """Return the scores (N,)."""
         scores, index = _scores(output, self.label)
         reduce = torch.sum if self.is_sum else torch.mean
-        own = scores[:, min(index, scores.shape[1] - 1)]
-        cells = self.cells.to(own.device).expand(len(own), *self.cells.shape[1:])
+        channel = scores[:, min(index, scores.shape[1] - 1)]
+        cells = self.cells.to(channel.device).expand(len(channel), *self.cells.shape[1:])
         # Index instead of multiplying by a mask: such a product looks like a hand-written ReLU in the graph.
-        means = torch.stack([reduce(image[at > 0]) for image, at in zip(own, cells, strict=True)])
+        means = torch.stack([reduce(image[marks > 0]) for image, marks in zip(channel, cells, strict=True)])
         if self.is_border:
-            means = means - torch.stack([reduce(image[at < 0]) for image, at in zip(own, cells, strict=True)])
+            means = means - torch.stack([reduce(image[marks < 0]) for image, marks in zip(channel, cells, strict=True)])
         return -means if self.is_binary and not self.label else means
 
     def mirrored(self) -> RegionScore:
@@ -190,7 +191,7 @@ def _has_queries(output: Any) -> bool:
 def score_maps(output: Any) -> Tensor:
     """Return the scores of classes (N, C, h, w) of a segmentation output.
 
-    Queries times masks give sums of probabilities. Of SAM, the channels are all masks of all prompts.
+    Queries times masks give sums of probabilities. The channels of SAM are all masks of all prompts.
 
     Raises:
         TargetError: The output has another format.
@@ -211,7 +212,7 @@ def score_maps(output: Any) -> Tensor:
 
 
 def _cells(where: Any, geometry: Geometry, size: Sequence[int]) -> Tensor:
-    """Return the pixels of the output (h, w) of which a region covers half, or the most if it covers less of all."""
+    """Return the pixels of the output (h, w) that a region covers by half, or else the most covered pixels."""
     (left, top, right, bottom), (width, height) = geometry.box, geometry.image_size
     if len(size) > 2 and (isinstance(where, tuple) or where.shape != tuple(size)):
         raise NotFoundError(f"a region of a volume is a mask in the size of the output, {tuple(size)}")
@@ -220,7 +221,7 @@ def _cells(where: Any, geometry: Geometry, size: Sequence[int]) -> Tensor:
         across, down, mask = np.array([[x0, x1]]), np.array([[y0, y1]]), np.ones((1, 1))
     elif where.shape == (height, width):
         part = [slice(max(0, math.floor(low)), math.ceil(high)) for low, high in ((top, bottom), (left, right))]
-        down, across = (np.arange(edge)[own, None] + [0, 1] for edge, own in zip((height, width), part, strict=True))
+        down, across = (np.arange(edge)[span, None] + [0, 1] for edge, span in zip((height, width), part, strict=True))
         mask = where[*part].bool().cpu().numpy()  # only the pixels of the input: the image may be much larger
     elif where.shape == tuple(size):
         return cast("Tensor", where.bool().cpu())
@@ -232,7 +233,7 @@ def _cells(where: Any, geometry: Geometry, size: Sequence[int]) -> Tensor:
 
 
 def _overlaps(start: float, end: float, cells: int, spans: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the fraction of each of the cells between two ends that each span (k, 2) covers, (cells, k)."""
+    """Return the fraction (cells, k) of each cell between two ends that each of the spans (k, 2) covers."""
     edges = np.linspace(start, end, cells + 1)[:, None]
     inner = np.minimum(edges[1:], spans[:, 1]) - np.maximum(edges[:-1], spans[:, 0])
     return np.asarray(inner.clip(min=0) * (cells / (end - start)))
@@ -257,12 +258,12 @@ class Keypoint(Target):
         return True
 
     def ask(self, output: Any, images: Images) -> Together:
-        """Return the questions about the joint of each image. Raises TargetError if there is none."""
+        """Return the questions about the joint of each image. Raises TargetError if there is no such joint."""
         return self._found(output, images).ask(output, images)
 
-    def others(self, output: Any, images: Images, of: Literal["class", "box"]) -> Sequence[Question]:
+    def others(self, output: Any, images: Images, kind: Literal["class", "box"]) -> Sequence[Question]:
         """Return questions about the other joints."""
-        return self._found(output, images).others(output, images, of)
+        return self._found(output, images).others(output, images, kind)
 
     def _found(self, output: Any, images: Images) -> Target:
         """Return the joint as a target on a heatmap, or on the persons of a detector."""
@@ -283,7 +284,7 @@ class Keypoint(Target):
         return replace(self._person(index), joint=joint)
 
     def _person(self, joint: int) -> BoxTarget:
-        return BoxTarget(index=self.person, of=joint, read=self.read)
+        return BoxTarget(index=self.person, quantity=joint, read=self.read)
 
 
 def _has_persons(output: Any) -> bool:
@@ -303,17 +304,17 @@ def region(label: int | str, where: Any = "predicted") -> Target:
     Args:
         label: The class, by index or name.
         where: The pixels to average, in pixels of the image, or of a float tensor: a mask (H, W), or (N, H, W) with one
-            for each image, of 0 and one other value; a box (left, top, right, bottom); or a point (x, y). A pixel of
-            the output belongs to them if they cover half of it, or the most of all. A mask may also have the size of
-            the output. For a volume, it must: (D, H, W) or (N, D, H, W). "predicted" takes the pixels that the model
-            assigns to the class. "border" takes the outermost of these pixels, minus the mean of the other pixels that
-            touch them: both sides of the predicted contour. With one channel, the model assigns the pixels with a logit
-            above 0, or with a probability above 0.5 if its last operation is a sigmoid. So does each of several
+            for each image, of 0 and one other value; a box (left, top, right, bottom); or a point (x, y). They select
+            the pixels of the output that they cover by half, or else the most covered pixels. A mask may also have the
+            size of the output. For a volume, it must: (D, H, W) or (N, D, H, W). "predicted" takes the pixels that the
+            model assigns to the class. "border" takes the outermost of these pixels, minus the mean of the other pixels
+            that touch them: both sides of the predicted contour. With one channel, the model assigns the pixels with a
+            logit above 0, or with a probability above 0.5 if its last operation is a sigmoid. So does each of several
             channels that end in sigmoids; other channels compete for each pixel. If logits do not compete, pass a mask.
             With two class names, one channel belongs to class 1, and its negative to class 0.
 
     Raises:
-        TargetError: `where` is none of these. In `attribute`: the mask has another size, or the region is empty or
+        TargetError: `where` has another form. In `attribute`: the mask has another size, or the region is empty or
             outside.
 
     Source: Vinogradova et al., "Towards Interpretable Semantic Segmentation via Gradient-weighted Class Activation
@@ -323,13 +324,13 @@ def region(label: int | str, where: Any = "predicted") -> Target:
         choice = check_choice("where", where or "predicted", get_args(RegionChoice), error=TargetError)
         return Region(label=label, where=choice)
     try:
-        known = where if isinstance(where, Tensor) else torch.as_tensor(np.array(where), device="cpu")
+        tensor = where if isinstance(where, Tensor) else torch.as_tensor(np.array(where), device="cpu")
     except (TypeError, ValueError) as error:
         expected = "a mask (H, W), masks of one size, a box, a point, 'predicted' or 'border'"
         raise TargetError(f"expected the pixels of a region as {expected}, got {type(where).__name__}") from error
-    pixels = known.detach().as_subclass(Tensor)
+    pixels = tensor.detach().as_subclass(Tensor)
     if pixels.dim() == 1:
-        return Region(label=label, place=as_place("where", pixels, 2 if len(pixels) == 2 else 4))
+        return Region(label=label, position=as_place("where", pixels, 2 if len(pixels) == 2 else 4))
     marked = pixels[pixels != 0]
     if bool((marked != marked[:1]).any()):
         expected = "expected 0 and one other: pass labels == 3, or probabilities > 0.5"
@@ -340,9 +341,9 @@ def region(label: int | str, where: Any = "predicted") -> Target:
 def keypoint(joint: int | str, person: int = 0, *, read: CandidatesFunction | None = None) -> Target:
     """Explain the score of one joint of a pose model.
 
-    For heatmaps (N, joints, H, W), it is the mean of the joint's map over the 3 x 3 cells around its maximum, before a
-    last sigmoid or softmax, as in `region`. For a detector of persons, it is the joint's score, averaged over the
-    detections near the person as in `box`.
+    For heatmaps (N, joints, H, W), the score is the mean of the joint's map over the 3 x 3 cells around its maximum,
+    before a last sigmoid or softmax, as in `region`. For a detector of persons, it is the joint's score, averaged over
+    the detections near the person as in `box`.
 
     Args:
         joint: The joint, by index or name. Names are the class names, if there is one for each joint, or the 17 names

@@ -21,16 +21,16 @@ from .question import Images, Prompt, Question, Target, Together
 
 Measure = Literal["cosine", "dot", "distance"]
 ITSELF = "similarity to itself"
-"""The name of the target `similarity()`, which no other target has."""
+"""The name of the target `similarity()` only."""
 _MOST_NAMED = 3  # with more other texts, a name has only their number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingScore:
-    """Similarity of the model's embedding to others.
+    """Similarity of the model's embedding to other embeddings.
 
     Attributes:
-        compare: The function from the embeddings (N, D) of an output and the others (K, D) to scores (N,).
+        compare: The function from the embeddings (N, D) of an output and `others` (K, D) to scores (N,).
         others: (K, D) the embeddings to compare with.
         read: The function from an output to its embeddings.
     """
@@ -41,15 +41,15 @@ class EmbeddingScore:
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,), in float32 or wider."""
-        own = at_least_float32(self.read(output))
-        return self.compare(own, self.others.to(own))
+        embeddings = at_least_float32(self.read(output))
+        return self.compare(embeddings, self.others.to(embeddings))
 
     def ask(self, output: Any, images: Images, name: str, *, is_difference: bool = False) -> Together:
         """Return the questions. Raises TargetError unless all embeddings have one length."""
-        own = self.read(output)
-        if own.shape[-1] != self.others.shape[1]:
-            given = f"the reference has {self.others.shape[1]} numbers"
-            raise TargetError(f"{given}; the model's embedding has {own.shape[-1]}")
+        embeddings = self.read(output)
+        if embeddings.shape[-1] != self.others.shape[1]:
+            problem = f"the reference has {self.others.shape[1]} numbers"
+            raise TargetError(f"{problem}; the model's embedding has {embeddings.shape[-1]}")
         return Question(self, name, is_difference=is_difference, mirrored=self).ask(output, images)
 
 
@@ -81,16 +81,16 @@ class TextSimilarity(_EmbeddingTarget):
         asked = score.ask(output, images, name, is_difference=bool(self.against))
         if not self.against:
             return asked
-        known = score(output).detach().float().sigmoid()  # among all texts
-        return Together([replace(asked[0], probability=known[image]) for image in images.numbers], score)
+        probabilities = score(output).detach().float().sigmoid()  # among all texts
+        return Together([replace(asked[0], probability=probabilities[image]) for image in images.numbers], score)
 
 
-def _cosines(own: Tensor, others: Tensor) -> Tensor:
-    return F.linear(F.normalize(own, dim=1), others)[:, 0]
+def _cosines(embeddings: Tensor, others: Tensor) -> Tensor:
+    return F.linear(F.normalize(embeddings, dim=1), others)[:, 0]
 
 
-def _log_odds(own: Tensor, others: Tensor) -> Tensor:
-    scores = F.linear(F.normalize(own, dim=1), others)  # (N, K)
+def _log_odds(embeddings: Tensor, others: Tensor) -> Tensor:
+    scores = F.linear(F.normalize(embeddings, dim=1), others)  # (N, K)
     return scores[:, 0] - scores[:, 1:].logsumexp(1)
 
 
@@ -100,7 +100,7 @@ def _name(prompt: Prompt) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Similarity(_EmbeddingTarget):
-    """Similarity to an image or an embedding, or the difference of two; see `similarity`."""
+    """Similarity to an image or an embedding, or the difference of two similarities; see `similarity`."""
 
     references: tuple[Any, ...]  # one, or two for a contrast
     measure: Measure = "cosine"
@@ -108,29 +108,29 @@ class Similarity(_EmbeddingTarget):
     def prepared(self, images: Images) -> Similarity:
         """Return the target with the embeddings of its references."""
         rows = [
-            torch.as_tensor(one, device="cpu").reshape(1, -1)
-            if _is_embedding(one)
-            else embedding(images.encode_image(one))
-            for one in self.references
+            torch.as_tensor(reference, device="cpu").reshape(1, -1)
+            if _is_embedding(reference)
+            else embedding(images.encode_image(reference))
+            for reference in self.references
         ]
         return replace(self, embeddings=torch.cat([row.detach().to(rows[0]) for row in rows]))
 
     def ask(self, output: Any, images: Images) -> Together:
         """Return the questions about the similarity."""
-        names = [Path(one).name if isinstance(one, str | os.PathLike) else "a reference" for one in self.references]
+        names = [Path(r).name if isinstance(r, str | os.PathLike) else "a reference" for r in self.references]
         score = EmbeddingScore(partial(_similarities, self.measure), cast("Tensor", self.embeddings))
         name = f"similarity to {' rather than '.join(names)}"
         return score.ask(output, images, name, is_difference=len(self.references) > 1)
 
 
-def _similarities(measure: Measure, own: Tensor, others: Tensor) -> Tensor:
-    """Return the similarities (N,) to the first of the others, minus those to the second if there is one."""
+def _similarities(measure: Measure, embeddings: Tensor, others: Tensor) -> Tensor:
+    """Return the similarities (N,) to the first of `others`, minus the similarities to the second, if any."""
     if measure == "cosine":
-        own, others = F.normalize(own, dim=1), F.normalize(others, dim=1)
+        embeddings, others = F.normalize(embeddings, dim=1), F.normalize(others, dim=1)
     if measure == "distance":
-        scores = torch.stack([-torch.linalg.vector_norm(own - other, dim=1) for other in others], 1)
+        scores = torch.stack([-torch.linalg.vector_norm(embeddings - other, dim=1) for other in others], 1)
     else:
-        scores = F.linear(own, others)  # (N, K)
+        scores = F.linear(embeddings, others)  # (N, K)
     return scores[:, 0] if len(others) == 1 else scores[:, 0] - scores[:, 1]
 
 
@@ -166,16 +166,16 @@ class MaxSimilarity(_EmbeddingTarget):
         return score.ask(output, images, self.prompt if self.word is None else f"word {self.word} of {self.prompt}")
 
 
-def _late_interaction(own: Tensor, words: Tensor) -> Tensor:
-    return (own @ words.T).amax(1).sum(1)
+def _late_interaction(embeddings: Tensor, words: Tensor) -> Tensor:
+    return (embeddings @ words.T).amax(1).sum(1)
 
 
 def _token_embeddings(output: Any) -> Tensor:
     """Return the embeddings (N, tokens, D) of an output."""
-    own = output["image_embeds"] if isinstance(output, Mapping) else output
-    if not isinstance(own, Tensor) or own.dim() != 3:
+    embeddings = output["image_embeds"] if isinstance(output, Mapping) else output
+    if not isinstance(embeddings, Tensor) or embeddings.dim() != 3:
         raise TargetError("max_sim is a target of methods for a model that is wrapped in saliency.LateInteraction")
-    return own
+    return embeddings
 
 
 def max_sim(prompt: str, word: int | None = None) -> Target:
@@ -186,7 +186,7 @@ def max_sim(prompt: str, word: int | None = None) -> Target:
 
     Args:
         prompt: The text.
-        word: The index of a single token in `LateInteraction.words(prompt)`; by default all of them, with the tokens
+        word: The index of a single token in `LateInteraction.words(prompt)`; by default all tokens, also those
             that the processor adds, as in retrieval.
 
     Source: Faysse et al., "ColPali: Efficient Document Retrieval with Vision Language Models" (2024),
@@ -200,12 +200,12 @@ def text(prompt: str | Sequence[str], against: str | Sequence[str | Sequence[str
 
     Without `against`, the score is the cosine similarity, -1 to 1. With `against`, it is the log-odds log(p / (1 - p))
     of the text in the softmax over all texts, with the model's scale of logits. For two texts this is the difference of
-    their logits. `explanation.probabilities` are the p. Unlike the gradients of p and log(p), the gradient of the
+    their logits. `explanation.probabilities` holds p. Unlike the gradients of p and log(p), the gradient of the
     log-odds does not vanish if the model is certain.
 
     Args:
         prompt: The text. A list of texts is an ensemble: its embedding is the mean of their normalised embeddings.
-        against: Other texts to contrast it with. Each may also be a list.
+        against: Other texts to contrast it with. Each text may also be a list.
 
     Raises:
         TargetError: A text is not a string, or an ensemble is empty.
@@ -216,7 +216,7 @@ def text(prompt: str | Sequence[str], against: str | Sequence[str | Sequence[str
 
 def _as_prompt(prompt: str | Sequence[str]) -> Prompt:
     texts = (prompt,) if isinstance(prompt, str) else tuple(prompt) if isinstance(prompt, list | tuple) else ()
-    if not texts or not all(isinstance(one, str) for one in texts):
+    if not texts or not all(isinstance(text, str) for text in texts):
         raise TargetError(f"expected a text or a list of texts, got {prompt!r}")
     return prompt if isinstance(prompt, str) else texts
 

@@ -21,14 +21,14 @@ class Words(Target):
     """Log-odds of words of an answer; see `words`.
 
     Attributes:
-        text: The words; None for `at`.
+        text: The words, or None.
         against: Another text for the same position, or None.
-        at: The index or the slice of tokens, or None.
+        chosen: The index or the slice of tokens, or None.
     """
 
     text: str | None = None
     against: str | None = None
-    at: int | slice | None = None
+    chosen: int | slice | None = None
 
     def ask(self, output: Any, images: Images) -> Together:
         """Return the questions about the tokens. Raises TargetError if the answer does not contain them."""
@@ -46,24 +46,24 @@ class Words(Target):
                 raise TargetError(f'"{label}" and "{self.against}" begin with the same tokens; compare other words')
             pairs, label = (pair,), f"{label} rather than {self.against}"
         score = WordScore(pairs, other)
-        known, difference = score.probabilities(output), other is not None
-        asked = [Question(score, label, None, known[n], difference, mirrored=score) for n in images.numbers]
+        probabilities, difference = score.probabilities(output), other is not None
+        asked = [Question(score, label, None, probabilities[n], difference, mirrored=score) for n in images.numbers]
         return Together(asked, score)
 
     def _explained_tokens(self, answer: AnswerText) -> range:
         """Return the tokens of the answer that the target explains."""
-        tokens, at = range(len(answer.ids)), self.at
-        selected = tokens[at or slice(None)] if isinstance(at, slice | None) else tokens[at : at + 1 or None]
+        tokens, key = range(len(answer.ids)), self.chosen
+        selected = tokens[key or slice(None)] if isinstance(key, slice | None) else tokens[key : key + 1 or None]
         if not selected:
-            raise TargetError(f"at={at!r} selects none of the {len(tokens)} tokens of the answer, numbered from 0")
+            raise TargetError(f"at={key!r} selects none of the {len(tokens)} tokens of the answer, numbered from 0")
         if self.text is None:
             return selected
-        found = [tokens[own] for own in answer.find(self.text)]
-        inside = [own for own in found if {*own} & {*selected}]
+        occurrences = [tokens[span] for span in answer.find(self.text)]
+        inside = [span for span in occurrences if {*span} & {*selected}]
         if not inside:
-            known = ", ".join(dict.fromkeys(word for word, _ in answer.words()))
-            where = f" at={at!r}, but at {[own[0] for own in found]}" if found else ""
-            raise TargetError(f'"{self.text}" is not in the answer{where}; its words are {known}')
+            listing = ", ".join(dict.fromkeys(word for word, _ in answer.words()))
+            where = f" at={key!r}, but at {[span[0] for span in occurrences]}" if occurrences else ""
+            raise TargetError(f'"{self.text}" is not in the answer{where}; its words are {listing}')
         return inside[0]
 
 
@@ -72,7 +72,7 @@ class WordScore:
     """Log-odds of tokens of an answer.
 
     Attributes:
-        pairs: The row of the output, from the end, and the token of each explained number.
+        pairs: For each explained token, its row in the output, from the end, and its id.
         other: The token to compare with, or None.
     """
 
@@ -92,8 +92,8 @@ class WordScore:
         chosen = [number * size + token for number, (_, token) in enumerate(self.pairs)]  # of all rows in one
         gaps = [end - start - 1 for start, end in pairwise([-1, *chosen, explained * size])]
         parts = logits.flatten(1).split_with_sizes([*chain.from_iterable((gap, 1) for gap in gaps)][:-1], 1)
-        own, others = torch.cat(parts[1::2], 1), torch.cat(parts[::2], 1)
-        return (own - others.view(images, explained, size - 1).logsumexp(2)).sum(1)
+        tokens, others = torch.cat(parts[1::2], 1), torch.cat(parts[::2], 1)
+        return (tokens - others.view(images, explained, size - 1).logsumexp(2)).sum(1)
 
     def probabilities(self, output: Any) -> Tensor:
         """Return the probability (N,) of the words: the product over their tokens."""
@@ -105,16 +105,16 @@ class WordScore:
 def words(text: str | None = None, *, against: str | None = None, at: int | slice | None = None) -> Target:
     """Explain words of an answer of a vision-language model; the image is a result of `saliency.generate`.
 
-    The score is the log-odds log(p / (1 - p)) of a token against all other tokens, given the tokens before it; of
-    several tokens, the sum. Unlike the gradient of log(p), its gradient does not vanish if the model is certain.
-    `explanation.probabilities` is the product of the p.
+    The score is the log-odds log(p / (1 - p)) of a token against all other tokens, given the tokens before it; the
+    log-odds of several tokens are summed. Unlike the gradient of log(p), its gradient does not vanish if the model is
+    certain. `explanation.probabilities` is the product of all p.
 
     Args:
-        text: The words, as in the answer, regardless of case; the first occurrence without `at`.
+        text: The words, as in the answer, regardless of case; by default their first occurrence.
         against: Another text for the same position. The score is then the log-odds of both: the difference of the
             logits at the first token in which they differ.
-        at: The index or the slice of tokens of the answer, from 0. With a text, the occurrence that has one of them.
-            Without both, the whole answer.
+        at: The index or the slice of tokens of the answer, from 0. With `text`, the occurrence that contains one of
+            these tokens. By default the whole answer.
 
     Raises:
         TargetError: An argument has another type. In `attribute`: the answer does not contain the words.

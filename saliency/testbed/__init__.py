@@ -1,4 +1,4 @@
-"""Images where the right map is known, and small networks trained on them."""
+"""Images with a known correct map, and small networks trained on them."""
 
 from __future__ import annotations
 

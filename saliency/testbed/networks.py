@@ -66,7 +66,7 @@ class UNet(nn.Module):
 
 
 def keypoint_network(outputs: int = len(KEYPOINTS)) -> nn.Module:
-    """Return a U-Net with a heatmap of 32 x 32 cells for each keypoint; the maximum is 1 at its place.
+    """Return a U-Net with a heatmap of 32 x 32 cells for each keypoint; the maximum is 1 at its position.
 
     Source: Xiao et al., "Simple Baselines for Human Pose Estimation and Tracking" (2018),
     https://arxiv.org/abs/1804.06208.
@@ -354,7 +354,7 @@ class Captioner(nn.Module):
 
 
 class CaptionProcessor:
-    """Processor of the captioner, used like one of transformers: words are tokens, and each patch is a token "<image>".
+    """Processor of the captioner, used as in transformers: words are tokens, and each patch is a token "<image>".
 
     The prompts are "caption", answered by a sentence such as "a red circle left of a blue square", and "what colour is
     the circle?", answered by a colour.
@@ -374,12 +374,12 @@ class CaptionProcessor:
         """
         texts = [text] if isinstance(text, str) else text
         starts = ["<start>", *[self.image_token] * _CELLS]
-        rows = [self.encode(" ".join([*starts, each.replace(self.image_token, "")])) for each in texts]
+        rows = [self.encode(" ".join([*starts, prompt.replace(self.image_token, "")])) for prompt in texts]
         tokens = nn.utils.rnn.pad_sequence([torch.tensor(row, device="cpu") for row in rows], batch_first=True)
         return {"input_ids": tokens, "pixel_values": read(images, PREPROCESS).inputs}
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the tokens of words, without others. Raises TargetError if the network does not know a word."""
+        """Return the tokens of words, without special tokens. Raises TargetError if a word is unknown."""
         words = re.findall(r"<\w+>|\w+", text.lower())
         if unknown := set(words) - set(_SPOKEN):
             raise TargetError(f'"{min(unknown)}" is not a word of the captioner; expected: {", ".join(_SPOKEN)}')

@@ -39,7 +39,7 @@ class Scenes:
     images: Tensor  # (N, 3, 64, 64), uint8
     backgrounds: Tensor  # (N, 3, 64, 64), uint8: the same images without objects and watermark
     masks: Tensor  # (N, K, 64, 64), bool
-    watermark: Tensor  # (N, 1, 64, 64), bool; empty where there is none
+    watermark: Tensor  # (N, 1, 64, 64), bool; empty if the image has no watermark
     labels: Tensor  # (N,), classes
     importance: Tensor  # (N, K), the part of each object in the label; 0 for a distractor
     shapes: Tensor  # (N, K), indices into CLASSES + DISTRACTORS
@@ -60,14 +60,14 @@ class Scenes:
     @property
     def boxes(self) -> Tensor:
         """The box x0, y0, x1, y1 of each object in pixels, (N, K, 4), float32; a pixel covers 0 to 1 at the edge."""
-        lines = [self.masks.any(axis).byte() for axis in (2, 3)]  # its columns and rows, (N, K, 64)
+        lines = [self.masks.any(axis).byte() for axis in (2, 3)]  # columns and rows of the mask, (N, K, 64)
         low = [line.argmax(2) for line in lines]
         high = [SIZE - line.flip(2).argmax(2) for line in lines]
         return torch.stack(low + high, 2).float()
 
     @property
     def keypoints(self) -> Tensor:
-        """The corners (x, y) of each triangle in pixels, in the order of KEYPOINTS, (N, K, 3, 2); NaN of others."""
+        """The corners (x, y) of each triangle in pixels, in the order of KEYPOINTS, (N, K, 3, 2); else NaN."""
         x0, y0, x1, y1 = self.boxes.unbind(2)
         corners = torch.stack([(x0 + x1) / 2, y0, x0, y1, x1, y1], 2).reshape(*x0.shape, 3, 2)
         return corners.where((self.shapes == _NAMES.index("triangle"))[..., None, None], torch.nan)
@@ -77,14 +77,14 @@ class Scenes:
         return torch.where(pixels, self.backgrounds, self.images)
 
     def captions(self) -> list[tuple[str, str, str, str]]:
-        """Return captions that are true of each image: its first two objects, and the place of each by the other."""
+        """Return captions that are true of each image: its first two objects, and the relation of each to the other."""
         colours = tuple(COLOURS)
         result = []
         columns = (self.shapes[:, :2], self.colours[:, :2], self.axes, self.first)
         for shapes, hues, axis, first in zip(*(column.tolist() for column in columns), strict=True):
-            one, other = (f"a {colours[hue]} {_NAMES[shape]}" for hue, shape in zip(hues, shapes, strict=True))
+            a, b = (f"a {colours[hue]} {_NAMES[shape]}" for hue, shape in zip(hues, shapes, strict=True))
             here, there = _RELATIONS[axis] if first else _RELATIONS[axis][::-1]
-            result.append((one, other, f"{one} {here} {other}", f"{other} {there} {one}"))
+            result.append((a, b, f"{a} {here} {b}", f"{b} {there} {a}"))
         return result
 
 
@@ -93,18 +93,18 @@ def draw_scenes(
 ) -> Scenes:
     """Draw images whose label follows from their objects alone, on textured grey noise.
 
-    Shapes, colours, places and noise are independent of each other. The tasks:
+    Shapes, colours, positions and noise are independent of each other. The tasks:
 
     - "planted": an object of a class, and a distractor of equal size. The label is the class.
-    - "two_objects": two objects of different classes. The label is the class of the first.
+    - "two_objects": two objects of different classes. The label is the class of the first object.
     - "sizes": as "planted", but each object is small or large, independently of the other.
     - "shortcut": as "planted", with a watermark in a corner of some images.
     - "xor": two parts, each a circle or a square, and a distractor. The label is 1 if the parts differ. Neither part
-      alone determines it.
+      alone determines the label.
     - "occlusion": four objects. A circle weighs 3, a square 2, a triangle 1 and a distractor 0. The label is 1 if the
       sum is at least 6. Covering an object lowers the sum by its weight, which gives the right order of importance.
     - "several": four circles, squares and triangles of different sizes. The first two are of the same class, which is
-      the label. The first is the object to explain, so the second is the one with which a map can confuse it.
+      the label. The first is the object to explain; a map can confuse it with the second.
     - "corners": as "several", but the first is the only triangle, for its `keypoints`.
 
     Args:
@@ -135,8 +135,8 @@ def draw_scenes(
     centres, axes, first = _draw_halves(radii, random) if objects == 2 else _draw_quadrants(radii, step, random)
     masks = _draw_masks(kinds, centres, radii)
     ground, grain = _draw_noise(count, random)
-    shares = torch.tensor(watermarked if task == "shortcut" else (0,) * len(CLASSES), device="cpu")[labels]
-    watermark = _draw_watermark(centres, shares, random)
+    fractions = torch.tensor(watermarked if task == "shortcut" else (0,) * len(CLASSES), device="cpu")[labels]
+    watermark = _draw_watermark(centres, fractions, random)
     painted = _paint(ground, masks, hues, watermark)
     images, backgrounds = ((255 * (part + grain)).round().clamp(0, 255).to(torch.uint8) for part in (painted, ground))
     return Scenes(images, backgrounds, masks, watermark, labels, importance, kinds, hues, axes, first)
@@ -200,9 +200,8 @@ def _draw_along(radii: Tensor, length: int, step: int, random: torch.Generator) 
     # Centres of usual objects lie on a grid, so that small networks learn the shapes in a minute.
     steps = int(length - 2 * _MARGIN * _RADIUS) // step
     margin = _MARGIN * radii
-    return (
-        margin + (length - 2 * margin) * torch.randint(steps + 1, radii.shape, generator=random, device="cpu") / steps
-    )
+    cells = torch.randint(steps + 1, radii.shape, generator=random, device="cpu")
+    return margin + (length - 2 * margin) * cells / steps
 
 
 def _draw_masks(kinds: Tensor, centres: Tensor, radii: Tensor) -> Tensor:
@@ -214,7 +213,7 @@ def _draw_masks(kinds: Tensor, centres: Tensor, radii: Tensor) -> Tensor:
 
 
 def _inside(x: Tensor, y: Tensor) -> Tensor:
-    """Return whether points (..., 1, w) and (..., h, 1) are inside each shape. The area of each is about pi."""
+    """Return whether points (..., 1, w) and (..., h, 1) are inside each shape. The area of a shape is about pi."""
     radius, across, down = torch.hypot(x, y), x.abs(), y.abs()
     longest, shortest = torch.maximum(across, down), torch.minimum(across, down)
     shapes = {
@@ -240,10 +239,10 @@ def _draw_noise(count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
     return ground.expand(-1, 3, -1, -1), grain
 
 
-def _draw_watermark(centres: Tensor, shares: Tensor, random: torch.Generator) -> Tensor:
+def _draw_watermark(centres: Tensor, fractions: Tensor, random: torch.Generator) -> Tensor:
     """Return the pixels of a watermark in the corner that is farthest from all objects, (N, 1, 64, 64)."""
-    marked = torch.rand(len(shares), generator=random, device="cpu", dtype=torch.float32) < shares
-    corners = torch.tensor(_CORNERS, device="cpu", dtype=torch.float32).expand(len(shares), -1, -1)
+    marked = torch.rand(len(fractions), generator=random, device="cpu", dtype=torch.float32) < fractions
+    corners = torch.tensor(_CORNERS, device="cpu", dtype=torch.float32).expand(len(fractions), -1, -1)
     corner = corners[0, torch.cdist(corners, centres).amin(2).argmax(1)]  # (N, 2)
     distance = (torch.arange(SIZE, device="cpu") + 0.5 - corner[..., None]).abs()  # (N, 2, 64)
     x, y = ((distance[:, axis] > 2) & (distance[:, axis] < 2 + length) for axis, length in enumerate(_WATERMARK))

@@ -35,7 +35,7 @@ def draw_volumes(count: int, *, seed: int = 0) -> Volumes:
     """Draw volumes of two solid shapes, such as a ball and a ring, in textured noise.
 
     The shapes, their brightness and their positions are independent of each other. The classes of both objects are
-    correct: the map of one class should highlight its own object, and not the other one.
+    correct: the map of one class should highlight the object of this class, and not the other object.
 
     Args:
         count: The number of volumes.
@@ -63,11 +63,11 @@ def _draw_masks(kinds: Tensor, random: torch.Generator) -> Tensor:
     first = torch.randint(2, (count, 1), generator=random, device="cpu")
     half = torch.tensor(VOLUME, device="cpu") * axes / 2  # (N, 1, 3)
     room = torch.tensor(VOLUME, device="cpu") - half - 2 * _MARGIN * _RADIUS
-    places = torch.rand(count, 2, 3, generator=random, device="cpu", dtype=torch.float32)
+    positions = torch.rand(count, 2, 3, generator=random, device="cpu", dtype=torch.float32)
     # Whole numbers, so that a small network learns the shapes in a minute.
-    centres = (_MARGIN * _RADIUS + room * places).round() + half * torch.stack([first, 1 - first], 1)
+    centres = (_MARGIN * _RADIUS + room * positions).round() + half * torch.stack([first, 1 - first], 1)
     offsets = (torch.arange(length, device="cpu") + 0.5 for length in VOLUME)
-    z, y, x = ((own - centre[..., None]) / _RADIUS for own, centre in zip(offsets, centres.unbind(-1), strict=True))
+    z, y, x = ((grid - centre[..., None]) / _RADIUS for grid, centre in zip(offsets, centres.unbind(-1), strict=True))
     inside = _inside(x[..., None, None, :], y[..., None, :, None], z[..., None, None])
     return inside.gather(0, kinds[None, ..., None, None, None].expand(1, *inside.shape[1:]))[0]
 
@@ -75,7 +75,7 @@ def _draw_masks(kinds: Tensor, random: torch.Generator) -> Tensor:
 def _inside(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """Return whether points (..., 1, 1, w), (..., 1, h, 1) and (..., d, 1, 1) are inside each of SOLIDS.
 
-    They have about the same volume.
+    All solids have about the same volume.
     """
     plane, height = x.square() + y.square(), z.square()
 

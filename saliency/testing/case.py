@@ -23,7 +23,7 @@ SIZE = (16, 16)
 class TinyNet(nn.Module):
     """Classifier that most methods support, with an in-place and reused ReLU, a functional ReLU and a linear head.
 
-    BatchNorm and dropout detect methods that run it in training mode.
+    BatchNorm and dropout detect methods that run the model in training mode.
     """
 
     def __init__(self, classes: int = 5) -> None:
@@ -49,7 +49,8 @@ class TinyNet(nn.Module):
 class TinyTransformer(nn.Module):
     """Classifier by attention among patches of 4 x 4 pixels and a class token, for images of any size.
 
-    Dropout detects methods that run it in training mode. With SiLU, PyTorch runs no other kernels without gradients.
+    Dropout detects methods that run the model in training mode. With SiLU, PyTorch runs the same kernels with and
+    without gradients.
     """
 
     def __init__(self, classes: int = 5) -> None:
@@ -175,7 +176,7 @@ def require_raises(expected: tuple[type, ...], call: Callable[[], Any], what: st
     error: BaseException | None = None
     try:
         call()
-    except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001 - compared with the expected ones
+    except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001 - compared with the expected errors
         error = raised
     if not isinstance(error, expected):
         outcome = f"got {type(error).__name__}: {error}" if error else "nothing was raised"

@@ -216,7 +216,7 @@ def several_targets(case: MethodCase) -> None:
 
 @check
 def explained_together(case: MethodCase) -> None:
-    """`explain_together` gives the same results as separate calls, for this method and for others."""
+    """`explain_together` gives the same results as separate calls, for this method and for other methods."""
     model, x = case.model(), images(2)
     method, plain = case.on(model), VanillaGradient(model)
     before, shared, after = explain_together([plain, method, plain], x, [0, 1])
@@ -252,7 +252,7 @@ def nested_in_the_target(case: MethodCase) -> None:
 
     if _explains(method, x, lambda output: output[:, 0]):  # some methods explain classes only
         expected = method.attribute(x, lambda output: output[:, 0]).values
-        require_same(method.attribute(x, nesting).values, expected, "a call with another one inside its target")
+        require_same(method.attribute(x, nesting).values, expected, "a call with another call inside its target")
 
 
 @check
@@ -315,7 +315,7 @@ def documented(case: MethodCase) -> None:
         (cls.cost, "`cost` is empty; give the number of passes per call"),
         (cls.units, "`units` is empty; give the units of the values"),
         (cls.sign in get_args(Sign), f"`sign` is {cls.sign!r}, which is not one of {get_args(Sign)}"),
-        (re.fullmatch(r"[a-z][a-z0-9_]*", cls.name), f"`name` is {cls.name!r}; expected one like grad_cam"),
+        (re.fullmatch(r"[a-z][a-z0-9_]*", cls.name), f"`name` is {cls.name!r}; expected a name like grad_cam"),
         (METHODS.get(cls.name) is cls, f'METHODS["{cls.name}"] is {METHODS.get(cls.name)}'),
     ):
         require(bool(holds), failure)
@@ -355,7 +355,7 @@ def result(case: MethodCase) -> None:
 
 @check
 def residual(case: MethodCase) -> None:
-    """The ledger plus the residual equals the score; without a ledger the values do, up to a constant per class."""
+    """Ledger plus residual equals the score; without a ledger, values plus residual do, up to a constant per class."""
     explanation = case.explain(case.precise_model(), images(4, dtype=torch.float64), 0)
     stated = explanation.residual
     if stated is None:
@@ -486,7 +486,7 @@ def non_square(case: MethodCase) -> None:
 
 
 def _runs(model: nn.Module, size: tuple[int, int]) -> bool:
-    """Return whether a model takes images of that size; some take one size only."""
+    """Return whether a model takes images of that size; some models take one size only."""
     return _works(lambda: model(images(1, size)), RuntimeError, ValueError, AssertionError)
 
 

@@ -16,9 +16,9 @@ from ..errors import ModelError, did_you_mean
 from ..io.preprocess import PreprocessLike, as_preprocess
 from ..model.dual_encoder import DualEncoder
 from .checkpoints import SUFFIXES, load_checkpoint
-from .libraries import Bundled, HuggingFace, OpenClip, PythonModel, Shapes, Source, Timm, Torchvision
+from .libraries import Bundled, HuggingFace, OpenClip, PythonModel, ShapesNetworks, Source, Timm, Torchvision
 
-_LIBRARIES = (Bundled(), Shapes(), Torchvision(), Timm())  # in the order in which a bare name is looked up
+_LIBRARIES = (Bundled(), ShapesNetworks(), Torchvision(), Timm())  # in the order in which a bare name is looked up
 _SEED = 0
 _RANDOM_LOCK = threading.RLock()  # the random state is shared by all threads; the user's code may call `load`
 
@@ -41,7 +41,7 @@ def load(
     """Load a model by name, in evaluation mode, on the CPU.
 
     It is a plain module with two attributes: `preprocess`, a `Preprocess` (or a `TransformPreprocess` around your
-    callable), and `categories`, a tuple of class names, or None if they are unknown. The global random state does not
+    callable), and `categories`, a tuple of class names, or None if there are no names. The global random state does not
     change; random weights are the same at every call.
 
     Args:
@@ -51,11 +51,11 @@ def load(
             repository of its hub or, as in "hf//folder/of/mine", in a folder; of images and texts, it is a
             `DualEncoder`. Or a model in Python code that is run: "mine.py:make" or "package.module:make", the name of
             a model or of a function that returns one. Its attributes `preprocess` and `categories` are used.
-        weights: "default" for the library's best ones; None for random ones; the name of another set of the library
-            ("IMAGENET1K_V2", "a1_in1k", "laion2b_s34b_b79k"); or the path of a checkpoint, from which no code is run.
-        preprocess: Replaces the library's own: torchvision's `weights.transforms()`, timm's `pretrained_cfg`, or any
-            callable from an image to a tensor.
-        categories: Replaces the library's own class names.
+        weights: "default" for the library's best weights; None for random weights; the name of another set of the
+            library ("IMAGENET1K_V2", "a1_in1k", "laion2b_s34b_b79k"); or the path of a checkpoint, which runs no code.
+        preprocess: Replaces the library's preprocessing: torchvision's `weights.transforms()`, timm's `pretrained_cfg`,
+            or any callable from an image to a tensor.
+        categories: Replaces the library's class names.
 
     Raises:
         DependencyError: The library, or the package of bundled weights, is not installed.
@@ -95,7 +95,7 @@ def load(
 
 
 def models() -> list[ModelListing]:
-    """Return every model that `load` can load, the bundled ones first, under the name that `load` takes."""
+    """Return every model that `load` can load, bundled models first, under the name that `load` takes."""
     listings: dict[str, ModelListing] = {}
     for library in _LIBRARIES:
         for bare in library.names():
@@ -106,8 +106,8 @@ def models() -> list[ModelListing]:
 
 def _check_categories(categories: Sequence[str], classes: int | None) -> tuple[str, ...]:
     if isinstance(categories, str) or classes not in (None, len(categories)):
-        given = f'the string "{categories}"' if isinstance(categories, str) else f"{len(categories)} names"
-        raise ModelError(f"categories: expected {classes or 'some'} names, one per class of the model; got {given}")
+        got = f'the string "{categories}"' if isinstance(categories, str) else f"{len(categories)} names"
+        raise ModelError(f"categories: expected {classes or 'some'} names, one per class of the model; got {got}")
     return tuple(categories)
 
 
@@ -120,7 +120,7 @@ def _checkpoint_path(weights: str | os.PathLike[str]) -> Path | None:
     return path if is_path else None
 
 
-def _find(name: str) -> tuple[Shapes | Torchvision | Timm | OpenClip | HuggingFace | PythonModel, str]:
+def _find(name: str) -> tuple[ShapesNetworks | Torchvision | Timm | OpenClip | HuggingFace | PythonModel, str]:
     """Return the library that has a model, and the name of the model in it."""
     if ":" in name or name.endswith(".py"):
         return PythonModel(), name
@@ -133,5 +133,5 @@ def _find(name: str) -> tuple[Shapes | Torchvision | Timm | OpenClip | HuggingFa
         if sought in library.names(tags=True):
             return library, sought
     bare = name.rpartition("/")[2]
-    known = [known for library in libraries for known in library.names(tags="." in bare)]
-    raise ModelError(f'no model "{name}"{did_you_mean(bare, known) or "; `saliency models` lists them"}')
+    names = [bare_name for library in libraries for bare_name in library.names(tags="." in bare)]
+    raise ModelError(f'no model "{name}"{did_you_mean(bare, names) or "; `saliency models` lists them"}')

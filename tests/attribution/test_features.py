@@ -180,7 +180,7 @@ def test_the_figure_has_the_image_and_the_components_of_each_image() -> None:
     for number, picture in enumerate(pictures):
         np.testing.assert_array_equal(drawn[number], np.moveaxis(np.asarray(picture), 0, -1))
         np.testing.assert_array_equal(drawn[2 + number], cells[number].repeat_interleave(8, 0).repeat_interleave(8, 1))
-    with pytest.raises(RenderError, match="image is not known"):
+    with pytest.raises(RenderError, match="there is no image to draw on"):
         saliency.draw_features(saliency.features(model, images(1, (64, 64))))
 
 

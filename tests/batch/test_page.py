@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from saliency.batch.report import report
-from saliency.evaluation.comparison import Comparison, Result
+from saliency.evaluation.comparison import Comparison, MetricResult
 from tests.batch.test_report import HOSTILE, NOTHING, Row, failed, folder, row
 from tests.browser import Visit, chromium, until, visit
 
@@ -67,12 +67,12 @@ def compared(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     results = []
     for at, (method, shift) in product(range(12), {"grad_cam": 0.5, "layer_cam": 0.1, "lrp": -0.2}.items()):
         value = shift + at * 7 % 12 / 100
-        deletion = Result(
+        deletion = MetricResult(
             f"photo-{at}", method, "deletion", value, {"centre": 0.3, "random": 0.3}, False, shift + 1, CURVES
         )
         results += [
             deletion,
-            Result(f"photo-{at}", method, "gini", -value, {"centre": 0.0, "random": 0.0}, None, shift + 1),
+            MetricResult(f"photo-{at}", method, "gini", -value, {"centre": 0.0, "random": 0.0}, None, shift + 1),
         ]
     Comparison(results).save(out / "evaluation.json")
     return report(out)

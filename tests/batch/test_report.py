@@ -28,7 +28,7 @@ from saliency.cli import main
 from saliency.cli.batch_commands import report as report_command
 from saliency.cli.console import Screen
 from saliency.errors import ExplanationError, SaliencyWarning
-from saliency.evaluation.comparison import Comparison, Result
+from saliency.evaluation.comparison import Comparison, MetricResult
 from saliency.render.scaling import color_table
 
 Row = dict[str, Any]
@@ -174,7 +174,7 @@ def test_numbers_of_the_head_that_json_does_not_have_are_left_out(tmp_path: Path
 def test_the_page_holds_the_comparison_without_numbers_that_json_does_not_have(tmp_path: Path) -> None:
     out = folder(tmp_path / "out", [row(0)])
     assert unzipped(Elements(report(out)).data["comparison"]) is None
-    result = Result("photo-0", "grad_cam", "gini", 1 / 3, {"random": math.nan}, True, 0.5)
+    result = MetricResult("photo-0", "grad_cam", "gini", 1 / 3, {"random": math.nan}, True, 0.5)
     Comparison([result]).save(out / "evaluation.json")
     (read,) = unzipped(Elements(report(out)).data["comparison"])["results"]
     assert (read["value"], read["controls"]) == (0.333333, {"random": None})

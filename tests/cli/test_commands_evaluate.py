@@ -19,7 +19,7 @@ from saliency.batch import folder_evaluation
 from saliency.batch import run as batch_run
 from saliency.batch.run import interruption
 from saliency.cli import main
-from saliency.evaluation.comparison import Result, measure_image
+from saliency.evaluation.comparison import MetricResult, measure_image
 from saliency.evaluation.metrics.faithfulness import Deletion
 from saliency.metrics import measure
 from tests.batchwork import Tiny, noise, photos, plain
@@ -38,7 +38,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """The images and methods that are measured, not read from files, in any order."""
     seen: list[tuple[str, str]] = []
 
-    def spy(name: str, method_name: str, *arguments: Any, **options: Any) -> list[Result]:
+    def spy(name: str, method_name: str, *arguments: Any, **options: Any) -> list[MetricResult]:
         seen.append((name, method_name))
         return measure_image(name, method_name, *arguments, **options)
 
@@ -100,7 +100,7 @@ def test_an_interrupted_run_keeps_what_is_measured(
     run: Run, source: Path, measured: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    def interrupted(name: str, *arguments: Any, **options: Any) -> list[Result]:
+    def interrupted(name: str, *arguments: Any, **options: Any) -> list[MetricResult]:
         if name == "02":
             raise KeyboardInterrupt
         return measure_image(name, *arguments, **options)
@@ -190,7 +190,7 @@ def test_ctrl_c_finishes_the_methods_in_progress_and_keeps_them(
             handled.append(is_interrupted)
             yield is_interrupted
 
-    def pressed(*arguments: Any, **options: Any) -> list[Result]:
+    def pressed(*arguments: Any, **options: Any) -> list[MetricResult]:
         os.kill(os.getpid(), signal.SIGINT)
         while not handled[0]():  # the handler runs in the main thread, later than the signal on a busy machine
             time.sleep(0.001)

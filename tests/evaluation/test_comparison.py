@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from saliency import GradCAM, InputXGradient, LayerCAM, MethodError, VanillaGradient, compare
 from saliency.errors import ImageError
-from saliency.evaluation.comparison import Comparison, Result, concordance, holm, rank_ranges, sign_flip_test
+from saliency.evaluation.comparison import Comparison, MetricResult, concordance, holm, rank_ranges, sign_flip_test
 from saliency.evaluation.metrics.base import Metric
 from saliency.evaluation.metrics.faithfulness import Deletion, Infidelity, Insertion
 from saliency.metrics import measure
@@ -43,10 +43,10 @@ class Linear(nn.Module):
 
 def results(
     values: Mapping[str, Sequence[float | None]], *, higher: bool | None = True, control: float = 0.0
-) -> list[Result]:
+) -> list[MetricResult]:
     """Return the results of one metric, by method."""
     return [
-        Result(str(image), method, "metric", value, {"constant": control}, higher, 0.5)
+        MetricResult(str(image), method, "metric", value, {"constant": control}, higher, 0.5)
         for method, row in values.items()
         for image, value in enumerate(row)
     ]
@@ -167,7 +167,9 @@ def test_an_image_counts_where_all_controls_have_a_value_and_files_have_no_nan(t
 
 
 def test_each_method_has_its_own_random_controls() -> None:
-    both = [Result("0", name, "metric", 1.0, {"random": value}, True, 0.5) for name, value in (("a", 0.2), ("b", 0.4))]
+    both = [
+        MetricResult("0", name, "metric", 1.0, {"random": value}, True, 0.5) for name, value in (("a", 0.2), ("b", 0.4))
+    ]
     table = Comparison(both)
     assert [(row.name, row.random) for row in table] == [("a", 0.2), ("b", 0.4)]
     assert ("a", "random") in [(row.name, row.other) for row in table.differences]
@@ -186,7 +188,7 @@ def test_the_agreement_of_metrics_is_kendalls_w() -> None:
 
 def test_the_table_states_whether_its_metrics_agree(tmp_path: Path) -> None:
     rows = [
-        Result("0", method, metric, value, {"constant": 0.0}, higher, 0.5)
+        MetricResult("0", method, metric, value, {"constant": 0.0}, higher, 0.5)
         for metric, higher, values in (("up", True, (1.0, 2.0, 3.0)), ("down", False, (1.0, 2.0, 3.0)))
         for method, value in zip("abc", values, strict=True)
     ]
@@ -368,7 +370,7 @@ def test_files_hold_the_rows_the_differences_and_the_values(tmp_path: Path) -> N
     table = Comparison(results({"a": [1.0, 2.0], "b": [2.0, 4.0]}))
     content = json.loads(table.save(tmp_path / "x.json").read_text())
     assert [row["name"] for row in content["rows"]] == ["b", "a", "constant"]
-    assert Comparison(Result(**each) for each in content["results"]).rows == table.rows
+    assert Comparison(MetricResult(**each) for each in content["results"]).rows == table.rows
     assert len(content["differences"]) == 3
     page = table.save(tmp_path / "x.html").read_text()
     assert page.count("<table>") == 2

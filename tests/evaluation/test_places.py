@@ -156,7 +156,7 @@ def test_a_single_box_and_a_single_class_have_no_others() -> None:
 def test_the_explained_box_is_not_taken_as_the_truth() -> None:
     method, x, targets = case("shapes_detector")
     explanation = method.attribute(x[0], targets[0])
-    with pytest.raises(MethodError, match="the explained place is not a truth"):
+    with pytest.raises(MethodError, match="the explained position is not ground truth"):
         measure("energy_pointing_game", explanation, method=method, inputs=x[:1], target=targets[0])
     truth = SCENES.masks[:1, 0]
     assert measure("energy_pointing_game", explanation, target=targets[0], masks=truth)[0].values > 0

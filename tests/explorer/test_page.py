@@ -20,7 +20,7 @@ import saliency
 from saliency import METHODS
 from saliency.batch.options import NetworkOptions
 from saliency.explorer.page import static_files, widget_module
-from saliency.explorer.session import Answer, Session
+from saliency.explorer.session import PageAnswer, Session
 from saliency.testbed.shapes import draw_scenes
 from tests.browser import chromium, until, visit
 from tests.explorer.serving import served
@@ -244,7 +244,7 @@ def scripted(session: Session, explain: Callable[..., None]) -> Iterator[None]:
         del vars(session)["explain"]
 
 
-def answer(name: str, method: str, value: float, progress: float) -> Answer:
+def answer(name: str, method: str, value: float, progress: float) -> PageAnswer:
     """A map of 2 x 2 cells."""
     row = {"name": name, "sign": "positive", "units": "score", "floor": 0.0, "limit": 1.0, "colormap": "inferno"}
     values = np.full(4, value, "<f4").tobytes()
@@ -256,7 +256,7 @@ def answer(name: str, method: str, value: float, progress: float) -> Answer:
 def test_a_map_of_many_passes_is_shown_early_and_refined_in_place(page: Page, session: Session) -> None:
     refined = threading.Event()
 
-    def explain(asked: Answer, send: Callable[[Answer], None], check: Callable[[], None]) -> None:
+    def explain(asked: PageAnswer, send: Callable[[PageAnswer], None], check: Callable[[], None]) -> None:
         send(answer("a cat", "rise", 0.25, 0.3))
         refined.wait(10)
         send({"method": "rise", "progress": 0.6, "done": False})
@@ -280,7 +280,7 @@ def test_a_map_of_many_passes_is_shown_early_and_refined_in_place(page: Page, se
 def test_another_question_cancels_the_one_before_whose_answers_are_never_shown(page: Page, session: Session) -> None:
     stopped = threading.Event()
 
-    def explain(asked: Answer, send: Callable[[Answer], None], check: Callable[[], None]) -> None:
+    def explain(asked: PageAnswer, send: Callable[[PageAnswer], None], check: Callable[[], None]) -> None:
         (name,) = asked["methods"]
         send(answer(name, name, 0.5, 0.5 if name == "rise" else 1))
         try:
@@ -307,7 +307,7 @@ def test_another_question_cancels_the_one_before_whose_answers_are_never_shown(p
 
 @pytest.mark.slow
 def test_a_file_that_is_refused_while_a_map_is_refined_leaves_the_map(browser: Browser, session: Session) -> None:
-    def explain(asked: Answer, send: Callable[[Answer], None], check: Callable[[], None]) -> None:
+    def explain(asked: PageAnswer, send: Callable[[PageAnswer], None], check: Callable[[], None]) -> None:
         (name,), is_first = asked["methods"], not asks
         asks.append(name)
         send(answer(name, name, 0.5, 0.5 if is_first else 1))
@@ -330,7 +330,7 @@ def test_a_method_that_is_chosen_while_a_photo_is_opened_explains_this_photo(pag
     is_opened = threading.Event()
     opened = session.open
 
-    def slow(image: bytes | int, name: str) -> Answer:
+    def slow(image: bytes | int, name: str) -> PageAnswer:
         is_opened.wait(10)
         return opened(image, name)
 

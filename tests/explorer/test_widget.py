@@ -16,7 +16,7 @@ import torch
 import saliency
 from saliency.batch.options import NetworkOptions
 from saliency.explorer.page import widget_module
-from saliency.explorer.session import Answer, Session
+from saliency.explorer.session import PageAnswer, Session
 from saliency.explorer.widget import Conversation
 from saliency.testbed.shapes import draw_scenes
 from tests.browser import chromium, visit
@@ -29,16 +29,16 @@ class FrontEnd:
     """A stand-in for the page, which asks and reads all answers."""
 
     def __init__(self, session: Session) -> None:
-        self.messages: queue.Queue[tuple[Answer, Sequence[bytes]]] = queue.Queue()
+        self.messages: queue.Queue[tuple[PageAnswer, Sequence[bytes]]] = queue.Queue()
         self.conversation = Conversation(session, lambda message, buffers: self.messages.put((message, buffers)))
 
-    def ask(self, name: str, body: Answer | None = None, buffers: Sequence[bytes] = ()) -> None:
+    def ask(self, name: str, body: PageAnswer | None = None, buffers: Sequence[bytes] = ()) -> None:
         message = {"id": name, "name": name, "body": body or {}, "file": "drawn.png"}
         self.conversation.receive(None, message, [memoryview(buffer) for buffer in buffers])
 
-    def read(self) -> list[tuple[Answer, Sequence[bytes]]]:
+    def read(self) -> list[tuple[PageAnswer, Sequence[bytes]]]:
         """The messages of one question up to its end, or its error."""
-        read: list[tuple[Answer, Sequence[bytes]]] = []
+        read: list[tuple[PageAnswer, Sequence[bytes]]] = []
         while True:
             message, buffers = self.messages.get(timeout=20)
             if "end" in message:
@@ -95,7 +95,7 @@ def test_an_error_is_one_message(session: Session) -> None:
 def test_a_map_of_many_passes_is_cancelled_while_it_runs(session: Session) -> None:
     started, stopped = threading.Event(), threading.Event()
 
-    def explain(asked: Answer, send: Callable[[Answer], None], check: Callable[[], None]) -> None:
+    def explain(asked: PageAnswer, send: Callable[[PageAnswer], None], check: Callable[[], None]) -> None:
         send({"method": "rise", "progress": 0.1, "done": False})
         started.set()
         try:
@@ -120,7 +120,7 @@ def test_a_map_of_many_passes_is_cancelled_while_it_runs(session: Session) -> No
 
 def test_explore_gives_a_widget_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     anywidget = pytest.importorskip("anywidget")
-    sent: list[Answer] = []
+    sent: list[PageAnswer] = []
     monkeypatch.setattr(anywidget.AnyWidget, "send", lambda self, content, buffers=None: sent.append(content))
     widget = saliency.explore("shapes_cnn", list(SCENES))
     widget._handle_custom_msg({"id": "1", "name": "about", "body": {}}, [])

@@ -62,11 +62,11 @@ def double(tensor: Tensor) -> Tensor:
     return tensor * 2
 
 
-def scaled(factor: float) -> edit_rules.Rule:
+def scaled(factor: float) -> edit_rules.EditRule:
     return lambda tensor: tensor * factor
 
 
-def zeroed(*channels: int) -> edit_rules.Rule:
+def zeroed(*channels: int) -> edit_rules.EditRule:
     return lambda maps: maps.index_fill(1, torch.tensor(channels), 0)
 
 
@@ -85,7 +85,7 @@ def full_backward_hook(layer: nn.Module, rule: Callable[[Tensor], Tensor]) -> It
 def test_a_chain_of_double_show_halve_show_is_seen_and_applied_in_order() -> None:
     v, model = torch.tensor([1.0, 2.0, 3.0], requires_grad=True), nn.Identity()
     seen: list[Tensor] = []
-    chain: list[edit_rules.Rule] = [double, seen.append, scaled(0.5), seen.append]
+    chain: list[edit_rules.EditRule] = [double, seen.append, scaled(0.5), seen.append]
     with edit_gradients(model, model, chain) as editing:
         model(v).square().sum().backward()
     assert [each.tolist() for each in seen] == [[4, 8, 12], [2, 4, 6]]
@@ -94,7 +94,7 @@ def test_a_chain_of_double_show_halve_show_is_seen_and_applied_in_order() -> Non
     assert editing.edits == {"": 1}
 
 
-def noisy(seed: int, shape: Sequence[int]) -> edit_rules.Rule:
+def noisy(seed: int, shape: Sequence[int]) -> edit_rules.EditRule:
     noise = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
     return lambda tensor: tensor + noise
 
@@ -104,7 +104,7 @@ def test_parameters_and_tensors_take_a_chain_of_rules_until_the_block_ends() -> 
     before, expected = Snapshot(model=model), gradients(model, x)
     plain = dict(zip(["x", *dict(model.named_parameters())], expected, strict=True))
     seen: list[Tensor] = []
-    chain: list[edit_rules.Rule] = [double, seen.append, scaled(0.5), noisy(7, (5,))]
+    chain: list[edit_rules.EditRule] = [double, seen.append, scaled(0.5), noisy(7, (5,))]
     inner = hidden * 1
     with (
         edit_gradients(model, "fc.bias", chain) as bias,

@@ -558,7 +558,9 @@ def test_gamma_is_an_option(composite: Any) -> None:
     assert found.settings["gamma"] == 0.1
     assert str(found.composite).count("Gamma(gamma=0.1)") == str(found.composite).count("Gamma") == 2
     for other in (None, "epsilon_plus"):
-        with pytest.raises(saliency.MethodError, match="no gamma rule; those with one are gamma, epsilon_gamma_box"):
+        with pytest.raises(
+            saliency.MethodError, match="no gamma rule; composites with gamma rules are gamma, epsilon_gamma_box"
+        ):
             LRP(net, composite=other, gamma=0.1)
 
 
@@ -910,5 +912,5 @@ def test_excitation_warns_of_shares_that_are_no_probabilities() -> None:
 
     net = OwnForward(forward, conv=nn.Conv2d(3, 8, 3), part=nn.Identity(), head=nn.Linear(8, 5)).eval()
     for contrastive, most in ((False, 1), (True, 2)):
-        with pytest.warns(saliency.SaliencyWarning, match=f"the shares at part add up to .* at most {most}: "):
+        with pytest.warns(saliency.SaliencyWarning, match=f"the fractions at part add up to .* at most {most}: "):
             ExcitationBackprop(net, layer="part", contrastive=contrastive).attribute(torch.randn(2, 3, 8, 8), 1)

@@ -100,7 +100,7 @@ def test_a_map_of_rounding_errors_or_zeros_warns(scale: float, message: str, nam
 
 
 @pytest.mark.filterwarnings("error::saliency.SaliencyWarning")
-@pytest.mark.filterwarnings("ignore:.*(no ReLU|biases|the shares|converge|varied|steps|residual)")
+@pytest.mark.filterwarnings("ignore:.*(no ReLU|biases|the fractions|converge|varied|steps|residual)")
 @pytest.mark.parametrize("target", [1, saliency.probability(1)], ids=["class", "probability"])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_map_of_a_normal_network_is_not_called_rounding(target: Any, name: str) -> None:

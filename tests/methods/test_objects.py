@@ -27,7 +27,7 @@ CAMS = [
     and {"layer", "layers"} & set(cls.parameters())
     and "chunk" not in cls.options()
 ]
-pytestmark = pytest.mark.filterwarnings("ignore:excitation_backprop. the shares")  # biases excite most neurons
+pytestmark = pytest.mark.filterwarnings("ignore:excitation_backprop. the fractions")  # biases excite most neurons
 
 FUSIONS = ("fused_cam", "refine_cam")
 OF_ONE_LAYER = [name for name in CAMS if name not in FUSIONS]

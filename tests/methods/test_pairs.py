@@ -256,7 +256,7 @@ def test_matches_need_one_pair_and_a_linear_method() -> None:
     with pytest.raises(MethodError, match="one image on each side, got 2"):
         saliency.explain_matches(saliency.LRP(tiny_model()), images(2), images(2))
     for cls in (saliency.RISE, saliency.GuidedBackprop, saliency.ExcitationBackprop, saliency.GradCAMPlusPlus):
-        with pytest.raises(MethodError, match="linear in the score, as those of LRP, AttnLRP"):
+        with pytest.raises(MethodError, match="linear in the score, as for LRP, AttnLRP"):
             saliency.explain_matches(cls(tiny_model()), A, B)
     for options in ({"cells": 0}, {"passes": 2}):
         with pytest.raises(MethodError, match=next(iter(options))):

@@ -562,7 +562,7 @@ def test_views_are_resized_in_half_precision() -> None:
 
 def test_images_that_the_prompt_does_not_show_are_refused() -> None:
     model, processor, _ = answered("blip_2")
-    with pytest.raises(saliency.ModelError, match="the tokens of image 0 are not in the prompt, or have no place"):
+    with pytest.raises(saliency.ModelError, match="the tokens of image 0 are not in the prompt, or have no position"):
         saliency.generate(model, processor, [scene(1), scene(2)], QUESTION, answer="red")
     model, processor = saliency.load("shapes_caption"), saliency.testbed.CaptionProcessor()
     scenes = saliency.testbed.draw_scenes(2, seed=0, task="two_objects")

@@ -320,5 +320,5 @@ def test_a_link_is_followed_and_what_is_no_file_is_refused(tmp_path: Path) -> No
     assert file.stat().st_size > 0
     folder = tmp_path / "folder.pt2"
     folder.mkdir()
-    with pytest.raises(FileExistsError, match="it is no file"):
+    with pytest.raises(FileExistsError, match="it is not a file"):
         saliency.export(saliency.VanillaGradient(model), folder, x)

@@ -84,7 +84,7 @@ def images() -> Tensor:
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{name} {options}" for name, options in CASES])
 @pytest.mark.parametrize("spelling", ACTIVATIONS)
-@pytest.mark.filterwarnings("ignore:excitation_backprop. the shares")
+@pytest.mark.filterwarnings("ignore:excitation_backprop. the fractions")
 def test_a_spelling_has_the_map_of_the_fused_activation(spelling: str, name: str, options: dict[str, Any]) -> None:
     x, models = images(), [Network(function).eval() for function in ACTIVATIONS[spelling]]
     found, expected = (saliency.METHODS[name](model, **options).attribute(x, [0, 2]) for model in models)

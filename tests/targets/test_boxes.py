@@ -249,7 +249,7 @@ def test_the_second_class_is_the_next_best_of_the_box() -> None:
         (lambda: saliency.box(point=(1, 2, 3)), r"expected \(x, y\)"),
         (lambda: saliency.box(box=(5, 5, 5, 9)), "left < right"),
         (lambda: saliency.box(index=-1), "whole number from 0"),
-        (lambda: saliency.box(of="x0", against=1), "does not go with"),
+        (lambda: saliency.box(of="x0", against=1), "cannot be combined with"),
         (lambda: saliency.box(of="width"), "width"),  # type: ignore[arg-type]
     ],
 )

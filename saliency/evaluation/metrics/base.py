@@ -32,16 +32,16 @@ from ...targets.similarity import ITSELF, SelfSimilarity, similarity
 from ...targets.words import Words
 from ...validation import Registry, check_choice, check_integer
 
-Score = Literal["probability", "explained"]
+ScoreKind = Literal["probability", "explained"]
 _T = TypeVar("_T")
 
 RANDOM_CONTROLS = 19
 """The number of random controls."""
 
 SPREAD = 2.0
-"""The standard deviations above the mean of the draws from which on a map is clear.
+"""The number of standard deviations above the mean of the draws beyond which a map is clear.
 
-A further normal draw exceeds them in 3.4 % of cases, if mean and deviation are estimated from 19 draws. Real draws are
+A further normal draw exceeds it in 3.4 % of cases, if mean and deviation are estimated from 19 draws. Real draws are
 not normal: with 1.78, for 5 %, more maps that ignore the prediction are clear than docs/trust.md allows.
 """
 
@@ -49,10 +49,10 @@ CONTROLS = ("constant", "centre", "random")
 """The controls by default; the edges of the image, "edges", need the model and the images."""
 
 CENTRE_WIDTH = 0.25
-"""The standard deviation of the Gaussian control, as a share of each edge."""
+"""The standard deviation of the Gaussian control, as a fraction of each edge."""
 
 RELATIVE, ABSOLUTE = 1e-6, 1e-12
-"""The tolerances of `isclose` at which values are called equal."""
+"""The tolerances of `isclose` at which values are treated as equal."""
 
 METRICS: Registry[type[Metric]] = Registry("metric")
 """All metrics by name. A class with a `name` is registered when it is defined."""
@@ -62,8 +62,8 @@ class Control(NamedTuple):
     """Values of a map that ignores the prediction, or of several draws of such a map."""
 
     values: Tensor  # (N,) the mean over the draws
-    # The range: the mean and `SPREAD` standard deviations of the draws to each side. For a control without draws its
-    # value, and two standard errors of the difference to the map if the metric samples.
+    # The range: `SPREAD` standard deviations of the draws around the mean. Around the value of a control without draws:
+    # two standard errors of the difference to the map if the metric samples, else 0.
     low: Tensor  # (N,)
     high: Tensor  # (N,)
 
@@ -77,15 +77,15 @@ class Outcome(NamedTuple):
     curves: Tensor | None = None  # (M, ..., K)
     at: Tensor | None = None  # (K,) where the curve was measured
     passes: int = 0  # of each image: new forwards, or calls of the method
-    controls: tuple[str, ...] = ()  # the names of the rows after the first, if they are not the subject's controls
+    controls: tuple[str, ...] = ()  # names of the rows after the first, if other than the subject's controls
 
 
 def stacked(outcomes: Sequence[Outcome], dim: int) -> Outcome:
     """Stack outcomes: of each image, at dimension 1, or of the map and each control, at dimension 0."""
     names = ("values", "error", "difference_error", "curves")
     parts = {name: [getattr(outcome, name) for outcome in outcomes] for name in names}
-    known: Any = {name: torch.stack(part, dim).cpu().double() for name, part in parts.items() if part[0] is not None}
-    return outcomes[0]._replace(**known)
+    stacks: Any = {name: torch.stack(part, dim).cpu().double() for name, part in parts.items() if part[0] is not None}
+    return outcomes[0]._replace(**stacks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,9 +103,9 @@ class Measurement:
         higher_is_better: None if neither is better.
         curve: (N, K) the scores on which the value is based, if the metric has a curve.
         control_curves: (N, K) the same for each control.
-        at: (K,) the places of the curve, such as the fractions of the pixels that were replaced.
+        at: (K,) the positions of the curve's points, such as the fractions of the pixels that were replaced.
         passes: The new forwards of each image, or calls of the method. Passes that an earlier metric or method of the
-            same call has run do not count.
+            same call has run are not counted.
     """
 
     metric: str
@@ -153,13 +153,13 @@ class SharedResults:
 
     def once(self, key: Hashable, compute: Callable[..., _T], *arguments: Any) -> _T:
         """Return `compute(*arguments)`, which runs once for each key."""
-        if key not in self._known:
-            self._known[key] = compute(*arguments)
-        result: _T = self._known[key]
+        if key not in self._results:
+            self._results[key] = compute(*arguments)
+        result: _T = self._results[key]
         return result
 
     @cached_property
-    def _known(self) -> dict[Hashable, Any]:
+    def _results(self) -> dict[Hashable, Any]:
         return {}
 
 
@@ -193,7 +193,7 @@ class Subject(SharedResults):
         target: TargetLike = None,
         masks: Any = None,
         reference: Explanation | None = None,
-        score: Score = "probability",
+        score: ScoreKind = "probability",
         seed: int = 0,
         controls: bool | str | Sequence[str] = True,
         random_controls: int = RANDOM_CONTROLS,
@@ -210,12 +210,13 @@ class Subject(SharedResults):
         self.controls = [check_choice("controls", name, (*CONTROLS, "edges")) for name in names]
         self.random_controls = check_integer("random_controls", random_controls, least=0)
         self.shared = shared or SharedResults()
-        self.score = check_choice("score", score, get_args(Score))
+        self.score = check_choice("score", score, get_args(ScoreKind))
         self._method, self._model, self._inputs = method, model, inputs
         self._target: TargetLike = target
-        given = target if isinstance(target, list | tuple) else [target] * len(explanation)
-        self._places = [isinstance(getattr(own, "target", own), BoxTarget | Region | Keypoint) for own in given]
-        self._given, self._has_place = given, any(self._places)
+        targets = target if isinstance(target, list | tuple) else [target] * len(explanation)
+        asked = [getattr(entry, "target", entry) for entry in targets]
+        self._are_located = [isinstance(entry, BoxTarget | Region | Keypoint) for entry in asked]
+        self._targets, self._is_located = targets, any(self._are_located)
         self._masks, self._reference = masks, reference
 
     @cached_property
@@ -223,9 +224,9 @@ class Subject(SharedResults):
         """The map and the controls at the size of the model's input (M, N, H, W)."""
         return self.controlled(reduced_maps(self.explanation, None))
 
-    def controlled(self, cells: Tensor, of: slice = slice(None)) -> Tensor:
-        """Return maps (N, h, w) of some images and their controls in the size of the model's input, (M, N, H, W)."""
-        images = self.images[of] if "edges" in self.controls else None
+    def controlled(self, cells: Tensor, selection: slice = slice(None)) -> Tensor:
+        """Return maps (N, h, w) of some images, and their controls, in the size of the model's input: (M, N, H, W)."""
+        images = self.images[selection] if "edges" in self.controls else None
         size = self.explanation.input_size
         rows = [cells, *control_maps(cells, self.seed, self.random_controls, self.controls, images, size)]
         return torch.stack([resized_within(row, size) for row in rows])
@@ -269,21 +270,21 @@ class Subject(SharedResults):
 
     @property
     def reader(self) -> Attribution:
-        """A method that reads images for the model: the method of the explanation, or any if only a model was given."""
+        """A method that reads images for the model: by default, the method of the explanation."""
         if self._method is None and self._model is None:
             raise MethodError("this metric runs the model: pass method=... or model=...")
         return self.method if self._model is None else VanillaGradient(self._model)
 
     @cached_property
     def images(self) -> Tensor:
-        """The images as the model's input (N, C, H, W). Raises MethodError if they are not known, or tiled."""
+        """The images as the model's input (N, C, H, W). Raises MethodError if they were not given, or are tiled."""
         if self.explanation.tile_scores is not None:
             raise MethodError("metrics that run the model measure one input; this explanation is of an image in tiles")
         frames = [frame for frame in self.explanation.frames if frame is not None]
         if self._inputs is None and (len(frames) < len(self.explanation) or isinstance(self._target, Words)):
             raise MethodError("the explanation of a tensor, or of an answer, does not keep it: pass it as inputs=...")
-        given = [frame.image for frame in frames] if self._inputs is None else self._inputs
-        images = self.reader.read(given).inputs
+        inputs = [frame.image for frame in frames] if self._inputs is None else self._inputs
+        images = self.reader.read(inputs).inputs
         if (len(images), *images.shape[2:]) != (len(self.explanation), *self.explanation.input_size):
             expected = f"{len(self.explanation)} images of {self.explanation.input_size} pixels"
             raise MethodError(f"the inputs have shape {tuple(images.shape)}; the explanation is of {expected}")
@@ -304,14 +305,14 @@ class Subject(SharedResults):
 
     @cached_property
     def fixed_target(self) -> list[Any] | None:
-        """The given boxes, regions or joints as found in the images, for changed images and models; else None."""
-        if not self._has_place:
+        """The boxes, regions or joints located in the images, for changed images and models; None for other targets."""
+        if not self._is_located:
             return None
-        rows = zip(self._places, self._placed[0].asked, self._given, strict=True)
-        return [question if has_place else own for has_place, question, own in rows]
+        rows = zip(self._are_located, self._located[0].asked, self._targets, strict=True)
+        return [question if is_located else target for is_located, question, target in rows]
 
     @cached_property
-    def _placed(self) -> tuple[Questions, Any]:
+    def _located(self) -> tuple[Questions, Any]:
         """The questions about the explained images at their positions, and the output of which they were asked."""
         reader = self.reader
         with reader.call(_batch(self.images), [self._target]), torch.no_grad():
@@ -322,14 +323,14 @@ class Subject(SharedResults):
     @cached_property
     def output(self) -> Any:
         """The output of the model for the images, as the target reads it."""
-        return self._placed[1] if self._has_place else outputs(self.reader, self.images)
+        return self._located[1] if self._is_located else outputs(self.reader, self.images)
 
-    def others(self, of: Literal["class", "box"] = "class") -> list[Sequence[Question]]:
-        """Return questions about other classes, or other boxes, of each image; none if the target has no place."""
-        if not self._has_place:
+    def others(self, kind: Literal["class", "box"] = "class") -> list[Sequence[Question]]:
+        """Return questions about other classes, or other boxes, of each image; none if the target has no position."""
+        if not self._is_located:
             return [()] * len(self.images)
-        (asked, output), numbers = self._placed, range(len(self.images))
-        return [asked.target.others(output, asked.images.only(number), of) for number in numbers]
+        (asked, output), numbers = self._located, range(len(self.images))
+        return [asked.target.others(output, asked.images.only(number), kind) for number in numbers]
 
     @property
     def scored_target(self) -> TargetLike:
@@ -342,10 +343,8 @@ class Subject(SharedResults):
         """The pixels of the object (N, H, W) of bool. Raises MethodError if they were not given or have other sizes."""
         if self._masks is None:
             hint = "pass masks=... of shape (N, H, W), or --masks or --boxes on the command line"
-            own = (
-                "; the explained place is not a truth: take an annotation, or another model" if self._has_place else ""
-            )
-            raise MethodError(f"this metric needs to know where the object is: {hint}{own}")
+            note = "; the explained position is not ground truth: take an annotation, or another model"
+            raise MethodError(f"this metric needs the position of the object: {hint}{note if self._is_located else ''}")
         size = self.explanation.input_size
         kind = "a tensor or an array (N, H, W) of bool (saliency evaluate --masks reads files)"
         with errors_as(MethodError, f"masks={self._masks!r}: expected {kind}"):
@@ -377,7 +376,7 @@ def _batch(images: Tensor) -> Batch:
 
 
 def resized_within(maps: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Resize maps (N, h, w) within the range of each, so that rounding does not give a constant map an order."""
+    """Resize maps (N, h, w) within their ranges, so that rounding does not order the pixels of a constant map."""
     return resized(maps, size).clamp(maps.amin((1, 2), True), maps.amax((1, 2), True))
 
 
@@ -464,7 +463,7 @@ class Metric(HasOptions, ABC):
         return measure([self], explanation, **context)[0]
 
     def together(self, metrics: Sequence[Metric], subject: Subject, **passes: Any) -> dict[Metric, Outcome]:
-        """Measure by this metric, and by the given metrics that share its work; by none of them unless overridden."""
+        """Measure by this metric, and by other metrics that share its work; by default, none does."""
         return {self: self.outcome(subject)}
 
     @abstractmethod
@@ -483,8 +482,8 @@ def get_metric(name: object) -> type[Metric]:
 
 def resolve_metrics(metrics: str | Metric | Sequence[str | Metric]) -> list[Metric]:
     """Return metrics that are given by name or as objects, one or several. Raises MethodError for another name."""
-    given = [metrics] if isinstance(metrics, str | Metric) else metrics
-    return [metric if isinstance(metric, Metric) else get_metric(metric)() for metric in given]
+    requested = [metrics] if isinstance(metrics, str | Metric) else metrics
+    return [metric if isinstance(metric, Metric) else get_metric(metric)() for metric in requested]
 
 
 def measure(
@@ -509,13 +508,13 @@ def measure(
         One measurement per metric, in their order.
 
     Raises:
-        MethodError: A metric is unknown, or needs something that was not given.
+        MethodError: A metric is unknown, or needs data that was not given.
     """
     resolved = resolve_metrics(metrics)
-    known = list(inspect.signature(Subject).parameters)
+    parameters = list(inspect.signature(Subject).parameters)
     for name in context:
-        if name not in known:
-            raise TypeError(f'measure has no argument "{name}"{did_you_mean(name, known)}')
+        if name not in parameters:
+            raise TypeError(f'measure has no argument "{name}"{did_you_mean(name, parameters)}')
     subject = Subject(explanation, **context)
     measured: dict[Metric, Outcome] = {}
     for metric in resolved:
@@ -525,7 +524,7 @@ def measure(
 
 
 def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measurement:
-    """Return an outcome as a measurement: rows of one name are the draws of one control.
+    """Return an outcome as a measurement: rows of equal name are draws of one control.
 
     Raises:
         MethodError: The metric did not return one row of values for the map and for each control.
@@ -556,7 +555,7 @@ def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measureme
 
 
 def _control(outcome: Outcome, rows: list[int]) -> Control:
-    """Return the control that some rows are the draws of. Draws have the same samples as the map."""
+    """Return the control whose draws are these rows. Draws have the same samples as the map."""
     values = outcome.values[rows]
     mean = values.mean(0)
     if len(rows) > 1:

@@ -93,7 +93,7 @@ class PerturbationMetric(Metric):
                 batch.by_image(lambda part, image: measure(part, targets[image]))
             else:
                 measure(batch, target)
-        return {metric: stacked(own, 1) for metric, *own in zip(sharing, *measured, strict=True)}
+        return {metric: stacked(outcomes, 1) for metric, *outcomes in zip(sharing, *measured, strict=True)}
 
 
 class PerturbedImage:
@@ -104,14 +104,14 @@ class PerturbedImage:
         score: The score of the image.
         subject: The explanation to measure.
         index: The index of the image.
-        is_explained: Whether the score is the explained one, even if others are probabilities.
+        is_explained: Whether the score is the explained score, even if other metrics read the probability.
 
     Attributes:
         x: (1, C, H, W) the image.
         full: The score of the image.
         maps: (M, H, W) the map and the controls.
         seed: The seed of all draws.
-        preprocess: How images become the model's input, if known.
+        preprocess: The preprocessing of the images, or None.
         shared: Results that do not depend on the map.
     """
 
@@ -143,8 +143,8 @@ class PerturbedImage:
     def contributions(self, fill: Fill) -> Tensor:
         """Return the contribution of each pixel to the score, minus the contribution of the fill (M, H, W).
 
-        Values in score units per unit of the input are multiplied by the difference to the fill. Others are taken as
-        they are.
+        Values in score units per unit of the input are multiplied by the difference to the fill. Other values
+        are used unchanged.
         """
         return self._subject.once(("contributions", self._index, fill_name(fill)), self._contributions, fill)
 
@@ -162,7 +162,7 @@ class PerturbedImage:
         return self.shared.once(key, segmented, self.x, by, self.preprocess)
 
     def scores(self, key: Hashable, count: int, make: MakeInputs, *, local: bool = False) -> Tensor:
-        """Return the scores of `count` images (count,), float64 on the CPU. Equal keys are run once.
+        """Return the scores of `count` images (count,), float64 on the CPU. Each key is run once.
 
         Args:
             key: A key that identifies the images.
@@ -208,25 +208,25 @@ class PerturbedImage:
             lowest_first: Whether the order is of ascending relevance.
             insert: Whether the first pixels are shown and all others hidden.
         """
-        places = self.pixels - 1 - self.ranks if lowest_first else self.ranks
-        return torch.stack([self._curve(place, counts, fill, insert) for place in places])
+        ranks = self.pixels - 1 - self.ranks if lowest_first else self.ranks
+        return torch.stack([self._curve(row, counts, fill, insert) for row in ranks])
 
-    def _curve(self, place: Tensor, counts: Sequence[int], fill: Fill, insert: bool = False) -> Tensor:
-        """Return the scores (K,) with the first places of an order (H, W) replaced, or with only these shown."""
-        last = int(place.max()) + 1
+    def _curve(self, ranks: Tensor, counts: Sequence[int], fill: Fill, insert: bool = False) -> Tensor:
+        """Return the scores (K,) with the first pixels of an order (H, W) replaced, or with only these shown."""
+        last = int(ranks.max()) + 1
         inner = [count for count in counts if 0 < count < last]
-        limits = torch.tensor(inner, dtype=torch.int64, device=place.device)[:, None, None]
+        limits = torch.tensor(inner, dtype=torch.int64, device=ranks.device)[:, None, None]
 
         def hidden(start: int, stop: int) -> Tensor:
-            first = place < limits[start:stop]
+            first = ranks < limits[start:stop]
             return ~first if insert else first
 
-        scores = self.masked_scores(("curve", digest(place), *inner, insert), len(inner), fill, hidden)
-        known: dict[int, float] = dict(zip(inner, scores.tolist(), strict=True))
+        scores = self.masked_scores(("curve", digest(ranks), *inner, insert), len(inner), fill, hidden)
+        by_count: dict[int, float] = dict(zip(inner, scores.tolist(), strict=True))
 
         def score(count: int) -> float:
-            if count in known:
-                return known[count]
+            if count in by_count:
+                return by_count[count]
             return self.full if (count == 0) != insert else self.empty(fill)  # equal for all orders
 
         return torch.tensor([score(count) for count in counts], dtype=torch.float64, device="cpu")
@@ -254,8 +254,8 @@ class PerturbedImage:
     def segment_curves(self, by: ResolvedSegments, fill: Fill) -> Tensor:
         """Return the scores with the segments of highest mean relevance replaced, none to all: (M, segments + 1)."""
         segments = self.segments(by)
-        places = self.segment_ranks(segments).to(self.x.device)
-        return torch.stack([self._curve(place[segments.labels], range(segments.count + 1), fill) for place in places])
+        ranks = self.segment_ranks(segments).to(self.x.device)
+        return torch.stack([self._curve(row[segments.labels], range(segments.count + 1), fill) for row in ranks])
 
     def without_segments(
         self, key: Hashable, by: ResolvedSegments, chosen: Tensor, fill: Fill
@@ -278,7 +278,7 @@ class PerturbedImage:
         return self.segment_sums(segments, self.contributions(fill)) @ chosen.double().T, self.full - scores
 
     def subsets(self, by: ResolvedSegments, size: int, passes: int, fill: Fill) -> tuple[Tensor, Tensor]:
-        """Return the same for random sets of `size` segments."""
+        """Return contributions and drops as `without_segments`, for random sets of `size` segments."""
         count = self.segments(by).count
         chosen = torch.zeros(passes, count, dtype=torch.bool, device="cpu")
         for number, row in enumerate(chosen):
@@ -300,8 +300,8 @@ def scaled_to_one(maps: Tensor) -> Tensor:
 def ranks_of(values: Tensor) -> Tensor:
     """Return the rank of each value in descending order, by row (M, n); ties keep their order."""
     order = values.argsort(dim=1, descending=True, stable=True)
-    places = torch.arange(values.shape[1], device=values.device).expand_as(order)
-    return torch.empty_like(order).scatter_(1, order, places)
+    positions = torch.arange(values.shape[1], device=values.device).expand_as(order)
+    return torch.empty_like(order).scatter_(1, order, positions)
 
 
 def digest(values: Tensor) -> bytes:
@@ -349,7 +349,7 @@ def jackknife(statistic: Callable[[Tensor], Tensor], count: int) -> Outcome:
 
 
 def correlation(first: Tensor, second: Tensor) -> Tensor:
-    """Return Pearson's correlation along the last axis; 0 if one of them is constant."""
+    """Return Pearson's correlation along the last axis; 0 if either is constant."""
     first, second = (values.double() - values.double().mean(-1, keepdim=True) for values in (first, second))
     norms = first.norm(dim=-1) * second.norm(dim=-1)
     return torch.where(norms > 0, (first * second).sum(-1) / norms.clamp(min=1e-300), 0.0)
@@ -358,20 +358,20 @@ def correlation(first: Tensor, second: Tensor) -> Tensor:
 POINTS = 1001
 """The number of equally spaced sizes at which a performance information curve is computed."""
 
-Order = Literal["morf", "lerf"]
+RemovalOrder = Literal["morf", "lerf"]
 
 
 def _counts(steps: int, pixels: int, until: float = 1) -> list[int]:
-    """Return the numbers of pixels that equal steps replace, from 0 to a share of all."""
+    """Return the numbers of pixels that equal steps replace, from 0 to a fraction of all."""
     last = max(1, round(until * pixels))
     steps = min(steps, last)
     return [round(step * last / steps) for step in range(steps + 1)]
 
 
 def _areas(curves: Tensor, until: float = 1) -> Outcome:
-    """Return the areas under curves (M, K) at equal steps from 0 to a share of the pixels, divided by the share."""
-    at = torch.linspace(0, until, curves.shape[-1], dtype=torch.float64, device="cpu")
-    return Outcome(area(curves), curves=curves, at=at)
+    """Return the areas under curves (M, K) at equal steps from 0 to a fraction of the pixels, divided by it."""
+    fractions = torch.linspace(0, until, curves.shape[-1], dtype=torch.float64, device="cpu")
+    return Outcome(area(curves), curves=curves, at=fractions)
 
 
 class OrderedMetric(PerturbationMetric):
@@ -382,7 +382,7 @@ class OrderedMetric(PerturbationMetric):
             where higher is better.
     """
 
-    order: Option[Order] = Option("morf", check_choice, ("morf", "lerf"))
+    order: Option[RemovalOrder] = Option("morf", check_choice, ("morf", "lerf"))
 
     @property
     def higher_is_better(self) -> bool:  # type: ignore[override] # depends on the order
@@ -396,7 +396,7 @@ class Deletion(OrderedMetric):
     Args:
         steps: The number of equal steps; 224 steps of an image of 224x224 delete one row of pixels each.
         fill: The value of deleted pixels, as for `saliency.Occlusion`; 0 is the mean colour of the training images.
-        until: The share of the pixels that the steps delete.
+        until: The fraction of the pixels that the steps delete.
 
     Values: (N,), in units of the score: the area by the trapezoid rule over the fraction of deleted pixels, divided by
     `until`.
@@ -497,25 +497,23 @@ class AOPC(PerturbationMetric):
         """Compute the mean drops of one image."""
         rows, columns = (max(1, round(edge / self.patch)) for edge in image.x.shape[2:])
         segments = image.segments((rows, columns))
-        places = image.segment_ranks(segments)  # (M, segments)
+        ranks = image.segment_ranks(segments)  # (M, segments)
         steps = min(self.steps, segments.count)
         low, high = (extreme[:, None, None] for extreme in image.x[0].flatten(1).aminmax(dim=1))
         falls = []
-        for place in places:
+        for row in ranks:
 
-            def make(start: int, stop: int, place: Tensor = place) -> Tensor:
+            def make(start: int, stop: int, row: Tensor = row) -> Tensor:
                 images = []
                 for number in range(start, stop):
                     draw, step = divmod(number, steps)
                     source = generator(image.seed, draw, step)
-                    noise = torch.rand(image.x.shape[1:], generator=source, dtype=torch.float32, device="cpu").to(
-                        image.x
-                    )
-                    hidden = (place <= step)[segments.labels]
-                    images.append(torch.where(hidden, low + noise * (high - low), image.x[0]))
+                    noise = torch.rand(image.x.shape[1:], generator=source, dtype=torch.float32, device="cpu")
+                    hidden = (row <= step)[segments.labels]
+                    images.append(torch.where(hidden, low + noise.to(image.x) * (high - low), image.x[0]))
                 return torch.stack(images)
 
-            scores = image.scores(("noise", digest(place), self.patch, steps, self.draws), self.draws * steps, make)
+            scores = image.scores(("noise", digest(row), self.patch, steps, self.draws), self.draws * steps, make)
             falls.append(image.full - scores.view(self.draws, steps))
         curves = torch.stack(falls)  # (M, draws, steps)
         mean = jackknife(lambda draws: curves[:, draws].sum(2).mean(1) / (steps + 1), self.draws)
@@ -545,8 +543,8 @@ class IROF(PerturbationMetric):
     def measure_image(self, image: PerturbedImage) -> Outcome:
         """Compute the areas of one image."""
         curves = image.segment_curves(self.segments, "mean")
-        shares = curves / image.full if image.full else torch.ones_like(curves)
-        outcome = _areas(shares)
+        fractions = curves / image.full if image.full else torch.ones_like(curves)
+        outcome = _areas(fractions)
         return outcome._replace(values=1 - outcome.values)
 
 
@@ -556,7 +554,7 @@ class Infidelity(PerturbationMetric):
     Lower is better.
 
     Args:
-        side: The edge of the squares, as a share of the image's shorter edge.
+        side: The edge of the squares, as a fraction of the image's shorter edge.
         passes: The number of squares.
         scaled: Whether the map is first multiplied by the factor of at least 0 that gives the smallest value. The scale
             of most maps has no meaning, and no map has the scale of a probability. The sign has a meaning: a map
@@ -592,11 +590,11 @@ class Infidelity(PerturbationMetric):
         sums = torch.stack([image.contributions(self.fill)[:, square].sum(1) for square in squares], 1).cpu().double()
 
         def errors(chosen: Tensor) -> Tensor:
-            own, fall = sums[:, chosen], falls[chosen]
-            norm = own.square().sum(1)
-            fitted = ((own * fall).sum(1) / torch.where(norm > 0, norm, 1)).clamp(min=0)
+            relevance, fall = sums[:, chosen], falls[chosen]
+            norm = relevance.square().sum(1)
+            fitted = ((relevance * fall).sum(1) / torch.where(norm > 0, norm, 1)).clamp(min=0)
             factor = fitted if self.scaled else torch.ones_like(norm)
-            return (factor[:, None] * own - fall).square().mean(1)
+            return (factor[:, None] * relevance - fall).square().mean(1)
 
         return jackknife(errors, self.passes)
 
@@ -608,7 +606,7 @@ class FaithfulnessCorrelation(PerturbationMetric):
 
     Args:
         segments: The features: the (rows, columns) of a grid, or as for `saliency.FeatureAblation`.
-        share: The share of the features that each set hides.
+        share: The fraction of the features that each set hides.
         passes: The number of sets.
         fill: As for `Deletion`.
 
@@ -645,7 +643,7 @@ class SensitivityN(PerturbationMetric):
         passes: The number of sets of each size.
         fill: As for `Deletion`.
 
-    Values: (N,), the mean of Pearson's correlations over n. The curve has them for each n.
+    Values: (N,), the mean of Pearson's correlations over n. The curve has the correlation for each n.
 
     Source: Ancona et al., "Towards better understanding of gradient-based attribution methods for Deep Neural Networks"
         (2018), https://arxiv.org/abs/1711.06104.
@@ -670,8 +668,8 @@ class SensitivityN(PerturbationMetric):
             return torch.stack([correlation(sums[:, chosen], falls[chosen]) for sums, falls in drawn], 1)
 
         mean = jackknife(lambda chosen: curves(chosen).mean(1), self.passes)
-        drawn_curves, at = curves(torch.arange(self.passes, device="cpu")), torch.tensor(sizes, device="cpu")
-        return mean._replace(curves=drawn_curves, at=at)
+        drawn_curves, positions = curves(torch.arange(self.passes, device="cpu")), torch.tensor(sizes, device="cpu")
+        return mean._replace(curves=drawn_curves, at=positions)
 
 
 class AverageDrop(PerturbationMetric):
@@ -710,7 +708,7 @@ class Increase(PerturbationMetric):
 
 
 class Completeness(PerturbationMetric):
-    """Relative difference between the sum of the map and the score minus the score of a baseline; lower is better.
+    """Relative difference between the sum of the map and the score's rise above a baseline's; lower is better.
 
     Args:
         fill: The baseline, as for `Deletion`.
@@ -738,16 +736,16 @@ class PIC(PerturbationMetric):
     """Area under the curve of the score of revealed images against their compressed size; higher is better.
 
     A blurred image is revealed from the most relevant pixels on. Its score and its size are scaled to 0 for the blurred
-    image and 1 for the image itself, and limited to 0..1. In the order of their size, no score is lower than one before
-    it. The points (0, 0) and (1, 1) are added, and the curve is linear between points.
+    image and 1 for the image itself, and limited to 0..1. In the order of size, each score is raised to the largest
+    score before it. The points (0, 0) and (1, 1) are added, and the curve is linear between points.
 
     Args:
-        shares: The shares of the pixels that are revealed.
+        shares: The fractions of the pixels that are revealed.
         fill: The blurred image, as for `Deletion`.
 
     Values: (N,), from 0 to 1; NaN if the blurred image has no lower score or no smaller size than the image. The size
-    is the size of a lossless WebP file of the image in 8 bits, denormalised. If the preprocessing is not known, the
-    image is scaled by its smallest and largest value. Channels other than three are saved as grey, one below the other.
+    is the size of a lossless WebP file of the image in 8 bits, denormalised. Without preprocessing, the image is scaled
+    by its smallest and largest value. Images without three channels are saved as grey, one channel below another.
 
     Source: Kapishnikov et al., "XRAI: Better Attributions Through Regions" (2019), https://arxiv.org/abs/1906.02825.
         There, the blur interpolates between 1 % of the pixels and the revealed pixels.

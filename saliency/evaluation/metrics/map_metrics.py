@@ -68,8 +68,8 @@ class Entropy(ComplexityMetric):
     def describe(self, magnitudes: Tensor) -> Tensor:
         """Compute the values (M, N) of magnitudes (M, N, n) of n pixels."""
         totals = magnitudes.sum(2, keepdim=True)
-        shares = torch.where(totals > 0, magnitudes / totals, 1 / magnitudes.shape[2])
-        entropies: Tensor = torch.special.entr(shares).sum(2)
+        fractions = torch.where(totals > 0, magnitudes / totals, 1 / magnitudes.shape[2])
+        entropies: Tensor = torch.special.entr(fractions).sum(2)
         return entropies
 
 
@@ -101,7 +101,7 @@ class PointingGame(LocalisationMetric):
     Args:
         tolerance: The largest distance to the object, in pixels of the model's input.
 
-    Values: (N,), 1 for a hit and 0 for a miss. If several pixels share the maximum, the share of them that are hits.
+    Values: (N,), 1 for a hit and 0 for a miss. If several pixels have the maximum, the fraction of them that are hits.
 
     Source: Zhang et al., "Top-down Neural Attention by Excitation Backprop" (2016), https://arxiv.org/abs/1608.00507.
     """
@@ -115,11 +115,11 @@ class PointingGame(LocalisationMetric):
         offsets = torch.arange(-self.tolerance, self.tolerance + 1, device=masks.device).square()
         disc = (offsets[:, None] + offsets <= self.tolerance**2).float()
         close = conv2d(masks[:, None].float(), disc[None, None], padding=self.tolerance)[:, 0] > 0.5
-        return _share_of_highest(maps, close, torch.ones_like(masks[:, 0, 0], dtype=torch.int64))
+        return _fraction_of_highest(maps, close, torch.ones_like(masks[:, 0, 0], dtype=torch.int64))
 
 
 class EnergyPointingGame(LocalisationMetric):
-    """Share of the positive relevance that lies on the object.
+    """Fraction of the positive relevance that lies on the object.
 
     Values: (N,), from 0 to 1. A map without positive values is treated as constant: its value is the object's
     fraction of the area. Also called relevance mass accuracy (Arras et al. 2022).
@@ -137,9 +137,9 @@ class EnergyPointingGame(LocalisationMetric):
 
 
 class RelevanceRank(LocalisationMetric):
-    """Relevance rank accuracy: the share of the K highest pixels that lie on an object of K pixels.
+    """Relevance rank accuracy: the fraction of the K highest pixels that lie on an object of K pixels.
 
-    Values: (N,), from 0 to 1. Ties at the K-th value count by expectation.
+    Values: (N,), from 0 to 1. Ties at the K-th value are averaged.
 
     Source: Arras et al., "CLEVR-XAI: A Benchmark Dataset for the Ground Truth Evaluation of Neural Network
         Explanations" (2022), https://arxiv.org/abs/2003.07258.
@@ -149,7 +149,7 @@ class RelevanceRank(LocalisationMetric):
 
     def compare(self, maps: Tensor, masks: Tensor) -> Tensor:
         """Compute the values (M, N) of maps (M, N, H, W) for masks (N, H, W)."""
-        return _share_of_highest(maps, masks, masks.sum((1, 2)))
+        return _fraction_of_highest(maps, masks, masks.sum((1, 2)))
 
 
 class RocAuc(LocalisationMetric):
@@ -177,8 +177,8 @@ class IoU(LocalisationMetric):
     """Intersection over union of the object and the high pixels of the map.
 
     Args:
-        threshold: The lowest of the high pixels, as a share of the map's maximum; or "area", for as many pixels as the
-            object has. Pixels at the threshold are high; pixels without positive relevance are not.
+        threshold: The lowest of the high pixels, as a fraction of the map's maximum; or "area", for as many pixels as
+            the object has. Pixels at the threshold are high; pixels without positive relevance are not.
 
     Values: (N,), from 0 to 1. A map without positive values is treated as constant.
 
@@ -202,23 +202,23 @@ class IoU(LocalisationMetric):
 
 
 def _positive_part(maps: Tensor) -> Tensor:
-    """Return the positive part of maps (M, N, H, W), or ones where a map has none."""
+    """Return the positive part of maps (M, N, H, W), or ones for maps without positive values."""
     positive = maps.clamp(min=0)
     return torch.where(positive.amax((2, 3), keepdim=True) > 0, positive, 1.0)
 
 
 def _kth_highest(maps: Tensor, counts: Tensor) -> Tensor:
-    """Return the values (M, N) of maps (M, N, H, W) that `counts` (N,) pixels reach; a count of 0 counts as 1."""
-    places = (counts - 1).clamp(min=0).expand(maps.shape[:2])[..., None]
-    return maps.flatten(2).sort(2, descending=True).values.gather(2, places)[..., 0]
+    """Return the values (M, N) of maps (M, N, H, W) that `counts` (N,) pixels reach; a count of 0 is treated as 1."""
+    indices = (counts - 1).clamp(min=0).expand(maps.shape[:2])[..., None]
+    return maps.flatten(2).sort(2, descending=True).values.gather(2, indices)[..., 0]
 
 
-def _share_of_highest(maps: Tensor, masks: Tensor, counts: Tensor) -> Tensor:
-    """Return the share of the `counts` (N,) highest pixels that lie in masks (N, H, W), ties by expectation: (M, N)."""
+def _fraction_of_highest(maps: Tensor, masks: Tensor, counts: Tensor) -> Tensor:
+    """Return the fraction of the `counts` (N,) highest pixels in masks (N, H, W), ties by expectation: (M, N)."""
     limits = _kth_highest(maps, counts)[..., None, None]
     higher, tied = maps > limits, maps == limits
-    places = counts - higher.sum((2, 3))  # that tied pixels take
-    hits = (higher & masks).sum((2, 3)) + places * (tied & masks).sum((2, 3)) / tied.sum((2, 3)).to(maps)
+    remaining = counts - higher.sum((2, 3))  # of the tied pixels
+    hits = (higher & masks).sum((2, 3)) + remaining * (tied & masks).sum((2, 3)) / tied.sum((2, 3)).to(maps)
     return hits / counts
 
 
@@ -243,12 +243,12 @@ class AgreementMetric(Metric):
 
 
 class FeatureAgreement(AgreementMetric):
-    """Share of the k pixels of largest magnitude that both maps have in common.
+    """Fraction of the k pixels of largest magnitude that both maps have in common.
 
     Args:
-        share: The k pixels, as a share of all pixels.
+        share: The k pixels, as a fraction of all pixels.
 
-    Values: (N,), from 0 to 1; random maps reach the share. Ties keep the order of the pixels.
+    Values: (N,), from 0 to 1; random maps reach `share` on average. Ties keep the order of the pixels.
 
     Source: Krishna et al., "The Disagreement Problem in Explainable Machine Learning: A Practitioner's Perspective"
         (2022), https://arxiv.org/abs/2202.01602.
@@ -261,9 +261,9 @@ class FeatureAgreement(AgreementMetric):
     def compare(self, maps: Tensor, reference: Tensor) -> Tensor:
         """Compute the values (M, N) of maps (M, N, H, W) for reference maps (N, H, W)."""
         count = max(1, round(self.share * reference[0].numel()))
-        other = ranks_of(reference.abs().flatten(1))  # (N, H * W)
-        own = ranks_of(maps.abs().flatten(0, 1).flatten(1)).view(len(maps), *other.shape)
-        return ((own < count) & (other < count)).sum(2) / count
+        reference_ranks = ranks_of(reference.abs().flatten(1))  # (N, H * W)
+        ranks = ranks_of(maps.abs().flatten(0, 1).flatten(1)).view(len(maps), *reference_ranks.shape)
+        return ((ranks < count) & (reference_ranks < count)).sum(2) / count
 
 
 class RankCorrelation(AgreementMetric):
@@ -279,9 +279,9 @@ class RankCorrelation(AgreementMetric):
 
     def compare(self, maps: Tensor, reference: Tensor) -> Tensor:
         """Compute the values (M, N) of maps (M, N, H, W) for reference maps (N, H, W)."""
-        own = row_ranks(maps.flatten(0, 1).flatten(1)).view(*maps.shape[:2], -1)
-        other = row_ranks(reference.flatten(1))
-        return torch.where((own == other).all(2), 1.0, correlation(own, other))
+        ranks = row_ranks(maps.flatten(0, 1).flatten(1)).view(*maps.shape[:2], -1)
+        reference_ranks = row_ranks(reference.flatten(1))
+        return torch.where((ranks == reference_ranks).all(2), 1.0, correlation(ranks, reference_ranks))
 
 
 class StructuralSimilarity(AgreementMetric):

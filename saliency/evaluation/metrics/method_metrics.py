@@ -1,6 +1,6 @@
 """Metrics that call the method again: on another model, for another target, or on other images.
 
-They are metrics of randomisation, of robustness, and means that combine three others.
+They are metrics of randomisation, of robustness, and means that combine three metrics.
 
 `MPRT` and `RandomLogit` measure a drop in similarity: similarity of the map to a repeated computation, minus similarity
 to the map after the change. A map that ignores the model has a value of 0, whether it is constant or noise.
@@ -35,8 +35,8 @@ from .faithfulness import correlation, ranks_of, row_ranks, scaled_to_one
 from .map_metrics import WINDOW, ssim
 from .road import NOISE, removed
 
-Similarity = Literal["spearman", "absolute", "ssim"]
-SIMILARITIES: tuple[Similarity, ...] = get_args(Similarity)
+SimilarityKind = Literal["spearman", "absolute", "ssim"]
+SIMILARITIES: tuple[SimilarityKind, ...] = get_args(SimilarityKind)
 
 METHOD_CONTROLS = ("constant", "random", "edges")
 """The controls of metrics that call the method: a constant, new noise for each call, and the edges of the image."""
@@ -59,7 +59,7 @@ class Maps(SharedResults):
         self.subject, self.control, self.calls = subject, control, 0
 
     @cached_property
-    def own(self) -> Tensor:
+    def original(self) -> Tensor:
         """The maps of the explained images (N, C, h, w)."""
         return self._control_maps(self.subject.images, 0) if self.control else self.subject.explanation.values
 
@@ -73,8 +73,8 @@ class Maps(SharedResults):
         """
         self.calls += 1
         if self.control:
-            is_own = images is self.subject.images and self.control != "random"
-            return self.own if is_own else self._control_maps(images, self.calls)
+            is_original = images is self.subject.images and self.control != "random"
+            return self.original if is_original else self._control_maps(images, self.calls)
         target = self.subject.explained_target if target is None else target
         method = method or self.subject.method
         return method.attribute(self.subject.inputs_for(method, images), target).values
@@ -121,8 +121,8 @@ class MethodMetric(Metric):
         return outcome._replace(difference_error=difference, passes=passes, controls=METHOD_CONTROLS)
 
 
-def similarities(first: Tensor, others: Iterable[Tensor], kind: Similarity = "spearman") -> Tensor:
-    """Return the similarity of maps (N, C, h, w), summed over the channels, to k others: (N, k). Equal maps have 1.
+def similarities(first: Tensor, others: Iterable[Tensor], kind: SimilarityKind = "spearman") -> Tensor:
+    """Return the similarity of maps (N, C, h, w), summed over the channels, to k other maps: (N, k). Equal maps have 1.
 
     Args:
         first: The maps.
@@ -130,19 +130,19 @@ def similarities(first: Tensor, others: Iterable[Tensor], kind: Similarity = "sp
         kind: "spearman" is the rank correlation, "absolute" the rank correlation of magnitudes, and "ssim" the
             structural similarity, for which maps of fewer than 11 cells are enlarged.
     """
-    own, columns = None, []
+    comparable, columns = None, []
     for other in others:
         is_equal = (first == other).flatten(1).all(1).cpu()
         if is_equal.all():
             columns.append(torch.ones_like(is_equal, dtype=torch.float64))
             continue
-        own = _comparable(first, kind) if own is None else own
-        values = (ssim if kind == "ssim" else correlation)(own, _comparable(other, kind))
+        comparable = _comparable(first, kind) if comparable is None else comparable
+        values = (ssim if kind == "ssim" else correlation)(comparable, _comparable(other, kind))
         columns.append(torch.where(is_equal, 1.0, values.cpu()))
     return torch.stack(columns, 1)
 
 
-def _comparable(values: Tensor, kind: Similarity) -> Tensor:
+def _comparable(values: Tensor, kind: SimilarityKind) -> Tensor:
     """Return the maps (N, 1, h, w) of which `ssim` is taken, or the ranks (N, h * w) that are correlated."""
     maps = values.sum(1).double()
     if kind == "ssim":
@@ -159,11 +159,11 @@ class MPRT(MethodMetric):
     Args:
         order: "cascading" keeps the layers above randomised; "independent" randomises one layer at a time.
         compare: The similarity of two maps: "spearman" (rank correlation), "absolute" (of magnitudes) or "ssim".
-        layers: The number of steps, each of which randomises an equal number of layers; None takes one for each layer.
+        layers: The number of steps, each of which randomises an equal number of layers; None for one step per layer.
         draws: The number of draws of the weights, for the standard error.
 
     Values: (N,), the similarity of the map to a repeated computation, minus the mean similarity over the layers. The
-    curve has the similarities: the first with the model as it is. All parameters and buffers are randomised by
+    curve has the similarities: the first with the unchanged model. All parameters and buffers are randomised by
     permuting the values of each tensor, which keeps their distribution. Smooth MPRT (Hedström et al. 2024) is this
     metric of the maps of `SmoothGrad(method)`.
 
@@ -174,14 +174,14 @@ class MPRT(MethodMetric):
     higher_is_better = True
 
     order: Option[Randomised] = Option("cascading", check_choice, ("cascading", "independent"))
-    compare: Option[Similarity] = Option("spearman", check_choice, SIMILARITIES)
+    compare: Option[SimilarityKind] = Option("spearman", check_choice, SIMILARITIES)
     layers: Option[int | None] = Option(None, check_integer)
     draws: Option[int] = Option(1, check_integer)
 
     def measure_maps(self, maps: Maps) -> Outcome:
         """Compute the drops of the images."""
         randomised = self.randomised_similarities(maps)  # (draws, N, layers)
-        same = similarities(maps.own, [maps.again()], self.compare)  # (N, 1)
+        same = similarities(maps.original, [maps.again()], self.compare)  # (N, 1)
         falls = same - randomised.mean(2).T
         error = standard_error(falls) if self.draws > 1 else None
         return Outcome(falls.mean(1), error, curves=torch.cat([same, randomised.mean(0)], 1))
@@ -194,7 +194,7 @@ class MPRT(MethodMetric):
     def _one_draw(self, maps: Maps, draw: int) -> Tensor:
         """Return the similarities for one draw of the weights: (N, layers)."""
         others = (maps(maps.subject.images, method) for method in self._randomised(maps, draw))
-        return similarities(maps.own, others, self.compare)
+        return similarities(maps.original, others, self.compare)
 
     def _randomised(self, maps: Maps, draw: int) -> Iterator[Attribution]:
         """Yield the method on a copy of the model with randomised layers; each is valid until the next one."""
@@ -239,7 +239,7 @@ class RandomLogit(MethodMetric):
     name = "random_logit"
     higher_is_better = True
 
-    compare: Option[Similarity] = Option("spearman", check_choice, SIMILARITIES)
+    compare: Option[SimilarityKind] = Option("spearman", check_choice, SIMILARITIES)
     draws: Option[int] = Option(5, check_integer)
     of: Option[Literal["class", "box"]] = Option("class", check_choice, ("class", "box"))
 
@@ -247,7 +247,7 @@ class RandomLogit(MethodMetric):
         """Compute the drops of the images."""
         others = maps.subject.once(("others", self.of, self.draws), self._others, maps.subject)
         again = [maps.again(), *(maps(maps.subject.images, target=other) for other in others)]
-        curve = similarities(maps.own, again, self.compare)
+        curve = similarities(maps.original, again, self.compare)
         falls = curve[:, :1] - curve[:, 1:]
         return Outcome(falls.mean(1), standard_error(falls), curves=curve)
 
@@ -256,9 +256,9 @@ class RandomLogit(MethodMetric):
         images, classes, names = subject.images, subject.explanation.target, subject.explanation.target_names
         others = subject.others(self.of)
         if all(others):
-            order = torch.randperm(max(map(len, others)), generator=generator(subject.seed), device="cpu").tolist()
-            places = (range(len(order)) if self.of == "box" else order)[: self.draws]
-            return [[own[at % len(own)] for own in others] for at in places]
+            numbers = torch.randperm(max(map(len, others)), generator=generator(subject.seed), device="cpu").tolist()
+            picks = (range(len(numbers)) if self.of == "box" else numbers)[: self.draws]
+            return [[questions[pick % len(questions)] for questions in others] for pick in picks]
         if self.of == "box" or None in classes:
             problem = "has no other box in the image" if self.of == "box" else "is not a class with others to compare"
             raise TargetError(f'the explained target, "{names[[*map(bool, others)].index(False)]}", {problem}')
@@ -274,7 +274,7 @@ class RandomLogit(MethodMetric):
 
 
 def _copied(subject: Subject) -> Attribution:
-    """Return a copy of the method and its model, which reads the layer that the explanation is from."""
+    """Return a copy of the method and its model, which reads the layer of the explanation."""
     method, layer = copy.deepcopy(subject.method), subject.explanation.layer
     if getattr(method, "layer", layer) is None and layer in dict(method.model.named_modules()):
         vars(method)["layer"] = layer
@@ -288,29 +288,29 @@ def standard_error(samples: Tensor) -> Tensor:
 
 
 def layers_from_the_top(method: Attribution, x: Tensor) -> list[str]:
-    """Return the names of the modules with parameters or buffers of their own, from the last that starts to run.
+    """Return the names of the modules that have parameters or buffers themselves, from the last to start.
 
-    A module that is not called, such as the output projection of `nn.MultiheadAttention`, counts as its parent.
+    A module that is not called, such as the output projection of `nn.MultiheadAttention`, is treated as its parent.
 
     Raises:
-        MethodError: There are none.
+        MethodError: The model has no parameters or buffers.
     """
     model, began = method.model, list[str]()
     with prepared_for_attribution(model), torch.no_grad(), HookManager() as hooks:
         for name, module in model.named_modules():
             hooks.around(module, lambda *_, name=name: began.append(name), lambda *_: None)
         run_model(model, x)
-    places = {name: place for place, name in reversed(list(enumerate(began)))}
-    own = [name for name, module in model.named_modules() if _tensors(module)]
-    if not own:
+    starts = {name: index for index, name in reversed(list(enumerate(began)))}
+    names = [name for name, module in model.named_modules() if _tensors(module)]
+    if not names:
         raise MethodError(f"{type(model).__name__} has no parameters or buffers, so nothing can be randomised")
 
-    def place(name: str) -> int:
-        while name not in places and name:
+    def start(name: str) -> int:
+        while name not in starts and name:
             name = name.rpartition(".")[0]
-        return places.get(name, 0)
+        return starts.get(name, 0)
 
-    return sorted(own, key=place, reverse=True)
+    return sorted(names, key=start, reverse=True)
 
 
 def randomise(model: nn.Module, names: list[str], *seed: int) -> None:
@@ -366,13 +366,14 @@ class RobustnessMetric(MethodMetric):
 
     def changes(self, maps: Maps) -> Tensor:
         """Return the change of each map, relative to the map: (N, passes)."""
-        return torch.stack([relative(norm(values - maps.own), norm(maps.own)) for _, values in self.noisy(maps)], 1)
+        size = norm(maps.original)
+        return torch.stack([relative(norm(values - maps.original), size) for _, values in self.noisy(maps)], 1)
 
 
 class MaxSensitivity(RobustnessMetric):
     """Largest relative change of the map under noise; lower is better.
 
-    Values: (N,), the norm of the change divided by the norm of the map: a lower bound of the largest one in the radius.
+    Values: (N,), the norm of the change divided by the norm of the map: a lower bound of the largest value.
 
     Source: Yeh et al., "On the (In)fidelity and Sensitivity of Explanations" (2019), https://arxiv.org/abs/1901.09392.
     """
@@ -420,7 +421,7 @@ class NoiseMargin(RobustnessMetric):
 
     def measure_maps(self, maps: Maps) -> Outcome:
         """Compute the differences."""
-        under_noise = similarities(maps.own, (values for _, values in self.noisy(maps)))
+        under_noise = similarities(maps.original, (values for _, values in self.noisy(maps)))
         under_weights = MPRT(layers=1, draws=self.draws).randomised_similarities(maps)[:, :, 0].T
         error = torch.hypot(standard_error(under_noise), standard_error(under_weights))
         return Outcome(under_noise.mean(1) - under_weights.mean(1), error)
@@ -441,14 +442,14 @@ class LocalLipschitz(RobustnessMetric):
     def measure_maps(self, maps: Maps) -> Outcome:
         """Compute the largest ratios."""
         x = maps.subject.images
-        ratios = [norm(values - maps.own) / norm(images - x) for images, values in self.noisy(maps)]
+        ratios = [norm(values - maps.original) / norm(images - x) for images, values in self.noisy(maps)]
         return Outcome(torch.stack(ratios, 1).amax(1))
 
 
 class RelativeStability(RobustnessMetric):
     """Base class of the largest relative change of the map over a relative change in the model. Lower is better.
 
-    Only noisy images of the same predicted class count; the value is NaN if there is none.
+    Only noisy images of the same predicted class are used; the value is NaN if there is none.
     """
 
     @abstractmethod
@@ -465,7 +466,7 @@ class RelativeStability(RobustnessMetric):
         """Compute the largest ratios."""
         ratios = []
         for number, (images, values) in enumerate(self.noisy(maps)):
-            change = norm(_each_relative(values - maps.own, maps.own))
+            change = norm(_elementwise_relative(values - maps.original, maps.original))
             below = maps.subject.once((self, number), self._model_change, maps.subject, images)
             ratios.append(change / below)
         largest = torch.stack(ratios, 1).nan_to_num(-1.0).amax(1)
@@ -473,7 +474,7 @@ class RelativeStability(RobustnessMetric):
 
     def _model_change(self, subject: Subject, images: Tensor) -> Tensor:
         """Return the change in the model; NaN if the predicted class changes."""
-        before, after = (class_scores(outputs(subject.method, each)) for each in (subject.images, images))
+        before, after = (class_scores(outputs(subject.method, batch)) for batch in (subject.images, images))
         is_same = before.argmax(1) == after.argmax(1)
         return torch.where(is_same, self.model_change(subject, images, after - before).clamp(min=SMALLEST), torch.nan)
 
@@ -491,7 +492,7 @@ class RelativeInputStability(RelativeStability):
 
     def model_change(self, subject: Subject, images: Tensor, rises: Tensor) -> Tensor:
         """Return the relative change of the images."""
-        return norm(_each_relative(images - subject.images, subject.images))
+        return norm(_elementwise_relative(images - subject.images, subject.images))
 
 
 class RelativeOutputStability(RelativeStability):
@@ -514,7 +515,7 @@ class RelativeRepresentationStability(RelativeStability):
     """Largest relative change of the map over the relative change of a layer's output; lower is better.
 
     Args:
-        layer: The name of the layer; by default the one that CAMs read.
+        layer: The name of the layer; by default the layer that CAMs read.
 
     Values: (N,), a ratio of norms of changes, each value relative to itself. See `RelativeStability`.
 
@@ -532,9 +533,9 @@ class RelativeRepresentationStability(RelativeStability):
         with prepared_for_attribution(model):
             name, _ = find(model, self.layer or default_layer(model, subject.images[:1]))
             needs = Needs("none", layers=(name,))
-            forwards = [SharedForward(model, each, needs) for each in (subject.images, images)]
+            forwards = [SharedForward(model, batch, needs) for batch in (subject.images, images)]
         before, after = (forward.layers[name] for forward in forwards)
-        return norm(_each_relative(after - before, before))
+        return norm(_elementwise_relative(after - before, before))
 
 
 def norm(tensor: Tensor) -> Tensor:
@@ -543,12 +544,12 @@ def norm(tensor: Tensor) -> Tensor:
 
 
 def relative(change: Tensor, size: Tensor) -> Tensor:
-    """Return a change (N,) as a share of a size; 0 for no change, NaN if there is a change and the size is 0."""
+    """Return a change (N,) as a fraction of a size; 0 for no change, NaN if there is a change and the size is 0."""
     return torch.where(change > 0, torch.where(size > 0, change / size, torch.nan), 0.0)
 
 
-def _each_relative(change: Tensor, values: Tensor) -> Tensor:
-    """Return each change as a share of its value; of `SMALLEST` for values below it."""
+def _elementwise_relative(change: Tensor, values: Tensor) -> Tensor:
+    """Return each change as a fraction of its value, or of `SMALLEST` for smaller values."""
     return change / values.abs().clamp(min=SMALLEST)
 
 
@@ -574,13 +575,13 @@ class CombinedMetric(MethodMetric):
     def measure_maps(self, maps: Maps) -> Outcome:
         """Compute the means of the images."""
         subject = maps.subject
-        own = subject.resized(maps.own)
-        scaled = scaled_to_one(own)
+        original = subject.resized(maps.original)
+        scaled = scaled_to_one(original)
         masked = subject.images * scaled[:, None]
         again = subject.resized(maps.once("masked", maps, masked))
-        is_equal = (own == again).flatten(1).all(1)
-        coherency = torch.where(is_equal, 1.0, (correlation(own.flatten(1), again.flatten(1)) + 1) / 2)
-        parts = torch.stack([coherency, 1 - scaled.flatten(1).mean(1).double(), self.effect(subject, own, masked)])
+        is_equal = (original == again).flatten(1).all(1)
+        coherency = torch.where(is_equal, 1.0, (correlation(original.flatten(1), again.flatten(1)) + 1) / 2)
+        parts = torch.stack([coherency, 1 - scaled.flatten(1).mean(1).double(), self.effect(subject, original, masked)])
         return Outcome(torch.where((parts > 0).all(0), 3 / (1 / parts.clamp(min=1e-30)).sum(0), 0.0))
 
 
@@ -624,12 +625,12 @@ class ARCC(CombinedMetric):
     def effect(self, subject: Subject, maps: Tensor, masked: Tensor) -> Tensor:
         """Compute the combined ROAD."""
         ranks = ranks_of(maps.flatten(1)).view_as(maps)
-        least, most = (self._mean_scores(subject, places) for places in (maps[0].numel() - 1 - ranks, ranks))
+        least, most = (self._mean_scores(subject, order) for order in (maps[0].numel() - 1 - ranks, ranks))
         return (least - most).clamp(0, 1)
 
-    def _mean_scores(self, subject: Subject, places: Tensor) -> Tensor:
-        """Return the mean scores of the images (N,) without the first shares of their orders (N, H, W)."""
-        pairs = zip(subject.images[:, None], places, strict=True)
-        images = [removed(x, place, self.shares, self.noise, subject.seed) for x, place in pairs]
+    def _mean_scores(self, subject: Subject, ranks: Tensor) -> Tensor:
+        """Return the mean scores of the images (N,) without the first fractions of their orders (N, H, W)."""
+        pairs = zip(subject.images[:, None], ranks, strict=True)
+        images = [removed(x, row, self.shares, self.noise, subject.seed) for x, row in pairs]
         scores = [subject.scores_of(batch).double() for batch in torch.stack(images, 1)]  # of (k, N, C, H, W)
         return torch.stack(scores).mean(0)

@@ -13,7 +13,7 @@ from ...attribution.options import Option
 from ...io.axes import at_least_float32
 from ...validation import check_number, check_numbers
 from .base import Outcome
-from .faithfulness import Order, OrderedMetric, PerturbationMetric, PerturbedImage, digest
+from .faithfulness import OrderedMetric, PerturbationMetric, PerturbedImage, RemovalOrder, digest
 
 TOLERANCE = 1e-4
 """The norm of the residual of the linear equations, relative to the norm of their right side."""
@@ -22,7 +22,7 @@ WEIGHTS = ((1 / 12, 1 / 6, 1 / 12), (1 / 6, 0, 1 / 6), (1 / 12, 1 / 6, 1 / 12))
 """The weights of a pixel's neighbours."""
 
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-"""The shares of the pixels that are removed by default."""
+"""The fractions of the pixels that are removed by default."""
 
 NOISE = 0.002
 """The standard deviation of the noise by default: about 0.01 in the normalised input of a photo, as by the authors."""
@@ -31,19 +31,19 @@ NOISE = 0.002
 class ROAD(OrderedMetric):
     """Mean score without the most relevant pixels, replaced by noisy linear imputation; lower is better.
 
-    Each removed pixel becomes the weighted mean of its eight neighbours, 1/6 for those at an edge and 1/12 for those at
-    a corner; at the border of the image the weights of the others are scaled to a sum of 1. So the shape of the mask
-    adds no edges that the model could see.
+    Each removed pixel becomes the weighted mean of its eight neighbours, 1/6 for neighbours at an edge and 1/12 at
+    a corner. At the border of the image, the weights of the existing neighbours are scaled to a sum of 1. So the shape
+    of the mask adds no edges that the model could see.
 
     Args:
         order: "morf" removes the most relevant pixels first, where lower is better; "lerf" the least relevant first,
             where higher is better.
-        shares: The shares of the pixels that are removed.
-        noise: The standard deviation of the Gaussian noise on removed pixels, as a share of the range of the image's
+        shares: The fractions of the pixels that are removed.
+        noise: The standard deviation of the Gaussian noise on removed pixels, as a fraction of the range of the image's
             values.
 
-    Values: (N,), in units of the score: the mean over the shares. The noise is drawn once for each share, and is the
-    same for all maps.
+    Values: (N,), in units of the score: the mean over the fractions. The noise is drawn once for each fraction,
+    and is the same for all maps.
 
     Source: Rong et al., "A Consistent and Efficient Evaluation Strategy for Attribution Methods" (2022),
         https://arxiv.org/abs/2202.00449.
@@ -60,7 +60,7 @@ class ROAD(OrderedMetric):
 
 
 class CombinedROAD(PerturbationMetric):
-    """Mean score without the least relevant pixels minus the score without the most relevant ones; higher is better.
+    """Mean score without the least relevant pixels minus the score without the most relevant pixels; higher is better.
 
     Args:
         shares: As for `ROAD`.
@@ -84,16 +84,16 @@ class CombinedROAD(PerturbationMetric):
         return _outcome(least - most, self.shares)
 
 
-def _curves(image: PerturbedImage, order: Order, shares: tuple[float, ...], noise: float) -> Tensor:
-    """Return the scores without each share of the pixels, (M, K)."""
+def _curves(image: PerturbedImage, order: RemovalOrder, shares: tuple[float, ...], noise: float) -> Tensor:
+    """Return the scores without each fraction of the pixels, (M, K)."""
     curves = []
-    for ranks in image.ranks:
-        place = image.pixels - 1 - ranks if order == "lerf" else ranks
+    for row in image.ranks:
+        ranks = image.pixels - 1 - row if order == "lerf" else row
 
-        def make(start: int, stop: int, place: Tensor = place) -> Tensor:
-            return removed(image.x, place, shares[start:stop], noise, image.seed, start)
+        def make(start: int, stop: int, ranks: Tensor = ranks) -> Tensor:
+            return removed(image.x, ranks, shares[start:stop], noise, image.seed, start)
 
-        curves.append(image.scores(("imputed", digest(place), shares, noise), len(shares), make))
+        curves.append(image.scores(("imputed", digest(ranks), shares, noise), len(shares), make))
     return torch.stack(curves)
 
 
@@ -101,19 +101,19 @@ def _outcome(curves: Tensor, shares: tuple[float, ...]) -> Outcome:
     return Outcome(curves.mean(1), curves=curves, at=torch.tensor(shares, dtype=torch.float64, device="cpu"))
 
 
-def removed(x: Tensor, place: Tensor, shares: Sequence[float], noise: float, seed: int, first: int = 0) -> Tensor:
-    """Return an image (1, C, H, W) without the first pixels of an order (H, W), for each share: (k, C, H, W).
+def removed(x: Tensor, ranks: Tensor, shares: Sequence[float], noise: float, seed: int, first: int = 0) -> Tensor:
+    """Return an image (1, C, H, W) without the first pixels of an order (H, W), for each fraction: (k, C, H, W).
 
     Args:
         x: The image.
-        place: The rank of each pixel in the order, from 0.
-        shares: The shares of the pixels.
+        ranks: The rank of each pixel in the order, from 0.
+        shares: The fractions of the pixels.
         noise: As for `ROAD`.
         seed: The seed of the noise.
-        first: The number of the first share, on which its noise depends.
+        first: The number of the first fraction, on which its noise depends.
     """
-    limits = torch.tensor([round(share * place.numel()) for share in shares], dtype=torch.int64, device=x.device)
-    missing = (place < limits[:, None, None])[:, None]
+    limits = torch.tensor([round(share * ranks.numel()) for share in shares], dtype=torch.int64, device=x.device)
+    missing = (ranks < limits[:, None, None])[:, None]
     sources = (generator(seed, first + number) for number in range(len(shares)))
     drawn = [torch.randn(x.shape, generator=source, dtype=torch.float32, device="cpu") for source in sources]
     return imputed(x, missing) + missing * noise * (x.max() - x.min()) * torch.cat(drawn).to(x)
@@ -128,12 +128,12 @@ def imputed(x: Tensor, missing: Tensor) -> Tensor:
     Source: Tatebe, "The Multigrid Preconditioned Conjugate Gradient Method" (1993),
         https://ntrs.nasa.gov/citations/19940017002.
     """
-    grid = _Grid(missing.to(at_least_float32(x)))
-    known = torch.where(missing, 0, x).to(grid.missing)  # (k, C, H, W)
-    residual = grid.missing * _neighbours(known)
+    grid = _PixelEquations(missing.to(at_least_float32(x)))
+    present = torch.where(missing, 0, x).to(grid.missing)  # (k, C, H, W)
+    residual = grid.missing * _neighbours(present)
     goal = TOLERANCE * residual.norm(dim=(2, 3), keepdim=True)
     solution, step, old = torch.zeros_like(residual), torch.zeros_like(residual), torch.ones_like(goal)
-    # A system that is solved stays as it is, so that the result does not depend on the others.
+    # A solved system does not change, so that its result does not depend on the other systems.
     while bool((active := residual.norm(dim=(2, 3), keepdim=True) > goal).any()):
         descent = grid.descent(residual)
         new = (residual * descent).sum((2, 3), keepdim=True)
@@ -141,7 +141,7 @@ def imputed(x: Tensor, missing: Tensor) -> Tensor:
         image = grid.applied(step)
         length = torch.where(active, new / (step * image).sum((2, 3), keepdim=True), 0)
         solution, residual, old = solution + length * step, residual - length * image, new
-    return (known + solution).to(x)
+    return (present + solution).to(x)
 
 
 def _neighbours(images: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def _neighbours(images: Tensor) -> Tensor:
     return conv2d(images.flatten(0, 1)[None], kernel, padding=1, groups=count).view_as(images)
 
 
-class _Grid:
+class _PixelEquations:
     """The equations of the missing pixels (k, 1, H, W), 1 or 0, and the equations at half the resolution.
 
     At half the resolution, a pixel is missing if all of its pixels are.
@@ -162,10 +162,10 @@ class _Grid:
         self.missing = missing
         self.total = _neighbours(torch.ones_like(missing[:1]))
         self.inverse = missing / self.total
-        self.coarse: _Grid | None = None
+        self.coarse: _PixelEquations | None = None
         if min(size) > 3 and bool(missing.any()):
             self.rows, self.columns = (_interpolation(edge).to(missing) for edge in size)
-            self.coarse = _Grid(1 - max_pool2d(1 - missing, 2, ceil_mode=True))
+            self.coarse = _PixelEquations(1 - max_pool2d(1 - missing, 2, ceil_mode=True))
 
     def applied(self, values: Tensor) -> Tensor:
         """Return the left side of the equations."""
