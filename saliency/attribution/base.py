@@ -365,11 +365,8 @@ class Attribution(HasOptions, ABC):
             group = name if isinstance(name, tuple) else (name,)
             batch, method = inputs.batch(*group, as_channels=True), self._of_input(group[0])
             with method.call(batch, [target], forward_args):
-                reading = list[frozenset[tuple[str, int]]]()
-                for other in inputs.frames.keys() - {*group} if self.needs.gradients == "layers" else ():
-                    with bound(batch=(own := inputs.batch(other)), caches={}):
-                        reading.append(trace_layers(self.model, own.inputs).reading)
-                with bound(other_layers=frozenset[tuple[str, int]]().union(*reading)):
+                others = [inputs.batch(other) for other in inputs.frames.keys() - {*group}]
+                with bound(other_layers=partial(_reading, self.model, others)):
                     explanations[name] = method.explain_batch(batch, [target])[0]
         return InputExplanations(explanations, inputs.values)
 
@@ -504,6 +501,15 @@ class Attribution(HasOptions, ABC):
         read = {name: value for name in ("layer", "layers") if (value := getattr(self, name, None))}
         options = "".join(f", {name}={value!r}" for name, value in (read | dict(self.settings)).items())
         return f"{type(self).__name__}({type(self.model).__name__}{options})"
+
+
+def _reading(model: nn.Module, batches: Sequence[Batch]) -> frozenset[tuple[str, int]]:
+    """Return the calls of layers that read one of several images, in a call of another one."""
+    reading = frozenset[tuple[str, int]]()
+    for batch in batches:
+        with bound(batch=batch, caches={}, other_layers=None):
+            reading |= trace_layers(model, batch.inputs).reading
+    return reading
 
 
 def _require_values(method: Attribution, images: int) -> None:

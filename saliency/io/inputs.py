@@ -281,7 +281,10 @@ def split_images(images: ImagesLike) -> list[ImageLike]:
 def _pixel_values(features: Mapping[str, Any]) -> Tensor:
     """Return the model's input of a BatchFeature, which processors of Hugging Face return."""
     if "pixel_values" not in features:
-        raise ImageError(f"{type(features).__name__} is not an image; expected pixel_values in it, or no mapping")
+        raise ImageError(
+            f"a {type(features).__name__} is not an image; `attribute` explains several inputs by their names, and "
+            "this call takes one image, of a model that holds its other inputs"
+        )
     others = [name for name in features if name != "pixel_values"]
     if others:
         hint = "pass pixel_values as the image, and the rest that the model needs as forward_args={name: value}"

@@ -93,10 +93,6 @@ class RelevancePropagation(TracedAttribution):
     def __post_init__(self) -> None:
         self._through = {layer_name(self, layer): list(channels) for layer, channels in (self.through or {}).items()}
 
-    def explains_together(self) -> bool:
-        """Return whether relevance is read at the inputs, so that one walk reaches all of a model with several."""
-        return self.layer is None
-
     @abstractmethod
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the rules for a forward and its scores."""
@@ -273,6 +269,10 @@ class PixelRelevance(RelevancePropagation):
     """
 
     at: Option[At | None] = Option(None, check_choice, get_args(At))
+
+    def explains_together(self) -> bool:
+        """Return whether relevance is read at the inputs, so that one walk reaches all of a model with several."""
+        return self.layer is None
 
     def patches(self, grads: TargetGradients) -> _Patches | None:
         """Return the patches at which relevance is read; None for the input."""

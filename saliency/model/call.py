@@ -50,7 +50,7 @@ class Call(NamedTuple):
             if the output is read unchanged.
         is_tracing: Whether the call is traced into a program, so that no value can be read.
         modules: The modules of the prepared model, the model first.
-        other_layers: The calls of layers that read other images of the call, which are no default layers.
+        other_layers: A function that returns the calls of layers that read other images, which are no default layers.
         warned: The lines of the toolkit that have warned, if each line shall warn only once; None for no such limit.
     """
 
@@ -64,7 +64,7 @@ class Call(NamedTuple):
     logits: MutableMapping[Tensor, str] | None = None
     is_tracing: bool = False
     modules: Sequence[nn.Module] = ()
-    other_layers: frozenset[tuple[str, int]] = frozenset()
+    other_layers: Callable[[], frozenset[tuple[str, int]]] | None = None
     warned: set[tuple[str, int]] | None = None
 
     def numbers(self, x: Tensor) -> list[int]:

@@ -452,11 +452,12 @@ def _result_nodes(tensors: Sequence[Tensor]) -> set[Node]:
 
 
 def _scan(model: nn.Module, x: Tensor, trace: LayerTrace) -> LayerScan:
-    reading_others = current_call().other_layers
-    free = (layer for layer in trace.candidates if (layer.name, trace.calls[layer.name]) not in reading_others)
-    candidates = tuple(free)
-    if trace.candidates and not candidates:
-        warn("the images are joined before the first layer with a spatial output, so a map at a layer is of all images")
+    candidates, other_layers = trace.candidates, current_call().other_layers
+    if other_layers is not None:
+        taken = other_layers()
+        candidates = tuple(layer for layer in candidates if (layer.name, trace.calls[layer.name]) not in taken)
+        if trace.candidates and not candidates:
+            warn("the images are joined before the first layer with a spatial output, so its map is of all images")
     candidates = candidates or trace.candidates
 
     def top_score(output: Any) -> Tensor:

@@ -253,3 +253,55 @@ def test_the_fill_is_of_each_input() -> None:
     for key, own in inputs.items():
         hidden = {**inputs, key: own.mean((2, 3), keepdim=True).expand_as(own)}
         torch.testing.assert_close(result.sums[key], score - model(**hidden)[:, 1])
+
+
+AVERAGES = ("smooth_grad", "smooth_grad_squared", "var_grad", "augmented")
+IMAGES = {
+    name: [key for key, own in inputs.items() if getattr(own, "ndim", 0) == 4] for name, (_, inputs) in CASES.items()
+}
+
+
+def any_method(name: str, model: nn.Module) -> saliency.Attribution:
+    cls = saliency.METHODS[name]
+    return cls(saliency.VanillaGradient(model) if name in AVERAGES else model, **cls.preview_options)
+
+
+@pytest.mark.filterwarnings("ignore:excitation_backprop. the fractions")
+@pytest.mark.parametrize("name", saliency.METHODS)
+def test_a_method_explains_each_image_or_says_why_not(name: str) -> None:
+    model, inputs = case("late")
+    try:
+        result = any_method(name, model).attribute(inputs, 1)
+    except saliency.NotApplicableError:
+        assert saliency.METHODS[name].needs.attention or name in ("cam", "tam")
+        return
+    assert list(result) == ["rgb", "depth"]
+    for own, x in zip(result.values(), inputs.values(), strict=True):
+        assert own.values.shape[0] == 2
+        assert own.input_size == x.shape[2:]
+        assert own.layer is None or all(("depth" in layer) == (x.shape[1] == 1) for layer in own.layer.split(", "))
+
+
+@pytest.mark.parametrize("case_name", [name for name, images in IMAGES.items() if len(images) > 1 and name != "early"])
+@pytest.mark.parametrize(
+    "name", ["grad_cam", "layer_cam", "eigen_cam", "ablation_cam", "refine_cam", "guided_grad_cam"]
+)
+def test_no_method_reads_a_layer_of_another_image(case_name: str, name: str) -> None:
+    model, inputs = case(case_name)
+    result = any_method(name, model).attribute(inputs, target_of(case_name))
+    for key, own in result.items():
+        others = {other: inputs[other] + 1 for other in IMAGES[case_name] if other != key}
+        for layer in str(own.layer).split(", "):
+            before, after, moved = (
+                outputs(model, layer, {**inputs, **changed}) for changed in ({}, others, {key: inputs[key] + 1})
+            )
+            calls = zip(before, after, moved, strict=True)
+            assert any(torch.equal(first, second) and not torch.equal(first, third) for first, second, third in calls)
+
+
+def outputs(model: nn.Module, layer: str, inputs: dict[str, Any]) -> list[Tensor]:
+    """The outputs of all calls of a layer."""
+    calls: list[Any] = []
+    with model.get_submodule(layer).register_forward_hook(partial(keep, calls)), torch.no_grad():
+        _ = model(inputs) if "observation.state" in inputs else model(**inputs)
+    return [output[0] if isinstance(output, tuple) else output for output in calls]
