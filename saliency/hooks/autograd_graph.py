@@ -169,12 +169,6 @@ def result_spec(node: Any, index: int) -> GradSpec:
     return GradSpec(torch.Size(metadata.shape), metadata.dtype)
 
 
-def call_node(node: Any, grads: Gradients) -> Gradients:
-    """Return the gradients that an operation passes to its operands. `grads` has one for each result, or None."""
-    result: Any = getattr(node, "apply" if is_python_function(node) else "__call__")(*grads)
-    return result if isinstance(result, tuple) else (result,)
-
-
 @functools.cache
 def _saved_names(node_class: type) -> list[str]:
     constants = {"_raw_saved_weight", "_raw_saved_bias", "_raw_saved_running_mean", "_raw_saved_running_var"}

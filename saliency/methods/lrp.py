@@ -150,13 +150,15 @@ class RelevancePropagation(TracedAttribution):
 
     def _checked_walk(self, grads: TargetGradients, composite: Composite, first: Node | None) -> Walk:
         """Return a walk, and warn if its ledger does not hold the whole score."""
-        rules = self.propagation(composite, composite.layers(self.model), self.unknown, first)
+        named = composite.layers(self.model)
+        rules = self.propagation(composite, named, self.unknown, first)
         changes = {}
         for name, channels in self._through.items():
             changes[name] = partial(_restricted, grads, name, channels)
         watched = {**grads.forward.layers, **dict(zip([EMBEDDINGS], grads.forward.embeddings, strict=False))}
         walk = Walk(grads, rules, watched, changes, frees=grads.forward.count_backward()).run()
-        rules.check_layers()
+        if named:
+            rules.check_layers()
         if rules.unmerged:
             names = ", ".join(f"{name} ({count})" for name, count in rules.unmerged.items())
             problem = f"some batch norms are not merged with the convolution before them, because of {names} in between"
@@ -449,7 +451,7 @@ class _ExcitationRules(Propagation):
         operation, is_below = visit.operation, visit.node in self._below
         name = "" if operation is None else operation.name
         if is_below or name in LINEAR:
-            self._below.update(operand for operand, _ in visit.walk.graph.next[visit.node])
+            self._below.update(visit.walk.graph.operands[visit.node])
         if operation is None or is_below or name not in ("_log_softmax", *SOFTMAX):
             return super().__call__(visit)
         lost = (operation.result - operation.args["self"]) * visit.grad  # probabilities minus logits
@@ -535,9 +537,8 @@ class ExcitationBackprop(RelevancePropagation):
         lowest = float(divided(shares.flatten(1).amin(1), shares.flatten(1).amax(1)).min())
         is_negative = lowest < -MAX_MISSING_SHARE and not self.contrastive
         if is_negative or float(sums.max()) > most + MAX_MISSING_SHARE:
-            sizes = (
-                f"are as low as {lowest:.1g} of the largest" if is_negative else f"add up to {float(sums.max()):.1f}"
-            )
+            largest = f"add up to {float(sums.max()):.1f}"
+            sizes = f"are as low as {lowest:.1g} of the largest" if is_negative else largest
             warn(
                 f"{self.name}: the fractions at {layer} {sizes}, expected at least 0 and a sum of at most {most}: the "
                 "network adds signed activations, but the method assumes positive activations; use lrp"

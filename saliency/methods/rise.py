@@ -218,9 +218,8 @@ class DRISE(RISE):
 
 def target_part(joint: BatchAttribution, number: int) -> BatchAttribution:
     """Return the attribution of one target of a `JointQuestions`, by its number."""
-    tensors = joint.tensors().items()
-    parts = {name: part[:, number : number + 1] if part.dim() > 2 else part[:, number] for name, part in tensors}
-    return joint.with_tensors(parts)
+    tensors, column = joint.tensors().items(), slice(number, number + 1)
+    return joint.with_tensors({name: part[:, column] if part.dim() > 2 else part[:, number] for name, part in tensors})
 
 
 class RandomMasks:
@@ -271,8 +270,7 @@ class MaskedScores(Estimate):
     Args:
         visible: The mean of a mask.
         scale: (1, H, W) the divisor of the sum.
-        level: A constant close to the scores that is subtracted from them, for the debiased map; None for the paper's
-            map.
+        level: A constant close to the scores, which is subtracted from them for the debiased map; else None.
     """
 
     def __init__(self, visible: float, scale: Tensor, level: Tensor | float | None, targets: int = 1) -> None:
