@@ -59,7 +59,7 @@ INDEPENDENT = f"no gradient of the score reaches the input: it does not depend o
 
 
 def is_tracing() -> bool:
-    """Return whether this call is traced into a program, so that a check of values has nothing to check."""
+    """Return whether this call is traced into a program, in which values cannot be checked."""
     return bool(getattr(CALL.get(None), "is_tracing", False))
 
 

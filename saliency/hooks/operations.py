@@ -402,7 +402,7 @@ class OperationRecord(MemoryMode[_MemoryRecord]):
     def operation(self, node: Node) -> Operation | None:
         """Return the operation of a node; None if it was not recorded."""
         if is_python_function(node):
-            return _linear_of_torchvision(node)  # other functions run any operations
+            return _linear_of_torchvision(node)  # other functions may run any operations
         number = sequence_nr(node)
         # An operation in place on a view has two nodes: its own, and one that copies the result into the whole.
         return self._operations.get(number - (type(node).__name__ == "CopySlices"))

@@ -165,11 +165,11 @@ class RelevancePropagation(TracedAttribution):
             warn(f"{self.name}: {problem}: the map depends on how the model is written; apply them to the convolution")
         if is_tracing():
             return walk
-        share = float((walk.missing.abs() / grads.scores.abs().clamp(min=1e-6)).max())
+        fraction = float((walk.missing.abs() / grads.scores.abs().clamp(min=1e-6)).max())
         rounding = 16 * torch.finfo(grads.scores.dtype).eps
         # This comparison is false for NaN.
-        if not share <= max(MAX_MISSING_SHARE, rounding) and self.unknown == "refuse":
-            warn(f"{self.name}: {share:.1g} of the score is missing from the ledger")
+        if not fraction <= max(MAX_MISSING_SHARE, rounding) and self.unknown == "refuse":
+            warn(f"{self.name}: {fraction:.1g} of the score is missing from the ledger")
         return walk
 
 
@@ -213,7 +213,7 @@ class _Patches(NamedTuple):
 
     Attributes:
         node: The operation.
-        layer: The name of the module; None if its weights match no composite.
+        layer: The name of the module; None if no module has its weights.
         read: The function from a tensor like the result of the operation to maps (N, K, h, w).
     """
 
@@ -525,16 +525,16 @@ class ExcitationBackprop(RelevancePropagation):
         walk, total = self.walk(grads), torch.zeros_like(grads.scores)
         for node, relevance in cast("_ExcitationRules", walk.rule).received.items():
             total = total + walk.per_image(relevance, node)
-        shares = divided(result.values, along_rows(total, result.values))
+        fractions = divided(result.values, along_rows(total, result.values))
         if not is_tracing():
-            self._check(shares, result.layer)
-        values = shares.clamp(min=0) if self.contrastive else shares
+            self._check(fractions, result.layer)
+        values = fractions.clamp(min=0) if self.contrastive else fractions
         return replace(result.with_evidence(residual=None, ledger=None, ledger_names=None), values=values)
 
-    def _check(self, shares: Tensor, layer: str | None) -> None:
+    def _check(self, fractions: Tensor, layer: str | None) -> None:
         """Warn of fractions (N, 1, h, w) that are not probabilities."""
-        sums, most = shares.flatten(1).abs().sum(1), 2 if self.contrastive else 1
-        lowest = float(divided(shares.flatten(1).amin(1), shares.flatten(1).amax(1)).min())
+        sums, most = fractions.flatten(1).abs().sum(1), 2 if self.contrastive else 1
+        lowest = float(divided(fractions.flatten(1).amin(1), fractions.flatten(1).amax(1)).min())
         is_negative = lowest < -MAX_MISSING_SHARE and not self.contrastive
         if is_negative or float(sums.max()) > most + MAX_MISSING_SHARE:
             largest = f"add up to {float(sums.max()):.1f}"

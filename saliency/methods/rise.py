@@ -109,7 +109,7 @@ class RISE(SampledAttribution):
         return result._replace(agreement=estimate.agreements) if score.dim() else result
 
     def new_estimate(self, masks: RandomMasks, score: Tensor) -> MaskedScores:
-        """Return the estimate of the map, without masks."""
+        """Return a new estimate of the map."""
         if self.uncertainty:
             return WeightedVariance(masks.variance, score)
         if self.debiased:  # subtracting the score of the whole image does not change the covariance
@@ -397,8 +397,8 @@ class VXCODE(SegmentAttribution, TimedAttribution):
 
     The value of a patch is the best score of the search minus the best score before this patch. The search ends when
     1 % of the difference between the scores of the image and of all patches hidden is left; the other patches are 0.
-    In the paper, the best score is taken as 1 or 0, the search ends with the last patch, and values follow the last
-    score before the patch, so they rise again where patches lower the score.
+    The paper takes 1 or 0 as the best score, and ends the search with the last patch. Its values follow the last score
+    before the patch, so they rise again where patches lower the score.
 
     Args:
         mode: "insertion" marks patches that suffice for the box; "deletion" marks the few that are necessary.
