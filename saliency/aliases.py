@@ -27,16 +27,15 @@ def matches(name: str, table_name: str) -> list[str]:
     return [ours for ours, theirs in table(table_name).items() if name in theirs]
 
 
-def option_hint(name: str, options: Collection[str]) -> str:
+def option_hint(name: str, names: Collection[str]) -> str:
     """Return the end of an error about an unknown option, such as `; it is called steps here`."""
     for ours in matches(name, "options"):
-        if ours in options:
+        if ours in names:
             difference = ", as a fraction of the range of each image instead of in units of the input"
             return f"; it is called {ours} here{difference if name == 'stdevs' else ''}"
     for advice in matches(name, "advice"):
         return f"; {advice}"
-    listing = f"; the options are {', '.join(options)}" if options else "; there are no options"
-    return did_you_mean(name, options) or listing
+    return did_you_mean(name, names) or (f"; the options are {', '.join(names)}" if names else "; there are no options")
 
 
 def known_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -135,7 +135,7 @@ def warn_deprecated(old: str, new: str, removed_in: str) -> None:
 def closest(word: str, words: Iterable[str], most: int = 3) -> list[str]:
     """Return at most `most` entries of `words` that are similar to `word`, the most similar first.
 
-    Entries with all its words come first, then those that begin with it, contain it, or are spelled alike.
+    Entries with all words of `word` come first, then entries that begin with it, contain it, or are spelled alike.
     """
     by_folded = {entry.casefold(): entry for entry in words}
     folded = word.casefold()

@@ -591,7 +591,7 @@ def read_one_forward(
 
 
 def get_method(name: object) -> type[Attribution]:
-    """Return the method with this name. Raises MethodError for another name, with the closest ones."""
+    """Return the method with this name. Raises MethodError for another name, with the closest names."""
     return METHODS.find(name)
 
 
@@ -665,7 +665,7 @@ def explain_by_image(
 
     Args:
         answer: The answer, whose arguments are bound.
-        targets: The targets, each for all images, or with one for each image.
+        targets: The targets, each for all images, or with one target for each image.
         explain: Returns the explanations of a batch and its targets.
     """
     by_image = [*zip(*(per_image(target, len(answer.inputs)) for target in targets), strict=True)]

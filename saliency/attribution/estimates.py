@@ -56,7 +56,7 @@ class Estimate:
 
     @property
     def variance(self) -> Tensor:
-        """The unbiased variance of the samples (...); zero for a single one."""
+        """The unbiased variance of the samples (...); zero for a single sample."""
         return self._squares / max(self.count - 1, 1)
 
     @property
@@ -106,7 +106,7 @@ class Squares(Estimate):
 class Variance(Estimate):
     """Running variance per pixel with its standard error, in constant memory.
 
-    It keeps the sums of the first four powers of the difference of each sample from the first one.
+    It keeps the sums of the first four powers of the difference of each sample from the first sample.
     """
 
     def __init__(self) -> None:
@@ -253,5 +253,5 @@ def generator(seed: int, *numbers: int) -> torch.Generator:
 
 
 def normal(shape: Sequence[int], seed: int, *numbers: int) -> Tensor:
-    """Return normal draws of one sample, float64 on the CPU; the numbers are those of `generator`."""
+    """Return normal draws of one sample, float64 on the CPU; the numbers are as for `generator`."""
     return torch.randn(shape, generator=generator(seed, *numbers), dtype=torch.float64, device="cpu")

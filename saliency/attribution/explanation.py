@@ -95,7 +95,7 @@ class BatchAttribution(Evidence):
         return replace(self, evidence=_present({**self.evidence, **entries}))
 
     def with_tensors(self, tensors: Mapping[str, Tensor], **others: Any) -> Self:
-        """Return the result with other tensors, of the names in `tensors()`, and other entries of `evidence`."""
+        """Return the result with other tensors, named as in `tensors()`, and other entries of `evidence`."""
         evidence = {**self.evidence, **tensors, **others}
         return replace(self, values=evidence.pop("values"), scores=evidence.pop("scores"), evidence=_present(evidence))
 
@@ -298,7 +298,7 @@ class Explanation(BatchAttribution):
                 header = json.loads((file.metadata() or {}).get("saliency", "null"))
                 if not isinstance(header, dict) or header.get("format") != _FORMAT:
                     raise ExplanationError(
-                        f"{path}: a safetensors file, but not one that this version of Explanation.save wrote"
+                        f"{path}: a safetensors file that this version of Explanation.save did not write"
                     )
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return _from_file(header, tensors)
@@ -356,7 +356,7 @@ _DECODED: dict[str, Callable[[Any], Any]] = {
         row and ImageBox(*(row[name] and tuple(row[name]) for name in ("size", "box", "range"))) for row in rows
     ),
 }
-"""Functions from the JSON of an entry of evidence to the entry; others are tensors, tuples of texts, and numbers."""
+"""Functions from the JSON of an entry of evidence to the entry. The rest are tensors, tuples of texts, and numbers."""
 
 
 def _from_file(header: dict[str, Any], tensors: dict[str, Tensor]) -> Explanation:

@@ -50,8 +50,8 @@ class Needs:
     Attributes:
         gradients: "input" records the autograd graph from the input on. "layers" records it from the first of the
             layers on, which saves the memory for all layers before it. "none" records no graph.
-        backwards: The maximum number of backward passes for one target. The last one frees the graph as it runs, which
-            is up to 10 % faster than keeping it. None keeps the graph and sets no maximum.
+        backwards: The maximum number of backward passes for one target. The last pass frees the graph as it runs,
+            which is up to 10 % faster than keeping the graph. None keeps the graph and sets no maximum.
         layers: The names of the layers whose outputs are kept.
         values: The values of operations that are recorded, for methods that walk the graph.
         modules: The names of the modules whose operations such a method distinguishes.

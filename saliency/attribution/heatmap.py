@@ -67,7 +67,7 @@ def reduced_maps(explanation: Explanation, sign: Sign | None) -> Tensor:
     """Return the values with their channels reduced and the sign applied: (N, h, w).
 
     Raises:
-        NonFiniteError: A value, or the sum of finite ones, is NaN or infinite.
+        NonFiniteError: A value, or the sum of finite values, is NaN or infinite.
         RenderError: The sign is unknown.
     """
     used = check_choice("sign", explanation.sign if sign is None else sign, SIGNS, error=RenderError)

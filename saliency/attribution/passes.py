@@ -1,4 +1,4 @@
-"""Passes of the model on variants of one image, and the base classes of the methods that run many of them.
+"""Passes of the model on variants of one image, and the base classes of the methods that run many passes.
 
 A subclass implements `explain_image`, which gets scores or gradients from `Passes` and combines them. The base class
 handles batches, limits, chunk sizes and progress. Passes run in chunks that fit into memory.
@@ -144,7 +144,7 @@ class Passes(ExitStack):
         self._partial: Callable[[], ImageAttribution | None] = lambda: None
         self._notes: list[str] = []
         device = x.device.type
-        # Of the caller. A context is not reentrant, so each use has its own.
+        # The caller's autocast. A context is not reentrant, so each use creates a new one.
         self._autocast = partial(
             torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         )
@@ -423,7 +423,7 @@ class MultiPassAttribution(Attribution):
         return stack_images(images, scores, tuple(stats))
 
     def layers_for(self, x: Tensor, target: Questions) -> tuple[str, ...]:
-        """Return the names of the layers to keep from the forward of the batch; none by default."""
+        """Return the names of the layers to keep from the forward of the batch; by default no layers."""
         return ()
 
     @abstractmethod
@@ -456,7 +456,7 @@ class TimedAttribution(MultiPassAttribution):
 
 
 class SampledAttribution(TimedAttribution):
-    """Base of the methods that draw samples, and can stop after any number of them.
+    """Base of the methods that draw samples, and can stop after any number of samples.
 
     The first limit that is met ends the sampling.
 
@@ -598,7 +598,7 @@ class Budget:
         return size
 
     def affordable(self, run: Callable[[int], object], most: int) -> int:
-        """Return how many steps fit into the remaining time, from trials that take about a tenth of it.
+        """Return how many steps fit into the remaining time, from trials that take about a tenth of that time.
 
         Args:
             run: Runs a number of steps, regardless of the limits.
@@ -666,7 +666,7 @@ def chunk_size(x: Tensor, on_cpu: int = CHUNK_CPU) -> int:
 
 
 def progress_bar(label: str, total: int, unit: str, progress: bool | None) -> Any:
-    """Return a progress bar. By default, terminals and notebooks show one after `BAR_DELAY`."""
+    """Return a progress bar. By default, terminals and notebooks show it after `BAR_DELAY`."""
     from tqdm.auto import tqdm
 
     delay, disable = 0 if progress else BAR_DELAY, None if progress is None else not progress

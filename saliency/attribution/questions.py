@@ -106,7 +106,7 @@ class CallImages(Images):
         return self._rows[0]
 
     def score_of(self, function: Score, image: int | None = None) -> Score:
-        """Return the score of one image, or of all, by a user's function of the output of the whole batch."""
+        """Return the score of one image, or of all images, by a user's function of the output of the whole batch."""
         return _unchanged(function) if image is None else FunctionScore(_unchanged(function), self, image)
 
 

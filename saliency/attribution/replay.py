@@ -522,7 +522,7 @@ class TailForward(PartialForward):
         """Run the whole model on copies of the image, with the layer's last output replaced.
 
         Args:
-            rows: The other outputs; None to keep the layer's own, which is stored.
+            rows: The other outputs; None to keep and store the output of the layer.
             tape: The tape that records the following operations.
         """
         seen, count = 0, 1 if rows is None else len(rows)

@@ -141,7 +141,7 @@ def _slide(
 
     Args:
         call: The operation.
-        geometry: Kernel size, stride, padding and dilation: one number for both axes, or two.
+        geometry: Kernel size, stride, padding and dilation: one number for both axes, or two numbers.
         beyond: The value outside of the map.
         operation: The operation without padding.
     """
@@ -265,7 +265,7 @@ PATCH_RULES: dict[Op, PatchRule] = {
     aten.constant_pad_nd.default: _pad,
     aten.cat.default: _concatenate,
 }
-"""The operations that can be computed on patches, in addition to batch norms and pointwise ones."""
+"""The operations that can be computed on patches, in addition to batch norms and pointwise operations."""
 
 
 def patch_rule(op: Op) -> PatchRule | None:

@@ -59,7 +59,7 @@ INDEPENDENT = f"no gradient of the score reaches the input: it does not depend o
 
 
 def is_tracing() -> bool:
-    """Return whether this call is traced into a program, so that a check of values has nothing to check."""
+    """Return whether this call is traced into a program, in which values cannot be checked."""
     return bool(getattr(CALL.get(None), "is_tracing", False))
 
 
@@ -167,12 +167,6 @@ def result_spec(node: Any, index: int) -> GradSpec:
     """Return the shape and type of the gradient of a result of an operation."""
     metadata = node._input_metadata[index]
     return GradSpec(torch.Size(metadata.shape), metadata.dtype)
-
-
-def call_node(node: Any, grads: Gradients) -> Gradients:
-    """Return the gradients that an operation passes to its operands. `grads` has one for each result, or None."""
-    result: Any = getattr(node, "apply" if is_python_function(node) else "__call__")(*grads)
-    return result if isinstance(result, tuple) else (result,)
 
 
 @functools.cache

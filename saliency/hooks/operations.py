@@ -402,7 +402,7 @@ class OperationRecord(MemoryMode[_MemoryRecord]):
     def operation(self, node: Node) -> Operation | None:
         """Return the operation of a node; None if it was not recorded."""
         if is_python_function(node):
-            return _linear_of_torchvision(node)  # other functions run any operations
+            return _linear_of_torchvision(node)  # other functions may run any operations
         number = sequence_nr(node)
         # An operation in place on a view has two nodes: its own, and one that copies the result into the whole.
         return self._operations.get(number - (type(node).__name__ == "CopySlices"))
@@ -507,9 +507,8 @@ class OperationRecord(MemoryMode[_MemoryRecord]):
         is_part = self.keep == SavedValues.CHANGES or operation.name in NORMS or is_batch_norm(operation.op)
         if is_part and isinstance(result, _LISTS):
             return (None, *result[1:])
-        is_read = self.keep == SavedValues.LINEAR or (
-            self.keep <= SavedValues.CONSTANTS and operation.name not in LINEAR
-        )
+        is_linear = operation.name in LINEAR
+        is_read = self.keep == SavedValues.LINEAR or (self.keep <= SavedValues.CONSTANTS and not is_linear)
         return result if is_read else None
 
     def saved_tensors(self) -> AbstractContextManager[Any]:
@@ -568,11 +567,10 @@ class OperationRecord(MemoryMode[_MemoryRecord]):
         clone = self._clone if self._clone and self._clone[0] == number else None
         # An operation that needs its operand later clones it first, and this clone takes the next number.
         is_own = clone is not None and memory_id(clone[1]) == memory
-        is_kept = any(value is target for value in operation.kept_args.values())
-        copied = clone[2] if clone and clone[1] is target else target.clone() if is_kept else target
-        operation.kept_args = {
-            name: copied if value is target else value for name, value in operation.kept_args.items()
-        }
+        args = operation.kept_args
+        is_stored = any(value is target for value in args.values())
+        copied = clone[2] if clone and clone[1] is target else target.clone() if is_stored else target
+        operation.kept_args = {name: copied if value is target else value for name, value in args.items()}
 
         def kept_copy(stored: Tensor) -> Tensor:
             if memory_id(stored) != memory:

@@ -146,7 +146,7 @@ _RECTIFIERS = (
     _Kind("maximum", lambda t: torch.fmax(t, torch.zeros_like(t)), _is_constant_zero),
 )
 
-# Some have another class if they work in place.
+# Some nodes have another class if the operation works in place.
 _OTHER_PROBES = (
     *(F.leaky_relu, F.leaky_relu_, F.rrelu, F.rrelu_, F.elu, F.elu_, F.celu, F.celu_),
     *(F.gelu, F.silu, F.mish, F.hardswish, F.softplus),

@@ -99,8 +99,8 @@ def summed_levels(maps: Sequence[Tensor]) -> Tensor:
     Each map is enlarged with its sum unchanged, so that a level has the weight of its part of the score.
     """
     enlarged = on_finest_grid(maps)
-    shares = enlarged.new_tensor([values[0, 0].numel() / enlarged[0, 0, 0].numel() for values in maps])
-    return (enlarged * along_rows(shares, enlarged)).sum(0)
+    factors = enlarged.new_tensor([values[0, 0].numel() / enlarged[0, 0, 0].numel() for values in maps])
+    return (enlarged * along_rows(factors, enlarged)).sum(0)
 
 
 class LayerCombination(LayerAttribution):

@@ -222,18 +222,18 @@ class FinerCAM(LayerAttribution):
         if classes is None or not isinstance(grads.target.target, ClassTarget):
             raise NotApplicableError("finer_cam compares classes; the target must be a class, by index or name")
         explained = classes[:, None]
-        shares = self._reference_shares(class_scores(grads.forward.output).detach(), explained)
+        weights = self._reference_weights(class_scores(grads.forward.output).detach(), explained)
 
         def contrast(output: Any) -> Tensor:
             scores = class_scores(output)
-            return scores.gather(1, explained)[:, 0] - self.gamma * (scores * shares).sum(1)
+            return scores.gather(1, explained)[:, 0] - self.gamma * (scores * weights).sum(1)
 
         target = copy.copy(grads.target)
         target.asked = Together([target[0]] * len(target), contrast)
         result = self._cam.explain_gradients(TargetGradients(grads.forward, target, reads=False), layers)
         return replace(result, scores=grads.scores)
 
-    def _reference_shares(self, scores: Tensor, explained: Tensor) -> Tensor:
+    def _reference_weights(self, scores: Tensor, explained: Tensor) -> Tensor:
         """Return the weight of each class (N, classes) in the mean of the references, for explained classes (N, 1)."""
         if scores.shape[1] < 2:
             raise NotApplicableError("finer_cam compares classes, but the model returns one number per image")

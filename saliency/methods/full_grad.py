@@ -158,13 +158,13 @@ class _Terms:
 
     def note(self) -> str:
         """Describe the terms and the residual. Warns if too much is missing."""
-        share = abs(self.residual) / max(abs(float(self._grads.scores)), 1e-12)
-        note = f"{self._biases} biases; with them the terms miss {share:.1g} of the score"
+        fraction = abs(self.residual) / max(abs(float(self._grads.scores)), 1e-12)
+        note = f"{self._biases} biases; with them the terms miss {fraction:.1g} of the score"
         if self._missed:
             note += "; no bias of " + ", ".join(f"{name} ({count})" for name, count in self._missed.items())
         if self._is_vmapped or not all(hasattr(module, "training") for module in self._model.modules()):
             warn("full_grad: vmap and torch.jit.freeze change operations, and so the map; pass the model without them")
-        if share > MAX_MISSING_SHARE and abs(self.residual) > MAX_MISSING_SHARE:
+        if fraction > MAX_MISSING_SHARE and abs(self.residual) > MAX_MISSING_SHARE:
             hint = "" if self._biases else ", and the map is the input times the gradient alone"
             warn(f"full_grad: {note}{hint} (fused scripts and custom autograd functions are not visible)")
         return note

@@ -182,8 +182,8 @@ class ScoreCAM(LayerPasses, TimedAttribution):
             if bool((scores[has_run] != score.to(scores)).any()):
                 channels = torch.ones_like(scores)
                 channels[len(varied) :] = flat
-                shares = torch.where(has_run, scores + channels.log(), -math.inf).softmax(0)
-                weights[varied.cpu()] = shares[: len(varied)]
+                fractions = torch.where(has_run, scores + channels.log(), -math.inf).softmax(0)
+                weights[varied.cpu()] = fractions[: len(varied)]
             return ImageAttribution(layer.weighted(weights), layer=layer.layer, notes=notes)
 
         for done in passes.forwards(make, count, partial=combined):
@@ -326,10 +326,10 @@ class ReciproCAM(LayerPasses):
         def make(start: int, stop: int) -> Tensor:
             """Pass 0 shows no location; pass 1 + i shows location i."""
             numbers = torch.arange(start, stop, device=near.device)
-            shares = F.one_hot(numbers, 1 + size.numel())[:, 1:].to(near).view(-1, 1, *size)
+            factors = F.one_hot(numbers, 1 + size.numel())[:, 1:].to(near).view(-1, 1, *size)
             if not self.alone:
-                shares = (F.conv2d if len(size) == 2 else F.conv3d)(shares, kernel[None, None], padding=1)
-            return layer.scaled(shares[:, 0])
+                factors = (F.conv2d if len(size) == 2 else F.conv3d)(factors, kernel[None, None], padding=1)
+            return layer.scaled(factors[:, 0])
 
         scores = passes.tail_scores(layer.layer, make, 1 + size.numel())
         values = (scores[1:] - scores[0]).to(layer.maps)

@@ -117,8 +117,8 @@ class IDGI(TimedAttribution):
         baseline: As for `IntegratedGradients`.
         steps: The number of steps on each path.
 
-    Values: (N, C, H, W), signed, in units of the probability, or of the target's score; they sum to its value for the
-    image minus its value for the baseline.
+    Values: (N, C, H, W), signed, in units of the probability, or of the target's score; they sum to its rise from the
+    baseline to the image.
 
     Warns:
         SaliencyWarning: The target is a function or a similarity: then the map often shows the border of the image.
@@ -156,15 +156,15 @@ class IDGI(TimedAttribution):
         nodes, count = steps + 1, (steps + 1) * len(references)
         values = torch.zeros_like(at_least_float32(passes.x[0]))
         rise = 0.0
-        last_shares, last_score = torch.zeros_like(values), 0.0
+        last_fractions, last_score = torch.zeros_like(values), 0.0
         positions = torch.linspace(0, 1, nodes, dtype=torch.float64, device="cpu")
         for done in passes.gradients(on_paths(passes.x, references, positions), count, least=count):
-            rows = zip(_squared_shares(done.gradients.to(values.dtype)), done.scores.tolist(), strict=True)
-            for node, (shares, node_score) in enumerate(rows, start=done.start):
+            rows = zip(_squared_fractions(done.gradients.to(values.dtype)), done.scores.tolist(), strict=True)
+            for node, (fractions, node_score) in enumerate(rows, start=done.start):
                 if node % nodes:
-                    values += (node_score - last_score) * last_shares
+                    values += (node_score - last_score) * last_fractions
                     rise += node_score - last_score
-                last_shares, last_score = shares, node_score
+                last_fractions, last_score = fractions, node_score
         values, rise = values / len(references), rise / len(references)
         return ImageAttribution(values, residual=rise - float(values.sum(dtype=torch.float64)))
 
@@ -178,7 +178,7 @@ class _ProbabilityIfAny(Probability):
         return super().ask(output, images) if has_probability else self.target.ask(output, images)
 
 
-def _squared_shares(gradients: Tensor) -> Tensor:
+def _squared_fractions(gradients: Tensor) -> Tensor:
     """Return each squared gradient (k, C, H, W) as a fraction of their sum; zero for a zero gradient."""
     largest = gradients.abs().amax(axes := spatial(gradients, 1), keepdim=True)
     # Scale first: the square of a small gradient would vanish.
@@ -389,11 +389,11 @@ def on_paths(x: Tensor, references: Tensor, nodes: Tensor) -> Callable[[int, int
         references: (K, C, H, W) the baselines.
         nodes: (n,) the nodes on each path, 0 at the baseline and 1 at the image.
     """
-    shares = along_rows(nodes.to(x), x)
+    points = along_rows(nodes.to(x), x)
 
     def make(start: int, stop: int) -> Tensor:
         numbers = torch.arange(start, stop, device=x.device)
-        return torch.lerp(references[numbers // len(nodes)], x, shares[numbers % len(nodes)])
+        return torch.lerp(references[numbers // len(nodes)], x, points[numbers % len(nodes)])
 
     return make
 
@@ -483,10 +483,10 @@ class AdaptiveIntegral:
     @property
     def weights(self) -> Tensor:
         """The weight of the slope at each node (n,), in the order of arrival; float64, of sum 1."""
-        order, positions, shares, _ = self._mixed()
+        order, positions, fractions, _ = self._mixed()
         widths, weights = positions.diff(), torch.zeros_like(positions)
-        weights[order[:-1]] += widths * shares
-        weights[order[1:]] += widths * (1 - shares)
+        weights[order[:-1]] += widths * fractions
+        weights[order[1:]] += widths * (1 - fractions)
         return weights
 
     @property
@@ -515,9 +515,9 @@ class AdaptiveIntegral:
         starts, ends, widths, rises = slopes[:-1], slopes[1:], positions.diff(), values.diff()
         difference = starts - ends
         differs = difference.abs() > 1e-9 * slopes.abs().max()
-        shares = (rises / widths - ends) / torch.where(differs, difference, 1.0)
-        shares = torch.where(differs, shares, 0.5).clamp(0, 1)
-        return order, positions, shares, rises - widths * (shares * starts + (1 - shares) * ends)
+        fractions = (rises / widths - ends) / torch.where(differs, difference, 1.0)
+        fractions = torch.where(differs, fractions, 0.5).clamp(0, 1)
+        return order, positions, fractions, rises - widths * (fractions * starts + (1 - fractions) * ends)
 
 
 def _adaptively_integrated(passes: Passes, references: Tensor, tolerance: float) -> ImageAttribution:

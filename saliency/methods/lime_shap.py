@@ -207,9 +207,9 @@ class _LimeRegression(Coalitions):
         scores = torch.cat([self.scores.new_zeros(1), self.scores - self.full])[part]
         weights = torch.exp(-(1 - visible.mean(1).sqrt()).square() / (2 * self.width**2))
         # Without weighted means, no intercept is needed.
-        shares = weights / weights.sum()
-        visible, scores = visible - shares @ visible, scores - shares @ scores
-        return regression(visible, scores, weights, self.penalty, shares), scores, weights
+        fractions = weights / weights.sum()
+        visible, scores = visible - fractions @ visible, scores - fractions @ scores
+        return regression(visible, scores, weights, self.penalty, fractions), scores, weights
 
 
 class KernelSHAP(CoalitionSampling):

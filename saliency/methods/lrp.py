@@ -150,24 +150,26 @@ class RelevancePropagation(TracedAttribution):
 
     def _checked_walk(self, grads: TargetGradients, composite: Composite, first: Node | None) -> Walk:
         """Return a walk, and warn if its ledger does not hold the whole score."""
-        rules = self.propagation(composite, composite.layers(self.model), self.unknown, first)
+        named = composite.layers(self.model)
+        rules = self.propagation(composite, named, self.unknown, first)
         changes = {}
         for name, channels in self._through.items():
             changes[name] = partial(_restricted, grads, name, channels)
         watched = {**grads.forward.layers, **dict(zip([EMBEDDINGS], grads.forward.embeddings, strict=False))}
         walk = Walk(grads, rules, watched, changes, frees=grads.forward.count_backward()).run()
-        rules.check_layers()
+        if named:
+            rules.check_layers()
         if rules.unmerged:
             names = ", ".join(f"{name} ({count})" for name, count in rules.unmerged.items())
             problem = f"some batch norms are not merged with the convolution before them, because of {names} in between"
             warn(f"{self.name}: {problem}: the map depends on how the model is written; apply them to the convolution")
         if is_tracing():
             return walk
-        share = float((walk.missing.abs() / grads.scores.abs().clamp(min=1e-6)).max())
+        fraction = float((walk.missing.abs() / grads.scores.abs().clamp(min=1e-6)).max())
         rounding = 16 * torch.finfo(grads.scores.dtype).eps
         # This comparison is false for NaN.
-        if not share <= max(MAX_MISSING_SHARE, rounding) and self.unknown == "refuse":
-            warn(f"{self.name}: {share:.1g} of the score is missing from the ledger")
+        if not fraction <= max(MAX_MISSING_SHARE, rounding) and self.unknown == "refuse":
+            warn(f"{self.name}: {fraction:.1g} of the score is missing from the ledger")
         return walk
 
 
@@ -211,7 +213,7 @@ class _Patches(NamedTuple):
 
     Attributes:
         node: The operation.
-        layer: The name of the module; None if its weights match no composite.
+        layer: The name of the module; None if no module has its weights.
         read: The function from a tensor like the result of the operation to maps (N, K, h, w).
     """
 
@@ -453,7 +455,7 @@ class _ExcitationRules(Propagation):
         operation, is_below = visit.operation, visit.node in self._below
         name = "" if operation is None else operation.name
         if is_below or name in LINEAR:
-            self._below.update(operand for operand, _ in visit.walk.graph.next[visit.node])
+            self._below.update(visit.walk.graph.operands[visit.node])
         if operation is None or is_below or name not in ("_log_softmax", *SOFTMAX):
             return super().__call__(visit)
         lost = (operation.result - operation.args["self"]) * visit.grad  # probabilities minus logits
@@ -527,21 +529,20 @@ class ExcitationBackprop(RelevancePropagation):
         walk, total = self.walk(grads), torch.zeros_like(grads.scores)
         for node, relevance in cast("_ExcitationRules", walk.rule).received.items():
             total = total + walk.per_image(relevance, node)
-        shares = divided(result.values, along_rows(total, result.values))
+        fractions = divided(result.values, along_rows(total, result.values))
         if not is_tracing():
-            self._check(shares, result.layer)
-        values = shares.clamp(min=0) if self.contrastive else shares
+            self._check(fractions, result.layer)
+        values = fractions.clamp(min=0) if self.contrastive else fractions
         return replace(result.with_evidence(residual=None, ledger=None, ledger_names=None), values=values)
 
-    def _check(self, shares: Tensor, layer: str | None) -> None:
+    def _check(self, fractions: Tensor, layer: str | None) -> None:
         """Warn of fractions (N, 1, h, w) that are not probabilities."""
-        sums, most = shares.flatten(1).abs().sum(1), 2 if self.contrastive else 1
-        lowest = float(divided(shares.flatten(1).amin(1), shares.flatten(1).amax(1)).min())
+        sums, most = fractions.flatten(1).abs().sum(1), 2 if self.contrastive else 1
+        lowest = float(divided(fractions.flatten(1).amin(1), fractions.flatten(1).amax(1)).min())
         is_negative = lowest < -MAX_MISSING_SHARE and not self.contrastive
         if is_negative or float(sums.max()) > most + MAX_MISSING_SHARE:
-            sizes = (
-                f"are as low as {lowest:.1g} of the largest" if is_negative else f"add up to {float(sums.max()):.1f}"
-            )
+            largest = f"add up to {float(sums.max()):.1f}"
+            sizes = f"are as low as {lowest:.1g} of the largest" if is_negative else largest
             warn(
                 f"{self.name}: the fractions at {layer} {sizes}, expected at least 0 and a sum of at most {most}: the "
                 "network adds signed activations, but the method assumes positive activations; use lrp"

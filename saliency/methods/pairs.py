@@ -28,7 +28,7 @@ from .gradient import InputXGradient, VanillaGradient
 from .lrp import LRP, AttnLRP
 
 LINEAR = (LRP, AttnLRP, DeepLIFT, HiResCAM, InputXGradient, VanillaGradient)
-"""Methods whose map of a sum of scores is the sum of the maps, so that directions can replace numbers."""
+"""Methods whose map of a sum of scores is the sum of the maps, so that they can explain directions."""
 
 
 def explain_pair(

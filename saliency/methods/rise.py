@@ -109,7 +109,7 @@ class RISE(SampledAttribution):
         return result._replace(agreement=estimate.agreements) if score.dim() else result
 
     def new_estimate(self, masks: RandomMasks, score: Tensor) -> MaskedScores:
-        """Return the estimate of the map, without masks."""
+        """Return a new estimate of the map."""
         if self.uncertainty:
             return WeightedVariance(masks.variance, score)
         if self.debiased:  # subtracting the score of the whole image does not change the covariance
@@ -218,9 +218,8 @@ class DRISE(RISE):
 
 def target_part(joint: BatchAttribution, number: int) -> BatchAttribution:
     """Return the attribution of one target of a `JointQuestions`, by its number."""
-    tensors = joint.tensors().items()
-    parts = {name: part[:, number : number + 1] if part.dim() > 2 else part[:, number] for name, part in tensors}
-    return joint.with_tensors(parts)
+    tensors, column = joint.tensors().items(), slice(number, number + 1)
+    return joint.with_tensors({name: part[:, column] if part.dim() > 2 else part[:, number] for name, part in tensors})
 
 
 class RandomMasks:
@@ -271,8 +270,7 @@ class MaskedScores(Estimate):
     Args:
         visible: The mean of a mask.
         scale: (1, H, W) the divisor of the sum.
-        level: A constant close to the scores that is subtracted from them, for the debiased map; None for the paper's
-            map.
+        level: A constant close to the scores, which is subtracted from them for the debiased map; else None.
     """
 
     def __init__(self, visible: float, scale: Tensor, level: Tensor | float | None, targets: int = 1) -> None:
@@ -399,8 +397,8 @@ class VXCODE(SegmentAttribution, TimedAttribution):
 
     The value of a patch is the best score of the search minus the best score before this patch. The search ends when
     1 % of the difference between the scores of the image and of all patches hidden is left; the other patches are 0.
-    In the paper, the best score is taken as 1 or 0, the search ends with the last patch, and values follow the last
-    score before the patch, so they rise again where patches lower the score.
+    The paper takes 1 or 0 as the best score, and ends the search with the last patch. Its values follow the last score
+    before the patch, so they rise again where patches lower the score.
 
     Args:
         mode: "insertion" marks patches that suffice for the box; "deletion" marks the few that are necessary.

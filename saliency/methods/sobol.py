@@ -25,7 +25,7 @@ ROWS_IN_TIME = 4
 class TotalOrder(ScoreEstimate):
     """Total-order Sobol indices (cells,) by Jansen's estimator; zero if the score does not vary.
 
-    A sample holds the scores of A, of B, and, for each number, of A with this number taken from B.
+    A sample holds the scores of two masks A and B, and, for each cell, of A with the number of this cell from B.
 
     Args:
         cells: The number of cells.

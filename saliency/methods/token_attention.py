@@ -151,8 +151,8 @@ class TokenAttention:
         ends = [node for node, shape in shapes.items() if shape[:2] == (images, queries) and len(shape) == 3]
         grad = self.grads.gradient_at(ends[0] if ends else last.node)
         is_read = (grad != 0).any(-1) if ends else (last.by_head(last.by_query(grad)) != 0).any(-1).any(1)
-        shares = is_read[:, None].to(at_least_float32(self.grads.x).dtype)
-        return shares / shares.sum(-1, keepdim=True).clamp(min=1)
+        weights = is_read[:, None].to(at_least_float32(self.grads.x).dtype)
+        return weights / weights.sum(-1, keepdim=True).clamp(min=1)
 
 
 def _language_model_and_bridge(
@@ -219,12 +219,12 @@ class AttentionMap(TracedAttribution):
         By default, it is the rollout of the attention, with the identity for the residual connection of a query. The
         rest of a sum of 1 is the relevance of the learned queries.
         """
-        shares: Tensor | None = None
+        fractions: Tensor | None = None
         for call in attention.bridge:
             fused = self.fused(attention, call)
-            added = fused if call.shape[3] != call.shape[2] else fused @ cast("Tensor", shares)
-            shares = (added if shares is None else shares + added) / (fused.sum(-1, keepdim=True) + 1)
-        return cast("Tensor", shares)
+            added = fused if call.shape[3] != call.shape[2] else fused @ cast("Tensor", fractions)
+            fractions = (added if fractions is None else fractions + added) / (fused.sum(-1, keepdim=True) + 1)
+        return cast("Tensor", fractions)
 
 
 class AttentionRollout(AttentionMap):
@@ -256,15 +256,15 @@ class AttentionRollout(AttentionMap):
 
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the fraction of each token in the tokens that the head reads."""
-        shares = attention.read_queries
+        fractions = attention.read_queries
         if attention.pooling is not None:
             fused = self.over_heads(attention, attention.pooling)
-            shares = (shares / fused.sum(-1).unsqueeze(1).clamp(min=torch.finfo(fused.dtype).tiny)) @ fused
+            fractions = (fractions / fused.sum(-1).unsqueeze(1).clamp(min=torch.finfo(fused.dtype).tiny)) @ fused
         for call in attention.blocks[::-1]:
             fused = self.fused(attention, call)
             fused.diagonal(dim1=-2, dim2=-1).add_(1)
-            shares = (shares / fused.sum(-1).unsqueeze(1)) @ fused
-        return shares[:, 0]
+            fractions = (fractions / fused.sum(-1).unsqueeze(1)) @ fused
+        return fractions[:, 0]
 
     def fused(self, attention: TokenAttention, call: AttentionCall) -> Tensor:
         """Return the attention of a call, fused over its heads (N, queries, keys), without its smallest values."""

@@ -410,9 +410,7 @@ def _trace(answer: Answer, number: int) -> tuple[str | None, Tensor]:
         with bound(**arguments_of((), answer)), bind_image(number):
             shape = tuple(output_tensor(run_model(answer.model, x)).shape)
     if len(shape) != 3 or shape[1] not in (length, len(answer.tokens)):
-        raise ModelError(
-            f"the output is {shape}; expected logits (1, {length}, V) of the sequence, one row for a token"
-        )
+        raise ModelError(f"the output is {shape}; expected logits (1, {length}, V) of the sequence, one row per token")
     return readers[0] if readers else (None, torch.full((2, length), math.nan, device=x.device, dtype=torch.float32))
 
 

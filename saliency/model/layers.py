@@ -74,7 +74,7 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
     """
     call = current_call()
     if call.caches is not None and name not in trace_layers(model, x).sources:
-        raise LayerError(f'layer "{name}" does not depend on the explained image; pass one that does, or no layer')
+        raise LayerError(f'layer "{name}" does not depend on the explained image; pass a layer that does, or no layer')
     shape, size = tuple(tensor.shape), tuple(x.shape[2:])
     channels_first = is_channels_first(model.get_submodule(name)) and tensor.dim() == x.dim()
     if not channels_first and call.layout is not None:
@@ -136,7 +136,7 @@ class SpatialLayer:
 
     @property
     def is_single(self) -> bool:
-        """Whether the output has only one channel, like a gate. Such a layer is read only if there is no other."""
+        """Whether the output has one channel, like a gate. Such a layer is read only if there is no other layer."""
         return self.shape[1 if self.layout.kind == "NCHW" else -1] == 1
 
 
@@ -278,7 +278,7 @@ def _require_layer(layer: str | None, model: nn.Module, x: Tensor) -> str:
     if layer is None:
         raise LayerError(
             f"no layer of {type(model).__name__} has a spatial output, not mirrored, of the whole image for an input "
-            f"of {as_text(x.shape[2:])}; pass layer=..., a larger image, or the network inside one that flips images"
+            f"of {as_text(x.shape[2:])}; pass layer=, a larger image, or the network inside a model that flips images"
         )
     return layer
 
@@ -333,7 +333,7 @@ def _find_head_inputs(model: nn.Module, x: Tensor, candidates: _Layers, target: 
     heads = [(arguments, results) for _, depth, arguments, results in outer if depth == level]
     last = reached_nodes(_nodes(score), {node for _, results in heads for node in results}.__contains__)
     entering = [node for arguments, results in heads if not last.isdisjoint(results) for node in arguments]
-    # A module that all blocks share returns only its last result; the outermost of the others names each result.
+    # Only the last result of a module that all blocks share is stored. The outermost layer with a result names it.
     results = {module: results for module, _, _, results in calls}
     by_node = {nodes[0]: layer for layer in candidates if len(nodes := results.get(_module(model, layer), [])) == 1}
     levels = {by_node[node] for node in reached_nodes(entering, by_node.__contains__) & by_node.keys()}

@@ -166,7 +166,7 @@ class _Dependent(MemoryMode[bool]):
 
 
 class _HostReads(TorchFunctionMode):
-    """Mode that refuses the reads of values that are not operators."""
+    """Mode that refuses reads of values by functions that are not operators."""
 
     def __init__(self, dependent: _Dependent) -> None:
         super().__init__()

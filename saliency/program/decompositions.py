@@ -93,14 +93,8 @@ def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: in
     `adaptive_avg_pool2d` and its gradient set the strides of axes of size 1.
     """
     view = torch.empty_strided(size, stride, dtype=x.dtype, device="meta")
-    if (
-        x.is_contiguous()
-        and view.is_contiguous()
-        and view.numel() == x.numel()
-        and offset in (None, x.storage_offset())
-    ):
-        return x.reshape(size)
-    return NotImplemented
+    is_whole = view.numel() == x.numel() and offset in (None, x.storage_offset())
+    return x.reshape(size) if is_whole and x.is_contiguous() and view.is_contiguous() else NotImplemented
 
 
 def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:

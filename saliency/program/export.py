@@ -37,7 +37,7 @@ from ..targets.question import Images, Question
 from .capture import capture, tracing
 from .decompositions import FOR_ONNX
 
-Run = Callable[[Tensor], Sequence[Tensor]]
+ProgramRun = Callable[[Tensor], Sequence[Tensor]]
 """Images (N, C, H, W) -> the outputs of a program."""
 
 _DECIDES = """deep_lift deep_shap full_grad score_cam ablation_cam idgi guided_ig extremal_perturbation vit_cx vx_code
@@ -121,7 +121,7 @@ def export(method: Attribution, path: str | Path, example: ImagesLike, *, target
 
 def captured(
     method: Attribution, example: ImagesLike, target: int | str | None = None
-) -> tuple[ExportedProgram, dict[str, str], Callable[[Run, str], None]]:
+) -> tuple[ExportedProgram, dict[str, str], Callable[[ProgramRun, str], None]]:
     """Return the program and the metadata that `export` writes, and the check of their map.
 
     It has the arguments and errors of `export`.
@@ -248,7 +248,7 @@ def _program(method: Attribution, image: Tensor, wanted: int | None) -> Exported
         return torch.export.export(graph, (batch,), dynamic_shapes=({0: Dim("batch")},), strict=False)
 
 
-def _require_equal(method: Attribution, explanation: Explanation, inputs: Tensor, run: Run, name: str) -> None:
+def _require_equal(method: Attribution, explanation: Explanation, inputs: Tensor, run: ProgramRun, name: str) -> None:
     """Raise NotApplicableError if a program gives another map of an image than `attribute`, by more than rounding.
 
     The program runs on the images of the explanation, and on another number of images.

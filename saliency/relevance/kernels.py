@@ -1,7 +1,8 @@
 """Fast forms of the rules, by class of rule. Each is tested equal to the formula of its rule in float64.
 
 Products of single inputs and weights are never formed: with t = |W| |a|, their positive parts sum to (W a + t) / 2 and
-their negative parts to (W a - t) / 2. The relevance of a bias needs only the sums of the shares over all positions.
+their negative parts to (W a - t) / 2. The relevance of a bias needs only the sums of the quotients R / z over all
+positions.
 """
 
 from __future__ import annotations
@@ -62,15 +63,15 @@ def _epsilon(rule: Epsilon, op: LinearOperation, relevance: Tensor) -> Passed:
     z = op.output
     epsilon = rule.epsilon * (op.scale if rule.relative else z.new_ones([1] * z.dim()))
     if op.is_positive:
-        shares, sums, _ = _quotients(op, relevance, z + epsilon)
+        quotients, sums, _ = _quotients(op, relevance, z + epsilon)
         size = sums
     else:
-        shares = relevance / z.abs().add_(epsilon)
-        size = _position_sums(op, shares)
-        shares = shares * z.sign()
-        sums = _position_sums(op, shares)
+        quotients = relevance / z.abs().add_(epsilon)
+        size = _position_sums(op, quotients)
+        quotients = quotients * z.sign()
+        sums = _position_sums(op, quotients)
     lost = size * (epsilon.flatten(1) if len(op.dims) > 1 else epsilon)
-    return _passed(op, op.transposed(shares, op.weight), sums, op.bias, lost.sum(1) if len(op.dims) > 1 else lost)
+    return _passed(op, op.transposed(quotients, op.weight), sums, op.bias, lost.sum(1) if len(op.dims) > 1 else lost)
 
 
 def _gamma(rule: Gamma, op: LinearOperation, relevance: Tensor) -> Passed:
@@ -84,13 +85,13 @@ def _gamma(rule: Gamma, op: LinearOperation, relevance: Tensor) -> Passed:
     magnitudes = _magnitudes(op, op.bias).copysign_(z)
     parts = torch.add(z, magnitudes, alpha=factor, out=magnitudes)
     sign = parts.sign()
-    shares, sums, lost = _quotients(op, relevance, parts)
-    of_magnitudes = sign.mul_(shares).mul_(factor)
-    passed = _passed(op, _spread(op, shares, of_magnitudes), sums, op.bias, lost)
+    quotients, sums, lost = _quotients(op, relevance, parts)
+    of_magnitudes = sign.mul_(quotients).mul_(factor)
+    passed = _passed(op, _spread(op, quotients, of_magnitudes), sums, op.bias, lost)
     if op.bias is None or passed.biases is None:
         return passed
     return passed._replace(
-        biases=passed.biases + _bias_share(op, _position_sums(op, of_magnitudes), op.bias.abs()),
+        biases=passed.biases + _bias_relevance(op, _position_sums(op, of_magnitudes), op.bias.abs()),
     )
 
 
@@ -103,19 +104,19 @@ def _alpha_beta(rule: AlphaBeta, op: LinearOperation, relevance: Tensor) -> Pass
     if not rule.beta:
         magnitudes = _magnitudes(op, bias)
         parts = _without(op, rule, magnitudes) + magnitudes
-        shares, sums, lost = _quotients(op, relevance, _cleared(op, rule, parts, magnitudes, 1))
-        return _passed(op, _spread(op, shares, shares), sums, None if positive is None else 2 * positive, lost)
+        quotients, sums, lost = _quotients(op, relevance, _cleared(op, rule, parts, magnitudes, 1))
+        return _passed(op, _spread(op, quotients, quotients), sums, None if positive is None else 2 * positive, lost)
     # The negative parts are summed alone: the sums of positive parts then have no cancellation where the output is
     # positive.
     negative = None if bias is None else bias.clamp(max=0)
     parts = _negative_parts(op, None if negative is None else negative - TINY)
     up, sums, lost = _quotients(op, relevance, _cleared(op, rule, _without(op, rule, -parts) - parts, parts, -1))
-    biases = None if positive is None else _bias_share(op, sums, rule.alpha * positive)
+    biases = None if positive is None else _bias_relevance(op, sums, rule.alpha * positive)
     down, sums, unreached = _quotients(op, relevance, parts, None if negative is None else -TINY)
     losses = [factor * part for factor, part in ((rule.alpha, lost), (-rule.beta, unreached)) if part is not None]
     lost = torch.stack(losses).sum(0) if losses else None
     if biases is not None and negative is not None:
-        biases = biases - _bias_share(op, sums, rule.beta * negative)
+        biases = biases - _bias_relevance(op, sums, rule.beta * negative)
     if op.is_nonnegative:
         grad = op.transposed(down, signed(op.weight, -1))
         grad = grad.lerp_(op.transposed(up, signed(op.weight, 1)), rule.alpha)
@@ -145,19 +146,19 @@ KERNELS: dict[type[Rule], Callable[[Any, LinearOperation, Tensor], Passed]] = {
 
 
 def _passed(op: LinearOperation, grad: Tensor, sums: Tensor, bias: Tensor | None, lost: Tensor | None = None) -> Passed:
-    """Return a result, given the sums of the shares over all positions and the bias that they multiply."""
-    return Passed(grad, biases=None if bias is None else _bias_share(op, sums, bias), lost=lost)
+    """Return a result, given the sums of the quotients over all positions and the bias that they multiply."""
+    return Passed(grad, biases=None if bias is None else _bias_relevance(op, sums, bias), lost=lost)
 
 
-def _bias_share(op: LinearOperation, sums: Tensor, bias: Tensor) -> Tensor:
-    """Return the relevance of a bias, given the sums of the shares over all positions."""
+def _bias_relevance(op: LinearOperation, sums: Tensor, bias: Tensor) -> Tensor:
+    """Return the relevance of a bias, given the sums of the quotients over all positions."""
     is_vector = len(op.dims) > 1 or bias.numel() == bias.shape[-1] == sums.shape[-1]
     return sums @ bias.flatten() if is_vector else sums * bias
 
 
-def _position_sums(op: LinearOperation, shares: Tensor) -> Tensor:
-    """Return the sums over all positions (N, channels) of a convolution; of a matrix product, the shares."""
-    return shares.sum(op.dims[1:]) if len(op.dims) > 1 else shares
+def _position_sums(op: LinearOperation, values: Tensor) -> Tensor:
+    """Return the sums over all positions (N, channels) of a convolution; for a matrix product, the values."""
+    return values.sum(op.dims[1:]) if len(op.dims) > 1 else values
 
 
 def _quotients(
@@ -175,26 +176,26 @@ def _quotients(
         The quotients; their sums over all positions; and the relevance of each image (row of a matrix product) that
         nothing receives because no part has the right sign, None if there is none.
     """
-    shares = torch.div(relevance, parts, out=parts)
+    quotients = torch.div(relevance, parts, out=parts)
     if tiny is not None and op.is_rectified and len(op.dims) > 1:
         # Where there is no part, quotients are huge. They need no mask, because they reach only inputs of zero, which
         # have no relevance. Times the tiny number, they are the lost relevance.
-        sums = _position_sums(op, shares)
-        return shares, sums, sums.sum(1).mul_(tiny)
+        sums = _position_sums(op, quotients)
+        return quotients, sums, sums.sum(1).mul_(tiny)
     if is_tracing():
-        shares.nan_to_num_(0, torch.inf, -torch.inf)
+        quotients.nan_to_num_(0, torch.inf, -torch.inf)
     else:
-        sums = _position_sums(op, shares)
+        sums = _position_sums(op, quotients)
         total = float(sums.abs().sum())
         if not math.isfinite(total):  # 0 / 0 is 0
-            sums = _position_sums(op, shares.nan_to_num_(0, torch.inf, -torch.inf))
+            sums = _position_sums(op, quotients.nan_to_num_(0, torch.inf, -torch.inf))
             total = float(sums.abs().sum())
         if total <= _LARGE:  # false for NaN
-            return shares, sums, None
-    sizes = shares.abs()
+            return quotients, sums, None
+    sizes = quotients.abs()
     lost = where_above(relevance, sizes, _LARGE).sum(op.dims)
-    shares = where_above(shares, sizes.neg_(), -_LARGE)
-    return shares, _position_sums(op, shares), lost
+    quotients = where_above(quotients, sizes.neg_(), -_LARGE)
+    return quotients, _position_sums(op, quotients), lost
 
 
 def _divided_by(
@@ -212,8 +213,8 @@ def _divided_by(
         shared["parts"] = weight, op.run(op.input, weight, None if bias is None else bias + TINY)
     weight, parts = shared["parts"]
     parts = parts if op.shared is None else parts.clone()
-    shares, sums, lost = _quotients(op, relevance, parts, None if bias is None else tiny)
-    return _passed(op, op.transposed(shares, weight), sums, bias, lost)
+    quotients, sums, lost = _quotients(op, relevance, parts, None if bias is None else tiny)
+    return _passed(op, op.transposed(quotients, weight), sums, bias, lost)
 
 
 def _magnitudes(op: LinearOperation, bias: Tensor | None) -> Tensor:
@@ -245,7 +246,7 @@ def _cleared(op: LinearOperation, rule: AlphaBeta, parts: Tensor, others: Tensor
     return where_above(parts, torch.sub(parts, others, alpha=least), 0)
 
 
-def _spread(op: LinearOperation, shares: Tensor, of_magnitudes: Tensor) -> Tensor:
-    """Return G at the input for shares of the parts a w, and other shares of their magnitudes |a w|."""
+def _spread(op: LinearOperation, quotients: Tensor, of_magnitudes: Tensor) -> Tensor:
+    """Return G at the input, for quotients of the parts a w and of their magnitudes |a w|."""
     magnitudes = op.transposed(of_magnitudes, op.weight.abs())
-    return op.transposed(shares, op.weight).add_(magnitudes.mul_(op.input.sign()))
+    return op.transposed(quotients, op.weight).add_(magnitudes.mul_(op.input.sign()))

@@ -207,10 +207,10 @@ def _winners(step: MultiplierStep) -> Gradients:
         return _max_pool(step)
     x, x0 = _floats(step.operation.args), _floats(step.base.args)
     change = _floats(step.operation.repeat())[0] - _floats(step.base.repeat())[0]
-    share = step.grad * change
+    part = step.grad * change
     is_gain = change < 0 if "min" in step.operation.name else change > 0
-    gains = _gradients(step, x, (torch.where(is_gain, share, 0),))
-    losses = _gradients(step, x0, (torch.where(is_gain, 0, share),))
+    gains = _gradients(step, x, (torch.where(is_gain, part, 0),))
+    losses = _gradients(step, x0, (torch.where(is_gain, 0, part),))
     operands = zip(gains, losses, x, x0, strict=True)
     return tuple(_per_change(gain.add_(loss), a, b) for gain, loss, a, b in operands)
 
@@ -221,15 +221,15 @@ def _max_pool(step: MultiplierStep) -> Gradients:
     x, x0 = (value.flatten(start) for value in step.pair("self"))
     winners, winners0 = (operation.result[1].flatten(start) for operation in step[1:])
     change = x.gather(-1, winners) - x0.gather(-1, winners0)
-    share = step.grad.flatten(start) * change
-    gain = where_above(share, change, 0)
-    passed = torch.zeros_like(x).scatter_add_(-1, winners, gain).scatter_add_(-1, winners0, share.sub_(gain))
+    part = step.grad.flatten(start) * change
+    gain = where_above(part, change, 0)
+    passed = torch.zeros_like(x).scatter_add_(-1, winners, gain).scatter_add_(-1, winners0, part.sub_(gain))
     return (_per_change(passed, x, x0).view_as(step.operation.args["self"]),)
 
 
-def _per_change(share: Tensor, x: Tensor, x0: Tensor) -> Tensor:
+def _per_change(part: Tensor, x: Tensor, x0: Tensor) -> Tensor:
     """Divide parts by the change of an operand, in place. The part of an operand that does not change is 0."""
-    return share.div_(at_least_float32(x - x0).add_(TINY))
+    return part.div_(at_least_float32(x - x0).add_(TINY))
 
 
 def _mul(step: MultiplierStep) -> Gradients:
@@ -328,12 +328,12 @@ def _floats(tree: Any) -> list[Tensor]:
 
 def _lost(step: MultiplierStep, passed: Gradients) -> tuple[float, float]:
     """Return the part of the results that the operands do not receive, and the size of all parts."""
-    results = _shares(step.visit.grads, step.operation.repeat(), step.base.repeat())
-    operands = _shares(passed, step.operation.args, step.base.args)
+    results = _changes(step.visit.grads, step.operation.repeat(), step.base.repeat())
+    operands = _changes(passed, step.operation.args, step.base.args)
     return abs(float(results.sum() - operands.sum())), float(results.abs().sum())
 
 
-def _shares(grads: Gradients, values: Any, base: Any) -> Tensor:
+def _changes(grads: Gradients, values: Any, base: Any) -> Tensor:
     """Return the sum of multipliers times differences of each value."""
     triples = zip(grads, _floats(values), _floats(base), strict=False)
     return torch.stack([(grad * (x - x0).nan_to_num(0)).sum() for grad, x, x0 in triples if grad is not None])

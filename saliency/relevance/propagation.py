@@ -390,9 +390,9 @@ class Propagation:
         scale, shift = channelwise(factors.scale, x), channelwise(factors.shift, x)
         part = x * scale
         relevance = (part + shift) * y_grad
-        shares = divided(relevance, part.abs() + shift.abs() * self.shift_receives)
-        visit.walk.absorb("biases", relevance - shares * part.abs(), visit.node)
-        return (shares * scale.abs() * x.sign(), None, None)
+        quotients = divided(relevance, part.abs() + shift.abs() * self.shift_receives)
+        visit.walk.absorb("biases", relevance - quotients * part.abs(), visit.node)
+        return (quotients * scale.abs() * x.sign(), None, None)
 
     def _merged_path(self, walk: Walk, norm: Node) -> dict[Edge, Tensor | None]:
         """Return the edges from a batch norm to the linear operations before it; {} if it is not merged.
@@ -951,10 +951,10 @@ def _merged(
     return op, partial(torch.addcmul, shift, recorded, scale)
 
 
-_Function = Callable[..., Tensor]
+_TensorFunction = Callable[..., Tensor]
 
 
-def _convolution(args: Mapping[str, Any], like: Tensor) -> tuple[_Function, _Function]:
+def _convolution(args: Mapping[str, Any], like: Tensor) -> tuple[_TensorFunction, _TensorFunction]:
     """Return a convolution, and its transpose in the input, as functions of a tensor and the weights."""
     options = itemgetter(*CONVOLUTION_OPTIONS)(args)
 
@@ -968,7 +968,7 @@ def _convolution(args: Mapping[str, Any], like: Tensor) -> tuple[_Function, _Fun
     return run, transposed
 
 
-def _matrix_product(operand: int) -> tuple[_Function, _Function]:
+def _matrix_product(operand: int) -> tuple[_TensorFunction, _TensorFunction]:
     """Return a matrix product with weights on one side, and its transpose, as functions of a tensor and the weights."""
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | float | None = None) -> Tensor:

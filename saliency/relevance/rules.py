@@ -228,8 +228,8 @@ class Gamma(Rule):
             parts, through = parts_of(op, sign)
             bias = 0 if op.bias is None else signed(op.bias, sign)
             here = torch.where(op.output * sign > 0, relevance, 0)
-            shares = divided(here, op.output + self.gamma * (parts + bias))
-            total = total + op.input * op.transposed(shares, op.weight) + self.gamma * through(shares)
+            quotients = divided(here, op.output + self.gamma * (parts + bias))
+            total = total + op.input * op.transposed(quotients, op.weight) + self.gamma * through(quotients)
         return total
 
 
@@ -353,8 +353,8 @@ class ZBox(Rule):
         low, high = torch.minimum(*ends), torch.maximum(*ends)  # a factor in between may be negative
         width, up = high - low, op.weight.clamp(min=0)
         z = op.run(op.input, op.weight) - op.run(high, op.weight) + op.run(width, up)
-        shares = divided(relevance, z)
-        return (op.input - high) * op.transposed(shares, op.weight) + width * op.transposed(shares, up)
+        quotients = divided(relevance, z)
+        return (op.input - high) * op.transposed(quotients, op.weight) + width * op.transposed(quotients, up)
 
 
 @dataclass(frozen=True)

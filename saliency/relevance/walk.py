@@ -22,7 +22,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from ..attribution.forward import TargetGradients
 from ..errors import NotApplicableError
 from ..hooks import operations
-from ..hooks.autograd_graph import Gradients, call_node, is_tracing, next_functions, result_specs, source_edge
+from ..hooks.autograd_graph import Gradients, is_python_function, is_tracing, next_functions, result_specs, source_edge
 from ..io.axes import at_least_float32
 
 Edge = tuple[Node, int]
@@ -60,8 +60,10 @@ class Visit(NamedTuple):
         return next(grad for grad in self.grads if grad is not None) if first is None else first
 
     def plain(self) -> Gradients:
-        """Return the gradients at the operands."""
-        return call_node(self.node, self.grads)
+        """Return the gradients that the operation passes to its operands."""
+        node: Any = self.node
+        result: Any = node.apply(*self.grads) if is_python_function(node) else node(*self.grads)
+        return result if isinstance(result, tuple) else (result,)
 
 
 NodeRule = Callable[[Visit], Gradients]

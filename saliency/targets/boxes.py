@@ -22,12 +22,12 @@ BoxPart = Literal["class", "objectness", "x0", "y0", "x1", "y1"]
 _EDGES = ("x0", "y0", "x1", "y1")
 _SECOND = "second"
 _LEAST_OVERLAP = 0.5  # below this IoU, a box was not found
-_SHARPNESS = 20.0  # of two boxes whose IoU differs by 0.1, one weighs 7 times as much
+_SHARPNESS = 20.0  # a box whose IoU is 0.1 higher has 7 times the weight
 _MOST_LISTED = 5
 
 
 def require_inside(position: tuple[float, ...] | None, images: Images) -> None:
-    """Raise NotFoundError if a point or a box is outside one of the images. It needs their sizes."""
+    """Raise NotFoundError if a point or a box is outside one of the images. Images without a size are not checked."""
     for width, height in (images.geometries[number].image_size for number in images.numbers if images.geometries):
         left, top, *_ = ends = position or (0, 0)
         if not (left < width and top < height and min(ends[-2:]) >= 0):
@@ -89,8 +89,7 @@ class BoxTarget(Target):
         row, match, geometry = rows[image], self._match(rows[image], images), images.geometries[image]
         if kind == "class" and isinstance(self.quantity, int):
             count = cast("Tensor", row.keypoints).shape[1]
-            others = [joint for joint in range(count) if joint != self.quantity]
-            joints = [replace(self, quantity=joint, joint=f"joint {joint}") for joint in others]
+            joints = [replace(self, quantity=n, joint=f"joint {n}") for n in range(count) if n != self.quantity]
             return [BoxScore(joint, match, geometry, images).question() for joint in joints]
         if kind == "box":
             probabilities, boxes = row.probabilities.detach(), row.boxes.detach()
@@ -121,7 +120,7 @@ class BoxTarget(Target):
         return readings.of(output, key, lambda: candidates(output, geometries, classes, self.link, self.read))
 
     def _match(self, row: Candidates, images: Images) -> Match:
-        """Return the box of one image that the target asks for."""
+        """Return the box of one image that the target explains."""
         if row.link != "label":
             count = images.class_count(row.scores.shape[1])
             for cls in (self.label, self.against):
@@ -135,8 +134,7 @@ class BoxTarget(Target):
                 overlaps = overlaps * (row.column(self.label).detach() != ABSENT)
             best = max(overlaps.tolist(), default=0.0)
             if best < _LEAST_OVERLAP:
-                wanted = f"the box {as_text(self.position)}"
-                problem = f"the best overlap{name} with {wanted} is an IoU of {best:.2f}, below 0.5"
+                problem = f"the best IoU{name} with the box {as_text(self.position)} is {best:.2f}, below 0.5"
                 nearby = [index for index in row.detections(0) if near[index]]
                 raise NotFoundError(f"{problem}; there, the model found {_listing(row, nearby, images.categories)}")
             scores = row.probabilities.amax(1) if self.label is None else row.column(self.label).sigmoid()
@@ -157,7 +155,7 @@ class BoxTarget(Target):
         if self.against is None:
             return None
         if row.link == "label":
-            raise TargetError("the output has the score of one class for each box only, so none can be compared")
+            raise TargetError("the output has the score of one class for each box only, so classes cannot be compared")
         second = next((cls for cls in row.scores[candidate].argsort(descending=True).tolist() if cls != label), label)
         other = second if self.against == _SECOND else int(self.against)
         if other == label:
@@ -347,7 +345,7 @@ def box(
         against: Another class: the score is then the difference of both logits. "second" is the class with the next
             highest logit.
         link: For outputs like DETR's, whether the last class means "no object" ("softmax") or not ("sigmoid"), if
-            neither the output's class nor the class names tell.
+            neither the output's class nor the class names show it.
         read: A function from the output of any other detector to one `saliency.Candidates` for each image.
 
     Raises:

@@ -148,9 +148,7 @@ class Probability(Target):
         if score.link is None:
             problem = "the model returns one number per image, whose probability is unknown"
             hint = "pass the names of both classes as categories= if it is the logit of the second"
-            raise TargetError(
-                f"{problem}; {hint}, or explain the number itself: saliency.value(0), or saliency.value()"
-            )
+            raise TargetError(f"{problem}; {hint}, or explain the number: saliency.value(0), or saliency.value()")
         return _questions(output, images, lambda score: score.probability, "probability of {}", score)
 
 
@@ -281,13 +279,12 @@ class TargetList(Target):
         return TargetList(tuple(target.prepared(images.only(number)) for number, target in enumerate(self.targets)))
 
     def ask(self, output: Any, images: Images) -> Together:
-        """Return the question of each image's own target."""
+        """Return the question of each image's target."""
         asked = [self.targets[number].ask(output, images.only(number)) for number in images.numbers]
-        scores = [together.score for together in asked]
-        return Together([together[0] for together in asked], partial(_scores_by_image, scores))
+        return Together([t[0] for t in asked], partial(_scores_by_image, [t.score for t in asked]))
 
     def others(self, output: Any, images: Images, kind: Literal["class", "box"]) -> Sequence[Question]:
-        """Return the other questions of the image's own target."""
+        """Return the other questions of the image's target."""
         return self.targets[images.numbers[0]].others(output, images, kind)
 
 
@@ -367,7 +364,7 @@ def value(*index: int) -> Target:
 def neuron(layer: str | nn.Module, channel: int, at: int | Sequence[int] | None = None) -> Target:
     """Explain the activation of a channel of a layer, instead of the model's output.
 
-    All targets of one call must be neurons of one layer. The layer of a CAM must be before it.
+    All targets of one call must be neurons of one layer. The layer of a CAM must be before that layer.
 
     Args:
         layer: The name of the layer, as in `model.named_modules()`, or the module itself. Its first output tensor is

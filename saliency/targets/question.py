@@ -96,7 +96,7 @@ class Images:
         return str(layer), None
 
     def score_of(self, function: Score, image: int | None = None) -> Score:
-        """Return the score of one image, or of all, by a user's function of the output of the whole batch."""
+        """Return the score of one image, or of all images, by a user's function of the output of the whole batch."""
         return function
 
     def only(self, number: int) -> Self:

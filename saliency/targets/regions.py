@@ -101,8 +101,7 @@ class Region(Target):
             return [joint.ask(output, images)[0] for joint in joints]
         names = [class_name(label, images.categories) for label in labels]
         scores = [replace(score, label=label) for label in labels]
-        pairs = zip(scores, names, strict=True)
-        return [replace(question, score=other, name=name, mirrored=None) for other, name in pairs]
+        return [replace(question, score=s, name=name, mirrored=None) for s, name in zip(scores, names, strict=True)]
 
     def _predicted(self, scores: Tensor, output: Any, images: Images, is_binary: bool) -> Tensor:
         """Return the pixels (N, h, w) that the model assigns to the class, or around the maximum of its map."""

@@ -319,7 +319,7 @@ def test_safetensors_of_somebody_elses_are_refused(kept: Path) -> None:
     header, tensors = opened(kept)
     for metadata in (None, {"format": "pt"}, {"saliency": "null"}, {"saliency": "[]"}, {"saliency": "{}"}):
         save_file(tensors, kept, metadata=metadata)
-        with pytest.raises(ExplanationError, match=r"but not one that this version of Explanation\.save wrote"):
+        with pytest.raises(ExplanationError, match=r"that this version of Explanation\.save did not write"):
             Explanation.load(kept)
     save_file(tensors, kept, metadata={"saliency": json.dumps({**header, "format": "saliency explanation 99"})})
     with pytest.raises(ExplanationError):

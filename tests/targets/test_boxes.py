@@ -238,7 +238,7 @@ def test_the_second_class_is_the_next_best_of_the_box() -> None:
         (lambda: saliency.box(box=(70, 10, 90, 20)), r"the box .* is outside the image of 64 x 48 pixels"),
         (
             lambda: saliency.box(box=(0, 0, 64, 48)),
-            r"IoU of 0\.\d\d, below 0\.5; there, the model found \w+ 0\.\d\d at \(",
+            r"is 0\.\d\d, below 0\.5; there, the model found \w+ 0\.\d\d at \(",
         ),
         (lambda: saliency.box(index=99), r"no detection with the index 99; the model found \w+ 0\.\d\d at"),
         (lambda: saliency.box(cls=3), r"class 3 is outside 0\.\.2"),
@@ -529,7 +529,7 @@ class Labelled(nn.Module):
 def test_a_class_that_the_output_does_not_hold_is_refused_also_by_box() -> None:
     method, x = VanillaGradient(Labelled()), torch.rand(2, 3, 16, 16)
     assert method.attribute(x[:1], saliency.box(box=(1, 1, 9, 9), cls=1)).values.abs().sum() > 0
-    with pytest.raises(TargetError, match=r"the best overlap of class 77 .*, the model found class 1"):
+    with pytest.raises(TargetError, match=r"the best IoU of class 77 .*, the model found class 1"):
         method.attribute(x[:1], saliency.box(box=(1, 1, 9, 9), cls=77))
     with pytest.raises(TargetError, match="image 0: there is no detection"):
         method.attribute(x, saliency.box(point=(12, 12)))
