@@ -109,7 +109,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True)
 class DifferenceRow:
-    """Paired difference between a method and another method, or one of its controls.
+    """Paired difference between a method and another method, or a control of the method.
 
     Attributes:
         name: The method.

@@ -215,7 +215,7 @@ def trust(
     """Measure whether a map of one image can be trusted.
 
     Each property is compared with maps that ignore the prediction. It is clear only where the map is better than all
-    of them: for deletion, insertion, ROAD, infidelity and agreement, these are the edges of the image, a spot at the
+    these maps: for deletion, insertion, ROAD, infidelity and agreement, these are the edges of the image, a spot at the
     centre and 19 copies of the map at random positions.
 
     Args:

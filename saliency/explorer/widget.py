@@ -108,7 +108,8 @@ def explore(
 
     Args:
         model: A name that `saliency.load` accepts, or a model, which stays unchanged.
-        images: A folder, an image or a list of images to offer; by default a sample photo. Other images can be dropped.
+        images: A folder, an image or a list of images to offer; by default a sample photo. Other images can be
+            dropped on the page.
         method: The method that the page begins with.
         layer: The layer that the page begins with; None for the default of each method.
         options: Options of the methods, applied to each method that has them.

@@ -41,7 +41,7 @@ from ..validation import check_choice, is_integer
 
 Reduce = Literal["mean_heads", "max_heads", "min_heads"]
 Query = int | Sequence[float] | None
-"""A query: the number of its token, the point (x, y) of its patch on the image, or None for the mean of all."""
+"""A query: the number of its token, the point (x, y) of its patch on the image, or None for the mean of all queries."""
 
 _Layouts = tuple[Layout | None, Layout | None]
 """Layouts of the queries and of the keys of a call, in the windows of one image; None for tokens without a grid."""

@@ -81,7 +81,7 @@ class Moments:
 
 
 def moments(tensor: Tensor) -> Moments:
-    """Return the moments of a tensor's values, summed in double precision; of the magnitudes if it is complex.
+    """Return the moments of a tensor's values, or of the magnitudes of complex values, summed in double precision.
 
     Args:
         tensor: A tensor of any shape, dtype and device. It is not changed.

@@ -220,7 +220,7 @@ def heat_image(
     """Draw the heatmap without the image, which lies below it on a page: transparent outside the crop.
 
     Inside the crop, the image is opaque. If the opacity follows the map, the image is as opaque as the scaled map is
-    strong, with lines around the crop. The page multiplies its opacity.
+    strong, with lines around the crop. The page multiplies this opacity by its setting.
 
     The image has the proportions of the thumbnail, and a half or a third of its size if the map cells are large enough.
     """

@@ -52,7 +52,7 @@ def contact_sheet(
         colormap: As in `overlay`.
         percentile: As in `overlay`.
         smoothing: As in `overlay`.
-        shared: Draw each column on one scale, so that its colours are comparable; by default, each overlay on its own.
+        shared: Use one scale per column, so that its colours are comparable. By default each overlay has its own scale.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.

@@ -292,7 +292,7 @@ class Subject(SharedResults):
 
     @property
     def explained_target(self) -> TargetLike:
-        """The target of the explanation. Raises MethodError if it is neither given, nor a class or `similarity()`."""
+        """The target of the explanation. Raises MethodError if it was not given, unless a class or `similarity()`."""
         if self.fixed_target is not None or self._target is not None:
             return self.fixed_target or self._target
         classes = list(self.explanation.target)
@@ -463,7 +463,7 @@ class Metric(HasOptions, ABC):
         return measure([self], explanation, **context)[0]
 
     def together(self, metrics: Sequence[Metric], subject: Subject, **passes: Any) -> dict[Metric, Outcome]:
-        """Measure by this metric, and by other metrics that share its work; by default, none does."""
+        """Measure by this metric, and by other metrics that share its work; by default, only by this metric."""
         return {self: self.outcome(subject)}
 
     @abstractmethod
@@ -476,7 +476,7 @@ class Metric(HasOptions, ABC):
 
 
 def get_metric(name: object) -> type[Metric]:
-    """Return the metric with this name. Raises MethodError for another name, with the closest ones."""
+    """Return the metric with this name. Raises MethodError for another name, with the closest names."""
     return METRICS.find(name)
 
 

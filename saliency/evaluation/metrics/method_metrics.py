@@ -197,7 +197,7 @@ class MPRT(MethodMetric):
         return similarities(maps.original, others, self.compare)
 
     def _randomised(self, maps: Maps, draw: int) -> Iterator[Attribution]:
-        """Yield the method on a copy of the model with randomised layers; each is valid until the next one."""
+        """Yield the method on a copy of the model with randomised layers; each is valid until the next step."""
         subject = maps.subject
         with subject.bound(subject.images[:1]):
             names = subject.once("layers", layers_from_the_top, subject.method, subject.images[:1])
@@ -373,7 +373,8 @@ class RobustnessMetric(MethodMetric):
 class MaxSensitivity(RobustnessMetric):
     """Largest relative change of the map under noise; lower is better.
 
-    Values: (N,), the norm of the change divided by the norm of the map: a lower bound of the largest value.
+    Values: (N,), the norm of the change divided by the norm of the map: a lower bound of the largest ratio within the
+    radius.
 
     Source: Yeh et al., "On the (In)fidelity and Sensitivity of Explanations" (2019), https://arxiv.org/abs/1901.09392.
     """
@@ -629,7 +630,7 @@ class ARCC(CombinedMetric):
         return (least - most).clamp(0, 1)
 
     def _mean_scores(self, subject: Subject, ranks: Tensor) -> Tensor:
-        """Return the mean scores of the images (N,) without the first fractions of their orders (N, H, W)."""
+        """Return the mean scores (N,) of images without the first pixels of orders (N, H, W), over all fractions."""
         pairs = zip(subject.images[:, None], ranks, strict=True)
         images = [removed(x, row, self.shares, self.noise, subject.seed) for x, row in pairs]
         scores = [subject.scores_of(batch).double() for batch in torch.stack(images, 1)]  # of (k, N, C, H, W)
